@@ -1,0 +1,28 @@
+# make lab | test | bench | refresh.  The first run installs everything into .venv, later ones start at once.
+# Linux without a GPU: `make lab TORCH_INDEX=https://download.pytorch.org/whl/cpu` leaves out 3 GB of CUDA packages.
+PYTHON ?= python3
+TORCH_INDEX ?=
+
+BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
+.PHONY: lab test bench refresh
+
+lab: .venv/ready
+	$(BIN)/python -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) notebooks/00_start_here.ipynb
+
+test: .venv/ready
+	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
+	$(BIN)/python -m pytest
+
+bench: .venv/ready
+	$(BIN)/python -m ddpkit.bench
+
+refresh: .venv/ready
+	$(BIN)/python tools/refresh.py
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('ddpkit needs Python 3.11 or newer, and $(PYTHON) is ' + sys.version.split()[0] + '. Name a newer one: make PYTHON=python3.12')"
+	$(PYTHON) -m venv .venv
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) --constraint constraints.txt torch)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[course,test]"
+	@echo ready > $@
