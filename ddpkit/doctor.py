@@ -1,7 +1,7 @@
 """What this machine can run, in plain words, and how to mend what it can't: `python -m ddpkit.doctor`.
 
-Every check is a function that returns a `Finding`; the functions that judge take plain values, so that a test can
-play any machine. Works without Jupyter, and starts CUDA only in a process of its own.
+The functions that judge take plain values and return a `Finding`, so that a test can play any machine. Works without
+Jupyter, starts CUDA only in a process of its own, and prints no paths: notebook 00 stores the table.
 """
 
 import contextlib
@@ -74,9 +74,9 @@ def examine() -> Iterator[Finding]:
     yield judge_loopback(loopback_error())
     yield judge_start_method(multiprocessing.get_all_start_methods())
     yield judge_shared_memory(shm_bytes())
-    yield judge_temp(tempfile.gettempdir(), shutil.disk_usage(tempfile.gettempdir()).free)
+    yield judge_temp(shutil.disk_usage(tempfile.gettempdir()).free)
     yield two_ranks()
-    yield judge_torchrun(shutil.which("torchrun"), sys.executable)
+    yield judge_torchrun(shutil.which("torchrun"))
     yield judge_triton(importlib.util.find_spec("triton") is not None, torch.cuda.device_count())
     for package, purpose in (
         ("jupyterlab", "the notebooks"),
@@ -328,17 +328,17 @@ def judge_shared_memory(size: int | None) -> Finding:
     return Finding("shared memory", f"{size / GIB:.1f} GiB in /dev/shm")
 
 
-def judge_temp(folder: str, free: int) -> Finding:
-    value = f"{free / GIB:.1f} GiB free in {folder}"
+def judge_temp(free: int) -> Finding:
+    value = f"{free / GIB:.1f} GiB free"
     if free < GIB / 10:
         return Finding("temp space", value, PROBLEM, "make room, or set TMPDIR to a folder that has some")
     return Finding("temp space", value)
 
 
-def judge_torchrun(path: str | None, executable: str) -> Finding:
+def judge_torchrun(path: str | None) -> Finding:
     if path:
-        return Finding("torchrun", path)
-    return Finding("torchrun", f"not on PATH; the same thing is: {executable} -m torch.distributed.run")
+        return Finding("torchrun", "on PATH")
+    return Finding("torchrun", "not on PATH; the same thing is: python -m torch.distributed.run")
 
 
 def judge_triton(present: bool, gpus: int) -> Finding:

@@ -1,0 +1,146 @@
+"""Who may import whom (docs: README, 'How it is cut'), read from the source, and `import ddpkit` kept light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
+
+# From the ground up: a subject imports only torch, the standard library and subjects before it in this list.
+SUBJECTS = [
+    "cost",
+    "memory",
+    "floats",
+    "softmax",
+    "flash_attention",
+    "flash_triton",
+    "collectives",
+    "ring",
+    "shared_memory",
+    "parameter_server",
+    "ddp",
+    "mixed_precision",
+    "checkpointing",
+    "zero",
+    "pipeline",
+    "tensor_parallel",
+    "models",
+    "text",
+    "train",
+]
+MAY_IMPORT = {  # beyond torch, the standard library and its own kind
+    "subjects": {"triton", "tqdm"},
+    "runtime": {"cloudpickle", "IPython"},
+    "lesson": {"IPython", "ipywidgets", "matplotlib", "nbclient", "nbformat", "runtime", "subjects"},
+    "bench": {"runtime", "subjects", "numpy"},
+    "doctor": {"runtime", "psutil"},
+    "__init__": {"runtime"},
+}
+ONLY_WHEN_USED = {"IPython", "ipywidgets", "matplotlib", "psutil", "tqdm"}
+
+
+def floor(name: str) -> str:
+    """The floor of ddpkit.`name`: 'runtime', 'lesson', ... or 'subjects'."""
+    return "subjects" if name in SUBJECTS else name
+
+
+def imports(tree: ast.Module, package: list[str]) -> list[tuple[str, bool]]:
+    """(what is imported, in dotted form; whether that happens when the module is loaded)."""
+    found = []
+
+    def visit(node: ast.AST, at_load: bool) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            at_load = False
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, at_load) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "ddpkit":
+                found.extend((f"ddpkit.{alias.name}", at_load) for alias in node.names)
+            else:
+                found.append((module, at_load))
+        for child in ast.iter_child_nodes(node):
+            visit(child, at_load and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    visit(tree, True)
+    return found
+
+
+def complaints(path: Path) -> list[str]:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    own = floor(parts[1])
+    if own not in MAY_IMPORT:
+        return [f"ddpkit.{parts[1]} has no floor: add it to SUBJECTS or to MAY_IMPORT"]
+    wrong = []
+    for name, at_load in imports(ast.parse(path.read_text(encoding="utf-8")), parts[:-1]):
+        top, _, rest = name.partition(".")
+        if top == "ddpkit":
+            other = rest.split(".")[0]
+            if (ROOT / "ddpkit" / f"{other}.py").exists() or (ROOT / "ddpkit" / other).is_dir():
+                other_floor = floor(other)
+            else:
+                other_floor = "runtime"  # a name of the package itself: launch, Link, ...
+            if other_floor == own and own == "subjects":
+                if SUBJECTS.index(other) > SUBJECTS.index(parts[1]):
+                    wrong.append(f"imports {name}, a subject above it")
+            elif other_floor not in MAY_IMPORT[own] | {own}:
+                wrong.append(f"imports {name}")
+        elif top not in sys.stdlib_module_names and top != "torch" and top not in MAY_IMPORT[own]:
+            wrong.append(f"imports {name}")
+        elif top in ONLY_WHEN_USED and at_load and own != "lesson":
+            wrong.append(f"imports {name} when loaded, not when used")
+    return wrong
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_go_down(path):
+    assert complaints(path) == []
+
+
+def test_the_test_can_fail(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "ddpkit/runtime").mkdir(parents=True)
+    (tmp_path / "ddpkit/lesson").mkdir()
+    for name in ("ring", "collectives", "zero"):
+        (tmp_path / f"ddpkit/{name}.py").touch()
+    source = {
+        "ddpkit/ring.py": "import torch, matplotlib\nfrom ddpkit import launch, collectives, zero\n",
+        "ddpkit/runtime/live.py": "import IPython\nfrom ..lesson import player\nfrom .launch import launch\n",
+        "ddpkit/runtime/worker.py": "def f():\n    import IPython\nfrom ddpkit.ring import ring_all_reduce\n",
+    }
+    found = {}
+    for name, text in source.items():
+        (tmp_path / name).write_text(text)
+        found[name] = complaints(tmp_path / name)
+    assert found == {
+        "ddpkit/ring.py": ["imports matplotlib", "imports ddpkit.launch", "imports ddpkit.zero, a subject above it"],
+        "ddpkit/runtime/live.py": ["imports IPython when loaded, not when used", "imports ddpkit.lesson"],
+        "ddpkit/runtime/worker.py": ["imports ddpkit.ring"],
+    }
+
+
+LIGHT = """
+import sys
+for name in ("IPython", "ipywidgets", "matplotlib", "ipykernel", "nbformat", "psutil"):
+    sys.modules[name] = None  # any import of it raises ImportError
+import ddpkit
+from ddpkit import HangError, Link, RankError, launch
+print(sorted(name for name in sys.modules if name.startswith("ddpkit.lesson")))
+"""
+
+
+def test_importing_ddpkit_needs_no_jupyter():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", LIGHT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
+
+
+def test_importing_ddpkit_loads_no_jupyter():
+    code = "import ddpkit, sys; print([n for n in ('IPython', 'ipywidgets', 'matplotlib') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

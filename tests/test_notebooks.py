@@ -1,0 +1,150 @@
+"""Notebooks as files: what a reader, GitHub and nbval need of them. What they do is run by nbval and test_browser.py."""
+
+import ast
+import re
+import statistics
+from pathlib import Path
+
+import nbformat
+import pytest
+import refresh
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+MACHINE_PATH = re.compile(r"(?<![\w.])(/(home|Users|root|work|tmp|usr|opt|var|private|content)/\w|[A-Z]:\\\w)")
+
+
+@pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def notebook(path):
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def lines(cell) -> list[str]:
+    return [line for line in cell.source.splitlines() if line.strip()]
+
+
+def tagged(cells, *tags) -> list:
+    return [cell for cell in cells if set(tags) & set(cell.metadata.get("tags", []))]
+
+
+def python(cell) -> ast.Module:
+    """The cell without its magics; empty where another program runs it (%%ranks, %%writefile)."""
+    if cell.source.startswith("%%"):
+        return ast.parse("")
+    return ast.parse("\n".join(line for line in cell.source.splitlines() if not re.match(r"\s*[%!]", line)))
+
+
+def test_the_first_notebooks_are_there():
+    assert [path.name[:2] for path in NOTEBOOKS][:2] == ["00", "01"]
+
+
+def test_is_as_refresh_leaves_it(path, notebook):
+    clean = nbformat.read(path, as_version=4)
+    refresh.normalise(clean)
+    assert notebook == clean, f"make refresh, or: python tools/refresh.py {path.name}"
+
+
+def test_is_valid_and_small(path, notebook):
+    nbformat.validate(notebook)
+    assert path.stat().st_size < 1_000_000
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+
+
+def test_every_code_cell_was_run_in_order(code):
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert all(cell.source.strip() for cell in code)
+
+
+def test_stores_neither_stderr_nor_svg_nor_widgets(notebook, code):
+    assert "widgets" not in notebook.metadata
+    for cell in code:
+        for output in cell.outputs:
+            assert output.get("name") != "stderr", output.text
+            assert not {"image/svg+xml", refresh.WIDGET_VIEW} & set(output.get("data", {})), cell.source
+
+
+def test_stores_no_path_of_a_machine(notebook):
+    for cell in notebook.cells:
+        texts = [cell.source]
+        for output in cell.get("outputs", []):
+            data = {kind: text for kind, text in output.get("data", {}).items() if not kind.startswith("image/")}
+            texts += [output.get("text", ""), output.get("evalue", ""), *map(str, data.values())]
+            texts += output.get("traceback", [])
+        for text in texts:
+            found = MACHINE_PATH.search(re.sub(r"\x1b\[[\d;]*m", "", text))
+            assert not found, text[max(0, found.start() - 80) :][:200]
+
+
+def test_errors_are_meant(code):
+    for cell in code:
+        failed = any(output.output_type == "error" for output in cell.outputs)
+        assert failed == bool(tagged([cell], "raises-exception")), cell.source
+
+
+def test_few_outputs_go_uncompared(code):
+    assert len(tagged(code, "nbval-ignore-output", "nbval-skip")) <= len(code) / 5
+    assert len(tagged(code, "raises-exception")) <= len(code) / 5
+    allowed = {"nbval-ignore-output", "nbval-skip", "raises-exception"}
+    for cell in code:
+        assert {tag for tag in cell.metadata.get("tags", []) if tag.startswith(("nbval", "raises"))} <= allowed
+        assert not re.search(r"#\s*(NBVAL|PYTEST_VALIDATE)_", cell.source), "use the cell's tags"
+
+
+def test_code_cells_are_short(code):
+    lengths = sorted(len(lines(cell)) for cell in code)
+    assert statistics.median(lengths) <= 5, lengths
+    assert lengths[int(0.9 * (len(lengths) - 1))] <= 12, lengths
+    assert lengths[-1] <= 25, lengths
+
+
+def test_prose_cells_are_short(notebook):
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            words = re.findall(r"\S*\w\S*", re.sub(r"\]\([^)]*\)", "]", cell.source))
+            assert len(words) <= 120, (len(words), cell.source[:80])
+
+
+def test_prose_comes_between_code(notebook):
+    kinds = "".join(cell.cell_type[0] for cell in notebook.cells)
+    assert "ccc" not in kinds, notebook.cells[kinds.index("ccc") + 2].source
+
+
+def test_no_cell_ends_with_a_semicolon(code):
+    for cell in code:
+        assert not cell.source.rstrip().endswith(";"), cell.source
+
+
+def test_imports_are_in_one_cell_at_the_top(code):
+    importing = [
+        number
+        for number, cell in enumerate(code)
+        if any(isinstance(statement, ast.Import | ast.ImportFrom) for statement in python(cell).body)
+    ]
+    assert len(importing) <= 1, [code[number].source for number in importing[1:]]
+    assert all(number <= 1 for number in importing)
+
+
+def test_pictures_come_with_words(notebook):
+    for cell, following in zip(notebook.cells, [*notebook.cells[1:], None], strict=True):
+        outputs = cell.get("outputs", [])
+        if any("image/png" in output.get("data", {}) for output in outputs):
+            said = [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs]
+            told = any(text and not text.startswith("<Figure") for text in said)
+            assert told or (following and following.cell_type == "markdown"), cell.source
+
+
+def test_opens_and_closes_as_all_do(notebook):
+    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    for words in ("You will build", "You need", "Time"):
+        assert words in "\n".join(prose[:3]), words
+    for words in ("What you can now say", "In the wild"):
+        assert words in "\n".join(prose[-4:]), words

@@ -1,0 +1,103 @@
+"""Run every notebook (or those named) from a fresh kernel and store its outputs: `make refresh`.
+
+Outputs that differ from the stored ones only in times, addresses and the like stay as they were, so that a second
+refresh changes nothing but pictures of wall times.
+"""
+
+import re
+import sys
+import tempfile
+from configparser import RawConfigParser
+from pathlib import Path
+
+import nbformat
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+from nbval.kernel import CURRENT_ENV_KERNEL_NAME, NbvalKernelspecManager
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def run(notebook: NotebookNode, folder: Path) -> None:
+    """Execute in place, in this interpreter's own environment whatever kernel the notebook names, as the tests do."""
+    NotebookClient(
+        notebook,
+        km=AsyncKernelManager(kernel_name=CURRENT_ENV_KERNEL_NAME, kernel_spec_manager=NbvalKernelspecManager()),
+        resources={"metadata": {"path": str(folder)}},
+        timeout=300,
+        record_timing=False,
+        store_widget_state=False,
+        coalesce_streams=True,
+    ).execute()
+
+
+def normalise(notebook: NotebookNode) -> None:
+    """Leave, in place, what belongs into the repository: no widget state, no editor's marks, no paths of this machine."""
+    notebook.metadata = NotebookNode(
+        kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
+        language_info={"name": "python"},
+    )
+    for cell in notebook.cells:
+        kept = {key: cell.metadata[key] for key in ("slideshow", "tags") if cell.metadata.get(key)}
+        cell.metadata = NotebookNode(kept)
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop(WIDGET_VIEW, None)
+            if output.output_type == "error":
+                output.traceback = [without_paths(line) for line in output.traceback]
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if output.get("data", True)]
+
+
+def without_paths(line: str) -> str:
+    """Tests don't compare tracebacks, so their paths can be made those of any machine."""
+    for folder, name in ((ROOT, ""), (sys.prefix, ".venv/"), (sys.base_prefix, "python/"), (tempfile.gettempdir(), "")):
+        line = line.replace(f"{folder}/", name)
+    return line
+
+
+def keep_equal_outputs(new: NotebookNode, old: NotebookNode) -> None:
+    stored = {cell.id: cell for cell in old.cells if cell.cell_type == "code"}
+    for cell in new.cells:
+        before = stored.get(cell.id)
+        if before is None or before.source != cell.source:
+            continue
+        digits = r"\d+" if "nbval-ignore-output" in cell.metadata.get("tags", []) else None
+        if comparable(before.outputs, digits) == comparable(cell.outputs, digits):
+            cell.outputs = before.outputs
+
+
+def comparable(outputs: list[NotebookNode], also: str | None = None) -> list[str]:
+    """Outputs as text, without what the sanitiser of the tests hides (and `also`), or the spaces that align it."""
+    config = RawConfigParser()
+    config.read(ROOT / "tests/nbval-sanitize.cfg", encoding="utf-8")
+    patterns = [(config[name]["regex"], config[name]["replace"]) for name in config.sections()]
+    if also:
+        patterns.append((also, "N"))
+    found = []
+    for output in outputs:
+        parts = dict(output) | dict(output.get("data", {}))
+        parts["traceback"] = ""
+        text = "\n".join(f"{key}: {parts[key]}" for key in sorted(parts) if key not in ("data", "execution_count"))
+        if "image/png" not in parts:  # digits and units inside a picture mean nothing
+            for regex, replacement in patterns:
+                text = re.sub(regex, replacement, text)
+        found.append(re.sub(r"\s+", " ", text))
+    return found
+
+
+def refresh(path: Path) -> None:
+    old = nbformat.read(path, as_version=4)
+    new = nbformat.read(path, as_version=4)
+    run(new, path.parent)
+    normalise(new)
+    keep_equal_outputs(new, old)
+    nbformat.write(new, path)
+
+
+if __name__ == "__main__":
+    for path in [Path(name) for name in sys.argv[1:]] or NOTEBOOKS:
+        print(path.name, flush=True)
+        refresh(path)
