@@ -1,4 +1,4 @@
-"""Notebooks as files: what a reader, GitHub and nbval need of them. What they do is run by nbval and test_browser.py."""
+"""Notebooks as files: what a reader, GitHub and nbval need of them. nbval and test_browser.py run them."""
 
 import ast
 import re

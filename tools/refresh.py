@@ -35,7 +35,7 @@ def run(notebook: NotebookNode, folder: Path) -> None:
 
 
 def normalise(notebook: NotebookNode) -> None:
-    """Leave, in place, what belongs into the repository: no widget state, no editor's marks, no paths of this machine."""
+    """Leave, in place, what belongs into the repository: no widget state, no editor's marks, no machine's paths."""
     notebook.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},
