@@ -8,7 +8,7 @@ ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 .PHONY: lab test bench refresh
 
 lab: .venv/ready
-	$(BIN)/python -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) notebooks/00_start_here.ipynb
+	$(BIN)/python -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ROOT_FLAG)
 
 test: .venv/ready
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
