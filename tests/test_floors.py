@@ -1,4 +1,4 @@
-"""Who may import whom (docs: README, 'How it is cut'), read from the source, and `import ddpkit` kept light."""
+"""Who may import whom (README, "What is where"), read from the source, and `import ddpkit` kept light."""
 
 import ast
 import subprocess

@@ -31,7 +31,7 @@ def run(notebook: NotebookNode, folder: Path) -> None:
         record_timing=False,
         store_widget_state=False,
         coalesce_streams=True,
-    ).execute()
+    ).execute(cleanup_kc=True)
 
 
 def normalise(notebook: NotebookNode) -> None:
