@@ -1,0 +1,174 @@
+"""The board: memory that all ranks of a launch share, where each writes what it is about to say.
+
+Whoever wants to know what a rank is doing reads its page of the board: the parent, while the rank is blocked in C++
+or dead; another rank, to see whether both are about to say the same thing.
+"""
+
+import mmap
+import pickle
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a rank is doing, as it last said.
+STARTING, RUNNING, RETURNED, DISAGREES = range(4)
+
+# The head of a page: five counters of eight bytes.
+_CALLS, _EVENTS, _WAITING, _STATE, _THREADS = range(0, 40, 8)
+_HEAD_BYTES = 64
+_INT = struct.Struct("<q")
+
+# A slot: channel, seq, agreement, length of what follows; then the pickled record.
+_SLOT = struct.Struct("<IqII")
+_SLOT_BYTES = 2048
+SLOTS = 256  # so many last calls of each rank does the board remember
+
+
+@dataclass(slots=True)
+class Record:
+    """One call of one rank, as it went over the wire. Times are this machine's `time.perf_counter()`, or None."""
+
+    op: str  # torch.distributed's name: all_reduce, send, ...
+    group: str  # "world", or the ranks of a sub-group
+    ranks: tuple[int, ...]  # the group's members, as global ranks
+    channel: str  # calls meet on a channel: a group, or one direction between two ranks
+    seq: int  # how many calls this rank made on this channel before
+    agreement: str  # what every rank must say alike here: "all_reduce 8 float32 sum"
+    detail: str  # the arguments, for people: "8 float32, sum"
+    bytes: int  # what this rank hands in (recv and the receiving end of a broadcast or scatter: takes)
+    peer: int | None  # global rank: dst of a send, reduce or gather; src of a recv, broadcast or scatter
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    line: int
+    function: str
+    issued: float
+    started: float | None = None  # when the link took it; without an emulated link, when it was issued
+    done: float | None = None
+    waited: float | None = None  # when the rank stopped to wait for it
+    values: list | None = None  # keep_values: the message as handed in, up to 64 elements
+    result: list | None = None  # keep_values: what arrived
+    memory: tuple[int, int, list] | None = None  # keep_values: which buffer, where in it, and all that it holds
+
+    @property
+    def call(self) -> str:
+        """The call as a person writes it: all_reduce(8 float32, sum)."""
+        return f"{self.op}({self.detail})"
+
+
+class Board:
+    """A memory-mapped file with one page for each rank; a rank writes only its own.
+
+    A file rather than /dev/shm: containers have little of that, and not every system has it.
+    """
+
+    def __init__(self, path: Path, world_size: int, create: bool = False):
+        self.world_size = world_size
+        self._page_bytes = _HEAD_BYTES + SLOTS * _SLOT_BYTES
+        with open(path, "w+b" if create else "r+b") as file:
+            if create:
+                file.truncate(self._page_bytes * world_size)
+            self._map = mmap.mmap(file.fileno(), self._page_bytes * world_size)
+
+    def close(self):
+        self._map.close()
+
+    # Writing.
+
+    def put(self, rank: int, index: int, record: Record):
+        """Write call number `index` of `rank`; others see it, complete, once the count of calls moves past it."""
+        at = self._slot(rank, index)
+        blob = _blob(record)
+        self._map[at + _SLOT.size : at + _SLOT.size + len(blob)] = blob
+        _SLOT.pack_into(self._map, at, hash32(record.channel), record.seq, hash32(record.agreement), len(blob))
+        if index == self._get(rank, _CALLS):
+            self._set(rank, _CALLS, index + 1)
+        self._set(rank, _EVENTS, self._get(rank, _EVENTS) + 1)
+
+    def set_waiting(self, rank: int, index: int | None):
+        """`rank` now sits in the wait of its call `index`, or no longer in any."""
+        self._set(rank, _WAITING, 0 if index is None else index + 1)
+
+    def set_state(self, rank: int, state: int):
+        self._set(rank, _STATE, state)
+        self._set(rank, _EVENTS, self._get(rank, _EVENTS) + 1)
+
+    def set_threads(self, rank: int, threads: int):
+        """How many threads of `rank` have made calls: with more than one, a wait blocks only one of them."""
+        self._set(rank, _THREADS, threads)
+
+    # Reading, from any process, at any time.
+
+    def calls(self, rank: int) -> int:
+        return self._get(rank, _CALLS)
+
+    def events(self, rank: int) -> int:
+        return self._get(rank, _EVENTS)
+
+    def waiting(self, rank: int) -> int | None:
+        """Number of the call that `rank` sits in, or None."""
+        return self._get(rank, _WAITING) - 1 if self._get(rank, _WAITING) else None
+
+    def state(self, rank: int) -> int:
+        return self._get(rank, _STATE)
+
+    def threads(self, rank: int) -> int:
+        return self._get(rank, _THREADS)
+
+    def record(self, rank: int, index: int) -> Record | None:
+        """Call number `index` of `rank`, or None where it has been overwritten or is being written just now."""
+        if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
+            return None
+        at = self._slot(rank, index)
+        length = _SLOT.unpack_from(self._map, at)[3]
+        try:
+            return Record(*pickle.loads(self._map[at + _SLOT.size : at + _SLOT.size + length]))
+        except Exception:  # a page caught half-written unpickles to anything; the next look sees it whole
+            return None
+
+    def records(self, rank: int) -> list[Record]:
+        """The last calls of `rank`, oldest first."""
+        calls = self.calls(rank)
+        found = (self.record(rank, index) for index in range(max(0, calls - SLOTS), calls))
+        return [record for record in found if record is not None]
+
+    def find(self, rank: int, channel: int, seq: int) -> tuple[int, int] | None:
+        """(number of the call, hash of its agreement) of what `rank` said as number `seq` on `channel` (a hash)."""
+        calls = self.calls(rank)
+        for index in range(calls - 1, max(0, calls - SLOTS) - 1, -1):
+            its_channel, its_seq, agreement, _ = _SLOT.unpack_from(self._map, self._slot(rank, index))
+            if its_channel == channel and its_seq <= seq:
+                return (index, agreement) if its_seq == seq else None
+        return None
+
+    def _slot(self, rank: int, index: int) -> int:
+        return rank * self._page_bytes + _HEAD_BYTES + index % SLOTS * _SLOT_BYTES
+
+    def _get(self, rank: int, field: int) -> int:
+        return _INT.unpack_from(self._map, rank * self._page_bytes + field)[0]
+
+    def _set(self, rank: int, field: int, value: int):
+        _INT.pack_into(self._map, rank * self._page_bytes + field, value)
+
+
+def hash32(text: str) -> int:
+    """The same number for the same text in every process (Python's own hash differs between processes)."""
+    return zlib.crc32(text.encode())
+
+
+_FIELDS = Record.__slots__
+_SPARE = [_FIELDS.index(name) for name in ("memory", "result", "values", "agreement", "detail", "file")]
+
+
+def _blob(record: Record) -> bytes:
+    """The record, pickled; where it doesn't fit a slot, without what is least needed to explain a hang."""
+    fields = [getattr(record, name) for name in _FIELDS]
+    blob = pickle.dumps(tuple(fields), protocol=5)
+    for spare in _SPARE:
+        if len(blob) <= _SLOT_BYTES - _SLOT.size:
+            return blob
+        value = fields[spare]
+        fields[spare] = value[:80] if isinstance(value, str) else None
+        blob = pickle.dumps(tuple(fields), protocol=5)
+    return blob

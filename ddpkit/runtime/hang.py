@@ -1,0 +1,230 @@
+"""Why nothing moves: read the board, find who waits for whom, say it in words and a table."""
+
+import linecache
+import os
+import site
+import sysconfig
+from dataclasses import dataclass
+
+from .board import RETURNED, STARTING, Board, Record
+
+LAST_CALLS = 5
+
+
+@dataclass
+class Situation:
+    """Where one rank is."""
+
+    rank: int
+    state: str  # starting, computing, waiting, returned, idle, gone
+    call: Record | None = None  # the call it sits in, or the last it made
+    missing: tuple[int, ...] = ()  # the ranks that have not come to that call
+    place: tuple[str, int, str] | None = None  # file, line, function, where known
+
+
+def situations(board: Board) -> list[Situation]:
+    """Where every rank is now, and for which ranks it waits."""
+    ranks = range(board.world_size)
+    records = [board.records(rank) for rank in ranks]
+    reached = [{record.channel: record.seq for record in its} for its in records]
+    found = []
+    for rank in ranks:
+        waiting = board.waiting(rank)
+        call = board.record(rank, waiting) if waiting is not None else None
+        if board.state(rank) == RETURNED:
+            found.append(Situation(rank, "returned"))
+        elif board.state(rank) == STARTING:
+            found.append(Situation(rank, "starting"))
+        elif call is None or call.done is not None:
+            found.append(Situation(rank, "computing"))
+        else:
+            found.append(Situation(rank, "waiting", call, _missing(call, rank, reached), _place(call)))
+    return found
+
+
+def _place(record: Record) -> tuple[str, int, str]:
+    return record.file, record.line, record.function
+
+
+def _missing(call: Record, rank: int, reached: list[dict[str, int]]) -> tuple[int, ...]:
+    """The members of `call` that have not come to it."""
+    return tuple(other for other in call.ranks if other != rank and reached[other].get(call.channel, -1) < call.seq)
+
+
+def deadlocked(now: list[Situation], board: Board) -> list[int]:
+    """The ranks that can never go on, whatever happens: they wait, directly or not, only for ranks that won't come.
+
+    A rank that computes may still come; so may one of several threads. A call whose ranks have all come is under way.
+    """
+    free = {s.rank for s in now if s.state in ("computing", "starting") or board.threads(s.rank) > 1}
+    grew = True
+    while grew:
+        grew = False
+        for s in now:
+            if s.state == "waiting" and s.rank not in free and _may_go_on(s, free):
+                free.add(s.rank)
+                grew = True
+    return [s.rank for s in now if s.state == "waiting" and s.rank not in free]
+
+
+def _may_go_on(s: Situation, free: set[int]) -> bool:
+    if s.call.channel.endswith("?"):
+        return not s.missing or any(rank in free for rank in s.missing)
+    return all(rank in free for rank in s.missing)
+
+
+def abandoned(now: list[Situation], board: Board) -> list[Situation]:
+    """Ranks that wait nowhere we can see, but began a collective that another member returned without joining.
+
+    DistributedDataParallel waits in C++, where no mark is left on the board.
+    """
+    records = [board.records(rank) for rank in range(board.world_size)]
+    reached = [{record.channel: record.seq for record in its} for its in records]
+    found = []
+    for s in now:
+        for call in records[s.rank] if s.state == "computing" else ():
+            missing = _missing(call, s.rank, reached)
+            if (
+                call.done is None
+                and call.op not in ("send", "recv")
+                and any(now[m].state == "returned" for m in missing)
+            ):
+                found.append(Situation(s.rank, "waiting", call, missing, _place(call)))
+                break
+    return found
+
+
+def mismatch(board: Board) -> dict[int, Record] | None:
+    """The first place where ranks said different things: {rank: what it said}, or None."""
+    said: dict[tuple[str, int], dict[int, Record]] = {}
+    for rank in range(board.world_size):
+        for record in board.records(rank):
+            if record.agreement:
+                said.setdefault((record.channel, record.seq), {})[rank] = record
+    for _, by_rank in sorted(said.items(), key=lambda item: min(r.issued for r in item[1].values())):
+        if len({record.agreement for record in by_rank.values()}) > 1:
+            return by_rank
+    return None
+
+
+# In words.
+
+
+def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
+    """(what happened, what to do) for ranks that said different things."""
+    groups: dict[str, list[int]] = {}
+    for rank, record in sorted(by_rank.items()):
+        groups.setdefault(record.call, []).append(rank)
+    sides = [f"{name_ranks(ranks)} called {call}" for call, ranks in groups.items()]
+    records = list(by_rank.values())
+    if len({record.op for record in records if record.op not in ("send", "recv")}) > 1:
+        advice = "Every rank must make the same collective calls in the same order. Is one of them under an `if`?"
+    elif len({record.dtype for record in records}) > 1:
+        advice = "Both sides must use the same dtype; the bytes would be read as other numbers."
+    elif len({record.bytes for record in records}) > 1:
+        advice = "Every rank must bring the same number of elements. Did the last batch shrink on one rank?"
+    else:
+        advice = "Every rank must name the same root and the same operation."
+    return f"mismatch: {', but '.join(sides)}.", advice
+
+
+def explain_deadlock(now: list[Situation], stuck: list[int]) -> tuple[str, str]:
+    """(what happened, what to do) for ranks that wait for ranks that won't come."""
+    by_rank = {s.rank: s for s in now}
+    gone = sorted({m for rank in stuck for m in by_rank[rank].missing if by_rank[m].state in ("returned", "idle")})
+    if gone:
+        calls = sorted({by_rank[rank].call.op for rank in stuck if set(by_rank[rank].missing) & set(gone)})
+        stopped = "returned" if by_rank[gone[0]].state == "returned" else "ended the cell"
+        happened = (
+            f"{name_ranks(stuck)} {'waits' if len(stuck) == 1 else 'wait'} in {' and '.join(calls)} for "
+            f"{name_ranks(gone)}, which {'has' if len(gone) == 1 else 'have'} {stopped}."
+        )
+        if any(by_rank[rank].call.op in ("send", "recv") for rank in stuck):
+            advice = "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
+        else:
+            advice = "Every rank of the group must make the call. Is it under an `if rank == ...`, or did one loop end early?"
+        return f"deadlock: {happened}", advice
+    chain = ", ".join(
+        f"rank {rank} for {name_ranks(by_rank[rank].missing)} in {by_rank[rank].call.op}" for rank in stuck
+    )
+    if all(by_rank[rank].call.op in ("send", "recv") for rank in stuck):
+        advice = "Let one side receive first, or start both with isend and irecv and wait afterwards."
+    else:
+        advice = "All ranks must use their groups in the same order."
+    return f"deadlock: each waits for another: {chain}.", advice
+
+
+def report(headline: str, advice: str, now: list[Situation], board: Board) -> str:
+    """The whole report: what happened, where every rank is, their last calls side by side, what to do."""
+    rows = [("rank", "state", "call", "where", "waits for")]
+    for s in now:
+        rows.append(
+            (
+                str(s.rank),
+                s.state,
+                s.call.call if s.call else "-",
+                describe_place(s.place) if s.place else "-",
+                name_ranks(s.missing) if s.missing else "-",
+            )
+        )
+    return "\n".join([headline, "", _table(rows), "", *_last_calls(board), "", advice])
+
+
+def _last_calls(board: Board) -> list[str]:
+    """The last calls of all ranks in columns, from shortly before they first differ."""
+    columns = [
+        [(record.op, record.call) for record in board.records(rank) if record.op != "new_group"]
+        for rank in range(board.world_size)
+    ]
+    longest = max(map(len, columns))
+    if longest == 0:
+        return ["No rank has made a call."]
+    collectives_only = all(op not in ("send", "recv") for column in columns for op, _ in column)
+    differs = longest
+    if collectives_only and all(board.calls(rank) <= len(columns[rank]) + 8 for rank in range(board.world_size)):
+        for index in range(longest):
+            if len({column[index][1] if index < len(column) else None for column in columns}) > 1:
+                differs = index
+                break
+    first = max(0, min(differs + 2, longest) - LAST_CALLS)
+    rows = [("call", *(f"rank {rank}" for rank in range(board.world_size)), "")]
+    for index in range(first, min(first + LAST_CALLS, longest)):
+        cells = [column[index][1] if index < len(column) else "-" for column in columns]
+        rows.append((f"{index + 1}", *cells, "<- they differ here" if index == differs else ""))
+    return ["Their calls, one row each:" if first == 0 else "Their last calls, one row each:", _table(rows)]
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def name_ranks(ranks) -> str:
+    """rank 2; ranks 0 and 2; ranks 0, 1 and 2."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def describe_place(place: tuple[str, int, str]) -> str:
+    """A line of a cell as "step, line 3: dist.all_reduce(x)", of a file as "train.py:12 in step: ..."
+
+    Cells carry no number: the same cell has another one in every session.
+    """
+    file, line, function = place
+    text = linecache.getline(file, line).strip()
+    where = f"{short_path(file)}:{line} in {function}" if os.path.exists(file) else f"{function}, line {line}"
+    if function == "<module>":
+        where = f"{short_path(file)}:{line}" if os.path.exists(file) else f"line {line} of the cell"
+    return f"{where}: {text}" if text else where
+
+
+def short_path(file: str) -> str:
+    """The part of a path that means something to others: from the package on, or the file's name alone."""
+    for folder in (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), *site.getsitepackages()):
+        if file.startswith(folder + os.sep):
+            return file[len(folder) + 1 :].replace(os.sep, "/")
+    return os.path.basename(file)

@@ -1,0 +1,216 @@
+"""Starting and ending ranks: a fork server where there is one, spawn elsewhere.
+
+The server has imported torch and this package and nothing of the user's; forking it takes milliseconds where a new
+interpreter takes seconds. It never touches CUDA, so neither do the forks, and what the notebook did to CUDA is not
+inherited. Every launch gets new processes: nothing leaks from one to the next, and a crash costs nothing.
+"""
+
+import contextlib
+import functools
+import io
+import multiprocessing.spawn
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing import forkserver, popen_forkserver, reduction
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import set_spawning_popen
+from pathlib import Path
+
+import torch.multiprocessing as mp
+
+from . import worker
+
+PRELOAD = ["ddpkit.runtime.worker"]
+_starting = threading.Lock()
+
+
+class Rank:
+    """One rank's process, seen from the parent: a pipe for words, a lifeline, a sentinel that shows its end."""
+
+    def __init__(self, assignment: worker.Assignment, target):
+        self.rank = assignment.rank
+        self.assignment = assignment
+        self.pipe, theirs = mp.Pipe()
+        lifeline, self._lifeline = mp.Pipe(duplex=False)
+        self.process = _process(target, (assignment, theirs, lifeline))
+        try:
+            with _starting, _without_main():
+                self.process.start()
+        finally:
+            theirs.close()
+            lifeline.close()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self.process.exitcode
+
+    def end(self):
+        """End the rank and its children, at once: cutting the lifeline kills its whole process group."""
+        self._lifeline.close()
+        if os.name != "posix":
+            self.process.kill()
+
+    def wait_gone(self, timeout: float = 2.0):
+        """Wait until the process is gone; a stubborn one is killed by its number."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join(timeout)
+        self.pipe.close()
+        with contextlib.suppress(ValueError):
+            self.process.close()
+
+    def ask_stack(self) -> list[tuple[str, int, str]]:
+        """Where the rank's main thread is: (file, line, function), innermost first. Works while it holds the GIL."""
+        path = self.assignment.path("stack")
+        if not hasattr(signal, "SIGUSR1") or not path.exists():
+            return []
+        before = path.stat().st_size
+        with contextlib.suppress(ProcessLookupError, TypeError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        for _ in range(20):
+            time.sleep(0.005)
+            text = path.read_text(errors="replace")[before:]
+            if text.endswith("\n") and "most recent call first" in text:
+                break
+        main_thread = re.split(r"(?:Current thread|Thread) 0x\w+.*\n", text)[-1]
+        frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', main_thread)
+        return [(file, int(line), function) for file, line, function in frames]
+
+
+def start_method() -> str:
+    """forkserver where the system has it and it serves, else spawn; DDPKIT_START_METHOD overrides (for tests)."""
+    chosen = os.environ.get("DDPKIT_START_METHOD")
+    if chosen:
+        return chosen
+    return "forkserver" if sys.platform == "linux" else "spawn"
+
+
+def warm_up():
+    """Start the fork server without waiting for it, so that the first launch need not."""
+    if start_method() == "forkserver":
+        with _interrupts_blocked(), _without_main():
+            _server().ensure_running()
+
+
+def _process(target, args):
+    if start_method() == "spawn":
+        return mp.get_context("spawn").Process(target=target, args=args, name=f"rank {args[0].rank}")
+    return _ForkedRank(target=target, args=args, name=f"rank {args[0].rank}")
+
+
+@functools.cache
+def _server() -> forkserver.ForkServer:
+    """A fork server of our own: multiprocessing's may already serve the user, without torch preloaded."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOAD)
+    return server
+
+
+class _Popen(popen_forkserver.Popen):
+    """multiprocessing's way to start a process through a fork server, with a server of our own."""
+
+    def _launch(self, process_obj):
+        data = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(multiprocessing.spawn.get_preparation_data(process_obj._name), data)
+            reduction.dump(process_obj, data)
+        finally:
+            set_spawning_popen(None)
+        with _interrupts_blocked():
+            self.sentinel, parent_writes = _server().connect_to_new_process(self._fds)
+        self.finalizer = multiprocessing.util.Finalize(
+            self, multiprocessing.util.close_fds, (os.dup(parent_writes), self.sentinel)
+        )
+        with open(parent_writes, "wb") as pipe:
+            pipe.write(data.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+class _ForkedRank(mp.get_context("forkserver").Process if "forkserver" in mp.get_all_start_methods() else mp.Process):
+    @staticmethod
+    def _Popen(process_obj):
+        return _Popen(process_obj)
+
+
+@contextlib.contextmanager
+def _without_main():
+    """Keep multiprocessing from running the user's script again in every rank: cloudpickle carries what they need.
+
+    Only for this thread; a pool that the user starts elsewhere at the same moment gets its script.
+    """
+    original, thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
+
+    def without_main(name):
+        data = original(name)
+        if threading.get_ident() == thread:
+            data.pop("init_main_from_name", None)
+            data.pop("init_main_from_path", None)
+        return data
+
+    multiprocessing.spawn.get_preparation_data = without_main
+    try:
+        yield
+    finally:
+        multiprocessing.spawn.get_preparation_data = original
+
+
+@contextlib.contextmanager
+def _interrupts_blocked():
+    """A Ctrl-C in these milliseconds comes after them; the server, which inherits the mask, never sees one."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def new_folder() -> Path:
+    """A folder for one launch; those of parents that were killed before they could tidy up are removed."""
+    _sweep()
+    return Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
+
+
+@functools.cache
+def _sweep():
+    for folder in Path(tempfile.gettempdir()).glob("ddpkit-*-*"):
+        owner = folder.name.split("-")[1]
+        if owner.isdigit() and not _alive(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def wait_for_word(ranks: list[Rank], seconds: float) -> list:
+    """The pipes and sentinels of `ranks` that have something to say, at the latest after `seconds`."""
+    by_object = {rank.pipe: rank for rank in ranks} | {rank.process.sentinel: rank for rank in ranks}
+    return list({id(by_object[o]): by_object[o] for o in wait(list(by_object), seconds)}.values())
+
+
+def receive(pipe: Connection):
+    """The next word from a rank, or None if there is none or it died while speaking."""
+    try:
+        return pipe.recv() if pipe.poll() else None
+    except (EOFError, OSError):
+        return None

@@ -1,0 +1,210 @@
+"""Inside a rank: be safe to start and safe to end, join the world, do the work, hand the result back."""
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import linecache
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from .board import RETURNED, RUNNING, Board
+from .link import Link
+from .wire import Recorder, register_wire
+
+RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclass
+class Assignment:
+    """What a new rank must know. Plain data: it is unpickled by a process that knows nothing but this package."""
+
+    rank: int
+    world_size: int
+    folder: str
+    backend: str  # "gloo" or "nccl"
+    gpus: int  # GPUs that the ranks share out among themselves; 0: all on the CPU
+    link: Link | None
+    keep_values: bool
+    environ: dict[str, str]
+    cells: dict[str, tuple]  # the text of notebook cells, for tracebacks in the rank
+
+    def path(self, name: str) -> Path:
+        return Path(self.folder) / f"{name}.{self.rank}"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.rank % self.gpus) if self.gpus else torch.device("cpu")
+
+
+@dataclass
+class Failure:
+    """How a rank failed, as plain data: the exception itself might not survive the way back."""
+
+    kind: str  # the exception's class
+    message: str
+    frames: list[tuple[str, int, str]]  # (file, line, function), outermost first
+    at: float  # perf_counter
+
+
+def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
+    """A rank's life under `launch`: join the world, call the function, send word, wait to be ended.
+
+    It waits because a connection that closes early would fail the ranks still talking to it.
+    """
+    recorder = become_rank(assignment, pipe, lifeline)
+    try:
+        with open(Path(assignment.folder) / "call", "rb") as file:
+            function, args, kwargs = pickle.load(file)
+        join(assignment, recorder)
+        value = function(*args, **kwargs)
+        save(assignment.path("result"), (value, recorder.diary))
+        reply = ("done", None)
+    except BaseException as error:
+        reply = ("failed", failure(error))
+    flush()
+    recorder.board.set_state(assignment.rank, RETURNED)
+    pipe.send(reply)
+    wait_to_be_ended()
+
+
+def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) -> Recorder:
+    """Turn this process into a rank that can't outlive its parent and whose every word is kept."""
+    lead_process_group()
+    end_with_parent(lifeline)
+    capture_output(assignment.path("output"))
+    os.environ.clear()
+    os.environ.update(assignment.environ)
+    linecache.cache.update(assignment.cells)
+    importlib.invalidate_caches()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    stacks = open(assignment.path("stack"), "w")  # stays open: the parent may ask at any time where this rank is
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+
+    def disagree():
+        pipe.send(("disagrees", None))
+        wait_to_be_ended()
+
+    board = Board(Path(assignment.folder) / "board", assignment.world_size)
+    board.set_state(assignment.rank, RUNNING)
+    return Recorder(assignment.rank, board, assignment.link, assignment.keep_values, disagree)
+
+
+def lead_process_group():
+    """Lead a process group, so that children can be ended with us; leave Ctrl-C to the parent."""
+    if os.name == "posix":
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def end_with_parent(lifeline: Connection):
+    """End this rank and its children when the other end of `lifeline` closes, however the parent went.
+
+    Linux sends the signal itself, also to a rank that holds the interpreter's lock in C; the thread serves elsewhere.
+    """
+    if sys.platform == "linux":
+        import fcntl
+
+        fcntl.fcntl(lifeline.fileno(), fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline.fileno(), fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline.fileno(), fcntl.F_SETFL, fcntl.fcntl(lifeline.fileno(), fcntl.F_GETFL) | os.O_ASYNC)
+
+    def watch():
+        with contextlib.suppress(EOFError, OSError):
+            lifeline.recv_bytes()
+        if os.name == "posix":
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="ddpkit lifeline").start()
+
+
+def wait_to_be_ended():
+    threading.Event().wait()
+
+
+def capture_output(path: Path):
+    """Send descriptors 1 and 2 to a file: prints, C++ and child processes alike, and nobody need read along."""
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+        setattr(sys, name, stream)
+
+
+def flush():
+    """Empty Python's buffers and C's."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)
+
+
+def join(assignment: Assignment, recorder: Recorder):
+    """Initialise torch.distributed over the wire. The store is a file and Gloo listens on the loopback interface only:
+
+    no port to guess, no host name to resolve, nothing that another user of this machine could reach.
+    """
+    if assignment.gpus:
+        torch.cuda.set_device(assignment.device)  # object collectives use the current device
+    register_wire(recorder, assignment.backend, assignment.device, one_machine=True)
+    store = dist.FileStore(str(Path(assignment.folder) / "store"), assignment.world_size)
+    dist.init_process_group("ddpkit", store=store, rank=assignment.rank, world_size=assignment.world_size)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles anything a cell defines; tensors on a GPU travel as CPU tensors."""
+
+    def reducer_override(self, obj):
+        if isinstance(obj, torch.Tensor) and obj.is_cuda:
+            return obj.cpu().__reduce_ex__(self.proto)
+        return super().reducer_override(obj)
+
+
+def save(path: Path, value: object):
+    """Write the return value to a file: a pipe would fill up and freeze the rank until it is read."""
+    with open(path, "wb") as file:
+        pickler = _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+        pickler.proto = pickle.HIGHEST_PROTOCOL
+        try:
+            pickler.dump(value)
+        except Exception as error:
+            raise ValueError(
+                f"the return value can't be sent back to the notebook ({type(error).__name__}: {error}). Expected plain "
+                f"data, tensors or anything else that pickles, got {type(value[0]).__name__}: return its contents"
+            ) from None
+
+
+def failure(error: BaseException) -> Failure:
+    """`error` as plain data. Frames of this package are left out: the reader's own code is what matters."""
+    message = str(error)
+    if isinstance(error, SystemExit):
+        message = f"sys.exit({'' if error.code is None else error.code!r}) was called"
+    if error.__cause__ is not None:
+        message += f" (because of {type(error.__cause__).__name__}: {error.__cause__})"
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(RUNTIME_FOLDER)
+    ]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno or 0, "<module>"))
+    return Failure(type(error).__name__, message, frames, time.perf_counter())
