@@ -128,6 +128,11 @@ class Notebook:
             index,
         )
 
+    def run_cell(self, index: int) -> None:
+        self.start_cell(index)
+        wait_until(lambda: self.cells()[index]["execution_count"] and not self.is_busy(), 30, f"cell {index} ran")
+        assert not any(output["output_type"] == "error" for output in self.cells()[index]["outputs"]), self.text(index)
+
     def cells(self) -> list[dict]:
         return self.page.evaluate("() => jupyterapp.shell.currentWidget.content.model.toJSON().cells")
 
@@ -300,7 +305,7 @@ def is_gone(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("hang", HANGS)
 def test_the_stop_button_ends_a_hung_cell(open_notebook, hang):
     notebook = open_notebook("stop.ipynb", SET_UP, HANGS[hang], "print(6 * 7)")
-    notebook.start_cell(0)
+    notebook.run_cell(0)
     kernel = notebook.kernel()
     notebook.start_cell(1)
     ranks = ranks_of(kernel, 2)
@@ -317,7 +322,7 @@ def test_the_stop_button_ends_a_hung_cell(open_notebook, hang):
 @pytest.mark.parametrize("cell", ["%%ranks 4\nx = rank", HANGS["a sleeping launch"]], ids=["open ranks", "a hung cell"])
 def test_a_restarted_kernel_leaves_no_rank(open_notebook, cell):
     notebook = open_notebook("restart.ipynb", SET_UP, cell, "print(6 * 7)")
-    notebook.start_cell(0)
+    notebook.run_cell(0)
     kernel = notebook.kernel()
     notebook.start_cell(1)
     ranks = ranks_of(kernel, 2)

@@ -1,0 +1,124 @@
+"""The project's own files agree with one another."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def tracked() -> set[str]:
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if git.returncode:
+        pytest.skip("not a git checkout")
+    return set(git.stdout.splitlines())
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+def torch_range() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    (requirement,) = [each for each in PROJECT["dependencies"] if each.startswith("torch")]
+    oldest, too_new = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", requirement).groups()
+    return numbers(oldest), numbers(too_new)
+
+
+def test_conda_installs_what_make_installs():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    *conda, pip = environment["dependencies"]
+    assert conda == [f"python{PROJECT['requires-python']}", "pip"]
+    assert pip == {"pip": ["--constraint constraints.txt", "--editable .[course,test]"]}
+    install = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert '--constraint constraints.txt --editable ".[course,test]"' in install
+
+
+def test_the_pinned_torch_is_in_range():
+    (pin,) = re.findall(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    oldest, too_new = torch_range()
+    assert oldest <= numbers(pin) < too_new
+
+
+def test_the_doctor_asks_for_the_same_versions():
+    from ddpkit import doctor
+
+    assert torch_range() == (doctor.OLDEST_TORCH, doctor.TOO_NEW_TORCH)
+    assert PROJECT["requires-python"] == f">={'.'.join(map(str, doctor.OLDEST_PYTHON))}"
+
+
+def claimed_tree() -> dict[str, str]:
+    """{path: description} of the file tree in the README; a folder without listed children stands for all in it."""
+    (block,) = re.findall(r"```text\n(README\.md .*?)```", README, re.DOTALL)
+    tree, folders = {}, []
+    for line in block.splitlines():
+        indent, name, words = re.fullmatch(r"( *)(\S+)(?: {2,}(.*))?", line).groups()
+        del folders[len(indent) // 2 :]
+        tree["".join(folders) + name] = words or ""
+        if name.endswith("/"):
+            folders.append(name)
+    return tree
+
+
+def test_the_readme_lists_exactly_the_files_there_are():
+    tree, files = claimed_tree(), tracked()
+    parents = {name for name in tree if any(other != name and other.startswith(name) for other in tree)}
+    leaves = set(tree) - parents
+    for name in tree:
+        there = any(file.startswith(name) for file in files) if name.endswith("/") else name in files
+        assert there, f"README lists {name}, which is not there"
+    for file in files:
+        assert file in leaves or any(name.endswith("/") and file.startswith(name) for name in leaves), (
+            f"README doesn't list {file}"
+        )
+    for name in leaves:
+        assert tree[name], f"README says nothing about {name}"
+
+
+def test_the_readme_says_which_notebooks_exist():
+    written = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert set(re.findall(r"\(notebooks/([\w.]+\.ipynb)\)", README)) == written
+
+
+def test_links_in_the_readme_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_example_in_the_readme_runs_as_shown(tmp_path):
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (shown,) = re.findall(r"```text\n((?!README).*?)```", README, re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(program)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=60)
+    assert without_times(shown) in without_times(done.stderr)
+
+
+def without_times(text: str) -> str:
+    return re.sub(r"\d+(\.\d+)? s\b", "TIME", "\n".join(map(str.rstrip, text.splitlines()))).strip()
+
+
+def test_make_refuses_an_old_python(tmp_path):
+    """With a clear sentence, before it installs anything."""
+    pretend = "import sys; sys.version_info = (3, 9, 0); sys.version = '3.9.0'; exec(sys.argv[1])"
+    old = tmp_path / "python3.9"
+    old.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{pretend}" "$2"\n')
+    old.chmod(0o755)
+    makefile = ROOT / "Makefile"
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    try:
+        done = subprocess.run(
+            ["make", "-f", makefile, "test", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("make is not installed")
+    assert done.returncode
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert not (tmp_path / ".venv").exists()
