@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # What a rank is doing, as it last said.
-STARTING, RUNNING, RETURNED, DISAGREES = range(4)
+STARTING, RUNNING, RETURNED, IDLE, DISAGREES = range(5)
 
 # The head of a page: five counters of eight bytes.
 _CALLS, _EVENTS, _WAITING, _STATE, _THREADS = range(0, 40, 8)

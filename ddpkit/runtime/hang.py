@@ -6,7 +6,7 @@ import site
 import sysconfig
 from dataclasses import dataclass
 
-from .board import RETURNED, STARTING, Board, Record
+from .board import DISAGREES, IDLE, RETURNED, STARTING, Board, Record
 
 LAST_CALLS = 5
 
@@ -16,7 +16,7 @@ class Situation:
     """Where one rank is."""
 
     rank: int
-    state: str  # starting, computing, waiting, returned, idle, gone
+    state: str  # starting, computing, waiting, returned, idle
     call: Record | None = None  # the call it sits in, or the last it made
     missing: tuple[int, ...] = ()  # the ranks that have not come to that call
     place: tuple[str, int, str] | None = None  # file, line, function, where known
@@ -29,12 +29,12 @@ def situations(board: Board) -> list[Situation]:
     reached = [{record.channel: record.seq for record in its} for its in records]
     found = []
     for rank in ranks:
-        waiting = board.waiting(rank)
+        waiting, state = board.waiting(rank), board.state(rank)
         call = board.record(rank, waiting) if waiting is not None else None
-        if board.state(rank) == RETURNED:
-            found.append(Situation(rank, "returned"))
-        elif board.state(rank) == STARTING:
-            found.append(Situation(rank, "starting"))
+        if state == DISAGREES:
+            found.append(Situation(rank, "waiting", records[rank][-1], (), _place(records[rank][-1])))
+        elif state in (RETURNED, IDLE, STARTING):
+            found.append(Situation(rank, {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}[state]))
         elif call is None or call.done is not None:
             found.append(Situation(rank, "computing"))
         else:
@@ -87,7 +87,7 @@ def abandoned(now: list[Situation], board: Board) -> list[Situation]:
             if (
                 call.done is None
                 and call.op not in ("send", "recv")
-                and any(now[m].state == "returned" for m in missing)
+                and any(now[m].state in ("returned", "idle") for m in missing)
             ):
                 found.append(Situation(s.rank, "waiting", call, missing, _place(call)))
                 break
@@ -107,6 +107,15 @@ def mismatch(board: Board) -> dict[int, Record] | None:
     return None
 
 
+def in_step(board: Board) -> bool:
+    """Whether every rank is idle and all have made the same calls, so that they can go on together."""
+    ranks = range(board.world_size)
+    records = [board.records(rank) for rank in ranks]
+    reached = [{record.channel: record.seq for record in its} for its in records]
+    idle = all(board.state(rank) == IDLE for rank in ranks)
+    return idle and not any(_missing(record, rank, reached) for rank in ranks for record in records[rank])
+
+
 # In words.
 
 
@@ -121,6 +130,8 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
         advice = "Every rank must make the same collective calls in the same order. Is one of them under an `if`?"
     elif len({record.dtype for record in records}) > 1:
         advice = "Both sides must use the same dtype; the bytes would be read as other numbers."
+    elif records[0].op in ("send", "recv"):
+        advice = "Both sides must name the same number of elements."
     elif len({record.bytes for record in records}) > 1:
         advice = "Every rank must bring the same number of elements. Did the last batch shrink on one rank?"
     else:
@@ -141,14 +152,18 @@ def explain_deadlock(now: list[Situation], stuck: list[int]) -> tuple[str, str]:
         )
         if any(by_rank[rank].call.op in ("send", "recv") for rank in stuck):
             advice = "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
+        elif any(by_rank[rank].call.op == "new_group" for rank in stuck):
+            advice = "Every rank must call dist.new_group, also those that are not in the group."
         else:
-            advice = "Every rank of the group must make the call. Is it under an `if rank == ...`, or did one loop end early?"
+            advice = "Every rank of the group must make the call. Is it under an `if`, or did one loop end early?"
         return f"deadlock: {happened}", advice
     chain = ", ".join(
         f"rank {rank} for {name_ranks(by_rank[rank].missing)} in {by_rank[rank].call.op}" for rank in stuck
     )
     if all(by_rank[rank].call.op in ("send", "recv") for rank in stuck):
         advice = "Let one side receive first, or start both with isend and irecv and wait afterwards."
+    elif any(by_rank[rank].call.op == "new_group" for rank in stuck):
+        advice = "Every rank must call dist.new_group, also those that are not in the group."
     else:
         advice = "All ranks must use their groups in the same order."
     return f"deadlock: each waits for another: {chain}.", advice

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import types
 import warnings
 from collections.abc import Callable
@@ -20,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from . import hang, processes, worker
-from .board import DISAGREES, RETURNED, Board, Record
+from .board import Board, Record
 from .errors import HangError, LaunchError, RankError
 from .link import Link
-from .wire import Recorder, WireGroup, is_library, register_wire
+from .wire import Recorder, is_library, register_wire
 
 MOST_RANKS = 64
 TICK_S = 0.05  # how often the board is read while nobody speaks
@@ -306,12 +305,13 @@ class Watch:
     def __init__(self, ranks, board: Board, timeout: float | None, hang_after: float, live: bool = False):
         self.ranks, self.board, self.timeout, self.hang_after, self.live = ranks, board, timeout, hang_after, live
         self.replies: dict[int, object] = {}
+        self.pending: list[processes.Rank] = []
         self.output = [Output(rank.assignment.path("output")) for rank in ranks]
 
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
         """Wait for one word from each of the `awaited` ranks (all, unless given); {rank: what it sent}."""
         self.replies = {}
-        pending = [rank for rank in self.ranks if awaited is None or rank.rank in awaited]
+        self.pending = pending = [rank for rank in self.ranks if awaited is None or rank.rank in awaited]
         begun = time.perf_counter()
         quiet_since, events = begun, None
         while pending:
@@ -356,7 +356,7 @@ class Watch:
         if stuck:
             self._raise_hang(*hang.explain_deadlock(now, stuck), now)
         if quiet_s > self.hang_after + self._emulated_s():
-            blocked = [s for s in now if s.state == "waiting" or self._has_open_call(s.rank) and self._sleeps(s.rank)]
+            blocked = [s for s in now if s.state == "waiting" or (self._has_open_call(s.rank) and self._sleeps(s.rank))]
             if blocked and len(blocked) == sum(s.state in ("waiting", "computing", "starting") for s in now):
                 self._raise_hang(
                     f"no progress for {self.hang_after:g} s, and every rank is inside a call.",
@@ -403,7 +403,7 @@ class Watch:
         until = time.perf_counter() + SETTLE_S
         events = None
         while time.perf_counter() < until:
-            rest = [r for r in self.ranks if r.rank not in fallen and r.rank not in self.replies]
+            rest = [rank for rank in self.pending if rank.rank not in fallen]
             for rank in processes.wait_for_word(rest, 0.02) if rest else []:
                 word = processes.receive(rank.pipe)
                 if word is None and rank.exit_code is not None:
@@ -413,7 +413,8 @@ class Watch:
                     how[rank.rank] = word[1] if word[0] == "failed" else None
                     fallen.add(rank.rank)
             before, events = events, [self.board.events(rank.rank) for rank in self.ranks]
-            if events == before and all(s.state != "computing" for s in self.situations() if s.rank not in fallen):
+            now = self.situations()
+            if events == before and all(rank.rank in fallen or now[rank.rank].state == "waiting" for rank in rest):
                 break
         return how
 
@@ -442,6 +443,8 @@ class Watch:
     def _collateral(self, others: list[hang.Situation], fallen: dict) -> list[str]:
         lines = []
         for s in others:
+            if s.state == "idle":  # it ended its cell and lives on
+                continue
             how = fallen.get(s.rank)
             if how is not None and not _is_collateral(how):
                 lines.append(_how(s.rank, how))

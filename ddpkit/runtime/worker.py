@@ -1,5 +1,6 @@
 """Inside a rank: be safe to start and safe to end, join the world, do the work, hand the result back."""
 
+import ast
 import contextlib
 import ctypes
 import faulthandler
@@ -12,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
+import types
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from .board import RETURNED, RUNNING, Board
+from .board import IDLE, RETURNED, RUNNING, Board
 from .link import Link
 from .wire import Recorder, register_wire
 
@@ -72,13 +73,50 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
         join(assignment, recorder)
         value = function(*args, **kwargs)
         save(assignment.path("result"), (value, recorder.diary))
+        recorder.board.set_state(assignment.rank, RETURNED)
         reply = ("done", None)
     except BaseException as error:
         reply = ("failed", failure(error))
     flush()
-    recorder.board.set_state(assignment.rank, RETURNED)
     pipe.send(reply)
     wait_to_be_ended()
+
+
+def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
+    """A rank's life under `%%ranks`: join the world, then run one cell after the other in the same namespace."""
+    recorder = become_rank(assignment, pipe, lifeline)
+    board, rank = recorder.board, assignment.rank
+    main_module = types.ModuleType("__main__")  # what cells define must be found under the name that pickle notes
+    sys.modules["__main__"] = main_module
+    names = vars(main_module)
+    names.update(rank=rank, world_size=assignment.world_size, dist=dist, torch=torch, device=assignment.device)
+    cell = None
+    while True:
+        try:
+            if cell is None:
+                join(assignment, recorder)
+                reply = ("done", None)
+            else:
+                reply = ("done", run_cell(*cell, names))
+        except BaseException as error:
+            reply = ("failed", failure(error))
+        flush()
+        board.set_state(rank, IDLE)
+        pipe.send(reply)
+        cell = pipe.recv()
+        board.set_state(rank, RUNNING)
+
+
+def run_cell(source: str, file: str, names: dict) -> str | None:
+    """Run the text of a cell in `names`; returns the repr of its last expression, None if that is None."""
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    tree = ast.parse(source, file)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, file, "exec"), names)
+    if last is None:
+        return None
+    value = eval(compile(ast.Expression(last.value), file, "eval"), names)
+    return None if value is None else repr(value)
 
 
 def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) -> Recorder:
@@ -206,5 +244,5 @@ def failure(error: BaseException) -> Failure:
         if not frame.f_code.co_filename.startswith(RUNTIME_FOLDER)
     ]
     if isinstance(error, SyntaxError) and error.filename:
-        frames.append((error.filename, error.lineno or 0, "<module>"))
+        message, frames = error.msg, [(error.filename, error.lineno or 0, "<module>")]
     return Failure(type(error).__name__, message, frames, time.perf_counter())

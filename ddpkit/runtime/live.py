@@ -1,0 +1,142 @@
+"""`%%ranks`: cells that run on ranks which stay, so that names persist from cell to cell."""
+
+import argparse
+import atexit
+import contextlib
+import hashlib
+import linecache
+import shlex
+
+from . import hang, processes, worker
+from .errors import LaunchError, RankError
+from .launch import MOST_RANKS, Watch, choose_backend, label, world
+
+GONE = "The ranks were ended, and their variables with them; the next %%ranks cell starts new ones."
+
+
+class LiveWorld:
+    """A world of ranks that run cell after cell, until it is closed or breaks."""
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        choice = choose_backend("auto", world_size)
+        with contextlib.ExitStack() as stack:
+            self.ranks, self.board = stack.enter_context(world(choice, world_size, None, False, worker.serve_cells))
+            Watch(self.ranks, self.board, None, 60.0).until_all_reply()
+            self._stack = stack.pop_all()
+        self.is_open = True
+
+    def run(self, source: str, on: list[int], timeout: float | None = None, hang_after: float = 15.0) -> dict[int, str]:
+        """Run a cell on the ranks `on`, print what they print; returns {rank: repr of its last expression, or None}.
+
+        Raises RankError and HangError as `launch` does. After an exception the world stays open if all ranks are idle
+        again and have made the same calls; otherwise it is closed, and the message says so.
+        """
+        file = f"<ranks {hashlib.sha1(source.encode()).hexdigest()[:8]}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        watch = Watch(self.ranks, self.board, timeout, hang_after)
+        try:
+            for rank in on:
+                self.ranks[rank].pipe.send((source, file))
+            values = watch.until_all_reply(on)
+            watch.show_output()
+            return values
+        except BaseException as error:
+            if not (isinstance(error, RankError) and self._in_step()):
+                self.close()
+                if isinstance(error, LaunchError):
+                    error.args = (f"{error}\n{GONE}",)
+            raise
+
+    def _in_step(self) -> bool:
+        return all(rank.exit_code is None for rank in self.ranks) and hang.in_step(self.board)
+
+    def close(self):
+        """End the ranks. Closing twice does nothing."""
+        self.is_open = False
+        self._stack.close()
+
+
+class RanksMagic:
+    """The `%%ranks` magic of one notebook, and the world it holds open."""
+
+    def __init__(self):
+        self.world: LiveWorld | None = None
+        atexit.register(self.close)
+
+    def __call__(self, line: str, cell: str):
+        """%%ranks [N] [--on 0,2] [--timeout S] [--hang-after S]
+
+        Run the cell on N ranks that stay (at first 4; later, as many as there are). Names persist between cells; `rank`,
+        `world_size`, `dist`, `torch` and `device` are there. The value of the last expression is shown for each rank.
+        """
+        options = _parse(line)
+        if self.world is not None and not self.world.is_open:
+            self.world = None
+        size = options.n or (self.world.world_size if self.world else 4)
+        on = _ranks(options.on, size)
+        if self.world is not None and self.world.world_size != size:
+            print(f"{self.world.world_size} ranks were ended, and their variables with them; here are {size} new ones.")
+            self.close()
+        if self.world is None:
+            self.world = LiveWorld(size)
+        values = self.world.run("\n" + cell, on, options.timeout, options.hang_after)
+        print("".join(_show(rank, values[rank]) for rank in on if values[rank] is not None), end="")
+
+    def close(self):
+        """End the ranks, if there are any."""
+        if self.world is not None:
+            self.world.close()
+            self.world = None
+
+
+def _show(rank: int, value: str) -> str:
+    start = f"rank {rank}: "
+    return start + value.replace("\n", "\n" + " " * len(start)) + "\n"
+
+
+def _parse(line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="%%ranks", add_help=False, exit_on_error=False)
+    parser.add_argument("n", nargs="?", type=int)
+    parser.add_argument("--on")
+    parser.add_argument("--timeout", type=float)
+    parser.add_argument("--hang-after", type=float, default=15.0)
+    usage = "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS]"
+    try:
+        options, unknown = parser.parse_known_args(shlex.split(line))
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{usage}, got {line!r}: {error}") from None
+    if unknown:
+        raise ValueError(f"{usage}, got {line!r}: {unknown[0]} means nothing here")
+    if options.n is not None and not 1 <= options.n <= MOST_RANKS:
+        raise ValueError(f"%%ranks expected 1 to {MOST_RANKS} ranks on one machine, got {options.n}")
+    return options
+
+
+def _ranks(text: str | None, world_size: int) -> list[int]:
+    if text is None:
+        return list(range(world_size))
+    try:
+        ranks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError(f"--on expected ranks separated by commas, as in --on 0,2, got {text!r}") from None
+    if ranks[0] < 0 or ranks[-1] >= world_size:
+        raise ValueError(f"--on expected ranks from 0 to {world_size - 1}, got {text!r}: there are {world_size} ranks")
+    return ranks
+
+
+def add_magic(ipython):
+    """Register `%%ranks`, and start the fork server in the background so that the first cell need not wait."""
+    from IPython.core.error import UsageError
+
+    magic = RanksMagic()
+
+    def ranks(line, cell):
+        try:
+            magic(line, cell)
+        except ValueError as error:
+            raise UsageError(str(error)) from None  # shown without a traceback
+
+    ranks.__doc__ = RanksMagic.__call__.__doc__
+    ipython.register_magic_function(ranks, "cell", "ranks")
+    processes.warm_up()
