@@ -10,7 +10,7 @@ import pytest
 import refresh
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-MACHINE_PATH = re.compile(r"(?<![\w.])(/(home|Users|root|work|tmp|usr|opt|var|private|content)/\w|[A-Z]:\\\w)")
+MACHINE_PATH = re.compile(r"(?<![\w.])(/(home|Users|root|work|tmp|usr|opt|var|private)/\w|[A-Z]:\\\w)")
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)

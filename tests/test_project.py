@@ -1,6 +1,8 @@
 """The project's own files agree with one another."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -104,21 +106,33 @@ def without_times(text: str) -> str:
     return re.sub(r"\d+(\.\d+)? s\b", "TIME", "\n".join(map(str.rstrip, text.splitlines()))).strip()
 
 
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """As from a shell: what the make that runs these tests was told stays out of it."""
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    inherited = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "TORCH_INDEX")
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+    return subprocess.run(
+        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
 def test_make_refuses_an_old_python(tmp_path):
     """With a clear sentence, before it installs anything."""
     pretend = "import sys; sys.version_info = (3, 9, 0); sys.version = '3.9.0'; exec(sys.argv[1])"
     old = tmp_path / "python3.9"
     old.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{pretend}" "$2"\n')
     old.chmod(0o755)
-    makefile = ROOT / "Makefile"
-    for name in ("pyproject.toml", "constraints.txt"):
-        (tmp_path / name).touch()
-    try:
-        done = subprocess.run(
-            ["make", "-f", makefile, "test", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        pytest.skip("make is not installed")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = make(tmp_path, "test", f"PYTHON={old}")
     assert done.returncode
     assert "needs Python 3.11 or newer" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def test_make_takes_torch_from_where_it_is_told():
+    plan = ("--dry-run", "--always-make", ".venv/ready")
+    assert "--index-url" not in make(ROOT, *plan).stdout
+    told = "pip install --index-url https://x --constraint constraints.txt torch\n"
+    assert told in make(ROOT, *plan, "TORCH_INDEX=https://x").stdout
