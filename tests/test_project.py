@@ -117,6 +117,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.skipif(os.name == "nt", reason="the pretended Python is a shell script")
 def test_make_refuses_an_old_python(tmp_path):
     """With a clear sentence, before it installs anything."""
     pretend = "import sys; sys.version_info = (3, 9, 0); sys.version = '3.9.0'; exec(sys.argv[1])"
