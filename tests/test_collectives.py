@@ -384,6 +384,29 @@ def every_collective(module, group, roots, in_group):
     return [*x, *lists[0], *lists[1], *lists[2]]
 
 
+def check_forms_torch_has_not(group, members, root, rank):
+    """The trees, and the one-tensor forms with an op, in a group."""
+    wrong, parts = Complaints(), [data(r, (len(members), 3), torch.int64) for r in members]
+    if rank not in members:
+        return wrong
+    place = members.index(rank)
+    x = data(rank, (4,))
+    ours.tree_broadcast(x, root, group)
+    wrong.same(x, data(root, (4,)), "tree_broadcast", members, root)
+    x = parts[place].clone()
+    ours.tree_reduce(x, root, dist.ReduceOp.MAX, group)
+    wrong.same(x, twin(parts, "MAX") if rank == root else parts[place], "tree_reduce", members, root)
+    x = torch.zeros(3, dtype=torch.int64)
+    ours.reduce_scatter_tensor(x, parts[place], dist.ReduceOp.MIN, group)
+    wrong.same(x, twin(parts, "MIN")[place], "reduce_scatter_tensor", members)
+    whole = torch.zeros(len(members), 3, dtype=torch.int64)
+    ours.all_gather_into_tensor(whole, parts[place][0], group)
+    wrong.same(whole, torch.stack([part[0] for part in parts]), "all_gather_into_tensor", members)
+    ours.all_to_all_single(whole, parts[place], group=group)
+    wrong.same(whole, torch.stack([part[place] for part in parts]), "all_to_all_single", members)
+    return wrong
+
+
 def check_groups():
     wrong, (rank, world_size) = Complaints(), rank_and_world()
     for members in ([0, 2], [3, 1], [1, 2, 3], [2], [0, 1, 2, 3]):
@@ -401,6 +424,8 @@ def check_groups():
                     wrong.append(f"rank {rank} outside {members} heard {ours_said}")
                 if heard and any(f"rank {rank} called" not in said for said in ours_said):
                     wrong.append(f"{ours_said}")
+        for root in members:
+            wrong += check_forms_torch_has_not(group, sorted(members), root, rank)
         if in_group:
             outside = [r for r in range(world_size) if r not in members]
             x = data(rank)
