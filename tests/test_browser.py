@@ -26,13 +26,17 @@ if hasattr(os, "getuid") and os.getuid() == 0:
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of these browsers is installed: {', '.join(BROWSERS)}")
 
 HANGS = {
-    "a sleeping launch": 'launch(lambda: __import__("time").sleep(1e6), world_size=2)',
+    "a sleeping launch": "launch(time.sleep, 1e6, world_size=2)",
     "a launch waiting for a message": (
-        "launch(lambda: dist.recv(torch.zeros(1), src=1 - dist.get_rank()), world_size=2, hang_after=1e6)"
+        "def wait():\n"
+        "    if dist.get_rank() == 0:\n"
+        "        dist.recv(torch.zeros(1), src=1)\n"
+        "    time.sleep(1e6)\n"
+        "launch(wait, world_size=2, hang_after=1e6)"
     ),
     "a sleeping ranks cell": "%%ranks 2\nimport time\ntime.sleep(1e6)",
 }
-SET_UP = "%load_ext ddpkit\nimport torch\nimport torch.distributed as dist\nfrom ddpkit import launch"
+SET_UP = "%load_ext ddpkit\nimport time\nimport torch\nimport torch.distributed as dist\nfrom ddpkit import launch"
 
 
 def write_notebook(path: Path, *sources: str) -> None:
@@ -79,15 +83,19 @@ def lab(tmp_path_factory):
     }
     environment.pop("PYTEST_CURRENT_TEST", None)  # the kernel would behave differently
     options = ["--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root", "--LabApp.expose_app_in_browser=True"]
-    with (home / "log").open("w") as log:
+    log = home / "log"
+    with log.open("w") as file:
         server = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", *options], cwd=folder, env=environment, stdout=log, stderr=log
+            [sys.executable, "-m", "jupyterlab", *options], cwd=folder, env=environment, stdout=file, stderr=file
         )
+
+    def address() -> str:
+        assert server.poll() is None, log.read_text()
+        texts = [file.read_text() for file in (home / "runtime").glob("jpserver-*.json")]
+        return json.loads(texts[0])["url"] if texts and texts[0].endswith("}") else ""
+
     try:
-        (file,) = wait_until(
-            lambda: list((home / "runtime").glob("jpserver-*.json")) or server.poll(), 60, (home / "log").read_text()
-        )
-        address = json.loads(wait_until(file.read_text, 5, "its address"))["url"]
+        address = wait_until(address, 60, "JupyterLab started")
         yield address, token, folder
     finally:
         server.terminate()
