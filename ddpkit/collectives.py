@@ -39,11 +39,11 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 def _collective(function: Callable) -> Callable:
     """Do as torch does around every collective: ranks outside `group` warn and return, and autograd sees nothing."""
-    signature = inspect.signature(function)
+    place = list(inspect.signature(function).parameters).index("group")
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs) -> None:
-        group = signature.bind(*args, **kwargs).arguments.get("group")
+        group = args[place] if place < len(args) else kwargs.get("group")
         if dist.get_rank(group) < 0:
             who = f"rank {dist.get_rank()} called {function.__name__} with a group that it isn't in"
             warnings.warn(f"{who}: nothing done. Call it on the group's ranks only.", stacklevel=2)
@@ -432,7 +432,7 @@ def _combine_function(collective: str, op: ReduceOp.RedOpType, dtype: torch.dtyp
         functions |= {ReduceOp.PRODUCT: torch.mul, ReduceOp.MIN: torch.minimum, ReduceOp.MAX: torch.maximum}
     if op not in functions:
         expected = " or ".join(known.name for known in functions)
-        raise _mistake(collective, f"op {op} with {dtype}", expected, "Convert the tensor first, on every rank.")
+        raise _mistake(collective, f"op {op} for {dtype}", expected, "Convert the tensor first, on every rank.")
     return functions[op]
 
 

@@ -728,6 +728,25 @@ def test_only_point_to_point():
     assert imported == ["collections.abc", "torch", "torch.distributed"]
 
 
+def left_out_is_refused():
+    said = []
+    for more in [{"async_op": True}, {"timeout": None}]:
+        try:
+            ours.barrier(**more)
+        except TypeError as error:
+            said.append(str(error))
+    try:
+        ours.broadcast(torch.zeros(1), 0, None, True)  # torch's async_op, by position
+    except TypeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_is_left_out_is_refused_not_ignored():
+    [said] = launch(left_out_is_refused, world_size=1)
+    assert [message.split("(")[0] for message in said] == ["barrier", "barrier", "broadcast"]
+
+
 @pytest.mark.parametrize("name", [*NAMES, "tree_broadcast", "tree_reduce"])
 def test_documented(name):
     text = inspect.getdoc(getattr(ours, name))
