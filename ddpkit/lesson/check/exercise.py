@@ -1,0 +1,207 @@
+"""What all checkers share: run the answer on real ranks, compare with a slow specification, name the mistake."""
+
+import dis
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ddpkit.runtime.errors import HangError, LaunchError, RankError
+from ddpkit.runtime.launch import Run, launch
+
+PATIENCE_S = 20.0
+
+
+@dataclass
+class Trial:
+    """One run of the answer on real ranks, and what must come out of it.
+
+    program: called on every rank with the answer and `args`; returns a list of numbers.
+    expected: what it must return, by rank, from a specification that shares no code with the library.
+    sent_bytes: what all ranks together may send; None: the wire is not looked at.
+    """
+
+    world_size: int
+    program: Callable
+    args: tuple
+    expected: list
+    sent_bytes: int | None = None
+    what: str = ""
+
+    def __str__(self):
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"{ranks}, {self.what}" if self.what else ranks
+
+
+class Verdict:
+    """What a check found. `passed` is None for an answer that is not written yet."""
+
+    def __init__(self, passed: bool | None, text: str):
+        self.passed, self.text = passed, text
+
+    def __repr__(self):
+        return self.text
+
+
+class Exercise:
+    """A checker: call it with the answer; ask it for a `hint()`, the `solution()`, or a `replay()` of what went wrong.
+
+    trials: smallest world first, so that the first failure is the easiest to understand.
+    cause: called with a trial, the rank with a wrong result, what it should have and what it has; names the usual
+        cause, or None.
+    wire: called with a trial whose results are right and its run; returns what is wrong on the wire, or None.
+    reference: the library's own function, which is also the solution.
+    """
+
+    def __init__(
+        self,
+        reference: Callable,
+        trials: Callable[[], Iterable[Trial]],
+        hints: list[str],
+        praise: str,
+        cause: Callable[[Trial, int, object, object], str | None],
+        wire: Callable[[Trial, Run], str | None] | None = None,
+        name: str | None = None,
+    ):
+        self.name = name or reference.__name__
+        self.reference, self.trials, self.hints, self.praise = reference, trials, hints, praise
+        self._cause, self._wire = cause, wire or _check_wire
+        self._hints_given = 0
+        self._failures = 0
+        self._failed: Run | LaunchError | None = None
+
+    def __call__(self, answer: Callable) -> Verdict:
+        """Run `answer`; what comes back shows as a line or a few: right, not written yet, or what is wrong and why."""
+        if not callable(answer):
+            return Verdict(False, f"✗ {self.name}: expected your function, got {answer!r}: leave the parentheses off")
+        if is_stub(answer):
+            return Verdict(None, f"{self.name}: not written yet")
+        for trial in self.trials():
+            problem = self._problem(answer, trial)
+            if problem:
+                self._failures += 1
+                lines = [f"✗ {self.name} on {trial}: {problem}"]
+                if self._failures > 1:
+                    lines.append(f"Hint: {self._next_hint()}")
+                lines.append(f"More: check.{self.name}.hint() · .replay() · .solution()")
+                return Verdict(False, "\n".join(lines))
+        self._failures = 0
+        return Verdict(True, f"✓ {self.name}: {self.praise}")
+
+    def hint(self) -> Verdict:
+        """The next hint; after the last one, the last one again."""
+        return Verdict(None, self._next_hint())
+
+    def solution(self) -> Verdict:
+        """The library's own source."""
+        return Verdict(None, inspect.getsource(inspect.unwrap(self.reference)))
+
+    def replay(self):
+        """A player of the smallest world in which the last answer failed: what your code really sent."""
+        from ddpkit.lesson.player import player
+
+        if self._failed is None:
+            return Verdict(None, f"{self.name}: nothing failed yet, so there is nothing to replay")
+        return player(self._failed)
+
+    def _next_hint(self) -> str:
+        hint = self.hints[min(self._hints_given, len(self.hints) - 1)]
+        self._hints_given += 1
+        return hint
+
+    def _problem(self, answer: Callable, trial: Trial) -> str | None:
+        try:
+            run = self._failed = launch(
+                trial.program,
+                answer,
+                *trial.args,
+                world_size=trial.world_size,
+                backend="gloo",
+                keep_values=True,
+                timeout=PATIENCE_S,
+            )
+        except HangError as error:
+            self._failed = error
+            return "\n".join(_first_and_last_line(error))
+        except RankError as error:
+            self._failed = error
+            return str(error)
+        for rank, (expected, got) in enumerate(zip(trial.expected, run, strict=True)):
+            if got != expected:
+                usual = self._cause(trial, rank, expected, got)
+                problem = f"rank {rank} has {_short(got)}, expected {_short(expected)}."
+                return f"{problem}\n{usual}" if usual else problem
+        problem = self._wire(trial, run)
+        self._failed = self._failed if problem else None
+        return problem
+
+
+def _first_and_last_line(error: HangError) -> tuple[str, str]:
+    """What happened, and what to do."""
+    lines = str(error).splitlines()
+    return lines[0], lines[-1]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _stub():
+    """An unwritten answer: what Python makes of a body that is only `...`."""
+
+
+def is_stub(answer: Callable) -> bool:
+    """Whether the function's body is still only `...`."""
+    code = getattr(answer, "__code__", None)
+    return code is not None and _opcodes(code) == _opcodes(_stub.__code__)
+
+
+def _opcodes(code) -> list[tuple[str, object]]:
+    return [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname != "RESUME"]
+
+
+# The wire.
+
+
+def messages(run: Run) -> Iterator:
+    """All sends of all ranks."""
+    return (record for diary in run.wire for record in diary if record.op == "send")
+
+
+def _check_wire(trial: Trial, run: Run) -> str | None:
+    """Only messages, no ready-made collectives; each byte sent once."""
+    ready_made = sorted({r.op for diary in run.wire for r in diary if r.op not in ("send", "recv", "new_group")})
+    if ready_made:
+        return (
+            f"the values are right, but the wire saw dist.{ready_made[0]}: torch did the work.\n"
+            "Use only dist.send, dist.recv, dist.isend and dist.irecv."
+        )
+    sent = sum(record.bytes for record in messages(run))
+    if trial.sent_bytes is not None and sent != trial.sent_bytes:
+        more = "more" if sent > trial.sent_bytes else "fewer"
+        return (
+            f"the values are right, but all ranks together sent {sent} bytes, {more} than the {trial.sent_bytes} "
+            "that are needed.\nReplay it: which message holds what its receiver had already, or doesn't need?"
+        )
+    return None
+
+
+# Reading a wrong sum: rank r brings 10**r, so every digit counts one rank.
+
+
+def who_is_in(value: int, world_size: int) -> list[int]:
+    """How often each rank's 10**rank is in `value`: [1, 0, 2] says rank 1 is missing and rank 2 counted twice."""
+    return [value // 10**rank % 10 for rank in range(world_size)]
+
+
+def read_sum(value: int, world_size: int) -> str:
+    """In words, what is wrong with a sum that should count every rank once."""
+    counts = who_is_in(value, world_size)
+    missing = [str(rank) for rank, count in enumerate(counts) if count == 0]
+    twice = [str(rank) for rank, count in enumerate(counts) if count > 1]
+    parts = []
+    if missing:
+        parts.append(f"rank {', '.join(missing)} is missing from it")
+    if twice:
+        parts.append(f"rank {', '.join(twice)} is in it more than once")
+    return " and ".join(parts)

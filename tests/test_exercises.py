@@ -1,0 +1,421 @@
+"""Every exercise: the reference passes, the empty stub is "not written yet", wrong answers get the hint that fits."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit.lesson import check
+from ddpkit.lesson.check.exercise import is_stub, read_sum, who_is_in
+
+EXERCISES = check.__all__
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_reference_passes(name):
+    exercise = getattr(check, name)
+    verdict = exercise(exercise.reference)
+    assert verdict.passed, verdict.text
+    assert verdict.text.startswith("✓")
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_stub_is_not_written_yet(name):
+    def stub(*args):
+        """Docstring."""
+        ...  # noqa: PIE790
+
+    verdict = getattr(check, name)(stub)
+    assert verdict.passed is None
+    assert "not written yet" in verdict.text
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_at_least_four_wrong_answers(name):
+    assert sum(mutant[0] == name for mutant in MUTANTS) >= 4
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_solution_is_the_library_source(name):
+    exercise = getattr(check, name)
+    assert f"def {name}(" in exercise.solution().text
+
+
+def _rank():
+    return dist.get_rank()
+
+
+def _size():
+    return dist.get_world_size()
+
+
+# say_hello
+
+
+def hello_unordered():
+    print(f"hello from rank {_rank()} of {_size()}")
+
+
+def hello_by_the_clock():
+    time.sleep(0.4 * _rank())
+    print(f"hello from rank {_rank()} of {_size()}")
+
+
+def hello_all_from_rank_0():
+    if _rank() == 0:
+        for rank in range(_size()):
+            print(f"hello from rank {rank} of {_size()}")
+
+
+def hello_every_turn():
+    for _ in range(_size()):
+        print(f"hello from rank {_rank()} of {_size()}")
+        dist.barrier()
+
+
+def hello_barrier_on_one_rank():
+    for turn in range(_size()):
+        if turn == _rank():
+            print(f"hello from rank {_rank()} of {_size()}")
+            if _rank() == 0:
+                dist.barrier()
+
+
+def hello_wrong_words():
+    for turn in range(_size()):
+        if turn == _rank():
+            print(f"Hello from rank {_rank()}")
+        dist.barrier()
+
+
+# neighbours
+
+
+def neighbours_open():
+    return _rank() - 1, _rank() + 1
+
+
+def neighbours_swapped():
+    return (_rank() + 1) % _size(), (_rank() - 1) % _size()
+
+
+def neighbours_of_four():
+    return (_rank() - 1) % 4, (_rank() + 1) % 4
+
+
+def neighbours_off_by_one():
+    return (_rank() - 1) % (_size() - 1), (_rank() + 1) % (_size() - 1)
+
+
+def neighbours_right_only():
+    return (_rank() + 1) % _size()
+
+
+# broadcast
+
+
+def broadcast_new_tensor(tensor, src):
+    if _rank() == src:
+        for rank in range(_size()):
+            if rank != src:
+                dist.send(tensor, rank)
+    else:
+        tensor = torch.empty_like(tensor)
+        dist.recv(tensor, src)
+
+
+def broadcast_from_0(tensor, src):
+    if _rank() == 0:
+        for rank in range(1, _size()):
+            dist.send(tensor, rank)
+    else:
+        dist.recv(tensor, 0)
+
+
+def broadcast_sends_to_itself(tensor, src):
+    if _rank() == src:
+        for rank in range(_size()):
+            dist.send(tensor, rank)
+    else:
+        dist.recv(tensor, src)
+
+
+def broadcast_nobody_receives(tensor, src):
+    if _rank() == src:
+        for rank in range(_size()):
+            if rank != src:
+                dist.send(tensor, rank)
+
+
+def broadcast_by_torch(tensor, src):
+    dist.broadcast(tensor, src)
+
+
+def broadcast_twice(tensor, src):
+    for _ in range(2):
+        if _rank() == src:
+            for rank in range(_size()):
+                if rank != src:
+                    dist.send(tensor, rank)
+        else:
+            dist.recv(tensor, src)
+
+
+# all_reduce
+
+
+def _share(tensor):
+    """Rank 0's tensor to all."""
+    if _rank() == 0:
+        for rank in range(1, _size()):
+            dist.send(tensor, rank)
+    else:
+        dist.recv(tensor, 0)
+
+
+def all_reduce_without_sharing(tensor):
+    if _rank() == 0:
+        for rank in range(1, _size()):
+            part = torch.empty_like(tensor)
+            dist.recv(part, rank)
+            tensor += part
+    else:
+        dist.send(tensor, 0)
+
+
+def all_reduce_overwrites(tensor):
+    if _rank() == 0:
+        for rank in range(1, _size()):
+            dist.recv(tensor, rank)
+    else:
+        dist.send(tensor, 0)
+    _share(tensor)
+
+
+def all_reduce_rank_0_twice(tensor):
+    if _rank() == 0:
+        tensor += tensor.clone()
+        for rank in range(1, _size()):
+            part = torch.empty_like(tensor)
+            dist.recv(part, rank)
+            tensor += part
+    else:
+        dist.send(tensor, 0)
+    _share(tensor)
+
+
+def all_reduce_everyone_to_everyone(tensor):
+    own, works = tensor.clone(), []
+    for rank in range(_size()):
+        if rank != _rank():
+            works.append(dist.isend(own, rank))
+    for rank in range(_size()):
+        if rank != _rank():
+            part = torch.empty_like(tensor)
+            dist.recv(part, rank)
+            tensor += part
+    for work in works:
+        work.wait()
+
+
+def all_reduce_send_send(tensor):
+    for rank in range(_size()):
+        if rank != _rank():
+            dist.send(tensor, rank)
+    for rank in range(_size()):
+        if rank != _rank():
+            part = torch.empty_like(tensor)
+            dist.recv(part, rank)
+            tensor += part
+
+
+def all_reduce_new_tensor(tensor):
+    total = tensor.clone()
+    all_reduce_everyone_to_everyone(total)
+
+
+# all_gather
+
+
+def _gather_all(tensor_list, tensor, own=True, place=lambda rank: rank, extra=0):
+    works = []
+    for rank in range(_size()):
+        if rank != _rank():
+            for _ in range(1 + extra):
+                works.append(dist.isend(tensor, rank))
+                works.append(dist.irecv(tensor_list[place(rank)], rank))
+        elif own:
+            tensor_list[place(rank)].copy_(tensor)
+    for work in works:
+        work.wait()
+
+
+def all_gather_without_own(tensor_list, tensor):
+    _gather_all(tensor_list, tensor, own=False)
+
+
+def all_gather_wrong_places(tensor_list, tensor):
+    size = _size()
+    _gather_all(tensor_list, tensor, place=lambda rank: (rank + 1) % size)
+
+
+def all_gather_twice_the_bytes(tensor_list, tensor):
+    _gather_all(tensor_list, tensor, extra=1)
+
+
+def all_gather_send_first(tensor_list, tensor):
+    for rank in range(_size()):
+        if rank != _rank():
+            dist.send(tensor, rank)
+    for rank in range(_size()):
+        if rank != _rank():
+            dist.recv(tensor_list[rank], rank)
+    tensor_list[_rank()].copy_(tensor)
+
+
+def all_gather_to_rank_0_only(tensor_list, tensor):
+    tensor_list[_rank()].copy_(tensor)
+    if _rank() == 0:
+        for rank in range(1, _size()):
+            dist.recv(tensor_list[rank], rank)
+    else:
+        dist.send(tensor, 0)
+
+
+def all_gather_rebinds(tensor_list, tensor):
+    own = [torch.zeros_like(tensor) for _ in tensor_list]
+    _gather_all(own, tensor)
+    tensor_list = own
+
+
+# reduce_scatter
+
+
+def _scatter_all(output, input_list, chunk_for=lambda rank: rank, own=True, keep=lambda rank: rank):
+    works = [dist.isend(input_list[chunk_for(rank)], rank) for rank in range(_size()) if rank != _rank()]
+    if own:
+        output.copy_(input_list[keep(_rank())])
+    for rank in range(_size()):
+        if rank != _rank():
+            part = torch.empty_like(output)
+            dist.recv(part, rank)
+            output += part
+    for work in works:
+        work.wait()
+
+
+def reduce_scatter_without_own(output, input_list):
+    _scatter_all(output, input_list, own=False)
+
+
+def reduce_scatter_off_by_one(output, input_list):
+    size = _size()
+    _scatter_all(output, input_list, chunk_for=lambda rank: (rank + 1) % size, keep=lambda rank: (rank + 1) % size)
+
+
+def reduce_scatter_own_chunks(output, input_list):
+    output.copy_(sum(input_list))
+
+
+def reduce_scatter_via_all_reduce(output, input_list):
+    for chunk, tensor in enumerate(input_list):
+        total = tensor.clone()
+        all_reduce_everyone_to_everyone(total)
+        if chunk == _rank():
+            output.copy_(total)
+
+
+def reduce_scatter_send_first(output, input_list):
+    output.copy_(input_list[_rank()])
+    for rank in range(_size()):
+        if rank != _rank():
+            dist.send(input_list[rank], rank)
+    for rank in range(_size()):
+        if rank != _rank():
+            part = torch.empty_like(output)
+            dist.recv(part, rank)
+            output += part
+
+
+def reduce_scatter_rebinds(output, input_list):
+    output = input_list[_rank()].clone()
+    _scatter_all(output, input_list)
+
+
+MUTANTS = [  # exercise, wrong answer, what the verdict must say
+    ("say_hello", hello_unordered, "nothing makes a rank wait"),
+    ("say_hello", hello_by_the_clock, "waited by the clock"),
+    ("say_hello", hello_all_from_rank_0, "only when it is its turn"),
+    ("say_hello", hello_every_turn, "only when it is its turn"),
+    ("say_hello", hello_barrier_on_one_rank, "mismatch"),
+    ("say_hello", hello_wrong_words, "must read exactly so"),
+    ("neighbours", neighbours_open, "the ring must close"),
+    ("neighbours", neighbours_swapped, "the wrong way round"),
+    ("neighbours", neighbours_of_four, "There is no rank 3"),
+    ("neighbours", neighbours_off_by_one, "the size of this world"),
+    ("neighbours", neighbours_right_only, "Return two ranks"),
+    ("broadcast", broadcast_new_tensor, "receive into `tensor` itself"),
+    ("broadcast", broadcast_from_0, "The source is `src`, here 1"),
+    ("broadcast", broadcast_sends_to_itself, "rank 0 raised"),
+    ("broadcast", broadcast_nobody_receives, "Every send needs a recv"),
+    ("broadcast", broadcast_by_torch, "torch did the work"),
+    ("broadcast", broadcast_twice, "more than the 24"),
+    ("all_reduce", all_reduce_without_sharing, "Rank 1 still has only its own number"),
+    ("all_reduce", all_reduce_overwrites, "rank 0 is missing from it"),
+    ("all_reduce", all_reduce_rank_0_twice, "rank 0 is in it more than once"),
+    ("all_reduce", all_reduce_everyone_to_everyone, "more than the"),
+    ("all_reduce", all_reduce_send_send, "both with isend and irecv"),
+    ("all_reduce", all_reduce_new_tensor, "the sum must end up in `tensor` itself"),
+    ("all_gather", all_gather_without_own, "no message brings it"),
+    ("all_gather", all_gather_wrong_places, "in the wrong places"),
+    ("all_gather", all_gather_twice_the_bytes, "more than the"),
+    ("all_gather", all_gather_send_first, "both with isend and irecv"),
+    ("all_gather", all_gather_to_rank_0_only, "was never filled"),
+    ("all_gather", all_gather_rebinds, "The whole list is still empty"),
+    ("reduce_scatter", reduce_scatter_without_own, "this one too, adds its chunk"),
+    ("reduce_scatter", reduce_scatter_off_by_one, "That is the sum of chunk 1"),
+    ("reduce_scatter", reduce_scatter_own_chunks, "this rank's own chunks"),
+    ("reduce_scatter", reduce_scatter_via_all_reduce, "more than the"),
+    ("reduce_scatter", reduce_scatter_send_first, "both with isend and irecv"),
+    ("reduce_scatter", reduce_scatter_rebinds, "still empty"),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "says"), MUTANTS, ids=[answer.__name__ for _, answer, _ in MUTANTS])
+def test_wrong_answer_gets_the_hint_that_fits(name, answer, says):
+    verdict = getattr(check, name)(answer)
+    assert verdict.passed is False
+    assert says in verdict.text
+
+
+def test_second_failure_offers_the_next_hint():
+    exercise = check.broadcast
+    exercise._failures = exercise._hints_given = 0
+    assert "Hint:" not in exercise(broadcast_from_0).text
+    assert exercise.hints[0] in exercise(broadcast_from_0).text
+    assert exercise.hints[1] in exercise(broadcast_from_0).text
+    assert exercise.hints[-1] in exercise.hint().text
+
+
+def test_failed_check_offers_a_replay_of_the_smallest_failing_world():
+    check.broadcast(broadcast_from_0)
+    replay = check.broadcast.replay()
+    assert "rank 0 sends" in replay._repr_mimebundle_()["text/plain"]
+    check.broadcast(check.broadcast.reference)
+    assert "nothing to replay" in check.broadcast.replay().text
+
+
+def test_not_a_function():
+    assert "leave the parentheses off" in check.broadcast(None).text
+
+
+def test_is_stub():
+    assert is_stub(lambda: ...) is False
+    assert not is_stub(broadcast_from_0)
+
+
+def test_digits_tell_which_ranks_are_in_a_sum():
+    assert who_is_in(1021, 4) == [1, 2, 0, 1]
+    assert read_sum(1021, 4) == "rank 2 is missing from it and rank 1 is in it more than once"
+    assert read_sum(1111, 4) == ""
