@@ -89,13 +89,13 @@ def lab(tmp_path_factory):
             [sys.executable, "-m", "jupyterlab", *options], cwd=folder, env=environment, stdout=file, stderr=file
         )
 
-    def address() -> str:
+    def find_address() -> str:
         assert server.poll() is None, log.read_text()
         texts = [file.read_text() for file in (home / "runtime").glob("jpserver-*.json")]
         return json.loads(texts[0])["url"] if texts and texts[0].endswith("}") else ""
 
     try:
-        address = wait_until(address, 60, "JupyterLab started")
+        address = wait_until(find_address, 60, "JupyterLab started")
         yield address, token, folder
     finally:
         server.terminate()
