@@ -339,7 +339,7 @@ class Watch:
             self._raise_failure(rank, word[1])
         elif word is not None and word[0] == "disagrees":
             self._settle({rank.rank})
-            self._raise_mismatch()
+            self._raise_mismatch(word[1])
         elif word is not None:
             self.replies[rank.rank] = word[1]
 
@@ -381,8 +381,9 @@ class Watch:
         calls = [r for rank in self.ranks for r in self.board.records(rank.rank) if r.done is None] if link else []
         return sum(link.seconds(r.op, r.bytes * len(r.ranks), len(r.ranks)) for r in calls)
 
-    def _raise_mismatch(self):
-        self._raise_hang(*hang.explain_mismatch(hang.mismatch(self.board)))
+    def _raise_mismatch(self, told: dict[int, Record] | None = None):
+        """told: what a rank saw, in case the board has moved on since."""
+        self._raise_hang(*hang.explain_mismatch(hang.mismatch(self.board) or told))
 
     def _raise_hang(self, headline: str, advice: str, now: list[hang.Situation] | None = None):
         now = now or self.situations()

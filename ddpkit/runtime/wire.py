@@ -41,7 +41,7 @@ class Recorder:
     """What one rank said: on the board for the others, in `diary` for itself.
 
     board, rank: None under torchrun, where no memory is shared; then only the diary is kept.
-    disagree: called with this rank's record when another rank said something else at the same place.
+    disagree: called with {rank: record} when another rank said something else at the same place.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Recorder:
         board: Board | None = None,
         link: Link | None = None,
         keep_values: bool = False,
-        disagree: Callable[[], None] | None = None,
+        disagree: Callable[[dict[int, Record]], None] | None = None,
     ):
         self.rank, self.board, self.link, self.keep_values = rank, board, link, keep_values
         self.diary: list[Record] = []
@@ -81,20 +81,25 @@ class Recorder:
             if threading.get_ident() not in self._threads:
                 self._threads.add(threading.get_ident())
                 self.board.set_threads(self.rank, len(self._threads))
-        if self._said_differently(record):
+        differing = self._said_differently(record)
+        if differing is not None:
             self.board.set_state(self.rank, DISAGREES)
-            self._disagree()
+            self._disagree({self.rank: record, **differing})
 
-    def _said_differently(self, record: Record) -> bool:
-        """Written first, looked second: of two ranks that disagree, the later one always sees it."""
+    def _said_differently(self, record: Record) -> dict[int, Record] | None:
+        """{rank: what it said} for one that said something else.
+
+        Written first, looked second: of two ranks that disagree, the later one always sees it.
+        """
         channel, agreement = hash32(record.channel), hash32(record.agreement)
         if not record.agreement:
-            return False
+            return None
         for rank in record.ranks:
             said = self.board.find(rank, channel, record.seq) if rank != self.rank else None
             if said is not None and said[1] != agreement:
-                return True
-        return False
+                theirs = self.board.record(rank, said[0])
+                return {} if theirs is None else {rank: theirs}
+        return None
 
     def came_from(self, record: Record, channel: str):
         """A receive from any rank turned out to belong to `channel`."""
@@ -177,19 +182,27 @@ class WireWork(Work):
         super().__init__()
         self.inner, self._record, self._recorder = inner, record, recorder
         self._arriving, self._delivery = list(arriving), delivery
+        self._waited = False
 
     def wait(self, timeout=None) -> bool:
+        if self._waited:  # Gloo would wait for a second message
+            return True
         self._recorder.waiting(self._record)
         try:
             if self._delivery is None:
                 self.inner.wait()
+                self._arrived()
                 _hold_back(self._recorder, self._record)
             else:
                 self._delivery.wait()
         finally:
             self._recorder.waited()
+        self._waited = True
         self._recorder.done(self._record, self._arriving, self._arriving[0] if self._arriving else None)
         return True
+
+    def _arrived(self):
+        """For subclasses: what only the finished call knows."""
 
     def is_completed(self) -> bool:
         return self.inner.is_completed() if self._delivery is None else self._delivery.future.done()
@@ -222,11 +235,10 @@ class _AnySourceWork(WireWork):
         super().__init__(*args)
         self._group, self._tag = group, tag
 
-    def wait(self, timeout=None) -> bool:
-        self.inner.wait()
-        self._record.peer = self._group.ranks[self.source_rank()]
-        self._recorder.came_from(self._record, self._group.way(self.source_rank(), self._group.rank(), self._tag))
-        return super().wait()
+    def _arrived(self):
+        source = self.source_rank()
+        self._record.peer = self._group.ranks[source]
+        self._recorder.came_from(self._record, self._group.way(source, self._group.rank(), self._tag))
 
 
 class Delivery:

@@ -133,8 +133,8 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
-    def disagree():
-        pipe.send(("disagrees", None))
+    def disagree(by_rank):
+        pipe.send(("disagrees", by_rank))
         wait_to_be_ended()
 
     board = Board(Path(assignment.folder) / "board", assignment.world_size)
@@ -146,8 +146,9 @@ def lead_process_group():
     """Lead a process group, so that children can be ended with us; leave Ctrl-C to the parent."""
     if os.name == "posix":
         os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # first: one that came while it was blocked is dropped
+    if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def end_with_parent(lifeline: Connection):

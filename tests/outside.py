@@ -1,0 +1,93 @@
+"""What a test sees of other processes: scripts it runs, and what they leave behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+FREEZE_S = 60  # no test waits longer for a process that should long be done
+
+
+class Script:
+    """A Python script in a process of its own, whose descendants can be found whatever becomes of it."""
+
+    def __init__(self, folder: Path, source: str, *arguments: str, command: tuple = (), **environ: str):
+        path = folder / "script.py"
+        path.write_text(source)
+        self._mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [*(command or (sys.executable, "-W", "error")), str(path), *arguments],
+            cwd=folder,
+            env={**os.environ, **environ, "DDPKIT_TEST": self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.kill()
+        self.process.communicate()
+
+    def result(self) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) once it has ended."""
+        out, err = self.process.communicate(timeout=FREEZE_S)
+        return self.process.returncode, out, err
+
+    def line(self) -> str:
+        """The next line it prints."""
+        return self.process.stdout.readline().strip()
+
+    def signal(self, number: int):
+        self.process.send_signal(number)
+
+    def interrupt_group(self):
+        """What a terminal's Ctrl-C and Jupyter's stop button do."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def family(self) -> list[psutil.Process]:
+        """The script and all that descends from it, orphans too: they carry its mark in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("DDPKIT_TEST") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def gone_within(self, seconds: float) -> list[psutil.Process]:
+        """Who is still there after that long; [] as soon as nobody is."""
+        until = time.monotonic() + seconds
+        while (left := self.family()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return left
+
+
+def run_script(folder: Path, source: str, *arguments: str, **options) -> str:
+    """Run a script to its end, with warnings as errors; its output."""
+    with Script(folder, source, *arguments, **options) as script:
+        code, out, err = script.result()
+        assert code == 0, err
+        assert script.gone_within(2) == []
+        return out
+
+
+def wait_until(condition, seconds: float = FREEZE_S):
+    """Wait for `condition()` to be true, and return it."""
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.02)
+    return value

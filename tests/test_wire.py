@@ -1,0 +1,386 @@
+"""The wire: it sees all that PyTorch says, writes it down right, and changes nothing."""
+
+import sys
+import time
+import warnings
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit import HangError, Link, launch
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+
+# torch 2.13 renamed these; the old names warn there, the new ones don't exist in 2.11.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def ops(run, rank=0):
+    return [record.op for record in run.wire[rank]]
+
+
+def mine(rows=6, salt=0, dtype=torch.float32):
+    """Different data on every rank."""
+    generator = torch.Generator().manual_seed(100 * salt + dist.get_rank())
+    return torch.randn(rows, generator=generator).mul(100).to(dtype)
+
+
+def every_call() -> dict[str, torch.Tensor]:
+    """Each call of torch.distributed once, with what came out of it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    found = {}
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+            x = mine(dtype=dtype)
+            dist.all_reduce(x, op)
+            found[f"all_reduce {dtype} {op}"] = x
+    found["broadcast"] = x = mine(salt=1)
+    dist.broadcast(x, src=1)
+    x = mine(salt=2)
+    dist.reduce(x, dst=1)
+    if rank == 1:
+        found["reduce"] = x
+    parts = [torch.empty(6) for _ in range(world_size)]
+    dist.all_gather(parts, mine(salt=3))
+    found["all_gather"] = torch.cat(parts)
+    found["all_gather_single"] = x = torch.empty(6 * world_size)
+    all_gather_single(x, mine(salt=4))
+    parts = [torch.empty(6) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(mine(salt=5), parts, dst=0)
+    if rank == 0:
+        found["gather"] = torch.cat(parts)
+    found["scatter"] = x = torch.empty(3)
+    dist.scatter(x, list(mine(3 * world_size, salt=6).chunk(world_size)) if rank == 1 else None, src=1)
+    found["reduce_scatter"] = x = torch.empty(3)
+    dist.reduce_scatter(x, list(mine(3 * world_size, salt=7).chunk(world_size)))
+    found["reduce_scatter_single"] = x = torch.empty(3)
+    reduce_scatter_single(x, mine(3 * world_size, salt=8))
+    found["all_to_all_single"] = x = torch.empty(2 * world_size)
+    dist.all_to_all_single(x, mine(2 * world_size, salt=9))
+    sent, arriving = [rank + 1] * world_size, [other + 1 for other in range(world_size)]
+    found["all_to_all_single uneven"] = x = torch.empty(sum(arriving))
+    dist.all_to_all_single(x, mine(sum(sent), salt=10), arriving, sent)
+    dist.barrier()
+    for call in (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send):
+        x = mine(salt=11)
+        call(x, right if call is dist.send else left)
+        found[f"ring {call.__name__}"] = x
+    incoming = torch.empty(6)
+    works = [dist.isend(mine(salt=12), right), dist.irecv(incoming, left)]
+    for work in works:
+        work.wait()
+    found["isend, irecv"] = incoming
+    incoming = torch.empty(6)
+    batch = [dist.P2POp(dist.isend, mine(salt=13), left), dist.P2POp(dist.irecv, incoming, right)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    found["batch_isend_irecv"] = incoming
+    if rank:
+        dist.send(mine(salt=14), 0)
+    else:
+        anyone = [torch.empty(6) for _ in range(world_size - 1)]
+        sources = [dist.recv(x) for x in anyone]
+        found["recv from any"] = torch.cat([x for _, x in sorted(zip(sources, anyone, strict=True))])
+    a, b = mine(salt=15), mine(salt=16)
+    works = [dist.all_reduce(a, async_op=True), dist.all_reduce(b, async_op=True)]
+    for work in reversed(works):
+        work.wait()
+    found["two at once"] = torch.cat([a, b])
+    evens = dist.new_group([0, 1])
+    if rank < 2:
+        found["sub-group"] = x = mine(salt=17)
+        dist.all_reduce(x, group=evens)
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, {"rank": rank})
+    boxes = [f"from {rank}"]
+    dist.broadcast_object_list(boxes, src=1)
+    box = [None]
+    dist.scatter_object_list(box, list(range(world_size)) if rank == 0 else None, src=0)
+    gathered = [None] * world_size if rank == 0 else None
+    dist.gather_object(rank * 10, gathered, dst=0)
+    found["objects"] = torch.tensor([len(repr((everyone, boxes, gathered))), box[0]])
+    return found
+
+
+def trained(optimizer=None, steps=3) -> torch.Tensor:
+    """Parameters of a small model after DDP training, a rank's own data in each step."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)))
+    optimizer = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(mine(12, salt=step).view(2, 6)).square().mean().backward()
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def zero_redundancy(parameters):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with warnings.catch_warnings():  # torch 2.13's own use of a deprecated class
+        warnings.simplefilter("ignore")
+        return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=0.01)
+
+
+def differences(compute, folder) -> list[str]:
+    """Names of what differs, in any bit, between the wire and a plain Gloo group in the same process."""
+    on_wire = compute()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/plain", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    plain = compute()
+    return [name for name in on_wire.keys() | plain.keys() if not torch.equal(bits(on_wire[name]), bits(plain[name]))]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)
+
+
+# Nothing changes.
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_call_is_bit_identical_to_plain_gloo(tmp_path, world_size):
+    assert list(launch(differences, every_call, tmp_path, world_size=world_size)) == [[]] * world_size
+
+
+def test_training_with_torchs_ddp_and_zero_is_bit_identical(tmp_path):
+    def both():
+        return {"DDP": trained(), "ZeRO": trained(zero_redundancy)}
+
+    assert list(launch(differences, both, tmp_path, world_size=2)) == [[], []]
+
+
+def test_a_link_changes_no_bit(tmp_path):
+    def trained_on_link():
+        return {"DDP": trained(), **every_call()}
+
+    run = launch(differences, trained_on_link, tmp_path, world_size=2, link=Link(1e-5, 1e9))
+    assert list(run) == [[], []]
+
+
+# What is written down.
+
+
+def test_bytes_peers_and_arguments_of_every_call():
+    def calls():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        x, parts = torch.ones(6), [torch.ones(6) for _ in range(world_size)]
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        dist.broadcast(x, src=2)
+        dist.reduce(x, dst=1)
+        dist.all_gather(parts, x)
+        all_gather_single(torch.ones(18), x)
+        dist.gather(x, parts if rank == 1 else None, dst=1)
+        dist.scatter(x, parts if rank == 1 else None, src=1)
+        dist.reduce_scatter(x, parts)
+        reduce_scatter_single(x, torch.ones(18))
+        dist.all_to_all_single(x, torch.ones(6))
+        dist.barrier()
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0) if rank == 1 else None
+
+    run = launch(calls, world_size=3)
+    said = [[(r.op, r.detail, r.bytes, r.peer) for r in wire] for wire in run.wire]
+    common = [
+        ("all_reduce", "6 float32, max", 24, None),
+        ("broadcast", "6 float32, src=2", 24, 2),
+        ("reduce", "6 float32, sum, dst=1", 24, 1),
+        ("all_gather", "6 float32", 24, None),
+        ("all_gather", "6 float32", 24, None),
+        ("gather", "6 float32, dst=1", 24, 1),
+        ("scatter", "6 float32, src=1", 24, 1),
+        ("reduce_scatter", "18 float32, sum", 72, None),
+        ("reduce_scatter", "18 float32, sum", 72, None),
+        ("all_to_all", "6 float32", 24, None),
+        ("barrier", "", 0, None),
+    ]
+    at_source = [(*call[:2], 72, call[3]) if call[0] == "scatter" else call for call in common]  # it hands in all parts
+    assert said[0] == [*common, ("send", "6 float32, dst=1", 24, 1)]
+    assert said[1] == [*at_source, ("recv", "6 float32, src=0", 24, 0)]
+    assert said[2] == common
+    for wire in run.wire:
+        assert all(r.issued <= r.started <= r.done for r in wire)
+        assert [r.issued for r in wire] == sorted(r.issued for r in wire)
+        assert {(r.group, r.ranks) for r in wire} == {("world", (0, 1, 2))} or wire[-1].op in ("send", "recv")
+
+
+def test_records_name_the_readers_own_line():
+    def outer():
+        inner()
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    def inner():
+        dist.all_reduce(torch.ones(1))
+
+    run = launch(outer, world_size=2)
+    first = inner.__code__.co_firstlineno
+    record, *ddps = run.wire[1]
+    assert (record.file, record.line, record.function) == (__file__, first + 1, "inner")
+    assert {(r.line, r.function) for r in ddps} == {(outer.__code__.co_firstlineno + 2, "outer")}
+
+
+def test_ddps_reducer_is_seen():
+    run = launch(trained, world_size=2, steps=2)
+    gradients = [r for r in run.wire[0] if r.op == "all_reduce"]
+    assert [(r.bytes, r.dtype) for r in gradients] == [(65 * 4, "float32")] * 2
+    assert all(r.done is not None for r in gradients)
+
+
+def test_zero_redundancy_optimizer_is_seen():
+    run = launch(trained, zero_redundancy, steps=1, world_size=2)
+    updates = [r for r in run.wire[0] if r.op == "broadcast" and r.dtype == "float32"][1:]  # the first is DDP's
+    assert sum(r.bytes for r in updates) == 65 * 4
+    assert {r.peer for r in updates} == {0, 1}
+
+
+def test_object_collectives_are_seen():
+    def objects():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, dist.get_rank())
+        return found
+
+    run = launch(objects, world_size=2)
+    assert list(run) == [[0, 1], [0, 1]]
+    assert [(r.op, r.dtype) for r in run.wire[0]] == [("all_gather", "int64"), ("all_gather", "uint8")]
+
+
+def test_sub_groups_have_their_own_channel():
+    def two_groups():
+        rank = dist.get_rank()
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 2])]
+        for group, members in zip(groups, ([0, 2], [1, 2]), strict=True):
+            if rank in members:
+                dist.broadcast(torch.ones(1), src=members[0], group=group)
+
+    run = launch(two_groups, world_size=3)
+    said = [[(r.op, r.group, r.ranks, r.peer) for r in wire if r.op != "new_group"] for wire in run.wire]
+    first, second = ("broadcast", "group [0, 2]", (0, 2), 0), ("broadcast", "group [1, 2]", (1, 2), 1)
+    assert said == [[first], [second], [first, second]]
+    assert len({r.channel for r in run.wire[2] if r.op != "new_group"}) == 2
+
+
+def test_a_receive_from_any_source_learns_who_sent():
+    def anyone():
+        x = torch.zeros(1)
+        if dist.get_rank():
+            dist.send(x + dist.get_rank(), 0)
+            return None
+        return [(dist.recv(x), x.item()) for _ in range(2)]
+
+    run = launch(anyone, world_size=3)
+    assert sorted(run[0]) == [(1, 1.0), (2, 2.0)]
+    assert [r.peer for r in run.wire[0]] == [source for source, _ in run[0]]
+    assert {r.channel for r in run.wire[0]} == {run.wire[1][0].channel, run.wire[2][0].channel}
+
+
+def test_waiting_twice_returns_at_once():
+    def twice():
+        x = torch.full((1,), float(dist.get_rank()))
+        work = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
+        return work.wait(), work.wait(), x.item()
+
+    assert list(launch(twice, world_size=2, timeout=20)) == [(True, True, 0.0)] * 2
+
+
+def test_handles_of_async_calls():
+    def handles():
+        x = torch.ones(2)
+        work = dist.all_reduce(x, async_op=True)
+        arrived = []
+        work.get_future().then(lambda future: arrived.append(future.value()[0].tolist())).wait()
+        return work.wait(), work.is_completed(), work.is_success(), arrived
+
+    for link in (None, Link(1e-4, 1e9)):
+        assert list(launch(handles, world_size=2, link=link)) == [(True, True, True, [[2.0, 2.0]])] * 2
+
+
+def test_the_backend_shows_its_real_name():
+    assert list(launch(lambda: (dist.get_backend(), dist.is_initialized()), world_size=2)) == [("gloo", True)] * 2
+
+
+# keep_values.
+
+
+def test_kept_values():
+    def add():
+        buffer = torch.arange(4.0) + 10 * dist.get_rank()
+        dist.all_reduce(buffer[1:3])
+        if dist.get_rank() == 0:
+            dist.send(buffer[3:], 1)
+        else:
+            dist.recv(buffer[:1], 0)
+        dist.all_reduce(torch.ones(65))
+
+    run = launch(add, world_size=2, keep_values=True)
+    (summed, sent, large), (_, received, _) = run.wire
+    assert (summed.values, summed.result) == ([1.0, 2.0], [12.0, 14.0])
+    assert summed.memory[1:] == (1, [0.0, 12.0, 14.0, 3.0])
+    assert (sent.values, sent.result, sent.memory[1:]) == ([3.0], None, (3, [0.0, 12.0, 14.0, 3.0]))
+    assert (received.values, received.result) == (None, [3.0])
+    assert received.memory[1:] == (0, [3.0, 12.0, 14.0, 13.0])
+    assert (large.values, large.result, large.memory) == (None, None, None)
+    assert sent.memory[0] == summed.memory[0]  # the same buffer
+
+
+def test_values_are_not_kept_unasked():
+    run = launch(lambda: dist.all_reduce(torch.ones(2)), world_size=2)
+    assert (run.wire[0][0].values, run.wire[0][0].result, run.wire[0][0].memory) == (None, None, None)
+
+
+# Trap 23: what the user does to torch.distributed.
+
+
+def test_trap_23_init_again_gets_torchs_own_error():
+    def again():
+        try:
+            dist.init_process_group("gloo")
+        except ValueError as error:
+            return str(error)
+
+    assert all("twice" in message for message in launch(again, world_size=2))
+
+
+def test_trap_23_destroy_then_go_on_alone():
+    def leave():
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+        return dist.is_initialized()
+
+    assert list(launch(leave, world_size=2)) == [False, False]
+
+
+def test_trap_23_destroy_and_init_again(tmp_path):
+    def anew():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{tmp_path}/store", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return x.item()
+
+    assert list(launch(anew, world_size=2)) == [2.0, 2.0]
+
+
+def test_a_disagreement_is_told_even_when_the_board_has_moved_on():
+    def flood():
+        if dist.get_rank() == 0:
+            first = dist.isend(torch.ones(8), 1)
+            time.sleep(0.1)
+            works = [dist.isend(torch.ones(8), 1) for _ in range(600)]  # the board remembers 256
+            works[-1].wait()
+            first.wait()
+        else:
+            time.sleep(0.05)
+            dist.recv(torch.ones(7), 0)
+
+    with pytest.raises(HangError) as caught:
+        launch(flood, world_size=2, timeout=20)
+    said = "mismatch: rank 0 called send(8 float32, dst=1), but rank 1 called recv(7 float32, src=0)."
+    assert str(caught.value).startswith(said)
