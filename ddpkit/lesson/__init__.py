@@ -1,0 +1,1 @@
+"""For the notebooks: figures, the replay player, checkers. Nothing else imports this package."""

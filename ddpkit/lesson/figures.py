@@ -1,0 +1,343 @@
+"""All figures of the notebooks: each shows one thing, as a PNG on white, and says the same in words.
+
+A rank has one colour and one label everywhere. No text is smaller than 14 pt.
+"""
+
+import colorsys
+import io
+import math
+from collections.abc import Iterable, Sequence
+
+DPI = 96  # a figure's pixel is a pixel of the page, so 14 pt in the figure are 14 pt on the screen
+WIDEST = 1040  # pixels that a page of JupyterLab has room for
+SMALL, NORMAL, LARGE = 14, 16, 18  # points
+DIGIT = 12.2  # pixels that a digit of SMALL text takes
+
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000"]
+MIXED = "#DDDDDD"  # a sum, or data of several ranks
+EMPTY = "#FFFFFF"
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+WRONG = "#C8102E"
+GREY = "#666666"
+
+
+def colour(rank: int | None) -> str:
+    """The colour of `rank`; neutral for None. From rank 8 on they come again, and labels tell the ranks apart."""
+    return MIXED if rank is None else RANK_COLOURS[rank % len(RANK_COLOURS)]
+
+
+def ink(fill: str) -> str:
+    """Black or white, whichever is easier to read on `fill`."""
+    red, green, blue = (int(fill[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return "white" if colorsys.rgb_to_yiq(red, green, blue)[0] < 0.4 else "black"
+
+
+# Words and numbers.
+
+
+def number(value) -> str:
+    """A value as it stands in a cell: whole numbers whole, others with up to three digits."""
+    if value is None:
+        return ""
+    if isinstance(value, bool | complex | str):
+        return str(value)
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e8:
+        return str(int(value))
+    shown = f"{value:.3g}" if len(f"{value:.3g}") <= 6 else f"{value:.2g}"
+    if len(shown) <= 6:
+        return shown
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def numbers(values: Sequence | None, most: int = 16) -> str:
+    """[1, 10, 100]; a long list is cut."""
+    if values is None:
+        return "nothing"
+    shown = [number(value) for value in values[:most]]
+    return f"[{', '.join(shown + ['…'] * (len(values) > most))}]"
+
+
+def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
+    """'rank 2', 'ranks 0, 1 and 3', 'every rank'."""
+    ranks = list(ranks)
+    if len(ranks) == world_size:
+        return "every rank"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 3 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def count(many: int, word: str) -> str:
+    return f"{many} {word}{'s' * (many != 1)}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: 96 B, 1.5 MB."""
+    for unit, factor in UNITS:
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def flat(values) -> list | None:
+    """All numbers of a tensor, a list, or a list of such, one after the other."""
+    if values is None:
+        return None
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        return [values]
+    return [value for part in values for value in (flat(part) if part is not None else [None])]
+
+
+# Drawing.
+
+
+class Picture:
+    """A drawn figure: `text` says what it shows, `png` is the image."""
+
+    def __init__(self, png: bytes, text: str):
+        self.png, self.text = png, text
+
+    def __repr__(self):
+        return self.text
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"text/plain": self.text, "image/png": self.png}
+
+
+class Canvas:
+    """A white page measured in pixels from its upper left corner."""
+
+    def __init__(self, width: float, height: float):
+        from matplotlib.figure import Figure
+
+        self.width, self.height = width, height
+        self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set(xlim=(0, width), ylim=(height, 0))
+        self.axes.set_axis_off()
+
+    def box(self, x, y, width, height, fill=EMPTY, edge="black", line=1.5, dashed=False, hatch=None, round=0):
+        from matplotlib.patches import FancyBboxPatch
+
+        style = f"round,pad=0,rounding_size={round}" if round else "square,pad=0"
+        dash = (0, (3, 2)) if dashed else "solid"
+        patch = FancyBboxPatch((x, y), width, height, style, fc=fill, ec=edge, lw=line, ls=dash, hatch=hatch)
+        self.axes.add_patch(patch)
+
+    def text(self, x, y, text, points=SMALL, align="center", ink="black", bold=False):
+        weight = "bold" if bold else "normal"
+        self.axes.text(x, y, text, fontsize=points, ha=align, va="center_baseline", color=ink, weight=weight)
+
+    def arrow(self, start, end, ink="black", line=3.0, bend=0.0, dashed=False):
+        """bend: how far the middle lies beside the straight line, as a part of its length; to the left if positive."""
+        from matplotlib.patches import FancyArrowPatch
+
+        style = f"simple,head_length={4 * line},head_width={4 * line},tail_width={line}"
+        if dashed:
+            style = f"->,head_length={2 * line},head_width={1.4 * line}"
+        path = f"arc3,rad={2 * bend}"
+        dash = (0, (3, 2)) if dashed else "solid"
+        width = line if dashed else 0
+        self.axes.add_patch(
+            FancyArrowPatch(start, end, arrowstyle=style, connectionstyle=path, color=ink, lw=width, ls=dash, shrinkA=0)
+        )
+
+    def badge(self, x, y, rank, width=84, height=36, text=None):
+        """The label of a rank, in its colour."""
+        fill = colour(rank)
+        self.box(x, y, width, height, fill, round=6)
+        self.text(x + width / 2, y + height / 2, text or f"rank {rank}", ink=ink(fill), bold=True)
+
+    def cells(self, x, y, values, owners, width, height=36, per_line=None, marked=()):
+        """Numbers in boxes, side by side, in the colours of their owners; None is an empty box."""
+        per_line = per_line or len(values)
+        for index, (value, owner) in enumerate(zip(values, owners, strict=True)):
+            left, top = x + index % per_line * width, y + index // per_line * height
+            known = value is not None
+            fill = colour(owner) if known and owner != "blank" else EMPTY
+            edge = "black" if known and ink(fill) == "black" else GREY
+            self.box(left, top, width, height, fill, edge, 1.2, dashed=not known)
+            self.text(left + width / 2, top + height / 2, number(value), ink=ink(fill))
+        for index in marked:
+            left, top = x + index % per_line * width, y + index // per_line * height
+            self.box(left, top, width, height, "none", "black", 4)
+
+    def picture(self, text: str) -> Picture:
+        return Picture(self.png(), text)
+
+    def png(self) -> bytes:
+        """The page as PNG, its colours from a palette: a quarter of the size."""
+        from PIL import Image
+
+        raw, small = io.BytesIO(), io.BytesIO()
+        self.figure.savefig(raw, dpi=DPI, facecolor="white")
+        Image.open(raw).convert("RGB").quantize(128, Image.Quantize.MEDIANCUT, dither=0).save(
+            small, "png", optimize=True
+        )
+        return small.getvalue()
+
+
+def cell_width(*rows: Sequence | None) -> float:
+    """Wide enough for the longest number in any of the rows."""
+    longest = max((len(number(value)) for row in rows for value in row or ()), default=1)
+    return max(44, longest * DIGIT + 14)
+
+
+# What a collective does.
+
+
+def before_after(
+    before: Sequence, after: Sequence, title: str | None = None, owners: Sequence | None = None
+) -> Picture:
+    """What each rank holds before and after a collective, a row for each rank.
+
+    before, after: by rank, a list or tensor of any length, or None for nothing yet.
+    owners: by rank, for each number of `after`, whose data it is (None: of several); found by comparing, unless given.
+    """
+    before, after = [flat(row) for row in before], [flat(row) for row in after]
+    if len(before) != len(after):
+        raise ValueError(f"before_after expected rows for the same ranks, got {len(before)} before, {len(after)} after")
+    owners = owners or _find_owners(before, after)
+    width, gap, label = cell_width(*before, *after), 120, 100
+    columns = [max([len(row or ()) for row in rows] + [1]) for rows in (before, after)]
+    stacked = 2 * label + sum(columns) * width + gap > WIDEST
+    if stacked:
+        columns = [min(n, int((WIDEST - label) // width)) for n in columns]
+    grids = [label + n * width for n in columns]
+    lines = [
+        [math.ceil(max(len(row or ()), 1) / n) for row in rows]
+        for rows, n in zip((before, after), columns, strict=True)
+    ]
+    tall = [44 + sum(36 * n + 12 for n in each) for each in lines]
+    top = 56 if title else 10
+    if stacked:
+        canvas = Canvas(max(*grids, 300) + 30, top + sum(tall) + 64)
+        spots = [(10, top), (10, top + tall[0] + 64)]
+        middle = 10 + label + max(columns) * width / 2
+        canvas.arrow((middle, top + tall[0]), (middle, top + tall[0] + 60), line=7)
+    else:
+        canvas = Canvas(sum(grids) + gap + 30, top + max(tall) + 6)
+        spots = [(10, top), (10 + grids[0] + gap, top)]
+        middle = top + 40 + (max(tall) - 44) / 2
+        canvas.arrow((grids[0] + 35, middle), (grids[0] + gap - 10, middle), line=10)
+    if title:
+        canvas.text(canvas.width / 2, 28, title, LARGE, bold=True)
+    own = [[rank] * len(row or ()) for rank, row in enumerate(before)]
+    headings = ("before", "after")
+    for heading, (x, y), rows, whose, n in zip(headings, spots, (before, after), (own, owners), columns, strict=True):
+        canvas.text(x + label + n * width / 2, y + 18, heading, NORMAL)
+        _draw_rows(canvas, x, y + 40, rows, whose, width, n)
+    name = f"{title}: " if title else ""
+    return canvas.picture(f"{name}before, {_say_rows(before)}; after, {_say_rows(after)}.")
+
+
+def _draw_rows(canvas: Canvas, x, y, rows, owners, width, per_line):
+    for rank, row in enumerate(rows):
+        canvas.badge(x, y, rank)
+        if row:
+            canvas.cells(x + 100, y, row, owners[rank], width, per_line=per_line)
+        else:
+            canvas.cells(x + 100, y, [None], [None], width)
+        y += 36 * math.ceil(max(len(row or ()), 1) / per_line) + 12
+
+
+def _say_rows(rows: list[list | None]) -> str:
+    """'rank 0 has [1, 2], ranks 1 and 2 have nothing'."""
+    alike: dict[str, list[int]] = {}
+    for rank, row in enumerate(rows):
+        alike.setdefault(numbers(row or None), []).append(rank)
+    said = []
+    for text, ranks in alike.items():
+        who = name_ranks(ranks, len(rows) if len(rows) > 1 else None)
+        said.append(f"{who} {'have' if who.startswith('ranks') else 'has'} {text}")
+    return ", ".join(said)
+
+
+def _find_owners(before: list[list | None], after: list[list | None]) -> list[list[int | None]]:
+    return [[_owner(value, rank, at, before) for at, value in enumerate(row or ())] for rank, row in enumerate(after)]
+
+
+def _owner(value, rank: int, at: int, before: list[list | None]) -> int | None:
+    """The rank that alone had `value`; of several, the one that keeps its own; else None."""
+    if rank < len(before) and before[rank] and at < len(before[rank]) and before[rank][at] == value:
+        return rank
+    had = [rank for rank, row in enumerate(before) if value in (row or ())]
+    return had[0] if len(had) == 1 else None
+
+
+# Bytes on the wire.
+
+
+def _named(run_or_runs) -> dict[str, object]:
+    """{name: run}, also of one run alone."""
+    return run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
+
+
+def sent_bytes(run) -> list[int]:
+    """Bytes that each rank sent, message by message (`send` records; torch's own collectives keep theirs inside)."""
+    return [sum(record.bytes for record in records if record.op == "send") for records in run.wire]
+
+
+def received_bytes(run) -> list[int]:
+    """Bytes that each rank received, message by message."""
+    return [sum(record.bytes for record in records if record.op == "recv") for records in run.wire]
+
+
+def traffic(run_or_runs) -> Picture:
+    """Bytes sent and received by each rank, for one run or for {name: run} side by side on one scale."""
+    panels = []
+    for name, run in _named(run_or_runs).items():
+        sent, received = sent_bytes(run), received_bytes(run)
+        panels.append((name, sent, received, _total_and_busiest(sent, received)))
+    most = max([1] + [n for _, sent, received, _ in panels for n in sent + received])
+    unit, factor = next((each for each in UNITS if most >= each[1]), ("bytes", 1))
+    spots, widths, x, y = [], [], 0, 0
+    for _, sent, _, _ in panels:
+        width = max(116 * len(sent) + 40, 420)
+        if x + width > WIDEST:
+            x, y = 0, y + 400
+        spots.append((x, y))
+        widths.append(width)
+        x += width
+    canvas = Canvas(max(x + width for (x, _), width in zip(spots, widths, strict=True)), y + 446)
+    for (x, y), width, panel in zip(spots, widths, panels, strict=True):
+        _draw_traffic(canvas, x, y, width, most, factor, *panel)
+    middle, y = canvas.width / 2, canvas.height - 40
+    canvas.box(middle - 190, y, 30, 20, GREY)
+    canvas.text(middle - 152, y + 10, "sent", align="left")
+    canvas.box(middle - 80, y, 30, 20, EMPTY, hatch="///")
+    canvas.text(middle - 42, y + 10, f"received, in {unit}", align="left")
+    texts = [f"{name}: " * bool(name) + ", ".join(notes) for name, _, _, notes in panels]
+    return canvas.picture("Bytes by rank. " + ". ".join(texts) + ".")
+
+
+def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
+    both = [out + into for out, into in zip(sent, received, strict=True)]
+    if not any(both):
+        return "no messages", "so no busiest rank"
+    busiest = [rank for rank, n in enumerate(both) if n == max(both)]
+    who = f"{name_ranks(busiest, len(both) if len(both) > 1 else None)}, {size(max(both))} in and out"
+    return f"total sent {size(sum(sent))}", f"busiest: {who}"
+
+
+def _draw_traffic(canvas: Canvas, x, y, width, most, factor, name, sent, received, notes):
+    centre, ground, high, bar = x + width / 2, y + 346, 200, 48
+    canvas.text(centre, y + 24, name, LARGE, bold=True)
+    for line, note in enumerate(notes):
+        canvas.text(centre, y + 54 + 26 * line, note)
+    step = 116
+    x = centre - step * len(sent) / 2
+    for rank, (out, into) in enumerate(zip(sent, received, strict=True)):
+        middle = x + step * (rank + 0.5)
+        for nbytes, left, fill, hatch in ((out, middle - bar, colour(rank), None), (into, middle, EMPTY, "///")):
+            tall = high * nbytes / most
+            canvas.box(left, ground - tall, bar, tall, fill, hatch=hatch)
+            canvas.text(left + bar / 2, ground - tall - 14, f"{nbytes / factor:.3g}")
+        canvas.badge(middle - 42, ground + 6, rank)
+    canvas.axes.plot([x, x + step * len(sent)], [ground, ground], color="black", lw=1.5)
