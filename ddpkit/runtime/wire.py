@@ -428,10 +428,10 @@ class WireGroup(dist.ProcessGroup):
 
     def send(self, tensors, dst, tag):
         record = self._point_to_point("send", tensors, self.rank(), dst, tag)
-        self.recorder.issue(record, tensors, tensors[0])
-        if self.recorder.link is not None:
+        if self.recorder.link is not None:  # before it is on the board, where the receiver looks when it left
             record.started = max(record.issued, self.recorder.link_out)
             self.recorder.link_out = record.started + record.bytes / self.recorder.link.bytes_per_s
+        self.recorder.issue(record, tensors, tensors[0])
         return WireWork(self.inner.send(tensors, dst, tag), record, self.recorder)
 
     def recv(self, tensors, src, tag):

@@ -1,0 +1,113 @@
+"""The board: what one rank writes, all read, also when it has gone round, and whatever it holds."""
+
+import pytest
+
+from ddpkit.runtime.board import DISAGREES, IDLE, SLOTS, STARTING, Board, Record, hash32
+
+
+def call(number=0, **changes):
+    fields = {
+        "op": "all_reduce",
+        "group": "world",
+        "ranks": (0, 1),
+        "channel": "0",
+        "seq": number,
+        "agreement": "all_reduce 8 float32 sum",
+        "detail": "8 float32, sum",
+        "bytes": 32,
+        "peer": None,
+        "shape": (8,),
+        "dtype": "float32",
+        "file": "train.py",
+        "line": 12,
+        "function": "step",
+        "issued": float(number),
+    }
+    return Record(**{**fields, **changes})
+
+
+@pytest.fixture
+def board(tmp_path):
+    board = Board(tmp_path / "board", 2, create=True)
+    yield board
+    board.close()
+
+
+def test_what_is_written_is_read_by_another(board, tmp_path):
+    record = call(values=[1.0], memory=(0, 1, [2.0]))
+    board.put(1, 0, record)
+    other = Board(tmp_path / "board", 2)
+    assert other.records(1) == [record]
+    assert other.records(0) == []
+    assert record.call == "all_reduce(8 float32, sum)"
+    other.close()
+
+
+def test_a_new_board_says_that_nothing_was_said(board):
+    assert [(board.calls(r), board.events(r), board.waiting(r), board.state(r)) for r in (0, 1)] == [
+        (0, 0, None, STARTING)
+    ] * 2
+
+
+def test_state_waiting_and_threads(board):
+    board.set_state(1, IDLE)
+    board.set_waiting(1, 0)
+    board.set_threads(1, 2)
+    assert (board.state(1), board.waiting(1), board.threads(1)) == (IDLE, 0, 2)
+    board.set_waiting(1, None)
+    assert board.waiting(1) is None
+    assert (board.state(0), board.threads(0)) == (STARTING, 0)
+
+
+def test_every_change_counts_as_progress(board):
+    board.put(0, 0, call())
+    board.put(0, 0, call(done=1.0))
+    board.set_state(0, DISAGREES)
+    assert (board.events(0), board.calls(0)) == (3, 1)
+    assert board.record(0, 0).done == 1.0
+
+
+def test_only_the_last_calls_are_kept(board):
+    for number in range(SLOTS + 3):
+        board.put(0, number, call(number))
+    assert [record.seq for record in board.records(0)] == list(range(3, SLOTS + 3))
+    assert board.record(0, 2) is None
+    assert board.record(0, SLOTS + 3) is None
+
+
+def test_find_what_was_said_at_a_place(board):
+    for number in range(SLOTS + 3):
+        board.put(0, number, call(number // 2, channel="ab"[number % 2], agreement=str(number)))
+    assert board.find(0, hash32("b"), 100) == (201, hash32("201"))
+    assert board.find(0, hash32("a"), 0) is None  # overwritten
+    assert board.find(0, hash32("c"), 0) is None
+    assert board.find(1, hash32("a"), 0) is None
+
+
+def test_a_record_too_large_for_its_slot_loses_what_matters_least(board):
+    record = call(values=[0.1] * 64, result=[0.1] * 64, memory=(0, 0, [0.1] * 64), file="/very/long" * 60)
+    board.put(0, 0, record)
+    read = board.record(0, 0)
+    assert (read.op, read.line, read.file) == ("all_reduce", 12, record.file)
+    assert read.memory is None
+
+
+def test_even_an_absurd_record_fits(board):
+    record = call(file="/f" * 5000, detail="d" * 5000, agreement="a" * 5000, function="f" * 50)
+    board.put(0, 0, record)
+    board.put(0, 1, call(1))
+    assert [read.seq for read in board.records(0)] == [0, 1]
+    assert board.record(0, 0).function == "f" * 50
+    assert board.find(0, hash32("0"), 0) == (0, hash32("a" * 5000))
+
+
+def test_a_record_caught_half_written_is_no_record(board):
+    board.put(0, 0, call())
+    at = board._slot(0, 0)
+    board._map[at + 30 : at + 60] = bytes(30)
+    assert board.record(0, 0) is None
+    assert board.records(0) == []
+
+
+def test_hashes_are_the_same_in_every_process():
+    assert hash32("all_reduce") == 0xB76F6A89

@@ -1,0 +1,192 @@
+"""The emulated link: bad ones are refused, messages take at least what the model says, and queue behind each other."""
+
+import itertools
+import pickle
+import sys
+import time
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit import Link, launch
+from ddpkit.runtime.link import steps_and_bytes
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+
+SLOW = Link(latency_s=0.01, bytes_per_s=1e6)
+
+
+# The link itself.
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "complaint"),
+    [
+        (-1e-6, 1e9, "latency_s >= 0, got -1e-06"),
+        (float("nan"), 1e9, "latency_s >= 0, got nan"),
+        (float("inf"), 1e9, "latency_s >= 0, got inf"),
+        (0.0, 0, "bytes_per_s > 0, got 0"),
+        (0.0, -1e9, "bytes_per_s > 0, got -1000000000.0"),
+        (0.0, float("nan"), "bytes_per_s > 0, got nan"),
+        ("1 ms", 1e9, "a number for latency_s, got '1 ms'"),
+        (0.0, None, "a number for bytes_per_s, got None"),
+        (True, 1e9, "a number for latency_s, got True"),
+    ],
+)
+def test_bad_links_are_refused(latency_s, bytes_per_s, complaint):
+    with pytest.raises(ValueError, match="Link expected") as caught:
+        Link(latency_s, bytes_per_s)
+    assert complaint in str(caught.value)
+    assert "give " in str(caught.value)
+
+
+def test_presets_have_names():
+    assert "10 Gbit Ethernet" in Link.presets()
+    for name in Link.presets():
+        link = Link.preset(name)
+        assert str(link) == name
+        assert link.seconds("send", 0, 2) == link.latency_s
+    with pytest.raises(ValueError, match="no link is called 'token ring'; there are '1 Gbit Ethernet'"):
+        Link.preset("token ring")
+
+
+def test_a_link_is_a_value():
+    link = Link(1e-3, 1e9)
+    assert link == Link(1e-3, 1e9) == pickle.loads(pickle.dumps(link))
+    assert str(link) == "1000 µs, 1 GB/s"
+    assert Link(0, float("inf")).seconds("all_reduce", 10**9, 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "steps", "sent"),
+    [
+        ("send", 1, 1200),
+        ("all_reduce", 6, 1800),
+        ("reduce_scatter", 3, 900),
+        ("all_gather", 3, 900),
+        ("all_to_all", 3, 900),
+        ("broadcast", 2, 2400),
+        ("reduce", 2, 2400),
+        ("gather", 3, 900),
+        ("scatter", 3, 900),
+        ("barrier", 2, 0),
+    ],
+)
+def test_the_model_for_4_ranks_and_1200_bytes(op, steps, sent):
+    assert steps_and_bytes(op, 1200, 4) == (steps, sent)
+    assert SLOW.seconds(op, 1200, 4) == pytest.approx(steps * 0.01 + sent / 1e6)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "broadcast", "barrier", "gather"])
+def test_one_rank_sends_nothing(op):
+    assert SLOW.seconds(op, 1200, 1) == 0
+
+
+# Runs over a link. Times are asserted from below only: a busy machine is slower, never faster.
+
+
+def took(record):
+    return record.done - record.issued
+
+
+def test_an_all_reduce_takes_at_least_the_models_time():
+    run = launch(lambda: dist.all_reduce(torch.ones(5000)), world_size=2, link=SLOW)
+    for wire in run.wire:
+        assert took(wire[0]) >= SLOW.seconds("all_reduce", 20_000, 2)  # 40 ms
+    assert run.link == SLOW
+    assert run.backend == "gloo on CPU: the emulated link (10000 µs, 0.001 GB/s) works on its wire"
+
+
+def test_a_gather_counts_all_parts():
+    def gather():
+        parts = [torch.empty(5000) for _ in range(2)]
+        dist.all_gather(parts, torch.ones(5000))
+
+    run = launch(gather, world_size=2, link=SLOW)
+    assert took(run.wire[1][0]) >= SLOW.seconds("all_gather", 40_000, 2)  # 30 ms
+
+
+def test_a_message_takes_at_least_the_models_time():
+    def one_way():
+        x = torch.ones(5000)
+        dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
+
+    run = launch(one_way, world_size=2, link=SLOW)
+    sent, received = run.wire[0][0], run.wire[1][0]
+    assert received.done - sent.issued >= SLOW.seconds("send", 20_000, 2)  # 30 ms
+
+
+def test_transfers_of_one_rank_queue_behind_each_other():
+    def at_once():
+        works = [dist.all_reduce(torch.ones(5000), async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+
+    run = launch(at_once, world_size=2, link=SLOW)
+    one = SLOW.seconds("all_reduce", 20_000, 2)
+    for wire in run.wire:
+        assert wire[-1].done - wire[0].issued >= 3 * one
+        for earlier, later in itertools.pairwise(wire):
+            assert later.started >= earlier.started + one
+
+
+def test_messages_of_one_rank_queue_too():
+    def pour():
+        if dist.get_rank() == 0:
+            for work in [dist.isend(torch.ones(5000), dst) for dst in (1, 2)]:
+                work.wait()
+        else:
+            dist.recv(torch.empty(5000), 0)
+
+    run = launch(pour, world_size=3, link=SLOW)
+    first, second = run.wire[0]
+    assert second.started >= first.started + 20_000 / 1e6
+    assert run.wire[2][0].done >= first.issued + 2 * 20_000 / 1e6 + SLOW.latency_s
+
+
+def test_computation_overlaps_an_async_call():
+    """The call's time runs from its issue, not from its wait: what is computed meanwhile comes for free."""
+
+    def overlap():
+        work = dist.all_reduce(torch.ones(5000), async_op=True)
+        time.sleep(0.2)
+        was_done = work.is_completed()
+        work.wait()
+        return was_done
+
+    run = launch(overlap, world_size=2, link=SLOW)
+    assert list(run) == [True, True]
+    for wire in run.wire:
+        assert wire[0].done <= wire[0].waited
+
+
+def test_torchs_ddp_works_over_a_link():
+    def train():
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(50, 50))
+        for step in range(2):
+            model(torch.full((2, 50), dist.get_rank() + step + 1.0)).sum().backward()
+        return model.module.weight.grad.clone()
+
+    slow, fast = launch(train, world_size=2, link=SLOW), launch(train, world_size=2)
+    assert torch.equal(slow[0], slow[1])
+    assert torch.equal(slow[0], fast[0])
+    gradients = [r for r in slow.wire[0] if r.op == "all_reduce"]
+    assert [took(r) >= SLOW.seconds("all_reduce", r.bytes, 2) for r in gradients] == [True, True]
+
+
+def test_a_slow_link_is_no_hang():
+    """A transfer that takes longer than hang_after is under way, not stuck."""
+    link = Link(0.0, 10_000)
+    run = launch(lambda: dist.all_reduce(torch.ones(2500)), world_size=2, link=link, hang_after=0.2)  # 1 s
+    assert took(run.wire[0][0]) >= 1
+
+
+def test_a_mistake_on_a_link_is_still_found():
+    from ddpkit import HangError
+
+    with pytest.raises(HangError, match="rank 0 waits in all_reduce for rank 1, which has returned"):
+        launch(lambda: dist.get_rank() or dist.all_reduce(torch.ones(1)), world_size=2, link=Link(1e-4, 1e9))
