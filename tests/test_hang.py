@@ -1,0 +1,471 @@
+"""Hangs, deadlocks and mismatches: found soon, told in words, the same words every time; slow is not hung."""
+
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit import HangError, launch
+from ddpkit.runtime import hang
+from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, Board, Record
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+
+NAME = Path(__file__).name
+
+
+def report(fn, world_size=2, times=3, **options) -> str:
+    """The report of a launch that must hang. Made three times at once: it must not depend on who was faster."""
+
+    def once(_):
+        with pytest.raises(HangError) as caught:
+            launch(fn, world_size=world_size, **{"timeout": 30, **options})
+        return str(caught.value)
+
+    with ThreadPoolExecutor(times) as pool:
+        reports = list(pool.map(once, range(times)))
+    assert reports == reports[:1] * times
+    private = r"/tmp|/work|/home|127\.0\.0\.1|localhost|0x[0-9a-f]|\bpid\b|\d\.\d"
+    assert re.search(private, reports[0]) is None
+    return reports[0]
+
+
+def line(fn, offset):
+    return f"{NAME}:{fn.__code__.co_firstlineno + offset} in {fn.__name__}"
+
+
+def rows(text) -> dict[str, list[str]]:
+    """The table of ranks: {rank: [state, call, where, waits for]}."""
+    table = text.split("\n\n")[1].splitlines()[1:]
+    return {row.split()[0]: re.split(r"  +", row)[1:] for row in table}
+
+
+# Trap 17: certain deadlocks.
+
+
+def test_trap_17_a_skipped_collective():
+    def skips():
+        x = torch.ones(8)
+        dist.all_reduce(x)
+        if dist.get_rank() != 1:
+            dist.all_reduce(x)
+
+    text = report(skips, world_size=3)
+    assert text.startswith("deadlock: ranks 0 and 2 wait in all_reduce for rank 1, which has returned.\n")
+    place = f"{line(skips, 4)}: dist.all_reduce(x)"
+    assert rows(text) == {
+        "0": ["waiting", "all_reduce(8 float32, sum)", place, "rank 1"],
+        "1": ["returned", "-", "-", "-"],
+        "2": ["waiting", "all_reduce(8 float32, sum)", place, rows(text)["2"][3]],
+    }
+    assert re.search(r"\n2 +all_reduce\(8 float32, sum\) +- +all_reduce\(8 float32, sum\) +<- they differ here\n", text)
+    assert text.endswith("Every rank of the group must make the call. Is it under an `if`, or did one loop end early?")
+
+
+def test_trap_17_a_rank_0_only_if():
+    def only_rank_0():
+        if dist.get_rank() == 0:
+            dist.broadcast(torch.ones(2), src=0)
+            dist.barrier()
+
+    text = report(only_rank_0)
+    assert text.startswith("deadlock: rank 0 waits in ")
+    assert text.split("\n")[0].endswith("for rank 1, which has returned.")
+    assert "Is it under an `if`" in text
+
+
+def test_trap_17_one_loop_ends_early():
+    def loop():
+        for _ in range(10 - dist.get_rank()):
+            dist.all_reduce(torch.ones(2))
+
+    text = report(loop)
+    assert text.startswith("deadlock: rank 0 waits in all_reduce for rank 1, which has returned.")
+    assert re.search(r"\n10 +all_reduce\(2 float32, sum\) +- +<- they differ here", text)
+    assert "\n5 " not in text  # only the last five
+
+
+def test_trap_17_send_send():
+    def both_send():
+        x, other = torch.ones(8), 1 - dist.get_rank()
+        dist.send(x, other)
+        dist.recv(x, other)
+
+    text = report(both_send)
+    assert text.startswith("deadlock: each waits for another: rank 0 for rank 1 in send, rank 1 for rank 0 in send.")
+    assert rows(text)["0"] == [
+        "waiting",
+        "send(8 float32, dst=1)",
+        f"{line(both_send, 2)}: dist.send(x, other)",
+        "rank 1",
+    ]
+    assert text.endswith("Let one side receive first, or start both with isend and irecv and wait afterwards.")
+
+
+def test_trap_17_a_point_to_point_cycle():
+    def cycle():
+        dist.recv(torch.ones(8), (dist.get_rank() + 1) % 3)
+
+    text = report(cycle, world_size=3)
+    assert "rank 0 for rank 1 in recv, rank 1 for rank 2 in recv, rank 2 for rank 0 in recv." in text
+
+
+def test_trap_17_a_receive_that_nobody_sends():
+    def lonely():
+        if dist.get_rank() == 0:
+            dist.recv(torch.ones(8), 1)
+
+    text = report(lonely)
+    assert text.startswith("deadlock: rank 0 waits in recv for rank 1, which has returned.")
+    assert text.endswith("Every send needs a recv on the other rank, and every recv a send. Count them on both sides.")
+
+
+def test_trap_17_a_receive_from_any_that_nobody_sends():
+    def lonely():
+        if dist.get_rank() == 0:
+            dist.recv(torch.ones(8))
+
+    text = report(lonely, world_size=3)
+    assert text.startswith("deadlock: rank 0 waits in recv for ranks 1 and 2, which have returned.")
+
+
+def test_trap_17_two_groups_in_opposite_order():
+    def opposite():
+        a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
+        for group in (a, b) if dist.get_rank() == 0 else (b, a):
+            dist.all_reduce(torch.ones(2), group=group)
+
+    text = report(opposite)
+    assert text.startswith(
+        "deadlock: each waits for another: rank 0 for rank 1 in all_reduce, rank 1 for rank 0 in all_reduce."
+    )
+    assert text.endswith("All ranks must use their groups in the same order.")
+
+
+def test_trap_17_new_group_called_by_one_rank():
+    def alone():
+        if dist.get_rank() == 0:
+            dist.new_group([0, 1])
+        dist.barrier()
+
+    text = report(alone)
+    assert "rank 0 for rank 1 in new_group, rank 1 for rank 0 in barrier." in text
+    assert text.endswith("Every rank must call dist.new_group, also those that are not in the group.")
+
+
+def test_trap_17_ddp_with_one_rank_doing_fewer_steps():
+    def train():
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        for _ in range(4 - dist.get_rank()):
+            model(torch.ones(2, 4)).sum().backward()
+
+    text = report(train, times=2)
+    assert text.startswith("deadlock: rank 0 waits in all_reduce for rank 1, which has returned.")
+    assert line(train, 3) in text
+
+
+# Trap 16 and 17: mismatches.
+
+
+def mismatch(one, other, world_size=2, **options):
+    """The report when rank 1 calls `other` and the rest `one`."""
+
+    def disagree():
+        (other if dist.get_rank() == 1 else one)()
+
+    return report(disagree, world_size, **options)
+
+
+def test_trap_16_shapes():
+    text = mismatch(lambda: dist.all_reduce(torch.ones(8)), lambda: dist.all_reduce(torch.ones(7)), world_size=3)
+    assert text.startswith(
+        "mismatch: ranks 0 and 2 called all_reduce(8 float32, sum), but rank 1 called all_reduce(7 float32, sum).\n"
+    )
+    assert text.endswith("Every rank must bring the same number of elements. Did the last batch shrink on one rank?")
+
+
+def test_trap_17_different_calls():
+    text = mismatch(lambda: dist.all_reduce(torch.ones(8)), lambda: dist.broadcast(torch.ones(8), src=0))
+    said = "mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called broadcast(8 float32, src=0).\n"
+    assert text.startswith(said)
+    assert "the same collective calls in the same order" in text
+
+
+def test_trap_17_different_types():
+    text = mismatch(lambda: dist.all_reduce(torch.ones(8)), lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32)))
+    said = "mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called all_reduce(8 int32, sum).\n"
+    assert text.startswith(said)
+    assert text.endswith("Both sides must use the same dtype; the bytes would be read as other numbers.")
+
+
+def test_trap_17_different_roots_and_operations():
+    text = mismatch(lambda: dist.broadcast(torch.ones(1), 0), lambda: dist.broadcast(torch.ones(1), 1), times=1)
+    assert "rank 0 called broadcast(1 float32, src=0), but rank 1 called broadcast(1 float32, src=1)." in text
+    assert text.endswith("Every rank must name the same root and the same operation.")
+    text = mismatch(
+        lambda: dist.all_reduce(torch.ones(1)), lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX), times=1
+    )
+    assert "rank 0 called all_reduce(1 float32, sum), but rank 1 called all_reduce(1 float32, max)." in text
+
+
+def test_trap_16_sizes_of_messages():
+    text = mismatch(lambda: dist.send(torch.ones(8), 1), lambda: dist.recv(torch.ones(7), 0))
+    assert text.startswith("mismatch: rank 0 called send(8 float32, dst=1), but rank 1 called recv(7 float32, src=0).")
+    assert text.endswith("Both sides must name the same number of elements.")
+
+
+def test_async_calls_mismatch_too():
+    text = mismatch(
+        lambda: dist.all_reduce(torch.ones(8), async_op=True).wait(),
+        lambda: dist.all_reduce(torch.ones(9), async_op=True).wait(),
+        times=1,
+    )
+    assert text.startswith("mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called all_reduce(9 float32")
+
+
+def test_sizes_may_differ_where_torch_allows_it():
+    def through_objects():
+        found = [None, None]
+        dist.all_gather_object(found, "x" * dist.get_rank() * 1000)
+        return [len(text) for text in found]
+
+    assert list(launch(through_objects, world_size=2)) == [[0, 1000]] * 2
+
+
+# Slow is not hung (trap 19).
+
+
+def test_trap_19_slow_computation_is_not_a_hang():
+    def slow(how):
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        if dist.get_rank() == 0:
+            if how == "sleep":
+                time.sleep(1)
+            until = time.perf_counter() + (1 if how == "busy" else 0)
+            while time.perf_counter() < until:
+                pass
+        dist.all_reduce(x)
+        return x.item()
+
+    for how in ("busy", "sleep"):
+        assert list(launch(slow, how, world_size=2, hang_after=0.3)) == [4.0, 4.0]
+
+
+def test_trap_19_all_ranks_slow_with_a_call_under_way():
+    def overlap():
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        time.sleep(0.9 + dist.get_rank() * 0.3)
+        work.wait()
+        return True
+
+    assert list(launch(overlap, world_size=2, hang_after=0.3)) == [True, True]
+
+
+def test_trap_19_a_slow_peer_among_waiting_ranks():
+    def slow_sender():
+        rank, x = dist.get_rank(), torch.ones(1)
+        if rank == 2:
+            time.sleep(1)
+            dist.send(x, 1)
+        elif rank == 1:
+            dist.recv(x, 2)
+            dist.send(x, 0)
+        else:
+            dist.recv(x, 1)
+
+    launch(slow_sender, world_size=3, hang_after=0.3)
+
+
+def test_a_thread_of_a_waiting_rank_may_still_bring_the_message():
+    def two_threads():
+        from threading import Thread
+
+        x, rank = torch.ones(1), dist.get_rank()
+        if rank == 0:
+
+            def send_later():
+                dist.send(x, 1, tag=7)
+                time.sleep(1.2)
+                dist.send(x, 1)
+
+            thread = Thread(target=send_later)
+            thread.start()
+            dist.recv(x.clone(), 1, tag=1)
+            thread.join()
+        else:
+            dist.recv(x, 0, tag=7)
+            dist.recv(x, 0)
+            dist.send(x, 0, tag=1)
+
+    launch(two_threads, world_size=2)
+
+
+# No progress, and the timeout.
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only /proc tells that a rank burns no CPU")
+def test_a_matched_call_that_never_ends_falls_under_hang_after():
+    def stopped():
+        import os
+        import signal
+
+        if dist.get_rank() == 1:
+            work = dist.all_reduce(torch.ones(8), async_op=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            time.sleep(0.3)
+            work = dist.all_reduce(torch.ones(8), async_op=True)
+        work.wait()
+
+    text = report(stopped, times=1, hang_after=1)
+    assert text.startswith("no progress for 1 s, and every rank is inside a call.\n")
+    assert text.endswith("All ranks came to the call, yet it doesn't finish. A larger hang_after gives it more time.")
+
+
+def test_trap_18_the_timeout_shows_where_every_rank_is():
+    def busy():
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 0:
+            time.sleep(1e6)
+        elif dist.get_rank() == 1:
+            while True:
+                pass
+        dist.barrier()
+
+    text = report(busy, world_size=3, times=1, timeout=1)
+    assert text.startswith("no result after 1 s.\n")
+    assert rows(text)["0"] == ["computing", "-", f"{line(busy, 3)}: time.sleep(1e6)", "-"]
+    assert rows(text)["1"][0] == "computing"
+    assert rows(text)["1"][2].startswith(f"{NAME}:")
+    assert rows(text)["2"] == ["waiting", "barrier()", f"{line(busy, 7)}: dist.barrier()", "ranks 0 and 1"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the C library's sleep")
+def test_trap_18_timeout_though_the_interpreters_lock_is_held_in_c():
+    def held():
+        import ctypes
+
+        ctypes.PyDLL(None).sleep(1000)
+
+    text = report(held, times=1, timeout=1)
+    assert rows(text)["1"] == ["computing", "-", f"{line(held, 3)}: ctypes.PyDLL(None).sleep(1000)", "-"]
+
+
+# Reading the board, without any process.
+
+
+@pytest.fixture
+def board(tmp_path):
+    board = Board(tmp_path / "board", 3, create=True)
+    for rank in range(3):
+        board.set_state(rank, RUNNING)
+    yield board
+    board.close()
+
+
+def say(board, rank, op="all_reduce", seq=0, wait=True, channel="0", ranks=(0, 1, 2), done=None, agreement=None):
+    index = board.calls(rank)
+    said = agreement if agreement is not None else op
+    record = Record(op, "world", ranks, channel, seq, said, "8 float32", 32, None, (8,), "float32", "a.py", 3, "f", 1.0)
+    record.done = done
+    board.put(rank, index, record)
+    if wait:
+        board.set_waiting(rank, index)
+
+
+def stuck(board):
+    return hang.deadlocked(hang.situations(board), board)
+
+
+def test_who_computes_may_still_come(board):
+    say(board, 0)
+    say(board, 1)
+    assert [s.state for s in hang.situations(board)] == ["waiting", "waiting", "computing"]
+    assert hang.situations(board)[0].missing == (2,)
+    assert stuck(board) == []
+
+
+def test_who_returned_never_comes(board):
+    say(board, 0)
+    say(board, 1)
+    board.set_state(2, RETURNED)
+    assert stuck(board) == [0, 1]
+
+
+def test_a_call_to_which_all_came_is_under_way(board):
+    for rank in range(3):
+        say(board, rank)
+    assert stuck(board) == []
+
+
+def test_waiting_for_someone_who_waits_for_someone_free_is_no_deadlock(board):
+    say(board, 0, "recv", channel="1>0", ranks=(1, 0))
+    say(board, 1, "recv", channel="2>1", ranks=(2, 1))
+    assert stuck(board) == []
+    board.set_state(2, RETURNED)
+    assert stuck(board) == [0, 1]
+
+
+def test_a_second_thread_makes_a_rank_free(board):
+    say(board, 0)
+    board.set_state(1, RETURNED)
+    board.set_threads(0, 2)
+    assert stuck(board) == []
+
+
+def test_a_call_begun_but_not_waited_for_is_found(board):
+    """DistributedDataParallel waits in C++, where no mark is left."""
+    say(board, 0, wait=False)
+    board.set_state(1, RETURNED)
+    assert [(s.rank, s.missing) for s in hang.abandoned(hang.situations(board), board)] == [(0, (1, 2))]
+
+
+def test_what_is_done_is_no_open_call(board):
+    say(board, 0, wait=False, done=2.0)
+    board.set_state(1, RETURNED)
+    assert hang.abandoned(hang.situations(board), board) == []
+
+
+def test_the_first_mismatch_is_the_one_named(board):
+    for seq, (one, other) in enumerate([("a", "a"), ("b", "c"), ("d", "e")]):
+        say(board, 0, seq=seq, agreement=one)
+        say(board, 1, seq=seq, agreement=other)
+    assert {rank: r.agreement for rank, r in hang.mismatch(board).items()} == {0: "b", 1: "c"}
+
+
+def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
+    for rank in range(3):
+        board.set_state(rank, IDLE)
+    assert hang.in_step(board)
+    say(board, 0)
+    assert not hang.in_step(board)
+    say(board, 1)
+    say(board, 2)
+    assert hang.in_step(board)
+    board.set_state(1, RUNNING)
+    assert not hang.in_step(board)
+
+
+def test_names_of_ranks():
+    assert [hang.name_ranks(ranks) for ranks in ([2], [2, 0], [3, 0, 1])] == [
+        "rank 2",
+        "ranks 0 and 2",
+        "ranks 0, 1 and 3",
+    ]
+
+
+def test_places_name_no_machine_path_and_no_cell_number():
+    cell = "/tmp/ipykernel_17/4.py"
+    assert hang.describe_place((cell, 3, "step")) == "step, line 3"
+    assert hang.describe_place((cell, 3, "<module>")) == "line 3 of the cell"
+    text = hang.describe_place((__file__, 1, "step"))
+    assert text.startswith(f"{NAME}:1 in step: ")
+    assert hang.short_path(torch.__file__) == "torch/__init__.py"
