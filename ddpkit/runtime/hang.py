@@ -6,7 +6,7 @@ import site
 import sysconfig
 from dataclasses import dataclass
 
-from .board import DISAGREES, IDLE, RETURNED, STARTING, Board, Record
+from .board import DISAGREES, IDLE, RETURNED, SLOTS, STARTING, Board, Record
 
 LAST_CALLS = 5
 
@@ -186,27 +186,41 @@ def report(headline: str, advice: str, now: list[Situation], board: Board) -> st
 
 
 def _last_calls(board: Board) -> list[str]:
-    """The last calls of all ranks in columns, from shortly before they first differ."""
-    columns = [
-        [(record.op, record.call) for record in board.records(rank) if record.op != "new_group"]
-        for rank in range(board.world_size)
-    ]
-    longest = max(map(len, columns))
-    if longest == 0:
+    """The last calls of all ranks in columns, one for all ranks that did alike, with a mark where they first differ."""
+    columns = _numbered_calls(board)
+    last = max((number for column in columns for number in column), default=0)
+    if last == 0:
         return ["No rank has made a call."]
-    collectives_only = all(op not in ("send", "recv") for column in columns for op, _ in column)
-    differs = longest
-    if collectives_only and all(board.calls(rank) <= len(columns[rank]) + 8 for rank in range(board.world_size)):
-        for index in range(longest):
-            if len({column[index][1] if index < len(column) else None for column in columns}) > 1:
-                differs = index
-                break
-    first = max(0, min(differs + 2, longest) - LAST_CALLS)
-    rows = [("call", *(f"rank {rank}" for rank in range(board.world_size)), "")]
-    for index in range(first, min(first + LAST_CALLS, longest)):
-        cells = [column[index][1] if index < len(column) else "-" for column in columns]
-        rows.append((f"{index + 1}", *cells, "<- they differ here" if index == differs else ""))
-    return ["Their calls, one row each:" if first == 0 else "Their last calls, one row each:", _table(rows)]
+    oldest = max((min(column) for column in columns if column), default=1)
+    exchanges = any(call.startswith(("send", "recv")) for column in columns for call in column.values())
+    differs = last + 1
+    if not exchanges:  # ranks that exchange messages rightly make different calls
+        differs = next((n for n in range(oldest, last + 1) if len({column.get(n) for column in columns}) > 1), differs)
+    first = max(oldest, min(differs + 2, last + 1) - LAST_CALLS)
+    shown = range(first, min(first + LAST_CALLS, last + 1))
+    alike: dict[tuple, list[int]] = {}
+    for rank, column in enumerate(columns):
+        alike.setdefault(tuple(column.get(number, "-") for number in shown), []).append(rank)
+    rows = [("call", *map(name_ranks, alike.values()), "")]
+    for row, number in enumerate(shown):
+        rows.append((f"{number}", *(calls[row] for calls in alike), "<- they differ here" if number == differs else ""))
+    return ["Their calls, one row each:" if first == 1 else "Their last calls, one row each:", _table(rows)]
+
+
+def _numbered_calls(board: Board) -> list[dict[int, str]]:
+    """For each rank {number, from 1: call}. Where the board no longer holds all calls, only those of the largest group,
+
+    whose numbers are the same on all ranks.
+    """
+    records = [[r for r in board.records(rank) if r.op != "new_group"] for rank in range(board.world_size)]
+    if all(board.calls(rank) <= SLOTS for rank in range(board.world_size)):
+        return [{number: r.call for number, r in enumerate(its, start=1)} for its in records]
+    collectives = [r for its in records for r in its if r.op not in ("send", "recv")]
+    if not collectives:
+        dropped = [board.calls(rank) - len(its) for rank, its in enumerate(records)]
+        return [{n: r.call for n, r in enumerate(its, 1 + d)} for d, its in zip(dropped, records, strict=True)]
+    channel = max(collectives, key=lambda r: len(r.ranks)).channel
+    return [{r.seq + 1: r.call for r in its if r.channel == channel} for its in records]
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

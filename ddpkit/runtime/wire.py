@@ -459,6 +459,8 @@ class WireGroup(dist.ProcessGroup):
 
     def _record(self, op, tensors, root, channel, agreement, detail) -> Record:
         now = time.perf_counter()
+        if self._label != "world" and op != "new_group":
+            detail = ", ".join(filter(None, (detail, self._label)))
         return Record(
             op=op,
             group=self._label,
