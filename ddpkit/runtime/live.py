@@ -9,7 +9,7 @@ import shlex
 
 from . import hang, processes, worker
 from .errors import LaunchError, RankError
-from .launch import MOST_RANKS, Watch, choose_backend, label, world
+from .launch import MOST_RANKS, Watch, choose_backend, world
 
 GONE = "The ranks were ended, and their variables with them; the next %%ranks cell starts new ones."
 
