@@ -203,7 +203,7 @@ def before_after(
     before, after = [flat(row) for row in before], [flat(row) for row in after]
     if len(before) != len(after):
         raise ValueError(f"before_after expected rows for the same ranks, got {len(before)} before, {len(after)} after")
-    owners = owners or _find_owners(before, after)
+    owners = owners or find_owners(before, after)
     width, gap, label = cell_width(*before, *after), 120, 100
     columns = [max([len(row or ()) for row in rows] + [1]) for rows in (before, after)]
     stacked = 2 * label + sum(columns) * width + gap > WIDEST
@@ -259,7 +259,7 @@ def _say_rows(rows: list[list | None]) -> str:
     return ", ".join(said)
 
 
-def _find_owners(before: list[list | None], after: list[list | None]) -> list[list[int | None]]:
+def find_owners(before: list[list | None], after: list[list | None]) -> list[list[int | None]]:
     return [[_owner(value, rank, at, before) for at, value in enumerate(row or ())] for rank, row in enumerate(after)]
 
 
