@@ -5,6 +5,7 @@ A rank has one colour and one label everywhere. No text is smaller than 14 pt.
 
 import colorsys
 import io
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -121,6 +122,7 @@ class Canvas:
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, width), ylim=(height, 0))
         self.axes.set_axis_off()
+        self._layers = itertools.count(1)  # what is drawn later lies above
 
     def box(self, x, y, width, height, fill=EMPTY, edge="black", line=1.5, dashed=False, hatch=None, round=0):
         from matplotlib.patches import FancyBboxPatch
@@ -128,11 +130,20 @@ class Canvas:
         style = f"round,pad=0,rounding_size={round}" if round else "square,pad=0"
         dash = (0, (3, 2)) if dashed else "solid"
         patch = FancyBboxPatch((x, y), width, height, style, fc=fill, ec=edge, lw=line, ls=dash, hatch=hatch)
+        self._add(patch)
+
+    def _add(self, patch):
+        patch.set_zorder(next(self._layers))
         self.axes.add_patch(patch)
 
     def text(self, x, y, text, points=SMALL, align="center", ink="black", bold=False):
         weight = "bold" if bold else "normal"
-        self.axes.text(x, y, text, fontsize=points, ha=align, va="center_baseline", color=ink, weight=weight)
+        style = {"fontsize": points, "ha": align, "va": "center_baseline", "color": ink, "weight": weight}
+        self.axes.text(x, y, text, zorder=next(self._layers), **style)
+
+    def line(self, points, ink="black", line=1.5, dashed=False):
+        style = {"color": ink, "lw": line, "ls": (0, (3, 2)) if dashed else "solid", "solid_joinstyle": "round"}
+        self.axes.plot(*zip(*points, strict=True), zorder=next(self._layers), **style)
 
     def arrow(self, start, end, ink="black", line=3.0, bend=0.0, dashed=False):
         """bend: how far the middle lies beside the straight line, as a part of its length; to the left if positive."""
@@ -144,9 +155,8 @@ class Canvas:
         path = f"arc3,rad={2 * bend}"
         dash = (0, (3, 2)) if dashed else "solid"
         width = line if dashed else 0
-        self.axes.add_patch(
-            FancyArrowPatch(start, end, arrowstyle=style, connectionstyle=path, color=ink, lw=width, ls=dash, shrinkA=0)
-        )
+        style = {"arrowstyle": style, "connectionstyle": path, "lw": width, "ls": dash}
+        self._add(FancyArrowPatch(start, end, color=ink, shrinkA=0, shrinkB=0, **style))
 
     def badge(self, x, y, rank, width=84, height=36, text=None):
         """The label of a rank, in its colour."""
@@ -340,4 +350,4 @@ def _draw_traffic(canvas: Canvas, x, y, width, most, factor, name, sent, receive
             canvas.box(left, ground - tall, bar, tall, fill, hatch=hatch)
             canvas.text(left + bar / 2, ground - tall - 14, f"{nbytes / factor:.3g}")
         canvas.badge(middle - 42, ground + 6, rank)
-    canvas.axes.plot([x, x + step * len(sent)], [ground, ground], color="black", lw=1.5)
+    canvas.line([(x, ground), (x + step * len(sent), ground)])

@@ -187,7 +187,10 @@ def _not_met(records: dict[int, Record], ever: str, failed: bool) -> Event:
     ranks = sorted(records)
     first = records[ranks[0]]
     if len({record.agreement for record in records.values()}) > 1:
-        said = ", ".join(f"rank {rank} calls {records[rank].call}" for rank in ranks)
+        alike: dict[str, list[int]] = {}
+        for rank in ranks:
+            alike.setdefault(records[rank].call, []).append(rank)
+        said = ", ".join(f"{name_ranks(who)} call{'s' * (len(who) == 1)} {call}" for call, who in alike.items())
         status = {rank: f"calls {r.op}\n{r.detail}" for rank, r in records.items()}
         return Event("differ", f"the ranks disagree: {said}", records, wrong=True, status=status)
     absent = [rank for rank in first.ranks if rank not in records]
@@ -252,7 +255,7 @@ class Frame:
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
     """A frame for each event."""
-    memory: list[dict] = [{} for _ in wire]
+    memory = [_at_first(rank, records) for rank, records in enumerate(wire)]
     heard = [False] * len(wire)  # has this rank ever received anything?
     under_way: dict[tuple, tuple[int, int]] = {}
     owners: dict[tuple, list] = {}  # of each message
@@ -286,6 +289,17 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
         if event.kind == "send":
             under_way[_key(record)] = (event.rank, event.peer)
     return frames
+
+
+def _at_first(rank: int, records: list[Record]) -> dict:
+    """What a rank held before anything reached it, as far as its first messages tell."""
+    memory: dict = {}
+    for record in records:
+        if record.op != "send":
+            break
+        if record.memory is not None and record.memory[0] not in memory:
+            _see(memory, rank, record, False, [])
+    return memory
 
 
 def _elements(record: Record) -> int:
@@ -395,17 +409,27 @@ class Stage:
         self.width = 1000
         self.cell = figures.cell_width(*_all_numbers(frames))
         self.column = self.width / self.columns
-        self.per_line = max(1, int((self.column - self.GAP - 2 * self.PAD) // self.cell))
         self.buffers = [self._buffers_of(frames, rank) for rank in range(world_size)]
+        self.per_line = max(1, int((self.column - self.GAP - 2 * self.PAD) // self.cell))
+        longest = max([1] + [length for lengths in self.buffers for length in lengths.values()])
+        self.per_line = math.ceil(longest / self.lines(longest))  # lines of the same length
         inside = max([self._tall(lengths) for lengths in self.buffers] + [self._tall_meetings(frames)])
-        longest = max([len(r.values or r.result or ()) for f in frames for r in f.event.records.values()] + [1])
-        self.chip_line = max(1, int(min(self.width * 0.6, 560) // self.cell))
-        self.lane = 66 + self.LINE * min(3, math.ceil(longest / self.chip_line))
         self.box_width, self.box_height = self.column - self.GAP, self.HEAD + inside + self.PAD
-        self.below = 56 if any(frame.status for frame in frames) else 0
-        self.title = 76
+        self.chip_line = int(560 // self.cell)
+        self.lane = self._lane(frames)
+        status = [text for frame in frames for text in frame.status.values()]
+        self.below = 14 + 22 * (1 + any("\n" in text for text in status)) if status else 0
+        self.title = 14 + 28 * max(len(_title(frame, "100.")) for frame in frames)
         rows = 1 + self.two_rows
         self.height = self.title + self.lane * (rows + self.two_rows) + rows * (self.box_height + self.below) + 46
+
+    def _lane(self, frames) -> float:
+        """Room for the arrows of messages."""
+        ways = [f.event for f in frames if f.event.rank is not None and f.event.peer is not None]
+        if not ways:
+            return 16
+        longest = max([1] + [len(r.values or r.result or ()) for event in ways for r in event.records.values()])
+        return 66 + self.LINE * min(3, math.ceil(longest / self.chip_line))
 
     def _buffers_of(self, frames, rank) -> dict[object, int]:
         """{buffer: length}, those most used in this film."""
@@ -444,8 +468,9 @@ class Stage:
 
 
 def _is_ring(frames: list[Frame], world_size: int) -> bool:
-    """Whether every message goes to the next rank, or every message to the one before."""
-    steps = {(f.event.peer - f.event.rank) % world_size for f in frames if f.event.kind == "send"}
+    """Whether every message, sent or missed, goes to the next rank, or every message to the one before."""
+    ways = [(f.event.rank, f.event.peer) for f in frames if f.event.kind in ("send", "stuck", "lost")]
+    steps = {(dst - src) % world_size for src, dst in ways if src is not None and dst is not None}
     return world_size > 2 and (steps == {1} or steps == {world_size - 1})
 
 
@@ -459,20 +484,22 @@ def _all_numbers(frames: list[Frame]):
             yield record.result
 
 
+def _title(frame: Frame, step: str) -> list[str]:
+    return textwrap.wrap(f"{step} {frame.event.text}", 84, max_lines=3, placeholder=" …")
+
+
 def _draw(frame: Frame, stage: Stage, step: str) -> bytes:
     canvas = Canvas(stage.width, stage.height)
     event = frame.event
-    title = textwrap.wrap(f"{step} {event.text}", 84)
-    for line, text in enumerate(title[:2]):
-        more = " …" if line == 1 and len(title) > 2 else ""
-        canvas.text(16, 24 + 28 * line, text + more, NORMAL, "left", WRONG if event.wrong else "black")
+    for line, text in enumerate(_title(frame, step)):
+        canvas.text(16, 24 + 28 * line, text, NORMAL, "left", WRONG if event.wrong else "black")
     for rank in range(stage.world_size):
         _draw_rank(canvas, stage, frame, rank)
     for way in frame.flying:
         _draw_way(canvas, stage, *way, thin=True)
     for each in frame.wrong:
         if each.rank is not None and each.peer is not None:
-            _draw_way(canvas, stage, each.rank, each.peer, wrong=True)
+            _draw_missing(canvas, stage, each)
     if event.kind in ("send", "receive"):
         x, y = _draw_way(canvas, stage, event.rank, event.peer, near=0.3 if event.kind == "send" else 0.7)
         _draw_message(canvas, stage, frame, x, y)
@@ -541,11 +568,16 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, near=0.5, thin=F
     edge = y0 - 2 if above else y0 + stage.box_height + stage.below + 2
     depth = (26 + 5 * (src % 4)) if thin else 22 + (stage.lane - 44) / 2
     level = edge - depth if above else edge + depth
-    colour_, line = style["ink"], style["line"]
-    dash = (0, (3, 2)) if style["dashed"] else "solid"
-    canvas.axes.plot([x0, x0, x1], [edge, level, level], color=colour_, lw=line, ls=dash, solid_joinstyle="round")
+    canvas.line([(x0, edge), (x0, level), (x1, level)], **style)
     canvas.arrow((x1, level), (x1, edge), **style)
     return x0 + near * (x1 - x0), level
+
+
+def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
+    """A message that somebody waits for and that never is."""
+    x, y = _draw_way(canvas, stage, event.rank, event.peer, near=0.5, wrong=True)
+    canvas.box(x - 17, y - 17, 34, 34, EMPTY, WRONG, 3, round=17)
+    canvas.text(x, y, "✗" if event.kind == "lost" else "?", NORMAL, ink=WRONG, bold=True)
 
 
 def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, x: float, y: float):
