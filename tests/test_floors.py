@@ -35,7 +35,7 @@ SUBJECTS = [
 MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "subjects": {"triton", "tqdm"},
     "runtime": {"cloudpickle", "IPython"},
-    "lesson": {"IPython", "ipywidgets", "matplotlib", "nbclient", "nbformat", "runtime", "subjects"},
+    "lesson": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy", "runtime", "subjects"},
     "bench": {"runtime", "subjects", "numpy"},
     "doctor": {"runtime", "psutil"},
     "__init__": {"runtime"},

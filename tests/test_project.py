@@ -80,7 +80,7 @@ def test_the_readme_lists_exactly_the_files_there_are():
             f"README doesn't list {file}"
         )
     for name in leaves:
-        assert tree[name], f"README says nothing about {name}"
+        assert tree[name] or name.endswith("__init__.py"), f"README says nothing about {name}"
 
 
 def test_the_readme_says_which_notebooks_exist():
