@@ -136,6 +136,8 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _ForkedRank(mp.get_context("forkserver").Process if "forkserver" in mp.get_all_start_methods() else mp.Process):
+    _start_method = None  # a rank starts its own children as this process does; a DataLoader's workers by fork on Linux
+
     @staticmethod
     def _Popen(process_obj):
         return _Popen(process_obj)

@@ -1,0 +1,637 @@
+"""`launch`: what travels to the ranks and back, what a Run holds, what ranks print, which arguments are refused."""
+
+import itertools
+import linecache
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from outside import run_script
+
+from ddpkit import Link, RankError, Run, launch
+from ddpkit.runtime import processes
+from ddpkit.runtime.launch import MOST_RANKS, choose_backend
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+
+cell_numbers = itertools.count()
+
+
+def cell(source: str, names: dict | None = None) -> dict:
+    """Run `source` as a notebook cell: in `__main__`, from a file that doesn't exist."""
+    names = {"__name__": "__main__"} if names is None else names
+    source = textwrap.dedent(source)
+    file = f"/tmp/ipykernel_1/{next(cell_numbers)}.py"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), names)
+    return names
+
+
+# The Run.
+
+
+def test_a_run_holds_what_each_rank_returned_printed_and_said():
+    def work(start, step=1):
+        print("on", dist.get_rank(), "of", dist.get_world_size())
+        dist.barrier()
+        return start + dist.get_rank() * step
+
+    run = launch(work, 5, step=10, world_size=3)
+    assert isinstance(run, Run)
+    assert (run[0], run[2], list(run), len(run)) == (5, 25, [5, 15, 25], 3)
+    assert run.results[-1] == run[-1] == 25
+    assert run.output == ["on 0 of 3\n", "on 1 of 3\n", "on 2 of 3\n"]
+    assert [[r.op for r in wire] for wire in run.wire] == [["barrier"]] * 3
+    assert run.seconds > 0
+    assert run.backend.startswith("gloo on CPU: ") or run.backend.startswith("nccl")
+    assert run.link is None
+    with pytest.raises(IndexError):
+        run[3]
+
+
+def test_a_run_shows_its_results_by_rank():
+    run = launch(lambda: torch.tensor([[dist.get_rank()], [7]]), world_size=2)
+    assert repr(run) == textwrap.dedent(
+        """\
+        rank 0: tensor([[0],
+                        [7]])
+        rank 1: tensor([[1],
+                        [7]])"""
+    )
+
+
+def test_four_ranks_unless_asked():
+    assert len(launch(dist.get_rank)) == 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_any_number_of_ranks(world_size):
+    def total():
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return x.item()
+
+    assert list(launch(total, world_size=world_size)) == [world_size] * world_size
+
+
+# Arguments that can't work are refused before any process is started.
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    monkeypatch.setattr(processes, "Rank", lambda *_: pytest.fail("a process was started"))
+
+
+def count(n):
+    yield from range(n)
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: launch(3), "launch expected a function to call on every rank, got 3: pass launch(f), not launch(f())"),
+        (lambda: launch(None), "got None: pass launch(f), not launch(f())"),
+        (lambda: launch(print, world_size=0), "expected world_size from 1 to 64 on one machine, got 0"),
+        (lambda: launch(print, world_size=65), "expected world_size from 1 to 64 on one machine, got 65"),
+        (lambda: launch(print, world_size=-1), "got -1"),
+        (lambda: launch(print, world_size=2.0), "got 2.0"),
+        (lambda: launch(print, world_size="2"), "got '2'"),
+        (lambda: launch(print, world_size=True), "got True"),
+        (lambda: launch(print, backend="mpi"), "launch expected backend 'auto', 'gloo' or 'nccl', got 'mpi'"),
+        (lambda: launch(print, link=1e9), "launch expected a Link, got 1000000000.0: for example link=Link.preset("),
+        (lambda: launch(print, link=Link(0, 1e9), backend="nccl"), "expected 'gloo' or 'auto', only Gloo's wire is"),
+        (lambda: launch(print, timeout=0), "launch expected timeout in seconds, more than 0, got 0"),
+        (lambda: launch(print, timeout="1"), "launch expected timeout in seconds, more than 0, got '1'"),
+        (lambda: launch(print, hang_after=None), "launch expected hang_after in seconds, more than 0, got None"),
+        (lambda: launch(print, hang_after=-1), "got -1"),
+        (lambda: launch(print, count(3)), "got a generator as argument 0: pass list(...) of it"),
+        (lambda: launch(print, sep=count(3)), "got a generator as argument sep=: pass list(...) of it"),
+        (
+            lambda: launch(print, LOCK),
+            "got argument 0 (TypeError: cannot pickle '_thread.lock' object). Make it inside",
+        ),
+        (lambda: launch(lambda: LOCK), "got the variable 'LOCK' that the function uses (TypeError: cannot pickle"),
+        (lambda: launch(print, sys.stdout), "got argument 0 ("),
+    ],
+)
+def test_bad_arguments_start_no_process(no_process, call, says):
+    with pytest.raises(ValueError, match="expected") as caught:
+        call()
+    assert says in str(caught.value)
+
+
+def test_a_closure_variable_that_cannot_travel_is_named(no_process):
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="got the variable 'lock' that the function uses"):
+        launch(lambda: lock)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_is_refused(no_process):
+    with pytest.raises(
+        ValueError, match="backend='nccl' expected a GPU for each rank, got no GPU that PyTorch can use"
+    ):
+        launch(print, backend="nccl")
+
+
+# Which backend.
+
+
+def test_the_choice_of_backend_and_its_reason(monkeypatch):
+    from ddpkit.runtime import launch as module
+
+    def choice(gpus, version, world_size, **options):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+        monkeypatch.setattr(module, "nccl_version", lambda: version)
+        found = choose_backend("auto", world_size, **options)
+        assert found.line.startswith(found.backend)
+        return found
+
+    assert choice(0, (), 4).line == "gloo on CPU: no GPU that PyTorch can use"
+    assert choice(4, (2, 28, 9), 4).line == "nccl 2.28.9: a GPU for each of 4 ranks"
+    short = "gloo on CPU: 1 GPU for 4 ranks, and NCCL 2.28.9 can't share one (2.30 can)"
+    assert choice(1, (2, 28, 9), 4).line == short
+    link = Link.preset("NVLink 4")
+    assert choice(4, (2, 30, 0), 2, link=link).line == "gloo on CPU: the emulated link (NVLink 4) works on its wire"
+    assert choose_backend("gloo", 2).line == "gloo on CPU: as asked"
+
+
+def test_trap_25_ranks_that_share_a_gpu(monkeypatch):
+    from ddpkit.runtime import launch as module
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(module, "nccl_version", lambda: (2, 30, 0))
+    choice = choose_backend("auto", 4)
+    assert choice.line == "nccl 2.30.0: 4 ranks share 1 GPU"
+    assert choice.environ == {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    monkeypatch.setattr(module, "nccl_version", lambda: (2, 28, 9))
+    with pytest.raises(ValueError, match="1 GPU for 2 ranks, and NCCL 2.28.9 can't share one"):
+        choose_backend("nccl", 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_trap_1_and_24_nccl_after_cuda_was_used_here():
+    here = torch.ones(1, device="cuda")
+
+    def use():
+        x = torch.ones(1, device="cuda")
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, dist.get_rank())  # hangs where the device was not set first
+        dist.all_reduce(x)
+        return dist.get_backend(), found, x.item() == dist.get_world_size()
+
+    run = launch(use, world_size=torch.cuda.device_count(), timeout=60)
+    assert list(run) == [("nccl", list(range(len(run))), True)] * len(run)
+    assert here.item() == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_trap_25_two_ranks_on_one_gpu():
+    def use():
+        x = torch.ones(4, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(x)
+        return x.sum().item()
+
+    run = launch(use, world_size=torch.cuda.device_count() + 1, timeout=60)
+    assert list(run) == [4.0 * len(run)] * len(run)
+    assert "share" in run.backend
+
+
+def test_trap_26_the_torch_that_was_tried():
+    assert (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+
+
+# Trap 2: what cells define.
+
+
+def test_trap_2_functions_helpers_globals_and_closures():
+    names = cell(
+        """
+        import functools
+        import torch.distributed as dist
+        factor = 10
+        def helper(x): return x * factor
+        def twice(fn):
+            @functools.wraps(fn)
+            def wrapped(*args): return 2 * fn(*args)
+            return wrapped
+        @twice
+        def decorated(x): return helper(x) + dist.get_rank()
+        def maker(n): return lambda: n + factor
+        """
+    )
+    assert list(launch(names["decorated"], 1, world_size=2)) == [20, 22]
+    assert list(launch(names["maker"](5), world_size=2)) == [15, 15]
+    names["factor"] = 100
+    assert list(launch(names["decorated"], 1, world_size=2)) == [200, 202]
+
+
+def test_trap_2_redefinition_between_launches():
+    names = cell("def f(): return 'old'")
+    assert launch(names["f"], world_size=1)[0] == "old"
+    cell("def f(): return 'new'", names)
+    assert launch(names["f"], world_size=1)[0] == "new"
+
+
+def test_trap_2_globals_are_snapshots():
+    names = cell(
+        """
+        seen = []
+        def f():
+            seen.append(1)
+            return len(seen)
+        """
+    )
+    assert list(launch(names["f"], world_size=2)) == [1, 1]
+    assert names["seen"] == []
+    assert list(launch(names["f"], world_size=2)) == [1, 1]
+
+
+def test_trap_2_classes_dataclasses_enums_and_modules():
+    names = cell(
+        """
+        import dataclasses, enum, torch
+        class Base: pass
+        class Child(Base):
+            def __init__(self, x): self.x = x
+            def __call__(self): return isinstance(self, Base) and isinstance(self, Child), self.x
+        @dataclasses.dataclass
+        class Point:
+            x: int
+            def up(self): return dataclasses.replace(self, x=self.x + 1)
+        class Colour(enum.Enum):
+            RED = 1
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(2, 1, bias=False)
+            def forward(self, x): return self.layer(x)
+        def use(point, colour, net):
+            assert isinstance(point, Point) and isinstance(net, Net)
+            return point.up(), colour is Colour.RED, colour, net(torch.ones(2)).item(), net
+        """
+    )
+    assert launch(names["Child"](3), world_size=1)[0] == (True, 3)
+    net = names["Net"]()
+    point, is_red, colour, value, returned = launch(
+        names["use"], names["Point"](1), names["Colour"].RED, net, world_size=1
+    )[0]
+    assert point == names["Point"](2)
+    assert is_red
+    assert colour is names["Colour"].RED
+    assert value == net(torch.ones(2)).item()
+    assert isinstance(returned, names["Net"])
+    assert torch.equal(returned.layer.weight, net.layer.weight)
+
+
+def test_trap_2_a_large_captured_variable_is_named_in_a_warning():
+    names = cell(
+        """
+        import torch
+        big, small = torch.zeros(3_000_000), 1
+        def use(): return len(big) + small
+        """
+    )
+    with pytest.warns(
+        UserWarning, match=r"its own copy of 12 MB: the variable big \(12 MB\) that the function uses"
+    ) as seen:
+        assert launch(names["use"], world_size=1)[0] == 3_000_001
+    assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match="the function's arguments. Make or load it inside the function instead"):
+        launch(len, bytes(11_000_000), world_size=1)
+
+
+# Traps 7 and 13.
+
+
+def test_trap_7_environment_and_edited_modules_are_seen(tmp_path, monkeypatch):
+    module = tmp_path / "lesson_of_today.py"
+    module.write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("DDPKIT_SEEN", "first")
+    monkeypatch.delenv("DDPKIT_NEW", raising=False)
+
+    def look():
+        import lesson_of_today
+
+        return lesson_of_today.VALUE, os.environ.get("DDPKIT_SEEN"), os.environ.get("DDPKIT_NEW"), os.getcwd()
+
+    assert launch(look, world_size=1)[0] == (1, "first", None, os.getcwd())
+    module.write_text("VALUE = 23\n")
+    monkeypatch.delenv("DDPKIT_SEEN")
+    monkeypatch.setenv("DDPKIT_NEW", "yes")
+    monkeypatch.chdir(tmp_path)
+    assert launch(look, world_size=1)[0] == (23, None, "yes", str(tmp_path))
+
+
+def test_trap_13_large_tensors_come_back():
+    def large():
+        return torch.full((30_000_000,), float(dist.get_rank()))
+
+    run = launch(large, world_size=2)
+    assert [(len(x), x[0].item(), x[-1].item()) for x in run] == [(30_000_000, 0, 0), (30_000_000, 1, 1)]
+
+
+class Unbuildable:
+    def __reduce__(self):
+        return _fail_to_build, ()
+
+
+def _fail_to_build():
+    raise KeyError("no such thing")
+
+
+def test_trap_13_results_that_cannot_travel():
+    with pytest.raises(RankError, match=r"rank 0 raised ValueError: the return value can't be sent back") as caught:
+        launch(lambda: (i for i in range(3)), world_size=2)
+    assert "got generator: return its contents" in str(caught.value)
+    with pytest.raises(
+        RankError, match=r"rank 1 returned a value that can't be rebuilt here \(KeyError: 'no such thing'\)"
+    ):
+        launch(lambda: Unbuildable() if dist.get_rank() else 1, world_size=2)
+
+
+def test_results_of_every_plain_kind():
+    def kinds():
+        model = torch.nn.Linear(2, 2)
+        model(torch.ones(2)).sum().backward()
+        x = torch.arange(6.0).view(2, 3)
+        return x.t(), x[0].requires_grad_(), model.weight, {"a": (1, None)}, torch.float16, ValueError("x"), lambda: 7
+
+    transposed, leaf, weight, plain, dtype, error, fn = launch(kinds, world_size=1)[0]
+    assert transposed.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert leaf.requires_grad
+    assert isinstance(weight, torch.nn.Parameter)
+    assert (plain, dtype, repr(error), fn()) == ({"a": (1, None)}, torch.float16, "ValueError('x')", 7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_trap_13_a_gpu_tensor_comes_back_on_the_cpu():
+    run = launch(lambda: {"x": torch.ones(3, device="cuda")}, world_size=1)
+    assert run[0]["x"].device.type == "cpu"
+
+
+# Traps 10 to 12: output.
+
+
+def test_trap_10_output_is_shown_in_rank_order_when_done(capfd):
+    def talk():
+        rank = dist.get_rank()
+        time.sleep(0.05 * (2 - rank))
+        print("first from", rank)
+        print("second\n\nlast, unfinished", end="")
+
+    run = launch(talk, world_size=3)
+    blocks = [
+        f"rank {r} | first from {r}\nrank {r} | second\nrank {r} | \nrank {r} | last, unfinished\n" for r in range(3)
+    ]
+    assert capfd.readouterr() == ("".join(blocks), "")
+    assert run.output[1] == "first from 1\nsecond\n\nlast, unfinished"
+
+
+def test_trap_10_live_shows_whole_labelled_lines_as_they_come(monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        sys,
+        "stdout",
+        type("Stream", (), {"write": lambda _, s: shown.append((time.perf_counter(), s)), "flush": lambda _: None})(),
+    )
+
+    def slowly():
+        print("begin", end="", flush=True)
+        time.sleep(0.2)
+        print("ning")
+        dist.barrier()
+        time.sleep(0.4)
+        print("end", end="")
+
+    run = launch(slowly, world_size=2, live=True)
+    text = "".join(part for _, part in shown)
+    assert sorted(text.splitlines()) == ["rank 0 | beginning", "rank 0 | end", "rank 1 | beginning", "rank 1 | end"]
+    assert text.endswith("\n")
+    first, last = shown[0][0], shown[-1][0]
+    assert last - first > 0.2  # not all at the end
+    assert run.output == ["beginning\nend"] * 2
+
+
+def test_trap_11_every_way_to_print_is_captured():
+    def talk():
+        import ctypes
+        import subprocess
+        import warnings
+
+        print("print")
+        sys.stderr.write("stderr\n")
+        sys.__stdout__.flush()
+        libc = ctypes.CDLL(None)
+        libc.printf(b"printf\n")
+        libc.fflush(None)
+        subprocess.run(["echo", "child"], check=True)
+        os.write(1, b"descriptor\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("careful", stacklevel=1)
+        libc.printf(b"left in C's buffer\n")
+
+    (output,) = launch(talk, world_size=1).output
+    *lines, last = output.splitlines()
+    assert lines[:5] == ["print", "stderr", "printf", "child", "descriptor"]
+    assert any("UserWarning: careful" in line for line in lines)
+    assert last == "left in C's buffer"
+
+
+def test_trap_11_long_lines_and_split_characters():
+    def talk():
+        sys.stderr.write("x" * 200_000)
+        sys.stderr.flush()
+        data = "é€😀".encode()
+        for byte in range(len(data)):
+            os.write(2, data[byte : byte + 1])
+            time.sleep(0.01)
+        os.write(1, b"\n\xff not UTF-8")
+
+    for live in (False, True):
+        (output,) = launch(talk, world_size=1, live=live).output
+        assert output == "x" * 200_000 + "é€😀\n\ufffd not UTF-8"
+
+
+def test_trap_11_gloos_chatter_is_filtered(capfd):
+    def talk():
+        os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n")
+        print("mine")
+
+    run = launch(talk, world_size=2)
+    assert run.output == ["mine\n"] * 2
+    assert capfd.readouterr().out == "rank 0 | mine\nrank 1 | mine\n"
+
+
+def test_trap_12_braces_percent_ansi_and_progress_bars(capfd):
+    def talk():
+        print("{} {x} 100% %s %d \x1b[31mred\x1b[0m")
+        for percent in (0, 50, 100):
+            print(f"\r{percent}% done", end="", file=sys.stderr)
+        print(file=sys.stderr)
+        print("windows\r\nline")
+
+    (output,) = launch(talk, world_size=1).output
+    assert output == "{} {x} 100% %s %d \x1b[31mred\x1b[0m\n100% done\nwindows\nline\n"
+    assert capfd.readouterr().out.splitlines()[0] == "rank 0 | {} {x} 100% %s %d \x1b[31mred\x1b[0m"
+
+
+def test_trap_11_and_22_a_data_loader_with_workers(capfd):
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            print(f"loading {index}")
+            return torch.tensor(float(index))
+
+    def load():
+        loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2)
+        return [batch.tolist() for batch in loader]
+
+    run = launch(load, world_size=2, timeout=60)
+    assert list(run) == [[[0.0, 1.0], [2.0, 3.0]]] * 2
+    for output in run.output:
+        assert sorted(output.splitlines()) == [f"loading {index}" for index in range(4)]
+
+
+def test_nothing_is_printed_unasked(capfd):
+    launch(lambda: None, world_size=2)
+    assert capfd.readouterr() == ("", "")
+
+
+# Not from inside.
+
+
+def test_launch_inside_a_rank_is_refused():
+    def nested():
+        try:
+            launch(print)
+        except ValueError as error:
+            return str(error)
+
+    says = "launch was called inside a rank: expected a notebook, a script or torchrun. Call fn directly"
+    assert list(launch(nested, world_size=2)) == [says] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_launch_in_a_forked_child_of_a_rank_is_refused():
+    def nested():
+        import multiprocessing
+
+        def child(pipe):
+            try:
+                launch(print)
+            except ValueError as error:
+                pipe.send(str(error))
+
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(target=child, args=(theirs,))
+        process.start()
+        try:
+            return ours.recv()
+        finally:
+            process.join()
+
+    assert launch(nested, world_size=1)[0].startswith("launch was called inside a rank")
+
+
+def test_trap_4_launches_at_once_from_threads():
+    found = {}
+
+    def one(number):
+        def tell():
+            x = torch.full((1,), float(number))
+            dist.all_reduce(x)
+            return x.item()
+
+        found[number] = list(launch(tell, world_size=2))
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {number: [2.0 * number] * 2 for number in range(4)}
+
+
+def test_most_ranks_fit():
+    assert MOST_RANKS == 64
+
+
+# Traps 3 and 9: where launch is called from.
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from ddpkit import launch
+print("this file runs")
+def work():
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item()
+print(launch(work, world_size=2))
+"""
+SHOWN = "this file runs\nrank 0: 2.0\nrank 1: 2.0\n"
+
+
+def test_trap_3_and_9_a_plain_script_without_a_main_guard(tmp_path):
+    assert run_script(tmp_path, SCRIPT) == SHOWN
+
+
+def test_trap_8_the_same_by_spawn(tmp_path):
+    assert run_script(tmp_path, SCRIPT, DDPKIT_START_METHOD="spawn") == SHOWN
+
+
+def test_trap_9_an_ipython_terminal(tmp_path):
+    cells = "%run script.py\n\nprint(launch(work, world_size=1))\n%load_ext ddpkit\nget_ipython().run_cell_magic('ranks', '2', 'rank')\nexit\n"
+    command = (sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt", "--no-confirm-exit")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environ = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
+    done = subprocess.run(
+        command, input=cells, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert SHOWN in done.stdout
+    assert "rank 0: 1.0\n" in done.stdout
+    assert "rank 0: 0\nrank 1: 1\n" in done.stdout
+    assert done.stdout.count("this file runs") == 1
+
+
+def test_trap_9_nbclient(tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    from nbformat import v4
+
+    notebook = v4.new_notebook(
+        cells=[
+            v4.new_code_cell(SCRIPT.replace('print("this file runs")\n', "")),
+            v4.new_code_cell("def broken():\n    x = 1\n    raise ValueError(x)\nlaunch(broken, world_size=2)"),
+            v4.new_code_cell("%load_ext ddpkit"),
+            v4.new_code_cell("%%ranks 2\nrank"),
+        ]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jupyter_client's own
+        nbclient.NotebookClient(notebook, timeout=60, allow_errors=True).execute()
+    outputs = [cell.outputs for cell in notebook.cells]
+    assert nbformat.validate(notebook) is None
+    assert outputs[0][0].text == "rank 0: 2.0\nrank 1: 2.0\n"
+    (error,) = outputs[1]
+    assert error.ename == "RankError"
+    assert error.evalue.splitlines()[:2] == ["rank 0 raised ValueError: 1", "  broken, line 3: raise ValueError(x)"]
+    assert "\n".join(error.traceback) == f"RankError: {error.evalue}"
+    assert outputs[3][0].text == "rank 0: 0\nrank 1: 1\n"
