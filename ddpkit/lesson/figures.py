@@ -21,6 +21,7 @@ EMPTY = "#FFFFFF"
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 WRONG = "#C8102E"
 GREY = "#666666"
+FAINT = "#AAAAAA"
 
 
 def colour(rank: int | None) -> str:
@@ -158,6 +159,10 @@ class Canvas:
         style = {"arrowstyle": style, "connectionstyle": path, "lw": width, "ls": dash}
         self._add(FancyArrowPatch(start, end, color=ink, shrinkA=0, shrinkB=0, **style))
 
+    def band(self, y, height):
+        """A pale stripe across the page."""
+        self.box(0, y, self.width, height, "#F4F4F4", "none")
+
     def badge(self, x, y, rank, width=84, height=36, text=None):
         """The label of a rank, in its colour."""
         fill = colour(rank)
@@ -171,12 +176,13 @@ class Canvas:
             left, top = x + index % per_line * width, y + index // per_line * height
             known = value is not None
             fill = colour(owner) if known and owner != "blank" else EMPTY
-            edge = "black" if known and ink(fill) == "black" else GREY
+            edge = ("black" if ink(fill) == "black" else GREY) if known else FAINT
             self.box(left, top, width, height, fill, edge, 1.2, dashed=not known)
             self.text(left + width / 2, top + height / 2, number(value), ink=ink(fill))
-        for index in marked:
-            left, top = x + index % per_line * width, y + index // per_line * height
-            self.box(left, top, width, height, "none", "black", 4)
+        for line, group in itertools.groupby(marked, lambda index: index // per_line):
+            group = list(group)
+            left, top = x + group[0] % per_line * width, y + line * height
+            self.box(left, top, len(group) * width, height, "none", "black", 4)
 
     def picture(self, text: str) -> Picture:
         return Picture(self.png(), text)
@@ -351,3 +357,217 @@ def _draw_traffic(canvas: Canvas, x, y, width, most, factor, name, sent, receive
             canvas.text(left + bar / 2, ground - tall - 14, f"{nbytes / factor:.3g}")
         canvas.badge(middle - 42, ground + 6, rank)
     canvas.line([(x, ground), (x + step * len(sent), ground)])
+
+
+# Messages, hop by hop.
+
+
+def hops_of(run) -> list[list[tuple[int, int, int]]]:
+    """The messages of `run` by hop, each as (src, dst, bytes).
+
+    A message is one hop later than the last one that its sender or its receiver had to finish before it. So many hops
+    follow one another however fast the wire is; messages that go at the same time are in the same hop.
+    """
+    ends: dict[tuple, dict[str, int]] = {}
+    for rank, records in enumerate(run.wire):
+        for record in records:
+            if record.op in ("send", "recv"):
+                ends.setdefault((record.channel, record.seq), {})[record.op] = rank
+    both = {key for key, ranks in ends.items() if len(ranks) == 2}
+    lanes = [[r for r in records if (r.channel, r.seq) in both] for records in run.wire]
+    depth = dict.fromkeys(both, 1)
+    while any(_push_later(records, depth) for records in lanes):
+        pass
+    hops: list[list] = [[] for _ in range(max(depth.values(), default=0))]
+    for records in lanes:
+        for record in records:
+            if record.op == "send":
+                key = (record.channel, record.seq)
+                hops[depth[key] - 1].append((ends[key]["send"], ends[key]["recv"], record.bytes))
+    return [sorted(hop) for hop in hops]
+
+
+def _push_later(records: list, depth: dict[tuple, int]) -> bool:
+    """Put each message of one rank after those that this rank had finished when it began it; whether any moved."""
+    moved, so_far = False, 0
+    steps = [(r.issued, 1, r) for r in records] + [(r.done, 0, r) for r in records if r.done is not None]
+    for _, begins, record in sorted(steps, key=lambda step: step[:2]):
+        key = (record.channel, record.seq)
+        if not begins:
+            so_far = max(so_far, depth[key])
+        elif depth[key] <= so_far < len(depth):  # the bound ends this also where records contradict each other
+            depth[key], moved = so_far + 1, True
+    return moved
+
+
+def hops(run) -> Picture:
+    """The messages of a run as arrows between ranks, a row for each hop."""
+    rows, world_size = hops_of(run), len(run.wire)
+    step, tall, left = min(220, (WIDEST - 120) / world_size), 96, 110
+    canvas = Canvas(left + step * world_size + 10, 62 + tall * max(1, len(rows)) + 10)
+    middle = [left + step * (rank + 0.5) for rank in range(world_size)]
+    for rank, x in enumerate(middle):
+        canvas.line([(x, 50), (x, canvas.height - 8)], colour(rank), 5)
+        canvas.badge(x - 42, 12, rank)
+    for number, row in enumerate(rows, 1):
+        top = 62 + tall * (number - 1)
+        if number % 2:
+            canvas.band(top, tall)
+        canvas.text(14, top + tall / 2, f"hop {number}", NORMAL, "left", bold=True)
+        for src, dst, _ in row:
+            canvas.arrow((middle[src], top + 14), (middle[dst], top + tall - 14), colour(src), 4.5)
+    messages = sum(map(len, rows))
+    said = [f"hop {at}: {', '.join(f'{src} to {dst}' for src, dst, _ in row)}" for at, row in enumerate(rows, 1)]
+    return canvas.picture(
+        f"{count(messages, 'message')} in {count(len(rows), 'hop')}. {'; '.join(said)}".rstrip() + "."
+    )
+
+
+# Time.
+
+COMPUTING, WAITING, CARRYING = "#BBBBBB", "#E69F00", "#0072B2"
+
+
+def timeline(run_or_runs) -> Picture:
+    """When each rank computed, waited, and had calls under way on the wire, for one run or {name: run} on one scale.
+
+    A rank has two lines: above, what its program does; below, what its wire does. Overlap is a wire that is busy under
+    a program that computes.
+    """
+    runs = {name: run for name, run in _named(run_or_runs).items() if any(run.wire)}
+    longest = max([_span(run)[1] - _span(run)[0] for run in runs.values()], default=0) or 1e-3
+    left, width = 110, 900
+    tops, y = [], 56
+    for name, run in runs.items():
+        tops.append(y + 40 * bool(_heading(name, run)))
+        y = tops[-1] + 76 * len(run.wire) + 16
+    canvas = Canvas(left + width + 30, y + 46)
+    labels = ((COMPUTING, None, "computes"), (WAITING, "///", "waits"), (CARRYING, None, "calls under way"))
+    for at, (fill, hatch, label) in enumerate(labels):
+        canvas.box(left + 180 * at, 16, 30, 20, fill, hatch=hatch)
+        canvas.text(left + 180 * at + 40, 26, label, align="left")
+    for (name, run), top in zip(runs.items(), tops, strict=True):
+        canvas.text(14, top - 22, _heading(name, run), NORMAL, "left", bold=True)
+        for rank, records in enumerate(run.wire):
+            line = top + 76 * rank
+            canvas.badge(12, line + 12, rank)
+            canvas.box(left, line, width, 60, "#F4F4F4", "none")
+            _draw_lane(canvas, records, line, left, _span(run)[0], width / longest)
+    _draw_scale(canvas, left, y, width, longest)
+    said = [f"{name}: " * bool(name) + _said_calls(run) for name, run in runs.items()]
+    return canvas.picture("Timeline. " + ". ".join(said) + ".")
+
+
+def _heading(name: str, run) -> str:
+    link = getattr(run, "link", None)
+    return ", ".join([name] * bool(name) + [f"emulated link: {link}"] * bool(link))
+
+
+def _span(run) -> tuple[float, float]:
+    """When the first call of any rank began and the last one ended."""
+    records = [record for records in run.wire for record in records]
+    return min(r.issued for r in records), max(r.done or r.issued for r in records)
+
+
+def _said_calls(run) -> str:
+    """'rank 0: 3 sends, 1 recv; rank 1: ...': calls by rank, in the order of their first use."""
+    said: dict[str, list[int]] = {}
+    for rank, records in enumerate(run.wire):
+        ops = list(dict.fromkeys(record.op for record in records))
+        calls = [count(sum(r.op == op for r in records), op) for op in ops]
+        said.setdefault(", ".join(calls) or "no calls", []).append(rank)
+    world_size = len(run.wire) if len(run.wire) > 1 else None
+    return "; ".join(f"{name_ranks(ranks, world_size)}: {calls}" for calls, ranks in said.items())
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time without overlaps, in order."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _draw_lane(canvas: Canvas, records: list, top: float, left: float, zero: float, scale: float):
+    if not records:
+        return
+    last = max(record.done or record.issued for record in records)
+
+    def bar(span, y, height, fill, hatch=None):
+        x = left + (span[0] - zero) * scale
+        canvas.box(x, y, (span[1] - span[0]) * scale, height, fill, "none" if not hatch else "black", 0.5, hatch=hatch)
+
+    bar((records[0].issued, last), top, 29, COMPUTING)
+    for span in merged((r.waited, r.done or last) for r in records if r.waited is not None):
+        bar(span, top, 29, WAITING, "///")
+    for span in merged((r.issued, r.done or last) for r in records):
+        bar(span, top + 31, 29, CARRYING)
+    free = 0.0
+    for record in records:
+        begin, end = record.issued, record.done or last
+        if begin >= free and (end - begin) * scale > 10.5 * len(record.op) + 8:
+            canvas.text(left + ((begin + end) / 2 - zero) * scale, top + 45, record.op, ink="white")
+        free = max(free, end)
+
+
+def _draw_scale(canvas: Canvas, left, y, width, seconds):
+    """A ruler in milliseconds."""
+    step = 10 ** math.floor(math.log10(seconds / 3))
+    step = next(step * factor for factor in (1, 2, 5, 10) if seconds / (step * factor) <= 6)
+    canvas.line([(left, y), (left + width, y)])
+    for at in range(int(seconds / step + 1e-9) + 1):
+        x = left + width * at * step / seconds
+        canvas.line([(x, y), (x, y + 7)])
+        canvas.text(x, y + 24, f"{at * step * 1e3:.6g}" + " ms" * (at == 0))
+
+
+# Where ranks live.
+
+
+def worlds(world_size: int, gpus: int = 0) -> Picture:
+    """Which rank sits where on a machine with so many GPUs: a process each, and the device it computes on."""
+    devices = [f"GPU {at}" for at in range(gpus)] or ["CPU"]
+    home = [rank % len(devices) for rank in range(world_size)]
+    per_row = min(max(world_size, 1), 8)
+    rows = math.ceil(world_size / per_row)
+    step = max(112, min(230, 900 / per_row))
+    width = max(step * per_row, 150 * len(devices), 520) + 50
+    canvas = Canvas(width, 60 + 136 * rows + 190)
+    canvas.box(10, 10, width - 20, canvas.height - 20, "#F4F4F4", "black", 2, round=14)
+    canvas.text(30, 36, f"this machine: a world of {count(world_size, 'rank')}", LARGE, "left", bold=True)
+    device_step = (width - 50) / len(devices)
+    ground = 60 + 136 * rows + 70
+    for at, name in enumerate(devices):
+        x = 25 + device_step * at + 6
+        canvas.box(x, ground, device_step - 12, 84, "#FFFFFF", "black", 2.5)
+        canvas.text(x + device_step / 2 - 6, ground + 26, name, NORMAL, bold=True)
+        ranks = [rank for rank in range(world_size) if home[rank] == at]
+        canvas.text(x + device_step / 2 - 6, ground + 58, name_ranks(ranks) if ranks else "free")
+    for rank in range(world_size):
+        row, column = divmod(rank, per_row)
+        x = width / 2 + step * (column - min(per_row, world_size - row * per_row) / 2) + 5
+        y = 64 + 136 * row
+        canvas.box(x, y, step - 10, 120, "#FFFFFF", colour(rank), 3, round=8)
+        canvas.badge(x + (step - 10) / 2 - 42, y + 10, rank)
+        canvas.text(x + (step - 10) / 2, y + 66, "process")
+        canvas.text(x + (step - 10) / 2, y + 94, "memory", ink=GREY)
+        if row == rows - 1:
+            target = 25 + device_step * (home[rank] + 0.5)
+            target = min(
+                max(x + step / 2 - 5, 25 + device_step * home[rank] + 24), 25 + device_step * (home[rank] + 1) - 24
+            )
+            canvas.arrow((x + step / 2 - 5, y + 122), (target, ground - 2), colour(rank), 3)
+    return canvas.picture(_said_world(world_size, gpus))
+
+
+def _said_world(world_size: int, gpus: int) -> str:
+    whole = f"{count(world_size, 'rank')}, each a process with memory of its own"
+    if not gpus:
+        return f"{whole}; {'all of them compute' if world_size > 1 else 'it computes'} on the CPU."
+    homes = [[rank for rank in range(world_size) if rank % gpus == gpu] for gpu in range(gpus)]
+    said = [f"{name_ranks(ranks)} on GPU {gpu}" for gpu, ranks in enumerate(homes) if ranks]
+    free = sum(not ranks for ranks in homes)
+    return f"{whole}; {', '.join(said)}" + (f"; {count(free, 'GPU')} free." if free else ".")

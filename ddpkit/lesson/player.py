@@ -282,8 +282,7 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
             wrong.append(event)
             status |= event.status
             for rank, record in event.records.items():
-                if record.op == "recv":
-                    _see(memory[rank], rank, record, heard[rank], [])
+                _see(memory[rank], rank, record, heard[rank], [])
         others = [way for key, way in under_way.items() if event.kind != "send" or key != _key(record)]
         frames.append(Frame(event, copy.deepcopy(memory), others, dict(status), list(wrong), marked, whose))
         if event.kind == "send":
@@ -326,7 +325,7 @@ def _see(memory: dict, rank: int, record: Record, heard: bool, arriving: list) -
     which, offset, contents = record.memory
     known = memory.get(which)
     new = known is None or len(known.values) != len(contents)
-    own = range(offset, offset + _elements(record)) if record.op == "send" else ()
+    own = range(offset, offset + _elements(record)) if record.op != "recv" else ()
     owners = [_guess(value, memory, rank, heard, new and at not in own) for at, value in enumerate(contents)]
     if new:
         memory[which] = Cells(list(contents), owners)
@@ -468,10 +467,11 @@ class Stage:
 
 
 def _is_ring(frames: list[Frame], world_size: int) -> bool:
-    """Whether every message, sent or missed, goes to the next rank, or every message to the one before."""
+    """Whether messages, sent or missed, go all to the next rank or all to the one before, from nearly all ranks."""
     ways = [(f.event.rank, f.event.peer) for f in frames if f.event.kind in ("send", "stuck", "lost")]
     steps = {(dst - src) % world_size for src, dst in ways if src is not None and dst is not None}
-    return world_size > 2 and (steps == {1} or steps == {world_size - 1})
+    round_about = len({src for src, _ in ways if src is not None}) >= world_size - 1
+    return world_size > 2 and round_about and steps in ({1}, {world_size - 1})
 
 
 def _all_numbers(frames: list[Frame]):
@@ -495,8 +495,10 @@ def _draw(frame: Frame, stage: Stage, step: str) -> bytes:
         canvas.text(16, 24 + 28 * line, text, NORMAL, "left", WRONG if event.wrong else "black")
     for rank in range(stage.world_size):
         _draw_rank(canvas, stage, frame, rank)
+    missing = [(each.rank, each.peer) for each in frame.wrong]
     for way in frame.flying:
-        _draw_way(canvas, stage, *way, thin=True)
+        if way not in missing:
+            _draw_way(canvas, stage, *way, thin=True)
     for each in frame.wrong:
         if each.rank is not None and each.peer is not None:
             _draw_missing(canvas, stage, each)
@@ -520,7 +522,11 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, rank: int):
             top = y + stage.box_height + 18 + 22 * line
             canvas.text(x + stage.box_width / 2, top, text, ink=WRONG, bold=True)
     x, y = x + stage.PAD, y + stage.HEAD + 4
-    if frame.event.kind == "meet" and rank in frame.event.records:
+    if (
+        frame.event.kind == "meet"
+        and rank in frame.event.records
+        and any(r.values for r in frame.event.records.values())
+    ):
         _draw_meeting(canvas, stage, frame, rank, x, y)
         return
     for which, length in stage.buffers[rank].items():
@@ -528,7 +534,9 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, rank: int):
         missing = [None] * (length - len(cells.values))
         buffer, first, last = frame.marked.get(rank, (None, 0, 0))
         marked = range(first, last) if buffer == which else ()
-        canvas.cells(x, y, cells.values + missing, cells.owners + missing, stage.cell, 36, stage.per_line, marked)
+        canvas.cells(
+            x, y, cells.values + missing, cells.owners + missing, stage.cell, stage.LINE, stage.per_line, marked
+        )
         y += stage.lines(length) * stage.LINE + 10
 
 
@@ -540,15 +548,17 @@ def _draw_meeting(canvas: Canvas, stage: Stage, frame: Frame, rank: int, x: floa
     rows = [_before_after(each, records[each]) for each in ranks]
     found = figures.find_owners([row[0] for row in rows], [row[1] for row in rows])[ranks.index(rank)]
     whose = [None if owner is None else ranks[owner] for owner in found]
-    for values, owners in ((before, [rank] * len(before or ())), (after, whose)):
-        if values:
-            canvas.cells(x, y, values, owners, stage.cell, 36, stage.per_line)
-        else:
-            canvas.cells(x, y, [None], [None], stage.cell)
-        y += stage.lines(len(values or " ")) * stage.LINE
-        if values is before:
-            canvas.arrow((x + 22, y + 2), (x + 22, y + 32), line=4)
-            y += 34
+    y = _draw_row(canvas, stage, x, y, before, [rank] * len(before or ()))
+    canvas.arrow((x + 22, y + 2), (x + 22, y + 32), line=4)
+    _draw_row(canvas, stage, x, y + 34, after, whose)
+
+
+def _draw_row(canvas: Canvas, stage: Stage, x: float, y: float, values: list | None, owners: list) -> float:
+    """Numbers, or an empty box for none; returns where the next row can go."""
+    if not values:
+        values, owners = [None], [None]
+    canvas.cells(x, y, values, owners, stage.cell, stage.LINE, stage.per_line)
+    return y + stage.lines(len(values)) * stage.LINE
 
 
 def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, near=0.5, thin=False, wrong=False):
@@ -558,6 +568,8 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, near=0.5, thin=F
     x1 += stage.box_width * (0.38 if src != dst else 0.3)
     style = {"ink": WRONG if wrong else colour(src), "line": 2.2 if thin or wrong else 4.5, "dashed": thin or wrong}
     if stage.row(src) != stage.row(dst):
+        if abs(x0 - x1) < stage.box_width:  # one above the other
+            x0 = x1 = min(x0, x1) if src > dst else max(x0, x1)
         down = stage.row(src) < stage.row(dst)
         upper, lower = (y0, y1) if down else (y1, y0)
         ends = upper + stage.box_height + stage.below + 2, lower - 2
@@ -567,6 +579,7 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, near=0.5, thin=F
     above = stage.row(src) == 0
     edge = y0 - 2 if above else y0 + stage.box_height + stage.below + 2
     depth = (26 + 5 * (src % 4)) if thin else 22 + (stage.lane - 44) / 2
+    depth -= 24 * (wrong and src > dst)  # two ranks that wait for each other
     level = edge - depth if above else edge + depth
     canvas.line([(x0, edge), (x0, level), (x1, level)], **style)
     canvas.arrow((x1, level), (x1, edge), **style)
@@ -575,7 +588,7 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, near=0.5, thin=F
 
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
     """A message that somebody waits for and that never is."""
-    x, y = _draw_way(canvas, stage, event.rank, event.peer, near=0.5, wrong=True)
+    x, y = _draw_way(canvas, stage, event.rank, event.peer, near=0.35, wrong=True)
     canvas.box(x - 17, y - 17, 34, 34, EMPTY, WRONG, 3, round=17)
     canvas.text(x, y, "✗" if event.kind == "lost" else "?", NORMAL, ink=WRONG, bold=True)
 
@@ -598,7 +611,7 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, x: float, y: float
     left, top = min(max(x - width / 2, 10), stage.width - width - 10), y - height / 2
     owners = frame.owners if len(frame.owners) >= len(values) else [event.rank] * len(values)
     canvas.box(left - 5, top - 5, width + 10, height + 10, EMPTY, colour(event.rank), 4, round=4)
-    canvas.cells(left, top, values, owners[: len(values)], stage.cell, 36, per_line)
+    canvas.cells(left, top, values, owners[: len(values)], stage.cell, stage.LINE, per_line)
 
 
 # Widgets.
@@ -768,3 +781,10 @@ def _whence(event: Event) -> str:
         return ""
     code = linecache.getline(record.file, record.line).strip()
     return f" (line {record.line} of {record.function}" + (f": {code})" if code else ")")
+
+
+def world_explorer(gpus: int = 0, value: int = 4) -> Explorer:
+    """A slider over the world size: which rank sits where on a machine with so many GPUs. Notebook 00."""
+    return explorer(
+        lambda n: figures.worlds(n, gpus), lambda n: figures.worlds(n, gpus).text, "world size", 1, 8, value
+    )
