@@ -178,7 +178,7 @@ def test_trap_25_ranks_that_share_a_gpu(monkeypatch):
     assert choice.line == "nccl 2.30.0: 4 ranks share 1 GPU"
     assert choice.environ == {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     monkeypatch.setattr(module, "nccl_version", lambda: (2, 28, 9))
-    with pytest.raises(ValueError, match="1 GPU for 2 ranks, and NCCL 2.28.9 can't share one"):
+    with pytest.raises(ValueError, match=r"1 GPU for 2 ranks, and NCCL 2\.28\.9 can't share one"):
         choose_backend("nccl", 2)
 
 
@@ -599,7 +599,8 @@ def test_trap_8_the_same_by_spawn(tmp_path):
 
 
 def test_trap_9_an_ipython_terminal(tmp_path):
-    cells = "%run script.py\n\nprint(launch(work, world_size=1))\n%load_ext ddpkit\nget_ipython().run_cell_magic('ranks', '2', 'rank')\nexit\n"
+    lines = ["%run script.py", "print(launch(work, world_size=1))", "%load_ext ddpkit"]
+    cells = "\n".join([*lines, "get_ipython().run_cell_magic('ranks', '2', 'rank')", "exit", ""])
     command = (sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt", "--no-confirm-exit")
     (tmp_path / "script.py").write_text(SCRIPT)
     environ = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}

@@ -28,6 +28,8 @@ MOST_RANKS = 64
 TICK_S = 0.05  # how often the board is read while nobody speaks
 CERTAIN_S = 0.5  # a deadlock that the board proves is reported after it has stood still this long
 SETTLE_S = 0.3  # after a failure the other ranks get this long to say how it hit them
+LOST_PEER_S = 2.0  # and this long when those that fell all say that somebody else did
+MOST_FRAMES = 30
 LARGE_BYTES = 10_000_000
 GLOO_CHATTER = re.compile(r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. .*\n?", re.MULTILINE)
 
@@ -147,8 +149,8 @@ def _pickle_call(fn, args, kwargs) -> bytes:
         call = cloudpickle.dumps((fn, args, kwargs))
     except Exception as error:
         raise ValueError(
-            f"launch expected a function and arguments that can be copied to other processes, got {_culprit(fn, args, kwargs)} "
-            f"({type(error).__name__}: {error}). Make it inside the function instead"
+            "launch expected a function and arguments that can be copied to other processes, got "
+            f"{_culprit(fn, args, kwargs)} ({type(error).__name__}: {error}). Make it inside the function instead"
         ) from error
     if len(call) > LARGE_BYTES:
         _warn_large(fn, len(call))
@@ -296,7 +298,8 @@ def _uninterrupted():
 
 def _cell_texts() -> dict[str, tuple]:
     """The text of notebook cells, as linecache keeps it: entries without a time stand for no file."""
-    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    entries = linecache.cache.copy()  # other threads add to it
+    return {name: entry for name, entry in entries.items() if len(entry) == 4 and entry[1] is None}
 
 
 class Watch:
@@ -338,7 +341,7 @@ class Watch:
         elif word is not None and word[0] == "failed":
             self._raise_failure(rank, word[1])
         elif word is not None and word[0] == "disagrees":
-            self._settle({rank.rank})
+            self._settle({rank.rank: None})
             self._raise_mismatch(word[1])
         elif word is not None:
             self.replies[rank.rank] = word[1]
@@ -398,31 +401,33 @@ class Watch:
 
     # Failures.
 
-    def _settle(self, fallen: set[int]) -> dict[int, worker.Failure | int | None]:
-        """Give the other ranks a moment to fail too, so that the report doesn't depend on who was faster."""
-        how: dict[int, worker.Failure | int | None] = {}
-        until = time.perf_counter() + SETTLE_S
-        events = None
-        while time.perf_counter() < until:
+    def _settle(self, fallen: dict[int, worker.Failure | int | None]):
+        """Give the other ranks a moment to fail too, so that the report doesn't depend on who was faster.
+
+        fallen: {rank: how} so far; added to. As long as all of them only lost a peer, that peer is waited for longer.
+        """
+        begun, events = time.perf_counter(), None
+        while True:
+            cause_known = not all(_is_collateral(how) for how in fallen.values())
+            if time.perf_counter() - begun > (SETTLE_S if cause_known else LOST_PEER_S):
+                return
             rest = [rank for rank in self.pending if rank.rank not in fallen]
             for rank in processes.wait_for_word(rest, 0.02) if rest else []:
                 word = processes.receive(rank.pipe)
                 if word is None and rank.exit_code is not None:
-                    how[rank.rank] = rank.exit_code
-                    fallen.add(rank.rank)
+                    fallen[rank.rank] = rank.exit_code
                 elif word is not None:
-                    how[rank.rank] = word[1] if word[0] == "failed" else None
-                    fallen.add(rank.rank)
+                    fallen[rank.rank] = word[1] if word[0] == "failed" else None
             before, events = events, [self.board.events(rank.rank) for rank in self.ranks]
             now = self.situations()
-            if events == before and all(rank.rank in fallen or now[rank.rank].state == "waiting" for rank in rest):
-                break
-        return how
+            still = all(rank.rank in fallen or now[rank.rank].state == "waiting" for rank in rest)
+            if events == before and still and (cause_known or not rest):
+                return
 
     def _raise_failure(self, rank: processes.Rank, failure: worker.Failure | None = None):
         """RankError for the rank that failed on its own account; a mismatch, if that is the cause."""
-        first = {rank.rank: failure if failure is not None else rank.exit_code}
-        fallen = first | self._settle({rank.rank})
+        fallen = {rank.rank: failure if failure is not None else rank.exit_code}
+        self._settle(fallen)
         if hang.mismatch(self.board):
             self._raise_mismatch()
         fallen = {r: how for r, how in fallen.items() if how is not None}
@@ -431,7 +436,7 @@ class Watch:
         alike = [r for r in sorted(fallen) if r != culprit and _same(fallen[r], fallen[culprit])]
         lines = [_how(culprit, fallen[culprit])]
         if isinstance(fallen[culprit], worker.Failure):
-            lines += [f"  {hang.describe_place(frame)}" for frame in fallen[culprit].frames]
+            lines += _frames(fallen[culprit].frames)
         if alike:
             lines.append(f"{hang.name_ranks(alike).capitalize()} failed in the same way.")
         others = [s for s in self.situations() if s.rank != culprit and s.rank not in alike]
@@ -543,6 +548,15 @@ def _how(rank: int, how: worker.Failure | int) -> str:
         "SIGABRT": " Compiled code gave up; its last output says why.",
     }
     return f"rank {rank} was killed by {name}.{hint.get(name, '')}"
+
+
+def _frames(frames: list[tuple[str, int, str]]) -> list[str]:
+    """The way to the error, a line each; of an endless recursion only its two ends."""
+    lines = [f"  {hang.describe_place(frame)}" for frame in frames]
+    if len(lines) > MOST_FRAMES:
+        half = MOST_FRAMES // 2
+        lines[half:-half] = [f"  ... {len(lines) - 2 * half} more lines ..."]
+    return lines
 
 
 LOST_PEER = re.compile(

@@ -67,8 +67,9 @@ class RanksMagic:
     def __call__(self, line: str, cell: str):
         """%%ranks [N] [--on 0,2] [--timeout S] [--hang-after S]
 
-        Run the cell on N ranks that stay (at first 4; later, as many as there are). Names persist between cells; `rank`,
-        `world_size`, `dist`, `torch` and `device` are there. The value of the last expression is shown for each rank.
+        Run the cell on N ranks that stay (at first 4; later, as many as there are). Names persist between cells;
+        `rank`, `world_size`, `dist`, `torch` and `device` are there. The value of the last expression is shown for
+        each rank.
         """
         options = _parse(line)
         if self.world is not None and not self.world.is_open:

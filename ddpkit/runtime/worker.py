@@ -227,16 +227,19 @@ def save(path: Path, value: object):
             pickler.dump(value)
         except Exception as error:
             raise ValueError(
-                f"the return value can't be sent back to the notebook ({type(error).__name__}: {error}). Expected plain "
-                f"data, tensors or anything else that pickles, got {type(value[0]).__name__}: return its contents"
+                f"the return value can't be sent back to the notebook ({type(error).__name__}: {error}). Expected "
+                f"plain data, tensors or anything else that pickles, got {type(value[0]).__name__}: return its contents"
             ) from None
 
 
 def failure(error: BaseException) -> Failure:
     """`error` as plain data. Frames of this package are left out: the reader's own code is what matters."""
-    message = str(error)
+    try:
+        message = str(error)
+    except Exception as another:
+        message = f"(its text can't be had: {type(another).__name__} in __str__)"
     if isinstance(error, SystemExit):
-        message = f"sys.exit({'' if error.code is None else error.code!r}) was called"
+        message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
     if error.__cause__ is not None:
         message += f" (because of {type(error.__cause__).__name__}: {error.__cause__})"
     frames = [

@@ -1,0 +1,314 @@
+"""Ranks that raise, exit or are killed: which one is named first, what is shown of it; the next launch works."""
+
+import itertools
+import linecache
+import os
+import pickle
+import signal
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit import HangError, LaunchError, RankError, launch
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+
+NAME = Path(__file__).name
+cell_numbers = itertools.count(1000)
+
+
+def cell(source: str) -> dict:
+    """Run `source` as a notebook cell: in `__main__`, from a file that doesn't exist."""
+    names, source = {"__name__": "__main__"}, textwrap.dedent(source)
+    file = f"/tmp/ipykernel_1/{next(cell_numbers)}.py"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), names)
+    return names
+
+
+def failure(fn, *args, world_size=3, times=2, **options) -> RankError:
+    """What a launch that must fail raises; the same message each time."""
+
+    def once(_):
+        with pytest.raises(RankError) as caught:
+            launch(fn, *args, world_size=world_size, **{"timeout": 40, **options})
+        return caught.value
+
+    with ThreadPoolExecutor(times) as pool:
+        errors = list(pool.map(once, range(times)))
+    assert len({str(error) for error in errors}) == 1
+    return errors[0]
+
+
+def message(*args, **options) -> list[str]:
+    return str(failure(*args, **options)).splitlines()
+
+
+# Trap 14: a rank raises.
+
+CELL = """\
+import torch, torch.distributed as dist
+def inner(x):
+    if dist.get_rank() == 1:
+        raise ValueError("the batch {} is 100% empty")
+    return x
+def before():
+    dist.all_reduce(inner(torch.ones(8)))
+def inside():
+    dist.all_reduce(torch.ones(8) if dist.get_rank() != 1 else "a tensor")
+def after():
+    x = torch.ones(8)
+    dist.all_reduce(x)
+    inner(x)
+"""
+
+
+def test_trap_14_a_rank_raises_before_a_collective():
+    assert message(cell(CELL)["before"]) == [
+        "rank 1 raised ValueError: the batch {} is 100% empty",
+        "  before, line 7: dist.all_reduce(inner(torch.ones(8)))",
+        '  inner, line 4: raise ValueError("the batch {} is 100% empty")',
+        "The others were ended:",
+        "  Rank 0 was in all_reduce(8 float32, sum), before, line 7: dist.all_reduce(inner(torch.ones(8)))",
+        "  Rank 2 was in all_reduce(8 float32, sum), before, line 7: dist.all_reduce(inner(torch.ones(8)))",
+    ]
+
+
+def test_trap_14_a_rank_raises_in_a_collective():
+    lines = message(cell(CELL)["inside"])
+    assert lines[0].startswith("rank 1 raised TypeError: ")
+    assert '  inside, line 9: dist.all_reduce(torch.ones(8) if dist.get_rank() != 1 else "a tensor")' in lines
+    assert lines[-3] == "The others were ended:"
+    assert lines[-1].startswith("  Rank 2 was in all_reduce(8 float32, sum), inside, line 9: ")
+
+
+def test_trap_14_a_rank_raises_after_a_collective():
+    lines = message(cell(CELL)["after"])
+    assert lines[0] == "rank 1 raised ValueError: the batch {} is 100% empty"
+    assert lines[1] == "  after, line 13: inner(x)"
+    assert lines[3:] == ["The others were ended:", "  Rank 0 had returned.", "  Rank 2 had returned."]
+
+
+def test_trap_14_the_one_that_raised_comes_first_though_its_peers_fall_too():
+    def fall():
+        rank = dist.get_rank()
+        if rank == 2:
+            time.sleep(0.1)
+            raise KeyError("mine")
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(1000))
+
+    error = failure(fall)
+    assert error.rank == 2
+    assert str(error).startswith("rank 2 raised KeyError: 'mine'\n")
+
+
+def test_all_ranks_fail_alike():
+    def divide():
+        return 1 / 0
+
+    first = divide.__code__.co_firstlineno
+    assert message(divide) == [
+        "rank 0 raised ZeroDivisionError: division by zero",
+        f"  {NAME}:{first + 1} in divide: return 1 / 0",
+        "Ranks 1 and 2 failed in the same way.",
+    ]
+
+
+def test_ranks_that_fail_differently_are_all_told():
+    def differ():
+        raise ValueError(f"from {dist.get_rank()}")
+
+    lines = str(failure(differ, times=1)).splitlines()
+    assert {line.strip().removeprefix("rank ")[2:] for line in lines if "raised" in line} == {
+        f"raised ValueError: from {rank}" for rank in range(3)
+    }
+
+
+def test_what_an_exception_says_of_its_cause():
+    def chained():
+        try:
+            int("x")
+        except ValueError as error:
+            raise RuntimeError("no number") from error
+
+    assert message(chained, world_size=1)[0] == (
+        "rank 0 raised RuntimeError: no number (because of ValueError: invalid literal for int() with base 10: 'x')"
+    )
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("held")
+        self.lock = __import__("threading").Lock()
+
+
+def test_exceptions_of_every_kind_are_reported():
+    def throw(kind):
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        if kind == "deep":
+            return throw_deep(0)
+        raise {"unspeakable": Unspeakable, "unpicklable": Unpicklable, "group": Several}[kind]()
+
+    def throw_deep(n):
+        return throw_deep(n + 1) + 1
+
+    class Several(ExceptionGroup):
+        def __new__(cls):
+            return super().__new__(cls, "several", [ValueError(1)])
+
+    def first(kind):
+        return message(throw, kind, world_size=1, times=1)[0]
+
+    assert first("interrupt") == "rank 0 raised KeyboardInterrupt: "
+    assert first("unpicklable") == "rank 0 raised Unpicklable: held"
+    assert first("unspeakable").startswith("rank 0 raised Unspeakable: ")
+    assert first("group").startswith("rank 0 raised Several: several (1 sub-exception)")
+    assert first("deep").startswith("rank 0 raised RecursionError: maximum recursion depth exceeded")
+    assert len(message(throw, "deep", world_size=1, times=1)) < 40
+
+
+def test_a_module_that_the_ranks_cannot_import():
+    import types
+
+    module = types.ModuleType("only_here")
+    sys.modules["only_here"] = module
+    exec("def f(): return 1", vars(module))
+    try:
+        assert message(module.f, world_size=2, times=1)[0] == (
+            "rank 0 raised ModuleNotFoundError: No module named 'only_here'"
+        )
+    finally:
+        del sys.modules["only_here"]
+
+
+def test_the_error_brings_the_output_and_the_records():
+    def talk():
+        print("\n".join(f"line {n}" for n in range(8)))
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise ValueError("enough")
+        dist.all_reduce(torch.ones(1))
+
+    error = failure(talk, times=1)
+    assert str(error).splitlines()[-6:] == ["Rank 1's last output:", *(f"  line {n}" for n in range(3, 8))]
+    assert error.output[0] == "".join(f"line {n}\n" for n in range(8))
+    assert [[r.op for r in wire] for wire in error.wire] == [
+        ["barrier", "all_reduce"],
+        ["barrier"],
+        ["barrier", "all_reduce"],
+    ]
+
+
+def test_what_the_ranks_printed_is_shown_before_the_error(capfd):
+    def talk():
+        print("so far")
+        raise ValueError
+
+    failure(talk, world_size=1, times=1)
+    assert capfd.readouterr().out == "rank 0 | so far\n"
+
+
+def test_errors_are_values_that_travel():
+    error = RankError("rank 1 raised", rank=1, output=["a"], wire=[[]])
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.rank, again.output, again.wire) == ("rank 1 raised", 1, ["a"], [[]])
+    assert isinstance(again, LaunchError)
+    assert isinstance(pickle.loads(pickle.dumps(HangError("deadlock", output=["b"]))), LaunchError)
+    assert error._render_traceback_() == ["RankError: rank 1 raised"]
+
+
+# Trap 15: a rank exits or is killed.
+
+
+def end_in_the_middle(how):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        how()
+    dist.all_reduce(torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (lambda: os._exit(3), "rank 1 exited with code 3, in the middle of its work."),
+        (lambda: os._exit(0), "rank 1 exited with code 0, in the middle of its work."),
+        (lambda: sys.exit(), "rank 1 raised SystemExit: sys.exit() was called"),
+        (lambda: sys.exit(3), "rank 1 raised SystemExit: sys.exit(3) was called"),
+        (lambda: sys.exit("why"), "rank 1 raised SystemExit: sys.exit('why') was called"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL. Something outside killed it"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "rank 1 was killed by SIGTERM."),
+        (lambda: os.abort(), "rank 1 was killed by SIGABRT. Compiled code gave up; its last output says why."),
+        (
+            lambda: __import__("ctypes").string_at(0),
+            "rank 1 was killed by SIGSEGV. It touched memory that isn't its own",
+        ),
+    ],
+    ids=["_exit 3", "_exit 0", "exit", "exit 3", "exit why", "SIGKILL", "SIGTERM", "SIGABRT", "SIGSEGV"],
+)
+def test_trap_15_exits_and_signals(how, says):
+    lines = message(end_in_the_middle, how)
+    assert lines[0].startswith(says)
+    assert [line for line in lines if line.startswith("  Rank ")][-2:] == [
+        f"  Rank {rank} was in all_reduce(8 float32, sum), {NAME}:{end_in_the_middle.__code__.co_firstlineno + 4} "
+        "in end_in_the_middle: dist.all_reduce(torch.ones(8))"
+        for rank in (0, 2)
+    ]
+
+
+def test_trap_15_killed_in_the_middle_of_an_all_reduce_and_the_next_launch_works():
+    def killed():
+        import threading
+
+        if dist.get_rank() == 1:
+            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGKILL]).start()
+        while True:
+            dist.all_reduce(torch.ones(100_000))
+
+    error = failure(killed, world_size=2)
+    assert error.rank == 1
+    assert str(error).startswith("rank 1 was killed by SIGKILL.")
+    assert "Rank 0 was in all_reduce(100000 float32, sum)" in str(error)
+    assert list(launch(dist.get_rank, world_size=2)) == [0, 1]
+
+
+def test_trap_15_out_of_memory():
+    def greedy():
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+        return len(bytearray(2**34))
+
+    assert message(greedy, world_size=1)[0].startswith("rank 0 raised MemoryError")
+
+
+def test_a_rank_killed_while_it_starts():
+    class Bomb:
+        def __reduce__(self):
+            return os._exit, (7,)
+
+    assert message(print, Bomb(), world_size=2, times=1)[0] == "rank 0 exited with code 7, in the middle of its work."
+
+
+def test_a_fork_server_that_died_is_replaced():
+    from ddpkit.runtime import processes
+
+    launch(print, world_size=1)
+    if processes.start_method() != "forkserver":
+        pytest.skip("no fork server here")
+    os.kill(processes._server()._forkserver_pid, signal.SIGKILL)
+    os.waitid(os.P_PID, processes._server()._forkserver_pid, os.WEXITED | os.WNOWAIT)
+    assert list(launch(dist.get_rank, world_size=2)) == [0, 1]
