@@ -21,6 +21,7 @@ EMPTY = "#FFFFFF"
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 WRONG = "#C8102E"
 GREY = "#666666"
+PALE = "#F4F4F4"
 FAINT = "#AAAAAA"
 
 
@@ -158,10 +159,6 @@ class Canvas:
         width = line if dashed else 0
         style = {"arrowstyle": style, "connectionstyle": path, "lw": width, "ls": dash}
         self._add(FancyArrowPatch(start, end, color=ink, shrinkA=0, shrinkB=0, **style))
-
-    def band(self, y, height):
-        """A pale stripe across the page."""
-        self.box(0, y, self.width, height, "#F4F4F4", "none")
 
     def badge(self, x, y, rank, width=84, height=36, text=None):
         """The label of a rank, in its colour."""
@@ -406,13 +403,13 @@ def hops(run) -> Picture:
     step, tall, left = min(220, (WIDEST - 120) / world_size), 96, 110
     canvas = Canvas(left + step * world_size + 10, 62 + tall * max(1, len(rows)) + 10)
     middle = [left + step * (rank + 0.5) for rank in range(world_size)]
+    for at in range(0, len(rows), 2):
+        canvas.box(0, 62 + tall * at, canvas.width, tall, PALE, "none")
     for rank, x in enumerate(middle):
-        canvas.line([(x, 50), (x, canvas.height - 8)], colour(rank), 5)
+        canvas.line([(x, 50), (x, canvas.height - 8)], colour(rank), 2)
         canvas.badge(x - 42, 12, rank)
     for number, row in enumerate(rows, 1):
         top = 62 + tall * (number - 1)
-        if number % 2:
-            canvas.band(top, tall)
         canvas.text(14, top + tall / 2, f"hop {number}", NORMAL, "left", bold=True)
         for src, dst, _ in row:
             canvas.arrow((middle[src], top + 14), (middle[dst], top + tall - 14), colour(src), 4.5)
@@ -424,8 +421,6 @@ def hops(run) -> Picture:
 
 
 # Time.
-
-COMPUTING, WAITING, CARRYING = "#BBBBBB", "#E69F00", "#0072B2"
 
 
 def timeline(run_or_runs) -> Picture:
@@ -442,17 +437,19 @@ def timeline(run_or_runs) -> Picture:
         tops.append(y + 40 * bool(_heading(name, run)))
         y = tops[-1] + 76 * len(run.wire) + 16
     canvas = Canvas(left + width + 30, y + 46)
-    labels = ((COMPUTING, None, "computes"), (WAITING, "///", "waits"), (CARRYING, None, "calls under way"))
-    for at, (fill, hatch, label) in enumerate(labels):
+    for at, (fill, hatch, label) in enumerate(
+        ((FAINT, None, "computes"), (EMPTY, "///", "waits"), (colour(0), None, "calls under way, in the rank's colour"))
+    ):
         canvas.box(left + 180 * at, 16, 30, 20, fill, hatch=hatch)
         canvas.text(left + 180 * at + 40, 26, label, align="left")
+    canvas.box(left + 375, 16, 15, 20, colour(1))
     for (name, run), top in zip(runs.items(), tops, strict=True):
         canvas.text(14, top - 22, _heading(name, run), NORMAL, "left", bold=True)
         for rank, records in enumerate(run.wire):
             line = top + 76 * rank
             canvas.badge(12, line + 12, rank)
-            canvas.box(left, line, width, 60, "#F4F4F4", "none")
-            _draw_lane(canvas, records, line, left, _span(run)[0], width / longest)
+            canvas.box(left, line, width, 60, PALE, "none")
+            _draw_lane(canvas, records, colour(rank), line, left, _span(run)[0], width / longest)
     _draw_scale(canvas, left, y, width, longest)
     said = [f"{name}: " * bool(name) + _said_calls(run) for name, run in runs.items()]
     return canvas.picture("Timeline. " + ". ".join(said) + ".")
@@ -466,7 +463,7 @@ def _heading(name: str, run) -> str:
 def _span(run) -> tuple[float, float]:
     """When the first call of any rank began and the last one ended."""
     records = [record for records in run.wire for record in records]
-    return min(r.issued for r in records), max(r.done or r.issued for r in records)
+    return min(r.issued for r in records), max(max(r.issued, r.done or 0, r.waited or 0) for r in records)
 
 
 def _said_calls(run) -> str:
@@ -491,7 +488,7 @@ def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-def _draw_lane(canvas: Canvas, records: list, top: float, left: float, zero: float, scale: float):
+def _draw_lane(canvas: Canvas, records: list, fill: str, top: float, left: float, zero: float, scale: float):
     if not records:
         return
     last = max(record.done or record.issued for record in records)
@@ -500,16 +497,18 @@ def _draw_lane(canvas: Canvas, records: list, top: float, left: float, zero: flo
         x = left + (span[0] - zero) * scale
         canvas.box(x, y, (span[1] - span[0]) * scale, height, fill, "none" if not hatch else "black", 0.5, hatch=hatch)
 
-    bar((records[0].issued, last), top, 29, COMPUTING)
-    for span in merged((r.waited, r.done or last) for r in records if r.waited is not None):
-        bar(span, top, 29, WAITING, "///")
+    last = max([last] + [record.waited for record in records if record.waited is not None])
+    bar((records[0].issued, last), top, 29, FAINT)
+    waits = [(r.waited, r.done or last) for r in records if r.waited is not None]
+    for span in merged((begin, end) for begin, end in waits if begin < end):
+        bar(span, top, 29, EMPTY, "///")
     for span in merged((r.issued, r.done or last) for r in records):
-        bar(span, top + 31, 29, CARRYING)
+        bar(span, top + 31, 29, fill)
     free = 0.0
     for record in records:
         begin, end = record.issued, record.done or last
-        if begin >= free and (end - begin) * scale > 10.5 * len(record.op) + 8:
-            canvas.text(left + ((begin + end) / 2 - zero) * scale, top + 45, record.op, ink="white")
+        if begin >= free and (end - begin) * scale > 9.8 * len(record.op) + 4:
+            canvas.text(left + ((begin + end) / 2 - zero) * scale, top + 45, record.op, ink=ink(fill))
         free = max(free, end)
 
 
@@ -533,10 +532,10 @@ def worlds(world_size: int, gpus: int = 0) -> Picture:
     home = [rank % len(devices) for rank in range(world_size)]
     per_row = min(max(world_size, 1), 8)
     rows = math.ceil(world_size / per_row)
-    step = max(112, min(230, 900 / per_row))
-    width = max(step * per_row, 150 * len(devices), 520) + 50
+    width = 970  # the same for every world, so that a slider over it doesn't make it jump
+    step = min(230, (width - 50) / per_row)
     canvas = Canvas(width, 60 + 136 * rows + 190)
-    canvas.box(10, 10, width - 20, canvas.height - 20, "#F4F4F4", "black", 2, round=14)
+    canvas.box(10, 10, width - 20, canvas.height - 20, PALE, "black", 2, round=14)
     canvas.text(30, 36, f"this machine: a world of {count(world_size, 'rank')}", LARGE, "left", bold=True)
     device_step = (width - 50) / len(devices)
     ground = 60 + 136 * rows + 70
@@ -564,9 +563,10 @@ def worlds(world_size: int, gpus: int = 0) -> Picture:
 
 
 def _said_world(world_size: int, gpus: int) -> str:
-    whole = f"{count(world_size, 'rank')}, each a process with memory of its own"
+    whole = f"{world_size} ranks are {world_size} processes, each with its own memory"
+    whole = "1 rank is 1 process with its own memory" if world_size == 1 else whole
     if not gpus:
-        return f"{whole}; {'all of them compute' if world_size > 1 else 'it computes'} on the CPU."
+        return f"{whole}; {'all compute' if world_size > 1 else 'it computes'} on the CPU."
     homes = [[rank for rank in range(world_size) if rank % gpus == gpu] for gpu in range(gpus)]
     said = [f"{name_ranks(ranks)} on GPU {gpu}" for gpu, ranks in enumerate(homes) if ranks]
     free = sum(not ranks for ranks in homes)
