@@ -91,3 +91,16 @@ def wait_until(condition, seconds: float = FREEZE_S):
         assert time.monotonic() < until, "it never came"
         time.sleep(0.02)
     return value
+
+
+PREAMBLE = """
+import ctypes, os, signal, subprocess, sys, time
+import torch
+import torch.distributed as dist
+from ddpkit import launch
+
+def total():
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item()
+"""

@@ -31,7 +31,10 @@ SETTLE_S = 0.3  # after a failure the other ranks get this long to say how it hi
 LOST_PEER_S = 2.0  # and this long when those that fell all say that somebody else did
 MOST_FRAMES = 30
 LARGE_BYTES = 10_000_000
-GLOO_CHATTER = re.compile(r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. .*\n?", re.MULTILINE)
+GLOO_CHATTER = re.compile(
+    r"^(\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. |\[E\d+ .*Gloo connectFullMesh failed with ).*\n?",
+    re.MULTILINE,
+)
 
 
 @dataclass
@@ -265,10 +268,11 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
             assignment = worker.Assignment(
                 rank, world_size, str(folder), choice.backend, choice.gpus, link, keep_values, environ, _cell_texts()
             )
-            ranks.append(processes.Rank(assignment, target))
+            with processes.interrupts_deferred():
+                ranks.append(processes.Rank(assignment, target))
         yield ranks, board
     finally:
-        with _uninterrupted():
+        with processes.interrupts_deferred():
             end(ranks)
             board.close()
             shutil.rmtree(folder, ignore_errors=True)
@@ -280,20 +284,6 @@ def end(ranks: list[processes.Rank]):
         rank.end()
     for rank in ranks:
         rank.wait_gone()
-
-
-@contextlib.contextmanager
-def _uninterrupted():
-    """A second press of stop while the ranks are being ended changes nothing: they are killed, which is quick."""
-    try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread: it gets no interrupts
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _cell_texts() -> dict[str, tuple]:

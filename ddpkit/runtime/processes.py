@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from multiprocessing import forkserver, popen_forkserver, reduction
+from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import set_spawning_popen
 from pathlib import Path
@@ -52,9 +52,12 @@ class Rank:
         return self.process.exitcode
 
     def end(self):
-        """End the rank and its children, at once: cutting the lifeline kills its whole process group."""
+        """End the rank and its children, at once, also children that outlived it."""
         self._lifeline.close()
-        if os.name != "posix":
+        if os.name == "posix":
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        else:
             self.process.kill()
 
     def wait_gone(self, timeout: float = 2.0):
@@ -96,8 +99,8 @@ def start_method() -> str:
 def warm_up():
     """Start the fork server without waiting for it, so that the first launch need not."""
     if start_method() == "forkserver":
-        with _interrupts_blocked(), _without_main():
-            _server().ensure_running()
+        with _starting, _without_main():
+            _running_server()
 
 
 def _process(target, args):
@@ -114,6 +117,17 @@ def _server() -> forkserver.ForkServer:
     return server
 
 
+def _running_server() -> forkserver.ForkServer:
+    """The server, started where need be with SIGINT blocked: no Ctrl-C may reach it while it imports torch."""
+    resource_tracker.ensure_running()  # would unblock SIGINT if the server started it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        _server().ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return _server()
+
+
 class _Popen(popen_forkserver.Popen):
     """multiprocessing's way to start a process through a fork server, with a server of our own."""
 
@@ -125,8 +139,7 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, data)
         finally:
             set_spawning_popen(None)
-        with _interrupts_blocked():
-            self.sentinel, parent_writes = _server().connect_to_new_process(self._fds)
+        self.sentinel, parent_writes = _running_server().connect_to_new_process(self._fds)
         self.finalizer = multiprocessing.util.Finalize(
             self, multiprocessing.util.close_fds, (os.dup(parent_writes), self.sentinel)
         )
@@ -166,16 +179,19 @@ def _without_main():
 
 
 @contextlib.contextmanager
-def _interrupts_blocked():
-    """A Ctrl-C in these milliseconds comes after them; the server, which inherits the mask, never sees one."""
-    if not hasattr(signal, "pthread_sigmask"):
+def interrupts_deferred():
+    """A Ctrl-C in these milliseconds comes after them, so that no rank is lost sight of while it starts or ends."""
+    if threading.current_thread() is not threading.main_thread():  # the others get none
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *signal_and_frame: came.append(signal_and_frame))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if came and callable(before):
+            before(*came[0])
 
 
 def new_folder() -> Path:

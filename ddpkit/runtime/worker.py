@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import importlib
 import linecache
+import multiprocessing
 import os
 import pickle
 import signal
@@ -124,6 +125,7 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     lead_process_group()
     end_with_parent(lifeline)
     capture_output(assignment.path("output"))
+    multiprocessing.current_process()._config["tempdir"] = assignment.folder  # what it makes there goes with the folder
     os.environ.clear()
     os.environ.update(assignment.environ)
     linecache.cache.update(assignment.cells)
