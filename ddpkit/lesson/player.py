@@ -328,12 +328,11 @@ def _see(memory: dict, rank: int, record: Record, heard: bool, arriving: list) -
     own = range(offset, offset + _elements(record)) if record.op != "recv" else ()
     owners = [_guess(value, memory, rank, heard, new and at not in own) for at, value in enumerate(contents)]
     if new:
-        memory[which] = Cells(list(contents), owners)
-        return
+        known = memory[which] = Cells(list(contents), owners)
     for at, value in enumerate(contents):
         if any(which == buffer and first <= at < last for buffer, first, last in arriving):
-            continue
-        if value != known.values[at] or (at in own and known.owners[at] == "blank"):
+            known.values[at] = None if new else known.values[at]
+        elif value != known.values[at] or (at in own and known.owners[at] == "blank"):
             known.values[at], known.owners[at] = value, owners[at]
 
 
@@ -372,25 +371,39 @@ def _take(memory: dict, rank: int, record: Record, heard: bool, owners: list, ar
         cells.owners[offset + at] = owners[at] if at < len(owners) else None
 
 
+def _meeting(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
+    """By rank, what it brought to a collective, what it took away, and whose data that is."""
+    rows = {rank: _before_after(rank, records[rank]) for rank in sorted(records)}
+    lengths = {rank: len(before or ()) for rank, (before, _) in rows.items()}
+    found = {}
+    for rank, (before, after) in rows.items():
+        op, owners = records[rank].op, []
+        if op in ("all_gather", "gather"):
+            owners = [source for source in rows for _ in range(lengths[source])]
+        elif op == "all_to_all":
+            owners = [source for source in rows for _ in range(lengths[source] // len(rows))]
+        elif op in ("broadcast", "scatter"):
+            owners = [records[rank].peer] * len(after or ())
+        if len(owners) != len(after or ()):  # a sum, or parts of uneven sizes
+            owners = [None] * len(after or ())
+        found[rank] = before, after, owners
+    return found
+
+
 def _share(memory: list[dict], records: dict[int, Record]) -> None:
     """What each rank holds after a collective."""
-    ranks = sorted(records)
-    rows = [_before_after(rank, records[rank]) for rank in ranks]
-    before, after = [row[0] for row in rows], [row[1] for row in rows]
-    owners = figures.find_owners(before, after)
-    for rank, row, whose in zip(ranks, after, owners, strict=True):
+    for rank, (_, after, owners) in _meeting(records).items():
         record = records[rank]
-        if not row:
+        if not after:
             continue
-        whose = [None if owner is None else ranks[owner] for owner in whose]
         if record.op in IN_PLACE and record.memory is not None:
             which, offset, contents = record.memory
             cells = memory[rank].setdefault(which, Cells(list(contents), [rank] * len(contents)))
             if len(cells.values) == len(contents):
-                cells.values[offset : offset + len(row)] = row
-                cells.owners[offset : offset + len(row)] = whose
+                cells.values[offset : offset + len(after)] = after
+                cells.owners[offset : offset + len(after)] = owners
         else:
-            memory[rank][record.op] = Cells(list(row), whose)
+            memory[rank][record.op] = Cells(list(after), owners)
 
 
 # Pictures.
@@ -542,15 +555,10 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, rank: int):
 
 def _draw_meeting(canvas: Canvas, stage: Stage, frame: Frame, rank: int, x: float, y: float):
     """A collective of torch's own: what the rank brought, and below it what it took away."""
-    before, after = _before_after(rank, frame.event.records[rank])
-    records = frame.event.records
-    ranks = sorted(records)
-    rows = [_before_after(each, records[each]) for each in ranks]
-    found = figures.find_owners([row[0] for row in rows], [row[1] for row in rows])[ranks.index(rank)]
-    whose = [None if owner is None else ranks[owner] for owner in found]
+    before, after, owners = _meeting(frame.event.records)[rank]
     y = _draw_row(canvas, stage, x, y, before, [rank] * len(before or ()))
     canvas.arrow((x + 22, y + 2), (x + 22, y + 32), line=4)
-    _draw_row(canvas, stage, x, y + 34, after, whose)
+    _draw_row(canvas, stage, x, y + 34, after, owners)
 
 
 def _draw_row(canvas: Canvas, stage: Stage, x: float, y: float, values: list | None, owners: list) -> float:
@@ -684,6 +692,7 @@ class Explorer:
                 style={"description_width": "initial"},
                 layout={"width": "500px", "max_width": "100%"},
             )
+            # No tooltip on the image: its view in the browser fails on one, and shows an error instead.
             image = ipywidgets.Image(format="png", layout={"max_width": "100%", "object_fit": "contain"})
             caption = ipywidgets.HTML()
             controls = [slider]
@@ -702,7 +711,6 @@ class Explorer:
         try:
             image.value = self.picture(slider.value).png
             text = html.escape(self._describe(slider.value))
-            image.tooltip = self._describe(slider.value)
         except Exception as error:  # a callback has nobody to raise to
             text = f'<b style="color: {WRONG}">{html.escape(f"{type(error).__name__}: {error}")}</b>'
         style = "font-size: 18px; line-height: 1.4; min-height: 1.4em"
@@ -723,11 +731,9 @@ def player(run) -> Explorer:
     ValueError: nothing was kept.
     """
     _check_kept(run)
-    events = replay(run)
-    told, skipped = _cut(events)
-    whole = film(events, run.wire)
-    frames = [whole[at] for at in told]
-    text = _trace([events[at] for at in told], skipped)
+    events, skipped = _cut(replay(run))
+    frames = film(events, run.wire)
+    text = _trace(events, skipped)
     if not frames:
         nothing = Canvas(600, 80)
         nothing.text(300, 40, text, NORMAL)
@@ -757,13 +763,11 @@ def _check_kept(run):
         )
 
 
-def _cut(events: list[Event]) -> tuple[list[int], int]:
-    """(which events get a frame, how many don't): the first ones, and whatever went wrong."""
-    wrong = [at for at, event in enumerate(events) if event.wrong][:MOST_FRAMES]
-    room = MOST_FRAMES - len(wrong)
-    right = [at for at, event in enumerate(events) if not event.wrong]
-    told = right[:room] + wrong
-    return told, len(events) - len(told)
+def _cut(events: list[Event]) -> tuple[list[Event], int]:
+    """(the first events, and whatever went wrong; how many are left out)."""
+    wrong = [event for event in events if event.wrong][:MOST_FRAMES]
+    right = [event for event in events if not event.wrong][: MOST_FRAMES - len(wrong)]
+    return right + wrong, len(events) - len(right) - len(wrong)
 
 
 def _trace(events: list[Event], skipped: int) -> str:
