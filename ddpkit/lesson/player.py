@@ -280,7 +280,7 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
             heard = [was or rank in event.records for rank, was in enumerate(heard)]
         else:
             wrong.append(event)
-            status |= event.status
+            status |= {rank: text for rank, text in event.status.items() if status.get(rank) != "failed"}
             for rank, record in event.records.items():
                 _see(memory[rank], rank, record, heard[rank], [])
         others = [way for key, way in under_way.items() if event.kind != "send" or key != _key(record)]
