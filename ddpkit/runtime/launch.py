@@ -304,17 +304,25 @@ class Watch:
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
         """Wait for one word from each of the `awaited` ranks (all, unless given); {rank: what it sent}."""
         self.replies = {}
-        self.pending = pending = [rank for rank in self.ranks if awaited is None or rank.rank in awaited]
+        self.pending = [rank for rank in self.ranks if awaited is None or rank.rank in awaited]
+        try:
+            self._listen()
+        except KeyboardInterrupt:
+            self.show_output()  # it may tell why somebody lost patience
+            raise
+        return self.replies
+
+    def _listen(self):
         begun = time.perf_counter()
         quiet_since, events = begun, None
-        while pending:
-            for rank in processes.wait_for_word(pending, TICK_S):
+        while self.pending:
+            for rank in processes.wait_for_word(self.pending, TICK_S):
                 self._hear(rank)
                 if rank.rank in self.replies:
-                    pending.remove(rank)
+                    self.pending.remove(rank)
             if self.live:
                 self._show_new_lines()
-            if pending:
+            if self.pending:
                 now = time.perf_counter()
                 before, events = events, [self.board.events(rank.rank) for rank in self.ranks]
                 quiet_since = quiet_since if events == before else now
@@ -322,7 +330,12 @@ class Watch:
                     self._look_for_hang(now - quiet_since)
                 if self.timeout is not None and now - begun > self.timeout:
                     self._raise_hang(f"no result after {self.timeout:g} s.", "The table shows where every rank was.")
-        return self.replies
+
+    def check_all_live(self):
+        """RankError if a rank has died while nobody listened."""
+        for rank in self.ranks:
+            if rank.exit_code is not None:
+                self._raise_failure(rank)
 
     def _hear(self, rank: processes.Rank):
         word = processes.receive(rank.pipe)

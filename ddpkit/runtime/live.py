@@ -36,8 +36,10 @@ class LiveWorld:
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         watch = Watch(self.ranks, self.board, timeout, hang_after)
         try:
+            watch.check_all_live()
             for rank in on:
-                self.ranks[rank].pipe.send((source, file))
+                with contextlib.suppress(BrokenPipeError):  # it died this moment; the watch will say how
+                    self.ranks[rank].pipe.send((source, file))
             values = watch.until_all_reply(on)
             watch.show_output()
             return values
@@ -46,6 +48,8 @@ class LiveWorld:
                 self.close()
                 if isinstance(error, LaunchError):
                     error.args = (f"{error}\n{GONE}",)
+                else:
+                    print(GONE)
             raise
 
     def _in_step(self) -> bool:
@@ -62,25 +66,27 @@ class RanksMagic:
 
     def __init__(self):
         self.world: LiveWorld | None = None
+        self._size = 4
         atexit.register(self.close)
 
     def __call__(self, line: str, cell: str):
         """%%ranks [N] [--on 0,2] [--timeout S] [--hang-after S]
 
-        Run the cell on N ranks that stay (at first 4; later, as many as there are). Names persist between cells;
+        Run the cell on N ranks that stay (at first 4; later, as many as last time). Names persist between cells;
         `rank`, `world_size`, `dist`, `torch` and `device` are there. The value of the last expression is shown for
         each rank.
         """
         options = _parse(line)
         if self.world is not None and not self.world.is_open:
             self.world = None
-        size = options.n or (self.world.world_size if self.world else 4)
+        size = options.n or self._size
         on = _ranks(options.on, size)
         if self.world is not None and self.world.world_size != size:
             print(f"{self.world.world_size} ranks were ended, and their variables with them; here are {size} new ones.")
             self.close()
         if self.world is None:
             self.world = LiveWorld(size)
+            self._size = size
         values = self.world.run("\n" + cell, on, options.timeout, options.hang_after)
         print("".join(_show(rank, values[rank]) for rank in on if values[rank] is not None), end="")
 
@@ -105,12 +111,15 @@ def _parse(line: str) -> argparse.Namespace:
     usage = "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS]"
     try:
         options, unknown = parser.parse_known_args(shlex.split(line))
-    except argparse.ArgumentError as error:
+    except (argparse.ArgumentError, ValueError) as error:  # ValueError: a quote that is never closed
         raise ValueError(f"{usage}, got {line!r}: {error}") from None
     if unknown:
         raise ValueError(f"{usage}, got {line!r}: {unknown[0]} means nothing here")
     if options.n is not None and not 1 <= options.n <= MOST_RANKS:
         raise ValueError(f"%%ranks expected 1 to {MOST_RANKS} ranks on one machine, got {options.n}")
+    for name, seconds in (("--timeout", options.timeout), ("--hang-after", options.hang_after)):
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"%%ranks expected {name} in seconds, more than 0, got {seconds:g}")
     return options
 
 

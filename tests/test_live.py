@@ -1,0 +1,248 @@
+"""`%%ranks`: names persist, values are shown by rank, and a world that broke is replaced and said to be gone."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ddpkit import HangError, RankError
+from ddpkit.runtime.live import GONE, LiveWorld, RanksMagic
+
+
+@pytest.fixture(scope="module")
+def magic():
+    magic = RanksMagic()
+    yield magic
+    magic.close()
+
+
+@pytest.fixture
+def cell(magic, capfd):
+    """Run a cell; what it shows."""
+
+    def run(source, line=""):
+        capfd.readouterr()
+        magic(line, source)
+        return capfd.readouterr().out
+
+    if magic.world is None or not magic.world.is_open or magic.world.world_size != 2:
+        run("pass", "2")
+    return run
+
+
+@pytest.fixture
+def fails(cell, magic):
+    """Run a cell that must fail; the lines of its message."""
+
+    def run(kind, source, line=""):
+        with pytest.raises(kind) as caught:
+            cell(source, line)
+        return str(caught.value).splitlines()
+
+    return run
+
+
+# What a cell sees and shows.
+
+
+def test_names_persist_between_cells(cell):
+    assert cell("x = torch.full((2,), rank + 1.0)\ndist.all_reduce(x)") == ""
+    assert cell("x") == "rank 0: tensor([3., 3.])\nrank 1: tensor([3., 3.])\n"
+    assert cell("rank, world_size, device.type, dist.get_rank()") == (
+        "rank 0: (0, 2, 'cpu', 0)\nrank 1: (1, 2, 'cpu', 1)\n"
+    )
+
+
+def test_the_value_of_the_last_expression_is_shown(cell):
+    assert cell("1 + rank\n") == "rank 0: 1\nrank 1: 2\n"
+    assert cell("rank or None") == "rank 1: 1\n"
+    assert cell("y = 3") == cell("None") == cell("") == cell("# only a comment") == ""
+    assert cell("torch.zeros(2, 1)") == (
+        "rank 0: tensor([[0.],\n                [0.]])\nrank 1: tensor([[0.],\n                [0.]])\n"
+    )
+
+
+def test_output_comes_first_and_by_rank(cell):
+    assert cell("print('said', rank)\nrank") == "rank 0 | said 0\nrank 1 | said 1\nrank 0: 0\nrank 1: 1\n"
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"  # the output of the cell before is not shown again
+
+
+def test_some_ranks_only(cell):
+    assert cell("z = 5\nrank", "--on 1") == "rank 1: 1\n"
+    assert cell("'z' in globals()") == "rank 0: False\nrank 1: True\n"
+    assert cell("rank", "--on 1,0") == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_functions_classes_and_imports_of_cells(cell):
+    cell("import math\nclass A:\n    def __init__(self, x): self.x = x\ndef area(r): return math.floor(math.pi * r)")
+    assert cell("area(2), isinstance(A(1), A)") == "rank 0: (6, True)\nrank 1: (6, True)\n"
+
+
+def test_classes_of_cells_travel_between_ranks(cell):
+    cell("class Point:\n    def __init__(self, x): self.x = x")
+    cell("found = [None] * world_size\ndist.all_gather_object(found, Point(rank))")
+    assert cell("[(p.x, isinstance(p, Point)) for p in found]") == (
+        "rank 0: [(0, True), (1, True)]\nrank 1: [(0, True), (1, True)]\n"
+    )
+
+
+def test_async_and_point_to_point_from_cell_to_cell(cell):
+    cell("a = torch.ones(1)\nwork = dist.all_reduce(a, async_op=True)")
+    assert cell("work.wait()\na.item()") == "rank 0: 2.0\nrank 1: 2.0\n"
+    assert cell("dist.send(a, 1) if rank == 0 else dist.recv(a, 0)") == "rank 1: 0\n"
+
+
+# Failures. (A cell's first line is the one with %%ranks.)
+
+
+def test_an_exception_keeps_the_world_when_the_ranks_are_in_step(cell, fails, magic):
+    cell("kept = 7")
+    world = magic.world
+    lines = fails(RankError, "x = 1\nif rank == 1:\n    raise ValueError('no {}')")
+    assert lines == ["rank 1 raised ValueError: no {}", "  line 4 of the cell: raise ValueError('no {}')"]
+    assert magic.world is world
+    assert cell("kept") == "rank 0: 7\nrank 1: 7\n"
+
+
+def test_the_same_exception_on_all_ranks(fails):
+    assert fails(RankError, "1 / 0") == [
+        "rank 0 raised ZeroDivisionError: division by zero",
+        "  line 2 of the cell: 1 / 0",
+        "Rank 1 failed in the same way.",
+    ]
+
+
+def test_syntax_errors_are_told_with_their_line(fails, cell):
+    lines = fails(RankError, "x = 1\nfor")
+    assert lines[:2] == ["rank 0 raised SyntaxError: invalid syntax", "  line 3 of the cell: for"]
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_an_exception_out_of_step_closes_the_world_and_says_so(cell, fails, magic):
+    cell("lost = 7")
+    lines = fails(RankError, "if rank == 1:\n    raise ValueError('no')\ndist.barrier()")
+    assert lines[0] == "rank 1 raised ValueError: no"
+    assert lines[-1] == GONE
+    assert not magic.world.is_open
+    assert cell("'lost' in globals()") == "rank 0: False\nrank 1: False\n"
+
+
+def test_a_collective_on_some_ranks_only(fails, cell):
+    lines = fails(HangError, "dist.barrier()", "--on 0")
+    assert lines[0] == "deadlock: rank 0 waits in barrier for rank 1, which has ended the cell."
+    assert lines[-1] == GONE
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_a_mismatch(fails):
+    lines = fails(HangError, "dist.all_reduce(torch.ones(8 - rank))")
+    said = "mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called all_reduce(7 float32, sum)."
+    assert lines[0] == said
+    assert any("line 2 of the cell: dist.all_reduce(torch.ones(8 - rank))" in line for line in lines)
+
+
+def test_timeouts(fails, cell):
+    lines = fails(HangError, "while True: pass", "--timeout 0.5")
+    assert lines[0] == "no result after 0.5 s."
+    assert lines[-1] == GONE
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_a_rank_killed_in_a_cell(fails, cell):
+    lines = fails(RankError, "import os\nif rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
+    assert lines[0].startswith("rank 1 was killed by SIGKILL.")
+    assert lines[-1] == GONE
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+@pytest.mark.parametrize("line", ["", "--on 0"])
+def test_a_rank_killed_between_cells(fails, cell, magic, line):
+    os.kill(magic.world.ranks[1].process.pid, signal.SIGKILL)
+    magic.world.ranks[1].process.join(5)
+    lines = fails(RankError, "rank", line)
+    assert lines[0].startswith("rank 1 was killed by SIGKILL.")
+    assert lines[-1] == GONE
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+@pytest.mark.parametrize("leave", ["import sys; sys.exit(3)", "quit()", "raise KeyboardInterrupt"])
+def test_leaving_a_cell_is_an_error_like_others(fails, cell, magic, leave):
+    world = magic.world
+    assert fails(RankError, leave)[0].startswith("rank 0 raised ")
+    assert magic.world is world
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_a_value_that_cannot_be_shown(fails, cell):
+    lines = fails(RankError, "class Bad:\n    def __repr__(self): raise ValueError('shy')\nBad()")
+    assert lines[0] == "rank 0 raised ValueError: shy"
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_an_interrupt_ends_the_world_and_says_so(cell, magic, capfd):
+    import threading
+
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        cell("print('so far')\nwhile True: pass")
+    assert capfd.readouterr().out.splitlines() == ["rank 0 | so far", "rank 1 | so far", GONE]
+    assert not magic.world.is_open
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+# The size of the world, and usage.
+
+
+def test_another_size_is_another_world_and_says_so(cell):
+    cell("here = 1")
+    said = "2 ranks were ended, and their variables with them; here are 3 new ones.\n"
+    assert cell("'here' in globals()", "3") == said + "".join(f"rank {rank}: False\n" for rank in range(3))
+    assert cell("rank", "--on 2") == "rank 2: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("two", "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS], got 'two'"),
+        ("0", "%%ranks expected 1 to 64 ranks on one machine, got 0"),
+        ("65", "%%ranks expected 1 to 64 ranks on one machine, got 65"),
+        ("2 --on 2", "--on expected ranks from 0 to 1, got '2': there are 2 ranks"),
+        ("2 --on -1", "expected "),
+        ("2 --on a,b", "--on expected ranks separated by commas, as in --on 0,2, got 'a,b'"),
+        ("2 --on", "got '2 --on': "),
+        ("2 --fast", "got '2 --fast': --fast means nothing here"),
+        ("2 3", "got '2 3': 3 means nothing here"),
+        ("2 --timeout soon", "got '2 --timeout soon'"),
+        ("2 --timeout 0", "expected --timeout in seconds, more than 0, got 0"),
+        ("2 --hang-after -1", "expected --hang-after in seconds, more than 0, got -1"),
+        ("2 'unclosed", 'got "2 \'unclosed": '),
+    ],
+)
+def test_usage_errors_start_nothing_and_end_nothing(cell, magic, line, complaint):
+    world = magic.world
+    with pytest.raises(ValueError, match="expected") as caught:
+        magic(line, "rank")
+    assert complaint in str(caught.value)
+    assert magic.world is world
+    assert world.is_open
+
+
+def test_closing_twice_does_nothing():
+    world = LiveWorld(1)
+    world.close()
+    world.close()
+    assert not world.is_open
+
+
+def test_a_live_world_ends_when_the_interpreter_does():
+    code = "from ddpkit.runtime.live import RanksMagic\nm = RanksMagic()\nm('1', 'rank')\n"
+    code += "print(m.world.ranks[0].process.pid)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    first, pid = done.stdout.splitlines()
+    assert (first, done.stderr) == ("rank 0: 0", "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
