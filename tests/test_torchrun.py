@@ -1,0 +1,109 @@
+"""Under torchrun, `launch` joins the world that runs: the same function, the same Run on every rank, records too."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from outside import Script, run_script
+
+from ddpkit import launch
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+WORK = """
+import torch
+import torch.distributed as dist
+
+def work(n):
+    x = torch.full((4,), dist.get_rank() + n)
+    dist.all_reduce(x)
+    if dist.get_rank() == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+    return x[0].item()
+"""
+
+SCRIPT = (
+    WORK
+    + """
+import os, sys
+from ddpkit import Link, launch
+
+def name(record):
+    return record.op, record.detail, record.bytes, record.peer, os.path.basename(record.file), record.function
+
+def tell(*words):
+    with open(f"run.{os.environ['RANK']}", "a") as file:
+        print(*words, file=file)
+
+def tell_run(run):
+    tell((list(run), [[name(record) for record in wire] for wire in run.wire], run.output, run.seconds > 0))
+    tell(run.backend)
+
+try:
+    launch(3)
+except ValueError as error:
+    tell(error)
+tell_run(launch(work, 1.0))
+tell_run(launch(work, 2.0, link=Link(1e-4, 1e9)))
+run = launch(work, 3.0, keep_values=True)
+tell(run.wire[1][0].values, run.wire[0][1].seq)
+dist.destroy_process_group()
+dist.init_process_group("gloo")  # a world that the script made itself
+tell_run(launch(work, 4.0))
+dist.destroy_process_group()
+"""
+)
+
+
+def run_under_torchrun(folder, source, **options) -> list[list[str]]:
+    """What each rank wrote into its file."""
+    run_script(folder, source, command=TORCHRUN, OMP_NUM_THREADS="1", **options)
+    return [(folder / f"run.{rank}").read_text().splitlines() for rank in range(2)]
+
+
+def test_trap_9_the_same_function_under_torchrun(tmp_path):
+    names = {}
+    exec(compile(WORK, "script.py", "exec"), names)
+    run = launch(names["work"], 1.0, world_size=2)
+    said = [[(r.op, r.detail, r.bytes, r.peer, "script.py", "work") for r in wire] for wire in run.wire]
+
+    first, second = run_under_torchrun(tmp_path, SCRIPT)
+    assert first == second  # every rank has the whole Run
+    refused, plain, backend, linked, _, values, own_world, own_backend = first
+    assert refused.startswith("launch expected a function to call on every rank, got 3")
+    assert plain == repr((list(run), said, ["", ""], True))
+    assert backend.endswith(": in the world that torchrun started")
+    assert linked == repr(([5.0, 5.0], said, ["", ""], True))
+    assert values.startswith("[4.0, 4.0, 4.0, 4.0] ")
+    assert own_world == repr(([9.0, 9.0], [[], []], ["", ""], True))  # not over our wire: no records
+    assert own_backend == "gloo: in the world that torchrun started"
+
+
+def test_a_rank_that_raises_ends_torchrun(tmp_path):
+    source = """
+import torch.distributed as dist
+from ddpkit import launch
+def fail():
+    if dist.get_rank() == 1:
+        raise ValueError("on rank 1")
+    dist.barrier()
+launch(fail)
+"""
+    with Script(tmp_path, source, command=TORCHRUN, OMP_NUM_THREADS="1") as script:
+        code, _, err = script.result()
+        assert code == 1
+        assert "ValueError: on rank 1" in err
+        assert script.gone_within(2) == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_nccl_under_torchrun(tmp_path):
+    first, _ = run_under_torchrun(tmp_path, SCRIPT.replace("torch.full((4,)", "torch.full(device='cuda', size=(4,)"))
+    assert first[1].startswith("nccl")
+    assert dist.is_nccl_available()
