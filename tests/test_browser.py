@@ -55,13 +55,16 @@ def wait_until(true: Callable[[], object], seconds: float, what: str) -> object:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """(address, token, folder) of a JupyterLab that serves a copy of the notebooks and knows nothing of the user's."""
+    """(address, token, folder) of a JupyterLab with the notebooks, their outputs removed, and nobody's settings."""
     home = tmp_path_factory.mktemp("jupyter")
     folder = home / "notebooks"
-    if NOTEBOOKS:
-        shutil.copytree(ROOT / "notebooks", folder)
-    else:
-        folder.mkdir()
+    folder.mkdir()
+    for path in NOTEBOOKS:
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":  # whatever is shown then was put out here
+                cell.outputs, cell.execution_count = [], None
+        nbformat.write(notebook, folder / path.name)
     settings = {
         # Otherwise cells outside the window are not in the page.
         "notebook-extension/tracker": {"windowingMode": "none"},
@@ -126,7 +129,10 @@ class Notebook:
         )
 
     def run_all(self) -> None:
-        self.page.evaluate("() => jupyterapp.commands.execute('notebook:run-all-cells')")
+        """Waits for the last cell; the command itself waits only for the first that raises, meant or not."""
+        self.page.evaluate("() => { jupyterapp.commands.execute('notebook:run-all-cells'); }")
+        last = max(index for index, cell in enumerate(self.cells()) if cell["cell_type"] == "code")
+        wait_until(lambda: self.cells()[last]["execution_count"] and not self.is_busy(), 120, "the last cell ran")
 
     def start_cell(self, index: int) -> None:
         """As a click into the cell and Shift-Enter; doesn't wait for it."""
