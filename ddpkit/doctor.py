@@ -358,7 +358,7 @@ def judge_package(package: str, version: str | None, purpose: str) -> Finding:
 # How it is said.
 
 
-def render(findings: tuple[Finding, ...], width: int = 110) -> str:
+def render(findings: tuple[Finding, ...], width: int = 96) -> str:
     """The findings as a table, remedies below their finding, and one closing sentence."""
     column = max((len(finding.name) for finding in findings), default=0)
     lines = []

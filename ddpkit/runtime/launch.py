@@ -546,9 +546,9 @@ def _how(rank: int, how: worker.Failure | int) -> str:
         return f"rank {rank} exited with code {how}, in the middle of its work."
     name = signal.Signals(-how).name if -how in iter(signal.Signals) else f"signal {-how}"
     hint = {
-        "SIGKILL": " Something outside killed it; most often the machine had no memory left.",
-        "SIGSEGV": " It touched memory that isn't its own: a fault in compiled code.",
-        "SIGABRT": " Compiled code gave up; its last output says why.",
+        "SIGKILL": "\n  Something outside killed it; most often the machine had no memory left.",
+        "SIGSEGV": "\n  It touched memory that isn't its own: a fault in compiled code.",
+        "SIGABRT": "\n  Compiled code gave up; its last output says why.",
     }
     return f"rank {rank} was killed by {name}.{hint.get(name, '')}"
 

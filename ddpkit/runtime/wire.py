@@ -255,7 +255,7 @@ class Delivery:
         try:
             self._inner.wait()
             _hold_back(self._recorder, self._record)
-            self._recorder.done(self._record)
+            self._recorder.done(self._record, self._arriving)
             self.future.set_result(self._arriving)
         except BaseException as error:
             self._error = error
