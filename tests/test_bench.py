@@ -9,7 +9,7 @@ from ddpkit.bench.__main__ import main
 
 
 def test_an_unknown_benchmark_is_named_before_anything_runs():
-    with pytest.raises(SystemExit, match="no benchmark is called 'lunch'; there are .*launch"):
+    with pytest.raises(SystemExit, match=r"no benchmark is called 'lunch'; there are .*launch"):
         main(["launch", "lunch"])
 
 

@@ -158,10 +158,7 @@ def test_training_with_torchs_ddp_and_zero_is_bit_identical(tmp_path):
 
 
 def test_a_link_changes_no_bit(tmp_path):
-    def trained_on_link():
-        return {"DDP": trained(), **every_call()}
-
-    run = launch(differences, trained_on_link, tmp_path, world_size=2, link=Link(1e-5, 1e9))
+    run = launch(differences, every_call, tmp_path, world_size=2, link=Link(1e-5, 1e9))
     assert list(run) == [[], []]
 
 
@@ -213,30 +210,27 @@ def test_bytes_peers_and_arguments_of_every_call():
 def test_records_name_the_readers_own_line():
     def outer():
         inner()
-        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        dist.all_gather_object([None, None], 1)
 
     def inner():
         dist.all_reduce(torch.ones(1))
 
     run = launch(outer, world_size=2)
-    first = inner.__code__.co_firstlineno
-    record, *ddps = run.wire[1]
-    assert (record.file, record.line, record.function) == (__file__, first + 1, "inner")
-    assert {(r.line, r.function) for r in ddps} == {(outer.__code__.co_firstlineno + 2, "outer")}
+    record, *objects = run.wire[1]
+    assert (record.file, record.line, record.function) == (__file__, inner.__code__.co_firstlineno + 1, "inner")
+    assert {(r.line, r.function) for r in objects} == {(outer.__code__.co_firstlineno + 2, "outer")}
 
 
-def test_ddps_reducer_is_seen():
-    run = launch(trained, world_size=2, steps=2)
-    gradients = [r for r in run.wire[0] if r.op == "all_reduce"]
-    assert [(r.bytes, r.dtype) for r in gradients] == [(65 * 4, "float32")] * 2
-    assert all(r.done is not None for r in gradients)
-
-
-def test_zero_redundancy_optimizer_is_seen():
-    run = launch(trained, zero_redundancy, steps=1, world_size=2)
-    updates = [r for r in run.wire[0] if r.op == "broadcast" and r.dtype == "float32"][1:]  # the first is DDP's
-    assert sum(r.bytes for r in updates) == 65 * 4
+def test_ddps_reducer_and_zero_redundancy_optimizer_are_seen():
+    run = launch(trained, zero_redundancy, steps=2, world_size=2)
+    weights, *rest = [r for r in run.wire[0] if r.dtype == "float32"]
+    assert (weights.op, weights.bytes) == ("broadcast", 65 * 4)  # as DDP begins
+    assert [(r.bytes, r.detail) for r in rest if r.op == "all_reduce"] == [(65 * 4, "65 float32, sum")] * 2
+    updates = [r for r in rest if r.op == "broadcast"]
+    assert sum(r.bytes for r in updates) == 2 * 65 * 4
     assert {r.peer for r in updates} == {0, 1}
+    assert {(r.file, r.function) for r in run.wire[0]} == {(__file__, "trained")}
+    assert all(r.done is not None for r in run.wire[0])
 
 
 def test_object_collectives_are_seen():
