@@ -110,6 +110,20 @@ def test_trap_14_the_one_that_raised_comes_first_though_its_peers_fall_too():
     assert str(error).startswith("rank 2 raised KeyError: 'mine'\n")
 
 
+@pytest.mark.parametrize("later_s", [0.05, 0.6])
+def test_trap_14_a_lost_peer_is_not_the_cause(later_s):
+    """Rank 0 notices that rank 1's connection is gone before anybody notices that rank 1 is."""
+
+    def fall():
+        if dist.get_rank() == 0:
+            raise RuntimeError("Read error [127.0.0.1]: Connection reset by peer.")
+        if dist.get_rank() == 1:
+            time.sleep(later_s)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert message(fall, times=1)[0].startswith("rank 1 was killed by SIGKILL.")
+
+
 def test_all_ranks_fail_alike():
     def divide():
         return 1 / 0

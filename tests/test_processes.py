@@ -119,6 +119,22 @@ def test_trap_4_what_a_rank_starts_and_leaves_goes_with_it():
 
 
 @linux
+@pytest.mark.parametrize("ending", ["returns", "dies by itself"])
+def test_trap_21_children_of_ranks_go_with_them(tmp_path, ending):
+    def leave():
+        sys.child = subprocess.Popen(["sleep", "1000"])  # kept: it has none of the rank's descriptors
+        (tmp_path / str(sys.child.pid)).touch()
+        if ending == "dies by itself":
+            os._exit(3)
+
+    with contextlib.suppress(LaunchError):
+        launch(leave, world_size=2)
+    children = [int(path.name) for path in tmp_path.iterdir()]
+    assert children
+    wait_until(lambda: not any(psutil.pid_exists(child) for child in children), 2)
+
+
+@linux
 def test_bad_arguments_and_a_failed_start_leave_nothing(monkeypatch):
     launch(add, world_size=2)
     before = belongings()
@@ -328,6 +344,14 @@ print(list(launch(total, world_size=2)))
             code, out, err = script.result()
             assert (code, out, err) == (0, "interrupted\n[2.0, 2.0]\n", ""), delay
             assert script.gone_within(2) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no process groups here")
+def test_trap_20_ranks_ignore_ctrl_c_and_lead_their_own_group():
+    def look():
+        return signal.getsignal(signal.SIGINT) == signal.SIG_IGN, os.getpgrp() == os.getpid()
+
+    assert list(launch(look, world_size=2)) == [(True, True)] * 2
 
 
 def test_interrupts_are_deferred_not_lost():
