@@ -152,7 +152,7 @@ NINE = {
 
 @pytest.mark.parametrize("name", NINE)
 def test_before_after(name):
-    picture = figures.before_after(*NINE[name], title=name)
+    picture = figures.before_after(zip(*NINE[name], strict=True), title=name)
     check_picture(picture, *figures.RANK_COLOURS[:3])
     assert repr(picture).startswith(f"{name}: before, ")
     if "reduce" in name:
@@ -160,11 +160,11 @@ def test_before_after(name):
 
 
 def test_before_after_says_it_in_words():
-    assert repr(figures.before_after(*NINE["gather"])) == (
+    assert repr(figures.before_after(zip(*NINE["gather"], strict=True))) == (
         "before, rank 0 has [1], rank 1 has [10], rank 2 has [100]; "
         "after, rank 0 has [1, 10, 100], ranks 1 and 2 have nothing."
     )
-    assert repr(figures.before_after([[1.5], None], [torch.tensor([1.5])] * 2, "broadcast")) == (
+    assert repr(figures.before_after([([1.5], torch.tensor([1.5])), (None, torch.tensor([1.5]))], "broadcast")) == (
         "broadcast: before, rank 0 has [1.5], rank 1 has nothing; after, every rank has [1.5]."
     )
 
@@ -174,20 +174,20 @@ def test_owners():
     assert figures.find_owners(before, after) == [[0, 1, 2]] * 3
     assert figures.find_owners(V, [SUM] * 3) == [[None, None]] * 3
     assert figures.find_owners([[5], [5]], [[5, 5], [5]]) == [[0, None], [1]]  # its own, else nobody can tell whose
-    given = figures.before_after([[5], [5]], [[5, 5], [5]], owners=[[0, 1], [1]])
-    assert given.png != figures.before_after([[5], [5]], [[5, 5], [5]]).png
+    pairs = [([5], [5, 5]), ([5], [5])]
+    assert figures.before_after(pairs, owners=[[0, 1], [1]]).png != figures.before_after(pairs).png
 
 
 def test_before_after_of_long_floats_fits_the_page():
     torch.manual_seed(0)
     values = [torch.randn(16) / 10**rank for rank in range(8)]
-    picture = figures.before_after(values, [sum(values)] * 8)
+    picture = figures.before_after((value, sum(values)) for value in values)
     assert Image.open(io.BytesIO(picture.png)).width <= figures.WIDEST
 
 
-def test_before_after_wants_the_same_ranks():
-    with pytest.raises(ValueError, match="3 before, 2 after"):
-        figures.before_after(V, V[:2])
+def test_before_after_of_a_run():
+    run = launch(lambda: ([dist.get_rank()], [1]), world_size=2)
+    assert repr(figures.before_after(run)) == "before, rank 0 has [0], rank 1 has [1]; after, every rank has [1]."
 
 
 def test_worlds():

@@ -205,17 +205,14 @@ def cell_width(*rows: Sequence | None) -> float:
 # What a collective does.
 
 
-def before_after(
-    before: Sequence, after: Sequence, title: str | None = None, owners: Sequence | None = None
-) -> Picture:
+def before_after(pairs: Iterable, title: str | None = None, owners: Sequence | None = None) -> Picture:
     """What each rank holds before and after a collective, a row for each rank.
 
-    before, after: by rank, a list or tensor of any length, or None for nothing yet.
-    owners: by rank, for each number of `after`, whose data it is (None: of several); found by comparing, unless given.
+    pairs: by rank, (before, after), for instance a run whose function returned that; each a list or tensor of any
+        length, or None for nothing yet.
+    owners: by rank, for each number after, whose data it is (None: of several); found by comparing, unless given.
     """
-    before, after = [flat(row) for row in before], [flat(row) for row in after]
-    if len(before) != len(after):
-        raise ValueError(f"before_after expected rows for the same ranks, got {len(before)} before, {len(after)} after")
+    before, after = zip(*([flat(row) for row in pair] for pair in pairs), strict=True)
     owners = owners or find_owners(before, after)
     width, gap, label = cell_width(*before, *after), 120, 100
     columns = [max([len(row or ()) for row in rows] + [1]) for rows in (before, after)]
@@ -229,13 +226,14 @@ def before_after(
     ]
     tall = [44 + sum(36 * n + 12 for n in each) for each in lines]
     top = 56 if title else 10
+    legend = 34 if any(owner is None for row in owners for owner in row) else 0
     if stacked:
-        canvas = Canvas(max(*grids, 300) + 30, top + sum(tall) + 64)
+        canvas = Canvas(max(*grids, 300) + 30, top + sum(tall) + 64 + legend)
         spots = [(10, top), (10, top + tall[0] + 64)]
         middle = 10 + label + max(columns) * width / 2
         canvas.arrow((middle, top + tall[0]), (middle, top + tall[0] + 60), line=7)
     else:
-        canvas = Canvas(sum(grids) + gap + 30, top + max(tall) + 6)
+        canvas = Canvas(sum(grids) + gap + 30, top + max(tall) + 6 + legend)
         spots = [(10, top), (10 + grids[0] + gap, top)]
         middle = top + 40 + (max(tall) - 44) / 2
         canvas.arrow((grids[0] + 35, middle), (grids[0] + gap - 10, middle), line=10)
@@ -246,8 +244,16 @@ def before_after(
     for heading, (x, y), rows, whose, n in zip(headings, spots, (before, after), (own, owners), columns, strict=True):
         canvas.text(x + label + n * width / 2, y + 18, heading, NORMAL)
         _draw_rows(canvas, x, y + 40, rows, whose, width, n)
+    if legend:
+        mixed_legend(canvas)
     name = f"{title}: " if title else ""
     return canvas.picture(f"{name}before, {_say_rows(before)}; after, {_say_rows(after)}.")
+
+
+def mixed_legend(canvas: Canvas):
+    """What grey means, at the foot of the canvas."""
+    canvas.box(16, canvas.height - 32, 30, 20, MIXED)
+    canvas.text(54, canvas.height - 22, "a sum, or data of several ranks", align="left")
 
 
 def _draw_rows(canvas: Canvas, x, y, rows, owners, width, per_line):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ..runtime.board import Record
 from ..runtime.errors import HangError, LaunchError
 from . import figures
-from .figures import EMPTY, GREY, MIXED, NORMAL, SMALL, WRONG, Canvas, Picture, colour, ink, name_ranks, numbers
+from .figures import EMPTY, GREY, NORMAL, SMALL, WRONG, Canvas, Picture, colour, ink, name_ranks, numbers
 
 MOST_FRAMES = 120
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
@@ -520,8 +520,7 @@ def _draw(frame: Frame, stage: Stage, step: str) -> bytes:
         _draw_message(canvas, stage, frame, x, y)
     owners = [owner for buffers in frame.memory for cells in buffers.values() for owner in cells.owners]
     if None in owners:
-        canvas.box(16, canvas.height - 32, 30, 20, MIXED)
-        canvas.text(54, canvas.height - 22, "a sum, or data of several ranks", align="left")
+        figures.mixed_legend(canvas)
     return canvas.png()
 
 
@@ -787,7 +786,7 @@ def _whence(event: Event) -> str:
     return f" (line {record.line} of {record.function}" + (f": {code})" if code else ")")
 
 
-def world_explorer(gpus: int = 0, value: int = 4) -> Explorer:
+def world_explorer(*, gpus: int = 0, value: int = 4) -> Explorer:
     """A slider over the world size: which rank sits where on a machine with so many GPUs. Notebook 00."""
     return explorer(
         lambda n: figures.worlds(n, gpus), lambda n: figures.worlds(n, gpus).text, "world size", 1, 8, value
