@@ -243,20 +243,20 @@ def test_sizes_may_differ_where_torch_allows_it():
 
 
 def test_trap_19_slow_computation_is_not_a_hang():
-    def slow(how):
+    """One rank sleeps and one computes, for more than three times hang_after, while one waits for both."""
+
+    def slow():
         x = torch.ones(1)
         dist.all_reduce(x)
         if dist.get_rank() == 0:
-            if how == "sleep":
-                time.sleep(1)
-            until = time.perf_counter() + (1 if how == "busy" else 0)
-            while time.perf_counter() < until:
-                pass
+            time.sleep(1)
+        until = time.perf_counter() + (dist.get_rank() == 1)
+        while time.perf_counter() < until:
+            pass
         dist.all_reduce(x)
         return x.item()
 
-    for how in ("busy", "sleep"):
-        assert list(launch(slow, how, world_size=2, hang_after=0.3)) == [4.0, 4.0]
+    assert list(launch(slow, world_size=3, hang_after=0.3)) == [9.0] * 3
 
 
 def test_trap_19_all_ranks_slow_with_a_call_under_way():
