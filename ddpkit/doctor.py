@@ -65,6 +65,8 @@ def examine() -> Iterator[Finding]:
     except Exception as error:  # a torch that doesn't load raises OSError, ImportError, RuntimeError ...
         yield Finding("torch", f"can't be imported: {error}", PROBLEM, "make lab, or pip install -e .")
         return
+    from .runtime.backends import nccl_version
+
     yield judge_torch(torch.__version__, dist.is_available())
     yield judge_cores(count_cores())
     yield judge_memory(*memory_bytes())
@@ -172,16 +174,6 @@ def look_at_gpus() -> list[dict] | str:
     if child.returncode:
         return child.stderr.strip().splitlines()[-1] if child.stderr.strip() else f"exit code {child.returncode}"
     return json.loads(child.stdout.splitlines()[-1])
-
-
-def nccl_version() -> tuple[int, ...] | None:
-    """What `ncclGetVersion` says, which may be newer than the NCCL torch was built with."""
-    import torch
-
-    try:
-        return tuple(torch.cuda.nccl.version()[:3])
-    except Exception:  # torch without CUDA has no such function, or one that raises; both mean no NCCL
-        return None
 
 
 def loopback_error() -> str:
@@ -293,8 +285,8 @@ def judge_gpus(gpus: list[dict] | str, apple: bool) -> Finding:
     return Finding("GPUs", "none: the course runs on the CPU", NOTE)
 
 
-def judge_nccl(version: tuple[int, ...] | None, gpus: int) -> Finding:
-    if version is None or not gpus:
+def judge_nccl(version: tuple[int, ...], gpus: int) -> Finding:
+    if not version or not gpus:
         return Finding("NCCL", "not needed without a GPU" if not gpus else "missing", NOTE if gpus else OK)
     value = ".".join(map(str, version))
     if version >= NCCL_SHARES_A_GPU:

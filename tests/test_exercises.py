@@ -89,6 +89,18 @@ def hello_wrong_words():
         dist.barrier()
 
 
+def hello_barrier_then_clock():
+    dist.barrier()
+    time.sleep(0.4 * _rank())
+    print(f"hello from rank {_rank()} of {_size()}")
+
+
+def hello_counts_barriers_wrongly():
+    for _ in range(_rank()):
+        dist.barrier()
+    print(f"hello from rank {_rank()} of {_size()}")
+
+
 # neighbours
 
 
@@ -160,6 +172,23 @@ def broadcast_twice(tensor, src):
                     dist.send(tensor, rank)
         else:
             dist.recv(tensor, src)
+
+
+def broadcast_forgets_the_handles(tensor, src):
+    if _rank() == src:
+        for rank in range(_size()):
+            if rank != src:
+                dist.isend(tensor, rank)
+    else:
+        dist.irecv(tensor, src)
+
+
+def broadcast_to_nobody(tensor, src):
+    if _rank() == src:
+        for rank in range(_size()):
+            dist.isend(tensor, rank + 1).wait()
+    else:
+        dist.recv(tensor, src)
 
 
 # all_reduce
@@ -314,6 +343,11 @@ def reduce_scatter_off_by_one(output, input_list):
     _scatter_all(output, input_list, chunk_for=lambda rank: (rank + 1) % size, keep=lambda rank: (rank + 1) % size)
 
 
+def reduce_scatter_others_chunks(output, input_list):
+    mine = _rank()
+    _scatter_all(output, input_list, chunk_for=lambda rank: mine)
+
+
 def reduce_scatter_own_chunks(output, input_list):
     output.copy_(sum(input_list))
 
@@ -348,21 +382,25 @@ MUTANTS = [  # exercise, wrong answer, what the verdict must say
     ("say_hello", hello_by_the_clock, "waited by the clock"),
     ("say_hello", hello_all_from_rank_0, "only when it is its turn"),
     ("say_hello", hello_every_turn, "only when it is its turn"),
-    ("say_hello", hello_barrier_on_one_rank, "mismatch"),
+    ("say_hello", hello_barrier_then_clock, "waited by the clock"),
+    ("say_hello", hello_counts_barriers_wrongly, "which has returned"),
+    ("say_hello", hello_barrier_on_one_rank, "which has returned"),
     ("say_hello", hello_wrong_words, "must read exactly so"),
     ("neighbours", neighbours_open, "the ring must close"),
     ("neighbours", neighbours_swapped, "the wrong way round"),
-    ("neighbours", neighbours_of_four, "There is no rank 3"),
+    ("neighbours", neighbours_of_four, "There is no rank 3. Count with the size of this world"),
     ("neighbours", neighbours_off_by_one, "the size of this world"),
     ("neighbours", neighbours_right_only, "Return two ranks"),
     ("broadcast", broadcast_new_tensor, "receive into `tensor` itself"),
-    ("broadcast", broadcast_from_0, "The source is `src`, here 1"),
-    ("broadcast", broadcast_sends_to_itself, "rank 0 raised"),
+    ("broadcast", broadcast_from_0, "The source is `src`, here rank 1"),
+    ("broadcast", broadcast_forgets_the_handles, "never waited for it"),
+    ("broadcast", broadcast_to_nobody, "there is no rank"),
+    ("broadcast", broadcast_sends_to_itself, "not be the same as the rank"),
     ("broadcast", broadcast_nobody_receives, "Every send needs a recv"),
     ("broadcast", broadcast_by_torch, "torch did the work"),
     ("broadcast", broadcast_twice, "more than the 24"),
     ("all_reduce", all_reduce_without_sharing, "Rank 1 still has only its own number"),
-    ("all_reduce", all_reduce_overwrites, "rank 0 is missing from it"),
+    ("all_reduce", all_reduce_overwrites, "Receive into a second tensor"),
     ("all_reduce", all_reduce_rank_0_twice, "rank 0 is in it more than once"),
     ("all_reduce", all_reduce_everyone_to_everyone, "more than the"),
     ("all_reduce", all_reduce_send_send, "both with isend and irecv"),
@@ -374,6 +412,7 @@ MUTANTS = [  # exercise, wrong answer, what the verdict must say
     ("all_gather", all_gather_to_rank_0_only, "was never filled"),
     ("all_gather", all_gather_rebinds, "The whole list is still empty"),
     ("reduce_scatter", reduce_scatter_without_own, "this one too, adds its chunk"),
+    ("reduce_scatter", reduce_scatter_others_chunks, "The 20 in it is rank 1's chunk 1"),
     ("reduce_scatter", reduce_scatter_off_by_one, "That is the sum of chunk 1"),
     ("reduce_scatter", reduce_scatter_own_chunks, "this rank's own chunks"),
     ("reduce_scatter", reduce_scatter_via_all_reduce, "more than the"),

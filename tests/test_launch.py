@@ -18,7 +18,8 @@ from outside import run_script
 
 from ddpkit import Link, RankError, Run, launch
 from ddpkit.runtime import processes
-from ddpkit.runtime.launch import MOST_RANKS, choose_backend
+from ddpkit.runtime.backends import choose_backend
+from ddpkit.runtime.launch import MOST_RANKS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
 
@@ -149,7 +150,7 @@ def test_nccl_without_a_gpu_is_refused(no_process):
 
 
 def test_the_choice_of_backend_and_its_reason(monkeypatch):
-    from ddpkit.runtime import launch as module
+    from ddpkit.runtime import backends as module
 
     def choice(gpus, version, world_size, **options):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -169,7 +170,7 @@ def test_the_choice_of_backend_and_its_reason(monkeypatch):
 
 
 def test_trap_25_ranks_that_share_a_gpu(monkeypatch):
-    from ddpkit.runtime import launch as module
+    from ddpkit.runtime import backends as module
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)

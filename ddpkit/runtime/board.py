@@ -47,6 +47,7 @@ class Record:
     started: float | None = None  # when the link took it; without an emulated link, when it was issued
     done: float | None = None
     waited: float | None = None  # when the rank stopped to wait for it
+    dropped: bool = False  # its handle was let go before anybody waited for it
     values: list | None = None  # keep_values: the message as handed in, up to 64 elements
     result: list | None = None  # keep_values: what arrived
     memory: tuple[int, int, list] | None = None  # keep_values: which buffer, where in it, and all that it holds

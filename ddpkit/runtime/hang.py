@@ -20,6 +20,7 @@ class Situation:
     call: Record | None = None  # the call it sits in, or the last it made
     missing: tuple[int, ...] = ()  # the ranks that have not come to that call
     place: tuple[str, int, str] | None = None  # file, line, function, where known
+    lost: Record | None = None  # the other side of its message, whose handle was let go
 
 
 def situations(board: Board) -> list[Situation]:
@@ -38,8 +39,16 @@ def situations(board: Board) -> list[Situation]:
         elif call is None or call.done is not None:
             found.append(Situation(rank, "computing"))
         else:
-            found.append(Situation(rank, "waiting", call, _missing(call, rank, reached), _place(call)))
+            lost = _lost(call, records)
+            missing = (call.peer,) if lost else _missing(call, rank, reached)
+            found.append(Situation(rank, "waiting", call, missing, _place(call), lost))
     return found
+
+
+def _lost(call: Record, records: list[list[Record]]) -> Record | None:
+    """The other side of a message, if its handle was let go before anybody waited for it: it may never complete."""
+    theirs = records[call.peer] if call.op in ("send", "recv") and call.peer is not None else ()
+    return next((r for r in theirs if (r.channel, r.seq) == (call.channel, call.seq) and r.dropped), None)
 
 
 def _place(record: Record) -> tuple[str, int, str]:
@@ -150,23 +159,32 @@ def explain_deadlock(now: list[Situation], stuck: list[int]) -> tuple[str, str]:
             f"{name_ranks(stuck)} {'waits' if len(stuck) == 1 else 'wait'} in {' and '.join(calls)} for "
             f"{name_ranks(gone)}, which {'has' if len(gone) == 1 else 'have'} {stopped}."
         )
-        if any(by_rank[rank].call.op in ("send", "recv") for rank in stuck):
-            advice = "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
-        elif any(by_rank[rank].call.op == "new_group" for rank in stuck):
-            advice = "Every rank must call dist.new_group, also those that are not in the group."
-        else:
-            advice = "Every rank of the group must make the call. Is it under an `if`, or did one loop end early?"
-        return f"deadlock: {happened}", advice
+        return f"deadlock: {happened}", _advice([by_rank[rank] for rank in stuck], gone=True)
     chain = ", ".join(
         f"rank {rank} for {name_ranks(by_rank[rank].missing)} in {by_rank[rank].call.op}" for rank in stuck
     )
-    if all(by_rank[rank].call.op in ("send", "recv") for rank in stuck):
-        advice = "Let one side receive first, or start both with isend and irecv and wait afterwards."
-    elif any(by_rank[rank].call.op == "new_group" for rank in stuck):
-        advice = "Every rank must call dist.new_group, also those that are not in the group."
-    else:
-        advice = "All ranks must use their groups in the same order."
-    return f"deadlock: each waits for another: {chain}.", advice
+    return f"deadlock: each waits for another: {chain}.", _advice([by_rank[rank] for rank in stuck], gone=False)
+
+
+def _advice(stuck: list[Situation], gone: bool) -> str:
+    """gone: whether some of the ranks waited for have returned; otherwise all wait for each other."""
+    lost = next((s for s in stuck if s.lost), None)
+    if lost:
+        begun, handle = ("isend", "send") if lost.lost.op == "send" else ("irecv", "receive")
+        return (
+            f"Rank {lost.call.peer} began its {handle} with {begun} and never waited for it "
+            f"({describe_place(_place(lost.lost))}). Keep what {begun} returns, and call wait() on it."
+        )
+    ops = {s.call.op for s in stuck}
+    if "new_group" in ops:
+        return "Every rank must call dist.new_group, also those that are not in the group."
+    if gone and ops & {"send", "recv"}:
+        return "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
+    if gone:
+        return "Every rank of the group must make the call. Is it under an `if`, or did one loop end early?"
+    if ops <= {"send", "recv"}:
+        return "Let one side receive first, or start both with isend and irecv and wait afterwards."
+    return "All ranks must use their groups in the same order."
 
 
 def report(headline: str, advice: str, now: list[Situation], board: Board) -> str:

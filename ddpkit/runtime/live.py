@@ -8,8 +8,10 @@ import linecache
 import shlex
 
 from . import hang, processes, worker
+from .backends import choose_backend
 from .errors import LaunchError, RankError
-from .launch import MOST_RANKS, Watch, choose_backend, world
+from .launch import MOST_RANKS
+from .watch import Watch
 
 GONE = "The ranks were ended, and their variables with them; the next %%ranks cell starts new ones."
 
@@ -21,7 +23,9 @@ class LiveWorld:
         self.world_size = world_size
         choice = choose_backend("auto", world_size)
         with contextlib.ExitStack() as stack:
-            self.ranks, self.board = stack.enter_context(world(choice, world_size, None, False, worker.serve_cells))
+            self.ranks, self.board = stack.enter_context(
+                processes.world(choice, world_size, None, False, worker.serve_cells)
+            )
             Watch(self.ranks, self.board, None, 60.0).until_all_reply()
             self._stack = stack.pop_all()
         self.is_open = True

@@ -8,6 +8,7 @@ inherited. Every launch gets new processes: nothing leaks from one to the next, 
 import contextlib
 import functools
 import io
+import linecache
 import multiprocessing.spawn
 import os
 import re
@@ -25,6 +26,8 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 from . import worker
+from .backends import Choice
+from .board import Board
 
 PRELOAD = ["ddpkit.runtime.worker"]
 _starting = threading.Lock()
@@ -86,6 +89,46 @@ class Rank:
         main_thread = re.split(r"(?:Current thread|Thread) 0x\w+.*\n", text)[-1]
         frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', main_thread)
         return [(file, int(line), function) for file, line, function in frames]
+
+
+@contextlib.contextmanager
+def world(choice: Choice, world_size: int, link, keep_values: bool, target, call: bytes = b""):
+    """Start `world_size` ranks that run `target`; whatever happens inside, none is left afterwards.
+
+    Yields (ranks, board).
+    """
+    folder = new_folder()
+    ranks: list[Rank] = []
+    board = Board(folder / "board", world_size, create=True)
+    try:
+        (folder / "call").write_bytes(call)
+        environ = {**os.environ, **choice.environ}
+        for rank in range(world_size):
+            assignment = worker.Assignment(
+                rank, world_size, str(folder), choice.backend, choice.gpus, link, keep_values, environ, _cell_texts()
+            )
+            with interrupts_deferred():
+                ranks.append(Rank(assignment, target))
+        yield ranks, board
+    finally:
+        with interrupts_deferred():
+            end(ranks)
+            board.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def end(ranks: list[Rank]):
+    """End all of them, then wait for each."""
+    for rank in ranks:
+        rank.end()
+    for rank in ranks:
+        rank.wait_gone()
+
+
+def _cell_texts() -> dict[str, tuple]:
+    """The text of notebook cells, as linecache keeps it: entries without a time stand for no file."""
+    entries = linecache.cache.copy()  # other threads add to it
+    return {name: entry for name, entry in entries.items() if len(entry) == 4 and entry[1] is None}
 
 
 def start_method() -> str:

@@ -130,6 +130,14 @@ class Recorder:
             if index is not None and index >= self._calls - SLOTS:
                 self.board.put(self.rank, index, record)
 
+    def dropped(self, record: Record):
+        """The handle of a message was let go before anybody waited for it: Gloo may never deliver it."""
+        record.dropped = True
+        with self._lock:
+            index = self._indices.get(id(record))
+            if index is not None and index >= self._calls - SLOTS:
+                self.board.put(self.rank, index, record)
+
     def latest_issue(self, record: Record) -> float:
         """When the last of the ranks that take part in `record` came to it, as far as the board knows."""
         times = [record.issued]
@@ -203,6 +211,10 @@ class WireWork(Work):
 
     def _arrived(self):
         """For subclasses: what only the finished call knows."""
+
+    def __del__(self):
+        if self._record.waited is None and self._record.op in ("send", "recv") and not sys.is_finalizing():
+            self._recorder.dropped(self._record)
 
     def is_completed(self) -> bool:
         return self.inner.is_completed() if self._delivery is None else self._delivery.future.done()
@@ -447,11 +459,22 @@ class WireGroup(dist.ProcessGroup):
         )
 
     def _point_to_point(self, op, tensors, src, dst, tag) -> Record:
-        peer = self.ranks[dst if op == "send" else src]
+        name, number = ("dst", dst) if op == "send" else ("src", src)
+        self._check_peer(op, name, number)
+        peer = self.ranks[number]
         detail = f"{_size(tensors)}, {'dst' if op == 'send' else 'src'}={peer}"
         record = self._record(op, tensors, None, self.way(src, dst, tag), _size(tensors), detail)
         record.peer, record.ranks = peer, (self.ranks[src], self.ranks[dst])
         return record
+
+    def _check_peer(self, op: str, name: str, number: int):
+        """torch lets both mistakes pass; Gloo answers one with an assertion in C++, the other with silence."""
+        me = f"rank {self.ranks[self.rank()]} called {op} with {name}={number}"
+        if not 0 <= number < len(self.ranks):
+            last = len(self.ranks) - 1
+            raise ValueError(f"{me}, but there is no rank {number}: the last is {last}. Did a loop go one too far?")
+        if number == self.rank():
+            raise ValueError(f"{me}, which is itself: leave this rank out, it has its own data already")
 
     def way(self, src: int, dst: int, tag: int) -> str:
         """The channel of messages from `src` to `dst` (ranks in the group) with that tag."""

@@ -5,7 +5,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ddpkit.runtime.errors import HangError, LaunchError, RankError
+from ddpkit.runtime.errors import LaunchError
+from ddpkit.runtime.hang import describe_place
 from ddpkit.runtime.launch import Run, launch
 
 PATIENCE_S = 20.0
@@ -15,9 +16,10 @@ PATIENCE_S = 20.0
 class Trial:
     """One run of the answer on real ranks, and what must come out of it.
 
-    program: called on every rank with the answer and `args`; returns a list of numbers.
+    program: called on every rank with the answer and `args`; returns plain data.
     expected: what it must return, by rank, from a specification that shares no code with the library.
-    sent_bytes: what all ranks together may send; None: the wire is not looked at.
+    sent_bytes: what all ranks together may send; None: any number.
+    what: what the trial tries besides the number of ranks.
     """
 
     world_size: int
@@ -46,10 +48,11 @@ class Exercise:
     """A checker: call it with the answer; ask it for a `hint()`, the `solution()`, or a `replay()` of what went wrong.
 
     trials: smallest world first, so that the first failure is the easiest to understand.
+    reference: the library's own function, which is also the solution; `helpers` are the library's functions that it
+        calls and a reader must see to understand it.
     cause: called with a trial, the rank with a wrong result, what it should have and what it has; names the usual
         cause, or None.
-    wire: called with a trial whose results are right and its run; returns what is wrong on the wire, or None.
-    reference: the library's own function, which is also the solution.
+    wire: called with a trial and its run; returns what is wrong on the wire though the values are right, or None.
     """
 
     def __init__(
@@ -60,9 +63,9 @@ class Exercise:
         praise: str,
         cause: Callable[[Trial, int, object, object], str | None],
         wire: Callable[[Trial, Run], str | None] | None = None,
-        name: str | None = None,
+        helpers: tuple[Callable, ...] = (),
     ):
-        self.name = name or reference.__name__
+        self.name, self.helpers = reference.__name__, helpers
         self.reference, self.trials, self.hints, self.praise = reference, trials, hints, praise
         self._cause, self._wire = cause, wire or _check_wire
         self._hints_given = 0
@@ -92,8 +95,9 @@ class Exercise:
         return Verdict(None, self._next_hint())
 
     def solution(self) -> Verdict:
-        """The library's own source."""
-        return Verdict(None, inspect.getsource(inspect.unwrap(self.reference)))
+        """The library's own source, and that of the functions it calls."""
+        parts = [inspect.getsource(inspect.unwrap(part)) for part in (self.reference, *self.helpers)]
+        return Verdict(None, "\n\n".join(parts))
 
     def replay(self):
         """A player of the smallest world in which the last answer failed: what your code really sent."""
@@ -119,12 +123,12 @@ class Exercise:
                 keep_values=True,
                 timeout=PATIENCE_S,
             )
-        except HangError as error:
-            self._failed = error
-            return "\n".join(_first_and_last_line(error))
-        except RankError as error:
+        except LaunchError as error:
             self._failed = error
             return str(error)
+        forgotten = _forgotten_handle(run)
+        if forgotten:
+            return forgotten
         for rank, (expected, got) in enumerate(zip(trial.expected, run, strict=True)):
             if got != expected:
                 usual = self._cause(trial, rank, expected, got)
@@ -133,12 +137,6 @@ class Exercise:
         problem = self._wire(trial, run)
         self._failed = self._failed if problem else None
         return problem
-
-
-def _first_and_last_line(error: HangError) -> tuple[str, str]:
-    """What happened, and what to do."""
-    lines = str(error).splitlines()
-    return lines[0], lines[-1]
 
 
 def _short(value: object) -> str:
@@ -166,6 +164,19 @@ def _opcodes(code) -> list[tuple[str, object]]:
 def messages(run: Run) -> Iterator:
     """All sends of all ranks."""
     return (record for diary in run.wire for record in diary if record.op == "send")
+
+
+def _forgotten_handle(run: Run) -> str | None:
+    """A message that was begun with isend or irecv, and that nobody waited for: it may arrive late, or never."""
+    for rank, diary in enumerate(run.wire):
+        for record in diary:
+            if record.op in ("send", "recv") and record.waited is None:
+                place = describe_place((record.file, record.line, record.function))
+                return (
+                    f"rank {rank} began {record.call} and never waited for it ({place}).\n"
+                    f"Keep what {'isend' if record.op == 'send' else 'irecv'} returns, and call wait() on it."
+                )
+    return None
 
 
 def _check_wire(trial: Trial, run: Run) -> str | None:

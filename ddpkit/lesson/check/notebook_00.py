@@ -22,62 +22,73 @@ def say_hello():
 
 
 class _Listener(io.StringIO):
-    """Stands in for a rank's standard output and notes when each piece was printed."""
+    """Stands in for a rank's standard output and notes when it first printed something."""
 
-    def __init__(self):
-        super().__init__()
-        self.times = []
+    printed_at = None
 
     def write(self, text):
-        self.times.append(time.perf_counter())
+        self.printed_at = self.printed_at or time.perf_counter()
         return super().write(text)
 
 
 def _listen(answer):
-    """Call the answer with the low ranks late, so that an order that comes by luck doesn't come."""
-    listener, real = _Listener(), sys.stdout
-    dist.barrier()
+    """Call the answer with the low ranks late, so that an order that comes by luck doesn't come.
+
+    Returns the text only, so that a trial can say what it expects; the time is left where `_order` finds it.
+    """
     time.sleep(0.05 * (dist.get_world_size() - 1 - dist.get_rank()))
+    listener, real = _Listener(), sys.stdout
     sys.stdout = listener
     try:
         answer()
     finally:
         sys.stdout = real
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, listener.times[:1])
-    first = [times[0] if times else 0.0 for times in everyone]
-    before_me = dist.get_rank() == 0 or first[dist.get_rank() - 1] < first[dist.get_rank()]
-    return [listener.getvalue(), "after the rank before it" if before_me else "before the rank before it"]
+    return Said(listener.getvalue(), listener.printed_at)
+
+
+class Said(str):
+    """What a rank printed, and when."""
+
+    def __new__(cls, text, at):
+        said = super().__new__(cls, text)
+        said.at = at
+        return said
+
+    def __reduce__(self):
+        return Said, (str(self), self.at)
 
 
 def _hello_trials():
     for world_size in (2, 3, 4):
-        expected = [[f"hello from rank {r} of {world_size}\n", "after the rank before it"] for r in range(world_size)]
-        yield Trial(world_size, _listen, (), expected)
+        yield Trial(world_size, _listen, (), [f"hello from rank {r} of {world_size}\n" for r in range(world_size)])
 
 
 def _hello_cause(trial: Trial, rank: int, expected, got):
-    text, _ = got
-    if text == "":
+    if got == "":
         return "This rank printed nothing. Every rank must take its turn."
-    if text != expected[0]:
-        if text.strip() == expected[0].strip():
-            return "The text must be one line, ended by print itself."
-        if text.count("hello") > 1:
-            return "A rank must speak only when it is its turn, once."
-        return "The line must read exactly so; rank and world size come from dist.get_rank() and dist.get_world_size()."
-    return (
-        "The ranks were slowed down on purpose, low ranks most, and the order broke: nothing makes a rank wait for the "
-        "one before it. A message or a barrier does."
-    )
+    if got.strip() == expected.strip():
+        return "The text must be one line, ended by print itself."
+    if got.count("hello") > 1:
+        return "A rank must speak only when it is its turn, once."
+    return "The line must read exactly so; rank and world size come from dist.get_rank() and dist.get_world_size()."
 
 
-def _hello_wire(trial: Trial, run: Run):
-    if any(len(diary) <= 3 for diary in run.wire):  # the checker itself makes three calls on each rank
-        return (
-            "the order is right, but one rank heard nothing from the others: it waited by the clock.\n"
-            "On a busy machine any sleep is too short. A message or a barrier is certain."
-        )
+def _hello_order(trial: Trial, run: Run):
+    """Each rank must have heard something after the rank before it printed, and before it printed itself."""
+    for rank in range(1, trial.world_size):
+        earlier, mine = run[rank - 1].at, run[rank].at
+        if mine < earlier:
+            return (
+                f"rank {rank} printed before rank {rank - 1} did.\n"
+                "Low ranks were slowed down on purpose, and nothing makes a rank wait for the one before it. "
+                "A message or a barrier does."
+            )
+        if not any(earlier < record.done < mine for record in run.wire[rank] if record.done and record.op != "send"):
+            return (
+                f"the order came out right, but rank {rank} heard nothing between rank {rank - 1}'s line and its own: "
+                "it waited by the clock.\n"
+                "On a busy machine any sleep is too short. A message or a barrier is certain."
+            )
     return None
 
 
@@ -91,7 +102,7 @@ say_hello = Exercise(
     ],
     "in rank order, also when low ranks are slow.",
     _hello_cause,
-    _hello_wire,
+    _hello_order,
 )
 
 
@@ -120,12 +131,13 @@ def _neighbours_cause(trial: Trial, rank: int, expected, got):
         return "Return a tuple: return left, right."
     if got == expected[::-1]:
         return "These are the right ranks the wrong way round: left is the rank below, right the rank above."
-    if not all(0 <= neighbour < trial.world_size for neighbour in got):
-        outside = next(neighbour for neighbour in got if not 0 <= neighbour < trial.world_size)
+    outside = next((neighbour for neighbour in got if not 0 <= neighbour < trial.world_size), None)
+    if outside in (-1, trial.world_size):
         return f"There is no rank {outside}: the ring must close. The remainder, %, brings it round."
     if trial.world_size == 1:
         return "A rank alone in its world is its own neighbour on both sides."
-    return "Count with the size of this world, dist.get_world_size(), not with a fixed number."
+    there = f"There is no rank {outside}. " if outside is not None else ""
+    return f"{there}Count with the size of this world, dist.get_world_size(), not with a fixed number."
 
 
 neighbours = Exercise(

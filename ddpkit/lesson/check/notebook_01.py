@@ -43,7 +43,7 @@ def _broadcast_cause(trial: Trial, rank: int, expected, got):
     if got == _own(rank, 3) and rank > 0:
         return f"Rank {rank} still has its own numbers: receive into `tensor` itself, not into a new tensor."
     if got == _own(0, 3):
-        return f"That is what rank 0 has. The source is `src`, here {src}."
+        return f"Those are rank 0's own numbers. The source is `src`, here rank {src}; it isn't always rank 0."
     return "Who sends to this rank, and what?"
 
 
@@ -81,6 +81,8 @@ def _all_reduce_cause(trial: Trial, rank: int, expected, got):
     if len(set(got)) > 1:
         return "The elements differ, though they went in alike: add whole tensors."
     words = read_sum(got[0], trial.world_size)
+    if words == "rank 0 is missing from it":
+        return f"Read the digits: {words}. Was rank 0's number overwritten? Receive into a second tensor, then add."
     if "more than once" in words:
         return (
             f"Read the digits: {words}. Add each rank's own numbers once, and don't add to a sum that has them already."
@@ -100,6 +102,7 @@ all_reduce = Exercise(
     ],
     "right on 1 to 4 ranks, with 2(W-1) times the tensor on the wire.",
     _all_reduce_cause,
+    helpers=(collectives.reduce, collectives.broadcast),
 )
 
 
@@ -109,7 +112,7 @@ all_reduce = Exercise(
 def _run_all_gather(answer, numel):
     tensor = torch.tensor(_own(dist.get_rank(), numel))
     tensor_list = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
-    answer(tensor_list, tensor)
+    answer(tensor_list.copy(), tensor)  # a copy: the tensors themselves must be filled, not replaced
     return [part.tolist() for part in tensor_list]
 
 
@@ -143,6 +146,7 @@ all_gather = Exercise(
     ],
     "right on 1 to 4 ranks, every part sent once to each rank that needs it.",
     _all_gather_cause,
+    helpers=(collectives._exchange,),
 )
 
 
@@ -173,10 +177,17 @@ def _reduce_scatter_cause(trial: Trial, rank: int, expected, got):
         return f"That is the sum of chunk {value // ones - 1}. Rank {rank} must hold the sum of chunk {rank}."
     if value == sum((chunk + 1) * 10**rank for chunk in range(trial.world_size)):
         return "That is the sum of this rank's own chunks. Sum over ranks: chunk r of every rank."
-    if value % (rank + 1) == 0:
-        words = read_sum(value // (rank + 1), trial.world_size)
-        if words:
-            return f"Read the digits: {words}. Every rank, this one too, adds its chunk once."
+    for other in range(trial.world_size):
+        digit = value // 10**other % 10
+        if digit == 0:
+            return f"Rank {other}'s chunk is missing from it. Every rank, this one too, adds its chunk once."
+        if other == rank and digit == 2 * (rank + 1):
+            return f"Rank {rank}'s own chunk is in it twice."
+        if digit != rank + 1:
+            wrong = digit * 10**other
+            return (
+                f"The {wrong} in it is rank {other}'s chunk {digit - 1}. Rank {rank} sums chunk {rank} of every rank."
+            )
     return "Rank r sends chunk k of its list to rank k, and adds up the chunks r that come from the others."
 
 
@@ -190,4 +201,5 @@ reduce_scatter = Exercise(
     ],
     "right on 1 to 4 ranks, with (W-1)/W of the input sent by each.",
     _reduce_scatter_cause,
+    helpers=(collectives._exchange,),
 )
