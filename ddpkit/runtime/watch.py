@@ -13,7 +13,7 @@ from .wire import is_library
 
 TICK_S = 0.05  # how often the board is read while nobody speaks
 CERTAIN_S = 0.5  # a deadlock that the board proves is reported after it has stood still this long
-SETTLE_S = 0.3  # after a failure the other ranks get this long to say how it hit them
+SETTLE_S = 0.4  # after a failure the other ranks get this long to say how it hit them
 LOST_PEER_S = 2.0  # and this long when those that fell all say that somebody else did
 MOST_FRAMES = 30
 MOST_LINES = 200  # of a rank's output that are shown
