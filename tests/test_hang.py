@@ -1,7 +1,9 @@
 """Hangs, deadlocks and mismatches: found soon, told in words, the same words every time; slow is not hung."""
 
+import _thread
 import re
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -469,3 +471,42 @@ def test_places_name_no_machine_path_and_no_cell_number():
     text = hang.describe_place((__file__, 1, "step"))
     assert text.startswith(f"{NAME}:1 in step: ")
     assert hang.short_path(torch.__file__) == "torch/__init__.py"
+
+
+def test_a_handle_that_nobody_waited_for_is_named():
+    def forgets():
+        x = torch.ones(2)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            dist.isend(x, 1)
+        else:
+            time.sleep(0.2)
+            dist.recv(x, 0)
+
+    text = report(forgets)
+    assert text.startswith("deadlock: rank 1 waits in recv for rank 0, which has returned.\n")
+    assert text.endswith(
+        "Rank 0 began its send with isend and never waited for it "
+        f"({line(forgets, 4)}: dist.isend(x, 1)). Keep what isend returns, and call wait() on it."
+    )
+
+
+def test_stop_says_where_the_ranks_were():
+    def hangs():
+        if dist.get_rank() == 0:
+            while True:
+                pass
+        dist.barrier()
+
+    def stop():
+        time.sleep(1.0)
+        _thread.interrupt_main()
+
+    threading.Thread(target=stop).start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        launch(hangs, world_size=2)
+    text = str(caught.value)
+    assert rows(text)["0"][:2] == ["computing", "-"]
+    assert rows(text)["0"][2] in (f"{line(hangs, 2)}: while True:", f"{line(hangs, 3)}: pass")
+    assert rows(text)["1"][:2] == ["waiting", "barrier()"]
+    assert caught.value._render_traceback_()[0].startswith("KeyboardInterrupt: stopped")

@@ -637,3 +637,19 @@ def test_trap_9_nbclient(tmp_path):
     assert error.evalue.splitlines()[:2] == ["rank 0 raised ValueError: 1", "  broken, line 3: raise ValueError(x)"]
     assert "\n".join(error.traceback) == f"RankError: {error.evalue}"
     assert outputs[3][0].text == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_very_long_output_is_shown_without_its_middle(capsys):
+    def chatter():
+        for number in range(1000):
+            print(number)
+
+    run = launch(chatter, world_size=1)
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 201
+    assert shown[99:102] == [
+        "rank 0 | 99",
+        "rank 0 | ... 800 more lines, all of them in run.output[0] ...",
+        "rank 0 | 900",
+    ]
+    assert run.output[0].splitlines() == [str(number) for number in range(1000)]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit import HangError, Link, launch
+from ddpkit import HangError, Link, RankError, launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
 
@@ -378,3 +378,18 @@ def test_a_disagreement_is_told_even_when_the_board_has_moved_on():
         launch(flood, world_size=2, timeout=20)
     said = "mismatch: rank 0 called send(8 float32, dst=1), but rank 1 called recv(7 float32, src=0)."
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda x: dist.isend(x, 2), "called send with dst=2, but there is no rank 2: the last is 1"),
+        (lambda x: dist.irecv(x, 5), "called recv with src=5, but there is no rank 5"),
+        (lambda x: dist.isend(x, dist.get_rank()), "called send with dst=0, which is itself"),
+        (lambda x: dist.irecv(x, dist.get_rank()), "called recv with src=0, which is itself"),
+    ],
+)
+def test_a_peer_that_cannot_be_is_named_before_gloo_sees_it(call, says):
+    with pytest.raises(RankError, match=f"rank 0 {says}") as caught:
+        launch(lambda: call(torch.ones(1)).wait(), world_size=2)
+    assert "Rank 1 failed in the same way." in str(caught.value)

@@ -39,8 +39,7 @@ class Watch:
         try:
             self._listen()
         except KeyboardInterrupt:
-            self.show_output()  # it may tell why somebody lost patience
-            raise
+            raise self._interrupted() from None
         return self.replies
 
     def _listen(self):
@@ -329,7 +328,7 @@ def _is_collateral(how: worker.Failure | int) -> bool:
 def _same(one, other) -> bool:
     """Whether two ranks failed alike, each perhaps naming itself."""
     if isinstance(one, worker.Failure) and isinstance(other, worker.Failure):
-        messages = [re.sub(r"\brank \d+\b", "rank", failure.message) for failure in (one, other)]
+        messages = [re.sub(r"\b(rank |dst=|src=)\d+", r"\1", failure.message) for failure in (one, other)]
         return messages[0] == messages[1] and (one.kind, one.frames) == (other.kind, other.frames)
     return False
 
