@@ -28,10 +28,8 @@ def work(n):
     return x[0].item()
 """
 
-SCRIPT = (
-    WORK
-    + """
-import os, sys
+TELL = """
+import os
 from ddpkit import Link, launch
 
 def name(record):
@@ -44,7 +42,9 @@ def tell(*words):
 def tell_run(run):
     tell((list(run), [[name(record) for record in wire] for wire in run.wire], run.output, run.seconds > 0))
     tell(run.backend)
+"""
 
+SCRIPT = """
 try:
     launch(3)
 except ValueError as error:
@@ -54,11 +54,13 @@ tell_run(launch(work, 2.0, link=Link(1e-4, 1e9)))
 run = launch(work, 3.0, keep_values=True)
 tell(run.wire[1][0].values, run.wire[0][1].seq)
 dist.destroy_process_group()
-dist.init_process_group("gloo")  # a world that the script made itself
+"""
+
+OWN_WORLD = """
+dist.init_process_group("gloo")
 tell_run(launch(work, 4.0))
 dist.destroy_process_group()
 """
-)
 
 
 def run_under_torchrun(folder, source, **options) -> list[list[str]]:
@@ -73,14 +75,18 @@ def test_trap_9_the_same_function_under_torchrun(tmp_path):
     run = launch(names["work"], 1.0, world_size=2)
     said = [[(r.op, r.detail, r.bytes, r.peer, "script.py", "work") for r in wire] for wire in run.wire]
 
-    first, second = run_under_torchrun(tmp_path, SCRIPT)
+    first, second = run_under_torchrun(tmp_path, WORK + TELL + SCRIPT)
     assert first == second  # every rank has the whole Run
-    refused, plain, backend, linked, _, values, own_world, own_backend = first
+    refused, plain, backend, linked, _, values = first
     assert refused.startswith("launch expected a function to call on every rank, got 3")
     assert plain == repr((list(run), said, ["", ""], True))
     assert backend.endswith(": in the world that torchrun started")
     assert linked == repr(([5.0, 5.0], said, ["", ""], True))
     assert values.startswith("[4.0, 4.0, 4.0, 4.0] ")
+
+
+def test_a_world_that_the_script_made_itself_is_used_as_it_is(tmp_path):
+    own_world, own_backend = run_under_torchrun(tmp_path, WORK + TELL + OWN_WORLD)[0]
     assert own_world == repr(([9.0, 9.0], [[], []], ["", ""], True))  # not over our wire: no records
     assert own_backend == "gloo: in the world that torchrun started"
 
@@ -104,6 +110,6 @@ launch(fail)
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 def test_nccl_under_torchrun(tmp_path):
-    first, _ = run_under_torchrun(tmp_path, SCRIPT.replace("torch.full((4,)", "torch.full(device='cuda', size=(4,)"))
+    first, _ = run_under_torchrun(tmp_path, WORK.replace("+ n)", "+ n, device='cuda')") + TELL + SCRIPT)
     assert first[1].startswith("nccl")
     assert dist.is_nccl_available()

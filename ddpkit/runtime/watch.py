@@ -43,8 +43,8 @@ class Watch:
         return self.replies
 
     def _listen(self):
-        begun = time.perf_counter()
-        quiet_since, events = begun, None
+        begun = quiet_since = looked = time.perf_counter()
+        events = None
         while self.pending:
             for rank in processes.wait_for_word(self.pending, TICK_S):
                 self._hear(rank)
@@ -56,8 +56,9 @@ class Watch:
                 now = time.perf_counter()
                 before, events = events, [self.board.events(rank.rank) for rank in self.ranks]
                 quiet_since = quiet_since if events == before else now
-                if now - quiet_since > CERTAIN_S:
+                if now - max(quiet_since, looked) > CERTAIN_S:  # not oftener: the ranks need the cores
                     self._look_for_hang(now - quiet_since)
+                    looked = now
                 if self.timeout is not None and now - begun > self.timeout:
                     self._raise_hang(f"no result after {self.timeout:g} s.", "The table shows where every rank was.")
 
@@ -147,11 +148,12 @@ class Watch:
     def _settle(self, fallen: dict[int, worker.Failure | int | None]):
         """Give the other ranks a moment to fail too, so that the report doesn't depend on who was faster.
 
-        fallen: {rank: how} so far; added to. As long as all of them only lost a peer, that peer is waited for longer.
+        fallen: {rank: how, None if it returned} so far; added to. As long as all of them only lost a peer, that peer is
+        waited for longer.
         """
         begun, events = time.perf_counter(), None
         while True:
-            cause_known = not all(_is_collateral(how) for how in fallen.values())
+            cause_known = any(how is not None and not _is_collateral(how) for how in fallen.values())
             if time.perf_counter() - begun > (SETTLE_S if cause_known else LOST_PEER_S):
                 return
             rest = [rank for rank in self.pending if rank.rank not in fallen]
