@@ -326,3 +326,16 @@ def test_a_fork_server_that_died_is_replaced():
     os.kill(processes._server()._forkserver_pid, signal.SIGKILL)
     os.waitid(os.P_PID, processes._server()._forkserver_pid, os.WEXITED | os.WNOWAIT)
     assert list(launch(dist.get_rank, world_size=2)) == [0, 1]
+
+
+def test_no_rank_begins_before_all_have_joined():
+    """Else its early end would break the others' connections while they are being made."""
+
+    def dies_at_once():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    for _ in range(5):
+        lines = message(dies_at_once)
+        assert [" was in barrier(), " in line for line in lines if line.startswith("  Rank ")] == [True, True]

@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from .board import IDLE, RETURNED, RUNNING, Board
+from .board import IDLE, RETURNED, RUNNING, STARTING, Board
 from .link import Link
 from .wire import Recorder, register_wire
 
@@ -140,7 +140,6 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         wait_to_be_ended()
 
     board = Board(Path(assignment.folder) / "board", assignment.world_size)
-    board.set_state(assignment.rank, RUNNING)
     return Recorder(assignment.rank, board, assignment.link, assignment.keep_values, disagree)
 
 
@@ -209,6 +208,9 @@ def join(assignment: Assignment, recorder: Recorder):
     register_wire(recorder, assignment.backend, assignment.device, one_machine=True)
     store = dist.FileStore(str(Path(assignment.folder) / "store"), assignment.world_size)
     dist.init_process_group("ddpkit", store=store, rank=assignment.rank, world_size=assignment.world_size)
+    recorder.board.set_state(assignment.rank, RUNNING)
+    while any(recorder.board.state(rank) == STARTING for rank in range(assignment.world_size)):
+        time.sleep(0.0002)  # a rank that failed before the others have joined would look like a broken network to them
 
 
 class _Pickler(cloudpickle.Pickler):
