@@ -491,22 +491,25 @@ def test_a_handle_that_nobody_waited_for_is_named():
     )
 
 
-def test_stop_says_where_the_ranks_were():
+def test_stop_says_where_the_ranks_were(tmp_path):
     def hangs():
         if dist.get_rank() == 0:
+            (tmp_path / "hangs").touch()
             while True:
                 pass
         dist.barrier()
 
     def stop():
-        time.sleep(1.0)
+        while not (tmp_path / "hangs").exists():
+            time.sleep(0.05)
+        time.sleep(0.3)
         _thread.interrupt_main()
 
     threading.Thread(target=stop).start()
     with pytest.raises(KeyboardInterrupt) as caught:
         launch(hangs, world_size=2)
-    text = str(caught.value)
-    assert rows(text)["0"][:2] == ["computing", "-"]
-    assert rows(text)["0"][2] in (f"{line(hangs, 2)}: while True:", f"{line(hangs, 3)}: pass")
-    assert rows(text)["1"][:2] == ["waiting", "barrier()"]
+    table = rows(str(caught.value))
+    assert table["0"][:2] == ["computing", "-"]
+    assert table["0"][2] in (f"{line(hangs, 3)}: while True:", f"{line(hangs, 4)}: pass")
+    assert table["1"][:2] == ["waiting", "barrier()"]
     assert caught.value._render_traceback_()[0].startswith("KeyboardInterrupt: stopped")
