@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -90,6 +91,16 @@ def one_raises():
     if dist.get_rank() == 1:
         raise ValueError("no")
     dist.recv(torch.zeros(1), src=1)
+
+
+def handle_is_dropped():
+    x = mine(1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.isend(x, 1)
+    else:
+        time.sleep(0.2)
+        dist.recv(x, 0)
 
 
 def silence():
@@ -221,6 +232,11 @@ WRONG = {
         "2. the ranks disagree: rank 0 sends 2 float32 to rank 1, which expects 3 float32"
     ),
     nobody_receives: "1. rank 0 sends [1, 2] to rank 1\n2. rank 1 never receives [1, 2] from rank 0",
+    handle_is_dropped: (
+        "1. ranks 0 and 1 met at a barrier\n"
+        "2. rank 0 sends [1] to rank 1\n"
+        "3. rank 1 waits here for ever: rank 0 never waited for its send, and the message was dropped"
+    ),
     one_raises: "1. rank 1 fails, as the error says\n2. rank 0 waits here in vain: no message comes from rank 1",
 }
 

@@ -212,6 +212,9 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
     if not failed:
         text = f"rank {rank} asked for a message from {source} and never waited for it"
         return [Event("lost", text, {rank: record}, peer, rank, wrong=True, status={rank: "never waits for it"})]
+    if sent is not None and sent.dropped:
+        text = f"rank {rank} waits here {ever}: rank {peer} never waited for its send, and the message was dropped"
+        return [Event("lost", text, {rank: record}, peer, rank, wrong=True, status={rank: f"waits here {ever}"})]
     if sent is not None:
         return []  # under way when the run ended
     text = f"rank {rank} waits here {ever}: no message comes from {source}"

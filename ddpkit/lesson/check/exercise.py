@@ -96,8 +96,9 @@ class Exercise:
 
     def solution(self) -> Verdict:
         """The library's own source, and that of the functions it calls."""
+        note = "# The library's own. It serves sub-groups, too, and names mistakes; the algorithm is in what remains.\n"
         parts = [inspect.getsource(inspect.unwrap(part)) for part in (self.reference, *self.helpers)]
-        return Verdict(None, "\n\n".join(parts))
+        return Verdict(None, note + "\n\n".join(parts))
 
     def replay(self):
         """A player of the smallest world in which the last answer failed: what your code really sent."""
