@@ -393,3 +393,16 @@ def test_a_peer_that_cannot_be_is_named_before_gloo_sees_it(call, says):
     with pytest.raises(RankError, match=f"rank 0 {says}") as caught:
         launch(lambda: call(torch.ones(1)).wait(), world_size=2)
     assert "Rank 1 failed in the same way." in str(caught.value)
+
+
+def test_a_handle_collected_in_the_middle_of_a_call_blocks_nothing():
+    """The garbage collector may run anywhere, also while the recorder holds its lock."""
+
+    def collected():
+        if dist.get_rank() == 0:
+            work = dist.isend(torch.ones(1), 1)
+            with dist.group.WORLD.recorder._lock:
+                del work
+        return True
+
+    assert list(launch(collected, world_size=2, timeout=20)) == [True, True]

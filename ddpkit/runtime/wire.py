@@ -62,7 +62,7 @@ class Recorder:
         self._indices: dict[int, int] = {}  # id of a record not yet done -> its number on the board
         self._threads: set[int] = set()
         self._buffers: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collected handle may come in between, see WireWork.__del__
 
     def issue(self, record: Record, sent: Sequence[torch.Tensor] = (), buffer: torch.Tensor | None = None):
         """Write down a call that is about to be made, and look whether the other ranks say the same."""
