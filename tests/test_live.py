@@ -6,8 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from outside import wait_until
 
 from ddpkit import HangError, RankError
+from ddpkit.runtime import hang
+from ddpkit.runtime.board import IDLE
 from ddpkit.runtime.live import GONE, LiveWorld, RanksMagic
 
 
@@ -246,3 +249,17 @@ def test_a_live_world_ends_when_the_interpreter_does():
     assert (first, done.stderr) == ("rank 0: 0", "")
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_cell(cell, monkeypatch):
+    """Rank 1 ends its cell just after the report of rank 0's error was settled."""
+    late = hang.in_step
+
+    def in_step(board):
+        wait_until(lambda: board.state(1) == IDLE)
+        return late(board)
+
+    monkeypatch.setattr(hang, "in_step", in_step)
+    with pytest.raises(RankError):
+        cell("import time\nif rank == 0: 1 / 0\ntime.sleep(1.0)\n'late'")
+    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"

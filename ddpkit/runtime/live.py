@@ -48,7 +48,7 @@ class LiveWorld:
             watch.show_output()
             return values
         except BaseException as error:
-            if not (isinstance(error, RankError) and self._in_step()):
+            if not (isinstance(error, RankError) and self._in_step(watch)):
                 self.close()
                 if isinstance(error, LaunchError):
                     error.args = (f"{error}\n{GONE}",)
@@ -56,8 +56,10 @@ class LiveWorld:
                     print(GONE)
             raise
 
-    def _in_step(self) -> bool:
-        return all(rank.exit_code is None for rank in self.ranks) and hang.in_step(self.board)
+    def _in_step(self, watch: Watch) -> bool:
+        """Whether the ranks can go on together. Not if one has yet to answer: the next cell would get that answer."""
+        alive = all(rank.exit_code is None for rank in self.ranks)
+        return alive and not watch.pending and hang.in_step(self.board)
 
     def close(self):
         """End the ranks. Closing twice does nothing."""

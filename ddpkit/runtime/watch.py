@@ -173,6 +173,7 @@ class Watch:
         """RankError for the rank that failed on its own account; a mismatch, if that is the cause."""
         fallen = {rank.rank: failure if failure is not None else rank.exit_code}
         self._settle(fallen)
+        self.pending = [rank for rank in self.pending if rank.rank not in fallen]
         if hang.mismatch(self.board):
             self._raise_mismatch()
         fallen = {r: how for r, how in fallen.items() if how is not None}
