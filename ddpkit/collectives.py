@@ -42,14 +42,14 @@ def _collective(function: Callable) -> Callable:
     place = list(inspect.signature(function).parameters).index("group")
 
     @functools.wraps(function)
-    def wrapper(*args, **kwargs) -> None:
+    def wrapper(*args, **kwargs):
         group = args[place] if place < len(args) else kwargs.get("group")
         if dist.get_rank(group) < 0:
             who = f"rank {dist.get_rank()} called {function.__name__} with a group that it isn't in"
             warnings.warn(f"{who}: nothing done. Call it on the group's ranks only.", stacklevel=2)
-            return
+            return None
         with torch.no_grad():
-            function(*args, **kwargs)
+            return function(*args, **kwargs)
 
     return wrapper
 
