@@ -11,7 +11,7 @@ from test_figures import has_colour
 
 from ddpkit import HangError, LaunchError, RankError, collectives, launch
 from ddpkit.lesson import figures
-from ddpkit.lesson.player import MOST_FRAMES, explorer, film, player, replay, world_explorer
+from ddpkit.lesson.player import MOST_FRAMES, explorer, film, hop_by_hop, player, replay, world_explorer
 
 
 def mine(length: int = 2) -> torch.Tensor:
@@ -352,3 +352,37 @@ def test_without_ipywidgets():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "['image/png', 'text/plain'] False\n"), done.stderr
+
+
+def test_hop_by_hop():
+    """One step for all messages of a hop: the sums of the hop before are there, its own messages are on their way."""
+    run = launch(ring, world_size=3, keep_values=True)
+    shown = player(run, by_hop=True)
+    assert repr(shown).splitlines() == [
+        "hop 1: rank 0 sends [7, 8] to rank 1, 1 sends [10, 20, 30] to rank 2, 2 sends [400, 500, 600] to rank 0",
+        "hop 2: rank 0 sends [404, 505, 606] to rank 1, 1 sends [77, 88] to rank 2, 2 sends [110, 220, 330] to rank 0",
+        "the end: what every rank has now",
+    ]
+    assert shown.slider.max == 3
+    assert "line" in shown.caption.value
+    second = hop_by_hop(film(replay(run), run.wire), run)[1]
+    assert [frame.event.kind for frame in second.sent] == ["send"] * 3
+    assert second.marked.keys() == {0, 1, 2}
+    assert second.memory[0][0].values == [1, 2, 3, 404, 505, 606, 7, 8]
+    assert shown.picture(1).png != shown.picture(2).png != shown.picture(3).png
+
+
+@pytest.mark.parametrize("fn", [torch_collectives, ring], ids=["collectives", "failed"])
+def test_hop_by_hop_falls_back_to_single_steps(fn):
+    """Where there is more than messages to see, or one is missing, nothing is lumped together."""
+    if fn is ring:
+        with pytest.raises(LaunchError) as caught:
+            launch(one_hop_too_many, world_size=2, keep_values=True)
+        run = caught.value
+    else:
+        run = launch(fn, world_size=2, keep_values=True)
+    assert repr(player(run, by_hop=True)) == repr(player(run))
+
+
+def one_hop_too_many():
+    ring(1 + dist.get_rank())

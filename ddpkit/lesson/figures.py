@@ -365,28 +365,34 @@ def _draw_traffic(canvas: Canvas, x, y, width, most, factor, name, sent, receive
 # Messages, hop by hop.
 
 
-def hops_of(run) -> list[list[tuple[int, int, int]]]:
-    """The messages of `run` by hop, each as (src, dst, bytes).
+def hop_numbers(run) -> dict[tuple, int]:
+    """The hop, from 1 on, of each message of `run` that was sent and received, by (channel, seq).
 
     A message is one hop later than the last one that its sender or its receiver had to finish before it. So many hops
     follow one another however fast the wire is; messages that go at the same time are in the same hop.
     """
-    ends: dict[tuple, dict[str, int]] = {}
-    for rank, records in enumerate(run.wire):
+    ends: dict[tuple, set] = {}
+    for records in run.wire:
         for record in records:
             if record.op in ("send", "recv"):
-                ends.setdefault((record.channel, record.seq), {})[record.op] = rank
-    both = {key for key, ranks in ends.items() if len(ranks) == 2}
+                ends.setdefault((record.channel, record.seq), set()).add(record.op)
+    both = {key for key, ops in ends.items() if len(ops) == 2}
     lanes = [[r for r in records if (r.channel, r.seq) in both] for records in run.wire]
     depth = dict.fromkeys(both, 1)
     while any(_push_later(records, depth) for records in lanes):
         pass
-    hops: list[list] = [[] for _ in range(max(depth.values(), default=0))]
-    for records in lanes:
+    return depth
+
+
+def hops_of(run) -> list[list[tuple[int, int, int]]]:
+    """The messages of `run` by hop, each as (src, dst, bytes)."""
+    numbers = hop_numbers(run)
+    hops: list[list] = [[] for _ in range(max(numbers.values(), default=0))]
+    for rank, records in enumerate(run.wire):
         for record in records:
-            if record.op == "send":
-                key = (record.channel, record.seq)
-                hops[depth[key] - 1].append((ends[key]["send"], ends[key]["recv"], record.bytes))
+            number = numbers.get((record.channel, record.seq)) if record.op == "send" else None
+            if number:
+                hops[number - 1].append((rank, record.peer, record.bytes))
     return [sorted(hop) for hop in hops]
 
 

@@ -29,7 +29,7 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 @dataclass
 class Event:
-    """One step of the replay. kind: send, receive, meet (a collective), stuck, lost, differ or failed."""
+    """One step of the replay. kind: send, receive, hop, meet (a collective), stuck, lost, differ or failed."""
 
     kind: str
     text: str
@@ -254,6 +254,7 @@ class Frame:
     wrong: list[Event]  # what has gone wrong so far
     marked: dict[int, tuple[object, int, int]]  # by rank: buffer, first and last+1 of the cells this event is about
     owners: list = field(default_factory=list)  # of the message
+    sent: list["Frame"] = field(default_factory=list)  # of a hop: the frames of its messages
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
@@ -291,6 +292,28 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
         if event.kind == "send":
             under_way[_key(record)] = (event.rank, event.peer)
     return frames
+
+
+def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
+    """A film of messages with one frame for all messages of a hop, and one for what the ranks have in the end.
+
+    A hop is seen at its last send: by then all ranks have added or stored what the hop before brought them.
+    """
+    number_of = figures.hop_numbers(run)
+    sends: dict[int, list[Frame]] = {}
+    for frame in frames:
+        if frame.event.kind == "send":
+            sends.setdefault(number_of[_key(frame.event.records[frame.event.rank])], []).append(frame)
+    end = Frame(Event("end", "the end: what every rank has now", {}), frames[-1].memory, [], {}, [], {})
+    return [_hop(number, sends[number]) for number in sorted(sends)] + [end]
+
+
+def _hop(number: int, sends: list[Frame]) -> Frame:
+    records = {frame.event.rank: frame.event.records[frame.event.rank] for frame in sends}
+    said = ", ".join(frame.event.text.removeprefix("rank ") for frame in sends)
+    marked = {rank: mark for frame in sends for rank, mark in frame.marked.items()}
+    event = Event("hop", f"hop {number}: rank {said}", records)
+    return Frame(event, sends[-1].memory, [], {}, [], marked, sent=sends)
 
 
 def _at_first(rank: int, records: list[Record]) -> dict:
@@ -440,7 +463,7 @@ class Stage:
 
     def _lane(self, frames) -> float:
         """Room for the arrows of messages."""
-        ways = [f.event for f in frames if f.event.rank is not None and f.event.peer is not None]
+        ways = [f.event for f in _messages(frames) if f.event.rank is not None and f.event.peer is not None]
         if not ways:
             return 16
         longest = max([1] + [len(r.values or r.result or ()) for event in ways for r in event.records.values()])
@@ -482,9 +505,13 @@ class Stage:
         return int(self.two_rows and rank >= self.columns)
 
 
+def _messages(frames: list[Frame]) -> list[Frame]:
+    return [message for frame in frames for message in frame.sent or [frame]]
+
+
 def _is_ring(frames: list[Frame], world_size: int) -> bool:
     """Whether messages, sent or missed, go all to the next rank or all to the one before, from nearly all ranks."""
-    ways = [(f.event.rank, f.event.peer) for f in frames if f.event.kind in ("send", "stuck", "lost")]
+    ways = [(f.event.rank, f.event.peer) for f in _messages(frames) if f.event.kind in ("send", "stuck", "lost")]
     steps = {(dst - src) % world_size for src, dst in ways if src is not None and dst is not None}
     round_about = len({src for src, _ in ways if src is not None}) >= world_size - 1
     return world_size > 2 and round_about and steps in ({1}, {world_size - 1})
@@ -501,7 +528,11 @@ def _all_numbers(frames: list[Frame]):
 
 
 def _title(frame: Frame, step: str) -> list[str]:
-    return textwrap.wrap(f"{step} {frame.event.text}", 84, max_lines=3, placeholder=" …")
+    return textwrap.wrap(_numbered(frame.event, step), 84, max_lines=3, placeholder=" …")
+
+
+def _numbered(event: Event, step: str) -> str:
+    return event.text if event.kind in ("hop", "end") else f"{step} {event.text}"
 
 
 def _draw(frame: Frame, stage: Stage, step: str) -> bytes:
@@ -518,9 +549,10 @@ def _draw(frame: Frame, stage: Stage, step: str) -> bytes:
     for each in frame.wrong:
         if each.rank is not None and each.peer is not None:
             _draw_missing(canvas, stage, each)
-    if event.kind in ("send", "receive"):
-        x, y = _draw_way(canvas, stage, event.rank, event.peer, near=0.3 if event.kind == "send" else 0.7)
-        _draw_message(canvas, stage, frame, x, y)
+    for each in _messages([frame]):
+        if each.event.kind in ("send", "receive"):
+            near = 0.5 if frame.sent else 0.3 if event.kind == "send" else 0.7
+            _draw_message(canvas, stage, each, *_draw_way(canvas, stage, each.event.rank, each.event.peer, near))
     owners = [owner for buffers in frame.memory for cells in buffers.values() for owner in cells.owners]
     if None in owners:
         figures.mixed_legend(canvas)
@@ -726,15 +758,19 @@ def explorer(
     return Explorer(draw, caption, label, minimum, maximum, value)
 
 
-def player(run) -> Explorer:
+def player(run, by_hop: bool = False) -> Explorer:
     """Replay what the ranks of `run` said, step by step.
 
     run: a Run made with `launch(..., keep_values=True)`, or the HangError or RankError that such a launch raised.
+    by_hop: a step is all messages of a hop, instead of one of them; for runs of nothing but messages, all received.
     ValueError: nothing was kept.
     """
     _check_kept(run)
     events, skipped = _cut(replay(run))
     frames = film(events, run.wire)
+    if by_hop and frames and all(event.kind in ("send", "receive") for event in events):
+        frames = hop_by_hop(frames, run)
+        events = [frame.event for frame in frames]
     text = _trace(events, skipped)
     if not frames:
         nothing = Canvas(600, 80)
@@ -773,7 +809,7 @@ def _cut(events: list[Event]) -> tuple[list[Event], int]:
 
 
 def _trace(events: list[Event], skipped: int) -> str:
-    lines = [f"{step}. {event.text}" for step, event in enumerate(events, 1)]
+    lines = [_numbered(event, f"{step}.") for step, event in enumerate(events, 1)]
     if skipped:
         lines.append(f"… and {figures.count(skipped, 'more step')}: a replay shows {MOST_FRAMES} at most")
     return "\n".join(lines) or "The ranks sent nothing."
