@@ -1,6 +1,6 @@
 """All-reduce round a ring: every rank talks to its two neighbours only, and no rank carries more than another.
 
-The buffer is cut into W chunks, as even as they come (`torch.tensor_split`). In hop h = 1, 2, ... rank r
+The buffer is cut into W chunks of equal length, give or take one element (`torch.tensor_split`). In hop h = 1, 2, ... rank r
 
     sends chunk r-h to rank r+1    and    receives chunk r-h-1 from rank r-1    (all modulo W).
 
@@ -15,7 +15,7 @@ W is the number of ranks of the group, n the bytes of the buffer.
     ring_all_gather            (W-1)/W n              W-1
     ring_all_reduce            2(W-1)/W n             2(W-1); 1 for two ranks and less than `SEGMENT_BYTES`
     whole_ring_all_reduce      (W-1) n                W-1
-    doubling_all_reduce        ⌊log₂ W⌋ n             ⌊log₂ W⌋, and two more if W is no power of two
+    doubling_all_reduce        log₂ W n               log₂ W; if W is no power of two, ⌊log₂ W⌋ + 2
 
 Every function works in place on a contiguous tensor of any shape and any dtype that torch can add, and sums. All but
 `whole_ring_all_reduce` leave the same bits on every rank. As in torch, all ranks of `group` must call with the same
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import _collective, _exchange, _mistake, _recv, _send
+from .collectives import _collective, _exchange, _mistake
 
 SEGMENT_BYTES = 4 * 2**20  # long enough to hide what a message costs, short enough to stay in the cache
 AHEAD = 4  # receives posted before they are needed
@@ -73,13 +73,13 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     x: overwritten in place, with the same bits everywhere.
     ValueError: `x` isn't contiguous.
 
-    Cost per rank: 2(W-1)/W of `x` sent in 2(W-1) hops. Two ranks that have little to say swap all of it in one hop:
-    the same bytes, half the latency. Notebook 02.
+    Cost per rank: 2(W-1)/W of `x` sent in 2(W-1) hops. Two ranks swap less than `SEGMENT_BYTES` whole, in one hop: the
+    same bytes, half the latency. Notebook 02.
     """
-    world_size = dist.get_world_size(group)
+    flat, world_size = _flat("ring_all_reduce", x), dist.get_world_size(group)
     if world_size == 2 and x.nbytes < SEGMENT_BYTES:
         return doubling_all_reduce(x, group)
-    _go_round(_flat("ring_all_reduce", x), range(1, 2 * world_size - 1), group)
+    _go_round(flat, range(1, 2 * world_size - 1), group)
     return x
 
 
@@ -87,19 +87,20 @@ def _go_round(x: Tensor, hops: range, group: ProcessGroup | None) -> None:
     """Send the first chunk; then, as the others come in, add or store each and pass it on, until the last hop.
 
     Chunks travel in segments: while one is added, the next are on their way. Their receives are posted ahead, so that
-    no sender waits for a place to put one. NCCL does all that itself, and wants a send and a receive in one batch.
+    no sender waits for a place to put one. On GPUs NCCL does all that itself, and wants each send and the receive
+    beside it in one batch.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     before, behind = (rank - 1) % world_size, (rank + 1) % world_size
     chunks = x.tensor_split(world_size)
     longest, ahead = max(1, len(chunks[0])), 1
-    if dist.get_backend(group) != "nccl":
+    if x.is_cpu:
         longest, ahead = min(longest, SEGMENT_BYTES // x.element_size()), AHEAD
 
     arrivals = [(hop, segment) for hop in hops for segment in chunks[(rank - hop - 1) % world_size].split(longest)]
-    landing = x.new_empty(ahead if hops.start < world_size else 0, longest)
+    landing = x.new_empty(min(ahead, sum(hop < world_size for hop, _ in arrivals)), longest)
     places = [
-        landing[number % ahead, : len(segment)] if hop < world_size else segment
+        landing[number % len(landing), : len(segment)] if hop < world_size else segment
         for number, (hop, segment) in enumerate(arrivals)
     ]
     sending, receiving = [], []  # kept to the end: letting a handle go makes Gloo wait for its own thread
@@ -158,16 +159,19 @@ def doubling_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
     x: overwritten in place, with the same bits everywhere.
 
-    Cost per rank: log₂ W times `x` sent in log₂ W hops: few hops, so it wins when messages are small. Notebook 02.
+    Cost per rank: log₂ W times `x` sent in log₂ W hops: few hops, so it wins when messages are small. If W is no power
+    of two, ⌊log₂ W⌋ + 2 hops, and the busiest ranks send `x` ⌊log₂ W⌋ + 1 times. Notebook 02.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     core = 1 << (world_size.bit_length() - 1)
     theirs = torch.empty_like(x)
     if rank >= core:
-        _send(x, rank - core, group)
-        return _recv(x, rank - core, group)
+        _exchange({rank - core: x}, {}, group)
+        _exchange({}, {rank - core: x}, group)
+        return x
     if rank + core < world_size:
-        x += _recv(theirs, rank + core, group)
+        _exchange({}, {rank + core: theirs}, group)
+        x += theirs
     distance = 1
     while distance < core:
         peer = rank ^ distance
@@ -175,5 +179,5 @@ def doubling_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
         torch.add(*((x, theirs) if rank < peer else (theirs, x)), out=x)  # one order, also for the bits of a NaN
         distance *= 2
     if rank + core < world_size:
-        _send(x, rank + core, group)
+        _exchange({rank + core: x}, {}, group)
     return x

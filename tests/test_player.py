@@ -361,7 +361,7 @@ def test_hop_by_hop():
     assert repr(shown).splitlines() == [
         "hop 1: rank 0 sends [7, 8] to rank 1, 1 sends [10, 20, 30] to rank 2, 2 sends [400, 500, 600] to rank 0",
         "hop 2: rank 0 sends [404, 505, 606] to rank 1, 1 sends [77, 88] to rank 2, 2 sends [110, 220, 330] to rank 0",
-        "the end: what every rank has now",
+        "the end: what the messages left on each rank",
     ]
     assert shown.slider.max == 3
     assert "line" in shown.caption.value

@@ -304,7 +304,7 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
     for frame in frames:
         if frame.event.kind == "send":
             sends.setdefault(number_of[_key(frame.event.records[frame.event.rank])], []).append(frame)
-    end = Frame(Event("end", "the end: what every rank has now", {}), frames[-1].memory, [], {}, [], {})
+    end = Frame(Event("end", "the end: what the messages left on each rank", {}), frames[-1].memory, [], {}, [], {})
     return [_hop(number, sends[number]) for number in sorted(sends)] + [end]
 
 
