@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit import Link, launch
+from ddpkit import Link, cost, launch
 from ddpkit.runtime.link import steps_and_bytes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
@@ -85,6 +85,44 @@ def test_one_rank_sends_nothing(op):
     assert SLOW.seconds(op, 1200, 1) == 0
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_the_links_model_is_that_of_cost(world_size):
+    """Both describe rings for these, trees for those, direct messages for the rest; all_to_all and send are others."""
+    same = {
+        "all_reduce": "ring_all_reduce",
+        "reduce_scatter": "ring_reduce_scatter",
+        "all_gather": "ring_all_gather",
+        "broadcast": "tree_broadcast",
+        "reduce": "tree_reduce",
+        "gather": "gather",
+        "scatter": "scatter",
+    }
+    for op, algorithm in same.items():
+        volume = cost.volume(algorithm, 1200, world_size)
+        assert steps_and_bytes(op, 1200, world_size) == (volume.hops, pytest.approx(float(volume.in_turn))), op
+        assert SLOW.seconds(op, 1200, world_size) == pytest.approx(
+            cost.Model(SLOW.latency_s, SLOW.bytes_per_s).seconds(algorithm, 1200, world_size)
+        )
+    assert steps_and_bytes("barrier", 0, world_size)[0] == cost.volume("barrier", 0, world_size).hops
+
+
+def test_a_slowed_link():
+    fast = Link.preset("NVLink 4")
+    slow = fast.slowed(1000)
+    assert (slow.latency_s, slow.bytes_per_s) == pytest.approx((3e-3, 370e6))
+    assert str(slow) == slow.name == "NVLink 4, 1000 × slower"
+    assert slow.seconds("all_reduce", 10**6, 4) / slow.slowdown == pytest.approx(fast.seconds("all_reduce", 10**6, 4))
+    assert str(Link(3e-6, 370e9).slowed(2.5)) == "3 µs, 370 GB/s, 2.5 × slower"
+    assert fast.slowed(10).slowed(10).slowdown == 100
+    assert (fast.slowdown, fast.name) == (1, "NVLink 4")
+
+
+@pytest.mark.parametrize("times", [0.5, 0, -1, float("nan"), float("inf"), "1000", None, True])
+def test_a_link_is_never_slowed_by_less_than_1(times):
+    with pytest.raises(ValueError, match=f"slowed expected a number >= 1, got {times!r}: 1000 makes"):
+        SLOW.slowed(times)
+
+
 # Runs over a link. Times are asserted from below only: a busy machine is slower, never faster.
 
 
@@ -98,6 +136,16 @@ def test_an_all_reduce_takes_at_least_the_models_time():
         assert took(wire[0]) >= SLOW.seconds("all_reduce", 20_000, 2)  # 40 ms
     assert run.link == SLOW
     assert run.backend == "gloo on CPU: the emulated link (10000 µs, 0.001 GB/s) works on its wire"
+
+
+def test_a_slowed_links_times_divided_are_those_of_the_fast_one():
+    """A wire faster than this machine's: 20 KB in 0.4 µs. Slowed, the run can show it, and says what it ran on."""
+    fast = Link(1e-7, 100e9)
+    slow = fast.slowed(100_000)
+    run = launch(lambda: dist.all_reduce(torch.ones(5000)), world_size=2, link=slow)
+    for wire in run.wire:
+        assert took(wire[0]) / slow.slowdown >= fast.seconds("all_reduce", 20_000, 2)
+    assert "emulated link (0.1 µs, 100 GB/s, 100000 × slower)" in run.backend
 
 
 def test_a_gather_counts_all_parts():

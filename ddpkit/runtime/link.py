@@ -12,13 +12,15 @@ class Link:
     bytes_per_s: bytes a rank can send each second; it can receive as many at the same time (full duplex).
 
     `launch(..., link=link)` holds every message back until the link would have delivered it, so a link can only be
-    slower than the machine's own wire, never faster. Everything drawn from such a run says "emulated".
+    slower than the machine's own wire, never faster; `slowed` shows the way round. Everything drawn from such a run
+    says "emulated".
     Hockney 1994. Notebook 02.
     """
 
     latency_s: float
     bytes_per_s: float
     name: str = ""
+    slowdown: float = 1.0  # how many times slower than the wire it stands for, see `slowed`
 
     def __post_init__(self):
         for field in ("latency_s", "bytes_per_s"):
@@ -50,6 +52,20 @@ class Link:
         """Time of one call by the alpha-beta model, for the usual algorithm of `op` (see `steps_and_bytes`)."""
         steps, sent = steps_and_bytes(op, nbytes, world_size)
         return steps * self.latency_s + sent / self.bytes_per_s
+
+    def slowed(self, times: float) -> "Link":
+        """The same link with a clock that runs `times` slower: `times` the latency, a `times`th of the bandwidth.
+
+        So even a wire that is faster than the machine's own can be emulated: slow it until the machine no longer
+        matters, run, and divide the times of the messages by `slowdown`. What is left of the machine's own time is
+        divided with them, so take `times` large, and don't divide the time of computing.
+        ValueError: `times` isn't a number >= 1.
+        """
+        if isinstance(times, bool) or not isinstance(times, int | float) or not 1 <= times < math.inf:
+            raise ValueError(f"slowed expected a number >= 1, got {times!r}: 1000 makes the link 1000 times slower")
+        return Link(
+            self.latency_s * times, self.bytes_per_s / times, f"{self}, {times:g} × slower", self.slowdown * times
+        )
 
     def __str__(self):
         return self.name or f"{self.latency_s * 1e6:g} µs, {self.bytes_per_s / 1e9:g} GB/s"
