@@ -1,6 +1,6 @@
 """All-reduce round a ring: every rank talks to its two neighbours only, and no rank carries more than another.
 
-The buffer is cut into W chunks of equal length, give or take one element (`torch.tensor_split`). In hop h = 1, 2, ... rank r
+The buffer is cut into W chunks, equal to within one element (`torch.tensor_split`). In hop h = 1, 2, ... rank r
 
     sends chunk r-h to rank r+1    and    receives chunk r-h-1 from rank r-1    (all modulo W).
 

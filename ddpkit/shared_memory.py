@@ -31,7 +31,8 @@ class SharedBuffer:
     """One buffer for each rank, all in memory that the ranks share; sums and copies between them without a message.
 
     numel, dtype: of one buffer, the same on every rank. group: ranks of one machine (None: all).
-    ValueError: `numel` or `dtype` differ between ranks, or the ranks are on different machines.
+    ValueError: no such `numel` or `dtype`, or not the same on every rank; this rank isn't in `group`; the ranks are on
+    different machines.
     RuntimeError, from a call: another rank called something else, or has let go of its buffer and will never come.
 
     `local` is this rank's buffer, a 1-D tensor to fill and to read, zero at first. Chunk r of a buffer is
@@ -41,6 +42,7 @@ class SharedBuffer:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None):
+        _check_arguments(numel, dtype, group)
         self._rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
         _check_alike(self._ranks, numel, dtype, group)
@@ -133,6 +135,16 @@ def _step_aside() -> None:
 
 def _leave(marks: Tensor, rank: int) -> None:
     marks[rank] = -marks[rank]
+
+
+def _check_arguments(numel: int, dtype: torch.dtype, group: ProcessGroup | None) -> None:
+    me = f"rank {dist.get_rank()} made a SharedBuffer with"
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"{me} a group that it isn't in, expected one of its own. Make it on the group's ranks only.")
+    if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
+        raise ValueError(f"{me} numel={numel!r}, expected a whole number from 0. Give it x.numel(), for example.")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{me} dtype={dtype!r}, expected a torch.dtype. Give it x.dtype, for example.")
 
 
 def _check_alike(ranks: list[int], numel: int, dtype: torch.dtype, group: ProcessGroup | None) -> None:
