@@ -7,8 +7,8 @@ Every message costs a latency α, whatever is in it, every byte the time β on t
 `volume` counts the three for an algorithm, a size and a world; `Model` multiplies; `fit` finds α, β and γ from
 measurements; `crossover` says from which size on one algorithm beats another. Here are numbers only: nothing is sent.
 
-The model leaves out what a real machine adds: ranks that share a core, caches that are full, sums that go on while the
-next message is under way. Where its predictions are wrong, one of these is at work.
+The model leaves out what real machines have: ranks that share a core, caches that are full, sums that go on while the
+next message is under way. Where a prediction is wrong, look for these first.
 
 W is the number of ranks, n the bytes of the whole, as in the tables of `ddpkit.collectives` and `ddpkit.ring`.
 Hockney 1994 (α and β); Thakur, Rabenseifner and Gropp 2005, section 3 (γ, and most of the algorithms). Notebook 02.
