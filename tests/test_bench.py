@@ -1,16 +1,60 @@
-"""`python -m ddpkit.bench`: which there are, and the table they print. (What they measure is no test's business.)"""
+"""`python -m ddpkit.bench`: what it runs, what it makes of times, what it prints. (Times are no test's business.)"""
 
+import importlib
+import io
 import json
+import os
+import pkgutil
+import sys
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
-from ddpkit import bench
-from ddpkit.bench.__main__ import main
+from ddpkit import Link, RankError, bench, launch
+from ddpkit.bench import all_reduce, interleave, reduce_scatter
+from ddpkit.bench.__main__ import BENCHMARKS, main
+from ddpkit.bench.interleave import Variant
+from ddpkit.bench.results import Goal, Ratio, Result, Results, judge, paired_ratio, size_name, wins
+
+# The command line
 
 
-def test_an_unknown_benchmark_is_named_before_anything_runs():
-    with pytest.raises(SystemExit, match=r"no benchmark is called 'lunch'; there are .*launch"):
+def test_an_unknown_benchmark_is_named_before_anything_runs(capsys):
+    with pytest.raises(SystemExit):
         main(["launch", "lunch"])
+    assert "no benchmark is called 'lunch'; there are launch, all_reduce, reduce_scatter" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["all_reduce", "--fast"])
+    assert "--fast" in capsys.readouterr().err
+
+
+def test_every_benchmark_there_is_can_be_asked_for():
+    names = {each.name for each in pkgutil.iter_modules(bench.__path__) if each.name != "__main__"}
+    assert {each for each in names if hasattr(importlib.import_module(f"ddpkit.bench.{each}"), "main")} == {*BENCHMARKS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], [("launch", False), ("all_reduce", False), ("reduce_scatter", False)]),
+        (["reduce_scatter", "launch", "--full"], [("reduce_scatter", True), ("launch", False)]),
+    ],
+)
+def test_what_runs(arguments, expected, monkeypatch):
+    ran = []
+    monkeypatch.setattr("ddpkit.bench.launch.main", lambda: ran.append(("launch", False)))
+    monkeypatch.setattr(all_reduce, "main", lambda full: ran.append(("all_reduce", full)))
+    monkeypatch.setattr(reduce_scatter, "main", lambda full: ran.append(("reduce_scatter", full)))
+    main(arguments)
+    assert ran == expected
+
+
+# Tables and files
 
 
 def test_the_table_and_the_file(tmp_path, monkeypatch, capsys):
@@ -26,3 +70,357 @@ def test_the_table_and_the_file(tmp_path, monkeypatch, capsys):
     results = json.loads((tmp_path / "results/some.json").read_text())
     assert [row["within"] for row in results["rows"]] == [True, False]
     assert results["machine"]["cores"]
+
+
+def result(variant, seconds, world_size=2, nbytes=10**6, ceiling="", emulated=""):
+    return Result("all_reduce", variant, world_size, nbytes, tuple(seconds), ceiling, emulated)
+
+
+MEASURED = Results(
+    [
+        result("gloo", [4e-3, 4e-3], ceiling="loopback"),
+        result("ring", [2e-3, 2e-3], ceiling="loopback"),
+        result("shared memory", [1e-3, 1e-3], ceiling="memcpy"),
+        result("memcpy", [0.9e-3, 0.9e-3]),
+        result("loopback", [1.6e-3, 1.6e-3]),
+        result("gloo again", [4e-3, 4e-3], ceiling="loopback"),
+    ]
+)
+
+TABLE = """\
+Backend        Processes  Size  Avg time (ms)  algbw  busbw GB/s        Reached       Speed [95 %]        A/A
+gloo                   2  1 MB          4.000   0.25        0.25  40 % loopback                  1  1.00–1.00
+ring                   2  1 MB          2.000    0.5         0.5  80 % loopback  2.00 [2.00, 2.00]  1.00–1.00  faster
+shared memory          2  1 MB          1.000      1           1    90 % memcpy  4.00 [4.00, 4.00]  1.00–1.00  faster
+memcpy                 2  1 MB          0.900   1.11        1.11
+loopback               2  1 MB          1.600  0.625       0.625
+Avg time: the median of 2 rounds; a round lasts until its last rank is done.
+Speed: how many times as fast as gloo, round by round.
+A/A: gloo against itself; a gain smaller than this is wide may be chance."""
+
+
+def test_results_are_a_table():
+    assert repr(MEASURED) == TABLE
+    assert repr(Results()) == "nothing measured"
+
+
+def test_the_table_says_what_was_emulated():
+    alone = Results([result("ring", [1e-3], emulated="10 Gbit Ethernet")])
+    lines = repr(Results(MEASURED + alone)).splitlines()
+    assert lines[:6] == TABLE.splitlines()[:6]
+    assert lines[6] == "emulated: 10 Gbit Ethernet"
+    assert lines[8].startswith("ring             2  1 MB          1.000")
+    assert lines[9].startswith("Avg time: the median of 1 to 2 rounds")
+    assert "Speed:" not in repr(alone)
+    assert "A/A:" not in repr(alone)
+
+
+def test_report_prints_and_keeps(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results")
+    goals = [
+        Goal("ring", "gloo", 2, 10**6, 1.0),
+        Goal("shared memory", "gloo", 2, 10**6, 6.0),
+        Goal("shared memory", "memcpy", 2, 10**6, 1.2, at_most=True),
+        Goal("shared memory", "gloo", 4, 10**6, 5.0),
+    ]
+    interleave.report("all_reduce", MEASURED, goals)
+    printed = capsys.readouterr().out
+    assert TABLE in printed
+    assert printed.splitlines()[-4:] == [
+        "Goals                                                                  measured  met?",
+        "ring, 2 processes, 1 MB              ≥ 1 × the speed of gloo  2.00 [2.00, 2.00]   yes",
+        "shared memory, 2 processes, 1 MB     ≥ 6 × the speed of gloo  4.00 [4.00, 4.00]    NO",
+        "shared memory, 2 processes, 1 MB  ≤ 1.2 × the time of memcpy  1.11 [1.11, 1.11]   yes",
+    ]
+    kept = json.loads((tmp_path / "results/all_reduce.json").read_text())
+    assert [each["seconds"] for each in kept["results"]] == [list(each.seconds) for each in MEASURED]
+    assert [each["busbw"] for each in kept["results"]] == [each.busbw for each in MEASURED]
+    assert [goal["met"] for goal in kept["goals"]] == ["yes", "NO", "yes"]
+    for what in ("time", "bandwidth"):
+        assert (tmp_path / f"results/all_reduce_{what}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_only_the_pictures_are_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # any import of it raises ImportError
+    interleave.report("some", MEASURED, [])
+    assert "no pictures: matplotlib.figure isn't installed here" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["some.json"]
+
+
+# Times, ratios, goals
+
+
+@pytest.mark.parametrize(
+    ("seconds", "world_size", "busbw"), [(0.6571070, 2, 1.63), (1.3778717, 4, 1.17), (1.0, 1, 0.0)]
+)
+def test_bandwidths(seconds, world_size, busbw):
+    measured = result("gloo", [9.0, seconds, 0.0001], world_size, 2**30)
+    assert measured.median_s == seconds
+    assert measured.algbw == 2**30 / seconds
+    assert round(measured.busbw / 1e9, 2) == busbw
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "name"),
+    [(4096, "4 KiB"), (10**6, "1 MB"), (25 * 2**20, "25 MiB"), (10**8, "100 MB"), (10**9, "1 GB"), (12, "12 B")],
+)
+def test_sizes_have_round_names(nbytes, name):
+    assert size_name(nbytes) == name
+    assert result("gloo", [1.0], nbytes=nbytes).size == name
+
+
+def test_a_ratio_is_taken_round_by_round():
+    drifting = [1.0, 10.0, 100.0, 1000.0]
+    assert paired_ratio(result("gloo", drifting), result("ring", [each / 2 for each in drifting])) == (2.0, 2.0, 2.0)
+
+
+def test_the_interval_of_three_rounds():
+    """Two of three draws fall on the smallest (or the largest) in 7 of 27 cases: more often than 2.5 %."""
+    assert paired_ratio(result("gloo", [1.0, 3.0, 2.0]), result("ring", [1.0] * 3)) == (2.0, 1.0, 3.0)
+
+
+def test_the_interval_of_many_rounds():
+    """The median of 101 numbers lies between the 41st and the 61st in 95 of 100 cases (binomial, p = 1/2)."""
+    median, low, high = paired_ratio(result("gloo", range(1, 102)), result("ring", [1] * 101))
+    assert median == 51
+    assert 40 <= low <= 42
+    assert 60 <= high <= 62
+
+
+def test_the_interval_is_the_same_each_time_and_leaves_torch_alone():
+    rounds = result("gloo", [float(each * 7919 % 101) for each in range(1, 31)]), result("ring", [1.0] * 30)
+    before = torch.get_rng_state()
+    assert paired_ratio(*rounds) == paired_ratio(*rounds)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rounds_must_pair():
+    with pytest.raises(ValueError, match="got 3 of gloo, 2 of ring: compare what was timed in the same rounds"):
+        paired_ratio(result("gloo", [1.0] * 3), result("ring", [1.0] * 2))
+
+
+@pytest.mark.parametrize(
+    ("speed", "control", "won"),
+    [
+        (Ratio(1.3, 1.2, 1.4), Ratio(1.0, 0.9, 1.1), True),
+        (Ratio(1.3, 0.99, 1.6), Ratio(1.0, 0.99, 1.01), False),  # 1 is in the interval
+        (Ratio(1.3, 1.2, 1.4), Ratio(1.0, 0.8, 1.15), False),  # chance alone makes as large a difference
+        (Ratio(1.3, 1.2, 1.4), None, True),
+        (Ratio(0.7, 0.6, 0.8), Ratio(1.0, 0.99, 1.01), False),
+    ],
+)
+def test_when_a_gain_counts(speed, control, won):
+    assert wins(speed, control) is won
+
+
+@pytest.mark.parametrize(
+    ("seconds", "again", "verdict"),
+    [
+        ([0.5, 0.5, 0.5], [1.0, 1.0, 1.0], "faster"),
+        ([2.0, 2.0, 2.0], [1.0, 1.0, 1.0], "slower"),
+        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], "unclear"),
+        ([0.5, 0.5, 0.5], [0.4, 1.0, 2.0], "unclear"),
+    ],
+)
+def test_verdicts(seconds, again, verdict):
+    results = Results([result("gloo", [1.0] * 3), result("ring", seconds), result("gloo again", again)])
+    assert results.verdict(results[1]) == verdict
+    assert results.control(results[1]) == results.speed(results[2])
+
+
+def test_only_the_same_rounds_are_compared():
+    others = [
+        result("gloo", [8.0], world_size=4),
+        result("gloo", [16.0], nbytes=10**7),
+        result("gloo", [32.0], emulated="PCIe 4.0 x16"),
+    ]
+    mine = [result("gloo", [2.0]), result("ring", [1.0])]
+    results = Results(others + mine)
+    assert list(results.rivals(mine[1]).values()) == mine
+    assert results.speed(mine[1]).median == 2
+    assert results.control(mine[1]) is None
+    assert results.fraction(mine[1]) is None
+
+
+def test_fractions_and_competitors():
+    assert [MEASURED.fraction(each) for each in MEASURED] == pytest.approx([0.4, 0.8, 0.9, None, None, 0.4])
+    assert [each.variant for each in MEASURED.competing] == ["gloo", "ring", "shared memory"]
+    assert MEASURED.speed(MEASURED[2], "ring") == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "at_least", "at_most"),
+    [
+        (Ratio(2.5, 2.0, 3.0), "yes", "too close to tell"),
+        (Ratio(2.5, 1.9, 3.0), "too close to tell", "too close to tell"),
+        (Ratio(1.5, 1.0, 2.0), "too close to tell", "yes"),
+        (Ratio(1.5, 1.0, 1.9), "NO", "yes"),
+        (Ratio(2.5, 2.1, 3.0), "yes", "NO"),
+    ],
+)
+def test_goals(ratio, at_least, at_most):
+    assert Goal("ring", "gloo", 2, 10**6, 2.0).verdict(ratio) == at_least
+    assert Goal("ring", "gloo", 2, 10**6, 2.0, at_most=True).verdict(ratio) == at_most
+
+
+def test_goals_that_were_not_measured_are_left_out():
+    goals = [Goal("ring", "gloo", *case, 1.0) for case in ((4, 10**6), (2, 10**7))]
+    goals += [Goal("nccl", "gloo", 2, 10**6, 1.0), Goal("ring", "nccl", 2, 10**6, 1.0)]
+    assert judge(goals, MEASURED) == []
+    slower = Goal("gloo", "ring", 2, 10**6, 1.5, at_most=True)
+    assert judge([*goals, slower], MEASURED) == [(slower, Ratio(2.0, 2.0, 2.0), "NO")]
+
+
+@pytest.mark.parametrize("module", [all_reduce, reduce_scatter])
+def test_every_goal_is_about_something_that_the_benchmark_measures(module):
+    names = {"gloo", "gloo, list", "ring", "shared memory", "memcpy"}
+    for goal in module.GOALS:
+        assert {goal.variant, goal.against} <= names
+        assert goal.nbytes in module.SIZES
+        assert goal.world_size in (2, 4)
+
+
+# Taking turns
+
+
+def test_turns_are_abba():
+    assert [interleave.in_turn(["a", "b", "c"], number) for number in range(3)] == [
+        ["a", "b", "c"],
+        ["c", "b", "a"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_a_round_lasts_until_its_last_rank_is_done():
+    first, second = [(0.0, 3.0), (10.0, 11.0), (20.0, 21.0)], [(1.0, 2.0), (10.5, 14.0), (21.0, 22.0)]
+    assert interleave.until_the_last([first, second]) == (3.0, 4.0, 2.0)
+
+
+@pytest.mark.parametrize(("nbytes", "rounds"), [(4096, 100), (10**6, 100), (10**7, 20), (10**8, 12), (10**9, 12)])
+def test_small_sizes_get_more_rounds(nbytes, rounds):
+    assert interleave.usual_rounds(nbytes) == rounds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((4096,), (2, 1), 2), "expected 2 ranks or more, got 1"),
+        (((4096, 8), (3,), 2), "expected 4 bytes or more for each of 3 ranks, got 8 for all"),
+        (((4096,), (2,), 0), "expected 1 round or more, got 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(arguments, message, monkeypatch):
+    monkeypatch.setattr(interleave, "launch", None)
+    with pytest.raises(ValueError, match=message):
+        all_reduce.measure(*arguments)
+
+
+def test_times_on_a_slowed_link_are_divided(monkeypatch):
+    calls = []
+
+    def fake_launch(*args, **kwargs):
+        calls.append((args, kwargs))
+        return [{"gloo": ("link", [(0.0, 30.0), (50.0, 60.0)])}, {"gloo": ("link", [(1.0, 40.0), (50.0, 70.0)])}]
+
+    monkeypatch.setattr(interleave, "launch", fake_launch)
+    link = Link.preset("NVLink 4")
+    for each in (link, link.slowed(10), None):
+        calls.append(all_reduce.measure((10**6,), (2,), 2, link=each))
+    assert [(found[0].seconds, found[0].emulated) for found in calls[1::2]] == [
+        ((40.0, 20.0), "NVLink 4"),
+        ((4.0, 2.0), "NVLink 4, 10 × slower, times divided by 10"),
+        ((40.0, 20.0), ""),
+    ]
+    assert [kwargs["link"] for _, kwargs in calls[::2]] == [link, link.slowed(10), None]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_in_a_terminal_only(monkeypatch, capsys):
+    monkeypatch.setattr(interleave, "launch", lambda *args, **kwargs: [{}])
+    all_reduce.measure((4096, 8192), (2, 4), 1)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    all_reduce.measure((4096, 8192), (2, 4), 1)
+    bars = sys.stderr.getvalue().split("\r")[1:]
+    assert bars[:4] == [f"[{'#' * 10 * done:40}] {done} of 4" for done in range(4)]
+    assert bars[4] == "\033[K"
+
+
+# On real ranks
+
+
+def ranks_left() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("module", "variants"),
+    [
+        (all_reduce, ["gloo", "ring", "doubling", "shared memory", "memcpy", "loopback", "gloo again"]),
+        (reduce_scatter, ["gloo", "gloo, list", "ring", "shared memory", "memcpy", "loopback", "gloo again"]),
+    ],
+)
+def test_measure(module, variants):
+    launch(dist.barrier, world_size=2)  # the fork server stays
+    before = len(ranks_left())
+    results = module.measure(sizes=(4096, 10_000), world_sizes=(2, 3), rounds=2)
+    assert len(ranks_left()) == before
+    expected = [(ranks, nbytes, name) for ranks in (2, 3) for nbytes in (4096, 10_000) for name in variants]
+    assert [(r.world_size, r.nbytes, r.variant) for r in results] == expected
+    assert all(len(r.seconds) == 2 and min(r.seconds) > 0 for r in results)
+    assert {r.operation for r in results} == {module.__name__.rpartition(".")[2]}
+    assert {r.emulated for r in results} == {""}
+    assert all(results.fraction(r) for r in results.competing)
+
+
+def offers_doubling(nbytes: int) -> bool:
+    return "doubling" in all_reduce.make_variants(nbytes // 4, dist.group.WORLD, True)
+
+
+def test_doubling_is_for_small_sizes():
+    assert launch(lambda: [offers_doubling(nbytes) for nbytes in (10**6, 10**6 + 4)], world_size=1)[0] == [True, False]
+
+
+def test_on_an_emulated_link_only_what_sends_messages_is_timed():
+    link = Link(2e-3, 1e6, name="a slow wire")
+    results = all_reduce.measure((4096,), (2,), 1, link=link)
+    assert [each.variant for each in results] == ["gloo", "ring", "doubling", "link", "gloo again"]
+    assert {each.emulated for each in results} == {"a slow wire"}
+    assert min(each.median_s for each in results) >= 2e-3  # a link never delivers early
+    assert "emulated: a slow wire" in repr(results)
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_without_a_link_nothing_is_recorded(emulated):
+    run = launch(interleave.time_on_rank, all_reduce.make_variants, 4096, 3, emulated, world_size=2)
+    calls = [record for record in run.wire[0] if record.op == "all_reduce"]
+    assert len(calls) == (emulated and 2 * (interleave.WARM_UP + 3))  # the baseline has two turns
+
+
+def make_wrong(numel, group, emulated):
+    x = torch.ones(numel)
+    return {"right": Variant(x, lambda: x, 1), "lazy": Variant(x, lambda: x, 2)}
+
+
+def test_a_wrong_result_gets_no_time():
+    with pytest.raises(RankError, match="lazy gave wrong numbers on rank"):
+        interleave.measure("all_reduce", make_wrong, (4096,), (2,), 1)
+
+
+def cores_after_pinning() -> list[int]:
+    interleave._pin_to_a_core()
+    return sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process")
+def test_ranks_get_a_core_each_where_there_are_enough():
+    cores = sorted(os.sched_getaffinity(0))
+    few, many = min(2, len(cores)), min(8, len(cores) + 1)
+    assert list(launch(cores_after_pinning, world_size=few)) == [[core] for core in cores[:few]]
+    if many > len(cores):
+        assert list(launch(cores_after_pinning, world_size=many)) == [cores] * many

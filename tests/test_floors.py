@@ -36,7 +36,7 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "subjects": {"triton", "tqdm"},
     "runtime": {"cloudpickle", "IPython"},
     "lesson": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy", "runtime", "subjects"},
-    "bench": {"runtime", "subjects", "numpy"},
+    "bench": {"runtime", "subjects", "lesson", "numpy"},
     "doctor": {"runtime", "psutil"},
     "__init__": {"runtime"},
 }

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,11 +34,22 @@ def report(name: str, rows: list[Row]):
         cells.append(
             (row.what, f"{row.budget:g} {row.unit}", f"{row.measured:.3g} {row.unit}", "yes" if row.within else "NO")
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     print(f"{name}, on {os.cpu_count()} cores")
-    for what, *numbers in cells:
-        print(what.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True)), sep="  ")
+    print(table(cells))
+    save(name, {"rows": [{**asdict(row), "within": row.within} for row in rows]})
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Cells in columns, the first against the left, all others against the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([what.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))]).rstrip()
+        for what, *cells in lines
+    )
+
+
+def save(name: str, results: dict):
+    """Keep `results`, and on what machine they were found, in bench-results/NAME.json."""
     RESULTS.mkdir(exist_ok=True)
     machine = {"cores": os.cpu_count(), "system": platform.platform(), "torch": torch.__version__}
-    results = {"machine": machine, "rows": [{**asdict(row), "within": row.within} for row in rows]}
-    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")

@@ -1,20 +1,28 @@
 """`python -m ddpkit.bench NAME ...` runs these benchmarks; without a name, all that there are."""
 
+import argparse
 import importlib
-import pkgutil
-import sys
+import inspect
 
-from . import __path__
+BENCHMARKS = ("launch", "all_reduce", "reduce_scatter")
 
 
-def main(names: list[str]):
-    there_are = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "__main__")
-    for name in names:
-        if name not in there_are:
-            sys.exit(f"no benchmark is called {name!r}; there are {', '.join(there_are)}")
-    for name in names or there_are:
-        importlib.import_module(f"{__package__}.{name}").main()
+def main(arguments: list[str] | None = None):
+    """arguments: as on the command line (None: those)."""
+    parser = argparse.ArgumentParser("python -m ddpkit.bench", description="Measure what ddpkit does on this machine.")
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", help=f"{', '.join(BENCHMARKS)}; all of them if none is given"
+    )
+    parser.add_argument("--full", action="store_true", help="also 6 ranks, and 1 GB (3 GB of memory for each rank)")
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        if name not in BENCHMARKS:
+            parser.error(f"no benchmark is called {name!r}; there are {', '.join(BENCHMARKS)}")
+    for name in options.names or BENCHMARKS:
+        benchmark = importlib.import_module(f"{__package__}.{name}").main
+        takes_full = "full" in inspect.signature(benchmark).parameters
+        benchmark(**{"full": options.full} if takes_full else {})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,0 +1,150 @@
+"""Charts of measurements: what they say, that they are pictures, and that their words hold no measured number."""
+
+import io
+import itertools
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from ddpkit import cost
+from ddpkit.bench.results import Result, Results
+from ddpkit.lesson import charts, figures
+
+SECONDS = {"gloo": 4e-3, "ring": 2e-3, "shared memory": 1e-3, "loopback": 1.5e-3, "memcpy": 0.9e-3, "gloo again": 4e-3}
+CEILINGS = {"gloo": "loopback", "ring": "loopback", "shared memory": "memcpy", "gloo again": "loopback"}
+MEASURED = Results(
+    Result("all_reduce", name, world_size, nbytes, (seconds * world_size,), CEILINGS.get(name, ""))
+    for nbytes in (10**6, 25 * 2**20)
+    for world_size in (2, 4)
+    for name, seconds in SECONDS.items()
+)
+EMULATED = Results(replace(each, emulated="10 Gbit Ethernet") for each in MEASURED if each.variant == "ring")
+MODEL = cost.Model(50e-6, 1e9)
+
+
+def image(picture) -> Image.Image:
+    assert picture.png.startswith(b"\x89PNG\r\n\x1a\n")
+    assert picture._repr_mimebundle_()["text/plain"] == repr(picture)
+    return Image.open(io.BytesIO(picture.png)).convert("RGB")
+
+
+def has_colour(picture, colour: str) -> bool:
+    wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    colours = [pixel for _, pixel in image(picture).getcolors(1 << 24)]
+    return any(all(abs(a - b) < 12 for a, b in zip(pixel, wanted, strict=True)) for pixel in colours)
+
+
+@pytest.mark.parametrize(("draw", "what"), [(charts.average_time, "Average time"), (charts.bandwidth, "Bus bandwidth")])
+def test_grouped_bars(draw, what):
+    picture = draw(MEASURED)
+    assert repr(picture) == (
+        f"{what} of all_reduce. By size: 1 MB, 25 MiB; by backend: gloo; ring; shared memory; by number of processes: "
+        "2, 4. Black marks: the same bytes just moved, by loopback or memcpy."
+    )
+    assert image(picture).width <= figures.WIDEST
+    assert image(picture).getpixel((0, 0)) == (255, 255, 255)
+    for colour in (charts.BLUE, charts.ORANGE, charts.GREEN):
+        assert has_colour(picture, colour)
+    assert not has_colour(picture, charts.PINK)
+
+
+@pytest.mark.parametrize("draw", [charts.average_time, charts.bandwidth])
+def test_words_are_the_same_in_every_run(draw):
+    slower = Results(replace(each, seconds=(3.21 * each.median_s,)) for each in MEASURED)
+    assert repr(draw(slower)) == repr(draw(MEASURED))
+    assert draw(slower).png != draw(MEASURED).png
+
+
+def test_heights_are_the_times_and_bandwidths():
+    heights = {}
+
+    def remember(results, value, what, logarithmic):
+        heights[what] = [value(each, each.median_s) for each in results.competing]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "_grouped_bars", remember)
+        charts.average_time(MEASURED)
+        charts.bandwidth(MEASURED)
+    shown = MEASURED.competing
+    assert heights["Average time (ms)"] == [each.median_s * 1e3 for each in shown]
+    assert heights["Bus bandwidth (GB/s)"] == pytest.approx([each.busbw / 1e9 for each in shown])
+
+
+def test_an_emulated_link_is_named():
+    assert repr(charts.average_time(EMULATED)).startswith("Average time of all_reduce, emulated: 10 Gbit Ethernet. By")
+    assert "emulated" not in repr(charts.average_time(MEASURED))
+    both = repr(charts.bandwidth(Results(MEASURED + EMULATED)))
+    assert "by backend: gloo; ring; shared memory; ring (emulated: 10 Gbit Ethernet); by number" in both
+    assert both.startswith("Bus bandwidth of all_reduce. ")
+
+
+def test_backends_keep_their_colours():
+    assert charts._colours(["ring", "whole ring", "gloo"]) == {
+        "ring": charts.ORANGE,
+        "whole ring": charts.GREEN,
+        "gloo": charts.BLUE,
+    }
+    assert len(set(charts._colours([f"number {n}" for n in range(8)]).values())) == 8
+
+
+def test_long_legends_take_several_lines():
+    canvas = figures.Canvas(figures.WIDEST, charts.HEIGHT)
+    handles = charts._handles([(f"a name of thirty letters, no. {n}", "#000000", "o") for n in range(4)])
+    assert charts._head(canvas, "title", handles) - charts._head(canvas, "title", handles[:2]) == charts.LINE
+
+
+def points(sizes, world_sizes=(2, 4), wrong=1.0):
+    return [
+        cost.Measurement("ring_all_reduce", ranks, nbytes, wrong * MODEL.seconds("ring_all_reduce", nbytes, ranks))
+        for ranks in world_sizes
+        for nbytes in sizes
+    ]
+
+
+def test_fitted():
+    measured, held_out = points((10**4, 10**6, 10**8)), points((10**5,), wrong=1.1)
+    picture = charts.fitted(cost.fit(measured), measured, held_out, "A ring, emulated")
+    assert repr(picture) == (
+        "A ring, emulated. Time by size for ring_all_reduce, 2 ranks; ring_all_reduce, 4 ranks: "
+        "6 points that the model was fitted to, 2 held out, and the model's lines."
+    )
+    assert has_colour(picture, figures.RANK_COLOURS[1])
+    swapped = charts.fitted(cost.fit(measured), held_out, measured, "A ring, emulated")
+    assert swapped.png != picture.png
+    assert repr(charts.fitted(cost.fit(measured), iter(measured), iter(held_out))).startswith("Measured and predicted")
+
+
+def test_crossing():
+    """With 4 ranks doubling sends 2n in 2 hops, the ring 3/2 n in 6: they cross at 8 times latency × bandwidth."""
+    algorithms = ("doubling_all_reduce", "ring_all_reduce", "all_reduce")
+    assert charts.takeovers(MODEL, algorithms, 4) == [(pytest.approx(8 * 50e-6 * 1e9), *algorithms[:2])]
+    bare = charts.crossing(MODEL, algorithms, 4)
+    assert repr(bare) == (
+        "Predicted time with 4 ranks. By size, for doubling_all_reduce, ring_all_reduce, all_reduce; "
+        "the fastest, from small sizes to large: doubling_all_reduce, then ring_all_reduce."
+    )
+    assert image(bare).width <= figures.WIDEST
+    assert charts.crossing(MODEL, algorithms, 4, points((10**5,))).png != bare.png
+    assert charts.crossing(MODEL, algorithms, 4, points((10**5,), (2,))).png == bare.png  # of other worlds
+
+
+def test_crossing_where_nothing_crosses():
+    assert charts.takeovers(MODEL, ("all_reduce", "ring_all_reduce"), 4) == []
+    picture = charts.crossing(MODEL, ("all_reduce", "ring_all_reduce"), 4, title="On an emulated link")
+    assert repr(picture).startswith("On an emulated link. ")
+    assert repr(picture).endswith("the fastest, from small sizes to large: ring_all_reduce.")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(1e-5, "10 µs"), (0.001, "1 ms"), (0.1 + 0.2, "300 ms"), (2, "2 s"), (1e-8, "0.01 µs")]
+)
+def test_times_have_units(seconds, shown):
+    assert charts._seconds(seconds) == shown
+
+
+def test_scales():
+    assert charts._decades((0.03, 250.0)) == (0.01, 1000.0)
+    sizes = charts._between([100.0, 1e6, 1e4])
+    assert (sizes[0], sizes[-1]) == pytest.approx((100.0, 1e6))
+    assert len({round(after / before, 9) for before, after in itertools.pairwise(sizes)}) == 1
