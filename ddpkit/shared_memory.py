@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 PIECE_BYTES = 2**18  # summed and written back before it leaves the cache
 CALLS = ("all_reduce", "reduce_scatter", "all_gather")
 PAGE = 4096  # bytes before the slots, for the ranks' marks
-SPINS = 100  # how often a waiting rank looks at the others before it begins to nap in between
+SPINS = 100  # how often a waiting rank looks at the others before it naps between looks
 NAP_S = 50e-6
 
 
@@ -51,8 +51,7 @@ class SharedBuffer:
         slots = memory[PAGE:].view(dtype).view(world_size, numel)
         self.local = slots[self._rank]
         self._chunks = slots.tensor_split(world_size, dim=1)[self._rank].unbind()  # in every slot, the one to sum here
-        self._marks[self._rank] = len(CALLS)
-        dist.barrier(group)
+        self._marks[self._rank] = len(CALLS)  # one meeting: that of `_map_together`
         weakref.finalize(self, _leave, self._marks, self._rank)
 
     def all_reduce(self) -> Tensor:
@@ -97,9 +96,10 @@ class SharedBuffer:
     def _meet(self, call: str) -> None:
         """Return when every rank of the group has come to this place in `call`.
 
-        A rank's mark, in memory that all see, is `len(CALLS)` times its meetings so far plus the number of its call. It
-        looks at the others' marks again and again, then between naps. Stepping aside, which gives up the interpreter's
-        lock, also puts memory in order: who sees a mark sees all that was written before it.
+        A rank's mark, in memory that all see, is `len(CALLS)` times its meetings so far plus the number of its call;
+        negative, once it has let go of its buffer. A rank looks at the others' marks again and again, then between
+        naps. Stepping aside, which gives up the interpreter's lock, also puts memory in order: who sees a mark sees all
+        that was written before it.
         """
         meeting = int(self._marks[self._rank]) // len(CALLS) + 1
         _step_aside()

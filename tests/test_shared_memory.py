@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -215,13 +216,16 @@ def test_no_call_sends_a_message():
 # What is left behind
 
 
-def mapped() -> set[str]:
+def mapped() -> Counter[str]:
     """The files, in memory or not, that this process has in its address space."""
-    return {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    return Counter(
+        line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
+    )
 
 
-def descriptors() -> set[str]:
-    return {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()} - {"/proc/self/fd"}
+def opened() -> Counter[str]:
+    """The files that this process has open."""
+    return Counter(os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
 
 
 def look_around(folder, without_memory_files):
@@ -231,12 +235,12 @@ def look_around(folder, without_memory_files):
         del os.memfd_create
     SharedBuffer(41).all_reduce()  # torch loads and opens things of its own when first used
     gc.collect()
-    mapped_before, open_before = mapped(), descriptors()
+    mapped_before, opened_before = mapped(), opened()
     buffer = SharedBuffer(41)
     wrong = check_halves() + check([twin.whole(r, 41) for r in range(dist.get_world_size())], None, buffer)
-    during = mapped() - mapped_before, descriptors() - open_before, os.listdir(folder)
+    during = mapped() - mapped_before, opened() - opened_before, os.listdir(folder)
     del buffer
-    after = mapped() - mapped_before, descriptors() - open_before, os.listdir(folder)
+    after = mapped() - mapped_before, opened() - opened_before, os.listdir(folder)
     return wrong, during, after
 
 
@@ -244,8 +248,8 @@ def look_around(folder, without_memory_files):
 def test_memory_without_a_file(tmp_path):
     for wrong, during, after in launch(look_around, tmp_path, False, world_size=3):
         assert wrong == []
-        assert during == ({"/memfd:ddpkit (deleted)"}, set(), [])
-        assert after == (set(), set(), [])
+        assert during == ({"/memfd:ddpkit (deleted)": 1}, {}, [])
+        assert after == ({}, {}, [])
 
 
 @on_linux
@@ -255,8 +259,8 @@ def test_where_there_are_no_memory_files_a_passing_one_will_do(tmp_path):
         [file], *others = during
         assert file.startswith(f"{tmp_path}/ddpkit-")
         assert file.endswith("(deleted)")
-        assert others == [set(), []]
-        assert after == (set(), set(), [])
+        assert others == [{}, []]
+        assert after == ({}, {}, [])
 
 
 def who_maps() -> list[int]:
@@ -300,20 +304,45 @@ def test_a_rank_that_dies_inside_is_named_and_the_memory_is_free(tmp_path, how, 
     wait_until(lambda: not who_maps())
 
 
-def leave_early():
+def leave_early(calls):
     buffer = SharedBuffer(41)
-    buffer.all_reduce()
+    for _ in range(calls):
+        buffer.all_reduce()
     if dist.get_rank() != 1:
         buffer.all_gather()
 
 
-def test_a_rank_that_returns_early_is_named():
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_rank_that_returns_early_is_named(calls):
     says = (
         r"^rank ([02]) raised RuntimeError: rank \1 waits in SharedBuffer.all_gather for rank 1, "
         r"which has let go of its buffer\. Did it return early, or skip the call\?"
     )
     with pytest.raises(RankError, match=says):
-        launch(leave_early, world_size=3, timeout=40)
+        launch(leave_early, calls, world_size=3, timeout=40)
+
+
+def let_go_between_two_looks():
+    """Rank 0 comes first to the last meeting of the call and looks; when it looks closer, rank 1 has come and gone."""
+    last = 3
+    pieces, check_they_can_come = SharedBuffer._pieces, SharedBuffer._check_they_can_come
+
+    def finish_late(buffer):
+        if dist.get_rank() == 1:
+            wait_until(lambda: buffer._marks[0] // len(shared_memory.CALLS) == last)
+        return pieces(buffer)
+
+    def look_late(buffer, call, meeting):
+        if dist.get_rank() == 0 and meeting == last:
+            wait_until(lambda: buffer._marks[1] < 0)
+        check_they_can_come(buffer, call, meeting)
+
+    with patch.multiple(SharedBuffer, _pieces=finish_late, _check_they_can_come=look_late):
+        return filled(SharedBuffer(2), dist.get_rank() + 1.0).all_reduce().tolist()
+
+
+def test_a_rank_that_has_come_may_go():
+    assert list(launch(let_go_between_two_looks, world_size=2, timeout=40)) == [[3.0, 3.0], [3.0, 3.0]]
 
 
 def do_otherwise():
