@@ -2,5 +2,16 @@
 
 from .notebook_00 import neighbours, say_hello
 from .notebook_01 import all_gather, all_reduce, broadcast, reduce_scatter
+from .notebook_02 import ring_all_gather, ring_cost, ring_reduce_scatter
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "neighbours", "reduce_scatter", "say_hello"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "neighbours",
+    "reduce_scatter",
+    "ring_all_gather",
+    "ring_cost",
+    "ring_reduce_scatter",
+    "say_hello",
+]

@@ -10,6 +10,7 @@ from ddpkit.runtime.hang import describe_place
 from ddpkit.runtime.launch import Run, launch
 
 PATIENCE_S = 20.0
+LIBRARYS_OWN = "# The library's own. It serves sub-groups, too, and names mistakes; the algorithm is in what remains."
 
 
 @dataclass
@@ -17,7 +18,8 @@ class Trial:
     """One run of the answer on real ranks, and what must come out of it.
 
     program: called on every rank with the answer and `args`; returns plain data.
-    expected: what it must return, by rank, from a specification that shares no code with the library.
+    expected: what it must return, by rank, from a specification that shares no code with the library; or a function
+        that counts it on the wire of the run.
     sent_bytes: what all ranks together may send; None: any number.
     what: what the trial tries besides the number of ranks.
     """
@@ -25,7 +27,7 @@ class Trial:
     world_size: int
     program: Callable
     args: tuple
-    expected: list
+    expected: list | Callable[[Run], list]
     sent_bytes: int | None = None
     what: str = ""
 
@@ -49,9 +51,10 @@ class Exercise:
 
     trials: smallest world first, so that the first failure is the easiest to understand.
     reference: the library's own function, which is also the solution; `helpers` are the library's functions that it
-        calls and a reader must see to understand it.
+        calls and a reader must see to understand it. `note` stands above them.
     cause: called with a trial, the rank with a wrong result, what it should have and what it has; names the usual
         cause, or None.
+    races: called with a trial and its run; returns what makes the values a matter of luck, right or wrong, or None.
     wire: called with a trial and its run; returns what is wrong on the wire though the values are right, or None.
     """
 
@@ -64,10 +67,12 @@ class Exercise:
         cause: Callable[[Trial, int, object, object], str | None],
         wire: Callable[[Trial, Run], str | None] | None = None,
         helpers: tuple[Callable, ...] = (),
+        races: Callable[[Trial, Run], str | None] | None = None,
+        note: str = LIBRARYS_OWN,
     ):
-        self.name, self.helpers = reference.__name__, helpers
+        self.name, self.helpers, self.note = reference.__name__, helpers, note
         self.reference, self.trials, self.hints, self.praise = reference, trials, hints, praise
-        self._cause, self._wire = cause, wire or _check_wire
+        self._cause, self._wire, self._races = cause, wire or _check_wire, races or (lambda trial, run: None)
         self._hints_given = 0
         self._failures = 0
         self._failed: Run | LaunchError | None = None
@@ -95,10 +100,9 @@ class Exercise:
         return Verdict(None, self._next_hint())
 
     def solution(self) -> Verdict:
-        """The library's own source, and that of the functions it calls."""
-        note = "# The library's own. It serves sub-groups, too, and names mistakes; the algorithm is in what remains.\n"
+        """The reference's source, and that of the functions it calls."""
         parts = [inspect.getsource(inspect.unwrap(part)) for part in (self.reference, *self.helpers)]
-        return Verdict(None, note + "\n\n".join(parts))
+        return Verdict(None, f"{self.note}\n" + "\n\n".join(parts))
 
     def replay(self):
         """A player of the smallest world in which the last answer failed: what your code really sent."""
@@ -127,10 +131,11 @@ class Exercise:
         except LaunchError as error:
             self._failed = error
             return str(error)
-        forgotten = _forgotten_handle(run)
-        if forgotten:
-            return forgotten
-        for rank, (expected, got) in enumerate(zip(trial.expected, run, strict=True)):
+        luck = _forgotten_handle(run) or self._races(trial, run) or _overwritten(run)
+        if luck:
+            return luck
+        everything = trial.expected(run) if callable(trial.expected) else trial.expected
+        for rank, (expected, got) in enumerate(zip(everything, run, strict=True)):
             if got != expected:
                 usual = self._cause(trial, rank, expected, got)
                 problem = f"rank {rank} has {_short(got)}, expected {_short(expected)}."
@@ -180,14 +185,38 @@ def _forgotten_handle(run: Run) -> str | None:
     return None
 
 
+def _overwritten(run: Run) -> str | None:
+    """A message that arrived with other numbers than it was sent with."""
+    arrived = {(r.channel, r.seq): r.result for diary in run.wire for r in diary if r.op == "recv"}
+    for rank, diary in enumerate(run.wire):
+        for record in diary:
+            got = arrived.get((record.channel, record.seq)) if record.op == "send" else None
+            if None not in (got, record.values) and got != record.values:
+                place = describe_place((record.file, record.line, record.function))
+                return (
+                    f"rank {rank} sent {_short(record.values)} to rank {record.peer}, and {_short(got)} arrived "
+                    f"({place}).\nSomebody wrote into it on the way: leave alone what isend sends and irecv fills "
+                    "until wait() has returned."
+                )
+    return None
+
+
+def ready_made(run: Run) -> str | None:
+    """A collective of torch's, where only messages were allowed."""
+    ops = sorted({r.op for diary in run.wire for r in diary if r.op not in ("send", "recv", "new_group")})
+    if not ops:
+        return None
+    return (
+        f"the values are right, but the wire saw dist.{ops[0]}: torch did the work.\n"
+        "Use only dist.send, dist.recv, dist.isend and dist.irecv."
+    )
+
+
 def _check_wire(trial: Trial, run: Run) -> str | None:
     """Only messages, no ready-made collectives; each byte sent once."""
-    ready_made = sorted({r.op for diary in run.wire for r in diary if r.op not in ("send", "recv", "new_group")})
-    if ready_made:
-        return (
-            f"the values are right, but the wire saw dist.{ready_made[0]}: torch did the work.\n"
-            "Use only dist.send, dist.recv, dist.isend and dist.irecv."
-        )
+    by_torch = ready_made(run)
+    if by_torch:
+        return by_torch
     sent = sum(record.bytes for record in messages(run))
     if trial.sent_bytes is not None and sent != trial.sent_bytes:
         more = "more" if sent > trial.sent_bytes else "fewer"
