@@ -787,7 +787,8 @@ def player(run, by_hop: bool = False) -> Explorer:
         event = frames[step - 1].event
         return f"Step {step} of {len(frames)}: {event.text}{_whence(event)}"
 
-    return Explorer(draw, caption, "step", 1, len(frames), 1, text, shown=len(frames), play=True)
+    telling = min(2, len(frames)) if frames[-1].event.kind == "end" else len(frames)
+    return Explorer(draw, caption, "step", 1, len(frames), 1, text, shown=telling, play=True)
 
 
 def _check_kept(run):
