@@ -103,6 +103,7 @@ say_hello = Exercise(
     "in rank order, also when low ranks are slow.",
     _hello_cause,
     _hello_order,
+    note="# Ours. Yours may look different: the check looks at what it does.",
 )
 
 
@@ -150,4 +151,5 @@ neighbours = Exercise(
     "the ring closes in every world from 1 to 4.",
     _neighbours_cause,
     lambda trial, run: None,
+    note="# Ours. Yours may look different: the check looks at what it does.",
 )
