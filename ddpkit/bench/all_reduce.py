@@ -40,7 +40,7 @@ def measure(
 ) -> Results:
     """Time every all-reduce there is; see `interleave.measure`. On a link, only those that send messages.
 
-    sizes: bytes. rounds: how often (None: 12 times, small sizes more often). Prints nothing; the result is a table.
+    sizes: bytes. rounds: how often (None: 12 times, small sizes more often). The results, printed, are a table.
     """
     return interleave.measure("all_reduce", make_variants, sizes, world_sizes, rounds, link)
 
@@ -48,26 +48,25 @@ def measure(
 def make_variants(numel: int, group: ProcessGroup, emulated: bool) -> dict[str, Variant]:
     """{name: variant}, for tensors of `numel` float32; `group` is the wire."""
     world_size = dist.get_world_size(group)
-    x = torch.ones(numel)
-    wire = "link" if emulated else "loopback"
+    x, other = torch.ones(numel), torch.zeros(numel)
+    share = numel // world_size * (world_size - 1)  # the ring sends so many twice
 
     def gloo() -> Tensor:
         dist.all_reduce(x, group=group)
         return x
 
     variants = {
-        "gloo": Variant(x, gloo, world_size, wire),
-        "ring": Variant(x, lambda: ring_all_reduce(x, group), world_size, wire),
+        "gloo": Variant(x, gloo, world_size, "loopback"),
+        "ring": Variant(x, lambda: ring_all_reduce(x, group), world_size, "loopback"),
     }
     if x.nbytes <= DOUBLING_UP_TO:
-        variants["doubling"] = Variant(x, lambda: doubling_all_reduce(x, group), world_size, wire)
+        variants["doubling"] = Variant(x, lambda: doubling_all_reduce(x, group), world_size, "loopback")
     if not emulated:
         buffer = SharedBuffer(numel, group=group)
         variants["shared memory"] = Variant(buffer.local, buffer.all_reduce, world_size, "memcpy")
-        variants["memcpy"] = interleave.memcpy(numel)
+        variants["memcpy"] = interleave.memcpy(x, other)
+        variants["loopback"] = interleave.loopback(x[:share], other[:share], 2, group)
         variants |= nccl(numel)
-    # 2(W-1)/W of the tensor, in two messages
-    variants[wire] = interleave.loopback(numel // world_size * (world_size - 1), 2, group)
     return variants
 
 

@@ -169,16 +169,14 @@ def _pin_to_a_core() -> None:
 # Ceilings, and a GPU's group
 
 
-def memcpy(numel: int) -> Variant:
-    """Copy `numel` elements within this rank's own memory, on all ranks at once."""
-    x, copy = torch.ones(numel), torch.ones(numel)
-    return Variant(x, lambda: copy.copy_(x), 1)
+def memcpy(x: Tensor, place: Tensor) -> Variant:
+    """Copy `x` to another place in this rank's own memory, on all ranks at once."""
+    return Variant(x, lambda: place.copy_(x), 1)
 
 
-def loopback(numel: int, messages: int, group: ProcessGroup) -> Variant:
-    """Send the next rank some messages of `numel` elements each and receive as many, on all ranks at once."""
+def loopback(x: Tensor, landing: Tensor, messages: int, group: ProcessGroup) -> Variant:
+    """Send `x` to the next rank some times, and receive as many such messages, on all ranks at once."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    x, landing = torch.ones(numel), torch.ones(numel)
 
     def call() -> Tensor:
         works = [dist.irecv(landing, group=group, group_src=(rank - 1) % world_size) for _ in range(messages)]

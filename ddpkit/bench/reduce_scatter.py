@@ -39,7 +39,8 @@ def measure(
 ) -> Results:
     """Time every reduce-scatter there is; see `interleave.measure`. On a link, only those that send messages.
 
-    sizes: bytes of the whole tensor. rounds: how often (None: 12 times, small sizes more often).
+    sizes: bytes of the whole tensor. rounds: how often (None: 12 times, small sizes more often). The results, printed,
+    are a table.
     """
     return interleave.measure("reduce_scatter", make_variants, sizes, world_sizes, rounds, link)
 
@@ -47,9 +48,8 @@ def measure(
 def make_variants(numel: int, group: ProcessGroup, emulated: bool) -> dict[str, Variant]:
     """{name: variant}, for tensors of `numel` float32; `group` is the wire."""
     world_size = dist.get_world_size(group)
-    x, chunk = torch.ones(numel), torch.ones(numel // world_size)
+    x, other, chunk = torch.ones(numel), torch.zeros(numel), torch.zeros(numel // world_size)
     chunks = list(x.chunk(world_size))
-    wire = "link" if emulated else "loopback"
 
     def gloo() -> Tensor:
         torch_reduce_scatter(chunk, x, group=group)
@@ -60,17 +60,17 @@ def make_variants(numel: int, group: ProcessGroup, emulated: bool) -> dict[str, 
         return chunk
 
     variants = {
-        "gloo": Variant(x, gloo, world_size, wire),
-        "gloo, list": Variant(x, gloo_list, world_size, wire),
-        "ring": Variant(x, lambda: ring_reduce_scatter(x, group), world_size, wire),
+        "gloo": Variant(x, gloo, world_size, "loopback"),
+        "gloo, list": Variant(x, gloo_list, world_size, "loopback"),
+        "ring": Variant(x, lambda: ring_reduce_scatter(x, group), world_size, "loopback"),
     }
     if not emulated:
         buffer = SharedBuffer(numel, group=group)
         variants["shared memory"] = Variant(buffer.local, buffer.reduce_scatter, world_size, "memcpy")
-        # A copy of n bytes reads n and writes n; the reduce-scatter reads n and writes n/W.
-        variants["memcpy"] = interleave.memcpy((numel + len(chunk)) // 2)
+        copied = (numel + len(chunk)) // 2  # read and written: as many as when numel are read and a chunk is written
+        variants["memcpy"] = interleave.memcpy(x[:copied], other[:copied])
+        variants["loopback"] = interleave.loopback(x[len(chunk) :], other[len(chunk) :], 1, group)  # (W-1)/W of x
         variants |= nccl(numel)
-    variants[wire] = interleave.loopback(numel - len(chunk), 1, group)  # (W-1)/W of the tensor
     return variants
 
 

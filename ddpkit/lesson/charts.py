@@ -304,6 +304,8 @@ def _log_axes(axes):
     axes.xaxis.set_major_formatter(lambda x, _: size(x))
     axes.yaxis.set_major_formatter(lambda y, _: _seconds(y))
     axes.minorticks_off()
+    if axes.get_ylim()[1] < 100 * axes.get_ylim()[0]:  # else a short axis would have one number or none
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axes.set_ylabel("time", fontsize=NORMAL)
     axes.grid(color=FAINT, lw=0.6)
 
