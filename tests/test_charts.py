@@ -130,7 +130,7 @@ def test_crossing():
 
 
 def test_where_slower_ones_cross_is_no_takeover():
-    """The whole ring, 3n in 3 hops, falls behind the chunked one at 2 times latency × bandwidth; doubling leads both."""
+    """The whole ring, 3n in 3 hops, falls behind at 2 times latency × bandwidth, where doubling leads both."""
     algorithms = ("doubling_all_reduce", "whole_ring_all_reduce", "ring_all_reduce")
     assert cost.crossover(*algorithms[1:], 4, MODEL) == pytest.approx(2 * 50e-6 * 1e9)
     assert [nbytes for nbytes, _, _ in charts.takeovers(MODEL, algorithms, 4)] == pytest.approx([8 * 50e-6 * 1e9])
