@@ -4,7 +4,7 @@
     for inputs, targets in Batches(tokens, batch_size=8, length=64, rank=rank, world_size=world_size):
         ...
 
-The tokens are the text's bytes, so there are 256 of them and nothing to learn before training starts.
+The tokens are the text's bytes: there are 256 of them, and no tokenizer is trained first.
 """
 
 from collections.abc import Iterator

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from itertools import islice
 
 import pytest
 import torch
@@ -183,6 +184,18 @@ def test_nothing_to_learn_from_is_no_nan():
     assert not any(gradient.any() for gradient in found.values())
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_of_shares_average_to_those_of_the_batch(world_size):
+    """5 sequences in batches of 4: from 3 ranks on, shares differ, and of the last batch some are empty."""
+    model, tokens = small_gpt(), torch.arange(5 * 6 + 1) % 11
+    ranks = [Batches(tokens, batch_size=4, length=6, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for (inputs, targets), *shares in zip(Batches(tokens, batch_size=4, length=6), *ranks, strict=True):
+        found = [gradients(model, *share) for share in shares]
+        for name, expected in gradients(model, inputs, targets).items():
+            weighted = [rank.weight * gradient[name] for rank, gradient in zip(ranks, found, strict=True)]
+            torch.testing.assert_close(sum(weighted) / world_size, expected)
+
+
 # Training
 
 
@@ -215,7 +228,7 @@ def test_it_learns_a_text():
     model = GPT()
     tokens, unseen = parts_of_the_text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _, (inputs, targets) in zip(range(100), Batches(tokens, batch_size=16, length=64), strict=False):
+    for inputs, targets in islice(Batches(tokens, batch_size=16, length=64), 100):
         optimizer.zero_grad()
         mean_loss(model(inputs), targets).backward()
         optimizer.step()
@@ -271,6 +284,7 @@ def test_dropout():
     model.eval()
     assert torch.equal(model(inputs), model(inputs))
     assert torch.equal(model(inputs), small_gpt()(inputs))  # which has none, also while training
+    assert not small_gpt(dropout=1.0)(inputs).any()
 
 
 # Saved, and drawn again
