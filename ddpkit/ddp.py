@@ -1,0 +1,335 @@
+"""Data-parallel training: every rank has the whole model and a part of the batch, and gradients are averaged.
+
+Four ways to average them, each wrapped around a module that is then trained as ever:
+
+    model = BucketedDDP(model)          # all ranks begin with rank 0's parameters and buffers
+    ...
+    loss.backward()
+    model.synchronize()                 # every .grad is now the mean over the ranks
+    optimizer.step()
+
+    class          messages in a step       when they are sent
+    NaiveDDP       one a parameter          after backward
+    FlatDDP        one                      after backward; all gradients copied there and back
+    OverlapDDP     one a parameter          in backward, as each gradient is ready
+    BucketedDDP    one a bucket             in backward, as each bucket is full
+
+All send the bytes of the gradients once in an all-reduce; a weight used in two places is one parameter, and sent once.
+Several micro-batches make one step if all but the last run `backward` inside `no_sync()`. The mean over ranks equals
+the gradient of one process with the whole batch if that process's loss is a mean over it and all parts are equal.
+
+Gradients may be None or zero before a step (`zero_grad(set_to_none=...)`), of several dtypes, from any optimizer's
+model. What isn't trained (`requires_grad=False`) is sent once, at the start.
+
+Li et al. 2020 (PyTorch's DistributedDataParallel). Notebooks 03 and 04.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .shared_memory import SharedBuffer
+
+
+class DataParallel(nn.Module):
+    """What the four have in common: equal replicas at the start, `no_sync`, and parameters that got no gradient.
+
+    module: on every rank the same architecture; its parameters and buffers are overwritten with those of the group's
+    first rank. group: the ranks that train together (None: all).
+    unused_as_zero: a parameter without a gradient counts as having a gradient of zeros. Without it that is an error:
+    more often than not, part of the model was forgotten, and ranks may disagree about which.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup | None = None, unused_as_zero: bool = False):
+        super().__init__()
+        self.module, self.group, self.unused_as_zero = module, group, unused_as_zero
+        self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.syncing = True
+        broadcast_module(module, group)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up on each rank and nothing is sent."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def synchronize(self) -> None:
+        """Make every gradient the mean over the ranks; call it after backward, before the optimizer's step.
+
+        ValueError: a parameter has no gradient, and `unused_as_zero` is not set. Inside `no_sync` it does nothing.
+        """
+        if self.syncing:
+            self._average()
+
+    def _average(self) -> None:
+        raise NotImplementedError
+
+    def _gradients(self) -> list[Tensor]:
+        """All gradients, in the order of the parameters."""
+        self._fill(name for name, p in self.trained.items() if p.grad is None)
+        return [p.grad for p in self.trained.values()]
+
+    def _fill(self, without_gradient: Iterator[str]) -> None:
+        """Give these parameters a gradient of zeros, or complain about them."""
+        names = list(without_gradient)
+        if names and not self.unused_as_zero:
+            got = f"rank {dist.get_rank()} has no gradient for {', '.join(names)}"
+            raise ValueError(
+                f"{got} after backward, expected one for every parameter that requires it. Does the loss depend on it? "
+                f"Freeze it with requires_grad_(False), or say {type(self).__name__}(..., unused_as_zero=True)."
+            )
+        for name in names:
+            self.trained[name].grad = torch.zeros_like(self.trained[name])
+
+
+def broadcast_module(module: nn.Module, group: ProcessGroup | None = None) -> None:
+    """Overwrite parameters, frozen ones too, and buffers with those of the group's first rank.
+
+    ValueError, on every rank: the modules differ in names, shapes or dtypes.
+    Replicas must start alike: equal gradients keep them equal, and nothing else does. Notebook 03.
+    """
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    _check_alike({name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}, group)
+    for tensor in tensors.values():
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def _check_alike(mine: dict[str, tuple], group: ProcessGroup | None) -> None:
+    everybodys = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybodys, mine, group=group)
+    for rank, theirs in zip(dist.get_process_group_ranks(group), everybodys, strict=True):
+        for name in {**everybodys[0], **theirs}:
+            if everybodys[0].get(name) != theirs.get(name):
+                said = f"{theirs.get(name)} on rank {rank}, {everybodys[0].get(name)} on the group's first"
+                raise ValueError(f"expected the same module on every rank, got {name}: {said}. Build it alike on all.")
+
+
+# After backward
+
+
+class NaiveDDP(DataParallel):
+    """Average gradients one after the other, after backward.
+
+    Cost of a step: an all-reduce for each parameter, while nothing is computed. Notebook 03.
+    """
+
+    def _average(self) -> None:
+        world_size = dist.get_world_size(self.group)
+        for gradient in self._gradients():
+            dist.all_reduce(gradient, group=self.group)
+            gradient /= world_size
+
+
+class FlatDDP(DataParallel):
+    """Average all gradients in one message, after backward; one for each dtype, to be exact.
+
+    Cost of a step: the same bytes in one all-reduce, and each gradient copied into it and back. Notebook 04.
+    """
+
+    def _average(self) -> None:
+        gradients = self._gradients()
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.flatten() for gradient in alike])
+            dist.all_reduce(flat, group=self.group)
+            flat /= dist.get_world_size(self.group)
+            for gradient, part in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+# During backward
+
+
+class OverlapDDP(DataParallel):
+    """Average each gradient as soon as backward has it, while the others are still computed.
+
+    RuntimeError: a second backward without `synchronize` or `no_sync` in between, which would add to a gradient that is
+    on its way.
+
+    Cost of a step: an all-reduce for each parameter, hidden behind backward except for the last ones. Notebook 04.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup | None = None, unused_as_zero: bool = False):
+        super().__init__(module, group, unused_as_zero)
+        self._under_way: dict[nn.Parameter, dist.Work] = {}
+        for parameter in self.trained.values():
+            parameter.register_post_accumulate_grad_hook(self._send)
+
+    def _send(self, parameter: nn.Parameter) -> None:
+        if not self.syncing:
+            return
+        if parameter in self._under_way:
+            raise RuntimeError(TWICE)
+        parameter.grad /= dist.get_world_size(self.group)
+        self._under_way[parameter] = dist.all_reduce(parameter.grad, group=self.group, async_op=True)
+
+    def _average(self) -> None:
+        unsent = [name for name, parameter in self.trained.items() if parameter not in self._under_way]
+        self._fill(name for name in unsent if self.trained[name].grad is None)
+        for name in unsent:
+            self._send(self.trained[name])
+        for work in self._under_way.values():
+            work.wait()
+        self._under_way.clear()
+
+
+TWICE = (
+    "backward ran twice without synchronize(): the first gradients are on their way and can't be added to. "
+    "Call synchronize() after each backward, or accumulate inside `with model.no_sync():`."
+)
+
+
+class Bucket:
+    """Gradients that travel together: one contiguous tensor, and for each parameter a view of it that is its gradient.
+
+    wire_dtype: what the numbers are while they travel (None: as they are). shared_memory: don't travel at all; the
+    ranks are on one machine, and the tensor lies in memory that all of them see.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: ProcessGroup | None,
+        wire_dtype: torch.dtype | None,
+        shared_memory: bool,
+    ):
+        first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
+        self.group, self.wire_dtype = group, wire_dtype or first.dtype
+        self.shared = SharedBuffer(sum(sizes), first.dtype, group) if shared_memory else None
+        self.flat = self.shared.local if shared_memory else first.new_zeros(sum(sizes), requires_grad=False)
+        parts = self.flat.split(sizes)
+        self.views = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+        self.ready: set[nn.Parameter] = set()
+        self.sent = False
+
+    def send(self) -> None:
+        """Begin the all-reduce; through shared memory, also end it."""
+        self.sent = True
+        if self.shared is not None:
+            self.shared.all_reduce()
+            return
+        self._travelling = self.flat.to(self.wire_dtype)  # itself, if the dtype is the same
+        self._work = dist.all_reduce(self._travelling, group=self.group, async_op=True)
+
+    def receive(self) -> None:
+        """End it, and be empty again for the next step."""
+        if self.shared is None:
+            self._work.wait()
+            if self._travelling is not self.flat:
+                self.flat.copy_(self._travelling)
+        self.ready.clear()
+        self.sent = False
+
+
+def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> list[list[int]]:
+    """Which gradients share a bucket, as lists of their numbers; every bucket has one dtype.
+
+    sizes: (bytes, dtype) of each gradient, in the order in which they become ready. cap_bytes: of a bucket; a gradient
+    that has more goes alone. Buckets come in the order in which they are full: send them in this order.
+    """
+    full: list[list[int]] = []
+    filling: dict[torch.dtype, list[int]] = {}
+    for number, (nbytes, dtype) in enumerate(sizes):
+        bucket = filling.setdefault(dtype, [])
+        if bucket and sum(sizes[each][0] for each in bucket) + nbytes > cap_bytes:
+            full.append(bucket)
+            bucket = filling[dtype] = []
+        bucket.append(number)
+    return sorted(full + list(filling.values()), key=lambda bucket: bucket[-1])
+
+
+class BucketedDDP(DataParallel):
+    """Average gradients a bucket at a time, each as soon as all its gradients are there, while backward goes on.
+
+    bucket_cap_mb: size of a bucket in MiB, as in torch. wire_dtype, shared_memory: see `Bucket`.
+    ValueError: a bucket size that isn't positive. RuntimeError: as in `OverlapDDP`.
+
+    `.grad` of every parameter is a view of its bucket, from the first backward on. A gradient that autograd made new is
+    divided by the number of ranks on its way there; one that autograd added up in place has no way to go.
+
+    At first, gradients are expected in the reverse order of the parameters. The first backward shows the real order;
+    that of the group's first rank is then the plan on all ranks, and buckets are sent in the order of the plan on each,
+    whichever is ready first: ranks that send in different orders would add up what doesn't belong together.
+
+    Cost of a step: an all-reduce for each bucket, hidden behind backward except for the last ones; each gradient is
+    read and written once more (not at all, if `zero_grad(set_to_none=False)` leaves the view in place). Notebook 04.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_cap_mb: float = 25.0,
+        group: ProcessGroup | None = None,
+        unused_as_zero: bool = False,
+        wire_dtype: torch.dtype | None = None,
+        shared_memory: bool = False,
+    ):
+        super().__init__(module, group, unused_as_zero)
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"expected bucket_cap_mb > 0, got {bucket_cap_mb}: give the size of a bucket in MiB")
+        self._cap_bytes, self._how = bucket_cap_mb * 2**20, (group, wire_dtype, shared_memory)
+        self._arrived: list[nn.Parameter] | None = []  # in the first backward, which shows the order; then None
+        self._build(list(self.trained.values())[::-1])
+        for parameter in self.trained.values():
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def _build(self, order: list[nn.Parameter]) -> None:
+        """Make the buckets for gradients that become ready in this order."""
+        plan = plan_buckets([(parameter.nbytes, parameter.dtype) for parameter in order], self._cap_bytes)
+        self.buckets = [Bucket([order[number] for number in numbers], *self._how) for numbers in plan]
+        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
+        self._next = 0  # the first bucket that isn't sent yet
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        """Take a gradient into its bucket; send the buckets that are full now."""
+        bucket = self._bucket_of[parameter]
+        view, gradient = bucket.views[parameter], parameter.grad
+        share = 1 / dist.get_world_size(self.group) if self.syncing else 1
+        if parameter in bucket.ready:
+            raise RuntimeError(TWICE)
+        if gradient is not view:
+            torch.mul(gradient, share, out=view)
+            parameter.grad = view
+        elif share != 1:
+            view *= share
+        if not self.syncing:
+            return
+        bucket.ready.add(parameter)
+        if self._arrived is not None:
+            self._arrived.append(parameter)
+        while self._next < len(self.buckets) and self._full(self.buckets[self._next]):
+            self.buckets[self._next].send()
+            self._next += 1
+
+    @staticmethod
+    def _full(bucket: Bucket) -> bool:
+        return len(bucket.ready) == len(bucket.views)
+
+    def _average(self) -> None:
+        late = {n: p for n, p in self.trained.items() if p not in self._bucket_of[p].ready}
+        self._fill(name for name, parameter in late.items() if parameter.grad is None)
+        for parameter in late.values():
+            self._ready(parameter)
+        for bucket in self.buckets:
+            bucket.receive()
+        self._next = 0
+        if self._arrived is not None:
+            self._agree_on_the_order()
+
+    def _agree_on_the_order(self) -> None:
+        """After the first step: plan the buckets anew, as the first rank's gradients became ready."""
+        names = {parameter: name for name, parameter in self.trained.items()}
+        order = [[names[parameter] for parameter in self._arrived]]
+        dist.broadcast_object_list(order, group=self.group, group_src=0)
+        self._arrived = None
+        self._build([self.trained[name] for name in order[0]])
