@@ -5,19 +5,21 @@ Every message costs a latency α, whatever is in it, every byte the time β on t
     seconds = α · hops + β · bytes in turn + γ · bytes summed
 
 `volume` counts the three for an algorithm, a size and a world; `Model` multiplies; `fit` finds α, β and γ from
-measurements; `crossover` says from which size on one algorithm beats another. Here are numbers only: nothing is sent.
+measurements; `crossover` says from which size on one algorithm beats another; `timeline` says how much of it training
+doesn't see, because it hides behind backward. Here are numbers only: nothing is sent.
 
 The model leaves out what real machines have: ranks that share a core, caches that are full, sums that go on while the
 next message is under way. Where a prediction is wrong, look for these first.
 
 W is the number of ranks, n the bytes of the whole, as in the tables of `ddpkit.collectives` and `ddpkit.ring`.
-Hockney 1994 (α and β); Thakur, Rabenseifner and Gropp 2005, section 3 (γ, and most of the algorithms). Notebook 02.
+Hockney 1994 (α and β); Thakur, Rabenseifner and Gropp 2005, section 3 (γ, and most of the algorithms). Notebooks 02
+and 04.
 """
 
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -310,3 +312,108 @@ def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int
     if operation not in factors:
         raise ValueError(f"no bus bandwidth is defined for {operation!r}, only for {', '.join(factors)}")
     return factors[operation] * algorithm_bandwidth(nbytes, seconds)
+
+
+# Buckets of gradients
+
+Plan = Sequence[Sequence[int]]  # for each bucket, the numbers of its gradients; as `ddp.plan_buckets` makes it
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the buckets of a plan travel, in seconds after backward began.
+
+    started, done: of each bucket's all-reduce. backward_s: when the last gradient was ready, and backward over.
+    """
+
+    started: tuple[float, ...]
+    done: tuple[float, ...]
+    backward_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """The seconds that training waits for communication: from the end of backward to that of the last bucket."""
+        return self.done[-1] - self.backward_s
+
+
+def timeline(plan: Plan, ready_s: Sequence[float], sizes: Sequence[int], model: Model, world_size: int) -> Timeline:
+    """The all-reduces of one step: each starts when all its gradients are ready and the bucket before it is done.
+
+    plan: its buckets, in the order in which they are sent; every gradient in exactly one. ready_s: when each gradient
+    is ready, in seconds after backward began, as measured. sizes: bytes of each.
+    ValueError: no gradients, not one time and one size for each; as in `volume`.
+
+    For a wrapper that sends only after backward, all gradients are ready at its end. Each all-reduce is a ring's. Left
+    out: that sending takes a core's or a GPU's time, so that backward takes longer than alone. Notebook 04.
+    """
+    numbers = sorted(number for bucket in plan for number in bucket)
+    if not numbers or numbers != list(range(len(ready_s))) or len(sizes) != len(ready_s):
+        got = f"a plan of {len(numbers)} gradients, {len(ready_s)} times and {len(sizes)} sizes"
+        raise ValueError(
+            f"timeline expected each gradient once, with a time and a size, got {got}: plan these gradients"
+        )
+    started, done, free = [], [], 0.0
+    for bucket in plan:
+        started.append(max(free, *(ready_s[number] for number in bucket)))
+        free = started[-1] + model.seconds("ring_all_reduce", sum(sizes[number] for number in bucket), world_size)
+        done.append(free)
+    return Timeline(tuple(started), tuple(done), max(ready_s))
+
+
+def caps(sizes: Sequence[int]) -> list[float]:
+    """Bucket caps worth a try, in bytes: from the smallest gradient to all of them, each a fifth larger than the last.
+
+    Not every plan there is: between n gradients those are up to n²/2, and neighbours differ by a single gradient, which
+    is less than a model is wrong by.
+    """
+    least, most = max(1, min(sizes)), sum(sizes)
+    steps = max(0, math.ceil(math.log(most / least, 1.2)))
+    return [*(least * 1.2**step for step in range(steps)), most]
+
+
+def best_cap(
+    plans: Mapping[float, Plan], ready_s: Sequence[float], sizes: Sequence[int], model: Model, world_size: int
+) -> float:
+    """The bucket cap whose plan leaves the least communication exposed; of several, the largest: fewest messages.
+
+    plans: {cap: plan}, for example {cap: plan_buckets(gradients, cap) for cap in caps(sizes)}. The rest, and
+    ValueError, as in `timeline`; also for no plan at all.
+    """
+    if not plans:
+        raise ValueError("best_cap expected plans to choose from, got none: plan for each of caps(sizes)")
+    return min(plans, key=lambda cap: (timeline(plans[cap], ready_s, sizes, model, world_size).exposed_s, -cap))
+
+
+# Batches
+
+
+def global_batch(micro_batch: int, accumulation: int, data_parallel: int) -> int:
+    """Sequences that one optimizer step learns from: micro-batch × accumulation × data-parallel size.
+
+    micro_batch: sequences in one forward of one rank. accumulation: backwards before a step. data_parallel: ranks.
+    ValueError: one of them is less than 1. Notebook 03.
+    """
+    _check_counts(micro_batch=micro_batch, accumulation=accumulation, data_parallel=data_parallel)
+    return micro_batch * accumulation * data_parallel
+
+
+def accumulation_for(batch: int, micro_batch: int, data_parallel: int) -> int:
+    """How many micro-batches each rank must accumulate, so that a step learns from `batch` sequences.
+
+    The others as in `global_batch`. ValueError: one is less than 1, or the batch doesn't divide.
+    """
+    _check_counts(batch=batch, micro_batch=micro_batch, data_parallel=data_parallel)
+    accumulation, left = divmod(batch, micro_batch * data_parallel)
+    if left:
+        at_once = f"{micro_batch} × {data_parallel} = {micro_batch * data_parallel} sequences at a time"
+        raise ValueError(
+            f"expected a batch of a multiple of {at_once}, got {batch}: change it by {-left} or "
+            f"{micro_batch * data_parallel - left:+}, or change the micro-batch"
+        )
+    return accumulation
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"expected {name} to be 1 or more, got {value!r}: give a whole number")

@@ -1,6 +1,7 @@
 """ddpkit.cost: its volumes against what real runs put on the wire, its fits against models that are known."""
 
 import inspect
+import itertools
 import math
 from fractions import Fraction
 from types import SimpleNamespace
@@ -17,12 +18,18 @@ from ddpkit.cost import (
     Measurement,
     Model,
     Volume,
+    accumulation_for,
     algorithm_bandwidth,
+    best_cap,
     bus_bandwidth,
+    caps,
     crossover,
     fit,
+    global_batch,
+    timeline,
     volume,
 )
+from ddpkit.ddp import plan_buckets
 from ddpkit.lesson import figures
 
 # Counting. Every algorithm runs between two of torch's barriers, which mark its beginning and end in the records.
@@ -412,3 +419,167 @@ def test_bandwidths_that_make_no_sense():
         bus_bandwidth("gather", 10, 1.0, 2)
     with pytest.raises(ValueError, match="world_size to be 1 or more, got 0"):
         bus_bandwidth("all_reduce", 10, 1.0, 0)
+
+
+# Buckets of gradients. On this wire 2 ranks take 2 s for a message, and 1 s for each byte.
+
+SLOW = Model(latency_s=1.0, bytes_per_s=1.0)
+READY = (1.0, 5.0, 6.0, 20.0)
+BYTES = (3, 3, 4, 2)
+
+
+def test_a_bucket_starts_when_its_gradients_are_ready_and_the_wire_is_free():
+    found = timeline([[0, 1], [2], [3]], READY, BYTES, SLOW, 2)
+    assert found.started == (
+        5.0,
+        13.0,
+        20.0,
+    )  # the second was ready at 6 and waits for the first, the wire for the last
+    assert found.done == (13.0, 19.0, 24.0)
+    assert (found.backward_s, found.exposed_s) == (20.0, 4.0)
+
+
+def test_the_time_between_is_a_rings():
+    found = timeline([[0, 1, 2, 3]], READY, BYTES, TEN_GIGABIT, 4)
+    assert found.exposed_s == pytest.approx(6 * 31e-6 + 1.5 * 12 / 1.25e9)
+
+
+def test_alone_nothing_is_exposed():
+    assert timeline([[0], [1], [2], [3]], READY, BYTES, SLOW, 1).exposed_s == 0
+
+
+def test_what_is_sent_after_backward_is_all_exposed():
+    """Naive: each message by itself; flat: one. They differ by the latencies."""
+    after = [20.0] * 4
+    naive = timeline([[0], [1], [2], [3]], after, BYTES, SLOW, 2).exposed_s
+    flat = timeline([[0, 1, 2, 3]], after, BYTES, SLOW, 2).exposed_s
+    assert (naive, flat) == (4 * 2 + 12, 2 + 12)
+
+
+@pytest.mark.parametrize(
+    ("plan", "ready", "sizes", "complaint"),
+    [
+        ([], [], [], "a plan of 0 gradients, 0 times and 0 sizes: plan these gradients"),
+        ([[0], [0]], [1.0, 2.0], [4, 4], "a plan of 2 gradients, 2 times and 2 sizes"),
+        ([[0]], [1.0, 2.0], [4, 4], "a plan of 1 gradients, 2 times"),
+        ([[0], [1]], [1.0, 2.0], [4], "a plan of 2 gradients, 2 times and 1 sizes"),
+    ],
+)
+def test_every_gradient_needs_a_bucket_a_time_and_a_size(plan, ready, sizes, complaint):
+    with pytest.raises(ValueError, match=f"each gradient once, with a time and a size, got {complaint}"):
+        timeline(plan, ready, sizes, SLOW, 2)
+
+
+def every_plan(count):
+    """All ways to cut `count` gradients, in order, into buckets."""
+    for cuts in range(2 ** (count - 1)):
+        plan = [[0]]
+        for number in range(1, count):
+            if cuts >> (number - 1) & 1:
+                plan.append([])
+            plan[-1].append(number)
+        yield plan
+
+
+def test_the_best_cap_has_the_least_exposed():
+    """Twelve equal gradients, 1 s apart, a message 2 s and each of them 0.5 s: small buckets queue, large ones wait."""
+    model, ready, sizes = Model(1.0, 2.0), [float(number) for number in range(12)], [1] * 12
+    plans = {cap: plan_buckets([(1, torch.float32)] * 12, cap) for cap in range(1, 13)}
+    exposed = {cap: timeline(plan, ready, sizes, model, 2).exposed_s for cap, plan in plans.items()}
+    assert exposed[1] == 12 * 2.5 - 11
+    assert exposed[12] == 2 + 6
+    assert best_cap(plans, ready, sizes, model, 2) == 4
+    assert exposed[4] == min(exposed.values()) == 4
+    least = min(timeline(plan, ready, sizes, model, 2).exposed_s for plan in every_plan(12))
+    assert least == 4  # and no way to cut, equal buckets or not, does better
+
+
+def test_without_latency_small_buckets_are_best_and_with_nothing_but_latency_large_ones():
+    sizes, ready = [4, 8, 4, 16], [1e-9, 2e-9, 3e-9, 4e-9]
+    plans = {cap: plan_buckets([(nbytes, torch.float32) for nbytes in sizes], cap) for cap in caps(sizes)}
+    assert plans[best_cap(plans, ready, sizes, Model(0.0, 1e9), 2)] == [[0], [1], [2], [3]]
+    assert plans[best_cap(plans, ready, sizes, Model(1.0, math.inf), 2)] == [[0, 1, 2, 3]]
+
+
+def test_of_equally_good_caps_the_largest_is_chosen():
+    """Backward is so long that only the last gradient's message shows, whatever shares a bucket before it."""
+    sizes, ready = [1, 1, 1, 1], [0.0, 0.0, 0.0, 1000.0]
+    plans = {1.0: [[0], [1], [2], [3]], 2.0: [[0, 1], [2], [3]], 3.0: [[0, 1, 2], [3]], 4.0: [[0, 1, 2, 3]]}
+    assert best_cap(plans, ready, sizes, SLOW, 2) == 3.0
+    with pytest.raises(ValueError, match="plans to choose from, got none"):
+        best_cap({}, ready, sizes, SLOW, 2)
+
+
+def test_caps_go_from_the_smallest_gradient_to_all():
+    found = caps([100, 4, 1000])
+    assert (found[0], found[-1]) == (4, 1104)
+    steps = [after / before for before, after in itertools.pairwise(found)]
+    assert steps[:-1] == pytest.approx([1.2] * (len(found) - 2))
+    assert 1 < steps[-1] <= 1.2
+    assert caps([8]) == [8]
+
+
+def test_the_seeds_profile_is_bandwidth_bound():
+    """T = αP + βn (FACTS.md): 1700 messages or 20, the same bytes."""
+    seconds = {1700: 4.667, 980: 4.336, 150: 4.278, 20: 4.297}
+    each_ms = {1700: 2.745, 980: 4.425, 150: 28.522, 20: 214.857}
+    for calls, milliseconds in each_ms.items():
+        assert calls * milliseconds / 1000 == pytest.approx(seconds[calls], abs=0.001)
+    whole = 10**9  # whatever it was: the time for all bytes comes out, not their number
+    found = fit([Measurement("ring_all_reduce", 2, whole / calls, total / calls) for calls, total in seconds.items()])
+    a_message, all_bytes = 2 * found.model.latency_s, whole / found.model.bytes_per_s
+    assert a_message == pytest.approx(204e-6, rel=0.01)
+    assert all_bytes == pytest.approx(4.247, rel=0.001)
+    assert max(map(abs, found.residuals)) < 0.03
+    assert 1700 * a_message < 0.09 * all_bytes  # the most messages cost less than a tenth of the bytes
+
+
+def test_the_model_makes_the_seeds_steps():
+    """FACTS.md: the naive step, its communication and the profile's time of a message give that of the flat step.
+
+    About 200 equal gradients, ready at even intervals in backward, which is two thirds of the computing; 2 ranks.
+    """
+    compute, communication, a_message, count = 1406.7 - 498.1, 498.1, 0.204, 200
+    backward = compute * 2 / 3
+    model = Model(a_message / 2, count / (communication - count * a_message))
+    ready = [backward * (number + 1) / count for number in range(count)]
+
+    def step(bucket, ready):
+        plan = [list(range(first, min(first + bucket, count))) for first in range(0, count, bucket)]
+        return compute + timeline(plan, ready, [1] * count, model, 2).exposed_s
+
+    naive, flat, overlap, large = (
+        step(1, [backward] * count),
+        step(count, [backward] * count),
+        step(1, ready),
+        step(100, ready),
+    )
+    assert naive == pytest.approx(1406.7)
+    assert flat == pytest.approx(1365.2, rel=0.01)
+    assert naive > flat > large > overlap > compute
+
+
+# Batches
+
+
+def test_the_batch_equation_both_ways():
+    assert global_batch(8, 4, 2) == 64
+    assert accumulation_for(64, 8, 2) == 4
+    for accumulation in (1, 3, 7):
+        assert accumulation_for(global_batch(5, accumulation, 3), 5, 3) == accumulation
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda: global_batch(0, 1, 1), "micro_batch to be 1 or more, got 0: give a whole number"),
+        (lambda: global_batch(1, 1.5, 1), "accumulation to be 1 or more, got 1.5"),
+        (lambda: global_batch(1, 1, True), "data_parallel to be 1 or more, got True"),
+        (lambda: accumulation_for(0, 1, 1), "batch to be 1 or more, got 0"),
+        (lambda: accumulation_for(50, 8, 2), r"8 × 2 = 16 sequences at a time, got 50: change it by -2 or \+14, or"),
+        (lambda: accumulation_for(8, 8, 2), r"= 16 sequences at a time, got 8: change it by -8 or \+8"),
+    ],
+)
+def test_batches_that_cannot_be(call, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        call()
