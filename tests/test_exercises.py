@@ -740,6 +740,14 @@ def ring_cost_divides_first(world_size, nbytes):
     return 2 * (world_size - 1), 2 * (world_size - 1) // world_size * nbytes
 
 
+def ring_cost_in_and_out(world_size, nbytes):
+    return 2 * (world_size - 1), 4 * (world_size - 1) / world_size * nbytes
+
+
+def ring_cost_as_a_share(world_size, nbytes):
+    return 2 * (world_size - 1), 2 * (world_size - 1) / world_size
+
+
 def ring_cost_bytes_first(world_size, nbytes):
     return 2 * (world_size - 1) / world_size * nbytes, 2 * (world_size - 1)
 
@@ -754,7 +762,7 @@ def ring_cost_never_nothing(world_size, nbytes):
 
 
 def ring_cost_by_guess(world_size, nbytes):
-    return 5, nbytes
+    return 7, nbytes
 
 
 MUTANTS = [  # exercise, wrong answer, what the verdict must say
@@ -845,6 +853,8 @@ MUTANTS = [  # exercise, wrong answer, what the verdict must say
     ("ring_cost", ring_cost_of_all_ranks, "what all ranks send together"),
     ("ring_cost", ring_cost_of_whole_buffers, "the ring of whole buffers"),
     ("ring_cost", ring_cost_divides_first, "Did // lose a fraction?"),
+    ("ring_cost", ring_cost_in_and_out, "sends and receives together"),
+    ("ring_cost", ring_cost_as_a_share, "Times nbytes"),
     ("ring_cost", ring_cost_bytes_first, "the wrong way round"),
     ("ring_cost", ring_cost_bytes_only, "Return two numbers"),
     ("ring_cost", ring_cost_never_nothing, "A rank alone has nobody to send to"),
@@ -970,10 +980,30 @@ def test_solution_of_a_ring_says_where_the_library_has_it(name):
     assert f"ddpkit.ring.{name} sends the same" in getattr(check, name).solution().text.splitlines()[0]
 
 
+def ring_all_gather_one_sends_first(x):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = x.tensor_split(world_size)
+    for hop in range(1, world_size):
+        outgoing, arriving = chunks[(rank - hop + 1) % world_size], chunks[(rank - hop) % world_size]
+        if rank == 0:
+            dist.send(outgoing, 1)
+        dist.recv(arriving, (rank - 1) % world_size)
+        if rank != 0:
+            dist.send(outgoing, (rank + 1) % world_size)
+    return x
+
+
+def test_messages_that_wait_for_each_other_are_right_but_not_praised():
+    assert "in W-1 hops." in check.ring_all_gather(check.ring_all_gather.reference).text
+    verdict = check.ring_all_gather(ring_all_gather_one_sends_first)
+    assert verdict.passed
+    assert "12 hops on 4 ranks instead of 3" in verdict.text
+
+
 def test_ring_cost_is_compared_with_a_ring_that_can_be_replayed():
     check.ring_cost(ring_cost_of_all_ranks)
     trace = check.ring_cost.replay()._repr_mimebundle_()["text/plain"]
-    assert trace.count(" sends ") == 4 * 6
+    assert trace.count(" sends ") == 6 * 10
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))

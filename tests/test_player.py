@@ -31,6 +31,10 @@ def all_gather():
     collectives.all_gather([torch.zeros(1) for _ in range(dist.get_world_size())], mine(1))
 
 
+def ring_and_return():
+    return ring().tolist()
+
+
 def ring(hops_per_rank=None):
     x, rank, world_size = mine(8), dist.get_rank(), dist.get_world_size()
     chunks = x.tensor_split(world_size)
@@ -41,6 +45,7 @@ def ring(hops_per_rank=None):
         dist.recv(incoming, (rank - 1) % world_size)
         send.wait()
         into += incoming
+    return x
 
 
 def torch_collectives():
@@ -361,7 +366,7 @@ def test_hop_by_hop():
     assert repr(shown).splitlines() == [
         "hop 1: rank 0 sends [7, 8] to rank 1, 1 sends [10, 20, 30] to rank 2, 2 sends [400, 500, 600] to rank 0",
         "hop 2: rank 0 sends [404, 505, 606] to rank 1, 1 sends [77, 88] to rank 2, 2 sends [110, 220, 330] to rank 0",
-        "the end: what the messages left on each rank",
+        "the end: what each rank has now",
     ]
     assert shown.slider.max == 3
     assert "line" in shown.caption.value
@@ -370,6 +375,15 @@ def test_hop_by_hop():
     assert second.marked.keys() == {0, 1, 2}
     assert second.memory[0][0].values == [1, 2, 3, 404, 505, 606, 7, 8]
     assert shown.picture(1).png != shown.picture(2).png != shown.picture(3).png
+
+
+def test_hop_by_hop_ends_with_what_the_ranks_returned():
+    """The last sum of a reduce-scatter is never sent: only the result shows it."""
+    run = launch(ring_and_return, world_size=3, keep_values=True)
+    end = hop_by_hop(film(replay(run), run.wire), run)[-1]
+    assert end.memory[0][0].values == run[0]
+    assert end.memory[0][0].values[:3] == [111, 222, 333]
+    assert end.memory[0][0].owners == [None] * 6 + [0, 0]
 
 
 @pytest.mark.parametrize("fn", [torch_collectives, ring], ids=["collectives", "failed"])

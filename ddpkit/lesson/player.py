@@ -304,8 +304,20 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
     for frame in frames:
         if frame.event.kind == "send":
             sends.setdefault(number_of[_key(frame.event.records[frame.event.rank])], []).append(frame)
-    end = Frame(Event("end", "the end: what the messages left on each rank", {}), frames[-1].memory, [], {}, [], {})
+    end = Frame(Event("end", "the end: what each rank has now", {}), _in_the_end(frames[-1], run), [], {}, [], {})
     return [_hop(number, sends[number]) for number in sorted(sends)] + [end]
+
+
+def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
+    """What the ranks hold after the last message; where one returned as many numbers as its first buffer has, those."""
+    memory = copy.deepcopy(last.memory)
+    for buffers, returned in zip(memory, [] if isinstance(run, LaunchError) else run, strict=False):
+        cells, values = next(iter(buffers.values()), None), figures.flat(returned)
+        if cells and values and len(values) == len(cells.values):
+            kept = [now == then for now, then in zip(values, cells.values, strict=True)]
+            cells.owners = [owner if same else None for owner, same in zip(cells.owners, kept, strict=True)]
+            cells.values = list(values)
+    return memory
 
 
 def _hop(number: int, sends: list[Frame]) -> Frame:

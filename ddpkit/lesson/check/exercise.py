@@ -50,6 +50,7 @@ class Exercise:
     """A checker: call it with the answer; ask it for a `hint()`, the `solution()`, or a `replay()` of what went wrong.
 
     trials: smallest world first, so that the first failure is the easiest to understand.
+    praise: what a right answer hears; or called with the last trial and its run, and returns that.
     reference: the library's own function, which is also the solution; `helpers` are the library's functions that it
         calls and a reader must see to understand it. `note` stands above them.
     cause: called with a trial, the rank with a wrong result, what it should have and what it has; names the usual
@@ -63,7 +64,7 @@ class Exercise:
         reference: Callable,
         trials: Callable[[], Iterable[Trial]],
         hints: list[str],
-        praise: str,
+        praise: str | Callable[[Trial, Run], str],
         cause: Callable[[Trial, int, object, object], str | None],
         wire: Callable[[Trial, Run], str | None] | None = None,
         helpers: tuple[Callable, ...] = (),
@@ -76,6 +77,7 @@ class Exercise:
         self._hints_given = 0
         self._failures = 0
         self._failed: Run | LaunchError | None = None
+        self._last: Run | None = None
 
     def __call__(self, answer: Callable) -> Verdict:
         """Run `answer`; what comes back shows as a line or a few: right, not written yet, or what is wrong and why."""
@@ -93,7 +95,8 @@ class Exercise:
                 lines.append(f"More: check.{self.name}.hint() · .replay() · .solution()")
                 return Verdict(False, "\n".join(lines))
         self._failures = 0
-        return Verdict(True, f"✓ {self.name}: {self.praise}")
+        praise = self.praise(trial, self._last) if callable(self.praise) else self.praise
+        return Verdict(True, f"✓ {self.name}: {praise}")
 
     def hint(self) -> Verdict:
         """The next hint; after the last one, the last one again."""
@@ -119,7 +122,7 @@ class Exercise:
 
     def _problem(self, answer: Callable, trial: Trial) -> str | None:
         try:
-            run = self._failed = launch(
+            run = self._last = self._failed = launch(
                 trial.program,
                 answer,
                 *trial.args,
