@@ -1,0 +1,187 @@
+"""Batch norm across ranks: every rank normalizes its rows with the mean and variance of the whole batch.
+
+    model = NaiveDDP(convert(model))
+
+Ranks with a part of the batch each, and ordinary batch norm, compute something else than one process with all of it.
+Here they compute the same, for one all-reduce in forward and one in backward. C is the number of channels, N the number
+of values of a channel in the whole batch (rows, times places in an image), all ranks together.
+
+Forward. Mean and variance need three sums: the count, Σx and Σx² of each channel. They travel in one vector.
+
+    μ = Σx / N      σ² = Σx²/N - μ² + ε      x̂ = (x - μ) / σ      y = w x̂ + b
+
+Σx²/N - μ² subtracts two numbers that are nearly equal when the mean is large, and loses a factor μ²/σ² of precision.
+So the sums are float64: with a mean of 10⁴ standard deviations the error is about 10⁻⁸ of the variance, less than a
+float32 shows. (In float32 nothing would be left.)
+
+Backward. Let L be the sum of the losses of all ranks and g = ∂L/∂y. A value moves its own x̂, and through μ and σ
+everybody's:
+
+    ∂x̂ⱼ/∂xᵢ = (δᵢⱼ - 1/N - x̂ᵢ x̂ⱼ/N) / σ      so      ∂L/∂xᵢ = w/σ (gᵢ - Σg/N - x̂ᵢ Σ(g x̂)/N)
+
+with two sums over the whole batch, again in one vector. ∂L/∂b = Σg and ∂L/∂w = Σ(g x̂) are left as this rank's part of
+these sums: `ddpkit.ddp` averages them with all other gradients. The mean over ranks is the gradient of L/W. With equal
+shares and each loss a mean over its share, L/W is the mean over the batch; with uneven shares multiply each rank's loss
+by W times its share of the rows, so that it is one.
+
+Ioffe and Szegedy 2015. Notebook 03.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+
+
+class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """nn.BatchNorm1d, 2d and 3d in one, over the rows of all ranks of `group` (None: all) while training.
+
+    Arguments, parameters and buffers are nn.BatchNorm's. Running statistics are the same on all ranks, those of one
+    process with the whole batch. With `eval()` it is nn.BatchNorm, and nothing is sent.
+
+    input: (n, C) or (n, C, ...), C as on all ranks; n may differ, and be 0. All ranks must take part: one without data
+    brings 0 rows, forward and backward, or the others wait.
+    ValueError: on this rank, an input of other shape; on every rank, fewer than 2 values a channel in the whole batch.
+
+    Cost: forward 2C+1 float64 in one all-reduce, backward 2C numbers in one. No backward of backward. Notebook 03.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        group: ProcessGroup | None = None,
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        count, mean, variance = batch_statistics(input, self.group)
+        if self.track_running_stats:
+            self._remember(mean, variance * count / (count - 1))
+        scale = (variance + self.eps).rsqrt()
+        return Normalize.apply(input, self.weight, self.bias, mean, scale, count, self.group)
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics towards those of a batch; `momentum` None: the mean over all batches so far."""
+        self.num_batches_tracked += 1
+        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            got = f"rank {dist.get_rank()} brought {tuple(input.shape)} to batch norm"
+            raise ValueError(f"{got}, expected (n, {self.num_features}, ...): channels are the second axis")
+
+
+def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[float, Tensor, Tensor]:
+    """Count, mean and (biased) variance of each channel over the rows of all ranks; the two float64, (C,).
+
+    x: (n, C, ...), n may be 0. ValueError, on every rank: fewer than 2 values a channel.
+    Cost: one all-reduce of 2C+1 float64; the same bits on every rank. Notebook 03.
+    """
+    wide = x.detach().double()
+    sums = torch.cat([_sum(wide), _sum(wide.square()), wide.new_tensor([x.numel() / x.shape[1]])])
+    dist.all_reduce(sums, group=group)
+    count = sums[-1].item()
+    if count < 2:
+        got = f"batch norm got {count:g} values a channel in the whole batch"
+        raise ValueError(
+            f"{got}, expected at least 2: a mean of one leaves no variance. Use a larger batch, or eval()."
+        )
+    mean, mean_square = (sums[:-1] / count).chunk(2)
+    return count, mean, (mean_square - mean.square()).clamp(min=0)
+
+
+class Normalize(torch.autograd.Function):
+    """y = w (x - mean) · scale + b, where mean and scale are those of all ranks' x, and backward knows it.
+
+    x: (n, C, ...). weight, bias: (C,) or None. mean, scale: (C,), count: values of a channel, the same on all ranks.
+    Cost: none in forward; in backward one all-reduce of 2C numbers, if x requires a gradient. Notebook 03.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        scale: Tensor,
+        count: float,
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.count, ctx.group = count, group
+        normalized = _normalized(x, mean, scale)
+        if weight is not None:
+            normalized = normalized * _along(weight, x) + _along(bias, x)
+        return normalized.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        normalized = _normalized(x, mean, scale)
+        grad = grad.to(normalized.dtype)
+        grad_bias, grad_weight = _sum(grad), _sum(grad * normalized)  # over this rank's rows
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat([grad_bias, grad_weight])
+            dist.all_reduce(sums, group=ctx.group)
+            mean_grad, mean_product = (sums / ctx.count).chunk(2)
+            grad_x = grad - _along(mean_grad, x) - normalized * _along(mean_product, x)
+            grad_x = grad_x * _along(scale if weight is None else scale * weight, x)
+            grad_x = grad_x.to(x.dtype)
+        if weight is None:
+            return grad_x, None, None, None, None, None, None
+        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None, None
+
+
+def convert(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
+    """Replace every nn.BatchNorm1d, 2d and 3d in `module` by a GlobalBatchNorm with the same parameters and buffers.
+
+    In place; returns `module`, or its replacement if it is itself a batch norm. Parameters stay the same objects, so an
+    optimizer that has them goes on; hooks on a replaced module are lost. Notebook 03.
+    """
+    made: dict[nn.Module, GlobalBatchNorm] = {}
+    for path, child in list(module.named_modules(remove_duplicate=False)):
+        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            if child not in made:  # one that is used in two places stays one
+                made[child] = _global(child, group)
+            if path == "":
+                return made[child]
+            module.set_submodule(path, made[child])
+    return module
+
+
+def _global(norm: nn.Module, group: ProcessGroup | None) -> GlobalBatchNorm:
+    new = GlobalBatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, group)
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        setattr(new, name, getattr(norm, name))
+    return new.train(norm.training)
+
+
+def _normalized(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """(x - mean) · scale, in float32 at least."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) - _along(mean.to(wide), x)) * _along(scale.to(wide), x)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Over everything but channels: (n, C, ...) to (C,)."""
+    return x.sum([axis for axis in range(x.dim()) if axis != 1])
+
+
+def _along(values: Tensor, x: Tensor) -> Tensor:
+    """(C,) in a shape that goes with x, (n, C, ...)."""
+    return values.view(-1, *[1] * (x.dim() - 2))
