@@ -128,6 +128,10 @@ def test_what_never_varies_becomes_zero():
         torch.testing.assert_close(variance, torch.full((2,), 0.9))
 
 
+def in_dtypes(dtypes):
+    return [in_dtype(dtype) for dtype in dtypes]
+
+
 def in_dtype(dtype):
     norm = GlobalBatchNorm(2)
     x = torch.tensor([[1.0, 2.0], [3.0, 8.0]], dtype=dtype).add(dist.get_rank()).requires_grad_()
@@ -136,13 +140,13 @@ def in_dtype(dtype):
     return y.detach(), x.grad, norm.weight.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_inputs(dtype):
-    narrow, wide = launch(in_dtype, dtype, world_size=2), launch(in_dtype, torch.float64, world_size=2)
-    for got, expected in zip(narrow, wide, strict=True):
-        assert [each.dtype for each in got] == [dtype, dtype, torch.float32]
-        for each, exact in zip(got, expected, strict=True):
-            torch.testing.assert_close(each.to(exact.dtype), exact, rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+def test_narrow_inputs():
+    dtypes = [torch.float16, torch.bfloat16]
+    for *narrow, wide in launch(in_dtypes, [*dtypes, torch.float64], world_size=2):
+        for dtype, got in zip(dtypes, narrow, strict=True):
+            assert [each.dtype for each in got] == [dtype, dtype, torch.float32]
+            for each, exact in zip(got, wide, strict=True):
+                torch.testing.assert_close(each.to(exact.dtype), exact, rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
 
 
 # In a model, under data parallelism
@@ -189,14 +193,21 @@ def train_whole(rows, adam):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("adam", [False, True], ids=["SGD", "AdamW"])
-@pytest.mark.parametrize("wrapper", [NaiveDDP, BucketedDDP])
+RECIPES = list(itertools.product([NaiveDDP, BucketedDDP], [False, True]))  # wrapper, whether AdamW instead of SGD
+
+
+def train_each(shares):
+    return [train_mlp(wrapper, shares, adam) for wrapper, adam in RECIPES]
+
+
 @pytest.mark.parametrize("shares", [[4, 4], [1, 1, 1, 1], [5, 0, 2]], ids=str)
-def test_data_parallel_training_is_one_process(wrapper, shares, adam):
-    run, expected = launch(train_mlp, wrapper, shares, adam, world_size=len(shares)), train_whole(sum(shares), adam)
-    for got in run:
-        near(got, expected, rtol=1e-7, atol=1e-9)  # Adam divides by small gradients
-        assert all(torch.equal(value, run[0][name]) for name, value in got.items())
+def test_data_parallel_training_is_one_process(shares):
+    run = launch(train_each, shares, world_size=len(shares))
+    for recipe, (_, adam) in enumerate(RECIPES):
+        expected = train_whole(sum(shares), adam)
+        for each in run:
+            near(each[recipe], expected, rtol=1e-7, atol=1e-9)  # Adam divides by small gradients
+            assert all(torch.equal(value, run[0][recipe][name]) for name, value in each[recipe].items())
 
 
 def test_without_it_training_differs():

@@ -78,18 +78,22 @@ def same(got, expected):
 # Synchronous
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def train_with_each(steps, serve=serve):
+    return {optimizer: train(steps, optimizer, serve) for optimizer in OPTIMIZERS}
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_synchronous_is_one_process(world_size, optimizer):
+def test_synchronous_is_one_process(world_size):
     steps = [0] + [5] * (world_size - 1)
-    run = launch(train, steps, optimizer, world_size=world_size)
-    losses, expected = one_process(steps, optimizer)
-    for rank in range(world_size):
-        told, got = run[rank]
-        torch.testing.assert_close(got, expected)
-        assert same(got, run[0][1])
-        if rank > 0:
-            torch.testing.assert_close(told, losses[rank])
+    run = launch(train_with_each, steps, world_size=world_size)
+    for optimizer in OPTIMIZERS:
+        losses, expected = one_process(steps, optimizer)
+        for rank in range(world_size):
+            told, got = run[rank][optimizer]
+            torch.testing.assert_close(got, expected)
+            assert same(got, run[0][optimizer][1])
+            if rank > 0:
+                torch.testing.assert_close(told, losses[rank])
 
 
 def test_a_worker_with_fewer_steps_no_longer_counts():
@@ -203,14 +207,15 @@ def test_staleness_changes_the_result():
     assert not torch.allclose(first["tokens.weight"], other["tokens.weight"])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_one_asynchronous_worker_is_one_process(optimizer):
-    (updates, served), (losses, worked) = launch(train, [0, 5], optimizer, serve_asynchronously, world_size=2)
-    expected_losses, expected = one_process([0, 5], optimizer)
-    assert updates == [Update(worker=1, staleness=0)] * 5
-    torch.testing.assert_close(losses, expected_losses[1])
-    torch.testing.assert_close(served, expected)
-    assert same(worked, served)
+def test_one_asynchronous_worker_is_one_process():
+    server, worker = launch(train_with_each, [0, 5], serve_asynchronously, world_size=2)
+    for optimizer in OPTIMIZERS:
+        (updates, served), (losses, worked) = server[optimizer], worker[optimizer]
+        expected_losses, expected = one_process([0, 5], optimizer)
+        assert updates == [Update(worker=1, staleness=0)] * 5
+        torch.testing.assert_close(losses, expected_losses[1])
+        torch.testing.assert_close(served, expected)
+        assert same(worked, served)
 
 
 def test_asynchronous_workers_end_when_they_like():
