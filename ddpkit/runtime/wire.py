@@ -583,9 +583,11 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
         group = WireGroup(inner, options.group_id, ranks, recorder, device)
         with group.joining():
-            real, kind = _real_group(options, backend, device, one_machine)
-        inner._set_default_backend(kind)
-        for device_type in ("cpu", "cuda") if backend == "gloo" else ("cuda",):
+            on_gpu = on_cpu = _real_group(options, backend, device, options.store, one_machine)
+            if backend == "nccl":  # as torch does by default: NCCL for tensors on a GPU, Gloo for those on the CPU
+                on_cpu = _real_group(options, "gloo", device, dist.PrefixStore("cpu", options.store), one_machine)
+        inner._set_default_backend(on_gpu[1])
+        for device_type, (real, kind) in {"cuda": on_gpu, "cpu": on_cpu}.items():
             inner._register_backend(torch.device(device_type), kind, real)
         return group
 
@@ -594,18 +596,18 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         _see_through_the_wire()
 
 
-def _real_group(options, backend: str, device: torch.device, one_machine: bool):
+def _real_group(options, backend: str, device: torch.device, store: dist.Store, one_machine: bool):
     if backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl.global_ranks_in_group = options.global_ranks_in_group
-        real = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl)
+        real = dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, nccl)
         real.eager_connect_single_device(device)
         return real, dist.ProcessGroup.BackendType.NCCL
     gloo = dist.ProcessGroupGloo._Options()
     create_device, create_default = dist.ProcessGroupGloo.create_device, dist.ProcessGroupGloo.create_default_device
     gloo._devices = [create_device(hostname="127.0.0.1") if one_machine else create_default()]
     gloo._timeout = NEVER
-    real = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, gloo)
+    real = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, gloo)
     return real, dist.ProcessGroup.BackendType.GLOO
 
 
@@ -624,9 +626,9 @@ def _see_through_the_wire():
 
     def batched(p2p_op_list):
         group = p2p_op_list[0].group or c10d._get_default_group() if p2p_op_list else None
-        if not isinstance(group, WireGroup) or group.inner_name != "nccl":
+        device = p2p_op_list[0].tensor.device if p2p_op_list else None
+        if not isinstance(group, WireGroup) or group.inner_name != "nccl" or device.type == "cpu":
             return batch_isend_irecv(p2p_op_list)
-        device = p2p_op_list[0].tensor.device
         group.inner._start_coalescing(device)
         works = batch_isend_irecv(p2p_op_list)
         whole = group.inner._end_coalescing(device)
