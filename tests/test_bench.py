@@ -5,7 +5,9 @@ import io
 import json
 import os
 import pkgutil
+import re
 import sys
+from functools import partial
 
 import psutil
 import pytest
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import Link, RankError, bench, launch
-from ddpkit.bench import all_reduce, interleave, reduce_scatter
+from ddpkit.bench import all_reduce, ddp, interleave, reduce_scatter
 from ddpkit.bench.__main__ import BENCHMARKS, main
 from ddpkit.bench.interleave import Variant
 from ddpkit.bench.results import Goal, Ratio, Result, Results, judge, paired_ratio, size_name, wins
@@ -24,7 +26,9 @@ from ddpkit.bench.results import Goal, Ratio, Result, Results, judge, paired_rat
 def test_an_unknown_benchmark_is_named_before_anything_runs(capsys):
     with pytest.raises(SystemExit):
         main(["launch", "lunch"])
-    assert "no benchmark is called 'lunch'; there are launch, all_reduce, reduce_scatter" in capsys.readouterr().err
+    assert (
+        "no benchmark is called 'lunch'; there are launch, all_reduce, reduce_scatter, ddp" in capsys.readouterr().err
+    )
 
 
 def test_an_unknown_option_is_named(capsys):
@@ -41,7 +45,7 @@ def test_every_benchmark_there_is_can_be_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], [("launch", False), ("all_reduce", False), ("reduce_scatter", False)]),
+        ([], [("launch", False), ("all_reduce", False), ("reduce_scatter", False), ("ddp", False)]),
         (["reduce_scatter", "launch", "--full"], [("reduce_scatter", True), ("launch", False)]),
     ],
 )
@@ -50,6 +54,7 @@ def test_what_runs(arguments, expected, monkeypatch):
     monkeypatch.setattr("ddpkit.bench.launch.main", lambda: ran.append(("launch", False)))
     monkeypatch.setattr(all_reduce, "main", lambda full: ran.append(("all_reduce", full)))
     monkeypatch.setattr(reduce_scatter, "main", lambda full: ran.append(("reduce_scatter", full)))
+    monkeypatch.setattr(ddp, "main", lambda: ran.append(("ddp", False)))
     main(arguments)
     assert ran == expected
 
@@ -413,7 +418,7 @@ def test_a_wrong_result_gets_no_time():
 
 
 def cores_after_pinning() -> list[int]:
-    interleave._pin_to_a_core()
+    interleave.pin_to_a_core()
     return sorted(os.sched_getaffinity(0))
 
 
@@ -424,3 +429,248 @@ def test_ranks_get_a_core_each_where_there_are_enough():
     assert list(launch(cores_after_pinning, world_size=few)) == [[core] for core in cores[:few]]
     if many > len(cores):
         assert list(launch(cores_after_pinning, world_size=many)) == [cores] * many
+
+
+# Training steps: what is said about them
+
+GIVEN = {  # seconds of two rounds, and what the model predicts
+    "torch": (0.2, 0.15),
+    "compute alone": (0.1, 0.1),
+    "naive": (0.3, 0.16),
+    "flat": (0.24, 0.15),
+    "overlap": (0.12, 0.102),
+    ddp.SMALL: (0.12, 0.102),
+    ddp.LARGE: (0.2, 0.15),
+    ddp.BY_MODEL: (0.11, 0.101),
+    "torch again": (0.2, 0.15),
+}
+
+
+def case(emulated="", **changed):
+    return ddp.Steps(
+        ddp.Step(
+            "GPT",
+            name,
+            2,
+            4000,
+            (took, 2 * took),
+            "",
+            emulated,
+            ddp.Counts(3, 4000, 8000),
+            predicted if emulated else None,
+        )
+        for name, (took, predicted) in (GIVEN | changed).items()
+    )
+
+
+STEPS_HEAD = (
+    "GPT, 2 processes, G = 0.004 MB, Gloo, this machine's own wire\nVariant               Step (ms)  × torch's time"
+)
+STEPS_CELLS = [
+    ["torch", "300.0", "1", "1.00–1.00", "150.0", "3", "0.004", "2.00", "0.000000"],
+    ["compute alone", "150.0", "0.50 [0.50, 0.50]", "1.00–1.00", "faster", "0.0", "3", "0.004", "2.00", "0.000000"],
+    ["naive", "450.0", "1.50 [1.50, 1.50]", "1.00–1.00", "slower", "300.0", "3", "0.004", "2.00", "0.000000"],
+]
+
+
+def test_steps_are_a_table():
+    assert repr(case()).startswith(STEPS_HEAD)
+    assert [re.split(" {2,}", line) for line in repr(case()).splitlines()[2:5]] == STEPS_CELLS
+    assert "torch again" not in repr(case())
+    assert repr(ddp.Steps()) == "nothing measured"
+
+
+def test_each_wire_has_a_table_of_its_own():
+    both = ddp.Steps(case() + case("50 µs"))
+    assert both.cases() == [case(), case("50 µs")]
+    plain, emulated, _ = repr(both).split("\n\n")
+    assert "own wire" in plain.splitlines()[0]
+    assert emulated.splitlines()[0].endswith("G = 0.004 MB, emulated: 50 µs")
+    assert "102.0" in emulated  # what the model predicts
+    assert "102.0" not in plain
+
+
+def test_exposed_is_taken_round_by_round():
+    steps = case()
+    steps[2:3] = [ddp.Step("GPT", "naive", 2, 4000, (0.3, 0.21))]  # 0.2 s longer, and 0.01 s
+    assert steps.exposed_s(steps[2]) == pytest.approx((0.2 + 0.01) / 2)
+    assert steps.exposed_s(steps[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [
+        (Ratio(0.99, 0.9, 1.03), "yes"),
+        (Ratio(0.99, 0.9, 1.04), "too close to tell"),
+        (Ratio(1.01, 0.99, 1.02), "too close to tell"),
+        (Ratio(1.02, 1.01, 1.03), "NO"),
+    ],
+)
+def test_as_fast_is_a_median_and_an_interval(ratio, verdict):
+    assert ddp.AsFast("ours", "torch", 2, 4000, 1.0, at_most=True).verdict(ratio) == verdict
+
+
+def judged(steps):
+    return {(goal.variant, goal.against): verdict for goal, _, verdict in judge(ddp.goals(steps), steps)}
+
+
+def test_goals_on_the_machines_own_wire():
+    shared = {ddp.SHARED: (0.21, 0.0)}
+    assert judged(case(**shared)) == {(ddp.LARGE, "torch"): "yes", (ddp.SHARED, "torch"): "NO"}
+
+
+def test_goals_on_a_link():
+    expected = {
+        ("flat", "naive"): "yes",
+        (ddp.LARGE, "flat"): "yes",
+        ("overlap", ddp.LARGE): "yes",
+        (ddp.SMALL, "overlap"): "yes",
+        ("overlap", ddp.SMALL): "yes",
+        ("overlap", "compute alone"): "NO",  # predicted 2 % above, measured 20 %
+    }
+    assert judged(case("50 µs")) == expected
+    del expected["overlap", "compute alone"]
+    assert judged(case("50 µs", overlap=(0.12, 0.11))) == expected  # the model says that it doesn't fit
+    assert judged(case("50 µs", overlap=(0.21, 0.11)))["overlap", ddp.LARGE] == "NO"
+
+
+def test_report_of_steps_prints_and_keeps(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    ddp.report(ddp.Steps(case() + case("50 µs")))
+    printed = capsys.readouterr().out
+    assert STEPS_HEAD in printed
+    assert "GPT: buckets of 16 MiB" in printed
+    assert "GPT, emulated: overlap" in printed
+    kept = json.loads((tmp_path / "ddp.json").read_text())
+    assert [each["variant"] for each in kept["results"]] == [*GIVEN, *GIVEN]
+    assert kept["results"][2]["counts"] == {"messages": 3, "sent": 4000, "moved": 8000}
+    assert kept["results"][2]["exposed_s"] == pytest.approx(0.3)
+    assert len(kept["goals"]) == 1 + 6  # nothing was measured through shared memory
+    for number in (0, 1):
+        assert (tmp_path / f"ddp_{number}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    for module in ("matplotlib.figure", "matplotlib.lines"):
+        monkeypatch.setitem(sys.modules, module, None)
+    ddp.report(case())
+    assert "isn't installed here" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["ddp.json"]
+
+
+# Training steps: the link and the model's predictions
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_on_the_link_the_naive_step_is_35_percent_communication(world_size):
+    sizes, compute_s = [1000, 4_000_000, 20], 0.2
+    link = ddp.find_link(compute_s, sizes, world_size)
+    communication_s = sum(link.seconds("all_reduce", nbytes, world_size) for nbytes in sizes)
+    assert communication_s / (compute_s + communication_s) == pytest.approx(0.35)
+    assert link.latency_s == 50e-6
+
+
+def test_no_link_is_fast_enough_for_too_short_a_step():
+    with pytest.raises(ValueError, match=r"leave some of 0.000538 s to the bytes, but 6 messages .* 0.0006 s together"):
+        ddp.find_link(1e-3, [4] * 6, 2)
+
+
+def seen(ready_s, sizes):
+    return ddp.Seen({}, {}, ready_s, sizes, [torch.float32] * len(sizes))
+
+
+def test_gradients_come_in_the_first_ranks_order_when_the_last_rank_has_them():
+    ranks = [seen([3.0, 1.0, 2.0], [30, 10, 20]), seen([5.0, 7.0, 0.5], [30, 10, 20])]
+    assert ddp._in_order(ranks)[:2] == ([7.0, 2.0, 5.0], [10, 20, 30])
+
+
+def test_what_the_model_predicts():
+    """Four gradients of 1 MiB, a second apart; an all-reduce of one takes 2 · 0.25 + 2 s on this link, of all 8.5."""
+    ranks, link = [seen([4.0, 3.0, 2.0, 1.0], [2**20] * 4)] * 2, Link(0.25, 2**19)
+    assert ddp.predicted_exposed(ranks, link, 2.0) == {
+        "torch": 8.5,
+        "compute alone": 0.0,
+        "naive": 4 * 2.5,
+        "flat": 8.5,
+        "overlap": 1 + 4 * 2.5 - 4,
+        ddp.SMALL: 1 + 4 * 2.5 - 4,
+        ddp.LARGE: 8.5,
+        ddp.BY_MODEL: 2 + 2 * 4.5 - 4,
+        "torch again": 8.5,
+    }
+    # A wire that is never behind shows only the last gradient; one message for the other three is enough.
+    assert 3 * 2**20 <= ddp.best_cap_bytes(ranks, Link(0.0, 2**30)) < 4 * 2**20
+    assert ddp.best_cap_bytes(ranks, Link(100.0, 2**30)) == 4 * 2**20
+
+
+@pytest.mark.parametrize("arguments", [{"world_size": 1}, {"rounds": 0}])
+def test_steps_that_cannot_be_measured_are_refused_at_once(arguments, monkeypatch):
+    monkeypatch.setattr(ddp, "launch", None)
+    with pytest.raises(ValueError, match="expected 2 ranks or more and 1 round or more, got"):
+        ddp.measure(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("work", "nbytes"),
+    [
+        (lambda x, y: x.copy_(y), 80),
+        (lambda x, y: x.mul_(2), 80),
+        (lambda x, y: torch.cat([x, y]), 160),
+        (lambda x, y: x.view(2, 5).t(), 0),
+    ],
+    ids=["copy_", "mul_", "cat", "a view"],
+)
+def test_traffic_is_what_is_read_and_written(work, nbytes):
+    x, y = torch.ones(10), torch.ones(10)
+    with ddp.Traffic() as traffic:
+        work(x, y)
+    assert traffic.nbytes == nbytes
+
+
+# Training steps: on real ranks
+
+
+def test_what_a_step_sends_and_moves():
+    """Two layers of 512 × 512: a weight is just a MiB, so small buckets hold one gradient each."""
+    whole = 2 * 4 * (512 * 512 + 512)
+    counts = ddp.count(partial(ddp.linears, 2, 512), None, 2)
+    assert counts.pop(ddp.SHARED)[:2] == (0, 0)
+    assert counts == {
+        "torch": (1, whole, 2 * whole),
+        "compute alone": (0, 0, 0),
+        "naive": (4, whole, 2 * whole),
+        "flat": (1, whole, 6 * whole),
+        "overlap": (4, whole, 2 * whole),
+        ddp.SMALL: (4, whole, 2 * whole),
+        ddp.LARGE: (1, whole, 2 * whole),
+        "torch again": (1, whole, 2 * whole),
+    }
+
+
+def test_steps_are_measured_on_both_wires():
+    steps = ddp.measure({"small": partial(ddp.gpt, 1, 32)}, rounds=1)
+    plain, emulated = steps.cases()
+    everywhere = [name for name in GIVEN if name not in (ddp.BY_MODEL, "torch again")]
+    assert [step.variant for step in plain] == [*everywhere, ddp.SHARED, "torch again"]
+    assert [step.variant for step in emulated] == list(GIVEN)
+    assert all(step.predicted_s is None for step in plain)
+    assert all(step.predicted_s >= emulated[1].median_s for step in emulated)
+    for each in (plain, emulated):
+        assert len({step.loss for step in each if step.variant != ddp.COMPUTE}) == 1
+        assert {step.counts.sent for step in each} == {0, each[0].nbytes}
+
+
+def train_without_telling():
+    task = ddp.linears(1, 8)
+    alone = ddp.Replica(task, lambda module, group: module, dist.group.WORLD)
+    together = ddp.Replica(task, ddp.NaiveDDP, dist.group.WORLD)
+    for replica in (alone, together):
+        replica.step()
+    ddp.check_alike({"naive": together, ddp.COMPUTE: alone}, dist.group.WORLD)
+    ddp.check_alike({"naive": together, "forgetful": alone}, dist.group.WORLD)
+
+
+def test_a_variant_that_learns_something_else_gets_no_time():
+    with pytest.raises(RankError, match="forgetful learned something else on rank"):
+        launch(train_without_telling, world_size=2)

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from ddpkit import cost
+from ddpkit.bench.ddp import Step
 from ddpkit.bench.results import Result, Results
 from ddpkit.lesson import charts, figures
 
@@ -92,6 +93,31 @@ def test_long_legends_take_several_lines():
     canvas = figures.Canvas(figures.WIDEST, charts.HEIGHT)
     handles = charts._handles([(f"a name of thirty letters, no. {n}", "#000000", "o") for n in range(4)])
     assert charts._head(canvas, "title", handles) - charts._head(canvas, "title", handles[:2]) == charts.LINE
+
+
+def training_steps(naive_s=0.3, emulated="50 µs", predicted_s=0.2):
+    took = {"torch": 0.2, "compute alone": 0.1, "naive": naive_s, "torch again": 0.21}
+    return [Step("GPT", name, 2, 4, (s,), "", emulated, predicted_s=predicted_s) for name, s in took.items()]
+
+
+def test_steps():
+    picture = charts.steps(training_steps(), "compute alone")
+    assert repr(picture) == (
+        "A training step of GPT, emulated link. From top to bottom: torch; compute alone; naive. "
+        "Blue: computing; orange: what communication adds. Black marks: predicted."
+    )
+    assert image(picture).width <= figures.WIDEST
+    assert has_colour(picture, charts.ORANGE)
+    slower = charts.steps(training_steps(0.4), "compute alone")
+    assert repr(slower) == repr(picture)
+    assert slower.png != picture.png
+    assert charts.steps(training_steps(predicted_s=0.25), "compute alone").png != picture.png
+
+
+def test_steps_on_the_machines_own_wire_predict_nothing():
+    said = repr(charts.steps(training_steps(emulated="", predicted_s=None), "compute alone"))
+    assert said.startswith("A training step of GPT. From top")
+    assert "predicted" not in said
 
 
 def points(sizes, world_sizes=(2, 4), wrong=1.0):

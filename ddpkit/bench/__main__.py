@@ -4,7 +4,7 @@ import argparse
 import importlib
 import inspect
 
-BENCHMARKS = ("launch", "all_reduce", "reduce_scatter")
+BENCHMARKS = ("launch", "all_reduce", "reduce_scatter", "ddp")
 
 
 def main(arguments: list[str] | None = None):

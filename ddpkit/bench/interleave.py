@@ -130,15 +130,12 @@ def time_on_rank(make: Callable, nbytes: int, rounds: int, emulated: bool) -> di
     variants = make(nbytes // 4 // world_size * world_size, dist.group.WORLD if emulated else plain, emulated)
     baseline = next(iter(variants))
     variants[baseline + AGAIN] = variants[baseline]
-    _pin_to_a_core()
+    pin_to_a_core()
     for name in list(variants) * WARM_UP:
         _, found = _time(variants[name], plain)
         if not (found == variants[name].value).all():
             raise RuntimeError(f"{name} gave wrong numbers on rank {dist.get_rank()}: its time would mean nothing")
-    times = {name: [] for name in variants}
-    for number in range(rounds):
-        for name in in_turn(list(variants), number):
-            times[name].append(_time(variants[name], plain)[0])
+    times = take_turns(list(variants), rounds, lambda name: _time(variants[name], plain)[0])
     return {name: (variant.ceiling, times[name]) for name, variant in variants.items()}
 
 
@@ -147,13 +144,27 @@ def _time(variant: Variant, group: ProcessGroup) -> tuple[tuple[float, float], T
     variant.tensor.fill_(1)
     if variant.tensor.is_cuda:
         torch.cuda.synchronize()
+    return timed(variant.call, group)
+
+
+def timed(call: Callable, group: ProcessGroup) -> tuple[tuple[float, float], object]:
+    """((when it began, when it was done), what it returned), behind a barrier of `group`."""
     dist.barrier(group)
     begun = time.perf_counter()
-    found = variant.call()
+    found = call()
     return (begun, time.perf_counter()), found
 
 
-def _pin_to_a_core() -> None:
+def take_turns(names: Sequence[str], rounds: int, turn: Callable[[str], tuple]) -> dict[str, list[tuple]]:
+    """{name: what turn(name) returned in each round}, in the order of `in_turn`."""
+    found = {name: [] for name in names}
+    for number in range(rounds):
+        for name in in_turn(names, number):
+            found[name].append(turn(name))
+    return found
+
+
+def pin_to_a_core() -> None:
     """Give each rank a core of its own, all its threads included.
 
     Only where there are enough: ranks that must share cores were slower when pinned, whatever the variant.

@@ -127,6 +127,42 @@ def _bar_legend(colours: dict[str, str], hatches: dict[int, str], ceilings: list
     return backends, worlds + [mark] * bool(ceilings)
 
 
+# Training steps
+
+
+def steps(case: Sequence, compute: str) -> Picture:
+    """The time of a training step of each variant: what computing takes, and what communication adds to it.
+
+    case: steps that took turns, as `ddpkit.bench.ddp` measures them. compute: the variant that sends nothing. A black
+    mark: the step that the model predicts. Notebook 04.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    shown = [step for step in case if not step.variant.endswith(" again")]
+    compute_ms = next(step.median_s * 1e3 for step in shown if step.variant == compute)
+    title = f"A training step of {shown[0].operation}" + ", emulated link" * bool(shown[0].emulated)
+    predicted = any(step.predicted_s for step in shown)
+    legend = [Patch(fc=BLUE, ec="black", label=compute), Patch(fc=ORANGE, ec="black", label="exposed communication")]
+    legend += [Line2D([], [], color="black", lw=3.5, label="predicted")] * predicted
+    canvas = Canvas(WIDEST, HEIGHT)
+    axes = _axes(canvas, _head(canvas, title, legend), left=290)
+    for place, step in enumerate(shown):
+        took = step.median_s * 1e3
+        axes.barh(place, min(took, compute_ms), 0.7, color=BLUE, ec="black")
+        axes.barh(place, max(0.0, took - compute_ms), 0.7, compute_ms, color=ORANGE, ec="black")
+        if step.predicted_s:
+            axes.plot([step.predicted_s * 1e3] * 2, (place - 0.45, place + 0.45), color="black", lw=3.5)
+    axes.set_yticks(range(len(shown)), [step.variant for step in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a step (ms)", fontsize=NORMAL)
+    axes.grid(axis="x", color=FAINT, lw=0.6)
+    return canvas.picture(
+        f"{title}. From top to bottom: {'; '.join(step.variant for step in shown)}. "
+        f"Blue: computing; orange: what communication adds." + " Black marks: predicted." * predicted
+    )
+
+
 # A model and what was measured
 
 
@@ -256,11 +292,11 @@ def _legend(canvas: Canvas, handles: list, y: float):
     canvas.figure.legend(handles=handles, loc="upper center", bbox_to_anchor=at, fontsize=SMALL, **style)
 
 
-def _axes(canvas: Canvas, top: float):
-    """Axes on the canvas, from `top` pixels down, with sizes from left to right."""
+def _axes(canvas: Canvas, top: float, left: float = LEFT):
+    """Axes on the canvas, from `top` pixels down and `left` pixels in, with sizes from left to right."""
     width, height = canvas.width, canvas.height
     axes = canvas.figure.add_axes(
-        (LEFT / width, BOTTOM / height, (width - LEFT - RIGHT) / width, (height - top - BOTTOM) / height)
+        (left / width, BOTTOM / height, (width - left - RIGHT) / width, (height - top - BOTTOM) / height)
     )
     axes.tick_params(labelsize=SMALL)
     axes.spines[["top", "right"]].set_visible(False)
