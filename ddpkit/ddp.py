@@ -19,13 +19,15 @@ Several micro-batches make one step if all but the last run `backward` inside `n
 the gradient of one process with the whole batch if that process's loss is a mean over it and all parts are equal.
 
 Gradients may be None or zero before a step (`zero_grad(set_to_none=...)`), of several dtypes, from any optimizer's
-model. What isn't trained (`requires_grad=False`) is sent once, at the start.
+model. What isn't trained (`requires_grad=False`) is sent once, at the start. Freeze before wrapping, and wrap a module
+once: its hooks stay.
 
 Li et al. 2020 (PyTorch's DistributedDataParallel). Notebooks 03 and 04.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -86,7 +88,7 @@ class DataParallel(nn.Module):
             got = f"rank {dist.get_rank()} has no gradient for {', '.join(names)}"
             raise ValueError(
                 f"{got} after backward, expected one for every parameter that requires it. Does the loss depend on it? "
-                f"Freeze it with requires_grad_(False), or say {type(self).__name__}(..., unused_as_zero=True)."
+                f"Freeze it before wrapping, or say {type(self).__name__}(..., unused_as_zero=True)."
             )
         for name in names:
             self.trained[name].grad = torch.zeros_like(self.trained[name])
@@ -95,23 +97,34 @@ class DataParallel(nn.Module):
 def broadcast_module(module: nn.Module, group: ProcessGroup | None = None) -> None:
     """Overwrite parameters, frozen ones too, and buffers with those of the group's first rank.
 
-    ValueError, on every rank: the modules differ in names, shapes or dtypes.
+    ValueError, on every rank: the modules differ in names, shapes, dtypes, their order, or what is trained. ValueError,
+    on this rank: it isn't in `group`.
     Replicas must start alike: equal gradients keep them equal, and nothing else does. Notebook 03.
     """
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    _check_alike({name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}, group)
-    for tensor in tensors.values():
+    if dist.get_rank(group) < 0:
+        got = f"rank {dist.get_rank()} wrapped a module for a group that it isn't in"
+        raise ValueError(f"{got}, expected one of its own. Wrap it on the group's ranks only.")
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    _check_alike([(name, str(t.dtype), tuple(t.shape), t.requires_grad) for name, t in tensors], group)
+    for _, tensor in tensors:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
-def _check_alike(mine: dict[str, tuple], group: ProcessGroup | None) -> None:
+def _check_alike(mine: list[tuple], group: ProcessGroup | None) -> None:
     everybodys = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybodys, mine, group=group)
     for rank, theirs in zip(dist.get_process_group_ranks(group), everybodys, strict=True):
-        for name in {**everybodys[0], **theirs}:
-            if everybodys[0].get(name) != theirs.get(name):
-                said = f"{theirs.get(name)} on rank {rank}, {everybodys[0].get(name)} on the group's first"
-                raise ValueError(f"expected the same module on every rank, got {name}: {said}. Build it alike on all.")
+        for tensor, firsts in zip_longest(theirs, everybodys[0]):
+            if tensor != firsts:
+                got = f"{_describe(tensor)} on rank {rank}, {_describe(firsts)} in its place on the group's first"
+                raise ValueError(f"expected the same module on every rank, got {got}. Build it alike on all.")
+
+
+def _describe(tensor: tuple | None) -> str:
+    if tensor is None:
+        return "nothing"
+    name, dtype, shape, trained = tensor
+    return f"{name} ({dtype}, {shape}, {'trained' if trained else 'not trained'})"
 
 
 # After backward
@@ -153,6 +166,10 @@ class FlatDDP(DataParallel):
 class OverlapDDP(DataParallel):
     """Average each gradient as soon as backward has it, while the others are still computed.
 
+    All ranks send in the reverse order of the parameters, about that of backward; a gradient that is ready before its
+    turn waits. Sent as they come, gradients of ranks that take different ways through the module would be added up
+    though they don't belong together.
+
     RuntimeError: a second backward without `synchronize` or `no_sync` in between, which would add to a gradient that is
     on its way.
 
@@ -161,31 +178,40 @@ class OverlapDDP(DataParallel):
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None, unused_as_zero: bool = False):
         super().__init__(module, group, unused_as_zero)
-        self._under_way: dict[nn.Parameter, dist.Work] = {}
-        for parameter in self.trained.values():
-            parameter.register_post_accumulate_grad_hook(self._send)
+        self._order = list(self.trained.values())[::-1]
+        self._arrived: set[nn.Parameter] = set()
+        self._under_way: list[dist.Work] = []  # of the first in the order
+        for parameter in self._order:
+            parameter.register_post_accumulate_grad_hook(self._ready)
 
-    def _send(self, parameter: nn.Parameter) -> None:
+    def _ready(self, parameter: nn.Parameter) -> None:
+        """Send this gradient, and those that waited for it, unless it must itself wait for another."""
+        if parameter in self._arrived:
+            raise RuntimeError(TWICE)
         if not self.syncing:
             return
-        if parameter in self._under_way:
-            raise RuntimeError(TWICE)
-        parameter.grad /= dist.get_world_size(self.group)
-        self._under_way[parameter] = dist.all_reduce(parameter.grad, group=self.group, async_op=True)
+        self._arrived.add(parameter)
+        for turn in self._order[len(self._under_way) :]:
+            if turn not in self._arrived:
+                break
+            turn.grad /= dist.get_world_size(self.group)
+            self._under_way.append(dist.all_reduce(turn.grad, group=self.group, async_op=True))
 
     def _average(self) -> None:
-        unsent = [name for name, parameter in self.trained.items() if parameter not in self._under_way]
-        self._fill(name for name in unsent if self.trained[name].grad is None)
-        for name in unsent:
-            self._send(self.trained[name])
-        for work in self._under_way.values():
+        late = {name: parameter for name, parameter in self.trained.items() if parameter not in self._arrived}
+        self._fill(name for name, parameter in late.items() if parameter.grad is None)
+        for parameter in late.values():
+            self._ready(parameter)
+        for work in self._under_way:
             work.wait()
+        self._arrived.clear()
         self._under_way.clear()
 
 
 TWICE = (
     "backward ran twice without synchronize(): the first gradients are on their way and can't be added to. "
-    "Call synchronize() after each backward, or accumulate inside `with model.no_sync():`."
+    "Call synchronize() after each backward, or accumulate inside `with model.no_sync():`. "
+    "(If it was one backward, a weight is used in two activation checkpoints: give them use_reentrant=False.)"
 )
 
 
@@ -210,11 +236,9 @@ class Bucket:
         parts = self.flat.split(sizes)
         self.views = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
         self.ready: set[nn.Parameter] = set()
-        self.sent = False
 
     def send(self) -> None:
         """Begin the all-reduce; through shared memory, also end it."""
-        self.sent = True
         if self.shared is not None:
             self.shared.all_reduce()
             return
@@ -228,7 +252,6 @@ class Bucket:
             if self._travelling is not self.flat:
                 self.flat.copy_(self._travelling)
         self.ready.clear()
-        self.sent = False
 
 
 def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> list[list[int]]:
@@ -252,7 +275,7 @@ class BucketedDDP(DataParallel):
     """Average gradients a bucket at a time, each as soon as all its gradients are there, while backward goes on.
 
     bucket_cap_mb: size of a bucket in MiB, as in torch. wire_dtype, shared_memory: see `Bucket`.
-    ValueError: a bucket size that isn't positive. RuntimeError: as in `OverlapDDP`.
+    ValueError: a bucket size that isn't positive; a wire_dtype for shared memory. RuntimeError: as in `OverlapDDP`.
 
     `.grad` of every parameter is a view of its bucket, from the first backward on. A gradient that autograd made new is
     divided by the number of ranks on its way there; one that autograd added up in place has no way to go.
@@ -277,6 +300,9 @@ class BucketedDDP(DataParallel):
         super().__init__(module, group, unused_as_zero)
         if not bucket_cap_mb > 0:
             raise ValueError(f"expected bucket_cap_mb > 0, got {bucket_cap_mb}: give the size of a bucket in MiB")
+        if wire_dtype is not None and shared_memory:
+            got = f"wire_dtype={wire_dtype} and shared_memory=True"
+            raise ValueError(f"expected one of the two, got {got}: in shared memory nothing travels. Drop wire_dtype.")
         self._cap_bytes, self._how = bucket_cap_mb * 2**20, (group, wire_dtype, shared_memory)
         self._arrived: list[nn.Parameter] | None = []  # in the first backward, which shows the order; then None
         self._build(list(self.trained.values())[::-1])
@@ -293,10 +319,10 @@ class BucketedDDP(DataParallel):
     def _ready(self, parameter: nn.Parameter) -> None:
         """Take a gradient into its bucket; send the buckets that are full now."""
         bucket = self._bucket_of[parameter]
-        view, gradient = bucket.views[parameter], parameter.grad
-        share = 1 / dist.get_world_size(self.group) if self.syncing else 1
         if parameter in bucket.ready:
             raise RuntimeError(TWICE)
+        view, gradient = bucket.views[parameter], parameter.grad
+        share = 1 / dist.get_world_size(self.group) if self.syncing else 1
         if gradient is not view:
             torch.mul(gradient, share, out=view)
             parameter.grad = view
