@@ -205,6 +205,7 @@ class Traffic(TorchDispatchMode):
 
 def count_on_rank(make: Callable[[], Task], best_mb: float | None) -> dict[str, int]:
     """{variant: bytes that a step reads and writes in memory}; the run's wire has that step behind a barrier each."""
+    torch.set_num_threads(1)
     replicas = make_replicas(make(), dist.group.WORLD, best_mb, shared=True)
     for replica in list(replicas.values()) * WARM_UP:
         replica.step()
@@ -414,6 +415,10 @@ def together(
 
 class AsFast(Goal):
     """Met if the median is at most `times`, and the interval ends at most 3 % above."""
+
+    @property
+    def text(self) -> str:
+        return f"{super().text}, interval up to {1.03 * self.times:g}"
 
     def verdict(self, ratio: Ratio) -> str:
         if ratio.median <= self.times and ratio.high <= 1.03 * self.times:
