@@ -141,10 +141,9 @@ class Normalize(torch.autograd.Function):
             mean_grad, mean_product = (sums / ctx.count).chunk(2)
             grad_x = grad - _along(mean_grad, x) - normalized * _along(mean_product, x)
             grad_x = grad_x * _along(scale if weight is None else scale * weight, x)
-            grad_x = grad_x.to(x.dtype)
         if weight is None:
             return grad_x, None, None, None, None, None, None
-        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def convert(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:

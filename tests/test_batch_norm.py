@@ -117,15 +117,13 @@ def test_a_mean_far_from_zero(mean):
 
 
 def constant():
-    norm = GlobalBatchNorm(2)
-    return norm(torch.full((2, 2), 0.1)), norm.running_var
+    value = 1e8 + torch.rand(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return GlobalBatchNorm(100)(value.expand(2, 100)).abs().max().item()
 
 
 def test_what_never_varies_becomes_zero():
-    """Rounding may make the difference of two squares negative; a variance isn't."""
-    for y, variance in launch(constant, world_size=3):
-        torch.testing.assert_close(y, torch.zeros(2, 2), rtol=0, atol=1e-5)
-        torch.testing.assert_close(variance, torch.full((2,), 0.9))
+    """Rounding makes the difference of two squares negative for some channels; a variance isn't."""
+    assert all(largest < 1e-4 for largest in launch(constant, world_size=3))
 
 
 def in_dtypes(dtypes):
