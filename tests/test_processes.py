@@ -439,3 +439,37 @@ if __name__ == "__main__":
     if not hasattr(os, "fork"):
         pytest.skip("no fork here")
     assert run_script(tmp_path, source) == "rank 0: 1.0\n[2, 4]\n[2, 4]\nrank 0: 1.0\n"
+
+
+# What ranks import is imported once.
+
+
+def imported_before_training() -> bool:
+    was_there = "torch._dynamo" in sys.modules
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # imports it
+    return was_there
+
+
+@linux
+def test_slow_imports_are_made_once():
+    """A rank that makes an optimizer imports for a second or two; later ranks begin with all that, from a new server."""
+    if processes.start_method() != "forkserver":
+        pytest.skip("no fork server here")
+    processes._servers()[0] = processes._new_server(processes.PRELOAD)  # as in a fresh notebook
+    assert list(launch(imported_before_training, world_size=1)) == [False]
+    first = processes._server()
+    assert list(launch(imported_before_training, world_size=2)) == [True, True]
+    assert processes._server() is first
+    assert launch(lambda: "torch._dynamo" in sys.modules, world_size=1)[0] is True
+
+
+@linux
+def test_the_server_that_knew_less_ends():
+    if processes.start_method() != "forkserver":
+        pytest.skip("no fork server here")
+    launch(print, world_size=1)
+    old = processes._server()._forkserver_pid
+    processes.preload(["colorsys"])
+    assert processes._server()._forkserver_pid != old
+    assert wait_until(lambda: not psutil.pid_exists(old), 10)
+    assert launch(lambda: "colorsys" in sys.modules, world_size=1)[0] is True

@@ -92,13 +92,14 @@ def launch(
     begun = time.perf_counter()
     with processes.world(choice, world_size, link, keep_values, worker.main, call) as (ranks, board):
         watch = Watch(ranks, board, timeout, hang_after, live)
-        watch.until_all_reply()
+        slow_imports = watch.until_all_reply()
         output = watch.show_output()
         results, wire = [], []
         for rank in ranks:
             value, diary = _load_result(rank, watch)
             results.append(value)
             wire.append(diary)
+    processes.preload(set().union(*slow_imports.values()))
     return Run(results, output, wire, time.perf_counter() - begun, choice.line, link)
 
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import set_spawning_popen
@@ -153,11 +154,35 @@ def _process(target, args):
 
 
 @functools.cache
+def _servers() -> list[forkserver.ForkServer]:
+    """The fork server in use, alone. Our own: multiprocessing's may already serve the user, without torch preloaded."""
+    return [_new_server(PRELOAD)]
+
+
 def _server() -> forkserver.ForkServer:
-    """A fork server of our own: multiprocessing's may already serve the user, without torch preloaded."""
+    return _servers()[0]
+
+
+def _new_server(modules: list[str]) -> forkserver.ForkServer:
     server = forkserver.ForkServer()
-    server.set_forkserver_preload(PRELOAD)
+    server.set_forkserver_preload(modules)
     return server
+
+
+def preload(modules: Iterable[str]):
+    """Have all later ranks begin with `modules` imported, which earlier ones imported each for itself.
+
+    A new fork server imports them meanwhile; the next launch waits for it if it comes soon. The old one ends when its
+    last rank has.
+    """
+    new = set(modules).difference(_server()._preload_modules)
+    if not new or start_method() != "forkserver":
+        return
+    with _starting:
+        old, _servers()[0] = _server(), _new_server([*_server()._preload_modules, *sorted(new)])
+    os.close(old._forkserver_alive_fd)
+    threading.Thread(target=os.waitpid, args=(old._forkserver_pid, 0), daemon=True, name="ddpkit old server").start()
+    warm_up()
 
 
 def _running_server() -> forkserver.ForkServer:

@@ -27,6 +27,7 @@ from .board import IDLE, RETURNED, RUNNING, STARTING, Board
 from .link import Link
 from .wire import Recorder, register_wire
 
+SLOW_IMPORTS = ("torch._dynamo",)  # a second or two; the first optimizer of a process imports it
 RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -75,7 +76,7 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
         value = function(*args, **kwargs)
         save(assignment.path("result"), (value, recorder.diary))
         recorder.board.set_state(assignment.rank, RETURNED)
-        reply = ("done", None)
+        reply = ("done", [name for name in SLOW_IMPORTS if name in sys.modules])
     except BaseException as error:
         reply = ("failed", failure(error))
     flush()
