@@ -96,7 +96,7 @@ def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
     ValueError: no such algorithm, fewer than 0 bytes, fewer than 1 rank.
 
     Where W doesn't divide n, chunks differ by an element, and so does what is sent. ring_all_reduce is counted as the
-    ring for two ranks too; with less than `ring.SEGMENT_BYTES` to say, they swap it, which is doubling_all_reduce.
+    ring for two ranks too; when they have little to say they swap it, which is doubling_all_reduce.
     """
     _check_world_size(world_size)
     if algorithm not in ALGORITHMS:

@@ -13,7 +13,7 @@ W is the number of ranks of the group, n the bytes of the buffer.
     function                   sent by each rank      hops, one after the other
     ring_reduce_scatter        (W-1)/W n              W-1
     ring_all_gather            (W-1)/W n              W-1
-    ring_all_reduce            2(W-1)/W n             2(W-1); 1 for two ranks and less than `SEGMENT_BYTES`
+    ring_all_reduce            2(W-1)/W n             2(W-1); 1 for two ranks and less than 16 MiB
     whole_ring_all_reduce      (W-1) n                W-1
     doubling_all_reduce        log₂ W n               log₂ W; if W is no power of two, ⌊log₂ W⌋ + 2
 
@@ -73,11 +73,11 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     x: overwritten in place, with the same bits everywhere.
     ValueError: `x` isn't contiguous.
 
-    Cost per rank: 2(W-1)/W of `x` sent in 2(W-1) hops. Two ranks swap less than `SEGMENT_BYTES` whole, in one hop: the
+    Cost per rank: 2(W-1)/W of `x` sent in 2(W-1) hops. Two ranks swap less than `AHEAD` segments whole, in one hop: the
     same bytes, half the latency. Notebook 02.
     """
     flat, world_size = _flat("ring_all_reduce", x), dist.get_world_size(group)
-    if world_size == 2 and x.nbytes < SEGMENT_BYTES:
+    if world_size == 2 and x.nbytes < AHEAD * SEGMENT_BYTES:
         return doubling_all_reduce(x, group)
     _go_round(flat, range(1, 2 * world_size - 1), group)
     return x

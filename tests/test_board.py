@@ -1,5 +1,9 @@
 """The board: what one rank writes, all read, also when it has gone round, and whatever it holds."""
 
+import multiprocessing
+import time
+from pathlib import Path
+
 import pytest
 
 from ddpkit.runtime.board import DISAGREES, IDLE, SLOTS, STARTING, Board, Record, hash32
@@ -111,3 +115,24 @@ def test_a_record_caught_half_written_is_no_record(board):
 
 def test_hashes_are_the_same_in_every_process():
     assert hash32("all_reduce") == 0xB76F6A89
+
+
+def rewrite(path: str, for_s: float):
+    """What a rank does when its call is done, again and again."""
+    board, said = Board(Path(path), 2), call()
+    until = time.monotonic() + for_s
+    board.put(0, 0, said)
+    while time.monotonic() < until:
+        board.put(0, 0, said)
+
+
+def test_a_record_that_is_written_again_never_looks_different(board, tmp_path):
+    """Else another rank would see a call that nobody made, and report a mismatch."""
+    writer = multiprocessing.get_context("spawn").Process(target=rewrite, args=(str(tmp_path / "board"), 1.0))
+    writer.start()
+    while not board.calls(0):
+        time.sleep(0.001)
+    said, seen = call(), set()
+    while writer.is_alive():
+        seen.add(board.find(0, hash32(said.channel), 0))
+    assert seen == {(0, hash32(said.agreement))}

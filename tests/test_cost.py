@@ -55,7 +55,7 @@ def every_algorithm():
     """{algorithm: the bytes that this rank added up}; roots are the last rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     root = world_size - 1
-    ring.SEGMENT_BYTES = WHOLE  # two ranks go round too, and no chunk is cut
+    ring.SEGMENT_BYTES, ring.AHEAD = WHOLE, 1  # two ranks go round too, and no chunk is cut
     whole, part = torch.ones(ELEMENTS), torch.ones(ELEMENTS // world_size)
     parts = list(torch.ones(ELEMENTS).chunk(world_size))
     at_root = parts if rank == root else None

@@ -452,7 +452,7 @@ def imported_before_training() -> bool:
 
 @linux
 def test_slow_imports_are_made_once():
-    """A rank that makes an optimizer imports for a second or two; later ranks begin with all that, from a new server."""
+    """A rank that makes an optimizer imports for a second or two; later ranks, from a new server, begin with that."""
     if processes.start_method() != "forkserver":
         pytest.skip("no fork server here")
     processes._servers()[0] = processes._new_server(processes.PRELOAD)  # as in a fresh notebook

@@ -81,8 +81,8 @@ class Board:
         """Write call number `index` of `rank`; others see it, complete, once the count of calls moves past it."""
         at = self._slot(rank, index)
         blob = _blob(record)
-        self._map[at + _SLOT.size : at + _SLOT.size + len(blob)] = blob
-        _SLOT.pack_into(self._map, at, hash32(record.channel), record.seq, hash32(record.agreement), len(blob))
+        self._write(at + _SLOT.size, blob)
+        self._write(at, _SLOT.pack(hash32(record.channel), record.seq, hash32(record.agreement), len(blob)))
         if index == self._get(rank, _CALLS):
             self._set(rank, _CALLS, index + 1)
         self._set(rank, _EVENTS, self._get(rank, _EVENTS) + 1)
@@ -137,7 +137,8 @@ class Board:
     def find(self, rank: int, channel: int, seq: int) -> tuple[int, int] | None:
         """(number of the call, hash of its agreement) of what `rank` said as number `seq` on `channel` (a hash)."""
         calls = self.calls(rank)
-        for index in range(calls - 1, max(0, calls - SLOTS) - 1, -1):
+        oldest = max(0, calls - SLOTS + 1)  # the one before may just be making room for the next
+        for index in range(calls - 1, oldest - 1, -1):
             its_channel, its_seq, agreement, _ = _SLOT.unpack_from(self._map, self._slot(rank, index))
             if its_channel == channel and its_seq <= seq:
                 return (index, agreement) if its_seq == seq else None
@@ -150,7 +151,11 @@ class Board:
         return _INT.unpack_from(self._map, rank * self._page_bytes + field)[0]
 
     def _set(self, rank: int, field: int, value: int):
-        _INT.pack_into(self._map, rank * self._page_bytes + field, value)
+        self._write(rank * self._page_bytes + field, _INT.pack(value))
+
+    def _write(self, at: int, data: bytes):
+        """Copy, in one go: pack_into would write zeros first, and a reader might see them."""
+        self._map[at : at + len(data)] = data
 
 
 def hash32(text: str) -> int:
