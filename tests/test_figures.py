@@ -236,3 +236,19 @@ def test_no_pyplot():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+def test_a_timeline_can_begin_after_the_preparations():
+    """Their calls are left out, and the time before the first call that is shown counts as computing."""
+
+    def prepare_and_work():
+        dist.broadcast(torch.zeros(1), src=0)
+        dist.broadcast(torch.zeros(1), src=1)
+        dist.all_reduce(torch.zeros(1))
+
+    run = launch(prepare_and_work, world_size=2)
+    assert figures.timeline(run).text == "Timeline. every rank: 2 broadcasts, 1 all_reduce."
+    assert figures.timeline(run, after="broadcast").text == "Timeline. every rank: 1 all_reduce."
+    part = figures._part(run, "broadcast")
+    assert part.begun == [records[1].done for records in run.wire]
+    assert figures._part(run, None).begun == [records[0].issued for records in run.wire]

@@ -8,6 +8,7 @@ import io
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 DPI = 96  # a figure's pixel is a pixel of the page, so 14 pt in the figure are 14 pt on the screen
 WIDEST = 1040  # pixels that a page of JupyterLab has room for
@@ -435,13 +436,14 @@ def hops(run) -> Picture:
 # Time.
 
 
-def timeline(run_or_runs) -> Picture:
+def timeline(run_or_runs, after: str | None = None) -> Picture:
     """When each rank computed, waited, and had calls under way on the wire, for one run or {name: run} on one scale.
 
     A rank has two lines: above, what its program does; below, what its wire does. Overlap is a wire that is busy under
-    a program that computes.
+    a program that computes. after: begin where each rank has made its last call of that name, say "broadcast".
     """
-    runs = {name: run for name, run in _named(run_or_runs).items() if any(run.wire)}
+    parts = {name: _part(run, after) for name, run in _named(run_or_runs).items()}
+    runs = {name: part for name, part in parts.items() if any(part.wire)}
     longest = max([_span(run)[1] - _span(run)[0] for run in runs.values()], default=0) or 1e-3
     left, width = 110, 900
     tops, y = [], 56
@@ -461,10 +463,29 @@ def timeline(run_or_runs) -> Picture:
             line = top + 76 * rank
             canvas.badge(12, line + 12, rank)
             canvas.box(left, line, width, 60, PALE, "none")
-            _draw_lane(canvas, records, colour(rank), line, left, _span(run)[0], width / longest)
+            _draw_lane(canvas, records, run.begun[rank], colour(rank), line, left, _span(run)[0], width / longest)
     _draw_scale(canvas, left, y, width, longest)
     said = [f"{name}: " * bool(name) + _said_calls(run) for name, run in runs.items()]
     return canvas.picture("Timeline. " + ". ".join(said) + ".")
+
+
+@dataclass
+class _Part:
+    """Some of the records of a run, and when each rank began with them."""
+
+    wire: list[list]
+    begun: list[float | None]
+    link: object
+
+
+def _part(run, after: str | None) -> _Part:
+    """What the ranks of `run` said after their last call of `after`."""
+    wire, begun = [], []
+    for records in run.wire:
+        start = max((at for at, record in enumerate(records) if record.op == after), default=-1)
+        wire.append(records[start + 1 :])
+        begun.append(records[start].done if start >= 0 else records[0].issued if records else None)
+    return _Part(wire, begun, getattr(run, "link", None))
 
 
 def _heading(name: str, run) -> str:
@@ -473,9 +494,10 @@ def _heading(name: str, run) -> str:
 
 
 def _span(run) -> tuple[float, float]:
-    """When the first call of any rank began and the last one ended."""
+    """When the first rank began and the last call ended."""
     records = [record for records in run.wire for record in records]
-    return min(r.issued for r in records), max(max(r.issued, r.done or 0, r.waited or 0) for r in records)
+    last = max(max(r.issued, r.done or 0, r.waited or 0) for r in records)
+    return min(begun for begun in run.begun if begun is not None), last
 
 
 def _said_calls(run) -> str:
@@ -500,7 +522,7 @@ def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-def _draw_lane(canvas: Canvas, records: list, fill: str, top: float, left: float, zero: float, scale: float):
+def _draw_lane(canvas: Canvas, records: list, begun: float, fill: str, top, left: float, zero: float, scale: float):
     if not records:
         return
     last = max(record.done or record.issued for record in records)
@@ -510,7 +532,7 @@ def _draw_lane(canvas: Canvas, records: list, fill: str, top: float, left: float
         canvas.box(x, y, (span[1] - span[0]) * scale, height, fill, "none" if not hatch else "black", 0.5, hatch=hatch)
 
     last = max([last] + [record.waited for record in records if record.waited is not None])
-    bar((records[0].issued, last), top, 29, FAINT)
+    bar((begun, last), top, 29, FAINT)
     waits = [(r.waited, r.done or last) for r in records if r.waited is not None]
     for span in merged((begin, end) for begin, end in waits if begin < end):
         bar(span, top, 29, EMPTY, "///")
