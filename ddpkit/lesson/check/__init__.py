@@ -4,10 +4,13 @@ from .exercise import is_stub
 from .notebook_00 import neighbours, say_hello
 from .notebook_01 import all_gather, all_reduce, broadcast, reduce_scatter
 from .notebook_02 import ring_all_gather, ring_cost, ring_reduce_scatter
+from .notebook_03 import HookedDDP, average_gradients, sum_or_mean
 
 __all__ = [
+    "HookedDDP",
     "all_gather",
     "all_reduce",
+    "average_gradients",
     "broadcast",
     "is_stub",
     "neighbours",
@@ -16,4 +19,5 @@ __all__ = [
     "ring_cost",
     "ring_reduce_scatter",
     "say_hello",
+    "sum_or_mean",
 ]
