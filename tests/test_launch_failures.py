@@ -314,7 +314,10 @@ def test_a_rank_killed_while_it_starts():
         def __reduce__(self):
             return os._exit, (7,)
 
-    assert message(print, Bomb(), world_size=2, times=1)[0] == "rank 0 exited with code 7, in the middle of its work."
+    (rank,) = re.fullmatch(
+        r"rank (\d) exited with code 7, in the middle of its work\.", message(print, Bomb(), world_size=2, times=1)[0]
+    ).groups()
+    assert rank in "01"  # both die: whose death is seen first is chance
 
 
 def test_a_fork_server_that_died_is_replaced():
