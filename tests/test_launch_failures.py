@@ -4,6 +4,7 @@ import itertools
 import linecache
 import os
 import pickle
+import re
 import signal
 import sys
 import textwrap
