@@ -1,0 +1,9 @@
+"""Answers to every exercise, right and wrong, a file for each notebook."""
+
+from itertools import chain
+
+from . import notebook_00, notebook_01, notebook_02, notebook_03
+
+NOTEBOOKS = notebook_00, notebook_01, notebook_02, notebook_03
+WRONG = list(chain.from_iterable(notebook.WRONG for notebook in NOTEBOOKS))
+RIGHT = list(chain.from_iterable(notebook.RIGHT for notebook in NOTEBOOKS))
