@@ -257,24 +257,24 @@ class Bucket:
 def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> list[list[int]]:
     """Which gradients share a bucket, as lists of their numbers; every bucket has one dtype.
 
-    sizes: (bytes, dtype) of each gradient, in the order in which they become ready. cap_bytes: of a bucket; a gradient
-    that has more goes alone. Buckets come in the order in which they are full: send them in this order.
+    sizes: (bytes, dtype) of each gradient, in the order in which they become ready. cap_bytes: a bucket with as many or
+    more is full; its last gradient may take it far beyond. Buckets come in the order in which they are full: send them
+    in this order. PyTorch plans by the same rule (`compute_bucket_assignment_by_size`).
     """
     full: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
-    for number, (nbytes, dtype) in enumerate(sizes):
+    for number, (_, dtype) in enumerate(sizes):
         bucket = filling.setdefault(dtype, [])
-        if bucket and sum(sizes[each][0] for each in bucket) + nbytes > cap_bytes:
-            full.append(bucket)
-            bucket = filling[dtype] = []
         bucket.append(number)
+        if sum(sizes[each][0] for each in bucket) >= cap_bytes:
+            full.append(filling.pop(dtype))
     return sorted(full + list(filling.values()), key=lambda bucket: bucket[-1])
 
 
 class BucketedDDP(DataParallel):
     """Average gradients a bucket at a time, each as soon as all its gradients are there, while backward goes on.
 
-    bucket_cap_mb: size of a bucket in MiB, as in torch. wire_dtype, shared_memory: see `Bucket`.
+    bucket_cap_mb: bytes that make a bucket full, in MiB, as in torch. wire_dtype, shared_memory: see `Bucket`.
     ValueError: a bucket size that isn't positive; a wire_dtype for shared memory. RuntimeError: as in `OverlapDDP`.
 
     `.grad` of every parameter is a view of its bucket, from the first backward on. A gradient that autograd made new is

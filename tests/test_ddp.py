@@ -660,9 +660,10 @@ SIXTEENS = [(16, torch.float32)] * 5
     [
         ([], 100, []),
         (SIXTEENS, 1, [[0], [1], [2], [3], [4]]),
-        (SIXTEENS, 31.9, [[0], [1], [2], [3], [4]]),
+        (SIXTEENS, 16, [[0], [1], [2], [3], [4]]),
+        (SIXTEENS, 16.1, [[0, 1], [2, 3], [4]]),
         (SIXTEENS, 32, [[0, 1], [2, 3], [4]]),
-        (SIXTEENS, 79, [[0, 1, 2, 3], [4]]),
+        (SIXTEENS, 64.1, [[0, 1, 2, 3, 4]]),
         (SIXTEENS, 80, [[0, 1, 2, 3, 4]]),
         (SIXTEENS, float("inf"), [[0, 1, 2, 3, 4]]),
     ],
@@ -671,9 +672,9 @@ def test_plan(sizes, cap_bytes, expected):
     assert plan_buckets(sizes, cap_bytes) == expected
 
 
-def test_a_giant_goes_alone():
+def test_a_giant_ends_a_bucket():
     small, giant = (4, torch.float32), (1000, torch.float32)
-    assert plan_buckets([small, small, giant, small, small], 100) == [[0, 1], [2], [3, 4]]
+    assert plan_buckets([small, small, giant, small, small], 100) == [[0, 1, 2], [3, 4]]
     assert plan_buckets([giant, small], 100) == [[0], [1]]
     assert plan_buckets([giant, giant], 100) == [[0], [1]]
 
@@ -683,6 +684,65 @@ def test_a_bucket_has_one_dtype_and_its_turn_when_it_is_full():
     assert plan_buckets([single, half, single, half], 100) == [[0, 2], [1, 3]]
     assert plan_buckets([half, single, single, half], 100) == [[1, 2], [0, 3]]
     assert plan_buckets([half, single, single, single, half], 16) == [[1, 2], [3], [0, 4]]
+
+
+def medium_sizes(norms) -> list[tuple[int, torch.dtype]]:
+    """Of the gradients of the seed's model, 423 million in all, in the reverse order of its parameters.
+
+    It is CS336's "medium": width 1024, 24 blocks, 10000 tokens, head and embedding apart; in a block four matrices of
+    attention, three of a SwiGLU of 4096, and two RMSNorms. norms: before which of the seven matrices those stand.
+    """
+    width, block = 1024, [1024 * 1024] * 4 + [1024 * 4096] * 3
+    for place in sorted(norms, reverse=True):
+        block.insert(place, width)
+    numels = [10_000 * width, *block * 24, width, 10_000 * width]
+    return [(4 * numel, torch.float32) for numel in reversed(numels)]
+
+
+@pytest.mark.parametrize("norms", [(0, 0), (0, 4), (4, 7), (7, 7)])
+def test_the_seeds_calls(norms):
+    """1700, 980, 150 and 20 all-reduces in ten steps (FACTS.md), wherever the norms stand. Its MB are MiB."""
+    sizes = medium_sizes(norms)
+    assert sum(nbytes for nbytes, _ in sizes) == 4 * 423_183_360
+    assert [10 * len(plan_buckets(sizes, mb * 2**20)) for mb in (1, 10, 100, 1000)] == [1700, 980, 150, 20]
+    assert len(plan_buckets(sizes, 100 * 10**6)) == 17
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_plan_is_torchs(seed):
+    """Of gradients of one dtype, empty ones among them."""
+    generator = torch.Generator().manual_seed(seed)
+    numels = torch.randint(0, 50, (40,), generator=generator).tolist()
+    tensors = [torch.empty(numel, device="meta") for numel in numels]
+    for cap_bytes in (1, 20, 100, 196, 1000, 10_000):
+        expected, _ = dist._compute_bucket_assignment_by_size(tensors, [cap_bytes])
+        assert plan_buckets([(tensor.nbytes, tensor.dtype) for tensor in tensors], cap_bytes) == expected
+
+
+def sent_by(wrap, layers):
+    """Three steps; torch, too, plans anew after the first."""
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(*[nn.Linear(*shape) for shape in layers]))
+    for _ in range(3):
+        mark()
+        model(torch.ones(2, layers[0][0])).sum().backward()
+        if isinstance(model, BucketedDDP):
+            model.synchronize()
+
+
+LAYERS = {"equal": [(8, 8)] * 5, "thin": [(8, 2), (2, 8)] * 3, "growing": [(2, 4), (4, 8), (8, 16), (16, 2)]}
+
+
+@pytest.mark.parametrize("cap_bytes", [1, 200, 256, 300, 100_000])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_the_messages_are_torchs(layers, cap_bytes):
+    """In the order of sending. Given a bucket size, torch makes no exception for its first bucket."""
+    ours, torchs = (
+        launch(sent_by, partial(wrap, bucket_cap_mb=cap_bytes / 2**20), LAYERS[layers], world_size=2).wire[0]
+        for wrap in (BucketedDDP, nn.parallel.DistributedDataParallel)
+    )
+    sent = [record.bytes for record in sections(ours)[-1]]
+    assert sent == [record.bytes for record in sections(torchs)[-1] if record.op == "all_reduce"]
 
 
 WAYS_BYTES = 80  # a layer's weight and bias
