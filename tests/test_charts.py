@@ -120,6 +120,104 @@ def test_steps_on_the_machines_own_wire_predict_nothing():
     assert "predicted" not in said
 
 
+def columns(picture, row: int, colour: str) -> list[int]:
+    """From left to right, where a row of pixels has this colour."""
+    wanted = tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    pixels = image(picture)
+    return [
+        x
+        for x in range(pixels.width)
+        if all(abs(a - b) < 12 for a, b in zip(pixels.getpixel((x, row)), wanted, strict=True))
+    ]
+
+
+STEPS = {"compute alone": [0.1, 0.12, 0.11], "naive": [0.3, 0.2, 0.4], "overlapped": [0.1]}
+
+
+def test_variants():
+    picture = charts.variants(STEPS, "compute alone", "2 ms, 0.25 GB/s")
+    assert repr(picture) == (
+        "Time of a training step, emulated link: 2 ms, 0.25 GB/s. From top to bottom: compute alone; naive; "
+        "overlapped. Blue: as long as computing alone takes, a dashed line through all; orange: what communication "
+        "adds."
+    )
+    assert image(picture).width <= figures.WIDEST
+    slower = charts.variants(STEPS | {"naive": [0.6, 0.5, 0.7]}, "compute alone", "2 ms, 0.25 GB/s")
+    assert (repr(slower), slower.png == picture.png) == (repr(picture), False)
+    assert "emulated" not in repr(charts.variants(STEPS, "compute alone"))
+
+
+def test_bars_are_as_long_as_the_medians():
+    """Naive takes 0.3 s, the median, and computing 0.11 s."""
+    picture = charts.variants(STEPS, "compute alone")
+    blue, orange = (
+        max(len(columns(picture, row, colour)) for row in range(110, image(picture).height))  # below the legend
+        for colour in (charts.BLUE, charts.ORANGE)
+    )
+    assert orange / blue == pytest.approx((0.3 - 0.11) / 0.11, rel=0.03)  # a few pixels of edges and whiskers
+
+
+def test_the_middle_half_of_the_rounds():
+    assert charts._middle_half([5, 1, 2, 4, 3]) == (2, 4)
+    assert charts._middle_half([0.3]) == (0.3, 0.3)
+
+
+def test_variants_need_times():
+    with pytest.raises(ValueError, match=r"expected times of 'alone', got only compute alone, naive, overlapped: time"):
+        charts.variants(STEPS, "alone")
+    with pytest.raises(ValueError, match="none for flat: measure"):
+        charts.variants(STEPS | {"flat": []}, "compute alone")
+
+
+def drawn(plan, ready_s, nbytes=10**6, model=MODEL, **options):
+    return charts.bucket_timeline(plan, ready_s, [nbytes] * len(ready_s), model, 2, **options)
+
+
+def test_bucket_timeline():
+    picture = drawn([[0, 1], [2]], [1e-3, 2e-3, 4e-3])
+    assert repr(picture) == (
+        "A training step with 2 buckets, predicted. Above, backward, with a mark where each of 3 gradients becomes "
+        "ready; below, an all-reduce for each bucket, one after the other. Hatched: exposed, after the end of backward."
+    )
+    assert image(picture).width <= figures.WIDEST
+    assert image(picture).getpixel((0, 0)) == (255, 255, 255)
+    later = drawn([[0, 1], [2]], [1e-3, 3e-3, 4e-3])
+    assert (repr(later), later.png == picture.png) == (repr(picture), False)
+    assert drawn([[0, 1], [2]], [1e-3, 2e-3, 4e-3], longest_s=1.0).png != picture.png
+
+
+def test_buckets_are_drawn_to_scale():
+    """An all-reduce of 4 ms from 2 ms on, one of 2 ms after it; backward ends at 5 ms."""
+    picture = drawn([[0, 1], [2]], [1e-3, 2e-3, 5e-3], 2 * 10**6, cost.Model(0.0, 1e9))
+    row = 116 + 90 + 5  # near the upper edge of the lane
+    orange, blue = columns(picture, row, charts.ORANGE), columns(picture, row, charts.BLUE)
+    ends = [140 + 860 * ms / 8 for ms in (2, 6, 8)]
+    assert [orange[0], orange[-1], blue[-1]] == [pytest.approx(end, abs=4) for end in ends]
+    assert orange[-1] < blue[0]
+
+
+def test_exposed_time_is_drawn_to_scale():
+    """A gradient ready at 1 ms and an all-reduce of 3 ms: exposed is three quarters of the width."""
+    picture = drawn([[0]], [1e-3], 3 * 10**6, cost.Model(0.0, 1e9))
+    red = columns(picture, 289, figures.WRONG)
+    assert (red[0], red[-1]) == (pytest.approx(140 + 860 / 4, abs=2), pytest.approx(140 + 860, abs=2))
+    half = columns(drawn([[0]], [1e-3], 3 * 10**6, cost.Model(0.0, 1e9), longest_s=8e-3), 289, figures.WRONG)
+    assert len(half) == pytest.approx(len(red) / 2, abs=3)
+
+
+def test_nothing_exposed():
+    alone = charts.bucket_timeline([[0], [1]], [1e-3, 2e-3], [4, 4], MODEL, 1)
+    assert columns(alone, 289, figures.WRONG) == []
+
+
+def test_timelines_from_one_bucket_to_a_hundred():
+    ready_s = [1e-3 * number for number in range(100)]
+    pictures = [drawn([list(range(100))], ready_s), drawn([[number] for number in range(100)], ready_s)]
+    assert ["1 bucket," in repr(pictures[0]), "100 buckets," in repr(pictures[1])] == [True, True]
+    assert image(pictures[0]).size == image(pictures[1]).size  # a slider over them doesn't jump
+    assert drawn([[0]], [0.0], model=cost.Model(0.0, 1e30)).png  # no time at all
+
+
 def points(sizes, world_sizes=(2, 4), wrong=1.0):
     return [
         cost.Measurement("ring_all_reduce", ranks, nbytes, wrong * MODEL.seconds("ring_all_reduce", nbytes, ranks))

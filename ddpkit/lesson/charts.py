@@ -5,10 +5,27 @@ Their words name what is drawn and no number that was measured: those differ fro
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .. import cost
-from .figures import FAINT, LARGE, NORMAL, RANK_COLOURS, SMALL, WIDEST, Canvas, Picture, count, size
+from . import figures
+from .figures import (
+    EMPTY,
+    FAINT,
+    LARGE,
+    NORMAL,
+    PALE,
+    RANK_COLOURS,
+    SMALL,
+    WIDEST,
+    WRONG,
+    Canvas,
+    Picture,
+    count,
+    draw_scale,
+    size,
+)
 
 BLUE, ORANGE, GREEN, PINK, SKY, RED = RANK_COLOURS[:6]
 COLOURS = {"gloo": BLUE, "ring": ORANGE, "shared memory": GREEN, "nccl": PINK, "doubling": SKY, "gloo, list": RED}
@@ -148,9 +165,7 @@ def steps(case: Sequence, compute: str) -> Picture:
     canvas = Canvas(WIDEST, HEIGHT)
     axes = _axes(canvas, _head(canvas, title, legend), left=290)
     for place, step in enumerate(shown):
-        took = step.median_s * 1e3
-        axes.barh(place, min(took, compute_ms), 0.7, color=BLUE, ec="black")
-        axes.barh(place, max(0.0, took - compute_ms), 0.7, compute_ms, color=ORANGE, ec="black")
+        _split_bar(axes, place, step.median_s * 1e3, compute_ms)
         if step.predicted_s:
             axes.plot([step.predicted_s * 1e3] * 2, (place - 0.45, place + 0.45), color="black", lw=3.5)
     axes.set_yticks(range(len(shown)), [step.variant for step in shown])
@@ -161,6 +176,156 @@ def steps(case: Sequence, compute: str) -> Picture:
         f"{title}. From top to bottom: {'; '.join(step.variant for step in shown)}. "
         f"Blue: computing; orange: what communication adds." + " Black marks: predicted." * predicted
     )
+
+
+def _split_bar(axes, place: int, took: float, compute: float):
+    """A bar of length `took`: blue as far as computing alone goes, orange from there on."""
+    axes.barh(place, min(took, compute), 0.7, color=BLUE, ec="black")
+    axes.barh(place, max(0.0, took - compute), 0.7, compute, color=ORANGE, ec="black")
+
+
+def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) -> Picture:
+    """The time of a training step of each variant beside that of computing alone, which is a line through all of them.
+
+    seconds: {name: of each round}; drawn are the median and the middle half of the rounds. compute: the one that sends
+    nothing. link: the emulated link, if they ran on one. ValueError: no such variant, or one without a round. Notebook
+    04.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    _check_variants(seconds, compute)
+    medians = {name: 1e3 * statistics.median(rounds) for name, rounds in seconds.items()}
+    title = "Time of a training step" + f", emulated link: {link}" * bool(link)
+    legend = [Patch(fc=BLUE, ec="black", label="as long as computing")]
+    legend += [Patch(fc=ORANGE, ec="black", label="communication adds")]
+    legend += [Line2D([], [], color="black", lw=2.5, label="half of the rounds")]
+    canvas = Canvas(WIDEST, 46 + LINE + 14 + 54 * len(seconds) + BOTTOM)
+    axes = _axes(canvas, _head(canvas, title, legend), left=50 + 10.5 * max(map(len, seconds)))
+    longest = max(1e3 * _middle_half(rounds)[1] for rounds in seconds.values())
+    for place, (name, rounds) in enumerate(seconds.items()):
+        low, high = (1e3 * end for end in _middle_half(rounds))
+        _split_bar(axes, place, medians[name], medians[compute])
+        axes.errorbar((low + high) / 2, place, xerr=(high - low) / 2, color="black", lw=2.5, capsize=6, capthick=2.5)
+        after = max(high, medians[name]) + 0.015 * longest
+        axes.text(after, place, f"{medians[name]:.4g} ms", fontsize=SMALL, va="center", bbox=WHITE)
+    axes.axvline(medians[compute], color="black", lw=1.5, ls=(0, (3, 2)))
+    axes.set_xlim(0, 1.16 * longest)  # room for the numbers
+    axes.set_yticks(range(len(seconds)), seconds)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a step (ms)", fontsize=NORMAL)
+    axes.grid(axis="x", color=FAINT, lw=0.6)
+    return canvas.picture(
+        f"{title}. From top to bottom: {'; '.join(seconds)}. "
+        f"Blue: as long as computing alone takes, a dashed line through all; orange: what communication adds."
+    )
+
+
+def _check_variants(seconds: Mapping[str, Sequence[float]], compute: str):
+    if compute not in seconds:
+        got = f"only {', '.join(seconds) or 'none'}"
+        raise ValueError(f"variants expected times of {compute!r}, got {got}: time it in the same rounds")
+    empty = [name for name, rounds in seconds.items() if not rounds]
+    if empty:
+        raise ValueError(f"variants expected a time at least, got none for {', '.join(empty)}: measure a round of it")
+
+
+def _middle_half(rounds: Sequence[float]) -> tuple[float, float]:
+    """The first and the third quartile."""
+    if len(rounds) == 1:
+        return rounds[0], rounds[0]
+    first, _, third = statistics.quantiles(rounds, n=4, method="inclusive")
+    return first, third
+
+
+# One step, bucket by bucket
+
+
+def bucket_timeline(
+    plan: cost.Plan,
+    ready_s: Sequence[float],
+    sizes: Sequence[int],
+    model: cost.Model,
+    world_size: int,
+    longest_s: float = 0.0,
+) -> Picture:
+    """When gradients become ready in backward and when their buckets travel, as `cost.timeline` predicts it.
+
+    Arguments and errors as there. Gradients and their bucket have the same colour. longest_s: how long the scale is at
+    least, so that several pictures can have the same. Notebook 04.
+    """
+    line = cost.timeline(plan, ready_s, sizes, model, world_size)
+    left, width, top = 140, WIDEST - 140 - 40, 116
+    canvas = Canvas(WIDEST, 400)
+    scale = width / (max(line.done[-1], longest_s) or 1e-3)
+    canvas.text(WIDEST / 2, 26, f"A training step with {count(len(plan), 'bucket')}, predicted", LARGE, bold=True)
+    canvas.text(WIDEST / 2, 56, f"{count(world_size, 'rank')}; model: {model}")
+    _bucket_legend(canvas, left)
+    canvas.text(left - 12, top + 32, "backward", NORMAL, "right")
+    canvas.text(left - 12, top + 122, "all-reduces", NORMAL, "right")
+    end = left + line.backward_s * scale
+    canvas.box(left, top, line.backward_s * scale, 64, PALE)
+    canvas.line([(end, top - 8), (end, top + 168)], dashed=True)
+    for number, bucket in enumerate(plan):
+        fill = _bucket_colour(number)
+        for gradient in bucket:
+            x = left + ready_s[gradient] * scale
+            canvas.line([(x, top + 3), (x, top + 61)], fill, 2.5)
+        nbytes = sum(sizes[gradient] for gradient in bucket)
+        span = left + line.started[number] * scale, left + line.done[number] * scale
+        _draw_bucket(canvas, number, nbytes, span, top + 90, end)
+    _draw_exposed(canvas, line.exposed_s, end, left + line.done[-1] * scale, top + 168)
+    draw_scale(canvas, left, top + 226, width, width / scale)
+    return canvas.picture(said_timeline(plan))
+
+
+def said_timeline(plan: cost.Plan) -> str:
+    """What `bucket_timeline` shows, without its times."""
+    gradients = sum(map(len, plan))
+    return (
+        f"A training step with {count(len(plan), 'bucket')}, predicted. Above, backward, with a mark where each of "
+        f"{count(gradients, 'gradient')} becomes ready; below, an all-reduce for each bucket, one after the other. "
+        f"Hatched: exposed, after the end of backward."
+    )
+
+
+def _bucket_colour(number: int) -> str:
+    return (ORANGE, BLUE)[number % 2]
+
+
+def _bucket_legend(canvas: Canvas, left: float):
+    y = 78
+    for at in (0, 1):
+        canvas.line([(left + 10 + 12 * at, y), (left + 10 + 12 * at, y + 20)], _bucket_colour(at), 2.5)
+        canvas.box(left + 250 + 22 * at, y, 22, 20, _bucket_colour(at))
+    canvas.text(left + 36, y + 10, "a gradient is ready", align="left")
+    canvas.text(left + 308, y + 10, "the all-reduce of its bucket", align="left")
+    canvas.box(left + 610, y, 30, 20, EMPTY, hatch="///")
+    canvas.text(left + 652, y + 10, "exposed", align="left")
+
+
+def _draw_bucket(canvas: Canvas, number: int, nbytes: float, span: tuple[float, float], y: float, backward_end: float):
+    """A box from span[0] to span[1], hatched from the end of backward on; with the bucket's size where it fits."""
+    (start, end), fill = span, _bucket_colour(number)
+    edge = 1.5 if end - start > 8 else 0.4
+    canvas.box(start, y, end - start, 64, fill, line=edge)
+    if end > backward_end:
+        start = max(start, backward_end)
+        canvas.box(start, y, end - start, 64, fill, line=edge, hatch="///")
+    label = size(nbytes)
+    if span[1] - span[0] > 11 * len(label) + 10:
+        middle, half = sum(span) / 2, 5.5 * len(label) + 4
+        canvas.box(middle - half, y + 20, 2 * half, 26, fill, "none")
+        canvas.text(middle, y + 33, label, ink=figures.ink(fill))
+
+
+def _draw_exposed(canvas: Canvas, exposed_s: float, start: float, end: float, y: float):
+    """How long training waits: a bar, and below it the time."""
+    said = f"exposed: {_seconds(exposed_s)}" if exposed_s else "nothing exposed"
+    if exposed_s:
+        canvas.box(start, y, max(end - start, 2), 10, WRONG, "none")
+    half = 6.5 * len(said)
+    canvas.text(min((start + end) / 2, WIDEST - half - 10), y + 28, said, NORMAL, ink=WRONG, bold=True)
 
 
 # A model and what was measured

@@ -464,7 +464,7 @@ def timeline(run_or_runs, after: str | None = None) -> Picture:
             canvas.badge(12, line + 12, rank)
             canvas.box(left, line, width, 60, PALE, "none")
             _draw_lane(canvas, records, run.begun[rank], colour(rank), line, left, _span(run)[0], width / longest)
-    _draw_scale(canvas, left, y, width, longest)
+    draw_scale(canvas, left, y, width, longest)
     said = [f"{name}: " * bool(name) + _said_calls(run) for name, run in runs.items()]
     return canvas.picture("Timeline. " + ". ".join(said) + ".")
 
@@ -546,7 +546,7 @@ def _draw_lane(canvas: Canvas, records: list, begun: float, fill: str, top, left
         free = max(free, end)
 
 
-def _draw_scale(canvas: Canvas, left, y, width, seconds):
+def draw_scale(canvas: Canvas, left, y, width, seconds):
     """A ruler in milliseconds."""
     step = 10 ** math.floor(math.log10(seconds / 3))
     step = next(step * factor for factor in (1, 2, 5, 10) if seconds / (step * factor) <= 6)

@@ -1,0 +1,165 @@
+"""Calculators: what they say and show, moved by code as by a hand, live or not."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ddpkit import cost, ddp
+from ddpkit.lesson import charts, figures
+from ddpkit.lesson.calculator import Choice, Slider, Toggle, bucket_calculator, bucket_plans, calculator
+
+CAPS = Slider("bucket cap", [1, 2, 4, 8], 4, "{} MiB".format)
+
+
+def words(cap, kind, up):
+    if cap == 8:
+        raise ValueError("no <eight>")
+    return f"{cap} {kind} {up}", figures.worlds(cap) if kind == "drawn" else None
+
+
+def worlds(**values):
+    controls = {"cap": CAPS, "kind": Choice("kind", ["drawn", "said"], "drawn"), "up": Toggle("up")}
+    return calculator(words, **controls, **values)
+
+
+def gradients(count=12):
+    """Of 4 KiB, 1 MiB and 256 KiB in turn, a millisecond apart."""
+    sizes = [(4 << 10, 1 << 20, 1 << 18)[number % 3] for number in range(count)]
+    return [(nbytes, torch.float32) for nbytes in sizes], [1e-3 * (number + 1) for number in range(count)]
+
+
+def test_controls_are_widgets():
+    widget = worlds()
+    assert "4 drawn False" in widget.caption.value
+    cap, kind, up = (widget.widgets[name] for name in ("cap", "kind", "up"))
+    assert [cap.options[at] for at in (0, 3)] == [("1 MiB", 1), ("8 MiB", 8)]
+    assert (cap.value, kind.value, up.value) == (4, "drawn", False)
+    assert (cap.continuous_update, cap.description) == (False, "bucket cap")
+    assert widget.image.tooltip is None  # the browser's view of an image fails on a tooltip
+
+
+def test_moving_a_control_changes_caption_and_picture():
+    widget = worlds()
+    before = widget.image.value
+    assert bytes(before) == figures.worlds(4).png
+    widget.widgets["cap"].value = 2
+    assert widget.value("cap") == 2
+    assert bytes(widget.image.value) == figures.worlds(2).png
+    assert "2 drawn False" in widget.caption.value
+    widget.set(cap=4, up=True)
+    assert widget.image.value == before
+    assert widget.widgets["up"].value is True
+    assert "4 drawn True" in widget.caption.value
+
+
+def test_without_a_picture():
+    widget = worlds()
+    widget.set(kind="said")
+    assert widget.image.layout.display == "none"
+    assert set(widget._repr_mimebundle_()) == {"text/plain", "application/vnd.jupyter.widget-view+json"}
+    widget.set(kind="drawn")
+    assert widget.image.layout.display is None
+
+
+def test_bundle():
+    widget = worlds()
+    widget.set(cap=1)
+    bundle = widget._repr_mimebundle_()
+    assert set(bundle) == {"text/plain", "image/png", "application/vnd.jupyter.widget-view+json"}
+    assert bundle["text/plain"] == repr(widget) == "1 drawn False"
+    assert bundle["image/png"] == figures.worlds(1).png
+    assert widget.widgets["cap"].value == 1  # set before there was a widget
+    assert repr(worlds(text="no numbers")) == "no numbers"
+
+
+def test_errors_in_callbacks_are_shown():
+    widget = worlds()
+    assert bytes(widget.image.value)
+    widget.set(cap=8)
+    assert "ValueError: no &lt;eight&gt;" in widget.caption.value
+    assert bytes(widget.image.value) == b""  # no picture of something else beside it
+    widget.set(cap=1)
+    assert "ValueError" not in widget.caption.value
+    assert bytes(widget.image.value)
+
+
+def test_errors_at_first_are_raised():
+    with pytest.raises(ValueError, match="no <eight>"):
+        calculator(words, cap=Slider("cap", [8], 8), kind=Toggle("kind"), up=Toggle("up"))
+    with pytest.raises(ValueError, match="expected 'cap' to be one of 1, 2, got 3"):
+        calculator(lambda cap: (cap, None), cap=Slider("cap", [1, 2], 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"cap": 3}, "expected 'bucket cap' to be one of 1, 2, 4, 8, got 3"),
+        ({"up": 1}, "expected 'up' to be True or False, got 1"),
+        ({"down": 1}, "no control is called 'down'; there are cap, kind, up"),
+    ],
+)
+def test_values_that_controls_do_not_have(values, said):
+    widget = worlds()
+    with pytest.raises(ValueError, match=said):
+        widget.set(kind="said", **values)
+    assert widget.value("kind") == "drawn"  # nothing was moved
+    with pytest.raises(ValueError, match="no control is called"):
+        widget.value("down")
+
+
+def test_the_function_is_called_once_for_the_same_values():
+    calls = []
+    widget = calculator(lambda cap: (str(calls.append(cap)), None), cap=CAPS)
+    widget._repr_mimebundle_()
+    widget.set(cap=2)
+    widget.set(cap=4)
+    assert calls == [4, 2]
+
+
+def test_bucket_plans():
+    sizes, _ = gradients()
+    plans = bucket_plans(sizes)
+    for cap, plan in plans.items():
+        assert plan == ddp.plan_buckets(sizes, cap * 2**20)
+        assert plan != ddp.plan_buckets(sizes, 2 * cap * 2**20) or len(plan) == 1
+    lengths = [len(plan) for plan in plans.values()]
+    assert (lengths[0], lengths[-1]) == (12, 1)
+    assert lengths == sorted(set(lengths), reverse=True)
+    two = [(100, torch.float32), (100, torch.bfloat16)]
+    assert list(bucket_plans(two).values()) == [[[0], [1]]]  # of two dtypes: never one bucket
+
+
+def test_bucket_calculator():
+    sizes, ready_s = gradients()
+    model = cost.Model(1e-4, 1e9)
+    widget = bucket_calculator(sizes, ready_s, model, 4)
+    assert repr(widget) == charts.said_timeline(bucket_plans(sizes)[widget.value("cap_mib")])
+    widget.set(cap_mib=8.0)
+    exposed_ms = 1e3 * model.seconds("ring_all_reduce", 4 * (4 + 1024 + 256) << 10, 4)
+    assert f"bucket cap 8 MiB: 1 message, {exposed_ms:.1f} ms exposed" in widget.caption.value
+    picture = widget.image.value
+    widget.set(cap_mib=0.00390625)
+    assert "bucket cap 4 KiB: 12 messages, " in widget.caption.value
+    assert widget.image.value != picture
+
+
+def test_words_are_the_same_whatever_was_measured():
+    sizes, ready_s = gradients()
+    widgets = [bucket_calculator(sizes, [factor * s for s in ready_s], cost.Model(1e-4, 1e9), 4) for factor in (1, 1.3)]
+    assert repr(widgets[0]) == repr(widgets[1])
+    assert widgets[0].look() != widgets[1].look()
+
+
+def test_without_ipywidgets():
+    code = (
+        "import sys; sys.modules['ipywidgets'] = None\n"
+        "from ddpkit.lesson.calculator import Slider, calculator\n"
+        "from ddpkit.lesson.figures import worlds\n"
+        "widget = calculator(lambda n: (str(n), worlds(n)), n=Slider('ranks', [1, 2], 1))\n"
+        "widget.set(n=2)\n"
+        "print(sorted(widget._repr_mimebundle_()), widget, 'matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "['image/png', 'text/plain'] 2 False\n"), done.stderr
