@@ -1,0 +1,475 @@
+"""ddpkit.memory: figures of the literature, and formulas against the bytes of tensors that exist, to the byte."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit.memory import (
+    KINDS,
+    MOMENTS,
+    PRECISIONS,
+    ByteDropout,
+    MaterialisedAttention,
+    allocator_peak,
+    block_activations,
+    coefficients,
+    count_states,
+    feed_forward_parameters,
+    feed_forward_token_bytes,
+    gpus_needed,
+    measure_saved,
+    model_states,
+    watch,
+)
+from ddpkit.models import GPT, Block, mean_loss, torch_attention
+
+GB, GIB = 10**9, 2**30
+
+# Model states
+
+
+def test_zero_paper_figure_1():
+    gigabytes = [model_states(7_500_000_000, stage, 64).total / GB for stage in range(4)]
+    assert [float(f"{each:.3g}") for each in gigabytes] == [120, 31.4, 16.6, 1.88]
+
+
+def test_stage_1_tends_to_a_quarter():
+    whole = model_states(7_500_000_000).total
+    assert model_states(7_500_000_000, 1, 10**9).total / whole == pytest.approx(1 / 4, abs=1e-8)
+
+
+def test_table_of_16_bytes_a_parameter():
+    sizes = 500_000_000, 3_000_000_000, 7_000_000_000, 70_000_000_000
+    assert [model_states(size).total / GB for size in sizes] == [8, 48, 112, 1120]
+
+
+def test_states_by_precision_and_optimizer():
+    by_hand = {  # bytes a parameter: parameter, gradient, optimizer
+        ("fp32", "adam"): (4, 4, 8),
+        ("fp32", "momentum"): (4, 4, 4),
+        ("fp32", "sgd"): (4, 4, 0),
+        ("mixed", "adam"): (2, 2, 12),
+        ("mixed", "momentum"): (2, 2, 8),
+        ("mixed", "sgd"): (2, 2, 4),
+        ("mixed, fp32 gradients", "adam"): (2, 4, 12),
+        ("mixed, fp32 gradients", "momentum"): (2, 4, 8),
+        ("mixed, fp32 gradients", "sgd"): (2, 4, 4),
+        ("bf16", "adam"): (2, 2, 4),
+        ("bf16", "momentum"): (2, 2, 2),
+        ("bf16", "sgd"): (2, 2, 0),
+    }
+    assert {(p, o): model_states(1, precision=p, optimizer=o) for p in PRECISIONS for o in MOMENTS} == by_hand
+
+
+def test_a_shard_is_the_longest_of_all():
+    assert model_states(10, 1, 4) == (20, 20, 12 * 3)
+    assert model_states(10, 2, 4) == (20, 2 * 3, 12 * 3)
+    assert model_states(10, 3, 4) == (2 * 3, 2 * 3, 12 * 3)
+    assert model_states(10, 3, 1) == model_states(10)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"stage": 4}, "expected stage to be one of 0, 1, 2, 3, got 4"),
+        ({"optimizer": "lion"}, "expected optimizer to be one of 'adam', 'momentum', 'sgd', got 'lion'"),
+        ({"precision": "fp8"}, "expected precision to be one of 'fp32', .*, got 'fp8'"),
+        ({"world_size": 0}, "expected world_size to be 1 or more, got 0"),
+        ({"parameters": 0.5e9}, "expected parameters to be 1 or more, got 500000000.0: give a whole number"),
+    ],
+)
+def test_states_that_there_are_not(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        model_states(**{"parameters": 10} | wrong)
+
+
+def trained(model, optimizer, masters=()):
+    """After one step, with gradients everywhere, in master copies, too."""
+    for parameter in [*model.parameters(), *masters]:
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return count_states(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("adam", torch.optim.AdamW),
+        ("momentum", lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9)),
+        ("sgd", lambda parameters: torch.optim.SGD(parameters, 0.1)),
+    ],
+)
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_counted_states_are_those_of_the_formula(name, make, precision, dtype):
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).to(dtype)
+    steps = 4 * 4 if name == "adam" else 0  # AdamW counts the steps of each of 4 tensors, in fp32
+    predicted = model_states(7 * 5 + 5 + 5 * 3 + 3, optimizer=name, precision=precision)
+    counted = trained(model, make(model.parameters()))
+    assert counted == predicted._replace(optimizer=predicted.optimizer + steps)
+
+
+def test_counted_states_with_master_copies():
+    model = nn.Linear(7, 5, dtype=torch.bfloat16)
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in model.parameters()]
+    counted = trained(model, torch.optim.AdamW(masters), masters)
+    fp32_gradients = 4 * 40  # of the master copies; they are extra, beside those in 16 bits
+    assert counted == (2 * 40, 2 * 40, 12 * 40 + fp32_gradients + 2 * 4)
+
+
+def test_a_tied_weight_is_counted_once_and_a_frozen_one_has_no_gradient():
+    gpt = GPT(vocabulary=11, context=6, width=8, heads=2, layers=1)
+    numbers = sum(parameter.numel() for parameter in gpt.parameters())
+    counted = trained(gpt, torch.optim.SGD(gpt.parameters(), 0.1))
+    assert counted == (4 * numbers, 4 * (numbers - 6 * 8), 0)
+    assert count_states(gpt) == counted
+
+
+def test_gradients_that_share_a_buffer_are_counted_once():
+    model = nn.Linear(3, 1)
+    buffer = torch.ones(10)
+    model.weight.grad, model.bias.grad = buffer[:3].view(1, 3), buffer[3:4]
+    assert count_states(model).gradients == 40
+
+
+# The XXL model: feed-forward layers only
+
+XXL = {"width": 16384, "hidden": 53248, "blocks": 126}
+
+
+def test_xxl_states():
+    parameters = feed_forward_parameters(**XXL)
+    assert parameters == 219_848_638_464
+    states = model_states(parameters, precision="fp32")
+    assert states.parameters == states.gradients == states.optimizer / 2
+    assert round(states.parameters / GB, 1) == 879.4
+    assert round(states.parameters / GIB, 1) == 819.0
+
+
+def test_xxl_gpus():
+    states = model_states(feed_forward_parameters(**XXL), precision="fp32")
+    assert gpus_needed(states.gradients, 80 * GB) == 11
+    assert gpus_needed(states.total, 80 * GB) == 44
+    assert feed_forward_token_bytes(**XXL) == 17_547_264
+    activations = 1024 * feed_forward_token_bytes(**XXL)
+    assert gpus_needed(states.total, 80 * GB, activations, sharded=0.5) == 50  # (3517.58 + 8.98) / (80 - 8.98) = 49.65
+    assert gpus_needed(states.total, 80 * GB, activations, sharded=1) == 45  # as if all of it were sharded
+
+
+def test_gpus_needed_is_where_it_just_fits():
+    for capacity in range(11, 60):
+        gpus = gpus_needed(100, capacity, 20, sharded=0.5)
+        assert gpus * (capacity - 10) >= 100 + 10
+        assert (gpus - 1) * (capacity - 10) < 100 + 10
+    with pytest.raises(ValueError, match=r"less than the 10 bytes of a GPU, got 10 .* take a smaller batch"):
+        gpus_needed(100, 10, 20)
+
+
+def test_token_bytes_are_what_two_layers_keep():
+    with torch.device("meta"):
+        layers = nn.Sequential(nn.Linear(16384, 53248, bias=False), nn.Linear(53248, 16384, bias=False)).bfloat16()
+        x = torch.ones(3, 16384, dtype=torch.bfloat16, requires_grad=True)
+        assert kept_bytes(layers, x) == 3 * feed_forward_token_bytes(16384, 53248, blocks=1)
+    assert sum(weight.numel() for weight in layers.parameters()) == feed_forward_parameters(16384, 53248, blocks=1)
+
+
+# Activations of a block
+
+SIZES = {"batch": 2, "length": 48, "width": 64, "heads": 4}
+S, B, D, H = 48, 2, 64, 4
+
+
+def kept_bytes(fn, *args):
+    return sum(saved.nbytes for saved in measure_saved(fn, *args))
+
+
+def a_block(batch, length, width, heads, dtype, dropout, attention, device="cpu"):
+    """A block of the GPT, and an input for it."""
+    with torch.device(device):
+        block = Block(width, heads, dropout, attention).to(dtype)
+        return block, torch.ones(batch, length, width, dtype=dtype, requires_grad=True)
+
+
+def papers_block(sizes, device="cpu"):
+    attention = MaterialisedAttention(ByteDropout(0.1))
+    block, x = a_block(**sizes, dtype=torch.bfloat16, dropout=0.0, attention=attention, device=device)
+    block.dropout = ByteDropout(0.1)
+    return block, x
+
+
+def on_a_cpu(itemsize):
+    return {"itemsize": itemsize, "mask_bytes": itemsize, "statistic_bytes": itemsize}
+
+
+def one_by_one(terms, copied):
+    """The bytes of each piece of memory: mean and deviation are two; queries, keys and values three, if copied."""
+    pieces = {"mean and 1/deviation of each token": 2, "queries, keys and values": 3 if copied else 1}
+    return [term.nbytes // pieces.get(term.name, 1) for term in terms for _ in range(pieces.get(term.name, 1))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("attention", ["flash", "materialised", "materialised with dropout"])
+def test_a_block_keeps_what_is_predicted(dtype, dropout, attention):
+    modules = {
+        "flash": torch_attention,
+        "materialised": MaterialisedAttention(nn.Identity()),
+        "materialised with dropout": MaterialisedAttention(nn.Dropout(0.1)),
+    }
+    terms = block_activations(
+        **SIZES,
+        dropout=dropout,
+        attention=attention.split()[0],
+        attention_dropout=attention.endswith("dropout"),
+        **on_a_cpu(dtype.itemsize),
+    )
+    block, x = a_block(**SIZES, dtype=dtype, dropout=0.1 * dropout, attention=modules[attention])
+    measured = [saved.nbytes for saved in measure_saved(block, x)]
+    in_order = one_by_one(terms, copied=attention != "flash")  # heads of several sequences, as one product wants them
+    assert Counter(measured) == Counter(in_order)  # Counter: flash attention keeps its result before its log-sum-exp
+
+
+def test_a_block_under_flash_attention_in_numbers():
+    terms = block_activations(**SIZES, attention="flash", dropout=False)
+    assert coefficients(terms) == {"sbd": 32, "sb": 16, "bsH": 4}
+
+
+# 34sbd + 5bs²H
+
+
+def test_papers_formula():
+    terms = block_activations(**SIZES)
+    assert coefficients(terms) == {"sbd": 34, "sb": 16, "bs²H": 5}
+    assert sum(term.nbytes for term in terms) == 34 * S * B * D + 5 * B * S**2 * H + 16 * S * B
+    assert [term.formula for term in terms if term.unit == "bs²H"] == ["2bs²H", "1bs²H", "2bs²H"]
+
+
+def test_papers_formula_is_measured_in_its_setting():
+    """16 bits, dropout on, on a CPU: what is beyond the formula are the norms' statistics, there in 16 bits."""
+    block, x = papers_block(SIZES)
+    measured = measure_saved(block, x)
+    formula = 34 * S * B * D + 5 * B * S**2 * H
+    total = sum(saved.nbytes for saved in measured)
+    assert total == sum(term.nbytes for term in block_activations(**SIZES, statistic_bytes=2))
+    assert 0 < total - formula < 0.02 * formula
+    norms = [saved.nbytes for saved in measured if saved.where.endswith("_norm") and saved.shape[-1] == 1]
+    assert total - formula == sum(norms)
+
+
+QWEN = {  # layers, width, heads; GB of 34sbd and of 5bs²H, over all layers, for a sequence of 4096 tokens
+    "0.5B": (24, 896, 14, 2.99, 28.2),
+    "7B": (28, 3584, 28, 13.98, 65.8),
+    "72B": (64, 8192, 64, 73.0, 343.6),
+}
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_activations_of_real_models(name):
+    layers, width, heads, of_tokens, of_pairs = QWEN[name]
+    sizes = {"batch": 1, "length": 4096, "width": width, "heads": heads}
+    terms = block_activations(**sizes)
+    by_unit = {unit: layers * sum(t.nbytes for t in terms if t.unit == unit) / GB for unit in ("sbd", "bs²H")}
+    assert by_unit == {"sbd": pytest.approx(of_tokens, abs=0.05), "bs²H": pytest.approx(of_pairs, abs=0.05)}
+    assert round(by_unit["sbd"], 2) == of_tokens or name == "72B"
+    block, x = papers_block(sizes, device="meta")
+    assert [saved.nbytes for saved in measure_saved(block, x)] == one_by_one(terms, copied=False)
+
+
+def test_block_that_there_is_not():
+    with pytest.raises(ValueError, match="expected attention to be 'materialised' or 'flash', got 'sparse'"):
+        block_activations(**SIZES, attention="sparse")
+    with pytest.raises(ValueError, match="expected heads to be 1 or more, got 0"):
+        block_activations(**SIZES | {"heads": 0})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("attention", ["flash", "materialised"])
+def test_a_block_on_a_gpu_keeps_what_is_predicted(attention):
+    modules = {"flash": torch_attention, "materialised": MaterialisedAttention(nn.Dropout(0.1))}
+    sizes = {"batch": 2, "length": 256, "width": 256, "heads": 4}
+    block, x = a_block(**sizes, dtype=torch.bfloat16, dropout=0.1, attention=modules[attention], device="cuda")
+    predicted = sum(term.nbytes for term in block_activations(**sizes, attention=attention))
+    assert kept_bytes(block, x) == pytest.approx(predicted, rel=0.02)
+
+
+# The parts that the paper's block is made of
+
+
+def test_byte_dropout_is_dropout():
+    x = torch.ones(1000, requires_grad=True)
+    torch.manual_seed(0)
+    y = ByteDropout(0.25)(x)
+    assert sorted(set(y.tolist())) == [0.0, pytest.approx(4 / 3)]
+    assert 200 < y.eq(0).sum() < 300
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+    module = ByteDropout(0.25).eval()
+    assert torch.equal(module(x), x)
+    assert [(saved.dtype, saved.nbytes) for saved in measure_saved(ByteDropout(0.25), x)] == [(torch.bool, 1000)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_materialised_attention_is_attention(causal):
+    q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ours = MaterialisedAttention(nn.Identity())(q, k, v, causal=causal)
+    torch.testing.assert_close(ours, torch_attention(q, k, v, causal=causal))
+
+
+# measure_saved
+
+
+def test_measured_pieces_are_named():
+    block, x = a_block(**SIZES, dtype=torch.float32, dropout=0.1, attention=torch_attention)
+    names = list(dict.fromkeys(saved.where for saved in measure_saved(block, x)))
+    first = ["attention_norm", "qkv", "torch_attention", "out", "dropout"]
+    assert names[: len(first)] in (first, ["attention_norm", "qkv", "torch_attention", "dropout", "mlp_norm"])
+    assert {"attention_norm", "qkv", "torch_attention", "dropout", "mlp_norm", "mlp.0", "mlp.1", "mlp.2"} <= {*names}
+
+
+def a_function(x, weight):
+    return nn.functional.linear(x.exp(), weight)
+
+
+def test_measured_pieces_of_a_function():
+    x, weight = torch.ones(4, 10, requires_grad=True), nn.Parameter(torch.ones(3, 10))
+    assert measure_saved(a_function, x, weight) == [("a_function", (4, 10), torch.float32, 160)]
+
+
+def test_memory_is_measured_once_and_whole():
+    x = torch.ones(10, requires_grad=True)
+    assert [saved.nbytes for saved in measure_saved(lambda: x[:2].exp() * x[5:7].square())] == [8, 40, 8]
+    assert [saved.nbytes for saved in measure_saved(lambda: (x * x).sum())] == [40]
+
+
+def test_memory_of_a_graph_that_is_let_go_is_not_taken_for_other_memory():
+    def twice():
+        for _ in range(2):
+            torch.ones(100, requires_grad=True).exp()
+
+    assert [saved.nbytes for saved in measure_saved(twice)] == [400, 400]
+
+
+def test_nothing_is_kept_without_gradients():
+    block, x = a_block(**SIZES, dtype=torch.float32, dropout=0.1, attention=torch_attention)
+    with torch.no_grad():
+        assert measure_saved(block, x) == []
+
+
+# watch: numbers that can be counted by hand
+
+
+def alive(timeline, entry):
+    return {kind: nbytes for kind, nbytes in timeline.at(entry).items() if nbytes}
+
+
+def test_a_step_by_hand():
+    """x (4, 10) -> exp (4, 10), kept by itself and by the layer -> layer (4, 5) -> sum. Momentum like the weight."""
+    layer = nn.Linear(10, 5, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+    x = torch.ones(4, 10, requires_grad=True)
+    with watch(layer, optimizer) as timeline:
+        timeline.mark("forward")
+        loss = layer(x.exp()).sum()
+        timeline.mark("backward")
+        loss.backward()
+        timeline.mark("step")
+        optimizer.step()
+        timeline.mark("zero_grad")
+        optimizer.zero_grad()
+    starts = {text: entry for entry, text in timeline.marks}
+    weight, kept, result, loss = 10 * 5 * 4, 4 * 10 * 4, 4 * 5 * 4, 4
+    assert list(starts) == ["forward", "backward", "step", "zero_grad"]
+    assert alive(timeline, 0) == {"parameters": weight}
+    before_backward = {"parameters": weight, "activations": kept, "other": result + loss}  # result: until sum is over
+    assert alive(timeline, starts["backward"] - 1) == before_backward
+    states = {"parameters": weight, "gradients": weight}
+    of_x, of_loss = kept, loss  # gradients, too, but not of parameters
+    assert alive(timeline, starts["step"] - 1) == states | {"other": loss + of_x + of_loss}
+    assert alive(timeline, starts["zero_grad"] - 1) == states | {"other": loss + of_x, "optimizer": weight}
+
+
+def test_the_peak_is_in_backward():
+    layer = nn.Linear(10, 10, bias=False)
+    x = torch.ones(4, 10)
+    with watch(layer) as timeline:
+        loss = layer(x).exp().sum()
+        timeline.mark("backward")
+        loss.backward()
+    assert timeline.totals[timeline.peak] == max(timeline.totals)
+    assert timeline.peak >= timeline.marks[0][0]
+    # exp's result is given back once its gradient is there (160); left are x, which the layer keeps, the loss and the
+    # loss's own gradient (4 each)
+    assert alive(timeline, timeline.peak) == {"parameters": 400, "activations": 160, "gradients": 400, "other": 168}
+    assert timeline.ops[timeline.peak] == "aten.mm.default"
+    assert {len(timeline.ops), len(timeline.totals)} == {len(nbytes) for nbytes in timeline.by_kind.values()}
+    assert tuple(timeline.by_kind) == KINDS
+
+
+def test_what_is_watched_after_forward_is_what_is_measured():
+    torch.manual_seed(0)
+    gpt = GPT(vocabulary=11, context=6, width=8, heads=2, dropout=0.1)
+    tokens = torch.ones(4, 6, dtype=torch.int64)
+    with watch(gpt) as timeline:
+        timeline.mark("forward")
+        logits = gpt(tokens)
+        timeline.mark("backward")
+        mean_loss(logits, tokens).backward()
+    measured = kept_bytes(gpt, tokens)
+    assert timeline.at(timeline.marks[1][0] - 1)["activations"] == measured
+    assert max(timeline.by_kind["gradients"]) == count_states(gpt).gradients
+
+
+def test_gradients_in_a_bucket_count_as_buckets():
+    layer = nn.Linear(10, 10, bias=False)
+    bucket = torch.zeros(128)
+    layer.weight.grad = bucket[:100].view(10, 10)
+    with watch(layer, buckets=[bucket]) as timeline:
+        layer(torch.ones(4, 10)).sum().backward()
+    assert set(timeline.by_kind["buckets"]) == {512}
+    assert set(timeline.by_kind["gradients"]) == {0}
+
+
+def test_gradients_of_the_step_before_are_there_until_they_go():
+    layer = nn.Linear(10, 10, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(torch.ones(4, 10)).sum().backward()
+        optimizer.step()
+    with watch(layer, optimizer) as timeline:
+        optimizer.zero_grad()
+        loss = torch.zeros(1)
+    assert loss == 0
+    assert alive(timeline, 0) == {"parameters": 400, "gradients": 400, "optimizer": 804}
+    assert alive(timeline, 1) == {"parameters": 400, "optimizer": 804, "other": 4}
+
+
+def test_watching_leaves_nothing_behind():
+    layer = nn.Linear(10, 10)
+    watched = watch(layer)
+    timeline = watched.__enter__()
+    layer(torch.ones(4, 10))
+    assert watched.__exit__(ZeroDivisionError, ZeroDivisionError(), None) is False
+    entries = len(timeline.ops)
+    assert timeline.at(0)["parameters"] == 440
+    layer(torch.ones(4, 10)).sum().backward()
+    assert len(timeline.ops) == entries
+    assert not layer.weight._post_accumulate_grad_hooks
+
+
+# The allocator
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_no_allocator_without_a_gpu():
+    with pytest.raises(ValueError, match="expected a GPU, got a machine without"):
+        allocator_peak(lambda: None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_allocator_sees_what_comes_and_goes():
+    before = torch.cuda.memory_allocated()
+    peak = allocator_peak(lambda: torch.ones(1000, device="cuda").sum().item())
+    assert before + 4096 <= peak.allocated <= peak.reserved
+    assert torch.cuda.memory_allocated() == before
