@@ -26,7 +26,7 @@ Li et al. 2020 (PyTorch's DistributedDataParallel). Notebooks 03 and 04.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -73,8 +73,20 @@ class DataParallel(nn.Module):
         if self.syncing:
             self._average()
 
+    def abandon(self) -> None:
+        """Give up a step that an exception cut short: wait for what is on its way, and drop all gradients.
+
+        Call it on every rank, after all raised at the same place: then all have sent the same. A rank that raised alone
+        can't go on, since the others wait for what it didn't send.
+        """
+        self._receive()
+        self.module.zero_grad()
+
     def _average(self) -> None:
         raise NotImplementedError
+
+    def _receive(self) -> None:
+        """Wait for what is on its way, and be ready for the next step."""
 
     def _gradients(self) -> list[Tensor]:
         """All gradients, in the order of the parameters."""
@@ -125,6 +137,41 @@ def _describe(tensor: tuple | None) -> str:
         return "nothing"
     name, dtype, shape, trained = tensor
     return f"{name} ({dtype}, {shape}, {'trained' if trained else 'not trained'})"
+
+
+def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None) -> Iterator[tuple]:
+    """This rank's batches, and then empty ones, until no rank has any left; after each batch, the weight of its loss.
+
+        for inputs, targets, weight in join(batches):
+            (weight * mean_loss(model(inputs), targets)).backward()
+            model.synchronize()
+            ...
+
+    Ranks may have different numbers of batches, and of rows in them: all make the same number of steps, so none waits
+    for one that has gone. batches: tuples of tensors with rows along their first axis. An empty one is the last with 0
+    rows of its tensors; the loss of 0 rows must be 0, as `models.mean_loss` is, and not the NaN of a mean of nothing.
+
+    weight: W times this rank's part of the rows of all ranks. With it the mean over ranks is the mean over these rows,
+    as of one process that has them all: the ranks that still have data train on as if they were alone. Without it every
+    step would count as one of W full batches, and the last rows for less than the first.
+
+    ValueError: a rank has no batch at all; it can't know what an empty one looks like.
+    Cost of a step: an all-reduce of one number, and waiting for it. PyTorch's `Join` sends zeros instead of gradients
+    for ranks that have no data; it doesn't run the model there, and so knows nothing of collectives in it. Notebook 03.
+    """
+    left = iter(batches)
+    batch = next(left, None)
+    if batch is None:
+        got = f"rank {dist.get_rank()} has no batch to join with"
+        raise ValueError(f"{got}, expected at least one. If there is no data for it, give it a batch of 0 rows.")
+    while True:
+        rows = len(batch[0])
+        everybodys = torch.tensor(rows, device=batch[0].device)
+        dist.all_reduce(everybodys, group=group)
+        if everybodys == 0:
+            return
+        yield *batch, dist.get_world_size(group) * rows / everybodys.item()
+        batch = next(left, tuple(part[:0] for part in batch))
 
 
 # After backward
@@ -202,6 +249,9 @@ class OverlapDDP(DataParallel):
         self._fill(name for name, parameter in late.items() if parameter.grad is None)
         for parameter in late.values():
             self._ready(parameter)
+        self._receive()
+
+    def _receive(self) -> None:
         for work in self._under_way:
             work.wait()
         self._arrived.clear()
@@ -211,6 +261,7 @@ class OverlapDDP(DataParallel):
 TWICE = (
     "backward ran twice without synchronize(): the first gradients are on their way and can't be added to. "
     "Call synchronize() after each backward, or accumulate inside `with model.no_sync():`. "
+    "After a backward that raised, call abandon() on all ranks. "
     "(If it was one backward, a weight is used in two activation checkpoints: give them use_reentrant=False.)"
 )
 
@@ -230,28 +281,38 @@ class Bucket:
         shared_memory: bool,
     ):
         first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
-        self.group, self.wire_dtype = group, wire_dtype or first.dtype
-        self.shared = SharedBuffer(sum(sizes), first.dtype, group) if shared_memory else None
-        self.flat = self.shared.local if shared_memory else first.new_zeros(sum(sizes), requires_grad=False)
-        parts = self.flat.split(sizes)
-        self.views = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+        self.group, numel = group, sum(sizes)
+        self.shared = SharedBuffer(numel, first.dtype, group) if shared_memory else None
+        self.flat = self.shared.local if shared_memory else torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.travelling = self.flat.to(wire_dtype or first.dtype)  # flat itself, if the dtype is the same
+        self.views, self.outgoing = (
+            {p: part.view_as(p) for p, part in zip(parameters, buffer.split(sizes), strict=True)}
+            for buffer in (self.flat, self.travelling)
+        )
         self.ready: set[nn.Parameter] = set()
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:
+        """Write this share of a gradient where it travels from."""
+        outgoing = self.outgoing[parameter]
+        if outgoing.dtype == gradient.dtype:
+            torch.mul(gradient, share, out=outgoing)
+        else:
+            outgoing.copy_(gradient).mul_(share)  # `out=` of another dtype makes a copy on the way
+        self.ready.add(parameter)
 
     def send(self) -> None:
         """Begin the all-reduce; through shared memory, also end it."""
         if self.shared is not None:
             self.shared.all_reduce()
-            return
-        self._travelling = self.flat.to(self.wire_dtype)  # itself, if the dtype is the same
-        self._work = dist.all_reduce(self._travelling, group=self.group, async_op=True)
+        else:
+            self._work = dist.all_reduce(self.travelling, group=self.group, async_op=True)
 
     def receive(self) -> None:
-        """End it, and be empty again for the next step."""
+        """End it: the sums are in the views."""
         if self.shared is None:
             self._work.wait()
-            if self._travelling is not self.flat:
-                self.flat.copy_(self._travelling)
-        self.ready.clear()
+        if self.travelling is not self.flat:
+            self.flat.copy_(self.travelling)
 
 
 def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> list[list[int]]:
@@ -277,15 +338,17 @@ class BucketedDDP(DataParallel):
     bucket_cap_mb: bytes that make a bucket full, in MiB, as in torch. wire_dtype, shared_memory: see `Bucket`.
     ValueError: a bucket size that isn't positive; a wire_dtype for shared memory. RuntimeError: as in `OverlapDDP`.
 
-    `.grad` of every parameter is a view of its bucket, from the first backward on. A gradient that autograd made new is
-    divided by the number of ranks on its way there; one that autograd added up in place has no way to go.
+    `.grad` of every parameter is a view of its bucket, from the first backward on, and the mean after `synchronize`. A
+    gradient that autograd made new is divided by the number of ranks on its way there; one that autograd added up in
+    place, where it is.
 
     At first, gradients are expected in the reverse order of the parameters. The first backward shows the real order;
     that of the group's first rank is then the plan on all ranks, and buckets are sent in the order of the plan on each,
     whichever is ready first: ranks that send in different orders would add up what doesn't belong together.
 
     Cost of a step: an all-reduce for each bucket, hidden behind backward except for the last ones; each gradient is
-    read and written once more (not at all, if `zero_grad(set_to_none=False)` leaves the view in place). Notebook 04.
+    read and written once more, divided. With `zero_grad(set_to_none=False)` that happens in place, but autograd then
+    adds to zeros, which costs more than it saves. Notebook 04.
     """
 
     def __init__(
@@ -321,16 +384,12 @@ class BucketedDDP(DataParallel):
         bucket = self._bucket_of[parameter]
         if parameter in bucket.ready:
             raise RuntimeError(TWICE)
-        view, gradient = bucket.views[parameter], parameter.grad
-        share = 1 / dist.get_world_size(self.group) if self.syncing else 1
-        if gradient is not view:
-            torch.mul(gradient, share, out=view)
-            parameter.grad = view
-        elif share != 1:
-            view *= share
+        gradient, parameter.grad = parameter.grad, bucket.views[parameter]
         if not self.syncing:
+            if gradient is not parameter.grad:
+                parameter.grad.copy_(gradient)
             return
-        bucket.ready.add(parameter)
+        bucket.put(parameter, gradient, 1 / dist.get_world_size(self.group))
         if self._arrived is not None:
             self._arrived.append(parameter)
         while self._next < len(self.buckets) and self._full(self.buckets[self._next]):
@@ -346,11 +405,21 @@ class BucketedDDP(DataParallel):
         self._fill(name for name, parameter in late.items() if parameter.grad is None)
         for parameter in late.values():
             self._ready(parameter)
-        for bucket in self.buckets:
-            bucket.receive()
-        self._next = 0
+        self._receive()
         if self._arrived is not None:
             self._agree_on_the_order()
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._arrived is not None:
+            self._arrived.clear()  # half an order is none
+
+    def _receive(self) -> None:
+        for bucket in self.buckets[: self._next]:
+            bucket.receive()
+        for bucket in self.buckets:
+            bucket.ready.clear()
+        self._next = 0
 
     def _agree_on_the_order(self) -> None:
         """After the first step: plan the buckets anew, as the first rank's gradients became ready."""
