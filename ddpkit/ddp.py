@@ -16,7 +16,8 @@ Four ways to average them, each wrapped around a module that is then trained as 
 
 All send the bytes of the gradients once in an all-reduce; a weight used in two places is one parameter, and sent once.
 Several micro-batches make one step if all but the last run `backward` inside `no_sync()`. The mean over ranks equals
-the gradient of one process with the whole batch if that process's loss is a mean over it and all parts are equal.
+the gradient of one process with the whole batch if that process's loss is a mean over it and all parts are equal;
+`join` is for parts that aren't.
 
 Gradients may be None or zero before a step (`zero_grad(set_to_none=...)`), of several dtypes, from any optimizer's
 model. What isn't trained (`requires_grad=False`) is sent once, at the start. Freeze before wrapping, and wrap a module
@@ -38,7 +39,7 @@ from .shared_memory import SharedBuffer
 
 
 class DataParallel(nn.Module):
-    """What the four have in common: equal replicas at the start, `no_sync`, and parameters that got no gradient.
+    """What the four have in common: equal replicas at the start, `no_sync`, `abandon`, parameters without gradient.
 
     module: on every rank the same architecture; its parameters and buffers are overwritten with those of the group's
     first rank. group: the ranks that train together (None: all).
