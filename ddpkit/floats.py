@@ -1,0 +1,270 @@
+"""Floating-point formats bit by bit: fp32, tf32, bf16, fp16 and the two of fp8.
+
+    decode(0x3E00, FP16)               # 1.5: the number that these bits stand for
+    encode(0.1, BF16)                  # 0x3DCD: the bits of the nearest number
+    print(describe(0x3DCD, BF16))      # its fields, spacing and neighbours
+    round_to(x, TF32)                  # a tensor, every element the nearest number of the format
+
+A pattern is a whole number whose bits are, from the highest: one of sign, `exponent_bits`, `fraction_bits`. It means
+
+    (-1)^sign × 2^(exponent - bias) × 1.fraction      if exponent is not 0   (normal)
+    (-1)^sign × 2^(1 - bias)        × 0.fraction      if exponent is 0       (subnormal, and zero)
+
+and, where all bits of the exponent are set, infinity or NaN. fp8 e4m3 has no infinity, and NaN only where all bits of
+the fraction are set too, so it reaches 448 rather than 240.
+
+IEEE 754-2019, sections 3 and 4; Kalamkar et al. 2019 (bf16); NVIDIA A100 whitepaper 2020 (tf32); Micikevicius et al.
+2022, table 1 (fp8). Notebook 05.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a number is written in bits. dtype: torch's, if it has one."""
+
+    name: str
+    exponent_bits: int
+    fraction_bits: int
+    dtype: torch.dtype | None
+    has_inf: bool = True
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.fraction_bits
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def largest(self) -> float:
+        return decode(self._overflow - self.has_inf, self)
+
+    @property
+    def smallest_normal(self) -> float:
+        return math.ldexp(1.0, 1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return math.ldexp(1.0, 1 - self.bias - self.fraction_bits)
+
+    @property
+    def epsilon(self) -> float:
+        """The spacing at 1."""
+        return math.ldexp(1.0, -self.fraction_bits)
+
+    @property
+    def _overflow(self) -> int:
+        """The pattern of what is too large: infinity, or the largest number where there is none."""
+        if self.has_inf:
+            return (2**self.exponent_bits - 1) << self.fraction_bits
+        return 2 ** (self.bits - 1) - 2
+
+    @property
+    def _nan(self) -> int:
+        """A pattern of NaN: there are many, and torch's differ from device to device."""
+        return 2 ** (self.bits - 1) - 1
+
+
+FP32 = Format("fp32", 8, 23, torch.float32)
+TF32 = Format("tf32", 8, 10, None)  # what tensor cores make of fp32's factors; in memory it is fp32
+BF16 = Format("bf16", 8, 7, torch.bfloat16)
+FP16 = Format("fp16", 5, 10, torch.float16)
+E4M3 = Format("fp8 e4m3", 4, 3, torch.float8_e4m3fn, has_inf=False)
+E5M2 = Format("fp8 e5m2", 5, 2, torch.float8_e5m2)
+FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
+
+
+# One number
+
+
+def fields(pattern: int, format: Format) -> tuple[int, int, int]:
+    """(sign, exponent, fraction) of a pattern, each as the whole number that stands there.
+
+    ValueError: the format has no such pattern.
+    """
+    if not 0 <= pattern < 2**format.bits:
+        expected = f"expected a pattern of {format.bits} bits, 0 to {2**format.bits - 1:#x}"
+        raise ValueError(f"{expected}, got {pattern:#x}: is it of another format than {format.name}?")
+    sign, magnitude = divmod(pattern, 2 ** (format.bits - 1))
+    return sign, *divmod(magnitude, 2**format.fraction_bits)
+
+
+def field_of(place: int, format: Format) -> str:
+    """'sign', 'exponent' or 'fraction': what the bit at a place belongs to, counted from 0, the highest."""
+    return "sign" if place == 0 else "exponent" if place <= format.exponent_bits else "fraction"
+
+
+def decode(pattern: int, format: Format) -> float:
+    """The number that a pattern stands for, exactly: Python's floats have more bits than any format here.
+
+    ValueError as in `fields`.
+    """
+    sign, exponent, fraction = fields(pattern, format)
+    magnitude = pattern % 2 ** (format.bits - 1)
+    if magnitude == format._overflow and format.has_inf:
+        value = math.inf
+    elif magnitude > format._overflow:
+        value = math.nan
+    elif exponent:
+        value = math.ldexp(2**format.fraction_bits + fraction, exponent - format.bias - format.fraction_bits)
+    else:
+        value = math.ldexp(fraction, 1 - format.bias - format.fraction_bits)
+    return math.copysign(value, -1.0 if sign else 1.0)
+
+
+def encode(value: float | Fraction, format: Format, rounding: Callable[[Fraction], int] = round) -> int:
+    """The pattern for a value: a float, an integer or a Fraction, rounded once, and exactly.
+
+    rounding: how the value in units of the spacing there, a Fraction of 0 or more, becomes whole. Python's own `round`
+    takes the nearest, of two equally near the even one; `math.floor` rounds towards zero; see also `stochastically`.
+    What is too large when rounded becomes infinity, but in e4m3 the largest number, as infinity does there; torch 2.13
+    does the same, older ones made NaN of it on CPUs (pull request 178817). NaN becomes one of the patterns of NaN.
+    """
+    if isinstance(value, float) and math.isnan(value):
+        return format._nan
+    negative = value < 0 or (value == 0 and math.copysign(1, value) < 0)
+    sign = 2 ** (format.bits - 1) * negative
+    if abs(value) == math.inf:
+        return sign + format._overflow
+    magnitude = abs(Fraction(value))
+    exponent = max(_floor_log2(magnitude), 1 - format.bias) if magnitude else 1 - format.bias
+    significand = rounding(magnitude / Fraction(2) ** (exponent - format.fraction_bits))
+    # A significand that rounding has made too long for its field carries into the exponent, which is as it should be.
+    pattern = ((exponent - 1 + format.bias) << format.fraction_bits) + significand
+    return sign + min(pattern, format._overflow)
+
+
+def _floor_log2(magnitude: Fraction) -> int:
+    """The exponent of the largest power of two that is not larger than a magnitude above 0."""
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    return exponent if magnitude >= Fraction(2) ** exponent else exponent - 1
+
+
+def stochastically(generator: random.Random) -> Callable[[Fraction], int]:
+    """A rounding for `encode`: up with a probability of what is cut off, otherwise down.
+
+    So the mean of many roundings is the value itself: what is too small to change a number changes it now and then.
+    """
+    return lambda exact: math.floor(exact + Fraction(generator.random()))
+
+
+@dataclass(frozen=True)
+class Number:
+    """A pattern and all there is to say about it.
+
+    spacing: from one number to the next where this one is, `ulp`. below, above: its neighbours. None: there is none.
+    """
+
+    format: Format
+    pattern: int
+    sign: int
+    exponent: int
+    fraction: int
+    kind: str  # normal, subnormal, zero, infinity or NaN
+    value: float
+    spacing: float | None
+    below: float | None
+    above: float | None
+
+    @property
+    def bits(self) -> str:
+        """'0 01111 1000000000'."""
+        format = self.format
+        return f"{self.sign} {self.exponent:0{format.exponent_bits}b} {self.fraction:0{format.fraction_bits}b}"
+
+    @property
+    def formula(self) -> str:
+        """'2^0 × 1.5', and for what isn't a product of the two, its name."""
+        if self.kind not in ("normal", "subnormal"):
+            return self.kind
+        leading = self.kind == "normal"
+        significand = leading + self.fraction * self.format.epsilon
+        return f"{'-' * self.sign}2^{max(self.exponent, 1) - self.format.bias} × {significand}"
+
+    def __str__(self):
+        said = f"{self.format.name}: {self.bits} is {self.value}, {self.kind}"
+        if self.spacing is None:
+            return said
+        below, above = ("nothing" if each is None else each for each in (self.below, self.above))
+        return f"{said}; spacing {self.spacing}, between {below} and {above}"
+
+
+def describe(pattern: int, format: Format) -> Number:
+    """The fields of a pattern, its value, and the numbers around it. ValueError as in `fields`."""
+    sign, exponent, fraction = fields(pattern, format)
+    value = decode(pattern, format)
+    if math.isfinite(value):
+        kind = "normal" if exponent else "subnormal" if fraction else "zero"
+        spacing = math.ldexp(1.0, max(exponent, 1) - format.bias - format.fraction_bits)
+    else:
+        kind, spacing = "NaN" if math.isnan(value) else "infinity", None
+    around = _next(pattern, format, -1), _next(pattern, format, +1)
+    return Number(format, pattern, sign, exponent, fraction, kind, value, spacing, *around)
+
+
+def _next(pattern: int, format: Format, step: int) -> float | None:
+    """The neighbour above (step 1) or below (-1). In order of their magnitudes, patterns are whole numbers in a row."""
+    half = 2 ** (format.bits - 1)
+    sign, magnitude = divmod(pattern, half)
+    place = (-magnitude if sign else magnitude) + step
+    if magnitude > format._overflow or abs(place) > format._overflow:
+        return None
+    return decode(abs(place) + half * (place < 0), format)
+
+
+# Tensors
+
+
+def round_to(x: Tensor, format: Format) -> Tensor:
+    """Every element as the nearest number of the format, of two equally near the even one.
+
+    x: any floating dtype, shape and device; it stays as it is. Returns a tensor of the format's dtype (tf32: float32)
+    that autograd doesn't follow. Overflow as in `encode`. ValueError: x is not floating. Cost: some passes over x in
+    double precision.
+    """
+    return _onto_grid(x, format, torch.round)
+
+
+def round_stochastically(x: Tensor, format: Format, generator: torch.Generator | None = None) -> Tensor:
+    """Every element as one of the two numbers of the format around it, the nearer the likelier; numbers of it stay.
+
+    x, result, errors and cost as for `round_to`; what lies between the largest number and the next power of two may
+    become infinite. generator: on the device of x (None: torch's own).
+
+    The mean is the element itself, within 2⁻⁵³ of the spacing: so many bits the random numbers have. It is what lets
+    bf16 weights learn from updates below half their spacing. Gupta et al. 2015. Notebook 05.
+    """
+
+    def up_or_down(exact: Tensor) -> Tensor:
+        chance = torch.rand(exact.shape, dtype=exact.dtype, device=exact.device, generator=generator)
+        return exact.floor() + (chance < exact - exact.floor())
+
+    return _onto_grid(x, format, up_or_down)
+
+
+def _onto_grid(x: Tensor, format: Format, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+    """As `encode`, but the numbers instead of their patterns; rounding: of what is 0 or more, in units of spacing."""
+    if not x.is_floating_point():
+        raise ValueError(f"expected a floating dtype to round to {format.name}, got {x.dtype}: say x.float()")
+    exact = x.detach().double()
+    exponent = torch.frexp(exact).exponent - 1  # frexp has its mantissas from 0.5 to 1, IEEE from 1 to 2
+    spacing = _power_of_two(exponent.clamp(min=1 - format.bias) - format.fraction_bits)
+    magnitude = rounding(exact.abs() / spacing) * spacing
+    too_large = magnitude > format.largest
+    magnitude = magnitude.masked_fill(too_large, math.inf if format.has_inf else format.largest)
+    return magnitude.copysign(exact).to(format.dtype or torch.float32)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2.0 ** exponent, written as a double's bits: torch's own powers aren't exact on every device."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)

@@ -1,0 +1,303 @@
+"""Floats: every pattern of torch's 16-bit and 8-bit types, every tie between two of them, and roundings by chance."""
+
+import itertools
+import math
+import random
+import struct
+from fractions import Fraction
+
+import pytest
+import torch
+
+from ddpkit.floats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FORMATS,
+    FP16,
+    FP32,
+    TF32,
+    decode,
+    describe,
+    encode,
+    fields,
+    round_stochastically,
+    round_to,
+    stochastically,
+)
+
+SMALL = [BF16, FP16, E4M3, E5M2]
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+
+
+def names(format):
+    return format.name
+
+
+def patterns(format) -> torch.Tensor:
+    """All of them, as numbers of torch's type."""
+    whole = torch.arange(2**format.bits)
+    return whole.to(torch.uint8 if format.bits == 8 else torch.uint16).view(format.dtype)
+
+
+def same(ours: float, torchs: float) -> bool:
+    """Equal, or both NaN; -0 is not 0."""
+    if math.isnan(ours) or math.isnan(torchs):
+        return math.isnan(ours) and math.isnan(torchs)
+    return ours == torchs and math.copysign(1, ours) == math.copysign(1, torchs)
+
+
+def cast(x: torch.Tensor, format) -> torch.Tensor:
+    """torch's own, as float64; older ones make NaN of what is too large for e4m3, newer ones the largest number."""
+    there = x.to(format.dtype).double()
+    if format is E4M3 and torch.tensor(1e9).to(format.dtype).isnan():
+        there = torch.where(there.isnan() & ~x.isnan(), torch.tensor(448.0).copysign(x).double(), there)
+    return there
+
+
+def ties(format) -> torch.Tensor:
+    """Between each number and the next the value halfway, and the fp32 before and after it; both signs; too large."""
+    values = patterns(format)[: 2 ** (format.bits - 1)].float()
+    values = values[values.isfinite()]
+    beyond = values[-1] + (values[-1] - values[-2])  # one more, if there were one
+    halfway = (values + torch.cat([values[1:], beyond[None]])) / 2
+    around = [torch.nextafter(halfway, torch.tensor(end)) for end in (-math.inf, math.inf)]
+    return (
+        torch.cat([values, halfway, *around, torch.tensor([1e9, 3.4e38, math.inf, 1e-44])])
+        .repeat(2)
+        .mul_(torch.tensor([1.0, -1.0]).repeat_interleave(4 * len(values) + 4))
+    )
+
+
+@pytest.mark.parametrize("format", SMALL, ids=names)
+def test_every_pattern_is_torchs_number(format):
+    for pattern, value in enumerate(patterns(format).double().tolist()):
+        assert same(decode(pattern, format), value), f"{pattern:#x}"
+
+
+@pytest.mark.parametrize("format", SMALL, ids=names)
+def test_every_number_has_its_pattern(format):
+    for pattern in range(2**format.bits):
+        value = decode(pattern, format)
+        assert math.isnan(value) or encode(value, format) == pattern
+    assert math.isnan(decode(encode(math.nan, format), format))
+
+
+@pytest.mark.parametrize("format", SMALL, ids=names)
+def test_ties_go_where_torchs_go(format):
+    x = ties(format)
+    x = x[
+        :: 1 if format.bits == 8 else 17
+    ]  # of 16 bits a part, odd so that it has even and odd ones; all of them below
+    for value, torchs in zip(x.tolist(), cast(x, format).tolist(), strict=True):
+        assert same(decode(encode(value, format), format), torchs), value
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", SMALL, ids=names)
+def test_tensors_are_rounded_as_torch_casts_them(format, device):
+    x = torch.cat([ties(format), torch.tensor([math.nan])])
+    rounded = round_to(x.to(device), format)
+    assert (rounded.dtype, rounded.device.type) == (format.dtype, device)
+    torch.testing.assert_close(rounded.cpu().double(), cast(x, format), rtol=0, atol=0, equal_nan=True)
+    assert rounded.cpu().double().signbit()[:-1].equal(x.signbit()[:-1])  # of zeros too
+
+
+def fp32_of(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def test_tf32_is_fp32_without_its_last_13_bits():
+    """Against the usual arithmetic on fp32's bits: add just under half, and one more if the last bit kept is odd."""
+    bits = torch.randint(0, 0x7F800000, (20_000,), generator=torch.Generator().manual_seed(1), dtype=torch.int64)
+    bits = torch.cat([bits, bits // 2**13 * 2**13 + 2**12, torch.tensor([0, 1, 2**12, 3 * 2**12, 0x7F7FFFFF])])
+    kept = (bits + 2**12 - 1 + (bits >> 13 & 1)) >> 13 << 13
+    x, expected = fp32_of(bits), fp32_of(kept)
+    assert round_to(x, TF32).equal(expected)
+    assert round_to(-x, TF32).equal(-expected)
+    assert round_to(x, TF32).dtype == torch.float32
+    for value, pattern in zip(x[::40].tolist(), kept[::40].tolist(), strict=True):
+        assert encode(value, TF32) == pattern >> 13
+
+
+def test_fp32_is_rounded_as_c_does():
+    rng = random.Random(2)
+    values = [math.ldexp(rng.uniform(-1, 1), rng.randint(-160, 127)) for _ in range(2000)]
+    for value in [*values, 0.1, -0.0, 1 + 2**-24, 1 + 3 * 2**-24, 2.0**-150, 2.0**-149]:
+        pattern = encode(value, FP32)
+        assert pattern == int.from_bytes(struct.pack(">f", value))
+        assert same(decode(pattern, FP32), struct.unpack(">f", struct.pack(">f", value))[0])
+    doubles = torch.tensor(values, dtype=torch.float64)
+    assert round_to(doubles, FP32).equal(doubles.float())
+
+
+def test_values_are_rounded_once():
+    """Just above the tie between 1 and 1 + 2⁻⁷: rounded to a double first, it would be the tie, and 1."""
+    above_the_tie = 1 + Fraction(1, 2**8) + Fraction(1, 2**100)
+    assert decode(encode(above_the_tie, BF16), BF16) == 1 + 2**-7
+    assert encode(float(above_the_tie), BF16) == encode(1, BF16)
+    assert encode(2**24 + 1, FP32) == encode(2.0**24, FP32)
+    assert encode(Fraction("0.1"), FP16) == 0x2E66
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=names)
+def test_what_is_too_large(format):
+    most = math.inf if format.has_inf else format.largest
+    spacing = describe(encode(format.largest, format), format).spacing
+    for value in (math.inf, 10**400, Fraction(10**400, 3), format.largest + spacing):
+        assert decode(encode(value, format), format) == most
+        assert decode(encode(-value, format), format) == -most
+    assert decode(encode(format.largest + 0.499 * spacing, format), format) == format.largest
+
+
+@pytest.mark.parametrize("format", [FP32, *SMALL], ids=names)
+def test_extremes_are_torchs(format):
+    info = torch.finfo(format.dtype)
+    assert (format.bits, format.largest) == (info.bits, info.max)
+    assert (format.smallest_normal, format.epsilon) == (info.smallest_normal, info.eps)
+    assert format.smallest_subnormal == decode(1, format)
+
+
+def test_extremes_of_tf32():
+    """fp32's range with fp16's precision."""
+    assert (TF32.bits, TF32.bias) == (19, 127)
+    assert TF32.smallest_normal == FP32.smallest_normal
+    assert TF32.epsilon == FP16.epsilon
+    assert TF32.largest == (2 - 2**-10) * 2.0**127
+
+
+def test_rounding_towards_zero():
+    for value in (0.1, -0.1, 1e-9, 70000.0, -3.999):
+        nearer = decode(encode(value, BF16, math.floor), BF16)
+        assert abs(nearer) <= abs(value) < abs(nearer) + describe(encode(nearer, BF16), BF16).spacing
+        assert math.copysign(1, nearer) == math.copysign(1, value)
+
+
+def test_describe():
+    """3.14 in fp16: 2^1 × (1 + 584/1024); there numbers are 2/1024 apart."""
+    number = describe(encode(3.14, FP16), FP16)
+    assert fields(number.pattern, FP16) == (number.sign, number.exponent, number.fraction) == (0, 16, 584)
+    assert (number.bits, number.formula) == ("0 10000 1001001000", "2^1 × 1.5703125")
+    assert (number.value, number.spacing) == (3.140625, 2**-9)
+    assert str(number) == (
+        "fp16: 0 10000 1001001000 is 3.140625, normal; spacing 0.001953125, between 3.138671875 and 3.142578125"
+    )
+    assert (
+        str(describe(0xFE, E4M3)) == "fp8 e4m3: 1 1111 110 is -448.0, normal; spacing 32.0, between nothing and -416.0"
+    )
+    assert str(describe(0x7C, E5M2)) == "fp8 e5m2: 0 11111 00 is inf, infinity"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "format", "formula"),
+    [
+        (0x8001, FP16, "-2^-14 × 0.0009765625"),
+        (0x8000, FP16, "zero"),
+        (0x7C00, FP16, "infinity"),
+        (0x7F, E4M3, "NaN"),
+        (0x78, E4M3, "2^8 × 1.0"),
+        (0xC0, E5M2, "-2^1 × 1.0"),
+    ],
+)
+def test_formulas(pattern, format, formula):
+    number = describe(pattern, format)
+    assert number.formula == formula
+    if "×" in formula:
+        power, significand = formula.lstrip("-").removeprefix("2^").split(" × ")
+        assert abs(number.value) == 2.0 ** int(power) * float(significand)
+
+
+@pytest.mark.parametrize("format", [FP16, E4M3, E5M2], ids=names)
+def test_neighbours_are_the_next_numbers_in_order(format):
+    numbers = [describe(pattern, format) for pattern in range(2**format.bits)]
+    numbers = sorted(
+        (n for n in numbers if n.kind != "NaN" and n.pattern != 2 ** (format.bits - 1)), key=lambda n: n.value
+    )
+    assert (numbers[0].below, numbers[-1].above) == (None, None)
+    for number, after in itertools.pairwise(numbers):
+        assert (number.above, after.below) == (after.value, number.value)
+        if number.spacing and after.spacing:
+            assert after.value - number.value == min(number.spacing, after.spacing)
+
+
+def test_neighbours_of_zero_and_of_nothing():
+    for zero in (0, 0x8000):
+        assert (describe(zero, BF16).below, describe(zero, BF16).above) == (decode(0x8001, BF16), decode(1, BF16))
+    nan = describe(encode(math.nan, BF16), BF16)
+    assert (nan.kind, nan.spacing, nan.below, nan.above) == ("NaN", None, None, None)
+    infinite = describe(encode(-math.inf, BF16), BF16)
+    assert (infinite.below, infinite.above) == (None, -BF16.largest)
+
+
+@pytest.mark.parametrize("pattern", [-1, 256])
+def test_patterns_of_another_format(pattern):
+    with pytest.raises(
+        ValueError, match=rf"8 bits, 0 to 0xff, got {pattern:#x}: is it of another format than fp8 e4m3"
+    ):
+        decode(pattern, E4M3)
+
+
+# By chance. Each rounding is up with probability p or down, so by Hoeffding's inequality the mean of n is further than
+# t spacings from the value with a probability of less than 2 exp(-2nt²): for MANY and WITHIN that is 1e-9. Seeds are
+# fixed.
+
+MANY = 20_000
+WITHIN = 0.0232
+
+VALUES = [1 + 2**-12, -1.001, 0.1, -3.3e-6, 1e-7, 5e-8, 2e-9, 65000.0, 3.14159, -0.00012345]
+
+
+def spacing_at(value: float, format) -> float:
+    return describe(encode(value, format, math.floor), format).spacing
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=names)
+def test_scalar_chance_is_fair(format):
+    rounding = stochastically(random.Random(3))
+    for value in (0.7 * format.smallest_subnormal, -1 - 0.3 * format.epsilon):
+        found = [decode(encode(value, format, rounding), format) for _ in range(MANY)]
+        spacing = spacing_at(value, format)
+        assert len(set(found)) == 2
+        assert all(abs(each - value) < spacing for each in found)
+        assert abs(sum(Fraction(each) for each in found) / MANY - Fraction(value)) < WITHIN * spacing
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", [BF16, FP16], ids=names)
+def test_tensor_chance_is_fair(format, device):
+    x = torch.tensor(VALUES, dtype=torch.float64, device=device).expand(MANY, -1)
+    rounded = round_stochastically(x, format, torch.Generator(device).manual_seed(4))
+    assert rounded.dtype == format.dtype
+    spacing = torch.tensor([spacing_at(value, format) for value in VALUES], dtype=torch.float64, device=device)
+    assert ((rounded.double() - x).abs() < spacing).all()
+    assert ((rounded.double() - x).mean(0).abs() < WITHIN * spacing).all()
+
+
+@pytest.mark.parametrize("format", [BF16, FP16, E4M3], ids=names)
+def test_chance_leaves_numbers_of_the_format_alone(format):
+    numbers = patterns(format)
+    rounded = round_stochastically(numbers.float(), format)
+    torch.testing.assert_close(rounded.double(), cast(numbers.float(), format), rtol=0, atol=0, equal_nan=True)
+    known = ~numbers.float().isnan()
+    assert rounded.float()[known].signbit().equal(numbers.float()[known].signbit())
+
+
+def test_chance_comes_from_the_generator():
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(5))
+    before = torch.get_rng_state()
+    first, again, other = (round_stochastically(x, BF16, torch.Generator().manual_seed(seed)) for seed in (6, 6, 7))
+    assert first.equal(again)
+    assert not first.equal(other)
+    assert torch.get_rng_state().equal(before)
+    assert not round_stochastically(x, BF16).equal(round_stochastically(x, BF16))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_shapes_and_dtypes(shape):
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        x = torch.full(shape, 1.1, dtype=dtype, requires_grad=True)
+        for rounded in (round_to(x, BF16), round_stochastically(x, BF16)):
+            assert (rounded.shape, rounded.requires_grad) == (x.shape, False)
+        assert x.equal(torch.full(shape, 1.1, dtype=dtype))
+    with pytest.raises(ValueError, match=r"expected a floating dtype to round to bf16, got torch.int64: say x.float"):
+        round_to(torch.ones(shape, dtype=torch.int64), BF16)
