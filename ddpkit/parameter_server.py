@@ -6,16 +6,16 @@
         work(model, lambda step: loss(model(inputs[step]), targets[step]), steps=len(inputs))
 
 A worker's step: compute gradients on its own data, push them to the server, pull the weights that the server makes of
-them. All gradients travel as one tensor, and so do all weights: Ψ bytes. The server's replies are its only messages;
+them. All gradients travel as one tensor, and so do all weights: Φ bytes. The server's replies are its only messages;
 it knows beforehand how many steps each worker has, so nobody has to say that it is done.
 
     per step                      in          out         optimizer state
-    server                        (W-1)Ψ      (W-1)Ψ      all of it
-    each of the W-1 workers       Ψ           Ψ           none
-    each of W ranks in a ring     2(W-1)/W Ψ  2(W-1)/W Ψ  all of it
+    server                        (W-1)Φ      (W-1)Φ      all of it
+    each of the W-1 workers       Φ           Φ           none
+    each of W ranks in a ring     2(W-1)/W Φ  2(W-1)/W Φ  all of it
 
-The server's wire carries 2(W-1)Ψ bytes a step, and more with every worker; in a ring all-reduce (notebook 02) no rank
-carries more than 4Ψ, however many there are.
+The server's wire carries 2(W-1)Φ bytes a step, and more with every worker; in a ring all-reduce (notebook 02) no rank
+carries more than 4Φ, however many there are.
 
 Only parameters with `requires_grad` travel each step, a weight used in two places once, in the widest dtype among
 them. Frozen parameters and buffers come from the server at the start; what a worker's buffers learn afterwards (batch
@@ -54,7 +54,7 @@ def serve(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ValueError, on every rank: not rank 0 alone serves, no workers, different modules.
 
     The same weights as one process with all the data, and as long a step as the slowest worker's.
-    Cost of a step: (W-1)Ψ in, (W-1)Ψ out, one worker after the other. Notebook 03.
+    Cost of a step: (W-1)Φ in, (W-1)Φ out, one worker after the other. Notebook 03.
     """
     steps = _begin(module, None)
     for step in range(max(steps.values())):
@@ -78,7 +78,7 @@ def serve_asynchronously(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     Nobody waits for a slow worker. But while a worker computes, others change the weights: its gradient is stale, it
     belongs to weights of `staleness` updates ago. W-1 workers who take turns are W-2 updates late, but for the first
     turn.
-    Cost of an update: Ψ in, Ψ out. Notebook 03.
+    Cost of an update: Φ in, Φ out. Notebook 03.
     """
     left = _begin(module, None)
     gradient = torch.empty_like(_weights(module))
@@ -102,7 +102,7 @@ def work(module: nn.Module, loss_of: Callable[[int], Tensor], steps: int) -> lis
     steps: may differ between workers, and be 0.
     ValueError, on every rank: as in `serve`, or a number of steps below 0. On this rank: a weight without a gradient.
 
-    The server may be synchronous or not: the worker can't tell. Cost of a step: Ψ out, Ψ in. Notebook 03.
+    The server may be synchronous or not: the worker can't tell. Cost of a step: Φ out, Φ in. Notebook 03.
     """
     _begin(module, steps)
     losses = []

@@ -1,15 +1,18 @@
 """Every exercise: the reference passes, the empty stub is "not written yet", wrong answers get the hint that fits."""
 
+import contextlib
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from answers import RIGHT, WRONG, notebook_00, notebook_01, notebook_02, notebook_03
+from answers import RIGHT, WRONG, notebook_00, notebook_01, notebook_02, notebook_03, notebook_04
 
-from ddpkit import cost, launch, ring
+from ddpkit import cost, ddp, launch, ring
 from ddpkit.ddp import NaiveDDP
 from ddpkit.lesson import check
+from ddpkit.lesson.check import notebook_04 as bucket_checks
 from ddpkit.lesson.check.exercise import is_stub, read_sum, who_is_in
 from ddpkit.models import GPT, mean_loss
 
@@ -193,12 +196,80 @@ def test_other_ways_to_average_get_a_word_of_their_own():
 
 
 def test_replay_of_the_hook_as_found_shows_that_parameters_travel():
-    assert "Your all_reduce averaged weight itself" in check.HookedDDP(notebook_03.HookedAsFound).text
+    assert "gave to all_reduce is 7" in check.HookedDDP(notebook_03.HookedAsFound).text
     steps = check.HookedDDP.replay().text.splitlines()
     assert sorted(step.partition(": ")[2] for step in steps) == [
         "[5] on every rank → [10] on every rank",
         "[7] on every rank → [14] on every rank",
     ]
+
+
+# The wrappers of notebook 04, the library's, and what the checks of both rest on.
+
+BUCKET_BYTES = 600  # a few parameters of the small GPT
+
+
+def _in_buckets(wrapper, gpt):
+    order = [parameter for parameter in gpt.parameters() if parameter.requires_grad][::-1]
+    plan = ddp.plan_buckets([(parameter.nbytes, parameter.dtype) for parameter in order], BUCKET_BYTES)
+    return wrapper(gpt, [[order[number] for number in numbers] for numbers in plan])
+
+
+def _reduced_bytes(run):
+    return [[record.bytes for record in diary if record.op == "all_reduce"] for diary in run.wire]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])  # divided before or after, by 2 or 4: the bits are the same
+def test_reference_wrappers_average_as_the_librarys_do(world_size):
+    def gradients(wrap, wrapper):
+        return launch(_gpt_gradients, wrap, wrapper.synchronize, world_size=world_size, backend="gloo")
+
+    overlapped, bucketed = check.OverlapDDP.reference, check.BucketedDDP.reference
+    ours, library = gradients(overlapped, overlapped), gradients(ddp.OverlapDDP, ddp.OverlapDDP)
+    assert list(ours) == list(library)
+    assert [sorted(sent) for sent in _reduced_bytes(ours)] == [sorted(sent) for sent in _reduced_bytes(library)]
+
+    buckets = gradients(partial(_in_buckets, bucketed), bucketed)
+    librarys = gradients(partial(ddp.BucketedDDP, bucket_cap_mb=BUCKET_BYTES / 2**20), ddp.BucketedDDP)
+    assert list(buckets) == list(librarys) == list(library)
+    assert _reduced_bytes(buckets) == _reduced_bytes(librarys)
+    assert 1 < len(_reduced_bytes(buckets)[0]) < len(_reduced_bytes(ours)[0])
+
+
+def test_how_many_buckets_can_have_left_when_backward_comes_to_each_layer():
+    """From the last layer to the first, and when it is over; tokens.weight is complete only then."""
+    layers = ("tokens.weight", "a", "b", "head.weight")
+    assert bucket_checks._sendable([["b"], ["a"], ["tokens.weight"]], layers) == [0, 0, 1, 2, 3]
+    assert bucket_checks._sendable([["a"], ["b"], ["tokens.weight"]], layers) == [0, 0, 0, 2, 3]
+    assert bucket_checks._sendable([["b", "a"], ["tokens.weight"]], layers) == [0, 0, 0, 1, 2]
+
+
+def test_praise_of_overlap_counts_what_left_early():
+    assert "4 of 5 gradients were on their way before" in check.OverlapDDP(check.OverlapDDP.reference).text
+    praise = check.BucketedDDP(check.BucketedDDP.reference).text
+    assert "3 all_reduces for 5 gradients, 2 of them on their way before" in praise
+
+
+def test_a_class_is_not_written_yet_while_a_method_is_missing():
+    assert str(check.OverlapDDP(notebook_04.OverlapHalfWritten)) == "OverlapDDP: not written yet: synchronize"
+    verdict = check.BucketedDDP(notebook_04.BucketedHalfWritten)
+    assert str(verdict) == "BucketedDDP: not written yet: add_bucket and ready"
+    assert verdict.passed is None
+
+
+def test_a_decorated_stub_is_not_written_yet():
+    @contextlib.contextmanager
+    def no_sync(model):
+        """Docstring."""
+        ...  # noqa: PIE790
+
+    assert str(check.no_sync(no_sync)) == "no_sync: not written yet"
+
+
+def test_replay_of_buckets_in_the_order_of_arrival_shows_what_was_added_up():
+    assert not check.BucketedDDP(notebook_04.BucketedByArrival).passed
+    first, *_ = [step for step in check.BucketedDDP.replay().text.splitlines() if "[26, 26, 26] on rank 0" in step]
+    assert "[60, 60, 60] on rank 1" in first
 
 
 def test_an_error_that_is_not_about_none_is_left_as_it_is():
@@ -221,7 +292,9 @@ def test_failed_check_offers_a_replay_of_the_smallest_failing_world():
     replay = check.broadcast.replay()
     assert "rank 0 sends" in replay._repr_mimebundle_()["text/plain"]
     check.broadcast(check.broadcast.reference)
-    assert "nothing to replay" in check.broadcast.replay().text
+    assert "the last check passed, so there is nothing to replay" in check.broadcast.replay().text
+    check.broadcast._last = None
+    assert "nothing failed yet, so there is nothing to replay" in check.broadcast.replay().text
 
 
 def test_not_a_function():

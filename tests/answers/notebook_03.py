@@ -151,6 +151,18 @@ def average_gradients_reduces_and_broadcasts(module):
         parameter.grad /= _size()
 
 
+def average_gradients_reduces(module):
+    for parameter in _trained(module):
+        dist.reduce(parameter.grad, 0)
+        parameter.grad /= _size()
+
+
+def average_gradients_divides_by_4(module):
+    for parameter in _trained(module):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= 4
+
+
 # sum_or_mean
 
 
@@ -210,6 +222,18 @@ def sum_or_mean_divides_weighed_by_ranks(module, reduction, rows):
     _add_up(module, 1 if reduction == "sum" else rows / _size())
 
 
+def sum_or_mean_divides_by_own_rows_and_ranks(module, reduction, rows):
+    _add_up(module, 1 if reduction == "sum" else rows)
+    if reduction == "mean":
+        for parameter in _trained(module):
+            parameter.grad /= rows * _size()
+
+
+def sum_or_mean_leaves_when_it_has_none(module, reduction, rows):
+    if rows:
+        _add_up(module, 1 if reduction == "sum" else rows / _all_rows(rows))
+
+
 def sum_or_mean_leaves_sums_alone(module, reduction, rows):
     if reduction == "mean":
         _add_up(module, rows / _all_rows(rows))
@@ -245,6 +269,9 @@ class HookedAsFound(torch.nn.Module):
     def average(self, gradient):
         dist.all_reduce(gradient.data)
         gradient.data /= dist.get_world_size()
+
+    def synchronize(self):
+        pass
 
     def forward(self, *inputs):
         return self.module(*inputs)
@@ -317,7 +344,8 @@ class HookedOnCopies(HookedAsFound):
 
 WRONG = [  # exercise, answer, what the verdict must say
     ("average_gradients", average_gradients_sums, "tokens.weight.grad is the sum over the ranks: divide"),
-    ("average_gradients", average_gradients_divides_twice, "was divided by the number of ranks twice"),
+    ("average_gradients", average_gradients_divides_twice, "was divided by 4, on 2 ranks. Twice, before"),
+    ("average_gradients", average_gradients_divides_by_4, "Or by a number of your own?"),
     ("average_gradients", average_gradients_divides_by_2, "was divided by 2, on 4 ranks"),
     ("average_gradients", average_gradients_divides_on_rank_0, "Every rank must divide, not only those below it"),
     ("average_gradients", average_gradients_averages_the_parameters, "you averaged the parameters"),
@@ -335,6 +363,7 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("average_gradients", average_gradients_mixes_up_the_parts, "holds the mean of body.weight.grad"),
     ("average_gradients", average_gradients_never_waits, "never waited for it"),
     ("average_gradients", average_gradients_number_by_number, "made 10 calls for 3 gradients"),
+    ("average_gradients", average_gradients_reduces, "Only rank 0 has the sum: you called dist.reduce"),
     ("average_gradients", average_gradients_reduces_and_broadcasts, "what does an all_reduce of each gradient not do"),
     ("sum_or_mean", sum_or_mean_always_divides, "A sum over all rows is divided by nothing"),
     ("sum_or_mean", sum_or_mean_never_divides, "the ranks' means, added up"),
@@ -343,6 +372,12 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("sum_or_mean", sum_or_mean_of_means, "every rank counts alike, though they have 1 to 3 rows"),
     ("sum_or_mean", sum_or_mean_divides_by_own_rows, "divided by this rank's 3 rows. All ranks have 4 together"),
     ("sum_or_mean", sum_or_mean_rows_of_this_rank_only, "the rows of all ranks, added up, too, with an all_reduce"),
+    ("sum_or_mean", sum_or_mean_divides_by_own_rows_and_ranks, "by the number of ranks times this rank's 3 rows"),
+    (
+        "sum_or_mean",
+        sum_or_mean_leaves_when_it_has_none,
+        "sum over 4 and 0 rows: deadlock: rank 0 waits",
+    ),
     ("sum_or_mean", sum_or_mean_forgets_to_divide, "weighed with rows, and never divided"),
     ("sum_or_mean", sum_or_mean_forgets_to_weigh, "no rank's mean was multiplied by its own rows"),
     ("sum_or_mean", sum_or_mean_divides_weighed_by_ranks, "then divided by the number of ranks"),
@@ -350,10 +385,10 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("sum_or_mean", sum_or_mean_leaves_means_alone, "this rank's own gradient. Those of all ranks belong in it"),
     ("sum_or_mean", sum_or_mean_adds_tied_twice, "did it have its turn twice?"),
     ("sum_or_mean", sum_or_mean_by_guess, "of one process with all 4 rows"),
-    ("HookedDDP", HookedAsFound, "The hook's argument is the parameter; its gradient is parameter.grad"),
+    ("HookedDDP", HookedAsFound, "What your hook gave to all_reduce is 7, on every rank alike"),
     ("HookedDDP", HookedAveragesBoth, "handed 32 bytes to all_reduce where its gradients have 16"),
     ("HookedDDP", HookedForgetsToDivide, "weight.grad is the sum over the ranks: divide"),
-    ("HookedDDP", HookedDividesTwice, "was divided by the number of ranks twice"),
+    ("HookedDDP", HookedDividesTwice, "was divided by 4, on 2 ranks. Twice, before"),
     ("HookedDDP", HookedForTwoRanks, "was divided by 2, on 4 ranks"),
     ("HookedDDP", HookedStepsItself, "weight itself was 7 and is -14"),
     ("HookedDDP", HookedDoesNotWait, "never waited for it"),

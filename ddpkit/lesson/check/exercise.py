@@ -112,7 +112,8 @@ class Exercise:
         from ddpkit.lesson.player import player
 
         if self._failed is None:
-            return Verdict(None, f"{self.name}: nothing failed yet, so there is nothing to replay")
+            why = "nothing failed yet" if self._last is None else "the last check passed"
+            return Verdict(None, f"{self.name}: {why}, so there is nothing to replay")
         return player(self._failed)
 
     def _next_hint(self) -> str:

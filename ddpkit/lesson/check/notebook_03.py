@@ -150,11 +150,17 @@ def _wrong_mean(trial: Trial, rank: int, expected: Left, got: Left, own: Callabl
         return beside
     name = _wrong(expected, got)[0]
     mean, value, world_size = expected.gradients[name], got.gradients[name], trial.world_size
+    has_it = next((record.peer for record in expected.said if record.op == "reduce"), rank)
+    if has_it != rank:
+        return f"Only rank {has_it} has the sum: you called dist.reduce. All ranks need it: dist.all_reduce."
     if value == [world_size * each for each in mean]:
         others = " Every rank must divide, not only those below it." if rank else ""
         return f"{name}.grad is the sum over the ranks: divide by the number of ranks.{others}"
     if value == [each / world_size for each in mean]:
-        return f"{name}.grad was divided by the number of ranks twice. Before the all_reduce or after it, not both."
+        return (
+            f"{name}.grad was divided by {world_size**2}, on {world_size} ranks. Twice, before the all_reduce and "
+            "after it? Or by a number of your own? dist.get_world_size() knows how many there are."
+        )
     if world_size > 2 and value == [world_size / 2 * each for each in mean]:
         return f"{name}.grad was divided by 2, on {world_size} ranks: dist.get_world_size() knows how many there are."
     for other in range(world_size):
@@ -287,7 +293,7 @@ average_gradients = Exercise(
 
 # sum_or_mean(module, reduction, rows)
 
-ROWS = {2: (3, 1), 3: (4, 1, 3)}  # of each rank, by world size; 4 and 8 together, by which divisions are exact
+ROWS = (3, 1), (4, 0), (4, 1, 3)  # of each rank, by trial; 4 or 8 together, by which divisions are exact
 
 
 def sum_or_mean(module, reduction, rows):
@@ -300,31 +306,32 @@ def sum_or_mean(module, reduction, rows):
             dist.all_reduce(parameter.grad)
 
 
-def _local(rank: int, world_size: int, reduction: str) -> int:
+def _local(rank: int, rows: tuple[int, ...], reduction: str) -> int:
     """What rank r's gradients are multiples of before: a row brings 10**r to a sum, all rows times that to a mean.
 
-    So both end as the same number, whose digits are the rows of each rank: 13, 314.
+    So both end as the same number, whose digits are the rows of each rank: 13, 314. Without rows, they are zeros.
     """
-    rows = ROWS[world_size]
+    if not rows[rank]:
+        return 0
     return 10**rank * (rows[rank] if reduction == "sum" else sum(rows))
 
 
-def _run_sum_or_mean(answer, reduction):
-    module = Small()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    _backward(module, _local(rank, world_size, reduction))
+def _run_sum_or_mean(answer, reduction, rows):
+    module, rank = Small(), dist.get_rank()
+    _backward(module, _local(rank, rows, reduction))
     with _explaining_none(module):
-        answer(module, reduction, ROWS[world_size][rank])
+        answer(module, reduction, rows[rank])
     return _left(module)
 
 
 def _sum_or_mean_trials():
-    for world_size, rows in ROWS.items():
+    for rows in ROWS:
+        world_size = len(rows)
         whole = _small_left(sum(count * 10**rank for rank, count in enumerate(rows)))
         who = f"{', '.join(map(str, rows[:-1]))} and {rows[-1]} rows"
         for reduction in ("sum", "mean"):
             expected = _expect([whole] * world_size)
-            yield Trial(world_size, _run_sum_or_mean, (reduction,), expected, what=f"{reduction} over {who}")
+            yield Trial(world_size, _run_sum_or_mean, (reduction, rows), expected, what=f"{reduction} over {who}")
 
 
 def _sum_or_mean_cause(trial: Trial, rank: int, expected: Left, got: Left):
@@ -332,42 +339,44 @@ def _sum_or_mean_cause(trial: Trial, rank: int, expected: Left, got: Left):
     if beside:
         return beside
     name = _wrong(expected, got)[0]
-    explain = _wrong_sum if trial.args[0] == "sum" else _wrong_weights
-    for scale, cause in explain(trial.world_size, rank).items():
+    reduction, rows = trial.args
+    explain = _wrong_sum if reduction == "sum" else _wrong_weights
+    for scale, cause in explain(rows, rank).items():
         if all(math.isclose(value, scale * FACTORS[name], rel_tol=1e-5) for value in got.gradients[name]):
             return f"{name}.grad: {cause}"
-    return f"Write down {name}.grad of one process with all {sum(ROWS[trial.world_size])} rows. What does a row weigh?"
+    return f"Write down {name}.grad of one process with all {sum(rows)} rows. What does a row weigh?"
 
 
-def _wrong_sum(world_size: int, rank: int) -> dict[float, str]:
+def _wrong_sum(rows: tuple[int, ...], rank: int) -> dict[float, str]:
     """What wrong gradients of a loss that is a sum are multiples of, and why."""
-    rows = ROWS[world_size]
-    local = [_local(each, world_size, "sum") for each in range(world_size)]
+    local = [_local(each, rows, "sum") for each in range(len(rows))]
     weighed = sum(count * each for count, each in zip(rows, local, strict=True))
     return {
         local[rank]: "that is this rank's own gradient. Those of all ranks add up: dist.all_reduce.",
-        sum(local) / world_size: "that is divided by the number of ranks. A sum over all rows is divided by nothing.",
+        sum(local) / len(rows): "that is divided by the number of ranks. A sum over all rows is divided by nothing.",
         sum(local) / sum(rows): "that is divided by the number of rows. That makes a mean of it; the loss is a sum.",
         weighed / sum(rows): "that is weighed with rows. A sum needs no weights; a mean does. Are the two swapped?",
     }
 
 
-def _wrong_weights(world_size: int, rank: int) -> dict[float, str]:
+def _wrong_weights(rows: tuple[int, ...], rank: int) -> dict[float, str]:
     """What wrong gradients of a loss that is a mean are multiples of, and why."""
-    rows = ROWS[world_size]
-    local = [_local(each, world_size, "mean") for each in range(world_size)]
+    local = [_local(each, rows, "mean") for each in range(len(rows))]
     weighed = sum(count * each for count, each in zip(rows, local, strict=True))
     counts = f"{min(rows)} to {max(rows)}"
+    own = rows[rank] or math.nan  # who divides by no rows gets no number
     return {
         local[rank]: "that is this rank's own gradient. Those of all ranks belong in it: dist.all_reduce.",
         sum(local): "that is the ranks' means, added up. Weigh each: its rows over the rows of all ranks, added up, "
         "too, with an all_reduce.",
-        sum(local) / world_size: f"that is a mean of means: every rank counts alike, though they have {counts} rows. "
+        sum(local) / len(rows): f"that is a mean of means: every rank counts alike, though they have {counts} rows. "
         "It is right only if all have equally many.",
         weighed: "that is weighed with rows, and never divided. Divide by the rows of all ranks.",
-        weighed / rows[rank]: f"that is divided by this rank's {rows[rank]} rows. All ranks have {sum(rows)} together: "
+        weighed / own: f"that is divided by this rank's {rows[rank]} rows. All ranks have {sum(rows)} together: "
         "add them up with an all_reduce.",
-        weighed / world_size: "that is weighed with rows, then divided by the number of ranks. Divide by all rows.",
+        weighed / own / len(rows): f"that is divided by the number of ranks times this rank's {rows[rank]} rows. All "
+        f"ranks have {sum(rows)} together: add them up with an all_reduce.",
+        weighed / len(rows): "that is weighed with rows, then divided by the number of ranks. Divide by all rows.",
         sum(local) / sum(rows): "that is divided by all rows, but no rank's mean was multiplied by its own rows.",
     }
 
@@ -378,9 +387,10 @@ sum_or_mean = Exercise(
     [
         "If the loss is a sum, so is its gradient: rows on different ranks just add up. Is anything to be divided?",
         "If it is a mean, undo it: a rank's mean times its rows is its sum. Add up the sums; divide by all rows.",
-        "How many rows all ranks have, no rank knows: all_reduce torch.tensor(rows) first.",
+        "How many rows all ranks have, no rank knows: all_reduce torch.tensor(rows) first. One that has none "
+        "takes part, too.",
     ],
-    "right on 2 and 3 ranks with different numbers of rows, for the sum and for the mean.",
+    "right on 2 and 3 ranks with different numbers of rows, none among them, for the sum and for the mean.",
     _sum_or_mean_cause,
     lambda trial, run: None,
     races=_not_waited_for,
@@ -391,7 +401,7 @@ sum_or_mean = Exercise(
 # HookedDDP: what is wrong with it?
 
 
-class HookedDDP(nn.Module):
+class HookedDDP(torch.nn.Module):  # as the notebook imports it: what is shown can be pasted there
     def __init__(self, module):
         super().__init__()
         self.module = module
@@ -402,6 +412,9 @@ class HookedDDP(nn.Module):
     def average(self, parameter):  # not the gradient: the hook is given the parameter that has it
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
+
+    def synchronize(self):
+        pass
 
     def forward(self, *inputs):
         return self.module(*inputs)
@@ -458,8 +471,9 @@ def _hooked_cause(trial: Trial, rank: int, expected: Left, got: Left):
     itself = _sent_itself(expected)
     if itself:
         return (
-            f"The hook's argument is the parameter; its gradient is parameter.grad. Your all_reduce averaged {itself} "
-            "itself: the loss may still fall, but each gradient is that of one rank's data, and the ranks drift apart."
+            f"What your hook gave to all_reduce is {_brief(expected.parameters[itself])}, on every rank alike. "
+            "Gradients of different data never are: what is it?\n"
+            "The ranks stay one step apart, each along its own gradient."
         )
     if trial.args[0] > 1:
         return "The first step was right. Does the hook average in every step, and leave the parameters alone?"
