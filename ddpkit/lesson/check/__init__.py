@@ -5,15 +5,20 @@ from .notebook_00 import neighbours, say_hello
 from .notebook_01 import all_gather, all_reduce, broadcast, reduce_scatter
 from .notebook_02 import ring_all_gather, ring_cost, ring_reduce_scatter
 from .notebook_03 import HookedDDP, average_gradients, sum_or_mean
+from .notebook_04 import BucketedDDP, OverlapDDP, no_sync, plan_buckets
 
 __all__ = [
+    "BucketedDDP",
     "HookedDDP",
+    "OverlapDDP",
     "all_gather",
     "all_reduce",
     "average_gradients",
     "broadcast",
     "is_stub",
     "neighbours",
+    "no_sync",
+    "plan_buckets",
     "reduce_scatter",
     "ring_all_gather",
     "ring_cost",
