@@ -522,6 +522,15 @@ class BucketedAddsUp(Bucketed):
             parameter.grad = self.views[parameter]
 
 
+class BucketedTakesOnce(Bucketed):
+    def take(self, parameter):
+        self.taken = getattr(self, "taken", set())
+        if parameter not in self.taken:
+            super().take(parameter)
+        self.taken.add(parameter)
+        parameter.grad = self.views[parameter]
+
+
 class BucketedCopiesBack(BucketedNoWayBack):
     def synchronize(self):
         super().synchronize()
@@ -826,6 +835,7 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("BucketedDDP", BucketedViewsOnce, "zero_grad(set_to_none=True) dropped the view"),
     ("BucketedDDP", BucketedNoWayBack, "doesn't lie in the bucket that was sent"),
     ("BucketedDDP", BucketedAddsUp, "still has the first step's mean in it"),
+    ("BucketedDDP", BucketedTakesOnce, "is still the mean of the first step"),
     ("BucketedDDP", BucketedCopiesBack, "isn't a view of the bucket that was sent: the mean was copied once more"),
     ("BucketedDDP", BucketedMadeAnew, "rank 0 made new buckets in the second step"),
     ("BucketedDDP", BucketedSums, "is the sum over the ranks: divide"),
