@@ -4,7 +4,7 @@ import argparse
 import importlib
 import inspect
 
-BENCHMARKS = ("launch", "all_reduce", "reduce_scatter", "ddp")
+BENCHMARKS = ("launch", "all_reduce", "reduce_scatter", "ddp", "zero")
 
 
 def main(arguments: list[str] | None = None):
