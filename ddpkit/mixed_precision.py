@@ -122,7 +122,7 @@ class LossScaler:
         RuntimeError: it ran already since the last update().
         """
         if self._stepped:
-            raise RuntimeError("step ran twice: the scale doesn't know of the first yet. Call update() after each step.")
+            raise RuntimeError("step ran twice: the scale doesn't know of the first. Call update() after each step.")
         if self.overflow is None:
             self.unscale_(optimizer)
         self._stepped = True
