@@ -332,14 +332,15 @@ def _is_parameter(x: Tensor) -> bool:
 
 
 def _where(names: dict[int, str]) -> str:
-    """Who is at work: the innermost module, or function outside of torch, that called the caller's caller."""
+    """Who is at work: the innermost module, or public function outside of torch, that called the caller's caller."""
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_locals.get("self")
         if frame.f_code.co_name == "forward" and isinstance(module, nn.Module):
             return names.get(id(module)) or type(module).__name__
-        if not Path(frame.f_code.co_filename).is_relative_to(TORCH):
-            return frame.f_code.co_qualname
+        name = frame.f_code.co_qualname
+        if not name.startswith("_") and not Path(frame.f_code.co_filename).is_relative_to(TORCH):
+            return name
         frame = frame.f_back
     return "?"
 
