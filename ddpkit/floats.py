@@ -260,7 +260,7 @@ def _onto_grid(x: Tensor, format: Format, rounding: Callable[[Tensor], Tensor]) 
     exponent = torch.frexp(exact).exponent - 1  # frexp has its mantissas from 0.5 to 1, IEEE from 1 to 2
     spacing = _power_of_two(exponent.clamp(min=1 - format.bias) - format.fraction_bits)
     magnitude = rounding(exact.abs() / spacing) * spacing
-    too_large = magnitude > format.largest
+    too_large = magnitude > format.largest  # not left to `to`: what torch does for e4m3 depends on its version
     magnitude = magnitude.masked_fill(too_large, math.inf if format.has_inf else format.largest)
     return magnitude.copysign(exact).to(format.dtype or torch.float32)
 

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .. import floats
+
 DPI = 96  # a figure's pixel is a pixel of the page, so 14 pt in the figure are 14 pt on the screen
 WIDEST = 1040  # pixels that a page of JupyterLab has room for
 SMALL, NORMAL, LARGE = 14, 16, 18  # points
@@ -555,6 +557,35 @@ def draw_scale(canvas: Canvas, left, y, width, seconds):
         x = left + width * at * step / seconds
         canvas.line([(x, y), (x, y + 7)])
         canvas.text(x, y + 24, f"{at * step * 1e3:.6g}" + " ms" * (at == 0))
+
+
+# Floats, bit by bit.
+
+FIELD_COLOURS = {"sign": RANK_COLOURS[3], "exponent": RANK_COLOURS[1], "fraction": RANK_COLOURS[4]}
+
+
+def float_bits(numbers: Sequence[floats.Number]) -> Picture:
+    """The bits of numbers in their formats, a row for each, with the same places under one another."""
+    cell, left, row = 25, 120, 74
+    point = left + cell * (1 + max(number.format.exponent_bits for number in numbers))
+    right = point + cell * max(number.format.fraction_bits for number in numbers)
+    canvas = Canvas(max(right, left + 640) + 20, 56 + row * len(numbers))
+    for at, (name, fill) in enumerate(FIELD_COLOURS.items()):
+        canvas.box(left + 150 * at, 14, 30, 20, fill)
+        canvas.text(left + 40 + 150 * at, 24, name, align="left")
+    for at, number in enumerate(numbers):
+        y = 52 + row * at
+        canvas.text(14, y + 16, number.format.name, NORMAL, "left", bold=True)
+        start = point - cell * (1 + number.format.exponent_bits)
+        for place, bit in enumerate(number.bits.replace(" ", "")):
+            fill = FIELD_COLOURS[floats.field_of(place, number.format)]
+            canvas.box(start + cell * place, y, cell, 32, fill)
+            canvas.text(start + cell * (place + 0.5), y + 16, bit)
+        spacing = "" if number.spacing is None else f", spacing {number.spacing}"
+        canvas.text(left, y + 48, f"{number.value}{spacing}", align="left")
+    return canvas.picture(
+        ". ".join(f"{number.format.name}: {number.bits} is {number.value}" for number in numbers) + "."
+    )
 
 
 # Where ranks live.
