@@ -6,19 +6,23 @@ from .notebook_01 import all_gather, all_reduce, broadcast, reduce_scatter
 from .notebook_02 import ring_all_gather, ring_cost, ring_reduce_scatter
 from .notebook_03 import HookedDDP, average_gradients, sum_or_mean
 from .notebook_04 import BucketedDDP, OverlapDDP, no_sync, plan_buckets
+from .notebook_05 import LossScaler, master_step, predict_bytes
 
 __all__ = [
     "BucketedDDP",
     "HookedDDP",
+    "LossScaler",
     "OverlapDDP",
     "all_gather",
     "all_reduce",
     "average_gradients",
     "broadcast",
     "is_stub",
+    "master_step",
     "neighbours",
     "no_sync",
     "plan_buckets",
+    "predict_bytes",
     "reduce_scatter",
     "ring_all_gather",
     "ring_cost",

@@ -1,0 +1,417 @@
+"""Checkers of notebook 05: LossScaler, master_step, predict_bytes.
+
+All numbers are powers of two, or few of them, so that what an answer leaves is right to the bit or wrong.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpkit.mixed_precision import LossScaler as Scaler
+from ddpkit.mixed_precision import MixedPrecisionOptimizer
+from ddpkit.runtime.launch import Run
+
+from .exercise import Exercise, Trial
+from .notebook_04 import ClassExercise
+
+# LossScaler
+
+
+class LossScaler:
+    def __init__(self, scale=2.0**16, growth_interval=2000):
+        self.factor, self.growth_interval = scale, growth_interval
+        self.good_steps, self.overflow = 0, None
+
+    def scale(self, loss):
+        return loss * self.factor
+
+    def unscale_(self, optimizer):
+        overflow = torch.zeros(1)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= self.factor
+                overflow += not parameter.grad.isfinite().all()  # not .isinf(): inf - inf is NaN
+        dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        self.overflow = bool(overflow)
+
+    def step(self, optimizer):
+        if self.overflow is None:
+            self.unscale_(optimizer)
+        if not self.overflow:
+            optimizer.step()
+
+    def update(self):
+        self.good_steps = 0 if self.overflow else self.good_steps + 1
+        if self.overflow:
+            self.factor /= 2
+        elif self.good_steps == self.growth_interval:
+            self.factor, self.good_steps = self.factor * 2, 0
+        self.overflow = None
+
+
+START, INTERVAL, GRADIENT = 8.0, 2, 3.0
+FINE, INF, NAN = "fine", "inf", "NaN"
+
+
+class Step(NamedTuple):
+    """What a rank saw of a step. scaled: the gradient after backward, as a multiple of what it is without a scaler."""
+
+    scaled: float
+    moved: float
+
+    def __repr__(self):
+        return f"(loss × {self.scaled:g}, weight moved by {self.moved:g})"
+
+
+class Steps(list):
+    def __repr__(self):
+        return ", ".join(map(repr, self))
+
+
+def _run_scaler(answer, plan, odd, looks):
+    """Steps of SGD on two weights. plan: what becomes of rank `odd`'s gradient. looks: unscale_ is called before."""
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    scaler, seen = answer(scale=START, growth_interval=INTERVAL), Steps()
+    for fate in plan:
+        optimizer.zero_grad()
+        loss = (weights[0] * GRADIENT + weights[1] * GRADIENT).sum()
+        scaler.scale(loss).backward()
+        scaled, before = weights[0].grad.item() / GRADIENT, weights[0].item()
+        if dist.get_rank() == odd and fate != FINE:
+            weights[1].grad.fill_(math.inf if fate == INF else math.nan)
+        if looks:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(Step(scaled, before - weights[0].item()))
+    return seen
+
+
+def _right_steps(plan) -> Steps:
+    """From the rules, written once more: a table of scales."""
+    scale, good, steps = START, 0, Steps()
+    for fate in plan:
+        steps.append(Step(scale, GRADIENT if fate == FINE else 0.0))
+        good = good + 1 if fate == FINE else 0
+        scale = scale / 2 if fate != FINE else scale * 2 if good == INTERVAL else scale
+        good = good % INTERVAL
+    return steps
+
+
+def _scaler_trials():
+    for world_size, odd, plan, looks, what in (
+        (1, 0, [FINE], False, "one step"),
+        (1, 0, [FINE], True, "one step, gradients looked at before"),
+        (1, 0, [FINE, FINE, FINE, FINE, FINE], False, "five steps, growth_interval 2"),
+        (1, 0, [INF, FINE], False, "an inf in the first step"),
+        (1, 0, [NAN, FINE], False, "a NaN in the first step"),
+        (1, 0, [FINE, INF, FINE, FINE, FINE], False, "an inf in the second step of five, growth_interval 2"),
+        (2, 1, [INF, FINE], False, "an inf on rank 1 in the first step"),
+        (3, 0, [FINE, NAN, FINE, FINE, FINE], True, "a NaN on rank 0 in the second step, gradients looked at before"),
+    ):
+        yield Trial(world_size, _run_scaler, (plan, odd, looks), [_right_steps(plan)] * world_size, what=what)
+
+
+def _scaler_cause(trial: Trial, rank: int, expected: Steps, got: Steps):
+    plan, odd, looks = trial.args
+    number = next(n for n, (right, found) in enumerate(zip(expected, got, strict=True)) if right != found)
+    right, found = expected[number], got[number]
+    where = f"Step {number + 1}: "
+    if found.scaled != right.scaled:
+        return where + _wrong_scale(plan[:number], right.scaled, found.scaled, rank, odd)
+    if right.moved == 0:
+        if rank != odd:
+            return (
+                f"{where}rank {odd} skipped, and rank {rank} took the step: from now on they have different weights. "
+                "Agree with one dist.all_reduce of one float, op=dist.ReduceOp.MAX."
+            )
+        name = plan[number]
+        nan = " NaN is not inf: torch.isfinite sees both." if name == NAN else ""
+        return f"{where}a gradient was {name}, and the optimizer stepped all the same.{nan}"
+    if found.moved == 0:
+        return f"{where}all gradients were finite, but the step was skipped. Does update() forget the last overflow?"
+    times = found.moved / right.moved
+    if times == right.scaled:
+        return f"{where}the weight moved {times:g} times too far: nobody divided the gradient by the scale."
+    if times == 1 / right.scaled:
+        before = " unscale_ had been called before step: look at `overflow`, it is None until then." if looks else ""
+        return f"{where}the gradient was divided by the scale twice.{before}"
+    return f"{where}does step() call optimizer.step() once, with gradients divided by the scale once?"
+
+
+def _wrong_scale(plan: list[str], right: float, found: float, rank: int, odd: int) -> str:
+    """Why a step's loss was multiplied by another number. plan: what came before it."""
+    if not plan:
+        return "scale(loss) returns loss * factor, a new tensor, whose gradients are as many times as large."
+    if plan[-1] != FINE:
+        if found > right and rank != odd:
+            return f"rank {odd} halved its scale, and rank {rank} didn't: all must know of the overflow."
+        if found > right:
+            return "after an overflow the scale is half of what it was, else the next step overflows, too."
+        return "after an overflow the scale is half of what it was."
+    if found < right and INF not in plan and NAN not in plan:
+        return f"the scale never grew: after {INTERVAL} steps in a row without an overflow it doubles."
+    if found < right:
+        return "after an overflow the scale must be able to grow again: the good steps count anew, from 0."
+    if INF in plan or NAN in plan:
+        return "the scale grew too early: an overflow starts the count of good steps anew, from 0."
+    return f"the scale grew too early: after {INTERVAL} good steps, then after {INTERVAL} more, counted from 0."
+
+
+def _scaler_wire(trial: Trial, run: Run) -> str | None:
+    """One number a step."""
+    for rank, diary in enumerate(run.wire):
+        steps, calls = len(trial.args[0]), len(diary)
+        if calls > steps or any(record.bytes > 8 for record in diary):
+            return (
+                f"the values are right, but rank {rank} sent {sum(record.bytes for record in diary)} bytes in {calls} "
+                f"calls for {steps} step{'s' * (steps > 1)}.\nAdd up on the rank first, whether any of its gradients "
+                "overflowed: one float for all of them is enough."
+            )
+    return None
+
+
+LossScaler = ClassExercise(
+    LossScaler,
+    _scaler_trials,
+    [
+        "What must a rank know to decide? Whether a gradient of any rank is inf or NaN. Who tells it?",
+        "unscale_: divide every gradient; add up `not gradient.isfinite().all()` in one float; all_reduce it with MAX.",
+        "update: after an overflow factor /= 2 and good_steps = 0; else good_steps += 1, and at growth_interval double "
+        "the factor and count from 0. Either way overflow = None.",
+    ],
+    "small gradients survive, and all ranks step, or none. One float a step told them.",
+    _scaler_cause,
+    _scaler_wire,
+    note="# Ours, short. ddpkit.mixed_precision.LossScaler has the options and complains about calls in a wrong order.",
+)
+
+
+# master_step(weights, masters, optimizer, scale)
+
+
+def master_step(weights, masters, optimizer, scale):
+    for weight, master in zip(weights, masters, strict=True):
+        master.grad = None if weight.grad is None else weight.grad.float() / scale  # in fp32, where it fits
+    optimizer.step()
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            weight.copy_(master)  # rounds
+
+
+IN_PLACE = "fp16 weights, in place"
+KINDS = {  # and why they are wrong
+    "weights of another dtype": "The model computes in fp16, and its weights must stay so.",
+    "other tensors in the list of weights": "The model holds the old tensors, and won't see the new ones.",
+    "weights in new memory": "Who has a view of the old memory, like a flat buffer, won't see the new.",
+}
+
+
+class Weights(NamedTuple):
+    """What an answer left. weights, masters: their values; kind: whether the weights are still the model's, in fp16."""
+
+    weights: list[float]
+    masters: list[float]
+    kind: str = IN_PLACE
+
+    def __repr__(self):
+        return f"{self.kind} {[f'{w:.6g}' for w in self.weights]}, masters {[f'{m:.8g}' for m in self.masters]}"
+
+
+SCALE = 2.0**14
+LEARNING_RATE = 2.0**8
+UPDATE = 2.0**-12  # of each step: 1 - 2**-12 is 1 in fp16, whose numbers below 1 are 2**-11 apart
+SMALL = UPDATE / LEARNING_RATE / 2**6  # the second weight's gradient: 2**-26, nothing in fp16
+
+
+def _run_master_step(answer, steps):
+    """Three weights: of gradients that are small, too small for fp16 unscaled, and None."""
+    weights = [nn.Parameter(torch.tensor([value], dtype=torch.float16)) for value in (1.0, 2.0**-6, 0.5)]
+    masters = [weight.detach().float().requires_grad_() for weight in weights]
+    before, places = list(weights), [weight.data_ptr() for weight in weights]
+    optimizer = torch.optim.SGD(masters, lr=LEARNING_RATE)
+    for _ in range(steps):
+        for weight, gradient in zip(weights, (UPDATE / LEARNING_RATE, SMALL), strict=False):
+            weight.grad = torch.tensor([gradient * SCALE], dtype=torch.float16)
+        answer(weights, masters, optimizer, SCALE)
+    kind = IN_PLACE
+    if any(weight.dtype != torch.float16 for weight in weights):
+        kind = "weights of another dtype"
+    elif any(weight is not model for weight, model in zip(weights, before, strict=True)):
+        kind = "other tensors in the list of weights"
+    elif [weight.data_ptr() for weight in weights] != places:
+        kind = "weights in new memory"
+    return Weights([w.item() for w in weights], [m.item() for m in masters], kind)
+
+
+def _fp16(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float16).item()
+
+
+def _masters_after(steps: int) -> list[float]:
+    return [1.0 - steps * UPDATE, 2.0**-6 - steps * SMALL * LEARNING_RATE, 0.5]
+
+
+def _master_trials():
+    for steps in (1, 2, 8):
+        masters = _masters_after(steps)
+        expected = Weights([_fp16(master) for master in masters], masters)
+        yield Trial(1, _run_master_step, (steps,), [expected], what=f"{steps} step{'s' * (steps > 1)}")
+
+
+def _master_cause(trial: Trial, rank: int, expected: Weights, got: Weights):
+    (steps,) = trial.args
+    start = _masters_after(0)
+    if got.kind in KINDS:
+        return f"{KINDS[got.kind]} weight.copy_(master) rounds, in place."
+    if got.masters == start and got.weights == start:
+        return "Nothing moved. Does optimizer.step() find a gradient in each master copy's .grad?"
+    if got.masters == start:
+        return (
+            "The weights moved, the master copies didn't: the optimizer has the master copies, and they its gradients."
+        )
+    if got.masters[0] == 1 - SCALE * UPDATE * steps:
+        return f"The first moved {SCALE:g} times too far: gradients are those of the loss times scale. Divide them."
+    if got.masters[1] == start[1]:
+        return (
+            "The second master copy never moved: its gradient, 2**-26, is 0 in fp16. Convert to fp32 first, then "
+            "divide by the scale."
+        )
+    if got.masters[0] > expected.masters[0]:
+        return (
+            "The master copy lost an update that fp16 doesn't show: 1 - 2**-12 is 1 there. Weights are copied from "
+            "masters, never masters from weights."
+        )
+    if got.masters[0] < expected.masters[0]:
+        return "The first moved too far in later steps: a master copy's .grad is set anew in each, not added to."
+    if got.masters == expected.masters and got.weights == start:
+        return "The master copies are right, but the weights are the old ones: round into them, after optimizer.step()."
+    if got.masters == expected.masters:
+        return "The master copies are right. The weights are those, rounded to fp16, after optimizer.step()."
+    return "Gradients to fp32, divided by scale, into each master.grad; optimizer.step(); masters into the weights."
+
+
+master_step = Exercise(
+    master_step,
+    _master_trials,
+    [
+        "The optimizer was made with the masters. What does it look for in them, and in which dtype?",
+        "weight.grad may be None; then master.grad is None, too. Else weight.grad.float() / scale, in this order.",
+        "After optimizer.step(), inside torch.no_grad(): weight.copy_(master) for each pair.",
+    ],
+    "after 8 steps of 2**-12 the weight is 1 - 2**-9. In fp16 alone it would still be 1.",
+    _master_cause,
+    lambda trial, run: None,
+    note="# Ours, short. ddpkit.mixed_precision.MixedPrecisionOptimizer does this in its step.",
+)
+
+
+# predict_bytes(parameters, precision, optimizer)
+
+
+def predict_bytes(parameters, precision, optimizer):
+    weight_and_gradient, master = {"fp32": (4 + 4, 0), "mixed": (2 + 2, 4)}[precision]
+    moments = {"SGD": 0, "momentum": 4, "AdamW": 4 + 4}[optimizer]
+    return parameters * (weight_and_gradient + master + moments)
+
+
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {}),
+}
+PARAMETERS = 210
+
+
+class Bytes(NamedTuple):
+    """What was predicted, and what the tensors that exist have."""
+
+    predicted: object
+    counted: dict[str, int]
+
+    def __repr__(self):
+        return f"{self.predicted} bytes"
+
+
+def _run_bytes(answer, precision, optimizer):
+    """Predict, then train for a step and count, after the backward of the second."""
+    predicted = answer(PARAMETERS, precision, optimizer)
+    model = nn.Linear(21, 10, bias=False)
+    optimizer_cls, options = OPTIMIZERS[optimizer]
+    if precision == "mixed":
+        stepper = MixedPrecisionOptimizer(model.parameters(), optimizer_cls, lr=0.1, scaler=Scaler(1.0), **options)
+        masters = stepper.masters.values()
+    else:
+        stepper, masters = optimizer_cls(model.parameters(), lr=0.1, **options), []
+    for step in range(2):
+        model(torch.ones(1, 21, dtype=model.weight.dtype)).float().sum().backward()
+        if step == 0:
+            stepper.step()
+            stepper.zero_grad()
+    moments = [t for state in stepper.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+    kinds = {"weights": [model.weight], "gradients": [model.weight.grad], "master copies": masters, "moments": moments}
+    return Bytes(predicted, {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kinds.items()})
+
+
+def _bytes_trials():
+    for precision in ("fp32", "mixed"):
+        for optimizer in OPTIMIZERS:
+            yield Trial(1, _run_bytes, (precision, optimizer), _count, what=f"{precision}, {optimizer}")
+
+
+def _count(run: Run) -> list[Bytes]:
+    return [Bytes(sum(found.counted.values()), found.counted) for found in run]
+
+
+def _bytes_cause(trial: Trial, rank: int, expected: Bytes, got: Bytes):
+    precision, optimizer = trial.args
+    counted = ", ".join(f"{kind} {nbytes // PARAMETERS}" for kind, nbytes in got.counted.items() if nbytes)
+    measured = f"Counted, bytes for each of {PARAMETERS} parameters: {counted}."
+    return f"{measured} {_bytes_usual(precision, optimizer, expected.predicted, got.predicted)}"
+
+
+def _bytes_usual(precision: str, optimizer: str, right: int, found: object) -> str:
+    """What is usually wrong with an answer that is off by so many bytes a parameter."""
+    if not isinstance(found, int | float):
+        return f"Return a number, not {type(found).__name__}."
+    if found * PARAMETERS == right:
+        return "Yours is of one parameter: there are more."
+    if found * 4 == right:
+        return "Count bytes, not numbers: fp32 has 4."
+    more = (found - right) / PARAMETERS
+    mixed = precision == "mixed"
+    if more == 2 and mixed:
+        return "2 too many: the gradient has the dtype of its weight."
+    if more == 4 and mixed:
+        return "4 too many: weight and gradient are 16-bit, 2 bytes each."
+    if more > 0 and not mixed:
+        return f"{more:g} too many: without 16-bit weights there is no master copy; SGD has no moments, momentum one."
+    if more == -2 and optimizer != "SGD":
+        return "2 are missing: moments are fp32, in mixed precision too."
+    if more == -4 and mixed and optimizer == "SGD":
+        return "4 are missing: the master copy, in fp32."
+    if more == -4 and optimizer == "SGD":
+        return "4 are missing: the gradient counts, too."
+    if more == -4:
+        return "4 are missing: which moments does this optimizer keep? momentum one, AdamW two."
+    return "Weight and gradient in the precision of the model; master copy, if there is one, and moments in fp32."
+
+
+predict_bytes = Exercise(
+    predict_bytes,
+    _bytes_trials,
+    [
+        "Four kinds of tensors: weights, gradients, master copies, moments. Which of them exist here?",
+        "SGD has no moments, momentum one, AdamW two; they are fp32, in mixed precision too.",
+        "fp32: 4 + 4 and the moments. mixed: 2 + 2, a master copy of 4, and the moments.",
+    ],
+    "as counted from the tensors, six times. Mixed precision saves no byte of these: 16 with AdamW either way. What it "
+    "halves are the activations, and what gradients weigh on the wire.",
+    _bytes_cause,
+    lambda trial, run: None,
+    note="# Ours. ddpkit.memory has the table for larger models, and for ZeRO.",
+)
