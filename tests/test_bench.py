@@ -13,12 +13,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddpkit import Link, RankError, bench, launch
 from ddpkit.bench import all_reduce, ddp, interleave, reduce_scatter
 from ddpkit.bench.__main__ import BENCHMARKS, main
 from ddpkit.bench.interleave import Variant
 from ddpkit.bench.results import Goal, Ratio, Result, Results, judge, paired_ratio, size_name, wins
+from ddpkit.ddp import plan_buckets
 
 # The command line
 
@@ -433,16 +435,29 @@ def test_ranks_get_a_core_each_where_there_are_enough():
 
 # Training steps: what is said about them
 
-GIVEN = {  # seconds of two rounds, and what the model predicts
-    "torch": (0.2, 0.15),
-    "compute alone": (0.1, 0.1),
-    "naive": (0.3, 0.16),
-    "flat": (0.24, 0.15),
-    "overlap": (0.12, 0.102),
-    ddp.SMALL: (0.12, 0.102),
-    ddp.LARGE: (0.2, 0.15),
-    ddp.BY_MODEL: (0.11, 0.101),
-    "torch again": (0.2, 0.15),
+OWN_WIRE = {  # seconds of the first round; the second takes twice as long
+    "torch": 0.2,
+    "compute alone": 0.1,
+    "naive": 0.3,
+    "flat": 0.24,
+    "overlap": 0.12,
+    ddp.SMALL: 0.12,
+    ddp.LARGE: 0.2,
+    "torch again": 0.2,
+}
+ON_A_LINK = {  # the same, and what the model predicts for the median
+    "torch": (0.12, 0.155),
+    "compute alone": (0.1, 0.15),
+    "naive": (0.3, 0.46),
+    "flat": (0.24, 0.35),
+    "overlap": (0.12, 0.156),
+    ddp.BY_MODEL: (0.11, 0.163),
+    ddp.as_in_seed(1): (0.12, 0.155),
+    ddp.as_in_seed(10): (0.125, 0.157),
+    ddp.as_in_seed(100): (0.14, 0.18),
+    ddp.as_in_seed(1000): (0.2, 0.3),
+    ddp.buckets_of(0.5): (0.115, 0.16),
+    "torch again": (0.12, 0.155),
 }
 
 
@@ -457,14 +472,18 @@ def case(emulated="", **changed):
             "",
             emulated,
             ddp.Counts(3, 4000, 8000),
-            predicted if emulated else None,
+            predicted,
         )
-        for name, (took, predicted) in (GIVEN | changed).items()
+        for name, (took, predicted) in (given(emulated) | changed).items()
     )
 
 
+def given(emulated):
+    return ON_A_LINK if emulated else {name: (took, None) for name, took in OWN_WIRE.items()}
+
+
 STEPS_HEAD = (
-    "GPT, 2 processes, G = 0.004 MB, Gloo, this machine's own wire\nVariant               Step (ms)  × torch's time"
+    "GPT, 2 processes, G = 0.004 MB, Gloo, this machine's own wire\nVariant            Step (ms)  × torch's time"
 )
 STEPS_CELLS = [
     ["torch", "300.0", "1", "1.00–1.00", "150.0", "3", "0.004", "2.00", "0.000000"],
@@ -486,15 +505,32 @@ def test_each_wire_has_a_table_of_its_own():
     plain, emulated, _ = repr(both).split("\n\n")
     assert "own wire" in plain.splitlines()[0]
     assert emulated.splitlines()[0].endswith("G = 0.004 MB, emulated: 50 µs")
-    assert "102.0" in emulated  # what the model predicts
-    assert "102.0" not in plain
+    cells = {line[0]: line for line in (re.split(" {2,}", line) for line in emulated.splitlines())}
+    assert cells["naive"][5:8] == ["300.0", "310.0", "3"]  # exposed, and what the model predicts of it
+    assert "310.0" not in plain
 
 
 def test_exposed_is_taken_round_by_round():
     steps = case()
     steps[2:3] = [ddp.Step("GPT", "naive", 2, 4000, (0.3, 0.21))]  # 0.2 s longer, and 0.01 s
+    assert steps.exposed(steps[2]) == pytest.approx([0.2, 0.01])
     assert steps.exposed_s(steps[2]) == pytest.approx((0.2 + 0.01) / 2)
     assert steps.exposed_s(steps[1]) == 0
+
+
+BESIDE_THE_SEED = """\
+As parts of the naive step        2 × T4 (ms)        GPT (ms)
+naive                                  1406.7  1.00     450.0  1.00
+flat                                   1365.2  0.97     360.0  0.80
+overlap                                1075.7  0.76     180.0  0.40
+buckets like the seed's 1 MiB          1093.4  0.78     180.0  0.40
+buckets like the seed's 10 MiB         1120.1  0.80     187.5  0.42
+buckets like the seed's 100 MiB        1213.4  0.86     210.0  0.47
+buckets like the seed's 1000 MiB       1360.4  0.97     300.0  0.67"""
+
+
+def test_the_seeds_table():
+    assert ddp.beside_the_seed(case("50 µs")) == BESIDE_THE_SEED
 
 
 @pytest.mark.parametrize(
@@ -510,28 +546,84 @@ def test_as_fast_is_a_median_and_an_interval(ratio, verdict):
     assert ddp.AsFast("ours", "torch", 2, 4000, 1.0, at_most=True).verdict(ratio) == verdict
 
 
+def test_medians_are_compared_not_rounds():
+    """A round in which nothing was exposed, or less, has no ratio; the medians, 2 and 4, have one."""
+    these, those = torch.tensor([1.0, 2.0, 3.0] * 40), torch.tensor([0.0, 4.0, 8.0] * 40)
+    median, low, high = ddp.ratio_of_medians(these, those)
+    assert median == 0.5
+    assert low <= 0.5 <= high
+    assert ddp.ratio_of_medians(2 * those, those) == (
+        2,
+        2,
+        2,
+    )  # both from the same rounds
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [
+        (Ratio(1.0, 0.86, 1.14), "yes"),
+        (Ratio(1.0, 0.84, 1.14), "too close to tell"),
+        (Ratio(1.1, 1.0, 1.16), "too close to tell"),
+        (Ratio(1.2, 1.16, 1.3), "NO"),
+        (Ratio(0.8, 0.7, 0.84), "NO"),
+    ],
+)
+def test_a_prediction_can_be_too_long_or_too_short(ratio, verdict):
+    assert ddp.Predicted("ours", ddp.STEP, 2, 4000, 0.15).verdict(ratio) == verdict
+
+
 def judged(steps):
-    return {(goal.variant, goal.against): verdict for goal, _, verdict in judge(ddp.goals(steps), steps)}
+    return {(goal.variant, goal.against): (goal, verdict) for goal, _, verdict in judge(ddp.goals(steps), steps)}
+
+
+def verdicts(steps):
+    return {what: verdict for what, (_, verdict) in judged(steps).items()}
 
 
 def test_goals_on_the_machines_own_wire():
-    shared = {ddp.SHARED: (0.21, 0.0)}
-    assert judged(case(**shared)) == {(ddp.LARGE, "torch"): "yes", (ddp.SHARED, "torch"): "NO"}
+    shared = {ddp.SHARED: (0.21, None)}
+    assert verdicts(case(**shared)) == {(ddp.LARGE, "torch"): "yes", (ddp.SHARED, "torch"): "NO"}
+
+
+SMALL, LARGE, SEARCHED = ddp.as_in_seed(1), ddp.as_in_seed(1000), ddp.buckets_of(0.5)
 
 
 def test_goals_on_a_link():
+    """Two rounds of which one takes twice as long: the interval of what isn't paired reaches from 2/3 to 4/3."""
     expected = {
         ("flat", "naive"): "yes",
-        (ddp.LARGE, "flat"): "yes",
-        ("overlap", ddp.LARGE): "yes",
-        (ddp.SMALL, "overlap"): "yes",
-        ("overlap", ddp.SMALL): "yes",
-        ("overlap", "compute alone"): "NO",  # predicted 2 % above, measured 20 %
+        (LARGE, "flat"): "yes",
+        ("overlap", LARGE): "yes",
+        (SMALL, "overlap"): "yes",
+        ("overlap", SMALL): "yes",
+        ("overlap", "compute alone"): "NO",  # predicted 4 % above, measured 20 %
+        (ddp.BY_MODEL, SEARCHED): "yes",  # 0.01 s exposed, against 0.015 s
+        (ddp.BY_MODEL, ddp.STEP): "too close to tell",
+        (ddp.BY_MODEL, ddp.EXPOSED): "too close to tell",
     }
-    assert judged(case("50 µs")) == expected
+    assert verdicts(case("50 µs")) == expected
     del expected["overlap", "compute alone"]
-    assert judged(case("50 µs", overlap=(0.12, 0.11))) == expected  # the model says that it doesn't fit
-    assert judged(case("50 µs", overlap=(0.21, 0.11)))["overlap", ddp.LARGE] == "NO"
+    assert verdicts(case("50 µs", overlap=(0.12, 0.16))) == expected  # the model says that it doesn't fit
+    assert verdicts(case("50 µs", overlap=(0.21, 0.16)))["overlap", LARGE] == "NO"
+
+
+def test_the_models_buckets_are_compared_with_the_best_that_were_found():
+    found = judged(case("50 µs", **{SEARCHED: (0.2, 0.3), SMALL: (0.108, 0.155)}))
+    goal, verdict = found[ddp.BY_MODEL, SMALL]
+    assert (goal.text, verdict) == (f"≤ 1.1 × the exposed time of {SMALL}", "NO")  # 0.01 s against 0.008 s
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "step", "exposed"), [(0.165, 1.0, 1.0), (0.18, 0.165 / 0.18, 0.5), (0.155, 0.165 / 0.155, 3.0)]
+)
+def test_what_is_said_of_a_prediction(predicted_s, step, exposed):
+    """A step of 0.165 s, 0.15 s of it computing."""
+    steps = case("50 µs", **{ddp.BY_MODEL: (0.11, predicted_s)})
+    goals = {goal.against: goal for goal in ddp.goals(steps) if isinstance(goal, ddp.Predicted)}
+    assert goals[ddp.STEP].measured(steps).median == pytest.approx(step)
+    assert goals[ddp.EXPOSED].measured(steps).median == pytest.approx(exposed)
+    assert goals[ddp.EXPOSED].text == "exposed time within 15 % of the prediction"
 
 
 def test_report_of_steps_prints_and_keeps(tmp_path, monkeypatch, capsys):
@@ -542,10 +634,11 @@ def test_report_of_steps_prints_and_keeps(tmp_path, monkeypatch, capsys):
     assert re.search("GPT: buckets of 16 MiB +≤ 1 × the time of torch, interval up to 1.03 ", printed)
     assert "GPT, emulated: overlap" in printed
     kept = json.loads((tmp_path / "ddp.json").read_text())
-    assert [each["variant"] for each in kept["results"]] == [*GIVEN, *GIVEN]
+    assert BESIDE_THE_SEED in printed
+    assert [each["variant"] for each in kept["results"]] == [*OWN_WIRE, *ON_A_LINK]
     assert kept["results"][2]["counts"] == {"messages": 3, "sent": 4000, "moved": 8000}
     assert kept["results"][2]["exposed_s"] == pytest.approx(0.3)
-    assert len(kept["goals"]) == 1 + 6  # nothing was measured through shared memory
+    assert len(kept["goals"]) == 1 + 9  # nothing was measured through shared memory
     for number in (0, 1):
         assert (tmp_path / f"ddp_{number}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -563,17 +656,19 @@ def test_steps_without_matplotlib(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_on_the_link_the_naive_step_is_35_percent_communication(world_size):
+def test_the_link_has_the_seeds_shares(world_size):
     sizes, compute_s = [1000, 4_000_000, 20], 0.2
     link = ddp.find_link(compute_s, sizes, world_size)
     communication_s = sum(link.seconds("all_reduce", nbytes, world_size) for nbytes in sizes)
-    assert communication_s / (compute_s + communication_s) == pytest.approx(0.35)
-    assert link.latency_s == 50e-6
+    naive_s = compute_s + communication_s
+    assert communication_s == pytest.approx(0.35 * naive_s)
+    at_once_s = link.seconds("all_reduce", sum(sizes), world_size)
+    assert communication_s - at_once_s == pytest.approx(0.03 * naive_s)
 
 
-def test_no_link_is_fast_enough_for_too_short_a_step():
-    with pytest.raises(ValueError, match=r"leave some of 0.000538 s to the bytes, but 6 messages .* 0.0006 s together"):
-        ddp.find_link(1e-3, [4] * 6, 2)
+def test_one_gradient_is_one_message_already():
+    with pytest.raises(ValueError, match="expected 2 gradients or more, got 1"):
+        ddp.find_link(1.0, [4], 2)
 
 
 def seen(ready_s, sizes):
@@ -585,23 +680,41 @@ def test_gradients_come_in_the_first_ranks_order_when_the_last_rank_has_them():
     assert ddp._in_order(ranks)[:2] == ([7.0, 2.0, 5.0], [10, 20, 30])
 
 
+RANKS = [seen([4.0, 3.0, 2.0, 1.0], [2**20] * 4)] * 2  # a gradient of 1 MiB each second
+
+
 def test_what_the_model_predicts():
-    """Four gradients of 1 MiB, a second apart; an all-reduce of one takes 2 · 0.25 + 2 s on this link, of all 8.5."""
-    ranks, link = [seen([4.0, 3.0, 2.0, 1.0], [2**20] * 4)] * 2, Link(0.25, 2**19)
-    assert ddp.predicted_exposed(ranks, link, 2.0) == {
+    """An all-reduce of one gradient takes 2 · 0.25 + 2 s on this link, of all four 8.5."""
+    choice = ddp.Choice(16, {ddp.BY_MODEL: 2.0, ddp.SMALL: 1, ddp.LARGE: 16})
+    assert ddp.predicted_exposed(RANKS, Link(0.25, 2**19), choice) == {
         "torch": 8.5,
         "compute alone": 0.0,
         "naive": 4 * 2.5,
         "flat": 8.5,
         "overlap": 1 + 4 * 2.5 - 4,
+        ddp.BY_MODEL: 2 + 2 * 4.5 - 4,
         ddp.SMALL: 1 + 4 * 2.5 - 4,
         ddp.LARGE: 8.5,
-        ddp.BY_MODEL: 2 + 2 * 4.5 - 4,
         "torch again": 8.5,
     }
-    # A wire that is never behind shows only the last gradient; one message for the other three is enough.
-    assert 3 * 2**20 <= ddp.best_cap_bytes(ranks, Link(0.0, 2**30)) < 4 * 2**20
-    assert ddp.best_cap_bytes(ranks, Link(100.0, 2**30)) == 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("link", "messages"),
+    [
+        (Link(0.0, 2**30), 2),  # never behind, it shows only the last gradient; one message for the other three
+        (Link(100.0, 2**30), 1),
+        (Link(0.01, 2**19), 4),
+    ],
+)
+def test_what_is_timed_on_a_link(link, messages):
+    choice = ddp.choose(RANKS, link)
+    plans = {name: plan_buckets([(2**20, torch.float32)] * 4, mb * 2**20) for name, mb in choice.buckets.items()}
+    best, *others = map(len, plans.values())
+    assert best == messages
+    assert others == [4, 4, 4, 2, *(4, 2, 1)]  # the seed's: 0.0025, 0.025, 0.25 and 2.5 MiB; and all that differ
+    assert choice.torch_mb == choice.buckets[ddp.BY_MODEL]
+    assert not choice.shared
 
 
 @pytest.mark.parametrize("arguments", [{"world_size": 1}, {"rounds": 0}])
@@ -632,9 +745,9 @@ def test_traffic_is_what_is_read_and_written(work, nbytes):
 
 
 def test_what_a_step_sends_and_moves():
-    """Two layers of 512 × 512: a weight is just a MiB, so small buckets hold one gradient each."""
+    """Two layers of 512 × 512: a weight is just a MiB, so a small bucket is full with it and a bias."""
     whole = 2 * 4 * (512 * 512 + 512)
-    counts = ddp.count(partial(ddp.linears, 2, 512), None, 2)
+    counts = ddp.count(partial(ddp.linears, 2, 512), ddp.OWN_WIRE, 2)
     assert counts.pop(ddp.SHARED)[:2] == (0, 0)
     assert counts == {
         "torch": (1, whole, 2 * whole),
@@ -642,18 +755,35 @@ def test_what_a_step_sends_and_moves():
         "naive": (4, whole, 2 * whole),
         "flat": (1, whole, 6 * whole),
         "overlap": (4, whole, 2 * whole),
-        ddp.SMALL: (4, whole, 2 * whole),
+        ddp.SMALL: (2, whole, 2 * whole),
         ddp.LARGE: (1, whole, 2 * whole),
         "torch again": (1, whole, 2 * whole),
     }
 
 
+def test_a_gpu_is_waited_for_and_changes_no_gradient(monkeypatch):
+    """0.5 s of forward, shared by weights as 1 to 4; in backward in reverse, and twice as long."""
+    slept = []
+    monkeypatch.setattr(ddp.time, "sleep", slept.append)
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 8)), torch.randn(3, 2)
+    module(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    waiting = ddp.as_on_a_gpu(lambda: ddp.Task(lambda: module, lambda model: model(x).sum()), 0.5)
+    waiting.loss(waiting.build()).backward()
+    assert slept == pytest.approx([0.1, 0.4, 0.8, 0.2])
+    assert all(torch.equal(p.grad, was) for p, was in zip(module.parameters(), expected, strict=True))
+
+
 def test_steps_are_measured_on_both_wires():
-    steps = ddp.measure({"small": partial(ddp.gpt, 1, 32)}, rounds=1)
-    plain, emulated = steps.cases()
-    everywhere = [name for name in GIVEN if name not in (ddp.BY_MODEL, "torch again")]
-    assert [step.variant for step in plain] == [*everywhere, ddp.SHARED, "torch again"]
-    assert [step.variant for step in emulated] == list(GIVEN)
+    small = partial(ddp.gpt, 1, 32)
+    waiting = partial(ddp.as_on_a_gpu, small, 1e-3)
+    plain, emulated = ddp.measure({"small": small}, {"small": waiting}, rounds=1).cases()
+    assert [step.variant for step in plain] == [*list(OWN_WIRE)[:-1], ddp.SHARED, "torch again"]
+    names = [step.variant for step in emulated]
+    assert names[:10] == list(ON_A_LINK)[:10]
+    assert len(names) == 10 + ddp.SEARCHED + 1
     assert all(step.predicted_s is None for step in plain)
     assert all(step.predicted_s >= emulated[1].median_s for step in emulated)
     for each in (plain, emulated):

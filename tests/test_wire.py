@@ -1,8 +1,10 @@
 """The wire: it sees all that PyTorch says, writes it down right, and changes nothing."""
 
+import os
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -160,6 +162,18 @@ def test_training_with_torchs_ddp_and_zero_is_bit_identical(tmp_path):
 def test_a_link_changes_no_bit(tmp_path):
     run = launch(differences, every_call, tmp_path, world_size=2, link=Link(1e-5, 1e9))
     assert list(run) == [[], []]
+
+
+def policies() -> set[int]:
+    """How Linux schedules the threads with which Gloo reads."""
+    threads = [thread for thread in Path("/proc/self/task").iterdir() if "gloo_tcp" in (thread / "comm").read_text()]
+    return {os.sched_getscheduler(int(thread.name)) for thread in threads}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has batch threads")
+def test_under_a_link_gloos_readers_wait_their_turn():
+    assert list(launch(policies, world_size=2)) == [{os.SCHED_OTHER}] * 2
+    assert list(launch(policies, world_size=2, link=Link(1e-5, 1e9))) == [{os.SCHED_BATCH}] * 2
 
 
 # What is written down.

@@ -1,12 +1,15 @@
 """Data-parallel training steps, ours and torch's: on this machine's own wire, and on an emulated one.
 
 Each variant trains its own replica of the same model on the same data, and they take turns; in the end all must have
-the same parameters. What is exposed is what a step takes longer than the same step without communication. The emulated
-link is so slow that the naive variant would spend 35 % of its step on communication, as in the seed's table (notebook
-04): its latency is given, its bandwidth follows from the time of computing, which is measured first.
+the same parameters. What is exposed is what a step takes longer than the same step without communication.
 
 With as many ranks as cores, Gloo needs the cores that compute, and there is little to gain from overlap on the
-machine's own wire; waiting for an emulated link needs no core.
+machine's own wire: sending 6 MB in 24 messages made a step of 400 ms 45 ms longer, though no message came late.
+
+So under the emulated link computing is emulated too: after each Linear a rank waits, as it would for a GPU, and its
+core is free to send. All gradients are computed, and all bytes sent, for real; what is emulated is how long that takes.
+The link is made for the model, whose step without communication is timed first: like the two GPUs of `SEED`, the naive
+variant would spend 35 % of its step on communication, and 3 % of the step could be saved by saying all at once.
 """
 
 import os
@@ -35,23 +38,34 @@ from ..runtime.launch import launch
 from ..runtime.link import Link
 from ..text import Batches, encode, text
 from . import interleave
-from .results import AGAIN, Goal, Ratio, Result, Results, judge
+from .results import AGAIN, RESAMPLES, Goal, Ratio, Result, Results, judge
 
-ROUNDS = 12
+ROUNDS, ON_A_LINK_AT_MOST = 12, 8  # waiting is more regular than computing
 WARM_UP = 3  # steps that don't count: after the first, both kinds of buckets are planned anew
-SHARE = 0.35  # of the naive step, for communication
-LATENCY_S = 50e-6  # of the emulated link: Ethernet's
-SMALL_MB, LARGE_MB = 1, 16  # MiB, as torch counts
+SEED = {"naive": 1406.7, "flat": 1365.2, "overlap": 1075.7}  # ms of a step on two T4 GPUs
+SEED_BUCKETS = {1: 1093.4, 10: 1120.1, 100: 1213.4, 1000: 1360.4}  # the same; caps in MiB
+SEED_MB = 4 * 423_183_360 / 2**20  # of gradients there, in MiB
+SHARE = 0.35  # of the naive step, for communication; 498.1 of 1406.7 ms there
+SAVED = 0.03  # of the naive step, if all gradients are one message; 1406.7 - 1365.2 ms there
+SEARCHED = 4  # more bucket caps, to see whether the model picked the best
+SMALL_MB, LARGE_MB = 1, 16  # MiB, as torch counts; on the machine's own wire
+STEP, EXPOSED = "step", "exposed time"  # what is predicted
 TORCH, COMPUTE, BY_MODEL, SHARED = "torch", "compute alone", "buckets by the model", "shared memory"
-HEADING = ("Variant", "Step (ms)", "× torch's time [95 %]", "A/A", "", "Exposed (ms)", "Model (ms)")
+HEADING = ("Variant", "Step (ms)", "× torch's time [95 %]", "A/A", "", "Exposed (ms)", "Predicted")
 HEADING += ("Messages", "Sent (MB)", "Moved / G", "Loss")
 
 
 def buckets_of(cap_mb: float) -> str:
-    return f"buckets of {cap_mb:g} MiB"
+    return f"buckets of {cap_mb:.3g} MiB"
+
+
+def as_in_seed(cap_mb: int) -> str:
+    return f"buckets like the seed's {cap_mb} MiB"
 
 
 SMALL, LARGE = buckets_of(SMALL_MB), buckets_of(LARGE_MB)
+SEED_SMALL, SEED_LARGE = as_in_seed(min(SEED_BUCKETS)), as_in_seed(max(SEED_BUCKETS))
+SEED |= {as_in_seed(cap_mb): step_ms for cap_mb, step_ms in SEED_BUCKETS.items()}
 
 # What is trained
 
@@ -63,9 +77,10 @@ class Task(NamedTuple):
     loss: Callable[[nn.Module], Tensor]
 
 
-def gpt(layers: int = 6, width: int = 256) -> Task:
+def gpt(layers: int = 6, width: int = 256, sequences: int = 8) -> Task:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batches = Batches(encode(text()[:20_000]), 8 * world_size, 64, rank=rank, world_size=world_size)
+    tokens = encode(text()[: 65 * sequences * world_size])
+    batches = Batches(tokens, sequences * world_size, 64, rank=rank, world_size=world_size)
     inputs, targets = next(iter(batches))
 
     def build() -> nn.Module:
@@ -86,6 +101,46 @@ def linears(layers: int = 12, width: int = 1024) -> Task:
 
 
 MODELS = {"GPT": gpt, "12 × Linear(1024)": linears}
+
+
+class Wait(torch.autograd.Function):
+    """Give `x` back after some seconds, and its gradient after twice as many: a Linear's backward is two products."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+def as_on_a_gpu(make: Callable[[], Task], seconds: float) -> Task:
+    """The task of `make`, but each Linear also waits; `seconds` is what all wait in a forward, each by its weights."""
+    task = make()
+
+    def build() -> nn.Module:
+        module = task.build()
+        layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
+        weights = sum(layer.weight.numel() for layer in layers)
+        for layer in layers:
+            layer.register_forward_hook(partial(_wait, seconds * layer.weight.numel() / weights))
+        return module
+
+    return Task(build, task.loss)
+
+
+def _wait(seconds: float, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return Wait.apply(output, seconds)
+
+
+ON_A_LINK = {
+    "GPT, 6 layers of 192": partial(as_on_a_gpu, partial(gpt, 6, 192, 4), 0.2),
+    "24 × Linear(256)": partial(as_on_a_gpu, partial(linears, 24, 256), 0.2),
+}
 
 
 class Replica:
@@ -109,11 +164,25 @@ class Replica:
         self.loss = loss.item()
 
 
-def make_replicas(task: Task, group: ProcessGroup, best_mb: float | None, shared: bool) -> dict[str, Replica]:
-    """{variant: replica}, the baseline first. best_mb: the bucket that the model picks; shared: also through memory."""
+class Choice(NamedTuple):
+    """What else is timed. torch_mb: torch's bucket cap; buckets: {variant: ours}, in MiB; shared: also through memory.
+
+    On the link, torch has the cap that the model picks.
+    """
+
+    torch_mb: float
+    buckets: dict[str, float]
+    shared: bool = False
+
+
+OWN_WIRE = Choice(LARGE_MB, {SMALL: SMALL_MB, LARGE: LARGE_MB}, shared=True)
+
+
+def make_replicas(task: Task, group: ProcessGroup, choice: Choice) -> dict[str, Replica]:
+    """{variant: replica}, the baseline first."""
 
     def by_torch(module: nn.Module, group: ProcessGroup) -> nn.Module:
-        options = {"bucket_cap_mb": LARGE_MB, "gradient_as_bucket_view": True}
+        options = {"bucket_cap_mb": choice.torch_mb, "gradient_as_bucket_view": True}
         wrapper = nn.parallel.DistributedDataParallel
         renamed = "forward_sync_buffers" in signature(wrapper).parameters  # 2.13 gave the option a new name
         options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False  # ours send none in a step either
@@ -125,12 +194,9 @@ def make_replicas(task: Task, group: ProcessGroup, best_mb: float | None, shared
         "naive": NaiveDDP,
         "flat": FlatDDP,
         "overlap": OverlapDDP,
-        SMALL: partial(BucketedDDP, bucket_cap_mb=SMALL_MB),
-        LARGE: partial(BucketedDDP, bucket_cap_mb=LARGE_MB),
     }
-    if best_mb is not None:
-        wraps[BY_MODEL] = partial(BucketedDDP, bucket_cap_mb=best_mb)
-    if shared:
+    wraps |= {name: partial(BucketedDDP, bucket_cap_mb=cap_mb) for name, cap_mb in choice.buckets.items()}
+    if choice.shared:
         wraps[SHARED] = partial(BucketedDDP, bucket_cap_mb=LARGE_MB, shared_memory=True)
     wraps[TORCH + AGAIN] = by_torch
     return {name: Replica(task, wrap, group) for name, wrap in wraps.items()}
@@ -150,10 +216,14 @@ class Seen:
     dtypes: list[torch.dtype]
 
 
-def time_on_rank(make: Callable[[], Task], rounds: int, best_mb: float | None, emulated: bool) -> Seen:
+def time_on_rank(make: Callable[[], Task], rounds: int, choice: Choice | None, emulated: bool) -> Seen:
+    """choice: None, if only computing alone is to be timed."""
     torch.set_num_threads(1)
     plain = dist.new_group(backend="gloo")  # torch's own: the world that `launch` made takes time to record each call
-    replicas = make_replicas(make(), dist.group.WORLD if emulated else plain, best_mb, shared=not emulated)
+    if choice is None:
+        replicas = {COMPUTE: Replica(make(), lambda module, group: module, plain)}
+    else:
+        replicas = make_replicas(make(), dist.group.WORLD if emulated else plain, choice)
     interleave.pin_to_a_core()
     for replica in list(replicas.values()) * WARM_UP:
         replica.step()
@@ -203,10 +273,10 @@ class Traffic(TorchDispatchMode):
         return made
 
 
-def count_on_rank(make: Callable[[], Task], best_mb: float | None) -> dict[str, int]:
+def count_on_rank(make: Callable[[], Task], choice: Choice) -> dict[str, int]:
     """{variant: bytes that a step reads and writes in memory}; the run's wire has that step behind a barrier each."""
     torch.set_num_threads(1)
-    replicas = make_replicas(make(), dist.group.WORLD, best_mb, shared=True)
+    replicas = make_replicas(make(), dist.group.WORLD, choice)
     for replica in list(replicas.values()) * WARM_UP:
         replica.step()
     touched = {}
@@ -230,9 +300,9 @@ class Counts(NamedTuple):
     moved: int = 0
 
 
-def count(make: Callable[[], Task], best_mb: float | None, world_size: int) -> dict[str, Counts]:
+def count(make: Callable[[], Task], choice: Choice, world_size: int) -> dict[str, Counts]:
     """{variant: what it sends and moves}, from a run of its own that is recorded and not timed."""
-    run = launch(count_on_rank, make, best_mb, world_size=world_size, backend="gloo")
+    run = launch(count_on_rank, make, choice, world_size=world_size, backend="gloo")
     touched, records = run[0], run.wire[0]
     ends = [number for number, record in enumerate(records) if record.op == "barrier"][-len(touched) - 1 :]
     found = {}
@@ -262,10 +332,18 @@ class Steps(Results):
         keys = dict.fromkeys((step.operation, step.emulated) for step in self)
         return [Steps(step for step in self if (step.operation, step.emulated) == key) for key in keys]
 
-    def exposed_s(self, step: Step) -> float:
-        """How much longer than computing alone, round by round: the median."""
+    def exposed(self, step: Step) -> list[float]:
+        """How many seconds longer than computing alone, in each round."""
         alone = self.rivals(step)[COMPUTE].seconds
-        return statistics.median(took - least for took, least in zip(step.seconds, alone, strict=True))
+        return [took - least for took, least in zip(step.seconds, alone, strict=True)]
+
+    def exposed_s(self, step: Step) -> float:
+        """The median of `exposed`."""
+        return statistics.median(self.exposed(step))
+
+    def predicted_exposed_s(self, step: Step) -> float | None:
+        """What the model predicts for it; None where the link isn't known."""
+        return None if step.predicted_s is None else step.predicted_s - self.rivals(step)[COMPUTE].median_s
 
     def __repr__(self):
         return "\n\n".join([*map(_case, self.cases()), LEGEND]) if self else "nothing measured"
@@ -273,7 +351,7 @@ class Steps(Results):
 
 LEGEND = """\
 Step: the median; a step lasts until its last rank is done. A/A: torch's time against that of a second replica.
-Exposed: step less compute alone. Model: the step that the model predicts. Sent: handed to all-reduce.
+Exposed: step less compute alone; Predicted: what the model expects of that. Sent: handed to all-reduce.
 Moved: bytes that torch's operators read and write beyond computing, in units of G, the gradients' bytes; through shared
 memory those of the all-reduce itself are among them."""
 
@@ -296,7 +374,7 @@ def _line(steps: Steps, step: Step) -> tuple[str, ...]:
         f"{control.low:.2f}–{control.high:.2f}",
         "" if baseline else steps.verdict(step),
         f"{steps.exposed_s(step) * 1e3:.1f}",
-        f"{step.predicted_s * 1e3:.1f}" if step.predicted_s else "",
+        "" if step.predicted_s is None else f"{steps.predicted_exposed_s(step) * 1e3:.1f}",
         str(step.counts.messages),
         f"{step.counts.sent / 1e6:.3g}",
         f"{step.counts.moved / step.nbytes:.2f}",
@@ -304,44 +382,65 @@ def _line(steps: Steps, step: Step) -> tuple[str, ...]:
     )
 
 
-def measure(models: dict[str, Callable[[], Task]] = MODELS, rounds: int = ROUNDS, world_size: int = 2) -> Steps:
-    """Time the steps of every variant on each model, on Gloo and then on the emulated link.
+def measure(
+    models: dict[str, Callable[[], Task]] = MODELS,
+    on_a_link: dict[str, Callable[[], Task]] = ON_A_LINK,
+    rounds: int = ROUNDS,
+    world_size: int = 2,
+) -> Steps:
+    """Time the steps of every variant: of `models` on Gloo, and of `on_a_link` on an emulated link.
 
-    rounds: how often each variant has its turn. ValueError: fewer than 2 ranks, no round.
+    rounds: how often each variant has its turn; on a link at most 8 times. ValueError: fewer than 2 ranks, no round.
     """
     if world_size < 2 or rounds < 1:
         raise ValueError(f"expected 2 ranks or more and 1 round or more, got {world_size} and {rounds}")
+
+    def timed(make: Callable[[], Task], rounds: int, choice: Choice | None, link: Link | None = None) -> list[Seen]:
+        run = launch(time_on_rank, make, rounds, choice, bool(link), world_size=world_size, backend="gloo", link=link)
+        return list(run)
+
     found = Steps()
     for name, make in models.items():
-        ranks = list(launch(time_on_rank, make, rounds, None, False, world_size=world_size, backend="gloo"))
-        compute_s = statistics.median(interleave.until_the_last([seen.turns[COMPUTE] for seen in ranks]))
-        link = find_link(compute_s, ranks[0].sizes, world_size)
-        best_mb = best_cap_bytes(ranks, link) / 2**20
-        counts = count(make, best_mb, world_size)
-        found += together(name, ranks, counts)
-        ranks = list(
-            launch(time_on_rank, make, rounds, best_mb, True, world_size=world_size, backend="gloo", link=link)
-        )
-        found += together(name, ranks, counts, link, best_mb)
+        found += together(name, timed(make, rounds, OWN_WIRE), count(make, OWN_WIRE, world_size))
+    rounds = min(rounds, ON_A_LINK_AT_MOST)
+    for name, make in on_a_link.items():
+        alone = timed(make, rounds, None)
+        link = find_link(statistics.median(seconds_of(alone)[COMPUTE]), alone[0].sizes, world_size)
+        choice = choose(alone, link)
+        counts = count(make, choice, world_size)
+        found += together(name, timed(make, rounds, choice, link), counts, link, choice)
     return found
 
 
 def find_link(compute_s: float, sizes: Sequence[int], world_size: int) -> Link:
-    """The link on which an all-reduce for each gradient takes 35 % of computing and communication together.
+    """The link of `SHARE` and `SAVED`: on it the naive step has the seed's share of communication, and of latencies.
 
-    sizes: bytes of each gradient. ValueError: latencies alone take longer.
+    compute_s: of a step. sizes: bytes of each gradient. ValueError: a single one, of which nothing is saved.
     """
-    communication_s = compute_s * SHARE / (1 - SHARE)
-    latencies_s = len(sizes) * cost.volume("ring_all_reduce", 0, world_size).hops * LATENCY_S
-    if latencies_s >= communication_s:
-        took = f"{len(sizes)} messages have latencies of {latencies_s:.3g} s together"
-        raise ValueError(
-            f"expected them to leave some of {communication_s:.3g} s to the bytes, but {took}: compute more"
-        )
-    return Link(
-        LATENCY_S,
-        float(cost.volume("ring_all_reduce", sum(sizes), world_size).in_turn) / (communication_s - latencies_s),
-    )
+    if len(sizes) < 2:
+        raise ValueError(f"expected 2 gradients or more, got {len(sizes)}: a model with more parameters")
+    naive_s, whole = compute_s / (1 - SHARE), cost.volume("ring_all_reduce", sum(sizes), world_size)
+    latency_s = SAVED * naive_s / (len(sizes) - 1) / whole.hops
+    return Link(latency_s, float(whole.in_turn) / (SHARE * naive_s - len(sizes) * whole.hops * latency_s))
+
+
+def seconds_of(ranks: Sequence[Seen]) -> dict[str, tuple[float, ...]]:
+    """{variant: the seconds of each round, until the last rank is done}."""
+    return {name: interleave.until_the_last([seen.turns[name] for seen in ranks]) for name in ranks[0].turns}
+
+
+def choose(ranks: Sequence[Seen], link: Link) -> Choice:
+    """The bucket caps to be timed on the link: the model's, the seed's, the same parts of the gradients, and others."""
+    ready_s, sizes, dtypes = _in_order(ranks)
+    plans = {cap: plan_buckets(list(zip(sizes, dtypes, strict=True)), cap) for cap in cost.caps(sizes)}
+    best = cost.best_cap(plans, ready_s, sizes, cost.Model(link.latency_s, link.bytes_per_s), len(ranks))
+    buckets = {BY_MODEL: best / 2**20}
+    buckets |= {as_in_seed(cap_mb): cap_mb / SEED_MB * sum(sizes) / 2**20 for cap_mb in SEED_BUCKETS}
+    different = list({len(plan): cap for cap, plan in plans.items()}.values())
+    for number in range(SEARCHED):
+        cap_mb = different[number * len(different) // SEARCHED] / 2**20
+        buckets[buckets_of(cap_mb)] = cap_mb
+    return Choice(buckets[BY_MODEL], buckets)
 
 
 def _in_order(ranks: Sequence[Seen]) -> tuple[list[float], list[int], list[torch.dtype]]:
@@ -351,15 +450,7 @@ def _in_order(ranks: Sequence[Seen]) -> tuple[list[float], list[int], list[torch
     return tuple([of[number] for number in order] for of in (ready_s, ranks[0].sizes, ranks[0].dtypes))
 
 
-def best_cap_bytes(ranks: Sequence[Seen], link: Link) -> float:
-    """The bucket cap that the model picks for these gradients and this link."""
-    ready_s, sizes, dtypes = _in_order(ranks)
-    gradients = list(zip(sizes, dtypes, strict=True))
-    plans = {cap: plan_buckets(gradients, cap) for cap in cost.caps(sizes)}
-    return cost.best_cap(plans, ready_s, sizes, cost.Model(link.latency_s, link.bytes_per_s), len(ranks))
-
-
-def predicted_exposed(ranks: Sequence[Seen], link: Link, best_mb: float) -> dict[str, float]:
+def predicted_exposed(ranks: Sequence[Seen], link: Link, choice: Choice) -> dict[str, float]:
     """{variant: seconds of communication that the model expects not to hide}."""
     ready_s, sizes, dtypes = _in_order(ranks)
     model, after = cost.Model(link.latency_s, link.bytes_per_s), [max(ready_s)] * len(ready_s)
@@ -372,24 +463,25 @@ def predicted_exposed(ranks: Sequence[Seen], link: Link, best_mb: float) -> dict
         return exposed(plan_buckets(list(zip(sizes, dtypes, strict=True)), cap_mb * 2**20), ready_s)
 
     return {
-        TORCH: bucketed(LARGE_MB),
+        TORCH: bucketed(choice.torch_mb),
         COMPUTE: 0.0,
         "naive": exposed(one_by_one, after),
         "flat": exposed(all_at_once, after),
         "overlap": exposed(one_by_one, ready_s),
-        SMALL: bucketed(SMALL_MB),
-        LARGE: bucketed(LARGE_MB),
-        BY_MODEL: bucketed(best_mb),
-        TORCH + AGAIN: bucketed(LARGE_MB),
+        **{name: bucketed(cap_mb) for name, cap_mb in choice.buckets.items()},
+        TORCH + AGAIN: bucketed(choice.torch_mb),
     }
 
 
 def together(
-    model: str, ranks: Sequence[Seen], counts: dict[str, Counts], link: Link | None = None, best_mb: float = 0.0
+    model: str,
+    ranks: Sequence[Seen],
+    counts: dict[str, Counts],
+    link: Link | None = None,
+    choice: Choice = OWN_WIRE,
 ) -> list[Step]:
     """The steps of one case, from what its ranks saw."""
-    world_size, nbytes = len(ranks), sum(ranks[0].sizes)
-    seconds = {name: interleave.until_the_last([seen.turns[name] for seen in ranks]) for name in ranks[0].turns}
+    world_size, nbytes, seconds = len(ranks), sum(ranks[0].sizes), seconds_of(ranks)
     steps = [
         Step(
             model,
@@ -405,9 +497,24 @@ def together(
     if link is None:
         return steps
     compute_s = statistics.median(seconds[COMPUTE])
-    exposed = predicted_exposed(ranks, link, best_mb)
-    wire = f"{link.latency_s * 1e6:g} µs, {link.bytes_per_s / 1e9:.3g} GB/s; the model's buckets: {best_mb:.3g} MiB"
+    exposed = predicted_exposed(ranks, link, choice)
+    wire = f"GPUs, and a link of {link.latency_s * 1e6:.0f} µs and {link.bytes_per_s / 1e6:.3g} MB/s"
+    wire += f"; the model's buckets: {choice.buckets[BY_MODEL]:.3g} MiB"
     return [replace(step, emulated=wire, predicted_s=compute_s + exposed[step.variant]) for step in steps]
+
+
+# The seed's table
+
+
+def beside_the_seed(case: Steps) -> str:
+    """A table: the steps on an emulated link beside those of the seed, both as parts of the naive step."""
+    found = {step.variant: step.median_s * 1e3 for step in case}
+    lines = [("As parts of the naive step", "2 × T4 (ms)", "", f"{case[0].operation} (ms)", "")]
+    for variant, there_ms in SEED.items():
+        here_ms = found[variant]
+        there, here = there_ms / SEED["naive"], here_ms / found["naive"]
+        lines.append((variant, f"{there_ms:.1f}", f"{there:.2f}", f"{here_ms:.1f}", f"{here:.2f}"))
+    return bench.table(lines)
 
 
 # Goals
@@ -426,6 +533,51 @@ class AsFast(Goal):
         return "NO" if ratio.low > self.times else "too close to tell"
 
 
+class LessExposed(Goal):
+    """At most `times` the exposed communication of `against`."""
+
+    def measured(self, results: Steps) -> Ratio | None:
+        exposed = {step.variant: torch.tensor(results.exposed(step)) for step in results}
+        return ratio_of_medians(exposed[self.variant], exposed[self.against])
+
+    @property
+    def text(self) -> str:
+        return f"≤ {self.times:g} × the exposed time of {self.against}"
+
+
+class Predicted(Goal):
+    """The step, or what of it is exposed (`against`), is as predicted, give or take `times` of the prediction."""
+
+    def measured(self, results: Steps) -> Ratio | None:
+        step = next(step for step in results if step.variant == self.variant)
+        if self.against == STEP:
+            return ratio_of_medians(torch.tensor(step.seconds), torch.full((len(step.seconds),), step.predicted_s))
+        exposed = torch.tensor(results.exposed(step))
+        return ratio_of_medians(exposed, torch.full_like(exposed, results.predicted_exposed_s(step)))
+
+    def verdict(self, ratio: Ratio) -> str:
+        least, most = 1 - self.times, 1 + self.times
+        if least <= ratio.low and ratio.high <= most:
+            return "yes"
+        return "NO" if ratio.high < least or ratio.low > most else "too close to tell"
+
+    @property
+    def text(self) -> str:
+        return f"{self.against} within {100 * self.times:g} % of the prediction"
+
+
+def ratio_of_medians(these: Tensor, those: Tensor) -> Ratio:
+    """The median of `these` over that of `those`, whose rounds pair; the interval as in `results.paired_ratio`.
+
+    Not the median of ratios: what is exposed in a single round can be nothing, or less.
+    """
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(these), (RESAMPLES, len(these)), generator=generator)
+    ratios = these[draws].quantile(0.5, dim=1) / those[draws].quantile(0.5, dim=1)
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975])).tolist()
+    return Ratio((these.quantile(0.5) / those.quantile(0.5)).item(), low, high)
+
+
 def goals(case: Steps) -> list[Goal]:
     """What the steps of one case should reach; against computing alone only where the model says that all fits."""
     first = case[0]
@@ -435,13 +587,15 @@ def goals(case: Steps) -> list[Goal]:
 
     if not first.emulated:
         return [at_most(AsFast, LARGE, 1.0, TORCH), at_most(Goal, SHARED, 1.0, TORCH)]
-    predicted = {step.variant: step.predicted_s for step in case}
-    order = ["naive", "flat", LARGE, "overlap"]
+    order = ["naive", "flat", SEED_LARGE, "overlap"]
     wanted = [at_most(Goal, faster, 1.0, slower) for slower, faster in pairwise(order)]
-    wanted += [at_most(Goal, SMALL, 1.05, "overlap"), at_most(Goal, "overlap", 1.05, SMALL)]
-    if predicted["overlap"] <= 1.05 * predicted[COMPUTE]:
+    wanted += [at_most(Goal, SEED_SMALL, 1.05, "overlap"), at_most(Goal, "overlap", 1.05, SEED_SMALL)]
+    step = {step.variant: step for step in case}
+    if step["overlap"].predicted_s <= 1.05 * step[COMPUTE].predicted_s:
         wanted.append(at_most(Goal, "overlap", 1.05, COMPUTE))
-    return wanted
+    searched = [step for step in case if step.variant.startswith("buckets") and step.variant != BY_MODEL]
+    wanted.append(at_most(LessExposed, BY_MODEL, 1.1, min(searched, key=case.exposed_s).variant))
+    return wanted + [at_most(Predicted, BY_MODEL, 0.15, what) for what in (STEP, EXPOSED)]
 
 
 # For `python -m ddpkit.bench`
@@ -454,6 +608,9 @@ def main():
 def report(steps: Steps) -> None:
     """Print tables and goals; keep them, the pictures and every single time in bench-results."""
     print(f"ddp, on {os.cpu_count()} cores, one thread a rank\n{steps}\n")
+    for case in steps.cases():
+        if case[0].emulated:
+            print(f"{beside_the_seed(case)}\n")
     judged = [(case, *each) for case in steps.cases() for each in judge(goals(case), case)]
     lines = [
         (f"{case[0].operation}{', emulated' * bool(case[0].emulated)}: {goal.variant}", goal.text, str(ratio), verdict)
