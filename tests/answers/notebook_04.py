@@ -841,7 +841,7 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("BucketedDDP", BucketedSums, "is the sum over the ranks: divide"),
     ("BucketedDDP", BucketedDividesTwice, "Twice, before the all_reduce and after it?"),
     ("BucketedDDP", BucketedDividesOnTheWay, "before anybody had waited for it"),
-    ("BucketedDDP", BucketedForgetsToForget, "In step 2, rank 0 had sent 3 when 1 bucket had all their gradients"),
+    ("BucketedDDP", BucketedForgetsToForget, "in step 2, rank 0 had sent 3 when 1 bucket had all their gradients"),
     ("BucketedDDP", BucketedOnceAndForAll, "Rank 0 called all_reduce 3 times for 6 buckets"),
     ("BucketedDDP", BucketedMixesUpTheViews, "holds the mean of"),
     ("BucketedDDP", BucketedOnePart, "holds the mean of"),
