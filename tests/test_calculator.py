@@ -122,8 +122,8 @@ def test_bucket_plans():
     sizes, _ = gradients()
     plans = bucket_plans(sizes)
     for cap, plan in plans.items():
-        assert plan == ddp.plan_buckets(sizes, cap * 2**20)
-        assert plan != ddp.plan_buckets(sizes, 2 * cap * 2**20) or len(plan) == 1
+        assert plan == ddp.plan_buckets(sizes, cap)
+        assert plan != ddp.plan_buckets(sizes, 2 * cap) or len(plan) == 1
     lengths = [len(plan) for plan in plans.values()]
     assert (lengths[0], lengths[-1]) == (12, 1)
     assert lengths == sorted(set(lengths), reverse=True)
@@ -135,12 +135,12 @@ def test_bucket_calculator():
     sizes, ready_s = gradients()
     model = cost.Model(1e-4, 1e9)
     widget = bucket_calculator(sizes, ready_s, model, 4)
-    assert repr(widget) == charts.said_timeline(bucket_plans(sizes)[widget.value("cap_mib")])
-    widget.set(cap_mib=8.0)
+    assert repr(widget) == charts.said_timeline(bucket_plans(sizes)[widget.value("cap_bytes")])
+    widget.set(cap_bytes=8 * 2**20)
     exposed_ms = 1e3 * model.seconds("ring_all_reduce", 4 * (4 + 1024 + 256) << 10, 4)
     assert f"bucket cap 8 MiB: 1 message, {exposed_ms:.1f} ms exposed" in widget.caption.value
     picture = widget.image.value
-    widget.set(cap_mib=0.00390625)
+    widget.set(cap_bytes=4096)
     assert "bucket cap 4 KiB: 12 messages, " in widget.caption.value
     assert widget.image.value != picture
 

@@ -19,9 +19,6 @@ from .. import cost, ddp
 from . import charts
 from .figures import WRONG, Picture, count
 
-MIB = 2**20
-
-
 # Controls
 
 
@@ -224,23 +221,25 @@ def bucket_calculator(
     plans = bucket_plans(gradients)
     longest_s = max(cost.timeline(plan, ready_s, sizes, model, world_size).done[-1] for plan in plans.values())
 
-    def step(cap_mib: float) -> tuple[str, Picture]:
-        plan = plans[cap_mib]
+    def step(cap_bytes: int) -> tuple[str, Picture]:
+        plan = plans[cap_bytes]
         exposed_ms = 1e3 * cost.timeline(plan, ready_s, sizes, model, world_size).exposed_s
-        caption = f"bucket cap {_cap(cap_mib)}: {count(len(plan), 'message')}, {exposed_ms:.1f} ms exposed"
+        caption = (
+            f"bucket cap {charts.binary_size(cap_bytes)}: {count(len(plan), 'message')}, {exposed_ms:.1f} ms exposed"
+        )
         return caption, charts.bucket_timeline(plan, ready_s, sizes, model, world_size, longest_s)
 
     middle = list(plans)[len(plans) // 2]
     text = charts.said_timeline(plans[middle])
-    return calculator(step, text, cap_mib=Slider("bucket cap", list(plans), middle, _cap))
+    return calculator(step, text, cap_bytes=Slider("bucket cap", list(plans), middle, charts.binary_size))
 
 
-def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[float, list[list[int]]]:
-    """{cap in MiB: plan}: caps that double, each the last with its plan, from all gradients alone to all in one bucket.
+def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:
+    """{cap in bytes: plan}: caps that double, each the last with its plan, from every gradient alone to all in one.
 
     gradients: as for `ddp.plan_buckets`.
     """
-    found: list[tuple[float, list[list[int]]]] = []
+    found: list[tuple[int, list[list[int]]]] = []
     cap, total = 1, sum(nbytes for nbytes, _ in gradients)
     while not found or found[-1][0] < total:
         plan = ddp.plan_buckets(gradients, cap)
@@ -248,10 +247,4 @@ def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[float, li
             found.pop()
         found.append((cap, plan))
         cap *= 2
-    return {cap / MIB: plan for cap, plan in found}
-
-
-def _cap(mib: float) -> str:
-    """512 B, 64 KiB, 4 MiB."""
-    unit, factor = next(each for each in (("MiB", 1), ("KiB", 2**10), ("B", MIB)) if mib * each[1] >= 1)
-    return f"{mib * factor:g} {unit}"
+    return dict(found)

@@ -279,6 +279,12 @@ def bucket_timeline(
     return canvas.picture(said_timeline(plan))
 
 
+def binary_size(nbytes: float) -> str:
+    """512 B, 64 KiB, 4 MiB: the units of bucket caps."""
+    unit, factor = next((each for each in (("MiB", 2**20), ("KiB", 2**10)) if nbytes >= each[1]), ("B", 1))
+    return f"{nbytes / factor:.3g} {unit}"
+
+
 def said_timeline(plan: cost.Plan) -> str:
     """What `bucket_timeline` shows, without its times."""
     gradients = sum(map(len, plan))
@@ -312,7 +318,7 @@ def _draw_bucket(canvas: Canvas, number: int, nbytes: float, span: tuple[float, 
     if end > backward_end:
         start = max(start, backward_end)
         canvas.box(start, y, end - start, 64, fill, line=edge, hatch="///")
-    label = size(nbytes)
+    label = binary_size(nbytes)
     if span[1] - span[0] > 11 * len(label) + 10:
         middle, half = sum(span) / 2, 5.5 * len(label) + 4
         canvas.box(middle - half, y + 20, 2 * half, 26, fill, "none")
