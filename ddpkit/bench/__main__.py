@@ -4,7 +4,7 @@ import argparse
 import importlib
 import inspect
 
-BENCHMARKS = ("launch", "all_reduce", "reduce_scatter", "ddp", "zero")
+BENCHMARKS = ("launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision")
 
 
 def main(arguments: list[str] | None = None):
