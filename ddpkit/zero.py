@@ -26,7 +26,6 @@ Rajbhandari et al. 2020. Notebook 07.
 import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,8 +142,8 @@ class Bucket:
     """Parameters that travel together, and their gradients: two contiguous tensors, of which this rank owns a shard.
 
     parameters: those of the plan. They become views of `flat`, with the values of the group's first rank. make: called
-    with the shard, returns its optimizer. thread: in which the ring goes round. shared_memory: send nothing; the ranks
-    are on one machine, and both tensors lie in memory that all of them see.
+    with the shard, returns its optimizer. shared_memory: send nothing; the ranks are on one machine, and both tensors
+    lie in memory that all of them see.
 
     shard: what the optimizer updates. It is a view of `flat`, or a float32 copy of one if parameters are half
     precision: an update smaller than the spacing of that format would be lost. Its `.grad` is there from `receive` to
@@ -157,11 +156,10 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         group: ProcessGroup | None,
         make: Callable[[nn.Parameter], torch.optim.Optimizer],
-        thread: ThreadPoolExecutor,
         shared_memory: bool,
     ):
         first, rank = parameters[0], dist.get_rank(group)
-        self.plan, self._group, self._thread, self._shared = plan, group, thread, []
+        self.plan, self._group, self._shared = plan, group, []
         if shared_memory:
             self._shared = [SharedBuffer(plan.numel, first.dtype, group) for _ in range(2)]
             self.flat, self.gradients = (buffer.local for buffer in self._shared)
@@ -189,14 +187,14 @@ class Bucket:
         return len(self.ready) == len(self.views)
 
     def send(self) -> None:
-        """Begin the reduce-scatter; through shared memory, also end it."""
+        """Begin the reduce-scatter; on CPUs, also end it."""
         if self._shared:
             self._shared[1].reduce_scatter()
         elif self.gradients.is_cuda:
             where = self._own_gradient, self.gradients
             self.wait = torch_reduce_scatter(*where, group=self._group, async_op=True).wait
         else:
-            self.wait = self._thread.submit(ring_reduce_scatter, self.gradients, self._group).result
+            ring_reduce_scatter(self.gradients, self._group)
 
     def receive(self) -> None:
         """End it, unless that was done."""
@@ -205,7 +203,7 @@ class Bucket:
             self.shard.grad = self._own_gradient.to(self.shard.dtype)  # itself, if the dtype is the same
 
     def spread(self) -> None:
-        """Begin to give all ranks what the shard has become; through shared memory, also end it."""
+        """Begin to give all ranks what the shard has become; on CPUs, also end it."""
         if self.half:
             self._own.copy_(self.shard.detach())
         self.empty()
@@ -214,7 +212,7 @@ class Bucket:
         elif self.flat.is_cuda:
             self.wait = torch_all_gather(self.flat, self._own, group=self._group, async_op=True).wait
         else:
-            self.wait = self._thread.submit(ring_all_gather, self.flat, self._group).result
+            ring_all_gather(self.flat, self._group)
 
     def empty(self) -> None:
         """Be ready for the next step."""
@@ -308,8 +306,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     With half-precision parameters each shard has a float32 master copy; gradients travel, and are added up, in half.
 
-    Cost of a step and rank: 2(W-1)/W of the parameters, and padding, sent; half of it behind backward. Memory beside
-    parameters and gradients: KΨ/W. Rajbhandari et al. 2020, section 5.1. Notebook 07.
+    Cost of a step and rank: 2(W-1)/W of the parameters, and padding, sent; on GPUs half of it behind backward, while
+    the ring of CPUs needs the core that computes. Memory beside parameters and gradients: KΨ/W. Rajbhandari et al.
+    2020, section 5.1. Notebook 07.
     """
 
     def __init__(
@@ -337,7 +336,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not parameter.requires_grad:
                 dist.broadcast(parameter.detach(), group=group, group_src=0)
         self.plan = plan_shards(self._sizes(), dist.get_world_size(group), bucket_cap_mb * 2**20, ALIGN)
-        thread = ThreadPoolExecutor(1)  # one, so that all ranks send in one order
         self.buckets = []
         for plan in self.plan:
             parameters = [self._parameters[number] for number in plan.parameters]
@@ -346,7 +344,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             def make(shard: nn.Parameter, options: dict = options) -> torch.optim.Optimizer:
                 return optimizer_cls([{**options, "params": [shard]}], **kwargs)
 
-            self.buckets.append(Bucket(plan, parameters, group, make, thread, shared_memory))
+            self.buckets.append(Bucket(plan, parameters, group, make, shared_memory))
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
         self._next = 0  # the first bucket that isn't sent yet
         for parameter in self._bucket_of:
@@ -463,7 +461,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         self._send_the_rest()
-        for bucket in self.buckets:  # while one is updated, others are on their way
+        for bucket in self.buckets:  # on GPUs others are on their way while one is updated
             bucket.receive()
             bucket.optimizer.param_groups[0].update(_options(self.param_groups[bucket.plan.kind[0]]))
             bucket.optimizer.step()

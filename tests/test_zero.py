@@ -115,7 +115,8 @@ def check_training():
     wrong, rank = twin.Complaints(), dist.get_rank()
     for accumulation in (1, 3):
         expected = alone(accumulation)
-        for variant, set_to_none in itertools.product(VARIANTS, (True, False)):
+        for variant in VARIANTS:
+            set_to_none = (variant == "buckets") == (accumulation == 3)
             module, optimizer = sharded(variant)
             got = train(module, optimizer, [rank], accumulation=accumulation, set_to_none=set_to_none)
             what = variant, accumulation, set_to_none
@@ -426,8 +427,6 @@ def sent_before_each_gradient():
     sent, diary = [], dist.group.WORLD.recorder.diary
 
     def look(parameter):
-        for bucket in optimizer.buckets:
-            bucket.wait()  # what was begun is sent: no matter of speed
         sent.append(sum(record.op == "send" for record in diary))
 
     for parameter in module.parameters():
@@ -749,7 +748,7 @@ sys.path.append(sys.argv[1])
 import test_zero
 
 dist.init_process_group("gloo")
-wrong = [*test_zero.check_training(), *test_zero.check_state_bytes(), *test_zero.check_sharded_linear(True)]
+wrong = [*test_zero.check_clipping(), *test_zero.check_state_bytes(), *test_zero.check_sharded_linear(True)]
 with open(f"rank.{dist.get_rank()}", "w") as file:
     print(wrong, file=file)
 dist.destroy_process_group()

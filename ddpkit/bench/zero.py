@@ -162,7 +162,7 @@ def count(make: Callable[[], Task], world_size: int) -> dict[str, float]:
 
 
 def sent_by_all(record: Record, rank: int, world_size: int) -> float:
-    """This rank's part of what all ranks send for a call: of an all-reduce a ring's bytes, of a broadcast W-1 copies."""
+    """This rank's part of what all send for a call: a ring's bytes of an all-reduce, W-1 copies of a broadcast."""
     shares = {"send": 1.0, "recv": 0.0, "all_reduce": 2 * (world_size - 1) / world_size}
     shares["broadcast"] = world_size - 1.0 if record.peer == rank else 0.0
     return shares[record.op] * record.bytes
