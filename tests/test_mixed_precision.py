@@ -364,6 +364,17 @@ def test_gradients_that_were_averaged_in_between_are_what_is_added_to():
     assert weight.grad.item() == 7
 
 
+def test_who_drops_a_gradient_drops_what_it_was_rounded_by():
+    """As module.zero_grad() does. 2048 + 1 is 2048 in fp16, and 1 waits: it must not wait for the next sum."""
+    weight = nn.Parameter(torch.zeros(1))
+    MixedPrecisionOptimizer([weight], SGD, torch.float16)
+    for _ in range(2):
+        weight.grad = None
+        for gradient in (2048.0, 1.0):
+            (weight * gradient).sum().backward()
+        assert weight.grad.item() == 2048
+
+
 def test_zeros_forget_the_last_sum_whoever_wrote_them():
     weight = nn.Parameter(torch.zeros(1))
     optimizer = MixedPrecisionOptimizer([weight], partial(SGD, lr=0.0), torch.float16, off())
