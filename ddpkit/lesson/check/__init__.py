@@ -7,15 +7,19 @@ from .notebook_02 import ring_all_gather, ring_cost, ring_reduce_scatter
 from .notebook_03 import HookedDDP, average_gradients, sum_or_mean
 from .notebook_04 import BucketedDDP, OverlapDDP, no_sync, plan_buckets
 from .notebook_05 import LossScaler, master_step, predict_bytes
+from .notebook_06 import Checkpoint, block_bytes
+from .notebook_07 import shard_plan, zero_step
 
 __all__ = [
     "BucketedDDP",
+    "Checkpoint",
     "HookedDDP",
     "LossScaler",
     "OverlapDDP",
     "all_gather",
     "all_reduce",
     "average_gradients",
+    "block_bytes",
     "broadcast",
     "is_stub",
     "master_step",
@@ -28,5 +32,7 @@ __all__ = [
     "ring_cost",
     "ring_reduce_scatter",
     "say_hello",
+    "shard_plan",
     "sum_or_mean",
+    "zero_step",
 ]
