@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from ddpkit import HangError, RankError, launch
+from ddpkit.lesson import check
 from ddpkit.models import GPT, mean_loss
 from ddpkit.zero import BucketPlan, Part, ShardedLinear, ZeroOptimizer, plan_shards
 
@@ -293,6 +294,14 @@ def test_every_element_has_one_owner(world_size, align):
     assert all(start % align == 0 for start in plan.starts)
     assert plan.padding < len(numels) * align + world_size * align
     assert all(0 <= part.at <= plan.shard_numel - (part.stop - part.start) for part in owned)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_the_exercise_and_the_library_have_one_plan(world_size):
+    for numels in ([4, 4], [7, 2, 1], [1, 1], [0, 5]):
+        (plan,) = plan_shards({n: (numel, 4 * numel, None) for n, numel in enumerate(numels)}, world_size)
+        owned = [[tuple(part[:3]) for part in plan.owned(rank)] for rank in range(world_size)]
+        assert owned == check.shard_plan.reference(numels, world_size)
 
 
 # The buffers

@@ -7,6 +7,7 @@ round: synchronisation and update. Batches are small, so that it is a good part 
 
 import os
 import statistics
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from .. import bench
 from ..ddp import BucketedDDP, DataParallel
@@ -71,9 +71,17 @@ class Replica:
         """Of all tensors in the optimizer's state but counters."""
         if isinstance(self.optimizer, ZeroOptimizer):
             return self.optimizer.state_bytes()
-        inner = self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
+        inner = getattr(self.optimizer, "optim", self.optimizer)  # torch's ZeRO has its optimizer inside
         values = [value for state in inner.state.values() for value in state.values()] if inner else []
         return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
+
+
+def torchs_zero() -> type[torch.optim.Optimizer]:
+    """ZeroRedundancyOptimizer. Importing it takes long, and warns of a deprecation inside torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer
 
 
 def make_replicas(task: Task, group: ProcessGroup) -> dict[str, Replica]:
@@ -85,10 +93,8 @@ def make_replicas(task: Task, group: ProcessGroup) -> dict[str, Replica]:
         return nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
 
     def torch_zero(as_views: bool) -> Callable:
-        views = {"parameters_as_bucket_view": as_views}
-        return partial(
-            ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, process_group=group, **views, **options
-        )
+        how = {"process_group": group, "parameters_as_bucket_view": as_views, **options}
+        return partial(torchs_zero(), optimizer_class=torch.optim.AdamW, **how)
 
     def alone(module: nn.Module) -> nn.Module:
         return module
