@@ -287,6 +287,8 @@ def test_weights_are_the_master_copies_rounded(dtype):
     assert torch.equal(model.positions, before.positions.to(dtype))
     assert model.positions not in optimizer.masters
     assert model.prior.dtype == torch.float32  # buffers are left as they are
+    assert optimizer.scaler.get_scale() == (2**16 if dtype == torch.float16 else 1)
+    assert optimizer.scaler.dynamic == (dtype == torch.float16)
     for master, weight in zip(optimizer.masters.values(), trained_of(before), strict=True):
         assert torch.equal(master, weight)
     for step in range(3):
@@ -635,7 +637,7 @@ def test_a_wrapper_that_overwrites_other_weights_is_noticed():
     assert "broadcast_module(model) before" in second
 
 
-# Four training curves, and what is behind the second
+# What each remedy is for: training on a text
 
 
 class WithoutMasters(MixedPrecisionOptimizer):
