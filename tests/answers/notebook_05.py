@@ -389,7 +389,7 @@ WRONG = [
     ("LossScaler", ScalerGrowsAtEachStep, "grew too early: after 2 good steps"),
     ("LossScaler", ScalerCountsOn, "an overflow starts the count of good steps anew"),
     ("LossScaler", ScalerKeepsTheScale, "the scale never grew"),
-    ("LossScaler", ScalerRemembersTheOverflow, "divide"),
+    ("LossScaler", ScalerRemembersTheOverflow, "Does update() set overflow back to None?"),
     ("LossScaler", ScalerDoublesAfterAnOverflow, "after an overflow the scale is half of what it was, else"),
     ("LossScaler", ScalerSendsGradients, "one float for all of them is enough"),
     ("master_step", master_step_without_scale, "gradients are those of the loss times scale. Divide them"),

@@ -136,7 +136,8 @@ def _scaler_cause(trial: Trial, rank: int, expected: Steps, got: Steps):
         return f"{where}all gradients were finite, but the step was skipped. Does update() forget the last overflow?"
     times = found.moved / right.moved
     if times == right.scaled:
-        return f"{where}the weight moved {times:g} times too far: nobody divided the gradient by the scale."
+        again = " Does update() set overflow back to None?" if number else ""
+        return f"{where}the weight moved {times:g} times too far: nobody divided the gradient by the scale.{again}"
     if times == 1 / right.scaled:
         before = " unscale_ had been called before step: look at `overflow`, it is None until then." if looks else ""
         return f"{where}the gradient was divided by the scale twice.{before}"
