@@ -103,7 +103,7 @@ def _chain(functions: Sequence[Callable]) -> Callable:
 
 
 def _call(fn: Callable, keep: frozenset, *args):
-    if not torch.is_grad_enabled():  # nothing would be kept; so it is inside an outer checkpoint's first call
+    if not torch.is_grad_enabled():  # no backward will come; in the first call of an outer checkpoint, for example
         return fn(*args)
     reason = torch.empty(0, requires_grad=True)  # for backward to come here, also if only fn's parameters need it
     return _Checkpoint.apply(reason, fn, keep, *args)
@@ -229,5 +229,5 @@ class _Replay(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if operation in self.operations:
-            return next(self.results).detach()
+            return next(self.results)
         return operation(*args, **(kwargs or {}))

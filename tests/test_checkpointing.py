@@ -201,11 +201,13 @@ def test_gradients_add_up(way):
 @BOTH
 def test_backward_twice_through_the_same_graph(way):
     layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
-    loss = way(lambda x: layer(x).square(), x).sum()
-    loss.backward(retain_graph=True)
-    once = x.grad.clone(), layer.weight.grad.clone()
-    loss.backward()
-    assert_same_bits([x.grad, layer.weight.grad], [2 * each for each in once])
+    for fn in (layer, lambda x: layer(x).square()):  # of the first, the product itself is what comes out
+        expected = torch.autograd.grad(fn(x).sum(), (x, layer.weight))
+        loss = way(fn, x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_same_bits([x.grad, layer.weight.grad], [2 * each for each in expected])
+        x.grad = layer.weight.grad = None
 
 
 # What goes in and comes out
@@ -214,17 +216,18 @@ def test_backward_twice_through_the_same_graph(way):
 def test_several_inputs_and_outputs():
     """Of each kind: with gradient and without, not a tensor, not used."""
     x, frozen, unused = torch.ones(3, requires_grad=True), torch.full((3,), 2.0), torch.ones(3, requires_grad=True)
+    weight = nn.Parameter(torch.ones(3))
 
     def several(x, factor, frozen, nothing, unused, numbers, name):
         assert (factor, nothing, name) == (5, None, "name")
-        return factor * x * frozen, x[numbers], None, x.argmax(), "text", x * 7
+        return factor * x * frozen, x[numbers], None, x.argmax(), "text", x * weight
 
     outputs = checkpoint(several, x, 5, frozen, None, unused, torch.tensor([0, 0, 1]), "name")
     assert outputs[2] is None
     assert (outputs[3].item(), outputs[4]) == (0, "text")
     (outputs[0].sum() + outputs[1].sum()).backward()  # the last isn't used
     assert x.grad.tolist() == [10 + 2, 10 + 1, 10]
-    assert (frozen.grad, unused.grad) == (None, None)
+    assert (frozen.grad, unused.grad, weight.grad) == (None, None, None)
 
 
 def test_only_parameters_have_gradients():
@@ -370,6 +373,8 @@ def test_selective_refuses_a_product_that_is_changed_in_place():
     with pytest.raises(ValueError, match=r"got number 0, \(2, 4\), changed in place: write y = y \+ 1"):
         selective_checkpoint(changes, torch.ones(2, 4))
     checkpoint(changes, torch.ones(2, 4)).sum().backward()
+    with torch.no_grad():  # nothing is kept, so it does no harm
+        assert not selective_checkpoint(changes, torch.ones(2, 4)).requires_grad
 
 
 # The bytes
