@@ -451,8 +451,9 @@ def watch(model: nn.Module, optimizer: Optimizer | None = None, buckets: Iterabl
     """Follow the memory of every tensor that is made inside, and say afterwards how much was alive when.
 
     buckets: flat tensors in which a data-parallel wrapper has its gradients; a gradient in one of them counts there.
-    Gives a `Timeline`, which is empty until the end of the block. An input of the model counts if it is kept for
-    backward, as an activation; "other" is what comes and goes: results that nobody keeps, gradients of activations.
+    Gives a `Timeline`, which is empty until the end of the block. Buffers of the model count as parameters. An input of
+    the model counts if it is kept for backward, as an activation; "other" is what comes and goes: results that nobody
+    keeps, gradients of activations.
 
     Works on every device; on a GPU the allocator (`allocator_peak`) has the last word: what an operation takes for
     itself while it runs, or the allocator by rounding up, isn't seen here. Each operation costs some microseconds more.
