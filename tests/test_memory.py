@@ -1,5 +1,7 @@
 """ddpkit.memory: figures of the literature, and formulas against the bytes of tensors that exist, to the byte."""
 
+import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -343,11 +345,11 @@ def test_memory_is_measured_once_and_whole():
 
 
 def test_memory_of_a_graph_that_is_let_go_is_not_taken_for_other_memory():
-    def twice():
-        for _ in range(2):
+    def often():
+        for _ in range(50):
             torch.ones(100, requires_grad=True).exp()
 
-    assert [saved.nbytes for saved in measure_saved(twice)] == [400, 400]
+    assert [saved.nbytes for saved in measure_saved(often)] == [400] * 50
 
 
 def test_nothing_is_kept_without_gradients():
@@ -398,6 +400,7 @@ def test_the_peak_is_in_backward():
         loss.backward()
     assert timeline.totals[timeline.peak] == max(timeline.totals)
     assert timeline.peak >= timeline.marks[0][0]
+    assert alive(timeline, 0) == {"parameters": 400, "activations": 160}  # x was there before, and is kept
     # exp's result is given back once its gradient is there (160); left are x, which the layer keeps, the loss and the
     # loss's own gradient (4 each)
     assert alive(timeline, timeline.peak) == {"parameters": 400, "activations": 160, "gradients": 400, "other": 168}
@@ -415,6 +418,8 @@ def test_what_is_watched_after_forward_is_what_is_measured():
         logits = gpt(tokens)
         timeline.mark("backward")
         mean_loss(logits, tokens).backward()
+    prior = 4 * 11  # a buffer
+    assert timeline.at(0)["parameters"] == 4 * sum(parameter.numel() for parameter in gpt.parameters()) + prior
     measured = kept_bytes(gpt, tokens)
     assert timeline.at(timeline.marks[1][0] - 1)["activations"] == measured
     assert max(timeline.by_kind["gradients"]) == count_states(gpt).gradients
@@ -456,6 +461,10 @@ def test_watching_leaves_nothing_behind():
     layer(torch.ones(4, 10)).sum().backward()
     assert len(timeline.ops) == entries
     assert not layer.weight._post_accumulate_grad_hooks
+    gone = weakref.ref(timeline)
+    del timeline, watched
+    gc.collect()
+    assert gone() is None
 
 
 # The allocator
