@@ -135,6 +135,23 @@ def test_trained_like_one_process(world_size):
     assert [wrong[:3] for wrong in run] == [[]] * world_size
 
 
+def check_zero_grad():
+    """What added up before it makes no difference, whoever owns it."""
+    wrong, rank = twin.Complaints(), dist.get_rank()
+    expected = alone(3)
+    for variant, set_to_none in itertools.product(VARIANTS, (True, False)):
+        module, optimizer = sharded(variant)
+        with optimizer.no_sync():
+            loss_of(module, [batch(8, 8, rank)]).backward()
+        got = train(module, optimizer, [rank], accumulation=3, set_to_none=set_to_none)
+        wrong.unless(near(got, expected), variant, set_to_none)
+    return wrong
+
+
+def test_zero_grad_forgets_all_gradients():
+    assert list(launch(check_zero_grad, world_size=2)) == [[]] * 2
+
+
 def check_float32():
     """No further from the float64 twin than twice the float32 twin is."""
     wrong, rank = twin.Complaints(), dist.get_rank()
