@@ -46,7 +46,7 @@ def test_at_least_four_wrong_answers(name):
 @pytest.mark.parametrize("name", EXERCISES)
 def test_solution_is_the_library_source(name):
     exercise = getattr(check, name)
-    assert re.search(rf"^(def|class) {name}\(", exercise.solution().text, re.MULTILINE)
+    assert re.search(rf"^(def|class) {name}\b", exercise.solution().text, re.MULTILINE)
 
 
 def _rank():
