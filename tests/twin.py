@@ -42,13 +42,14 @@ class Complaints(list):
     """Sentences about what is not as it should be, on this rank."""
 
     def unless(self, fine: bool, *what):
+        """`what` is put into words only if it must be: printing a tensor takes longer than comparing it."""
         if not fine:
             self.append(f"rank {dist.get_rank()}: {' '.join(map(str, what))}")
 
     def same(self, got: Tensor, expected: Tensor, *what):
         """The same dtype, shape and bits."""
         alike = (got.dtype, got.shape) == (expected.dtype, expected.shape) and torch.equal(bits(got), bits(expected))
-        self.unless(alike, *what, f"got {got}, expected {expected}")
+        self.unless(alike, *what, "got", got, "expected", expected)
 
     def near(self, got: Tensor, parts: list[Tensor], *what):
         """As near to the sum of `parts` in float64 as any order of adding must come.
@@ -58,14 +59,14 @@ class Complaints(list):
         """
         exact = total([part.double() for part in parts])
         bound = len(parts) * torch.finfo(got.dtype).eps * total([part.double().abs() for part in parts])
-        self.unless(bool(((got.double() - exact).abs() <= bound).all()), *what, f"got {got}, not near {exact}")
+        self.unless(bool(((got.double() - exact).abs() <= bound).all()), *what, "got", got, "not near", exact)
 
     def same_on_all(self, x: Tensor, *what, group=None):
         """The same bits on every rank of the group, also of a NaN."""
         everyones = [torch.empty_like(bits(x)) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyones, bits(x), group=group)
         for rank, theirs in enumerate(everyones):
-            self.unless(torch.equal(theirs, bits(x)), *what, f"here {x}, not the same bits on rank {rank}")
+            self.unless(torch.equal(theirs, bits(x)), *what, "here", x, "not the same bits on rank", rank)
 
     def refused(self, function, *args, says: tuple[str, ...], **kwargs):
         """A ValueError that says all of `says`."""
