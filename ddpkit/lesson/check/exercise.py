@@ -83,8 +83,10 @@ class Exercise:
         """Run `answer`; what comes back shows as a line or a few: right, not written yet, or what is wrong and why."""
         if not callable(answer):
             return Verdict(False, f"✗ {self.name}: expected your function, got {answer!r}: leave the parentheses off")
-        if is_stub(answer):
-            return Verdict(None, f"{self.name}: not written yet")
+        stubs = unwritten(answer, self.reference)
+        if stubs:
+            which = f": {' and '.join(stubs)}" if inspect.isclass(answer) else ""
+            return Verdict(None, f"{self.name}: not written yet{which}")
         for trial in self.trials():
             problem = self._problem(answer, trial)
             if problem:
@@ -156,6 +158,14 @@ def _short(value: object) -> str:
 
 def _stub():
     """An unwritten answer: what Python makes of a body that is only `...`."""
+
+
+def unwritten(answer: Callable, reference: Callable) -> list[str]:
+    """The functions that the reader still has to write: the answer itself, or methods of it that the reference has."""
+    if not inspect.isclass(answer):
+        return [reference.__name__] if is_stub(inspect.unwrap(answer)) else []
+    stubs = [name for name, part in vars(answer).items() if is_stub(inspect.unwrap(part))]
+    return [name for name in stubs if not is_stub(inspect.unwrap(getattr(reference, name, None)))]
 
 
 def is_stub(answer: Callable) -> bool:

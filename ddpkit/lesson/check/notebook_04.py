@@ -5,7 +5,6 @@ check notes how many all_reduces its rank has begun. Gradients read like a tally
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -17,21 +16,9 @@ from ddpkit import ddp
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.launch import Run
 
-from .exercise import Exercise, Trial, Verdict, is_stub
+from .exercise import Exercise, Trial
 from .notebook_02 import _rank_1_comes_last
 from .notebook_03 import Left, _beside_the_average, _brief, _expect, _left, _not_waited_for, _wrong, _wrong_mean
-
-
-class ClassExercise(Exercise):
-    """An exercise whose answer is a class, or decorated: not written yet as long as one of its bodies is only `...`."""
-
-    def __call__(self, answer: Callable) -> Verdict:
-        methods = vars(answer) if inspect.isclass(answer) else {self.name: inspect.unwrap(answer)}
-        unwritten = [name for name, method in methods.items() if is_stub(method)]
-        if unwritten:
-            which = "" if unwritten == [self.name] else f": {' and '.join(unwritten)}"
-            return Verdict(None, f"{self.name}: not written yet{which}")
-        return super().__call__(answer)
 
 
 @contextlib.contextmanager
@@ -387,7 +374,7 @@ def _overlap_praise(trial: Trial, run: Run) -> str:
     )
 
 
-OverlapDDP = ClassExercise(
+OverlapDDP = Exercise(
     OverlapDDP,
     _overlap_trials,
     [
@@ -481,7 +468,7 @@ def _after(bucket: list[int], sizes) -> int | None:
     return next((number for number in range(bucket[-1] + 1, len(sizes)) if sizes[number][1] == dtype), None)
 
 
-plan_buckets = ClassExercise(
+plan_buckets = Exercise(
     ddp.plan_buckets,
     _plan_trials,
     [
@@ -654,7 +641,7 @@ def _bucketed_praise(trial: Trial, run: Run) -> str:
     )
 
 
-BucketedDDP = ClassExercise(
+BucketedDDP = Exercise(
     BucketedDDP,
     _bucketed_trials,
     [
@@ -783,7 +770,7 @@ def _no_sync_cause(trial: Trial, rank: int, expected: dict, got: dict):
     }[wrong]
 
 
-no_sync = ClassExercise(
+no_sync = Exercise(
     no_sync,
     _no_sync_trials,
     [

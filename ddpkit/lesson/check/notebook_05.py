@@ -15,7 +15,6 @@ from ddpkit.mixed_precision import MixedPrecisionOptimizer
 from ddpkit.runtime.launch import Run
 
 from .exercise import Exercise, Trial
-from .notebook_04 import ClassExercise
 
 # LossScaler
 
@@ -176,7 +175,7 @@ def _scaler_wire(trial: Trial, run: Run) -> str | None:
     return None
 
 
-LossScaler = ClassExercise(
+LossScaler = Exercise(
     LossScaler,
     _scaler_trials,
     [

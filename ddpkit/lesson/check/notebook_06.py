@@ -14,7 +14,7 @@ from ddpkit.memory import ByteDropout, MaterialisedAttention, measure_saved
 from ddpkit.models import Block
 from ddpkit.runtime.launch import Run
 
-from .exercise import Exercise, Trial, Verdict, is_stub
+from .exercise import Exercise, Trial
 
 # block_bytes(batch, length, width, heads)
 
@@ -325,15 +325,6 @@ def _wrong_gradient(name: str, wanted: list, came: list | None, random: bool) ->
     )
 
 
-class FunctionExercise(Exercise):
-    """One whose answer is a class with a forward and a backward, not written yet while one of them isn't."""
-
-    def __call__(self, answer: Callable) -> Verdict:
-        if isinstance(answer, type) and any(is_stub(getattr(answer, name, None)) for name in ("forward", "backward")):
-            return Verdict(None, f"{self.name}: not written yet")
-        return super().__call__(answer)
-
-
 def _checkpoint_praise(trial: Trial, run: Run) -> str:
     return (
         "the same gradients to the last bit, random numbers included, and nothing is kept but the inputs. fn is called "
@@ -341,7 +332,7 @@ def _checkpoint_praise(trial: Trial, run: Run) -> str:
     )
 
 
-Checkpoint = FunctionExercise(
+Checkpoint = Exercise(
     Checkpoint,
     _checkpoint_trials,
     [
