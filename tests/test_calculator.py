@@ -8,7 +8,15 @@ import torch
 
 from ddpkit import cost, ddp
 from ddpkit.lesson import charts, figures
-from ddpkit.lesson.calculator import Choice, Slider, Toggle, bucket_calculator, bucket_plans, calculator
+from ddpkit.lesson.calculator import (
+    Choice,
+    Slider,
+    Toggle,
+    bucket_calculator,
+    bucket_plans,
+    calculator,
+    zero_calculator,
+)
 
 CAPS = Slider("bucket cap", [1, 2, 4, 8], 4, "{} MiB".format)
 
@@ -163,3 +171,22 @@ def test_without_ipywidgets():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "['image/png', 'text/plain'] 2 False\n"), done.stderr
+
+
+def test_zero_calculator():
+    widget = zero_calculator()
+    assert repr(widget) == (
+        "7.5B on 64 ranks, stage 1: parameters 15 GB, gradients 15 GB, optimizer 1.41 GB: 31.4 GB on each, which fits "
+        "on a GPU of 80 GB, activations not counted. Each sends 29.5 GB in a step."
+    )
+    before = widget.look()[1].png
+    widget.set(stage=3)
+    assert "1.88 GB on each" in repr(widget)
+    assert "Each sends 44.3 GB" in repr(widget)
+    assert widget.look()[1].png != before
+    widget.set(stage=0, world_size=1)
+    assert "120 GB on each, which doesn't fit" in repr(widget)
+    assert "Each sends 0 B" in repr(widget)
+    for model, whole in {"0.5B": "8 GB", "3B": "48 GB", "70B": "1.12 TB", "XXL, 219.8B": "3.52 TB"}.items():
+        widget.set(model=model)
+        assert f"{whole} on each" in repr(widget)

@@ -11,6 +11,8 @@ from ddpkit import cost
 from ddpkit.bench.ddp import Step
 from ddpkit.bench.results import Result, Results
 from ddpkit.lesson import charts, figures
+from ddpkit.memory import model_states
+from ddpkit.zero import plan_shards
 
 SECONDS = {"gloo": 4e-3, "ring": 2e-3, "shared memory": 1e-3, "loopback": 1.5e-3, "memcpy": 0.9e-3, "gloo again": 4e-3}
 CEILINGS = {"gloo": "loopback", "ring": "loopback", "shared memory": "memcpy", "gloo again": "loopback"}
@@ -279,3 +281,36 @@ def test_scales():
     sizes = charts._between([100.0, 1e6, 1e4])
     assert (sizes[0], sizes[-1]) == pytest.approx((100.0, 1e6))
     assert len({round(after / before, 9) for before, after in itertools.pairwise(sizes)}) == 1
+
+
+def test_shards():
+    """14 numbers and 2 of padding on 4 ranks: a row of parameters to scale, and below it a colour for each rank."""
+    (plan,) = plan_shards({n: (numel, 4 * numel, None) for n, numel in enumerate((6, 2, 4, 2))}, 4)
+    picture = charts.shards(plan, ["weight", "bias", "weight 2", "bias 2"])
+    assert repr(picture) == (
+        "A flat buffer of 16 numbers: weight from 0 to 6, bias from 6 to 8, weight 2 from 8 to 12, bias 2 from 12 to "
+        "14; padding: 2. Below, 4 shards of 4, one for each rank."
+    )
+    owners = [columns(picture, 66 + 65, colour) for colour in figures.RANK_COLOURS[:4]]
+    for rank, owned in enumerate(owners):
+        assert (owned[0], owned[-1]) == pytest.approx((150 + 870 * rank / 4, 150 + 870 * (rank + 1) / 4), abs=5)
+    grey = columns(picture, 66 + 5, figures.MIXED)
+    assert grey[-1] == pytest.approx(150 + 870 * 14 / 16, abs=4)
+    with pytest.raises(ValueError, match="zip"):
+        charts.shards(plan, ["weight"])
+
+
+def test_zero_stages():
+    picture = charts.zero_stages(7_500_000_000, 64, 1)
+    assert repr(picture) == (
+        "Model states on each of 64 ranks: stage 0 120 GB, stage 1 31.4 GB, stage 2 16.6 GB, stage 3 1.88 GB."
+    )
+    assert image(picture).width <= figures.WIDEST
+    for stage in range(4):
+        bars = [columns(picture, 116 + 58 * stage + 12, ink) for ink in charts.STATE_COLOURS.values()]
+        lengths = [max(bar, default=0) - min(bar, default=0) for bar in bars]
+        kept = model_states(7_500_000_000, stage, 64)
+        assert lengths == pytest.approx([790 * nbytes / 120e9 for nbytes in kept], abs=4)
+    others = [charts.zero_stages(7_500_000_000, 64, 2), charts.zero_stages(7_500_000_000, 64, 1, capacity_bytes=10**10)]
+    assert all(repr(other) == repr(picture) and other.png != picture.png for other in others)
+    assert "1 rank: stage 0 800 B" in repr(charts.zero_stages(50, 1, 3))

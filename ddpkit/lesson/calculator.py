@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .. import cost, ddp
+from .. import cost, ddp, memory
 from . import charts
-from .figures import WRONG, Picture, count
+from .figures import WRONG, Picture, count, size
 
 # Controls
 
@@ -248,3 +248,35 @@ def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list
         found.append((cap, plan))
         cap *= 2
     return dict(found)
+
+
+MODELS = {"0.5B": 500_000_000, "3B": 3_000_000_000, "7.5B": 7_500_000_000, "70B": 70_000_000_000}
+MODELS["XXL, 219.8B"] = memory.feed_forward_parameters(width=16384, hidden=53248, blocks=126)
+CAPACITY_BYTES = 80 * 10**9
+
+
+def zero_calculator() -> Calculator:
+    """A model, the number of ranks and ZeRO's stage: what a rank keeps and sends in mixed precision with AdamW.
+
+    Notebook 07.
+    """
+    return calculator(
+        zero_stage,
+        model=Choice("model", list(MODELS), "7.5B"),
+        world_size=Slider("ranks", [2**power for power in range(11)], 64),
+        stage=Slider("stage", [0, 1, 2, 3], 1),
+    )
+
+
+def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
+    """Caption and picture of `zero_calculator`."""
+    parameters = MODELS[model]
+    states = memory.model_states(parameters, stage, world_size)
+    sent_bytes = (3 if stage == 3 else 2) * 2 * parameters * (world_size - 1) / world_size  # half precision
+    fits = "fits" if states.total < CAPACITY_BYTES else "doesn't fit"
+    kept = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in states._asdict().items())
+    caption = (
+        f"{model} on {count(world_size, 'rank')}, stage {stage}: {kept}: {size(states.total)} on each, which {fits} on "
+        f"a GPU of {size(CAPACITY_BYTES)}, activations not counted. Each sends {size(sent_bytes)} in a step."
+    )
+    return caption, charts.zero_stages(parameters, world_size, stage, capacity_bytes=CAPACITY_BYTES)

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .. import cost
+from .. import cost, memory, zero
 from . import figures
 from .figures import (
     EMPTY,
@@ -332,6 +332,72 @@ def _draw_exposed(canvas: Canvas, exposed_s: float, start: float, end: float, y:
         canvas.box(start, y, max(end - start, 2), 10, WRONG, "none")
     half = 6.5 * len(said)
     canvas.text(min((start + end) / 2, WIDEST - half - 10), y + 28, said, NORMAL, ink=WRONG, bold=True)
+
+
+# Who keeps what
+
+
+def shards(plan: zero.BucketPlan, names: Sequence[str]) -> Picture:
+    """A flat buffer: above, the parameters that lie in it one behind the other; below, which rank owns which part.
+
+    names: of the parameters of `plan`, in its order. Notebook 07.
+    """
+    left, width, top = 150, WIDEST - 150 - 20, 66
+    canvas = Canvas(WIDEST, 240)
+    scale = width / max(plan.numel, 1)
+    canvas.text(
+        WIDEST / 2, 26, f"{count(plan.numel, 'number')} in a row, {count(plan.world_size, 'shard')}", LARGE, bold=True
+    )
+    canvas.text(left - 12, top + 26, "parameters", NORMAL, "right")
+    canvas.text(left - 12, top + 86, "owned by", NORMAL, "right")
+    canvas.box(left, top, width, 52, EMPTY, hatch="///")
+    for name, numel, start in zip(names, plan.numels, plan.starts, strict=True):
+        canvas.box(left + start * scale, top, numel * scale, 52, figures.MIXED)
+        if numel * scale > 10.5 * len(name):
+            canvas.text(left + (start + numel / 2) * scale, top + 26, name)
+    for rank in range(plan.world_size):
+        canvas.badge(left + rank * plan.shard_numel * scale, top + 60, rank, plan.shard_numel * scale, 52)
+    canvas.box(left, top + 134, 30, 20, EMPTY, hatch="///")
+    canvas.text(left + 42, top + 144, f"padding: {count(plan.padding, 'number')}", align="left")
+    parts = zip(names, plan.starts, plan.numels, strict=True)
+    said = [f"{name} from {start} to {start + numel}" for name, start, numel in parts]
+    return canvas.picture(
+        f"A flat buffer of {count(plan.numel, 'number')}: {', '.join(said)}; padding: {plan.padding}. "
+        f"Below, {count(plan.world_size, 'shard')} of {plan.shard_numel}, one for each rank."
+    )
+
+
+STATE_COLOURS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN}
+
+
+def zero_stages(
+    parameters: int, world_size: int, stage: int, precision: str = "mixed", capacity_bytes: int = 80 * 10**9
+) -> Picture:
+    """The model states that a rank keeps in each of ZeRO's stages, to scale; one stage stands out.
+
+    Arguments as for `memory.model_states`, with AdamW. capacity_bytes: of a GPU, a dashed line. Notebook 07.
+    """
+    states = [memory.model_states(parameters, each, world_size, precision=precision) for each in range(4)]
+    left, width, top, row = 120, WIDEST - 120 - 130, 116, 58
+    canvas = Canvas(WIDEST, top + 4 * row + 44)
+    scale = width / max(states[0].total, capacity_bytes)
+    canvas.text(WIDEST / 2, 26, f"Model states on each of {count(world_size, 'rank')}", LARGE, bold=True)
+    for at, (name, fill) in enumerate(STATE_COLOURS.items()):
+        canvas.box(left + 200 * at, 56, 30, 20, fill)
+        canvas.text(left + 42 + 200 * at, 66, name, align="left")
+    canvas.box(10, top + row * stage - 4, WIDEST - 20, row - 4, PALE, "black", 2.5)
+    for number, kept in enumerate(states):
+        x, y = left, top + row * number
+        canvas.text(left - 12, y + 21, f"stage {number}", NORMAL, "right", bold=number == stage)
+        for fill, nbytes in zip(STATE_COLOURS.values(), kept, strict=True):
+            canvas.box(x, y + 4, nbytes * scale, 34, fill, line=0.8)
+            x += nbytes * scale
+        canvas.text(x + 12, y + 21, size(kept.total), NORMAL, "left", bold=number == stage)
+    x, bottom = left + capacity_bytes * scale, top + 4 * row
+    canvas.line([(x, top - 8), (x, bottom)], WRONG, 2.5, dashed=True)
+    canvas.text(x, bottom + 20, f"a GPU of {size(capacity_bytes)}", NORMAL, ink=WRONG)
+    totals = [f"stage {number} {size(kept.total)}" for number, kept in enumerate(states)]
+    return canvas.picture(f"Model states on each of {count(world_size, 'rank')}: {', '.join(totals)}.")
 
 
 # A model and what was measured
