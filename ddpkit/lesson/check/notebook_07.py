@@ -123,11 +123,11 @@ shard_plan = Exercise(
 
 # zero_step(parameters, gradients, state)
 
-LR, BETA = 1 / 16, 1 / 2  # powers of two: all that the trials compute is exact
+LR, BETA = 1 / 16, 1 / 2  # the defaults; powers of two: all that the trials compute is exact
 NUMEL = 12  # divides by every world size tried
 
 
-def zero_step(parameters, gradients, state, lr=LR, beta=BETA):
+def zero_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     gradient = ring_reduce_scatter(gradients) / world_size
     shard = parameters.chunk(world_size)[rank]
