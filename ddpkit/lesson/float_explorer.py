@@ -62,8 +62,14 @@ class FloatExplorer(Panel):
             continuous_update=False,
             style=style,
         )
-        self.choice = ipywidgets.Dropdown(
-            options=list(BY_NAME), value=self.number.format.name, description="format", tooltip="format", style=style
+        # Not a Dropdown, which doesn't answer the arrow keys in JupyterLab.
+        self.choice = ipywidgets.SelectionSlider(
+            options=list(BY_NAME),
+            value=self.number.format.name,
+            description="format",
+            tooltip="format",
+            continuous_update=False,
+            style=style,
         )
         self.buttons = ipywidgets.HBox(layout={"flex_flow": "row wrap"})
         self._follow()
