@@ -52,7 +52,7 @@ def test_buttons_turn_bits():
 
 def test_every_button_turns_its_own_bit(monkeypatch):
     one = figures.worlds(1)
-    monkeypatch.setattr(figures, "float_bits", lambda numbers: one)  # 94 pictures take a while
+    monkeypatch.setattr(figures, "float_bits", lambda *_: one)  # 94 pictures take a while
     for format in floats.FORMATS:
         explorer = float_explorer("1", format.name)
         assert explorer.image
@@ -100,7 +100,9 @@ def test_formats():
     explorer = float_explorer("70000", "fp16")
     assert explorer.image
     assert explorer.number.value == math.inf
+    picture = explorer.image.value
     explorer.choice.value = "fp8 e4m3"
+    assert explorer.image.value != picture  # another row stands out
     assert (len(explorer.buttons.children), explorer.number.value) == (8, 448.0)
     explorer.choice.value = "fp32"
     assert (len(explorer.buttons.children), explorer.number.value) == (32, 70000.0)

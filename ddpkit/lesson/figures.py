@@ -564,8 +564,11 @@ def draw_scale(canvas: Canvas, left, y, width, seconds):
 FIELD_COLOURS = {"sign": RANK_COLOURS[3], "exponent": RANK_COLOURS[1], "fraction": RANK_COLOURS[4]}
 
 
-def float_bits(numbers: Sequence[floats.Number]) -> Picture:
-    """The bits of numbers in their formats, a row for each, with the same places under one another."""
+def float_bits(numbers: Sequence[floats.Number], chosen: floats.Number | None = None) -> Picture:
+    """The bits of numbers in their formats, a row for each, with the same places under one another.
+
+    chosen: the one of them whose row stands out.
+    """
     cell, left, row = 25, 120, 74
     point = left + cell * (1 + max(number.format.exponent_bits for number in numbers))
     right = point + cell * max(number.format.fraction_bits for number in numbers)
@@ -575,6 +578,8 @@ def float_bits(numbers: Sequence[floats.Number]) -> Picture:
         canvas.text(left + 40 + 150 * at, 24, name, align="left")
     for at, number in enumerate(numbers):
         y = 52 + row * at
+        if number is chosen:
+            canvas.box(4, y - 6, canvas.width - 8, row - 4, PALE, "black", 2.5)
         canvas.text(14, y + 16, number.format.name, NORMAL, "left", bold=True)
         start = point - cell * (1 + number.format.exponent_bits)
         for place, bit in enumerate(number.bits.replace(" ", "")):

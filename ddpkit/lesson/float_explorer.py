@@ -50,7 +50,7 @@ class FloatExplorer(Panel):
             for format in floats.FORMATS
         ]
         head = f"{self._typed} in {number.format.name}: {number.bits}, {number.formula}"
-        return "\n".join([head, *map(str, numbers)]), figures.float_bits(numbers)
+        return "\n".join([head, *map(str, numbers)]), figures.float_bits(numbers, number)
 
     def _controls(self) -> list:
         import ipywidgets
