@@ -1,0 +1,222 @@
+"""Charts of bytes and the memory calculator: what is drawn is what was counted, and what is said, too."""
+
+import io
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from ddpkit.checkpointing import checkpoint, selective_checkpoint
+from ddpkit.lesson import figures, memory_charts
+from ddpkit.memory import (
+    KINDS,
+    ByteDropout,
+    MaterialisedAttention,
+    Timeline,
+    block_activations,
+    measure_saved,
+    model_states,
+    watch,
+)
+from ddpkit.models import GPT, mean_loss, torch_attention
+
+
+def image(picture) -> Image.Image:
+    return Image.open(io.BytesIO(picture.png)).convert("RGB")
+
+
+def pixels(picture, colour: str, rows=None) -> int:
+    """How many have it."""
+    wanted = tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    page = image(picture)
+    top, bottom = rows or (0, page.height)
+    found = page.crop((0, top, page.width, bottom)).getcolors(1 << 24)
+    return sum(count for count, rgb in found if all(abs(a - b) < 12 for a, b in zip(rgb, wanted, strict=True)))
+
+
+# Timelines
+
+
+def a_timeline(**by_kind):
+    entries = len(next(iter(by_kind.values())))
+    return Timeline({kind: by_kind.get(kind, [0] * entries) for kind in KINDS}, [""] + ["an operation"] * (entries - 1))
+
+
+def two_timelines(highest=3_000_000):
+    one = a_timeline(parameters=[10**6] * 4, activations=[0, 2 * 10**6, highest, 0])
+    one.marks = [(1, "forward"), (2, "backward")]
+    return {"one": one, "two": a_timeline(parameters=[10**6] * 4, buckets=[10**6] * 4)}
+
+
+def test_timelines():
+    picture = memory_charts.timelines(two_timelines(), "Bytes of a step")
+    assert repr(picture) == (
+        "Bytes of a step.\n"
+        "one: at most 4 MB in backward: parameters 1 MB, activations 3 MB.\n"
+        "two: at most 2 MB: parameters 1 MB, buckets 1 MB."
+    )
+    assert image(picture).width <= figures.WIDEST
+    assert image(picture).getpixel((0, 0)) == (255, 255, 255)
+    assert memory_charts.timelines(two_timelines(3_500_000)).png != picture.png
+
+
+def test_kinds_that_are_nowhere_are_not_in_the_legend():
+    picture = memory_charts.timelines(two_timelines())
+    for kind in ("parameters", "activations"):
+        assert pixels(picture, memory_charts.COLOURS[kind]) > 1000
+    for kind in ("gradients", "optimizer"):
+        assert pixels(picture, memory_charts.COLOURS[kind]) == 0
+
+
+def test_areas_are_the_bytes():
+    """1 MB of parameters for three entries, 2 and 4 MB of activations for one each."""
+    each = a_timeline(parameters=[10**6] * 4, activations=[0, 2 * 10**6, 4 * 10**6, 0])
+    picture = memory_charts.timelines({"it": each})
+    below_the_legend = (100, image(picture).height)
+    blue, sky = (
+        pixels(picture, memory_charts.COLOURS[kind], below_the_legend) for kind in ("parameters", "activations")
+    )
+    assert sky / blue == pytest.approx((2 + 4) / 3, rel=0.06)
+
+
+def test_panels_have_the_same_scale():
+    low = a_timeline(parameters=[10**6] * 4)
+    alone, beside = memory_charts.timelines({"low": low}), memory_charts.timelines({"low": low} | two_timelines())
+    panel = memory_charts.PANEL
+    sizes = [pixels(each, memory_charts.COLOURS["parameters"], (100, 80 + panel)) for each in (alone, beside)]
+    assert sizes[0] / sizes[1] == pytest.approx(4, rel=0.1)
+
+
+def test_marks_without_room_are_written_together():
+    marks = [(1, "forward"), (50, "backward"), (90, "synchronize"), (91, "step")]
+    assert memory_charts._joined(marks, 1) == [(1, "forward"), (50, "backward"), (90, "synchronize, step")]
+
+
+# Growth
+
+
+def terms(length):
+    return block_activations(1, length, 3584, 28)
+
+
+def test_parts_are_all_of_it():
+    for attention in ("materialised", "flash"):
+        block = block_activations(2, 48, 64, 4, attention=attention)
+        parts = memory_charts.parts(block)
+        token = 2 * 48 * 64
+        assert sum(parts.values()) == sum(term.nbytes for term in block)
+        assert (parts["MLP"], parts["masks of dropout"]) == (18 * token, 2 * token)
+        assert parts["norms"] == 4 * token + 16 * 2 * 48
+        assert parts["queries, keys, values, inputs of their layers"] == 10 * token
+        assert parts["attention weights"] == (5 * 2 * 48**2 * 4 if attention == "materialised" else 4 * 2 * 48 * 4)
+
+
+def test_growth():
+    picture = memory_charts.growth(terms, [256, 1024, 4096])
+    first, last = repr(picture).splitlines()[1:]
+    assert first.startswith("256 tokens, 40.4 MB: ")
+    assert first.endswith("attention weights 23%.")
+    assert last.startswith("4,096 tokens, 2.85 GB: ")
+    assert last.endswith("attention weights 82%.")
+    assert image(picture).width <= figures.WIDEST
+    assert memory_charts.growth(terms, [256, 1024, 8192]).png != picture.png
+
+
+def test_areas_are_the_shares():
+    """Where the formula says that attention weights are half: 34sbd, of which the MLP has 18."""
+    turn = 34 * 3584 / (5 * 28)
+    picture = memory_charts.growth(terms, [int(turn) - 1, int(turn) + 1])
+    below_the_legend = (130, image(picture).height)
+    colours = (memory_charts.PART_COLOURS[name] for name in ("attention weights", "MLP"))
+    weights, mlp = (pixels(picture, colour, below_the_legend) for colour in colours)
+    assert weights / mlp == pytest.approx(34 / 18, rel=0.05)
+
+
+# Bars and the calculator
+
+ROWS = {"kept": {"parameters": 10**9, "activations": 3 * 10**9}, "again": {"parameters": 10**9, "activations": 10**9}}
+
+
+def test_bars():
+    picture = memory_charts.bars(ROWS, 2 * 10**9, "A step")
+    assert repr(picture) == (
+        "A step.\nkept: 4 GB (parameters 1 GB, activations 3 GB).\nagain: 2 GB (parameters 1 GB, activations 1 GB)."
+    )
+    blue, sky = (pixels(picture, memory_charts.COLOURS[kind], (100, 230)) for kind in ("parameters", "activations"))
+    assert sky / blue == pytest.approx(4 / 2, rel=0.05)
+    assert memory_charts.bars(ROWS, 3 * 10**9, "A step").png != picture.png
+
+
+class Through(nn.Module):
+    def __init__(self, way, block):
+        super().__init__()
+        self.way, self.block = way, block
+
+    def forward(self, x):
+        return self.way(self.block, x)
+
+
+SHAPE = {"width": 64, "heads": 4, "layers": 5}
+BATCH = {"batch": 2, "length": 96}
+
+
+def a_gpt(attention, dropout, way=None):
+    module = torch_attention
+    if attention == "materialised":
+        module = MaterialisedAttention(ByteDropout(0.1) if dropout else nn.Identity())
+    gpt = GPT(memory_charts.VOCABULARY, 96, 64, 4, 5, 0.0, module)
+    for each in [gpt, *gpt.blocks]:
+        each.dropout = ByteDropout(0.1 * dropout) if dropout else nn.Identity()
+    if way:
+        gpt.blocks = nn.ModuleList(Through(way, block) for block in gpt.blocks)
+    return gpt
+
+
+def predicted(attention, dropout):
+    return memory_charts.training_bytes(**SHAPE, **BATCH, precision="fp32", attention=attention, dropout=dropout)
+
+
+def test_parameters_of_a_gpt():
+    trained = [parameter.numel() for parameter in a_gpt("flash", True).parameters() if parameter.requires_grad]
+    assert memory_charts.gpt_parameters(64, 5) == sum(trained)
+    kept = predicted("flash", True)["everything kept"]
+    assert {kind: kept[kind] for kind in ("parameters", "gradients", "optimizer")} == (
+        model_states(sum(trained), precision="fp32")._asdict()
+    )
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("attention", ["materialised", "flash"])
+def test_activations_of_a_gpt(attention, dropout):
+    """All but the tokens, their targets and the loss's weight, 8, 8 and 4 bytes: those aren't counted."""
+    tokens = torch.ones(2, 96, dtype=torch.int64)
+    gpt = a_gpt(attention, dropout)
+    measured = sum(saved.nbytes for saved in measure_saved(lambda: mean_loss(gpt(tokens), tokens)))
+    assert measured == pytest.approx(predicted(attention, dropout)["everything kept"]["activations"], rel=1e-3)
+
+
+@pytest.mark.parametrize("attention", ["materialised", "flash"])
+@pytest.mark.parametrize(("name", "way"), [("selective", selective_checkpoint), ("every block", checkpoint)])
+def test_peaks_of_a_checkpointed_gpt(attention, name, way):
+    tokens = torch.ones(2, 96, dtype=torch.int64)
+    gpt = a_gpt(attention, True, way)
+    with watch(gpt) as timeline:
+        mean_loss(gpt(tokens), tokens).backward()
+    peak = max(timeline.by_kind["activations"])
+    assert peak == pytest.approx(predicted(attention, True)[name]["activations"], rel=0.02)
+
+
+def test_memory_calculator():
+    widget = memory_charts.memory_calculator()
+    assert repr(widget).startswith("4.5 billion parameters. Everything kept: 153 GB; ")
+    assert repr(widget).endswith("On a GPU of 80 GB fits: every block.")
+    widget.set(length=8192)
+    assert repr(widget).endswith("fits: none of them.")
+    widget.set(length=4096)
+    widget.set(attention="flash", dropout=False, width=1600, head_width=64)
+    assert repr(widget).endswith("fits: everything kept or selective or every block.")
+    widget.set(width=8192, layers=80)
+    assert repr(widget).endswith("fits: none of them.")
+    widget.set(width=1600, head_width=256)
+    assert "expected heads that divide the width 1600, got 256" in widget.caption.value
