@@ -1,9 +1,11 @@
 """Figures: what they compute, that they are pictures, and that their words are the same in every run."""
 
 import io
+import itertools
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +135,45 @@ def test_timeline_names_the_emulated_link():
 def test_a_rank_that_comes_too_late_to_wait_does_not_wait():
     assert figures.merged([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
     assert figures.merged([]) == []
+
+
+def call(issued, done, channel="world", waited=None):
+    return SimpleNamespace(op="send", issued=issued, done=done, channel=channel, waited=waited)
+
+
+@pytest.mark.parametrize(
+    ("calls", "spans"),
+    [
+        ([call(0, 1), call(2, 3)], [(0, 1), (2, 3)]),
+        ([call(0, 4), call(1, 6), call(2, 9), call(10, 11)], [(0, 4), (4, 6), (6, 9), (10, 11)]),
+        ([call(0, 3, "to 1"), call(1, 2, "to 2"), call(1, 4, "to 1")], [(1, 2), (0, 3), (3, 4)]),
+        ([call(0, 10), call(3, 5), call(4, 12)], [(3, 5), (0, 10), (10, 12)]),  # the second overtakes the first
+        ([call(0, 2, waited=1), call(1, None, waited=7)], [(0, 2), (2, 7)]),
+    ],
+)
+def test_calls_of_one_channel_are_under_way_one_after_the_other(calls, spans):
+    assert [span[:2] for span in figures.under_way(calls)] == spans
+
+
+def wire_line(picture, rank):
+    """What a timeline without headings shows of a rank's wire."""
+    top = 56 + 76 * rank + 31
+    return Image.open(io.BytesIO(picture.png)).convert("RGB").crop((110, top, 1010, top + 29))
+
+
+@pytest.mark.parametrize("channels", [("world",) * 3, ("0 to 1", "0 to 2", "0 to 3")])
+def test_each_call_has_a_box_of_its_own(channels):
+    """Three are under way from the start, and one after another they are done."""
+    calls = [call(0, done, channel) for done, channel in zip((1, 2, 4), channels, strict=True)]
+    line = wire_line(figures.timeline(SimpleNamespace(wire=[calls])), 0)
+    below_text = [near(line.getpixel((x, 27)), figures.colour(0)) for x in range(line.width)]
+    boxes = [len(list(pixels)) for in_colour, pixels in itertools.groupby(below_text) if in_colour]
+    assert boxes == pytest.approx([225, 225, 450], abs=4)  # a pixel for each edge, and one where it is blurred
+
+
+def test_ranks_from_8_on_look_different():
+    picture = figures.timeline(SimpleNamespace(wire=[[call(0, 1)] for _ in range(9)]))
+    assert wire_line(picture, 0).tobytes() != wire_line(picture, 8).tobytes()
 
 
 V = [[1, 2], [10, 20], [100, 200]]

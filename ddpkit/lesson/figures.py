@@ -465,7 +465,7 @@ def timeline(run_or_runs, after: str | None = None) -> Picture:
             line = top + 76 * rank
             canvas.badge(12, line + 12, rank)
             canvas.box(left, line, width, 60, PALE, "none")
-            _draw_lane(canvas, records, run.begun[rank], colour(rank), line, left, _span(run)[0], width / longest)
+            _draw_lane(canvas, records, run.begun[rank], rank, line, left, _span(run)[0], width / longest)
     draw_scale(canvas, left, y, width, longest)
     said = [f"{name}: " * bool(name) + _said_calls(run) for name, run in runs.items()]
     return canvas.picture("Timeline. " + ". ".join(said) + ".")
@@ -498,8 +498,7 @@ def _heading(name: str, run) -> str:
 def _span(run) -> tuple[float, float]:
     """When the first rank began and the last call ended."""
     records = [record for records in run.wire for record in records]
-    last = max(max(r.issued, r.done or 0, r.waited or 0) for r in records)
-    return min(begun for begun in run.begun if begun is not None), last
+    return min(begun for begun in run.begun if begun is not None), _last(records)
 
 
 def _said_calls(run) -> str:
@@ -524,28 +523,53 @@ def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-def _draw_lane(canvas: Canvas, records: list, begun: float, fill: str, top, left: float, zero: float, scale: float):
+def under_way(records: Sequence) -> list[tuple[float, float, object]]:
+    """(begin, end, record) for each call of one rank, in the order in which they were done.
+
+    Calls of one channel travel one after the other: each begins when it was issued, or later, when the one before it
+    was done; unless it overtook that one. A call that was never done ends with the last that is known of the rank.
+    """
+    last, free, spans = _last(records), {}, []
+    for record in records:
+        begin, end, before = record.issued, record.done or last, free.get(record.channel, 0.0)
+        spans.append((before if begin < before < end else begin, end, record))
+        free[record.channel] = max(before, end)
+    return sorted(spans, key=lambda span: span[1])
+
+
+def _last(records: Sequence) -> float:
+    """When the last that is known of these calls happened."""
+    return max(max(r.issued, r.done or 0.0, r.waited or 0.0) for r in records)
+
+
+def _draw_lane(canvas: Canvas, records: list, begun: float, rank: int, top, left: float, zero: float, scale: float):
     if not records:
         return
-    last = max(record.done or record.issued for record in records)
+    last = _last(records)
 
-    def bar(span, y, height, fill, hatch=None):
-        x = left + (span[0] - zero) * scale
-        canvas.box(x, y, (span[1] - span[0]) * scale, height, fill, "none" if not hatch else "black", 0.5, hatch=hatch)
+    def bar(span, fill, **style):
+        canvas.box(left + (span[0] - zero) * scale, top, (span[1] - span[0]) * scale, 29, fill, line=0.5, **style)
 
-    last = max([last] + [record.waited for record in records if record.waited is not None])
-    bar((begun, last), top, 29, FAINT)
+    bar((begun, last), FAINT, edge="none")
     waits = [(r.waited, r.done or last) for r in records if r.waited is not None]
     for span in merged((begin, end) for begin, end in waits if begin < end):
-        bar(span, top, 29, EMPTY, "///")
-    for span in merged((r.issued, r.done or last) for r in records):
-        bar(span, top + 31, 29, fill)
-    free = 0.0
-    for record in records:
-        begin, end = record.issued, record.done or last
-        if begin >= free and (end - begin) * scale > 9.8 * len(record.op) + 4:
-            canvas.text(left + ((begin + end) / 2 - zero) * scale, top + 45, record.op, ink=ink(fill))
-        free = max(free, end)
+        bar(span, EMPTY, hatch="///")
+    _draw_calls(canvas, records, rank, top + 31, left, zero, scale)
+
+
+def _draw_calls(canvas: Canvas, records: list, rank: int, y: float, left: float, zero: float, scale: float):
+    """A box for each call; of those under way together, the later one shows where it outlasts the earlier."""
+    fill, hatch = colour(rank), "..." if rank >= len(RANK_COLOURS) else None
+    spans = under_way(records)
+    hidden = [0.0] + [end for _, end, _ in spans[:-1]]  # until when the earlier ones lie above
+    for (begin, end, record), until in reversed(list(zip(spans, hidden, strict=True))):
+        wide, seen = (end - begin) * scale, max(begin, until)
+        canvas.box(left + (begin - zero) * scale, y, wide, 29, fill, EMPTY if wide > 6 else "none", 1, hatch=hatch)
+        half = 4.9 * len(record.op) + 2
+        if (end - seen) * scale > 2 * half:
+            middle = left + ((seen + end) / 2 - zero) * scale
+            canvas.box(middle - half, y + 3, 2 * half, 23, fill, "none")
+            canvas.text(middle, y + 14, record.op, ink=ink(fill))
 
 
 def draw_scale(canvas: Canvas, left, y, width, seconds):
