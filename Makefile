@@ -12,7 +12,7 @@ lab: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: .venv/ready
 	$(BIN)/python -m ddpkit.bench
