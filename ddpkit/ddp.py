@@ -219,7 +219,8 @@ class OverlapDDP(DataParallel):
     though they don't belong together.
 
     RuntimeError: a second backward without `synchronize` or `no_sync` in between, which would add to a gradient that is
-    on its way.
+    on its way. Two other causes: the backward before raised, then call `abandon` on all ranks first; or it was a single
+    backward, and a weight is used in two activation checkpoints, then give them `use_reentrant=False`.
 
     Cost of a step: an all-reduce for each parameter, hidden behind backward except for the last ones. Notebook 04.
     """
@@ -260,10 +261,9 @@ class OverlapDDP(DataParallel):
 
 
 TWICE = (
-    "backward ran twice without synchronize(): the first gradients are on their way and can't be added to. "
-    "Call synchronize() after each backward, or accumulate inside `with model.no_sync():`. "
-    "After a backward that raised, call abandon() on all ranks. "
-    "(If it was one backward, a weight is used in two activation checkpoints: give them use_reentrant=False.)"
+    "backward ran twice without synchronize(): call it after each backward. To add up several backwards, run all but "
+    "the last inside `with model.no_sync():`; gradients that are on their way can't be added to. "
+    "(Not what you did? OverlapDDP's docstring has two other causes.)"
 )
 
 
@@ -320,7 +320,7 @@ def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> 
     """Which gradients share a bucket, as lists of their numbers; every bucket has one dtype.
 
     sizes: (bytes, dtype) of each gradient, in the order in which they become ready. cap_bytes: a bucket with as many or
-    more is full; its last gradient may take it far beyond. Buckets come in the order in which they are full: send them
+    more is full; its last gradient may take it far beyond. Buckets come in the order of their last gradients: send them
     in this order. PyTorch plans by the same rule (`compute_bucket_assignment_by_size`).
     """
     full: list[list[int]] = []
