@@ -196,7 +196,9 @@ def test_other_ways_to_average_get_a_word_of_their_own():
 
 
 def test_replay_of_the_hook_as_found_shows_that_parameters_travel():
-    assert "gave to all_reduce is 7" in check.HookedDDP(notebook_03.HookedAsFound).text
+    found = check.HookedDDP(notebook_03.HookedAsFound).text
+    assert "gave to all_reduce is 7" in found
+    assert "still empty" not in found  # synchronize is, and the reference's is, too
     steps = check.HookedDDP.replay().text.splitlines()
     assert sorted(step.partition(": ")[2] for step in steps) == [
         "[5] on every rank → [10] on every rank",
@@ -250,11 +252,29 @@ def test_praise_of_overlap_counts_what_left_early():
     assert "3 all_reduces for 5 gradients, 2 of them on their way before" in praise
 
 
-def test_a_class_is_not_written_yet_while_a_method_is_missing():
-    assert str(check.OverlapDDP(notebook_04.OverlapHalfWritten)) == "OverlapDDP: not written yet: synchronize"
-    verdict = check.BucketedDDP(notebook_04.BucketedHalfWritten)
-    assert str(verdict) == "BucketedDDP: not written yet: add_bucket and ready"
-    assert verdict.passed is None
+TO_WRITE = {  # the methods of which the notebooks give a stub
+    "OverlapDDP": ["ready", "synchronize"],
+    "BucketedDDP": ["add_bucket", "ready", "synchronize"],
+    "LossScaler": ["scale", "unscale_", "step", "update"],
+    "Checkpoint": ["forward", "backward"],
+}
+
+
+@pytest.mark.parametrize(("name", "methods"), TO_WRITE.items(), ids=TO_WRITE)
+def test_a_class_is_not_written_yet_while_all_its_methods_are_empty(name, methods):
+    def stub(*args): ...
+
+    exercise = getattr(check, name)
+    verdict = exercise(type(name, (exercise.reference,), dict.fromkeys(methods, stub)))
+    assert (verdict.passed, str(verdict)) == (None, f"{name}: not written yet: {', '.join(methods)}")
+
+
+def test_a_class_with_some_methods_empty_is_judged_and_they_are_named():
+    verdict = check.OverlapDDP(notebook_04.OverlapHasNothingToWaitFor)
+    assert verdict.passed is False
+    assert "\nsynchronize is still empty." in verdict.text
+    assert "\nadd_bucket, ready are still empty." in check.BucketedDDP(notebook_04.BucketedHalfWritten).text
+    assert "still empty" not in check.OverlapDDP(notebook_04.OverlapWaitsInTheHook).text
 
 
 def test_a_decorated_stub_is_not_written_yet():
@@ -277,13 +297,30 @@ def test_an_error_that_is_not_about_none_is_left_as_it_is():
     assert "isn't trained" not in verdict.text
 
 
-def test_second_failure_offers_the_next_hint():
+def broadcast_raises(x, src):
+    raise NotImplementedError
+
+
+def test_failures_without_a_cause_offer_hints_from_the_second_on_each_once():
     exercise = check.broadcast
     exercise._failures = exercise._hints_given = 0
-    assert "Hint:" not in exercise(notebook_01.broadcast_from_0).text
-    assert exercise.hints[0] in exercise(notebook_01.broadcast_from_0).text
-    assert exercise.hints[1] in exercise(notebook_01.broadcast_from_0).text
-    assert exercise.hints[-1] in exercise.hint().text
+    offered = [exercise(broadcast_raises).text.partition("Hint: ")[2] for _ in range(len(exercise.hints) + 2)]
+    assert [text.partition("\n")[0] for text in offered] == ["", *exercise.hints, ""]
+    assert str(exercise.hint()) == exercise.hints[-1]
+
+
+def test_a_failure_whose_cause_is_named_offers_no_hint():
+    exercise = check.plan_buckets
+    exercise._failures, exercise._hints_given = 1, 0
+    verdict = exercise(notebook_04.plan_buckets_by_first)
+    assert "in the order of their last gradients" in verdict.text
+    assert "Hint:" not in verdict.text
+    assert str(exercise.hint()) == exercise.hints[0]
+
+
+def test_a_wrong_plan_is_shown_what_it_was_given():
+    sizes = "sizes=[(2, torch.bfloat16), (4, torch.float32), (2, torch.bfloat16), (4, torch.float32)"
+    assert sizes in check.plan_buckets(notebook_04.plan_buckets_by_first).text
 
 
 def test_failed_check_offers_a_replay_of_the_smallest_failing_world():

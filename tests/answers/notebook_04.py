@@ -49,12 +49,6 @@ class Overlap(nn.Module):
         self.under_way.clear()
 
 
-class OverlapHalfWritten(Overlap):
-    def synchronize(self):
-        """Wait."""
-        ...  # noqa: PIE790
-
-
 class OverlapAfterBackward(Overlap):
     def ready(self, parameter):
         self.under_way.append(parameter)
@@ -79,6 +73,43 @@ class OverlapWaitsInTheHook(Overlap):
     def ready(self, parameter):
         dist.all_reduce(parameter.grad)
         parameter.grad /= _size()
+
+
+class OverlapHasNothingToWaitFor(OverlapWaitsInTheHook):
+    def synchronize(self):
+        pass
+
+
+class OverlapByMessages(Overlap):
+    """Every rank sends its gradient to every other one, and adds up what comes."""
+
+    def ready(self, parameter):
+        others = [rank for rank in range(_size()) if rank != dist.get_rank()]
+        mine, theirs = parameter.grad / _size(), [torch.empty_like(parameter.grad) for _ in others]
+        sends = [dist.P2POp(dist.isend, mine, other) for other in others]
+        recvs = [dist.P2POp(dist.irecv, their, other) for their, other in zip(theirs, others, strict=True)]
+        self.under_way.append((dist.batch_isend_irecv(sends + recvs), parameter, [mine, *theirs]))
+
+    def synchronize(self):
+        for works, parameter, shares in self.under_way:
+            for work in works:
+                work.wait()
+            parameter.grad = sum(shares)
+        self.under_way.clear()
+
+
+class OverlapByFutures(Overlap):
+    def ready(self, parameter):
+        def divide(future):
+            return future.value()[0].div_(_size())
+
+        self.under_way.append(_begin(parameter.grad).get_future().then(divide))
+
+
+class OverlapKeepsAllHandles(Overlap):
+    def synchronize(self):
+        for work in self.under_way:
+            work.wait()
 
 
 class OverlapWaitsForTheOneBefore(Overlap):
@@ -361,6 +392,20 @@ def plan_buckets_largest_first(sizes, cap_bytes):
     return sorted((sorted(order[number] for number in bucket) for bucket in plan), key=lambda bucket: bucket[-1])
 
 
+def plan_buckets_every_other(sizes, cap_bytes):
+    return [list(range(len(sizes)))[start::2] for start in range(min(2, len(sizes)))]
+
+
+def plan_buckets_large_closes(sizes, cap_bytes):
+    """A gradient that would fill a bucket alone gets one to itself; the one that is open is closed."""
+    return _closing(sizes, lambda inside, more, other: inside >= cap_bytes or more > cap_bytes or other)
+
+
+def plan_buckets_yields(sizes, cap_bytes):
+    """Right."""
+    yield from sorted(_by_dtype(sizes, cap_bytes), key=lambda bucket: bucket[-1])
+
+
 def plan_buckets_dtype_by_dtype(sizes, cap_bytes):
     """Right: a pass for each dtype, a running sum, tuples."""
     plan = []
@@ -496,6 +541,34 @@ class BucketedNeverWaits(Bucketed):
 class BucketedLeavesTheLast(Bucketed):
     def full(self, number):
         return number < len(self.plan) - 1 and super().full(number)
+
+
+class BucketedIfNotWhile(Bucketed):
+    def send_full_ones(self):
+        if len(self.under_way) < len(self.plan) and self.full(len(self.under_way)):
+            self.send(len(self.under_way))
+
+
+class BucketedCountsAll(Bucketed):
+    """One counter for all buckets, and it is the next one that leaves."""
+
+    def send_full_ones(self):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == len(self.plan[len(self.under_way)]):
+            self.send(len(self.under_way))
+            self.count = 0
+
+
+class BucketedLooksInLists(Bucketed):
+    def ready(self, parameter):
+        self.number = next(number for number, parameters in enumerate(self.plan) if parameter in parameters)
+        super().ready(parameter)
+
+
+class BucketedReplacesFirst(Bucketed):
+    def take(self, parameter):
+        parameter.grad = self.views[parameter]
+        self.views[parameter].copy_(parameter.grad)
 
 
 class BucketedViewsOnce(Bucketed):
@@ -761,6 +834,27 @@ def no_sync_undecorated(model):
         model.syncing = before
 
 
+@contextlib.contextmanager
+def no_sync_never_yields(model):
+    model.syncing = False
+
+
+@contextlib.contextmanager
+def no_sync_yields_only_if_syncing(model):
+    if not model.syncing:
+        yield
+
+
+@contextlib.contextmanager
+def no_sync_synchronizes(model):
+    before, model.syncing = model.syncing, False
+    try:
+        yield
+    finally:
+        model.syncing = before
+        model.synchronize()
+
+
 class no_sync_as_a_class:
     """Right."""
 
@@ -783,13 +877,17 @@ def no_sync_with_a_stack(model):
 
 
 WRONG = [  # exercise, answer, what the verdict must say
-    ("OverlapDDP", OverlapAfterBackward, "rank 0 had sent nothing yet"),
+    ("OverlapDDP", OverlapAfterBackward, "rank 0 had begun no all_reduce"),
+    ("OverlapDDP", OverlapByMessages, "rank 0 had begun no all_reduce"),
     (
         "OverlapDDP",
         OverlapAllAtTheLast,
         "when backward came to third.weight, rank 0 had 1 gradient complete and 0 sent",
     ),
     ("OverlapDDP", OverlapWaitsInTheHook, "rank 0 waited for 5 all_reduces before backward was over"),
+    ("OverlapDDP", OverlapHasNothingToWaitFor, "rank 0 waited for 5 all_reduces before backward was over"),
+    ("OverlapDDP", OverlapByFutures, "by wait() alone, not by the future of get_future()"),
+    ("OverlapDDP", OverlapKeepsAllHandles, "in step 2, rank 0 waited again for 5 handles of step 1"),
     ("OverlapDDP", OverlapWaitsForTheOneBefore, "rank 0 waited for 4 all_reduces before backward was over"),
     ("OverlapDDP", OverlapNeverWaits, "never waited for it"),
     ("OverlapDDP", OverlapWaitsForTheLast, "never waited for it"),
@@ -825,13 +923,23 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("plan_buckets", plan_buckets_flat, "Return a list of buckets"),
     ("plan_buckets", plan_buckets_overlapping, "or one is in it twice"),
     ("plan_buckets", plan_buckets_of_two, "[0, 1] was closed with 8 bytes, below the cap of 10"),
-    ("plan_buckets", plan_buckets_largest_first, "Deal gradients out in the order"),
+    ("plan_buckets", plan_buckets_large_closes, "Gradient 1 is larger than the cap, and still joins the open bucket"),
+    ("plan_buckets", plan_buckets_largest_first, "Gradient 1 is larger than the cap, and still joins the open bucket"),
+    ("plan_buckets", plan_buckets_every_other, "Deal gradients out in the order"),
     ("BucketedDDP", BucketedByArrival, "Bucket k of the plan is sent after the buckets before it, on every rank"),
-    ("BucketedDDP", BucketedAfterBackward, "rank 0 had sent nothing yet"),
+    ("BucketedDDP", BucketedAfterBackward, "rank 0 had begun no all_reduce"),
     ("BucketedDDP", BucketedWaitsInTheHook, "rank 0 waited for 3 all_reduces before backward was over"),
     ("BucketedDDP", BucketedOneBehind, "when backward came to third.weight, rank 0 had 1 bucket complete and 0 sent"),
     ("BucketedDDP", BucketedNeverWaits, "never waited for it"),
     ("BucketedDDP", BucketedLeavesTheLast, "Rank 0 called all_reduce 2 times for 3 buckets"),
+    (
+        "BucketedDDP",
+        BucketedIfNotWhile,
+        "3 times for 4 buckets: when one leaves, the next may be full already. `while`",
+    ),
+    ("BucketedDDP", BucketedCountsAll, "left before the gradient of tokens.weight had come"),
+    ("BucketedDDP", BucketedLooksInLists, "they compare the tensors' numbers"),
+    ("BucketedDDP", BucketedReplacesFirst, "tokens.weight.grad is 0. Did you replace it before you had copied it"),
     ("BucketedDDP", BucketedViewsOnce, "zero_grad(set_to_none=True) dropped the view"),
     ("BucketedDDP", BucketedNoWayBack, "doesn't lie in the bucket that was sent"),
     ("BucketedDDP", BucketedAddsUp, "still has the first step's mean in it"),
@@ -842,7 +950,7 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("BucketedDDP", BucketedDividesTwice, "Twice, before the all_reduce and after it?"),
     ("BucketedDDP", BucketedDividesOnTheWay, "before anybody had waited for it"),
     ("BucketedDDP", BucketedForgetsToForget, "in step 2, rank 0 had sent 3 when 1 bucket had all their gradients"),
-    ("BucketedDDP", BucketedOnceAndForAll, "Rank 0 called all_reduce 3 times for 6 buckets"),
+    ("BucketedDDP", BucketedOnceAndForAll, "In step 2, rank 0 sent nothing. Does self.under_way still hold"),
     ("BucketedDDP", BucketedMixesUpTheViews, "holds the mean of"),
     ("BucketedDDP", BucketedOnePart, "holds the mean of"),
     ("BucketedDDP", BucketedAllFloat32, "a bucket has the dtype of its gradients"),
@@ -860,6 +968,9 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("no_sync", no_sync_without_autograd, "leave autograd as it is"),
     ("no_sync", no_sync_returns, "needs a context manager"),
     ("no_sync", no_sync_undecorated, "needs a context manager"),
+    ("no_sync", no_sync_never_yields, "yield once, on every way through no_sync"),
+    ("no_sync", no_sync_yields_only_if_syncing, "yield once, on every way through no_sync"),
+    ("no_sync", no_sync_synchronizes, "no_sync itself calls synchronize()"),
 ]
 
 RIGHT = [
@@ -869,6 +980,7 @@ RIGHT = [
     ("OverlapDDP", OverlapBesideGrad),
     ("OverlapDDP", ddp.OverlapDDP),
     ("plan_buckets", plan_buckets_dtype_by_dtype),
+    ("plan_buckets", plan_buckets_yields),
     ("BucketedDDP", Bucketed),
     ("BucketedDDP", BucketedCounts),
     ("BucketedDDP", BucketedInOneTensor),

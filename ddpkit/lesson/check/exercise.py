@@ -53,8 +53,9 @@ class Exercise:
     praise: what a right answer hears; or called with the last trial and its run, and returns that.
     reference: the library's own function, which is also the solution; `helpers` are the library's functions that it
         calls and a reader must see to understand it. `note` stands above them.
+    given: the methods of a class that the notebook gives; the reader writes the others.
     cause: called with a trial, the rank with a wrong result, what it should have and what it has; names the usual
-        cause, or None.
+        cause, or None. Where nothing names it, a hint is offered from the second failure on.
     races: called with a trial and its run; returns what makes the values a matter of luck, right or wrong, or None.
     wire: called with a trial and its run; returns what is wrong on the wire though the values are right, or None.
     """
@@ -70,8 +71,9 @@ class Exercise:
         helpers: tuple[Callable, ...] = (),
         races: Callable[[Trial, Run], str | None] | None = None,
         note: str = LIBRARYS_OWN,
+        given: tuple[str, ...] = ("__init__",),
     ):
-        self.name, self.helpers, self.note = reference.__name__, helpers, note
+        self.name, self.helpers, self.note, self.given = reference.__name__, helpers, note, given
         self.reference, self.trials, self.hints, self.praise = reference, trials, hints, praise
         self._cause, self._wire, self._races = cause, wire or _check_wire, races or (lambda trial, run: None)
         self._hints_given = 0
@@ -83,16 +85,19 @@ class Exercise:
         """Run `answer`; what comes back shows as a line or a few: right, not written yet, or what is wrong and why."""
         if not callable(answer):
             return Verdict(False, f"✗ {self.name}: expected your function, got {answer!r}: leave the parentheses off")
-        stubs = unwritten(answer, self.reference)
-        if stubs:
-            which = f": {' and '.join(stubs)}" if inspect.isclass(answer) else ""
+        parts = self._to_write(answer)
+        empty = [name for name, part in parts.items() if is_stub(inspect.unwrap(part))]
+        if empty and len(empty) == len(parts):
+            which = f": {', '.join(empty)}" if inspect.isclass(answer) else ""
             return Verdict(None, f"{self.name}: not written yet{which}")
         for trial in self.trials():
-            problem = self._problem(answer, trial)
+            problem, explained = self._problem(answer, trial)
             if problem:
                 self._failures += 1
                 lines = [f"✗ {self.name} on {trial}: {problem}"]
-                if self._failures > 1:
+                if empty:
+                    lines.append(f"{', '.join(empty)} {'is' if len(empty) == 1 else 'are'} still empty.")
+                if self._failures > 1 and not explained and self._hints_given < len(self.hints):
                     lines.append(f"Hint: {self._next_hint()}")
                 lines.append(f"More: check.{self.name}.hint() · .replay() · .solution()")
                 return Verdict(False, "\n".join(lines))
@@ -123,7 +128,19 @@ class Exercise:
         self._hints_given += 1
         return hint
 
-    def _problem(self, answer: Callable, trial: Trial) -> str | None:
+    def _to_write(self, answer: Callable) -> dict[str, Callable]:
+        """What the reader has to write, by name: the answer itself, or methods of it that the reference has, too.
+
+        What is empty in the reference may stay so.
+        """
+        if not inspect.isclass(answer):
+            return {self.name: answer}
+        ours = {name: getattr(self.reference, name) for name in vars(self.reference) if name not in self.given}
+        names = [name for name, part in ours.items() if inspect.isfunction(part) and not is_stub(part)]
+        return {name: getattr(answer, name) for name in names if hasattr(answer, name)}
+
+    def _problem(self, answer: Callable, trial: Trial) -> tuple[str | None, bool]:
+        """What is wrong, and whether that names the cause."""
         try:
             run = self._last = self._failed = launch(
                 trial.program,
@@ -136,19 +153,19 @@ class Exercise:
             )
         except LaunchError as error:
             self._failed = error
-            return str(error)
+            return str(error), False
         luck = _forgotten_handle(run) or self._races(trial, run) or _overwritten(run)
         if luck:
-            return luck
+            return luck, True
         everything = trial.expected(run) if callable(trial.expected) else trial.expected
         for rank, (expected, got) in enumerate(zip(everything, run, strict=True)):
             if got != expected:
                 usual = self._cause(trial, rank, expected, got)
                 problem = f"rank {rank} has {_short(got)}, expected {_short(expected)}."
-                return f"{problem}\n{usual}" if usual else problem
+                return (f"{problem}\n{usual}", True) if usual else (problem, False)
         problem = self._wire(trial, run)
         self._failed = self._failed if problem else None
-        return problem
+        return problem, True
 
 
 def _short(value: object) -> str:
@@ -158,14 +175,6 @@ def _short(value: object) -> str:
 
 def _stub():
     """An unwritten answer: what Python makes of a body that is only `...`."""
-
-
-def unwritten(answer: Callable, reference: Callable) -> list[str]:
-    """The functions that the reader still has to write: the answer itself, or methods of it that the reference has."""
-    if not inspect.isclass(answer):
-        return [reference.__name__] if is_stub(inspect.unwrap(answer)) else []
-    stubs = [name for name, part in vars(answer).items() if is_stub(inspect.unwrap(part))]
-    return [name for name in stubs if not is_stub(inspect.unwrap(getattr(reference, name, None)))]
 
 
 def is_stub(answer: Callable) -> bool:

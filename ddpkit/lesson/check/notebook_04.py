@@ -15,6 +15,7 @@ from torch import nn
 from ddpkit import ddp
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.launch import Run
+from ddpkit.runtime.wire import WireWork
 
 from .exercise import Exercise, Trial
 from .notebook_02 import _rank_1_comes_last
@@ -84,12 +85,14 @@ class Step:
     """One step of one rank, counted in all_reduces of this step.
 
     begun: when backward came to each layer, and when it was over. waited: waited for, when backward was over.
+    old: handles of earlier steps that were waited for once more.
     touched: by name, gradients that are not then what they were when they were sent, as [sent, then]; noted only where
     no other rank's numbers can have come. homes: where each gradient lies after the step, see `_home`.
     """
 
     begun: list[int]
     waited: int
+    old: int
     touched: dict[str, tuple[list, list]]
     homes: dict[str, tuple[int | None, int]]
 
@@ -116,20 +119,49 @@ def _said() -> list[Record]:
     return [record for record in dist.group.WORLD.recorder.diary if record.op == "all_reduce"]
 
 
+BY_WAIT = (
+    "this check sees what is waited for by wait() alone, not by the future of get_future(): keep the handle, and in "
+    "synchronize() wait() for it, then divide"
+)
+
+
+@contextlib.contextmanager
+def _watched_handles() -> Iterator[list[Record]]:
+    """What is waited for, each time that wait() is called.
+
+    get_future() is refused: waiting for a future happens in C++ and leaves no mark, so rank 1 would be held for ever.
+    """
+    seen, wait, get_future = [], WireWork.wait, WireWork.get_future
+
+    def watched(work, timeout=None):
+        seen.append(work._record)
+        return wait(work, timeout)
+
+    def refused(work):
+        raise NotImplementedError(BY_WAIT)
+
+    WireWork.wait, WireWork.get_future = watched, refused
+    try:
+        yield seen
+    finally:
+        WireWork.wait, WireWork.get_future = wait, get_future
+
+
 def _step(stack: Stack, model: nn.Module, scale: int, layers: tuple[str, ...]) -> Step:
     earlier, begun = len(_said()), []
     _rank_1_comes_last()
-    loss = model(scale, layers, lambda: begun.append(len(_said()) - earlier))
-    loss.backward()
-    here = _said()[earlier:]
-    waited = sum(record.waited is not None for record in here)
-    alone = (
-        dist.get_world_size() == 2 and dist.get_rank() == 0 and not waited
-    )  # rank 1 sends nothing until rank 0 waits
-    touched = _touched(stack, here) if alone else {}
-    model.synchronize()
+    with _watched_handles() as seen:
+        loss = model(scale, layers, lambda: begun.append(len(_said()) - earlier))
+        loss.backward()
+        here = _said()[earlier:]
+        waited = sum(record.waited is not None for record in here)
+        # rank 1 sends nothing until rank 0 waits
+        alone = dist.get_world_size() == 2 and dist.get_rank() == 0 and not waited
+        touched = _touched(stack, here) if alone else {}
+        model.synchronize()
     homes = {name: _home(parameter.grad) for name, parameter in stack.named_parameters() if parameter.grad is not None}
-    return Step([*begun, len(here)], waited, touched, homes)
+    old = sum(record in _said()[:earlier] for record in seen)
+    return Step([*begun, len(here)], waited, old, touched, homes)
 
 
 def _touched(stack: Stack, sent: list[Record]) -> dict[str, tuple[list, list]]:
@@ -282,17 +314,24 @@ def _overlap(run: Run, plan: list[list[str]], what: str, crossed: bool = False) 
     for rank, trained in enumerate(run):
         layers = _layers(rank, crossed)
         places = [*(f"came to {name}" for name in reversed(layers)), "was over"]
-        for step in trained.steps:
+        for number, step in enumerate(trained.steps, start=1):
             if step.begun[-1] == 0:
                 return (
-                    f"the values are right, but when backward was over, rank {rank} had sent nothing yet.\n"
-                    "Send from the hook: it runs while backward still has other gradients to compute."
+                    f"the values are right, but when backward was over, rank {rank} had begun no all_reduce.\n"
+                    "Begin it in the hook, with dist.all_reduce(..., async_op=True): the hook runs while backward "
+                    "still has other gradients to compute."
                 )
             if step.waited:
                 return (
                     f"the values are right, but rank {rank} waited for {_count(step.waited, 'all_reduce')} before "
-                    "backward was over, and computed nothing meanwhile.\n"
+                    "backward was over.\n"
                     "async_op=True returns a handle: keep it, and wait() for it in synchronize()."
+                )
+            if step.old:
+                return (
+                    f"the values are right, but in step {number}, rank {rank} waited again for "
+                    f"{_count(step.old, 'handle')} of step {number - 1}: they pile up with every step.\n"
+                    "Forget them at the end of synchronize()."
                 )
             for place, begun, sendable in zip(places, step.begun, _sendable(plan, layers), strict=True):
                 if begun < sendable:
@@ -387,6 +426,7 @@ OverlapDDP = Exercise(
     lambda trial, run: _overlap(run, ONE_EACH, "gradient") or _volume(run, ONE_EACH, "gradient"),
     races=_matter_of_luck,
     note="# ddpkit.ddp.OverlapDDP does the same, and keeps ranks in one order that don't go through the module alike.",
+    given=("__init__", "forward"),
 )
 
 
@@ -397,6 +437,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 def _run_plan(answer, sizes, cap_bytes):
     plan = answer(sizes, cap_bytes)
+    plan = list(plan) if isinstance(plan, Iterator) else plan  # of an answer that yields its buckets
     buckets = isinstance(plan, list | tuple) and all(isinstance(bucket, list | tuple) for bucket in plan)
     return [list(bucket) for bucket in plan] if buckets else plan
 
@@ -420,6 +461,10 @@ def _plan_trials():
 
 def _plan_cause(trial: Trial, rank: int, expected: list[list[int]], got):
     sizes, cap_bytes = trial.args
+    return f"{_wrong_plan(sizes, cap_bytes, expected, got)}\nIt was given sizes={sizes}, cap_bytes={cap_bytes}."
+
+
+def _wrong_plan(sizes, cap_bytes, expected: list[list[int]], got) -> str:
     planned = got if isinstance(got, list) and all(isinstance(bucket, list) for bucket in got) else [["?"]]
     numbers = [number for bucket in planned for number in bucket]
     if not all(isinstance(number, int) for number in numbers):
@@ -447,6 +492,9 @@ def _wrong_buckets(sizes, cap_bytes, expected: list[list[int]], got: list[list[i
             "The right buckets in another order: a bucket can be sent when its last gradient is ready, so they come in "
             "the order of their last gradients."
         )
+    for number, (nbytes, _) in enumerate(sizes):
+        if nbytes > cap_bytes and [number] in got and [number] not in expected:
+            return f"Gradient {number} is larger than the cap, and still joins the open bucket: together they are full."
     for bucket, after in ((bucket, _after(bucket, sizes)) for bucket in sorted(got)):
         nbytes = [sizes[number][0] for number in bucket]
         if sum(nbytes[:-1]) >= cap_bytes:
@@ -532,14 +580,21 @@ PLAN = [["norm.weight"], ["third.weight", "second.weight"], ["first.weight", "to
 CROSSED_PLAN = [["norm.weight"], ["third.weight"], ["second.weight", "tokens.weight"], ["first.weight"]]
 
 
-WRONG_DTYPE = "grad_dtype", "different type"  # from the errors of newer torch, and of older
+BY_NUMBERS = (
+    "if this is `in`, index or == with tensors in a list: they compare the tensors' numbers. Look parameters up in a "
+    "set or a dict, or compare with `is`"
+)
+IN_BUCKETS = {
+    **dict.fromkeys(("grad_dtype", "different type"), "a bucket has the dtype of its gradients: parameters[0].dtype"),
+    **dict.fromkeys(("must match the size of tensor b", "Boolean value of Tensor"), BY_NUMBERS),
+}
 
 
 def _run_bucketed(answer, plan, between, crossed):
     def wrap(stack):
         return answer(stack, [[stack.get_parameter(name) for name in names] for names in plan])
 
-    with _explaining(dict.fromkeys(WRONG_DTYPE, "a bucket has the dtype of its gradients: parameters[0].dtype")):
+    with _explaining(IN_BUCKETS):
         return _train(wrap, between, crossed)
 
 
@@ -562,8 +617,9 @@ def _bucketed_cause(trial: Trial, rank: int, expected: Trained, got: Trained):
     plan, between, crossed = trial.args
     return (
         _nothing_sent(expected)
+        or _left_behind(rank, expected, got.steps, plan, crossed)
+        or _never_copied(expected, got)
         or (OUT_OF_ORDER if crossed else None)
-        or _left_behind(rank, expected, len(got.steps), plan)
         or _beside_the_bucket(expected, got, between)
         or _explain(trial, rank, expected, got, between)
     )
@@ -572,6 +628,14 @@ def _bucketed_cause(trial: Trial, rank: int, expected: Trained, got: Trained):
 def _too_early(trial: Trial, run: Run) -> str | None:
     """A bucket that left before its gradients were in it."""
     plan, _, crossed = trial.args
+    for rank, trained in enumerate(run):
+        for name, (went_out, _) in trained.steps[0].touched.items():
+            if not any(went_out):
+                bucket = next(number for number, names in enumerate(plan) if name in names)
+                return (
+                    f"on rank {rank}, bucket {bucket} of {plan} left before the gradient of {name} had come.\n"
+                    "What counts is how many gradients of this bucket have come, not how many of all."
+                )
     for rank, trained in enumerate(run if not crossed else ()):  # crossed: it may be full, and another one's turn
         for number, step in enumerate(trained.steps, start=1):
             for begun, sendable in zip(step.begun, _sendable(plan, LAYERS), strict=True):
@@ -584,14 +648,29 @@ def _too_early(trial: Trial, run: Run) -> str | None:
     return None
 
 
-def _left_behind(rank: int, expected: Trained, steps: int, plan: list[list[str]]) -> str | None:
+def _left_behind(rank: int, expected: Trained, steps: list[Step], plan: list[list[str]], crossed: bool) -> str | None:
+    """A bucket that was never sent."""
     sent = sum(record.op == "all_reduce" for record in expected.left.said)
-    if sent >= steps * len(plan):
+    if sent >= len(steps) * len(plan):
         return None
-    return (
-        f"Rank {rank} called all_reduce {sent} times for {_count(steps * len(plan), 'bucket')}: which was never sent? "
-        "Also the last one, full or not, has its turn, and in every step."
-    )
+    if sent == len(plan) and steps[-1].begun[-1] == 0:
+        return (
+            f"In step {len(steps)}, rank {rank} sent nothing. Does self.under_way still hold the handles of the step "
+            "before? Clear it when synchronize() has waited for them."
+        )
+    calls = f"Rank {rank} called all_reduce {sent} times for {_count(len(steps) * len(plan), 'bucket')}"
+    if crossed:
+        return f"{calls}: when one leaves, the next may be full already. `while`, not `if`."
+    return f"{calls}: which was never sent? Also the last one, full or not, has its turn, and in every step."
+
+
+def _never_copied(expected: Trained, got: Trained) -> str | None:
+    """A view that became the gradient as empty as it was."""
+    name = _wrong(expected.left, got.left)[0]
+    gradient = got.left.gradients[name]
+    if gradient is None or any(gradient):
+        return None
+    return f"{name}.grad is 0. Did you replace it before you had copied it into its view?"
 
 
 def _beside_the_bucket(expected: Trained, got: Trained, between: str | None) -> str | None:
@@ -656,6 +735,7 @@ BucketedDDP = Exercise(
     _bucketed_wire,
     races=lambda trial, run: _too_early(trial, run) or _matter_of_luck(trial, run),
     note="# ddpkit.ddp.BucketedDDP makes the plan, too, and learns the order of gradients from the first backward.",
+    given=("__init__", "forward"),
 )
 
 
@@ -668,7 +748,7 @@ class Switched(nn.Module):
     def __init__(self):
         super().__init__()
         self.module = nn.Linear(1, 1, bias=False)
-        self.syncing, self.under_way = True, []
+        self.syncing, self.under_way, self.synchronized = True, [], 0
         self.module.weight.register_post_accumulate_grad_hook(self.ready)
 
     def ready(self, weight: nn.Parameter):
@@ -676,6 +756,7 @@ class Switched(nn.Module):
             self.under_way.append(dist.all_reduce(weight.grad, async_op=True))
 
     def synchronize(self):
+        self.synchronized += 1
         if self.syncing:
             for work in self.under_way:
                 work.wait()
@@ -702,7 +783,12 @@ def no_sync(model):
         model.syncing = before
 
 
+ONCE = (
+    "yield once, on every way through no_sync: what stands before it is done on the way into the `with`, what follows "
+    "on the way out"
+)
 IN_NO_SYNC = {
+    **dict.fromkeys(("is not an iterator", "generator didn't"), ONCE),
     "context manager": "`with no_sync(model):` needs a context manager: decorate it with @contextlib.contextmanager, "
     "and yield once",
     "does not require grad": "inside no_sync, gradients are still computed and added up: leave autograd as it is",
@@ -713,7 +799,7 @@ def _after_a_step(model: Switched) -> dict:
     """One micro-batch more, this one to be sent."""
     model.backward(3)
     model.synchronize()
-    return {"sent": len(_said()), "gradient": model.seen()}
+    return {"sent": len(_said()), "gradient": model.seen(), "synchronized": model.synchronized}
 
 
 def _run_micro_batches(answer):
@@ -745,7 +831,7 @@ def _run_exception(answer):
 
 
 def _no_sync_trials():
-    after = {"sent": 1, "gradient": 33}
+    after = {"sent": 1, "gradient": 33, "synchronized": 1}
     for world_size, program, expected, what in (
         (2, _run_micro_batches, {"sent inside": 0, **after, "gradient": 44}, "2 micro-batches"),
         (2, _run_nested, {"sent inside": 0, **after, "gradient": 55}, "one no_sync inside another"),
@@ -767,6 +853,7 @@ def _no_sync_cause(trial: Trial, rank: int, expected: dict, got: dict):
         "exception came out": "The exception ended in no_sync, who trains never hears of it: `finally`, no `except`.",
         "sent": "Gradients that added up travel once, with the last micro-batch: no_sync itself sends nothing.",
         "gradient": "The gradient of the first micro-batch is missing: no_sync leaves gradients as they are.",
+        "synchronized": "no_sync itself calls synchronize(). Leave that to who trains, after the last micro-batch.",
     }[wrong]
 
 
