@@ -56,8 +56,28 @@ def test_presets_have_names():
 def test_a_link_is_a_value():
     link = Link(1e-3, 1e9)
     assert link == Link(1e-3, 1e9) == pickle.loads(pickle.dumps(link))
-    assert str(link) == "1000 µs, 1 GB/s"
     assert Link(0, float("inf")).seconds("all_reduce", 10**9, 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "said"),
+    [
+        (50e-6, 22816143.0, "50 µs, 22.8 MB/s"),
+        (20e-3, 250e9, "20 ms, 250 GB/s"),
+        (1e-3, 1e9, "1 ms, 1 GB/s"),
+        (31.2345e-6, 999.96e6, "31.2 µs, 1 GB/s"),
+        (0, 123_456, "0 ns, 123 KB/s"),
+        (2.0, 0.5, "2 s, 0.5 bytes/s"),
+        (1e-7, float("inf"), "100 ns, inf GB/s"),
+    ],
+)
+def test_a_link_without_a_name_says_what_a_model_says(latency_s, bytes_per_s, said):
+    assert str(Link(latency_s, bytes_per_s)) == said
+    assert str(cost.Model(latency_s, bytes_per_s)) == said.replace(",", " a hop,")
+
+
+def test_a_link_of_any_bandwidth():
+    assert str(Link(20e-3, 1e12)) == "20 ms, 1000 GB/s"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +155,7 @@ def test_an_all_reduce_takes_at_least_the_models_time():
     for wire in run.wire:
         assert took(wire[0]) >= SLOW.seconds("all_reduce", 20_000, 2)  # 40 ms
     assert run.link == SLOW
-    assert run.backend == "gloo on CPU: the emulated link (10000 µs, 0.001 GB/s) works on its wire"
+    assert run.backend == "gloo on CPU: the emulated link (10 ms, 1 MB/s) works on its wire"
 
 
 def test_a_slowed_links_times_divided_are_those_of_the_fast_one():
@@ -145,7 +165,7 @@ def test_a_slowed_links_times_divided_are_those_of_the_fast_one():
     run = launch(lambda: dist.all_reduce(torch.ones(5000)), world_size=2, link=slow)
     for wire in run.wire:
         assert took(wire[0]) / slow.slowdown >= fast.seconds("all_reduce", 20_000, 2)
-    assert "emulated link (0.1 µs, 100 GB/s, 100000 × slower)" in run.backend
+    assert "emulated link (100 ns, 100 GB/s, 100000 × slower)" in run.backend
 
 
 def test_a_gather_counts_all_parts():

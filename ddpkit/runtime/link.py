@@ -68,7 +68,18 @@ class Link:
         )
 
     def __str__(self):
-        return self.name or f"{self.latency_s * 1e6:g} µs, {self.bytes_per_s / 1e9:g} GB/s"
+        return self.name or f"{_with_unit(self.latency_s, SECONDS)}, {_with_unit(self.bytes_per_s, SPEEDS)}"
+
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+SPEEDS = {"GB/s": 1e9, "MB/s": 1e6, "KB/s": 1e3, "bytes/s": 1.0}
+
+
+def _with_unit(value: float, units: dict[str, float]) -> str:
+    """'31 µs': three digits, in the first unit that makes it 1 or more, or else in the last; as `cost.Model` says it."""
+    value = float(f"{value:.3g}")
+    name, unit = next(((name, unit) for name, unit in units.items() if value >= unit), list(units.items())[-1])
+    return f"{value / unit:.12g} {name}"
 
 
 # Latency in seconds, bytes per second one way: vendors' figures, rounded down to what a program gets.
