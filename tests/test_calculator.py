@@ -146,11 +146,56 @@ def test_bucket_calculator():
     assert repr(widget) == charts.said_timeline(bucket_plans(sizes)[widget.value("cap_bytes")])
     widget.set(cap_bytes=8 * 2**20)
     exposed_ms = 1e3 * model.seconds("ring_all_reduce", 4 * (4 + 1024 + 256) << 10, 4)
-    assert f"bucket cap 8 MiB: 1 message, {exposed_ms:.1f} ms exposed" in widget.caption.value
+    assert f"bucket cap 8 MiB, latency 0.1 ms: 1 message, {exposed_ms:.1f} ms exposed" in widget.caption.value
     picture = widget.image.value
     widget.set(cap_bytes=4096)
-    assert "bucket cap 4 KiB: 12 messages, " in widget.caption.value
+    assert "bucket cap 4 KiB, latency 0.1 ms: 12 messages, " in widget.caption.value
     assert widget.image.value != picture
+    widget.set(latency_s=10e-3)
+    assert "bucket cap 4 KiB, latency 10 ms: 12 messages, " in widget.caption.value
+
+
+def test_latencies_of_the_bucket_calculator():
+    """The model's own, and those that are larger."""
+    sizes, ready_s = gradients()
+    offered = {}
+    for latency_s in (0.0, 50e-6, 3e-3, 20e-3):
+        widget = bucket_calculator(sizes, ready_s, cost.Model(latency_s, 1e9), 2)
+        assert widget.value("latency_s") == latency_s
+        assert bytes(widget.image.value)
+        offered[latency_s] = [label for label, _ in widget.widgets["latency_s"].options]
+    assert offered == {
+        0.0: ["0 ms", "1 ms", "3 ms", "10 ms"],
+        50e-6: ["0.05 ms", "1 ms", "3 ms", "10 ms"],
+        3e-3: ["3 ms", "10 ms"],
+        20e-3: ["20 ms"],
+    }
+
+
+def test_on_a_slow_wire_neither_the_smallest_nor_the_largest_bucket_is_best():
+    """Small buckets pay α often, large ones leave late. Without α the smallest is best."""
+    sizes = [(1 << 20, torch.float32)] * 16
+    ready_s = [10e-3 * (number + 1) for number in range(16)]
+    widget = bucket_calculator(sizes, ready_s, cost.Model(0.0, 100e6), 2)
+    exposed_ms = {}
+    for latency_s in (0.0, 10e-3):
+        for cap_bytes in bucket_plans(sizes):
+            widget.set(cap_bytes=cap_bytes, latency_s=latency_s)
+            exposed_ms.setdefault(latency_s, []).append(float(widget.look()[0].split(", ")[-1].split()[0]))
+    assert exposed_ms[0.0] == sorted(exposed_ms[0.0])
+    assert min(exposed_ms[10e-3]) < min(exposed_ms[10e-3][0], exposed_ms[10e-3][-1])
+
+
+def test_all_positions_of_the_bucket_calculator_share_a_scale(monkeypatch):
+    sizes, ready_s = gradients()
+    scales = []
+    monkeypatch.setattr(charts, "draw_scale", lambda canvas, left, y, width, seconds: scales.append(seconds))
+    widget = bucket_calculator(sizes, ready_s, cost.Model(1e-4, 1e9), 2)
+    for cap_bytes in bucket_plans(sizes):
+        for latency_s in (1e-4, 10e-3):
+            widget.set(cap_bytes=cap_bytes, latency_s=latency_s)
+            widget.look()
+    assert scales == pytest.approx([scales[0]] * len(scales))
 
 
 def test_words_are_the_same_whatever_was_measured():

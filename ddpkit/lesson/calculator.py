@@ -10,7 +10,7 @@ The function is what tests call; the widget only turns its knobs. `Panel` is wha
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -208,30 +208,45 @@ def calculator(function: Callable, /, text: str | None = None, **controls: Slide
 
 # What the notebooks calculate
 
+LATENCIES_S = (1e-3, 3e-3, 10e-3)
+
 
 def bucket_calculator(
     gradients: Sequence[tuple[int, torch.dtype]], ready_s: Sequence[float], model: cost.Model, world_size: int
 ) -> Calculator:
-    """A slider over the bucket cap: the predicted timeline of a training step.
+    """Sliders over the bucket cap and the wire's latency: the predicted timeline of a training step, all on one scale.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready. ready_s: when, in seconds after backward
-    began. model, world_size: as in `cost.timeline`. Its text holds none of the times, which were measured. Notebook 04.
+    began. model, world_size: as in `cost.timeline`; latencies are the model's own and those of `LATENCIES_S` above it.
+    Its text holds none of the times, which were measured. Notebook 04.
     """
     sizes = [nbytes for nbytes, _ in gradients]
     plans = bucket_plans(gradients)
-    longest_s = max(cost.timeline(plan, ready_s, sizes, model, world_size).done[-1] for plan in plans.values())
+    latencies_s = [model.latency_s] + [latency_s for latency_s in LATENCIES_S if latency_s > model.latency_s]
+    slowest = replace(model, latency_s=latencies_s[-1])
+    longest_s = max(cost.timeline(plan, ready_s, sizes, slowest, world_size).done[-1] for plan in plans.values())
 
-    def step(cap_bytes: int) -> tuple[str, Picture]:
-        plan = plans[cap_bytes]
-        exposed_ms = 1e3 * cost.timeline(plan, ready_s, sizes, model, world_size).exposed_s
+    def step(cap_bytes: int, latency_s: float) -> tuple[str, Picture]:
+        plan, wire = plans[cap_bytes], replace(model, latency_s=latency_s)
+        exposed_ms = 1e3 * cost.timeline(plan, ready_s, sizes, wire, world_size).exposed_s
         caption = (
-            f"bucket cap {charts.binary_size(cap_bytes)}: {count(len(plan), 'message')}, {exposed_ms:.1f} ms exposed"
+            f"bucket cap {charts.binary_size(cap_bytes)}, latency {milliseconds(latency_s)}: "
+            f"{count(len(plan), 'message')}, {exposed_ms:.1f} ms exposed"
         )
-        return caption, charts.bucket_timeline(plan, ready_s, sizes, model, world_size, longest_s)
+        return caption, charts.bucket_timeline(plan, ready_s, sizes, wire, world_size, longest_s)
 
     middle = list(plans)[len(plans) // 2]
-    text = charts.said_timeline(plans[middle])
-    return calculator(step, text, cap_bytes=Slider("bucket cap", list(plans), middle, charts.binary_size))
+    return calculator(
+        step,
+        charts.said_timeline(plans[middle]),
+        cap_bytes=Slider("bucket cap", list(plans), middle, charts.binary_size),
+        latency_s=Slider("latency α", latencies_s, model.latency_s, milliseconds),
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """0.05 ms, 10 ms."""
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:

@@ -76,7 +76,7 @@ SPEEDS = {"GB/s": 1e9, "MB/s": 1e6, "KB/s": 1e3, "bytes/s": 1.0}
 
 
 def _with_unit(value: float, units: dict[str, float]) -> str:
-    """'31 µs': three digits, in the first unit that makes it 1 or more, or else in the last; as `cost.Model` says it."""
+    """'31 µs': three digits, in the first unit that makes it 1 or more, or else in the last. As in `cost`."""
     value = float(f"{value:.3g}")
     name, unit = next(((name, unit) for name, unit in units.items() if value >= unit), list(units.items())[-1])
     return f"{value / unit:.12g} {name}"
