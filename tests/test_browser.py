@@ -210,7 +210,6 @@ def open_notebook(browser, lab):
 KEYS = {  # by kind of widget: what takes the key, and which key
     "slider": (".widget-slider [role=slider]", "ArrowRight"),
     "player": (".widget-play button:first-child", "Space"),
-    "dropdown": (".widget-dropdown select", "ArrowDown"),
     "toggle": (".widget-toggle-button", "Space"),
 }
 VALUES = """

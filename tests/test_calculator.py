@@ -9,7 +9,6 @@ import torch
 from ddpkit import cost, ddp
 from ddpkit.lesson import charts, figures
 from ddpkit.lesson.calculator import (
-    Choice,
     Slider,
     Toggle,
     bucket_calculator,
@@ -28,7 +27,7 @@ def words(cap, kind, up):
 
 
 def worlds(**values):
-    controls = {"cap": CAPS, "kind": Choice("kind", ["drawn", "said"], "drawn"), "up": Toggle("up")}
+    controls = {"cap": CAPS, "kind": Slider("kind", ["drawn", "said"], "drawn"), "up": Toggle("up")}
     return calculator(words, **controls, **values)
 
 

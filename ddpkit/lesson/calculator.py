@@ -1,4 +1,4 @@
-"""Calculators: sliders, choices and toggles over a pure function, with its answer in words and as a picture.
+"""Calculators: sliders and toggles over a pure function, with its answer in words and as a picture.
 
     calculator(
         lambda bucket_mib: (f"{gradients_mib / bucket_mib:.0f} messages", None),
@@ -24,7 +24,10 @@ from .figures import WRONG, Picture, count, size
 
 @dataclass(frozen=True)
 class Slider:
-    """A slider over `values`, in their order. value: where it stands at first. show: what is written beside it."""
+    """A slider over `values`, in their order. value: where it stands at first. show: what is written beside it.
+
+    Also for words: a dropdown doesn't answer the arrow keys in JupyterLab.
+    """
 
     label: str
     values: Sequence
@@ -45,15 +48,6 @@ class Slider:
 
     def _options(self) -> dict:
         return {"options": [(self.show(value), value) for value in self.values], "value": self.value, **_named(self)}
-
-
-class Choice(Slider):
-    """A list to choose from; the rest as for `Slider`."""
-
-    def widget(self):
-        import ipywidgets
-
-        return ipywidgets.Dropdown(layout={"width": "max-content"}, **self._options())
 
 
 @dataclass(frozen=True)
@@ -277,7 +271,7 @@ def zero_calculator() -> Calculator:
     """
     return calculator(
         zero_stage,
-        model=Choice("model", list(MODELS), "7.5B"),
+        model=Slider("model", list(MODELS), "7.5B"),
         world_size=Slider("ranks", [2**power for power in range(11)], 64),
         stage=Slider("stage", [0, 1, 2, 3], 1),
     )

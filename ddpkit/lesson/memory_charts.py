@@ -14,7 +14,7 @@ from ..memory import (
     checkpointed_activations,
     model_states,
 )
-from .calculator import Calculator, Choice, Slider, Toggle, calculator
+from .calculator import Calculator, Slider, Toggle, calculator
 from .charts import BLUE, GREEN, LEFT, LINE, ORANGE, PINK, SKY, WHITE, _axes, _head
 from .figures import MIXED, NORMAL, SMALL, WIDEST, Canvas, Picture, size
 
@@ -204,12 +204,12 @@ def memory_calculator() -> Calculator:
     return calculator(
         training,
         width=Slider("width", [768, 1024, 1600, 2048, 3584, 4096, 5120, 8192, 16384], 3584),
-        head_width=Choice("width of a head", [64, 128, 256], 128),
+        head_width=Slider("width of a head", [64, 128, 256], 128),
         layers=Slider("layers", [6, 12, 24, 28, 32, 48, 64, 80, 126], 28),
         batch=Slider("batch", powers[:8], 1),
         length=Slider("length", powers[8:], 4096),
-        precision=Choice("precision", list(PRECISIONS), "mixed"),
-        attention=Choice("attention", ["materialised", "flash"], "materialised"),
+        precision=Slider("precision", list(PRECISIONS), "mixed"),
+        attention=Slider("attention", ["materialised", "flash"], "materialised"),
         dropout=Toggle("dropout", True),
     )
 
