@@ -185,7 +185,8 @@ class Seen:
     def __repr__(self):
         gradients = f"x.grad {_brief(self.x_grad)}, weight.grad {_brief(self.weight_grad)}"
         calls = f"fn called {self.calls[0]} + {self.calls[1]} times"
-        return f"y {_brief(self.y)}, {gradients}, {calls}, {self.kept_bytes} bytes kept"
+        random = f", next random number {self.random}" * bool(self.random)
+        return f"y {_brief(self.y)}, {gradients}, {calls}{random}, {self.kept_bytes} bytes kept"
 
 
 def _brief(values: list | None) -> str:
