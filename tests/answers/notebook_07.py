@@ -84,6 +84,16 @@ def shard_plan_overlaps(numels, world_size):
     return [_cut(numels, [begin, end + 1])[0] for begin, end in pairwise(bounds)]
 
 
+def shard_plan_with_inclusive_stops(numels, world_size):
+    shards = _cut(numels, _bounds(numels, world_size))
+    return [[(parameter, start, stop - 1) for parameter, start, stop in shard] for shard in shards]
+
+
+def shard_plan_in_lengths(numels, world_size):
+    shards = _cut(numels, _bounds(numels, world_size))
+    return [[(parameter, start, stop - start) for parameter, start, stop in shard] for shard in shards]
+
+
 def shard_plan_of_this_rank_only(numels, world_size):
     return _cut(numels, _bounds(numels, world_size))[_rank()]
 
@@ -184,8 +194,105 @@ def zero_step_sends_gradients_twice(parameters, gradients, state, lr=1 / 16, bet
     ring_all_gather(parameters)
 
 
+def zero_step_gathers_nothing_but_updates_all(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    shard = torch.zeros_like(_shard(parameters))
+    _update(shard, ring_reduce_scatter(gradients) / _size(), state, 1, beta)
+    parameters.view(_size(), -1).sub_(lr * state["momentum"])
+
+
+def zero_step_moves_all_as_the_first(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    _update(torch.zeros_like(_shard(parameters)), ring_reduce_scatter(gradients) / _size(), state, lr, beta)
+    _shard(parameters).sub_(lr * state["momentum"][0])
+    ring_all_gather(parameters)
+
+
+def zero_step_with_the_next_ranks_mean(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    shards = list(gradients.chunk(_size()))
+    gradient = torch.empty_like(shards[0])
+    dist.reduce_scatter(gradient, shards[1:] + shards[:1])  # rank r ends with the sum of chunk r+1
+    _update(_shard(parameters), gradient / _size(), state, lr, beta)
+    ring_all_gather(parameters)
+
+
+def zero_step_with_its_own_lr(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    _update(_shard(parameters), ring_reduce_scatter(gradients) / _size(), state, 1 / 16, beta)
+    ring_all_gather(parameters)
+
+
+def zero_step_with_its_own_beta(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    _update(_shard(parameters), ring_reduce_scatter(gradients) / _size(), state, lr, 1 / 2)
+    ring_all_gather(parameters)
+
+
+def zero_step_with_its_own_lr_and_beta(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    _update(_shard(parameters), ring_reduce_scatter(gradients) / _size(), state, 1 / 16, 1 / 2)
+    ring_all_gather(parameters)
+
+
+def zero_step_with_lr_in_the_momentum(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    _update(_shard(parameters), lr * ring_reduce_scatter(gradients) / _size(), state, 1, beta)
+    ring_all_gather(parameters)
+
+
+def zero_step_without_lr(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    _update(_shard(parameters), ring_reduce_scatter(gradients) / _size(), state, 1, beta)
+    ring_all_gather(parameters)
+
+
+def zero_step_by_nesterov(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    gradient = ring_reduce_scatter(gradients) / _size()
+    _update(torch.zeros_like(gradient), gradient, state, lr, beta)
+    _shard(parameters).sub_(lr * (gradient + beta * state["momentum"]))
+    ring_all_gather(parameters)
+
+
+def zero_step_begins_with_a_gradient(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    gradient = ring_reduce_scatter(gradients) / _size()
+    state.setdefault("momentum", gradient.clone())
+    _update(_shard(parameters), gradient, state, lr, beta)
+    ring_all_gather(parameters)
+
+
+def zero_step_averages_its_momentum(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    _update(_shard(parameters), (1 - beta) * ring_reduce_scatter(gradients) / _size(), state, lr, beta)
+    ring_all_gather(parameters)
+
+
+def zero_step_keeps_a_view_of_the_gradients(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    gradient = ring_reduce_scatter(gradients).div_(_size())
+    if not state:
+        state["momentum"] = gradient
+    else:
+        state["momentum"].mul_(beta).add_(gradient)
+    _shard(parameters).sub_(lr * state["momentum"])
+    ring_all_gather(parameters)
+
+
+def zero_step_keeps_a_part_of_a_whole(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    if not state:
+        state["momentum"] = _shard(torch.zeros_like(parameters))
+    _update(_shard(parameters), ring_reduce_scatter(gradients) / _size(), state, lr, beta)
+    ring_all_gather(parameters)
+
+
+def zero_step_forgets_after_a_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    state.clear()
+    _update(_shard(parameters), ring_reduce_scatter(gradients) / _size(), state, lr, beta)
+    ring_all_gather(parameters)
+
+
+def zero_step_counts_its_steps(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    _update(_shard(parameters), ring_reduce_scatter(gradients) / _size(), state, lr, beta)
+    state["steps"] = torch.ones(1)
+    ring_all_gather(parameters)
+
+
 WRONG = [  # exercise, answer, what the verdict must say
-    ("shard_plan", shard_plan_loses_the_remainder, "1 of 9 elements have no owner"),
+    (
+        "shard_plan",
+        shard_plan_loses_the_remainder,
+        "1 of 9 elements have no owner, and would never be updated. 9 // 2 loses",
+    ),
     ("shard_plan", shard_plan_leaves_the_rest_to_the_last, "Shards have equal length, 5; the last ones are filled up"),
     ("shard_plan", shard_plan_splits_nearly_evenly, "The ranks own [4, 3, 3] elements. Shards have equal length, 4"),
     ("shard_plan", shard_plan_by_parameter, "Cut the flat buffer, not the list of parameters"),
@@ -195,13 +302,19 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("shard_plan", shard_plan_counts_the_padding, "the padding belongs to no parameter"),
     ("shard_plan", shard_plan_from_the_end, "Rank 0 owns the beginning of the flat buffer"),
     ("shard_plan", shard_plan_overlaps, "Element 0 of parameter 1 has more than one owner"),
+    (
+        "shard_plan",
+        shard_plan_with_inclusive_stops,
+        "2 of 8 elements have no owner, and would never be updated. Is stop",
+    ),
+    ("shard_plan", shard_plan_in_lengths, "(0, 4, 1) stops before it starts"),
     ("shard_plan", shard_plan_of_this_rank_only, "Return a list for each rank"),
     ("zero_step", zero_step_sums, "The gradient is the sum over the ranks"),
     ("zero_step", zero_step_divides_twice, "divided by the number of ranks twice"),
     ("zero_step", zero_step_of_its_own_gradient, "Rank 0 updated its shard with its own gradient"),
     ("zero_step", zero_step_gathers_first, "or called before the shard was updated"),
     ("zero_step", zero_step_gathers_never, "Was ring_all_gather(parameters) left out"),
-    ("zero_step", zero_step_updates_all_with_partial_sums, "with partial sums. Update the shard alone"),
+    ("zero_step", zero_step_updates_all_with_partial_sums, "though it has only its own shard's mean"),
     ("zero_step", zero_step_shards_nothing, "every rank keeps the momentum of all elements"),
     ("zero_step", zero_step_keeps_state_for_all, "every rank keeps the momentum of all elements"),
     ("zero_step", zero_step_forgets_its_momentum, "`state` holds no tensor"),
@@ -210,6 +323,21 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("zero_step", zero_step_uphill, "against the gradient"),
     ("zero_step", zero_step_in_a_global, "keep the momentum there, not in a global"),
     ("zero_step", zero_step_sends_gradients_twice, "What is sent twice?"),
+    ("zero_step", zero_step_gathers_nothing_but_updates_all, "though it has only its own shard's mean"),
+    ("zero_step", zero_step_moves_all_as_the_first, "each element with its own"),
+    ("zero_step", zero_step_with_the_next_ranks_mean, "the mean that belongs to another"),
+    ("zero_step", zero_step_with_its_own_lr, "take those of each call"),
+    ("zero_step", zero_step_with_its_own_beta, "take those of each call"),
+    ("zero_step", zero_step_with_its_own_lr_and_beta, "take those of each call"),
+    ("zero_step", zero_step_with_lr_in_the_momentum, "Keep lr out of the momentum"),
+    ("zero_step", zero_step_without_lr, "The update has the wrong size"),
+    ("zero_step", zero_step_by_nesterov, "The update has the wrong size"),
+    ("zero_step", zero_step_begins_with_a_gradient, "zero at first"),
+    ("zero_step", zero_step_averages_its_momentum, "without a factor 1 - beta"),
+    ("zero_step", zero_step_keeps_a_view_of_the_gradients, "returns a view of `gradients`"),
+    ("zero_step", zero_step_keeps_a_part_of_a_whole, "a view keeps its whole storage alive"),
+    ("zero_step", zero_step_forgets_after_a_step, "Is the momentum kept in `state`"),
+    ("zero_step", zero_step_counts_its_steps, "`state` has 7 elements: the shard has 6"),
 ]
 
 
@@ -254,10 +382,26 @@ def zero_step_with_torchs_collectives(parameters, gradients, state, lr=1 / 16, b
     dist.all_gather(list(parameters.chunk(_size())), _shard(parameters).clone())
 
 
+def zero_step_keeps_a_list_in_a_group(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    momentum = state.setdefault("group", {"momenta": [torch.zeros_like(_shard(parameters))]})["momenta"][0]
+    _update(_shard(parameters), ring_reduce_scatter(gradients) / _size(), {"momentum": momentum}, lr, beta)
+    ring_all_gather(parameters)
+
+
+def zero_step_remembers_where_its_shard_is(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    if not state:
+        state["shard"] = _shard(parameters)
+        state["momentum"] = torch.zeros_like(state["shard"])
+    _update(state["shard"], ring_reduce_scatter(gradients) / _size(), state, lr, beta)
+    ring_all_gather(parameters)
+
+
 RIGHT = [
     ("shard_plan", shard_plan_element_by_element),
     ("shard_plan", shard_plan_as_tensors),
     ("zero_step", zero_step_divides_first),
     ("zero_step", zero_step_with_torchs_optimizer),
     ("zero_step", zero_step_with_torchs_collectives),
+    ("zero_step", zero_step_keeps_a_list_in_a_group),
+    ("zero_step", zero_step_remembers_where_its_shard_is),
 ]

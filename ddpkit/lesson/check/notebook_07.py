@@ -1,8 +1,10 @@
 """Checkers of notebook 07: shard_plan, which rank owns which elements, and zero_step, momentum SGD on a shard.
 
-Gradients are chosen so that their mean reads like a tally, each digit a rank: 11 on two ranks, 1111 on four.
+The first element's gradients are chosen so that their mean reads like a tally, each digit a rank: 11 on two ranks,
+1111 on four. Element i has i + 1 times as much, so that a gradient in the wrong place shows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -45,17 +47,24 @@ def _planned(numels: list[int], world_size: int) -> list[list[tuple]]:
     return [[tuple(part) for part in shard] for shard in shards]
 
 
+class _Plan(list):
+    """What each rank owns, as one rank planned it."""
+
+    def __repr__(self):
+        return f"the plan {super().__repr__()}"
+
+
 def _run_plan(answer, numels):
     plan = answer(list(numels), dist.get_world_size())
     try:
-        return [[(int(p), int(start), int(stop)) for p, start, stop in shard] for shard in plan]
+        return _Plan([(int(p), int(start), int(stop)) for p, start, stop in shard] for shard in plan)
     except (TypeError, ValueError):
         return plan
 
 
 def _plan_trials():
     for world_size, numels in ((2, (4, 4)), (2, (5, 3)), (1, (5, 2)), (2, (5, 4)), (3, (7, 2, 1)), (4, (1, 1, 1))):
-        expected = _planned(list(numels), world_size)
+        expected = _Plan(_planned(list(numels), world_size))
         what = f"parameters of {', '.join(map(str, numels))} elements"
         yield Trial(world_size, _run_plan, (numels,), [expected] * world_size, what=what)
 
@@ -67,7 +76,10 @@ def _plan_cause(trial: Trial, rank: int, expected: list, got: object) -> str:
     length = -(-sum(numels) // world_size)
     if len(got) != world_size:
         return f"There are {len(got)} lists for {world_size} ranks: each rank has one, empty if it owns nothing."
-    if any(start >= stop for shard in got for _, start, stop in shard):
+    backward = [part for shard in got for part in shard if part[1] > part[2]]
+    if backward:
+        return f"{backward[0]} stops before it starts: the third number is where it stops, not how many."
+    if any(start == stop for shard in got for _, start, stop in shard):
         return "A part from start to stop with nothing in it: leave it out."
     beyond = [part for shard in got for part in shard if part[0] >= len(numels) or part[2] > numels[part[0]]]
     if beyond:
@@ -85,9 +97,12 @@ def _plan_cause(trial: Trial, rank: int, expected: list, got: object) -> str:
         twice = next(element for element in owned if owned.count(element) > 1)
         return f"Element {twice[1]} of parameter {twice[0]} has more than one owner."
     if len(owned) < sum(numels):
+        ownerless = f"{sum(numels) - len(owned)} of {sum(numels)} elements have no owner, and would never be updated. "
+        if sum(numels) % world_size == 0:
+            return ownerless + "Is stop exclusive, as in a slice, [start:stop]?"
         return (
-            f"{sum(numels) - len(owned)} of {sum(numels)} elements have no owner, and would never be updated. "
-            f"{sum(numels)} // {world_size} loses the remainder: round up, and let the last shard be padded."
+            ownerless
+            + f"{sum(numels)} // {world_size} loses the remainder: round up, and let the last shard be padded."
         )
     sizes = [sum(stop - start for _, start, stop in shard) for shard in got]
     if sorted(owned) == owned and max(sizes) <= length:
@@ -123,8 +138,10 @@ shard_plan = Exercise(
 
 # zero_step(parameters, gradients, state)
 
-LR, BETA = 1 / 16, 1 / 2  # the defaults; powers of two: all that the trials compute is exact
 NUMEL = 12  # divides by every world size tried
+START = [7.0 + at for at in range(NUMEL)]
+LRS, BETA = (1 / 16, 1 / 8, 1 / 4), 3 / 4  # over powers of two: all that the trials compute is exact
+DEFAULT_LRS, DEFAULT_BETA = (1 / 16,) * 3, 1 / 2  # what an answer uses that ignores its arguments
 
 
 def zero_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
@@ -142,114 +159,202 @@ def zero_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
 class Trained:
     """What an answer left, step by step, and what a checker needs to say why.
 
-    steps: the parameters after each. state: elements that it keeps. said: what the rank said on the wire.
+    steps: the parameters after each. state: elements that it keeps in memory. said: what the rank said on the wire.
+    borrowed: whether the state lies in the gradients' memory.
     """
 
     steps: list[list[float]]
     state: int
+    world_size: int
     said: list[Record] = field(default_factory=list, compare=False)
+    borrowed: bool = field(default=False, compare=False)
 
     def __repr__(self):
-        return f"parameters {_brief(self.steps)} and a state of {self.state} elements"
+        return f"parameters {_brief(self.steps, NUMEL // self.world_size)} and a state of {self.state} elements"
 
 
-def _brief(steps: list[list[float]]) -> str:
-    """Of each step, one number for each stretch of equal ones."""
-    return " → ".join(", ".join(f"{value:g}" for value in dict.fromkeys(step)) for step in steps)
+def _brief(steps: list[list[float]], length: int) -> str:
+    """Of each step, the first number of each shard."""
+    return " → ".join(", ".join(f"{value:g}" for value in step[::length]) for step in steps)
 
 
 def _gradient(rank: int, world_size: int, step: int) -> float:
+    """That of element 0; element i has i + 1 times as much."""
     return 16.0 * world_size * 10**rank * (step + 1)
 
 
 def _run_step(answer, steps):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parameters, state, found = torch.full((NUMEL,), 7.0, dtype=torch.float64), {}, []
+    parameters, state, found = torch.tensor(START, dtype=torch.float64), {}, []
+    gradients = torch.empty_like(parameters)  # one tensor for all steps, as a bucket is
     for step in range(steps):
-        gradients = torch.full((NUMEL,), _gradient(rank, world_size, step), dtype=torch.float64)
-        answer(parameters, gradients, state)
+        gradients.copy_(torch.arange(1, NUMEL + 1) * _gradient(rank, world_size, step))
+        answer(parameters, gradients, state, LRS[step], BETA)
         found.append(parameters.tolist())
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return Trained(found, sum(tensor.numel() for tensor in tensors))
+    kept = {_address(tensor): tensor for tensor in _tensors(state) if _address(tensor) != _address(parameters)}
+    numel = sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept.values())
+    return Trained(found, numel, world_size, borrowed=_address(gradients) in kept)
 
 
-def _serial(world_size: int, steps: int, scale: float = 1.0, rank: int | None = None) -> list[float]:
+def _address(tensor: torch.Tensor) -> int:
+    """Of its storage: a view has that of the whole."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(kept: object) -> list[torch.Tensor]:
+    """The tensors in a state, also within its dicts and lists."""
+    if isinstance(kept, torch.Tensor):
+        return [kept]
+    parts = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list | tuple) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _sgd(parameter: float, momentum: float, gradient: float, lr: float, beta: float) -> tuple[float, float]:
+    momentum = beta * momentum + gradient
+    return parameter - lr * momentum, momentum
+
+
+def _averaging(parameter: float, momentum: float, gradient: float, lr: float, beta: float) -> tuple[float, float]:
+    return _sgd(parameter, momentum, (1 - beta) * gradient, lr, beta)
+
+
+def _lr_inside(parameter: float, momentum: float, gradient: float, lr: float, beta: float) -> tuple[float, float]:
+    return _sgd(parameter, momentum, lr * gradient, 1, beta)
+
+
+def _serial(
+    world_size: int,
+    steps: int,
+    scale: float = 1.0,
+    rank: int | None = None,
+    rule: Callable = _sgd,
+    lrs: tuple[float, ...] = LRS,
+    beta: float = BETA,
+) -> list[list[float]]:
     """The parameters of one process that has all ranks' gradients, or one rank's, after each step."""
     ranks = range(world_size) if rank is None else [rank]
-    value, momentum, found = 7.0, 0.0, []
+    parameters, momenta, found = START, [0.0] * NUMEL, []
     for step in range(steps):
-        mean = sum(_gradient(r, world_size, step) for r in ranks) / world_size
-        momentum = BETA * momentum + scale * mean
-        value -= LR * momentum
-        found.append(value)
+        mean = scale * sum(_gradient(r, world_size, step) for r in ranks) / world_size
+        updated = [
+            rule(parameter, momentum, (at + 1) * mean, lrs[step], beta)
+            for at, (parameter, momentum) in enumerate(zip(parameters, momenta, strict=True))
+        ]
+        parameters, momenta = [parameter for parameter, _ in updated], [momentum for _, momentum in updated]
+        found.append(parameters)
     return found
 
 
 def _step_trials():
     for world_size, steps in ((2, 1), (2, 3), (1, 2), (4, 2)):
-        right = Trained([[value] * NUMEL for value in _serial(world_size, steps)], NUMEL // world_size)
+        right = Trained(_serial(world_size, steps), NUMEL // world_size, world_size)
 
-        def expected(run: Run, right: Trained = right) -> list[Trained]:
-            return [Trained(right.steps, right.state, said) for said in run.wire]
+        def expected(run: Run, right: Trained = right, world_size: int = world_size) -> list[Trained]:
+            return [Trained(right.steps, right.state, world_size, said) for said in run.wire]
 
-        what = f"{steps} step{'s' * (steps > 1)}"
+        what = (
+            f"{steps} step{'s' * (steps > 1)} (parameters 7, 8, 9... at first; rank r's gradients in step s are "
+            f"{16 * world_size}·10ʳ·s times 1, 2, 3...; here the first number of each shard)"
+        )
         yield Trial(world_size, _run_step, (steps,), expected, what=what)
 
 
 def _step_cause(trial: Trial, rank: int, expected: Trained, got: Trained) -> str:
     world_size = trial.world_size
     own = slice(rank * NUMEL // world_size, (rank + 1) * NUMEL // world_size)
+    first, mine = got.steps[0], got.steps[0][own]
+
+    def found(*what, **otherwise) -> bool:
+        return mine == _serial(world_size, 1, *what, **otherwise)[0][own]
+
     if got.steps == expected.steps:
-        return _wrong_state(world_size, expected, got)
-    first = got.steps[0]
+        return _wrong_state(expected, got)
     if first == expected.steps[0]:
-        return "The first step was right. Is the momentum kept in `state`, and used again in the next one?"
-    if all(value == 7.0 for value in first):
+        return _wrong_later(trial, got)
+    if first == START:
         return "The parameters are as before. Write into them in place: a shard is parameters.chunk(world_size)[rank]."
-    mine, right = first[own][0], expected.steps[0][0]
-    if mine == right:
-        return _others_stale(world_size, rank, expected, first)
-    if mine == _serial(world_size, 1, world_size)[0]:
+    if found():
+        return _others_stale(rank, expected, first)
+    if found(world_size):
         return "The gradient is the sum over the ranks. Divide the shard by the number of ranks: it should be the mean."
-    if mine == _serial(world_size, 1, 1 / world_size)[0]:
+    if found(1 / world_size):
         return "The gradient was divided by the number of ranks twice."
-    own_only = [_serial(world_size, 1, scale, rank)[0] for scale in (1, world_size)]
-    if mine in own_only:
+    if found(rule=_averaging):
+        return "momentum = beta * momentum + gradient: without a factor 1 - beta."
+    if found(1, rank) or found(world_size, rank):
         return (
             f"Rank {rank} updated its shard with its own gradient: the others' is missing. "
             "ring_reduce_scatter(gradients) returns this rank's shard of the sum."
         )
-    if 2 * (mine - 7.0) == right - 7.0 or mine - 7.0 == 2 * (right - 7.0):
-        return "The update has the wrong size: momentum = beta * momentum + gradient, parameter -= lr * momentum."
-    if mine - 7.0 == 7.0 - right:
+    if found(-1):
         return "The update has the wrong sign: against the gradient."
-    return "Which gradient does the shard see? It should be the mean over the ranks, in its own part of the buffer."
+    if _elsewhere(expected.steps[0], own, mine):
+        return (
+            f"Rank {rank} updated its shard with the mean that belongs to another: which chunk does the reduce-scatter "
+            "end with? ring_reduce_scatter ends with chunk `rank`."
+        )
+    return (
+        "The update has the wrong size: momentum = beta * momentum + gradient, zero at first; then parameter -= lr * "
+        "momentum, each element with its own."
+    )
 
 
-def _wrong_state(world_size: int, expected: Trained, got: Trained) -> str:
+def _elsewhere(right: list[float], own: slice, mine: list[float]) -> bool:
+    """Whether this rank's shard moved as another rank's should."""
+    moves = [after - before for after, before in zip(right, START, strict=True)]
+    moved = [after - before for after, before in zip(mine, START[own], strict=True)]
+    return any(moved == moves[first : first + len(mine)] for first in range(0, NUMEL, len(mine)))
+
+
+def _wrong_later(trial: Trial, got: Trained) -> str:
+    """The first step is right, but not the next."""
+    world_size, steps = trial.world_size, trial.args[0]
+    if got.borrowed:
+        return BORROWED
+    for given in ({"lrs": DEFAULT_LRS}, {"beta": DEFAULT_BETA}, {"lrs": DEFAULT_LRS, "beta": DEFAULT_BETA}):
+        if got.steps == _serial(world_size, steps, **given):
+            return "The first step was right. lr and beta are arguments, and lr changes: take those of each call."
+    if got.steps == _serial(world_size, steps, rule=_lr_inside):
+        return "The first step was right. Keep lr out of the momentum: lr changes, and counts only when it is used."
+    return "The first step was right. Is the momentum kept in `state`, and used again in the next one?"
+
+
+BORROWED = (
+    "The momentum changes between two steps: ring_reduce_scatter returns a view of `gradients`, which the next "
+    "backward overwrites. Keep a tensor of your own."
+)
+
+
+def _wrong_state(expected: Trained, got: Trained) -> str:
+    if got.borrowed:
+        return BORROWED
     if got.state == 0:
-        return "The parameters are right, but `state` holds no tensor: keep the momentum there, not in a global."
+        return (
+            "The parameters are right, but `state` holds no tensor: keep the momentum there, not in a global, and as a "
+            "tensor."
+        )
     if got.state == NUMEL:
         return (
             "The parameters are right, but every rank keeps the momentum of all elements: that is the memory that ZeRO "
-            f"saves. Keep that of the shard alone, {expected.state} elements."
+            f"saves. Keep that of the shard alone, {expected.state} elements; a view keeps its whole storage alive: "
+            "allocate the shard."
         )
     return f"The parameters are right, but `state` has {got.state} elements: the shard has {expected.state}."
 
 
-def _others_stale(world_size: int, rank: int, expected: Trained, first: list[float]) -> str:
+def _others_stale(rank: int, expected: Trained, first: list[float]) -> str:
     """This rank's shard is right, but not what others own."""
     ops = [record.op for record in expected.said]
     if "send" not in ops and "all_gather" not in ops:
         return "Nothing was sent. Begin with ring_reduce_scatter(gradients), end with ring_all_gather(parameters)."
-    if all(value in (7.0, expected.steps[0][0]) for value in first):
+    if all(value in before_and_after for value, *before_and_after in zip(first, START, expected.steps[0], strict=True)):
         return (
             f"Rank {rank}'s own shard is right, the rest is as before the step. Was ring_all_gather(parameters) left "
             "out, or called before the shard was updated?"
         )
     return (
-        f"Rank {rank}'s own shard is right, what other ranks own is not: this rank updated it, too, with partial sums. "
-        "Update the shard alone, and gather the rest."
+        f"Rank {rank}'s own shard is right, what other ranks own is not: this rank updated it, too, though it "
+        "has only its own shard's mean. Update the shard alone, and gather the rest."
     )
 
 
@@ -284,8 +389,8 @@ zero_step = Exercise(
     _step_trials,
     [
         "Three parts: ring_reduce_scatter the gradients, update this rank's shard, ring_all_gather the parameters.",
-        "ring_reduce_scatter(gradients) returns this rank's shard of the sum: divide it. shard = "
-        "parameters.chunk(world_size)[rank] is a view.",
+        "ring_reduce_scatter(gradients) returns this rank's shard of the sum (a view of `gradients`): divide it. "
+        "shard = parameters.chunk(world_size)[rank] is a view, too.",
         'state["momentum"] = torch.zeros_like(shard) at first; then .mul_(beta).add_(gradient), and shard.sub_(lr * '
         'state["momentum"]).',
     ],
