@@ -12,7 +12,7 @@ lab: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: .venv/ready
 	$(BIN)/python -m ddpkit.bench

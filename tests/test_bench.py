@@ -47,7 +47,7 @@ def test_every_benchmark_there_is_can_be_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], [("launch", False), ("all_reduce", False), ("reduce_scatter", False), ("ddp", False)]),
+        ([], [(name, False) for name in ("launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision")]),
         (["reduce_scatter", "launch", "--full"], [("reduce_scatter", True), ("launch", False)]),
     ],
 )
@@ -56,7 +56,8 @@ def test_what_runs(arguments, expected, monkeypatch):
     monkeypatch.setattr("ddpkit.bench.launch.main", lambda: ran.append(("launch", False)))
     monkeypatch.setattr(all_reduce, "main", lambda full: ran.append(("all_reduce", full)))
     monkeypatch.setattr(reduce_scatter, "main", lambda full: ran.append(("reduce_scatter", full)))
-    monkeypatch.setattr(ddp, "main", lambda: ran.append(("ddp", False)))
+    for name in ("ddp", "precision", "zero"):
+        monkeypatch.setattr(f"ddpkit.bench.{name}.main", lambda name=name: ran.append((name, False)))
     main(arguments)
     assert ran == expected
 
