@@ -163,7 +163,7 @@ def _with_unit(value: float, units: dict[str, float]) -> str:
     """'31 µs': three digits, in the first unit that makes it 1 or more, or else in the last."""
     value = float(f"{value:.3g}")
     name, unit = next(((name, unit) for name, unit in units.items() if value >= unit), list(units.items())[-1])
-    return f"{value / unit:.3g} {name}"
+    return f"{value / unit:.12g} {name}"
 
 
 def crossover(first: str, second: str, world_size: int, model: Model) -> float | None:

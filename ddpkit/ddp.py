@@ -263,8 +263,8 @@ class OverlapDDP(DataParallel):
 TWICE = (
     "backward ran twice without synchronize(): call it after each backward. To add up several backwards, run all but "
     "the last inside `with model.no_sync():`; gradients that are on their way can't be added to. "
-    "(Not what you did? Then it is activation checkpoints without use_reentrant=False, or a backward that raised: see "
-    "OverlapDDP's docstring.)"
+    "(Not what you did? If the backward before raised, call abandon() on all ranks. If it was a single backward, say "
+    "use_reentrant=False to its activation checkpoints.)"
 )
 
 

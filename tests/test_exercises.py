@@ -333,6 +333,12 @@ def test_failed_check_offers_a_replay_of_the_smallest_failing_world():
     assert "nothing failed yet, so there is nothing to replay" in check.broadcast.replay().text
 
 
+def test_a_replay_is_offered_of_what_was_said():
+    assert ".replay()" in check.broadcast(notebook_01.broadcast_from_0).text
+    verdict = check.plan_buckets(notebook_04.plan_buckets_every_other)
+    assert verdict.text.endswith("More: check.plan_buckets.hint() · .solution()")
+
+
 def test_not_a_function():
     assert "leave the parentheses off" in check.broadcast(None).text
 

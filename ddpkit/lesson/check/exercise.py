@@ -99,7 +99,8 @@ class Exercise:
                     lines.append(f"{', '.join(empty)} {'is' if len(empty) == 1 else 'are'} still empty.")
                 if self._failures > 1 and not explained and self._hints_given < len(self.hints):
                     lines.append(f"Hint: {self._next_hint()}")
-                lines.append(f"More: check.{self.name}.hint() · .replay() · .solution()")
+                replay = " · .replay()" * any(self._failed.wire)  # only of what was said
+                lines.append(f"More: check.{self.name}.hint(){replay} · .solution()")
                 return Verdict(False, "\n".join(lines))
         self._failures = 0
         praise = self.praise(trial, self._last) if callable(self.praise) else self.praise
