@@ -20,6 +20,7 @@ SUBJECTS = [
     "flash_triton",
     "collectives",
     "ring",
+    "ring_attention",
     "shared_memory",
     "ddp",
     "batch_norm",
