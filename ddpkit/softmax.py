@@ -22,6 +22,7 @@ though two of the writes are a single number, m or d. fused_softmax is one kerne
 
 All take rows (..., N) of floating-point numbers, any number of them, and change nothing in place. m, d and what is
 computed with them are float32 at least, the result has the dtype of x. Only naive_softmax stays in the dtype of x.
+ValueError: anything else than such rows.
 
     a row                  here, but for naive_softmax     torch.softmax
     of -inf only           zeros: all are masked           NaN
@@ -62,8 +63,8 @@ def naive_softmax(x: Tensor) -> Tensor:
 
 def safe_softmax(x: Tensor) -> Tensor:
     """eˣ⁻ᵐ / Σ eˣ⁻ᵐ: no exponent is above 0. Three passes: for the maximum, the sum, the result. Notebook 08."""
-    a, length = torch.empty_like(x), x.shape[-1]
     m, d = _nothing(x)
+    a, length = torch.empty_like(x), x.shape[-1]
     for i in range(length):
         m = torch.maximum(m, x[..., i])
     for i in range(length):
@@ -79,8 +80,8 @@ def online_softmax(x: Tensor) -> Tensor:
     When the maximum grows from m' to m, the sum so far is corrected by eᵐ'⁻ᵐ. Milakov and Gimelshein 2018, algorithm 3.
     Notebook 08.
     """
-    a, length = torch.empty_like(x), x.shape[-1]
     m, d = _nothing(x)
+    a, length = torch.empty_like(x), x.shape[-1]
     for i in range(length):
         x_i = x[..., i]
         m_before, m = m, torch.maximum(m, x_i)
@@ -149,8 +150,9 @@ def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def fused_softmax(x: Tensor) -> Tensor:
     """Softmax of rows that are held in fast memory while all is done to them: read once, written once. Notebook 08."""
-    row, a = x[...], torch.empty_like(x)
-    a[...] = _softmax(row, *summarize(row))
+    row = x[...]
+    pair, a = summarize(row), torch.empty_like(x)
+    a[...] = _softmax(row, *pair)
     return a
 
 
@@ -161,8 +163,8 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
     """
     if block < 1:
         raise ValueError(f"blockwise_softmax expected a block of at least 1 number, got {block}. Try 128.")
-    blocks = [slice(start, start + block) for start in range(0, x.shape[-1], block)]
     a, pair = torch.empty_like(x), _nothing(x)
+    blocks = [slice(start, start + block) for start in range(0, x.shape[-1], block)]
     for part in blocks:
         pair = merge(pair, summarize(x[..., part]))
     for part in blocks:
@@ -196,7 +198,8 @@ def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor
 def _check(x: Tensor) -> None:
     if not x.is_floating_point() or x.dim() == 0:
         got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"softmax expected rows of floating-point numbers, (..., N), got {got}. Try x.float().")
+        expected = "rows of floating-point numbers, (..., N)"
+        raise ValueError(f"softmax expected {expected}, got {got}. Try x.float(), or x.view(1) for a single number.")
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
