@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit import launch
+from ddpkit.lesson import check
 from ddpkit.softmax import (
     Traffic,
     blockwise_softmax,
@@ -360,6 +361,20 @@ def across_a_group():
 
 def test_across_a_group():
     assert list(launch(across_a_group, world_size=3)) == [[]] * 3
+
+
+# The exercises' references
+
+
+@given(row=rows, cut=st.integers(0, 40))
+@always_the_same
+def test_references_and_the_library_agree(row, cut):
+    x = torch.tensor(row, dtype=torch.float64)
+    shares = check.online_softmax.reference(row)
+    torch.testing.assert_close(torch.tensor(shares, dtype=torch.float64), online_softmax(x))
+    parts = [summarize(part) for part in (x[:cut], x[cut:])]
+    m, d = check.merge.reference(*[[number.item() for number in part] for part in parts])
+    assert (m, d) == (merge(*parts)[0].item(), pytest.approx(merge(*parts)[1].item()))
 
 
 # Mistakes

@@ -2,8 +2,28 @@
 
 from itertools import chain
 
-from . import notebook_00, notebook_01, notebook_02, notebook_03, notebook_04, notebook_05, notebook_06, notebook_07
+from . import (
+    notebook_00,
+    notebook_01,
+    notebook_02,
+    notebook_03,
+    notebook_04,
+    notebook_05,
+    notebook_06,
+    notebook_07,
+    notebook_08,
+)
 
-NOTEBOOKS = notebook_00, notebook_01, notebook_02, notebook_03, notebook_04, notebook_05, notebook_06, notebook_07
+NOTEBOOKS = (
+    notebook_00,
+    notebook_01,
+    notebook_02,
+    notebook_03,
+    notebook_04,
+    notebook_05,
+    notebook_06,
+    notebook_07,
+    notebook_08,
+)
 WRONG = list(chain.from_iterable(notebook.WRONG for notebook in NOTEBOOKS))
 RIGHT = list(chain.from_iterable(notebook.RIGHT for notebook in NOTEBOOKS))

@@ -9,6 +9,7 @@ from .notebook_04 import BucketedDDP, OverlapDDP, no_sync, plan_buckets
 from .notebook_05 import LossScaler, master_step, predict_bytes
 from .notebook_06 import Checkpoint, block_bytes
 from .notebook_07 import shard_plan, zero_step
+from .notebook_08 import merge, online_softmax
 
 __all__ = [
     "BucketedDDP",
@@ -23,8 +24,10 @@ __all__ = [
     "broadcast",
     "is_stub",
     "master_step",
+    "merge",
     "neighbours",
     "no_sync",
+    "online_softmax",
     "plan_buckets",
     "predict_bytes",
     "reduce_scatter",
