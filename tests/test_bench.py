@@ -47,8 +47,9 @@ def test_every_benchmark_there_is_can_be_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], [(name, False) for name in ("launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision")]),
+        ([], [(name, False) for name in "launch all_reduce reduce_scatter ddp zero precision attention".split()]),
         (["reduce_scatter", "launch", "--full"], [("reduce_scatter", True), ("launch", False)]),
+        (["attention", "--full"], [("attention", True)]),
     ],
 )
 def test_what_runs(arguments, expected, monkeypatch):
@@ -56,6 +57,7 @@ def test_what_runs(arguments, expected, monkeypatch):
     monkeypatch.setattr("ddpkit.bench.launch.main", lambda: ran.append(("launch", False)))
     monkeypatch.setattr(all_reduce, "main", lambda full: ran.append(("all_reduce", full)))
     monkeypatch.setattr(reduce_scatter, "main", lambda full: ran.append(("reduce_scatter", full)))
+    monkeypatch.setattr("ddpkit.bench.attention.main", lambda full: ran.append(("attention", full)))
     for name in ("ddp", "precision", "zero"):
         monkeypatch.setattr(f"ddpkit.bench.{name}.main", lambda name=name: ran.append((name, False)))
     main(arguments)

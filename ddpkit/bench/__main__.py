@@ -4,7 +4,7 @@ import argparse
 import importlib
 import inspect
 
-BENCHMARKS = ("launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision")
+BENCHMARKS = ("launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision", "attention")
 
 
 def main(arguments: list[str] | None = None):
@@ -13,7 +13,9 @@ def main(arguments: list[str] | None = None):
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help=f"{', '.join(BENCHMARKS)}; all of them if none is given"
     )
-    parser.add_argument("--full", action="store_true", help="also 6 ranks, and 1 GB (3 GB of memory for each rank)")
+    parser.add_argument(
+        "--full", action="store_true", help="also 6 ranks, 1 GB (3 GB of memory for each rank), 8192 queries"
+    )
     options = parser.parse_args(arguments)
     for name in options.names:
         if name not in BENCHMARKS:
