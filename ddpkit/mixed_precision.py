@@ -22,7 +22,6 @@ Bytes for each parameter, with AdamW: weight 2, gradient 2, fp32 copy 4, two mom
 Micikevicius et al. 2018 (Mixed Precision Training). Notebook 05.
 """
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -106,7 +105,8 @@ class LossScaler:
             )
         for gradient in gradients:
             gradient /= self._scale
-        self.overflow = self._agree(~get_total_norm(gradients, math.inf).isfinite())
+        total = get_total_norm(gradients, 1.0)  # to look for the largest takes a CPU ten times as long
+        self.overflow = self._agree(~total.isfinite())
 
     def _agree(self, overflow: Tensor) -> bool:
         """Whether it is so on any rank. After an all-reduce of gradients all have the same inf; of shards, only one."""

@@ -12,7 +12,8 @@ Right = notebook_05.LossScaler.reference
 
 
 def _gradients(optimizer):
-    return [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _agreed(overflow):
@@ -79,6 +80,99 @@ class ScalerLooksAtTheFirst(Right):
         for gradient in _gradients(optimizer):
             gradient /= self.factor
         self.overflow = _agreed(not _gradients(optimizer)[0].isfinite().all())
+
+
+class ScalerLooksAtTheLast(Right):
+    def unscale_(self, optimizer):
+        for gradient in _gradients(optimizer):
+            gradient /= self.factor
+            overflow = not gradient.isfinite().all()
+        self.overflow = _agreed(overflow)
+
+
+class ScalerLooksAtFirstNumbers(Right):
+    def unscale_(self, optimizer):
+        for gradient in _gradients(optimizer):
+            gradient /= self.factor
+        self.overflow = _agreed(not all(gradient.flatten()[0].isfinite() for gradient in _gradients(optimizer)))
+
+
+class ScalerWantsAnyFinite(Right):
+    def unscale_(self, optimizer):
+        for gradient in _gradients(optimizer):
+            gradient /= self.factor
+        self.overflow = _agreed(not all(gradient.isfinite().any() for gradient in _gradients(optimizer)))
+
+
+class ScalerDividesTheFirst(Right):
+    def unscale_(self, optimizer):
+        gradients = _gradients(optimizer)
+        gradients[0] /= self.factor
+        self.overflow = _agreed(not all(gradient.isfinite().all() for gradient in gradients))
+
+
+class ScalerOfTheFirstGroup(Right):
+    def unscale_(self, optimizer):
+        gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"] if parameter.grad is not None]
+        for gradient in gradients:
+            gradient /= self.factor
+        self.overflow = _agreed(not all(gradient.isfinite().all() for gradient in gradients))
+
+
+class ScalerForgetsOneWeight(Right):
+    """Steps without the gradient that overflowed, where all should skip."""
+
+    def unscale_(self, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= self.factor
+                    if not parameter.grad.isfinite().all():
+                        parameter.grad = None
+        self.overflow = False
+
+
+class ScalerStumblesOverNone(Right):
+    def unscale_(self, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= self.factor
+        self.overflow = _agreed(not all(gradient.isfinite().all() for gradient in _gradients(optimizer)))
+
+
+class ScalerReturnsNoLoss(Right):
+    def scale(self, loss):
+        loss * self.factor
+
+
+class ScalerScalesInPlace(Right):
+    def scale(self, loss):
+        loss *= self.factor
+        return loss
+
+
+class ScalerScalesACopyToo(Right):
+    def scale(self, loss):
+        loss *= self.factor
+        return loss.clone()
+
+
+class ScalerNeverUnscales(Right):
+    def step(self, optimizer):
+        if not self.overflow:
+            optimizer.step()
+
+
+class ScalerGathersAndBroadcasts(Right):
+    def unscale_(self, optimizer):
+        for gradient in _gradients(optimizer):
+            gradient /= self.factor
+        mine = torch.tensor([float(not all(gradient.isfinite().all() for gradient in _gradients(optimizer)))])
+        everyone = [torch.zeros(1) for _ in range(dist.get_world_size())]
+        dist.gather(mine, everyone if dist.get_rank() == 0 else None, dst=0)
+        any_of_them = torch.stack(everyone).max().reshape(1)
+        dist.broadcast(any_of_them, src=0)
+        self.overflow = bool(any_of_them)
 
 
 class ScalerStepsAnyhow(Right):
@@ -265,6 +359,27 @@ def master_step_adds_up(weights, masters, optimizer, scale):
     _round(weights, masters)
 
 
+def master_step_makes_zeros_of_none(weights, masters, optimizer, scale):
+    for weight, master in zip(weights, masters, strict=True):
+        master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float() / scale
+    optimizer.step()
+    _round(weights, masters)
+
+
+def master_step_steps_on_a_stale_gradient(weights, masters, optimizer, scale):
+    for weight, master in zip(weights, masters, strict=True):
+        if weight.grad is not None:
+            master.grad = weight.grad.float() / scale
+    optimizer.step()
+    _round(weights, masters)
+
+
+def master_step_multiplies(weights, masters, optimizer, scale):
+    _give(weights, masters, lambda gradient: gradient.float() * scale)
+    optimizer.step()
+    _round(weights, masters)
+
+
 def master_step_makes_fp32_weights(weights, masters, optimizer, scale):
     _give(weights, masters, lambda gradient: gradient.float() / scale)
     optimizer.step()
@@ -304,6 +419,7 @@ def master_step_in_one_go(weights, masters, optimizer, scale):
 
 
 def master_step_with_foreach(weights, masters, optimizer, scale):
+    optimizer.zero_grad()
     for weight, master in zip(weights, masters, strict=True):
         if weight.grad is not None:
             master.grad = torch.empty_like(master).copy_(weight.grad).div_(scale)
@@ -383,6 +499,18 @@ WRONG = [
     ("LossScaler", ScalerBacksOffAlone, "rank 1 halved its scale, and rank 0 didn't"),
     ("LossScaler", ScalerMissesNaN, "NaN is not inf: torch.isfinite sees both"),
     ("LossScaler", ScalerLooksAtTheFirst, "a gradient was inf, and the optimizer stepped all the same"),
+    ("LossScaler", ScalerLooksAtTheLast, "Does unscale_ look at all numbers of all gradients in all groups?"),
+    ("LossScaler", ScalerLooksAtFirstNumbers, "Does unscale_ look at all numbers of all gradients in all groups?"),
+    ("LossScaler", ScalerWantsAnyFinite, "Does unscale_ look at all numbers of all gradients in all groups?"),
+    ("LossScaler", ScalerDividesTheFirst, "some gradients were not divided by the scale"),
+    ("LossScaler", ScalerOfTheFirstGroup, "optimizer.param_groups has several groups"),
+    ("LossScaler", ScalerForgetsOneWeight, "a gradient was inf, and the optimizer stepped all the same"),
+    ("LossScaler", ScalerStumblesOverNone, "'NoneType' and 'float'"),
+    ("LossScaler", ScalerReturnsNoLoss, "scale() returned None: return loss * factor."),
+    ("LossScaler", ScalerScalesInPlace, "a loss changed in place"),
+    ("LossScaler", ScalerScalesACopyToo, "a loss changed in place"),
+    ("LossScaler", ScalerNeverUnscales, "step() calls it if overflow is None"),
+    ("LossScaler", ScalerGathersAndBroadcasts, "One all_reduce a step is enough."),
     ("LossScaler", ScalerStepsAnyhow, "a gradient was inf, and the optimizer stepped all the same"),
     ("LossScaler", ScalerNeverGrows, "the scale never grew"),
     ("LossScaler", ScalerNeverGrowsBack, "must be able to grow again"),
@@ -400,6 +528,9 @@ WRONG = [
     ("master_step", master_step_of_the_weights, "Nothing moved"),
     ("master_step", master_step_starts_from_the_weights, "never masters from weights"),
     ("master_step", master_step_adds_up, "set anew in each, not added to"),
+    ("master_step", master_step_makes_zeros_of_none, "The third has no gradient: None, not zeros"),
+    ("master_step", master_step_steps_on_a_stale_gradient, "The second had no gradient in the last step, but moved"),
+    ("master_step", master_step_multiplies, "divide its gradient by the scale, once"),
     ("master_step", master_step_makes_fp32_weights, "its weights must stay so"),
     ("master_step", master_step_makes_new_memory, "won't see the new. weight.copy_(master)"),
     ("master_step", master_step_replaces_the_weights, "The model holds the old tensors"),

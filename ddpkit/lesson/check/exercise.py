@@ -58,6 +58,7 @@ class Exercise:
         cause, or None. Where nothing names it, a hint is offered from the second failure on.
     races: called with a trial and its run; returns what makes the values a matter of luck, right or wrong, or None.
     wire: called with a trial and its run; returns what is wrong on the wire though the values are right, or None.
+    beside: called with what should come and what came; returns how both are told, where one line is too short.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class Exercise:
         races: Callable[[Trial, Run], str | None] | None = None,
         note: str = LIBRARYS_OWN,
         given: tuple[str, ...] = ("__init__",),
+        beside: Callable[[object, object], str] | None = None,
     ):
         self.name, self.helpers, self.note, self.given = reference.__name__, helpers, note, given
         self.reference, self.trials, self.hints, self.praise = reference, trials, hints, praise
         self._cause, self._wire, self._races = cause, wire or _check_wire, races or (lambda trial, run: None)
+        self._beside = beside
         self._hints_given = 0
         self._failures = 0
         self._failed: Run | LaunchError | None = None
@@ -163,6 +166,8 @@ class Exercise:
             if got != expected:
                 usual = self._cause(trial, rank, expected, got)
                 problem = f"rank {rank} has {_short(got)}, expected {_short(expected)}."
+                if self._beside:
+                    problem = self._beside(expected, got)
                 return (f"{problem}\n{usual}", True) if usual else (problem, False)
         problem = self._wire(trial, run)
         self._failed = self._failed if problem else None

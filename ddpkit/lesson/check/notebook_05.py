@@ -31,6 +31,8 @@ class LossScaler:
         overflow = torch.zeros(1)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 parameter.grad /= self.factor
                 overflow += not parameter.grad.isfinite().all()  # not .isinf(): inf - inf is NaN
         dist.all_reduce(overflow, dist.ReduceOp.MAX)
@@ -53,16 +55,25 @@ class LossScaler:
 
 START, INTERVAL, GRADIENT = 8.0, 2, 3.0
 FINE, INF, NAN = "fine", "inf", "NaN"
+LOSSES = {  # that scale() should not leave, and what to do
+    "no loss": "scale() returned None: return loss * factor.",
+    "a loss changed in place": "Return a new tensor, loss * factor: who prints the loss wants the old one.",
+}
 
 
 class Step(NamedTuple):
-    """What a rank saw of a step. scaled: the gradient after backward, as a multiple of what it is without a scaler."""
+    """What a rank saw of a step. scaled: the gradient after backward, as a multiple of what it is without a scaler.
+
+    moved: by how much each number of each weight. kind: what is wrong with the loss, so that nothing came after it.
+    """
 
     scaled: float
-    moved: float
+    moved: tuple[float, ...]
+    kind: str = ""
 
     def __repr__(self):
-        return f"(loss × {self.scaled:g}, weight moved by {self.moved:g})"
+        moved = self.moved[:1] if len(set(self.moved)) == 1 else self.moved
+        return self.kind or f"(loss × {self.scaled:g}, weights moved by {', '.join(f'{by:g}' for by in moved)})"
 
 
 class Steps(list):
@@ -71,22 +82,29 @@ class Steps(list):
 
 
 def _run_scaler(answer, plan, odd, looks):
-    """Steps of SGD on two weights. plan: what becomes of rank `odd`'s gradient. looks: unscale_ is called before."""
-    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD(weights, lr=1.0)
+    """Steps of SGD on two weights of two numbers, each in its group, and a third without a gradient.
+
+    plan: what becomes of rank `odd`'s gradient, of each weight in turn. looks: unscale_ is called before step.
+    """
+    unused, *weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizer = torch.optim.SGD([{"params": [unused, weights[0]]}, {"params": weights[1:]}], lr=1.0)
     scaler, seen = answer(scale=START, growth_interval=INTERVAL), Steps()
-    for fate in plan:
+    for number, fate in enumerate(plan):
         optimizer.zero_grad()
-        loss = (weights[0] * GRADIENT + weights[1] * GRADIENT).sum()
-        scaler.scale(loss).backward()
-        scaled, before = weights[0].grad.item() / GRADIENT, weights[0].item()
+        loss = 1 + sum((weight * GRADIENT).sum() for weight in weights)
+        value, scaled = loss.item(), scaler.scale(loss)
+        if scaled is None or loss.item() != value:
+            return Steps([*seen, Step(0.0, (), "no loss" if scaled is None else "a loss changed in place")])
+        scaled.backward()
+        times, before = weights[0].grad[0].item() / GRADIENT, torch.cat(weights).tolist()
         if dist.get_rank() == odd and fate != FINE:
-            weights[1].grad.fill_(math.inf if fate == INF else math.nan)
+            weights[number % 2].grad[-1] = math.inf if fate == INF else math.nan
         if looks:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        seen.append(Step(scaled, before - weights[0].item()))
+        after = torch.cat(weights).tolist()
+        seen.append(Step(times, tuple(old - new for old, new in zip(before, after, strict=True))))
     return seen
 
 
@@ -94,7 +112,7 @@ def _right_steps(plan) -> Steps:
     """From the rules, written once more: a table of scales."""
     scale, good, steps = START, 0, Steps()
     for fate in plan:
-        steps.append(Step(scale, GRADIENT if fate == FINE else 0.0))
+        steps.append(Step(scale, 4 * (GRADIENT if fate == FINE else 0.0,)))
         good = good + 1 if fate == FINE else 0
         scale = scale / 2 if fate != FINE else scale * 2 if good == INTERVAL else scale
         good = good % INTERVAL
@@ -117,12 +135,14 @@ def _scaler_trials():
 
 def _scaler_cause(trial: Trial, rank: int, expected: Steps, got: Steps):
     plan, odd, looks = trial.args
-    number = next(n for n, (right, found) in enumerate(zip(expected, got, strict=True)) if right != found)
+    number = next(n for n, (right, found) in enumerate(zip(expected, got, strict=False)) if right != found)
     right, found = expected[number], got[number]
     where = f"Step {number + 1}: "
+    if found.kind:
+        return LOSSES[found.kind]
     if found.scaled != right.scaled:
         return where + _wrong_scale(plan[:number], right.scaled, found.scaled, rank, odd)
-    if right.moved == 0:
+    if not any(right.moved):
         if rank != odd:
             return (
                 f"{where}rank {odd} skipped, and rank {rank} took the step: from now on they have different weights. "
@@ -130,16 +150,22 @@ def _scaler_cause(trial: Trial, rank: int, expected: Steps, got: Steps):
             )
         name = plan[number]
         nan = " NaN is not inf: torch.isfinite sees both." if name == NAN else ""
-        return f"{where}a gradient was {name}, and the optimizer stepped all the same.{nan}"
-    if found.moved == 0:
+        return (
+            f"{where}a gradient was {name}, and the optimizer stepped all the same.{nan} Does unscale_ look at all "
+            "numbers of all gradients in all groups?"
+        )
+    if not any(found.moved):
         return f"{where}all gradients were finite, but the step was skipped. Does update() forget the last overflow?"
-    times = found.moved / right.moved
-    if times == right.scaled:
-        again = " Does update() set overflow back to None?" if number else ""
-        return f"{where}the weight moved {times:g} times too far: nobody divided the gradient by the scale.{again}"
-    if times == 1 / right.scaled:
+    times = {by / GRADIENT for by in found.moved}
+    if times == {right.scaled}:
+        far = f"the weights moved {right.scaled:g} times too far: nobody divided the gradient by the scale."
+        again = "Does update() set overflow back to None?"
+        return f"{where}{far} {again if number else 'unscale_ does; step() calls it if overflow is None.'}"
+    if times == {1, right.scaled}:
+        return f"{where}some gradients were not divided by the scale: optimizer.param_groups has several groups."
+    if times == {1 / right.scaled}:
         before = " unscale_ had been called before step: look at `overflow`, it is None until then." if looks else ""
-        return f"{where}the gradient was divided by the scale twice.{before}"
+        return f"{where}the gradients were divided by the scale twice.{before}"
     return f"{where}does step() call optimizer.step() once, with gradients divided by the scale once?"
 
 
@@ -167,10 +193,15 @@ def _scaler_wire(trial: Trial, run: Run) -> str | None:
     for rank, diary in enumerate(run.wire):
         steps, calls = len(trial.args[0]), len(diary)
         if calls > steps or any(record.bytes > 8 for record in diary):
-            return (
+            found = (
                 f"the values are right, but rank {rank} sent {sum(record.bytes for record in diary)} bytes in {calls} "
-                f"calls for {steps} step{'s' * (steps > 1)}.\nAdd up on the rank first, whether any of its gradients "
-                "overflowed: one float for all of them is enough."
+                f"calls for {steps} step{'s' * (steps > 1)}."
+            )
+            if any(record.op != "all_reduce" for record in diary):
+                return f"{found}\nOne all_reduce a step is enough."
+            return (
+                f"{found}\nAdd up on the rank first, whether any of its gradients overflowed: one float for all of "
+                "them is enough."
             )
     return None
 
@@ -180,7 +211,8 @@ LossScaler = Exercise(
     _scaler_trials,
     [
         "What must a rank know to decide? Whether a gradient of any rank is inf or NaN. Who tells it?",
-        "unscale_: divide every gradient; add up `not gradient.isfinite().all()` in one float; all_reduce it with MAX.",
+        "unscale_: divide every gradient that isn't None; add up `not gradient.isfinite().all()` in one float; "
+        "all_reduce it with MAX.",
         "update: after an overflow factor /= 2 and good_steps = 0; else good_steps += 1, and at growth_interval double "
         "the factor and count from 0. Either way overflow = None.",
     ],
@@ -218,8 +250,15 @@ class Weights(NamedTuple):
     masters: list[float]
     kind: str = IN_PLACE
 
-    def __repr__(self):
-        return f"{self.kind} {[f'{w:.6g}' for w in self.weights]}, masters {[f'{m:.8g}' for m in self.masters]}"
+
+def _beside(expected: Weights, got: Weights) -> str:
+    lines = [("", "yours", "expected")]
+    for name in ("weights", "masters"):
+        values = [getattr(side, name) for side in (got, expected)]
+        lines.append((name, *("  ".join(f"{value:.8g}" for value in each) for each in values)))
+    return "\n".join(
+        ["wrong numbers" if got.kind == IN_PLACE else got.kind, *(f"  {a:9}{b:35}{c}" for a, b, c in lines)]
+    )
 
 
 SCALE = 2.0**14
@@ -229,14 +268,17 @@ SMALL = UPDATE / LEARNING_RATE / 2**6  # the second weight's gradient: 2**-26, n
 
 
 def _run_master_step(answer, steps):
-    """Three weights: of gradients that are small, too small for fp16 unscaled, and None."""
+    """Three weights, with gradients that are small, too small for fp16 unscaled (and None at last), and always None."""
     weights = [nn.Parameter(torch.tensor([value], dtype=torch.float16)) for value in (1.0, 2.0**-6, 0.5)]
     masters = [weight.detach().float().requires_grad_() for weight in weights]
     before, places = list(weights), [weight.data_ptr() for weight in weights]
-    optimizer = torch.optim.SGD(masters, lr=LEARNING_RATE)
-    for _ in range(steps):
+    decayed = {"params": masters[2:], "weight_decay": 2.0**-10}  # of what has a gradient, be it 0
+    optimizer = torch.optim.SGD([{"params": masters[:2]}, decayed], lr=LEARNING_RATE)
+    for step in range(steps):
         for weight, gradient in zip(weights, (UPDATE / LEARNING_RATE, SMALL), strict=False):
             weight.grad = torch.tensor([gradient * SCALE], dtype=torch.float16)
+        if 0 < step == steps - 1:
+            weights[1].grad = None
         answer(weights, masters, optimizer, SCALE)
     kind = IN_PLACE
     if any(weight.dtype != torch.float16 for weight in weights):
@@ -253,7 +295,7 @@ def _fp16(value: float) -> float:
 
 
 def _masters_after(steps: int) -> list[float]:
-    return [1.0 - steps * UPDATE, 2.0**-6 - steps * SMALL * LEARNING_RATE, 0.5]
+    return [1.0 - steps * UPDATE, 2.0**-6 - (steps - (steps > 1)) * SMALL * LEARNING_RATE, 0.5]
 
 
 def _master_trials():
@@ -274,20 +316,27 @@ def _master_cause(trial: Trial, rank: int, expected: Weights, got: Weights):
         return (
             "The weights moved, the master copies didn't: the optimizer has the master copies, and they its gradients."
         )
+    if got.masters[2] != start[2]:
+        return "The third has no gradient: None, not zeros, or weight decay moves it."
     if got.masters[0] == 1 - SCALE * UPDATE * steps:
         return f"The first moved {SCALE:g} times too far: gradients are those of the loss times scale. Divide them."
-    if got.masters[1] == start[1]:
-        return (
-            "The second master copy never moved: its gradient, 2**-26, is 0 in fp16. Convert to fp32 first, then "
-            "divide by the scale."
-        )
     if got.masters[0] > expected.masters[0]:
         return (
             "The master copy lost an update that fp16 doesn't show: 1 - 2**-12 is 1 there. Weights are copied from "
             "masters, never masters from weights."
         )
+    if got.masters[1] == start[1]:
+        return (
+            "The second master copy never moved: its gradient, 2**-26, is 0 in fp16. Convert to fp32 first, then "
+            "divide by the scale."
+        )
+    if got.masters[0] < expected.masters[0] and steps == 1:
+        times = (start[0] - got.masters[0]) / UPDATE
+        return f"The first moved {times:g} times too far: divide its gradient by the scale, once."
     if got.masters[0] < expected.masters[0]:
         return "The first moved too far in later steps: a master copy's .grad is set anew in each, not added to."
+    if got.masters[0] == expected.masters[0] and got.masters[1] < expected.masters[1]:
+        return "The second had no gradient in the last step, but moved: then master.grad is None, too."
     if got.masters == expected.masters and got.weights == start:
         return "The master copies are right, but the weights are the old ones: round into them, after optimizer.step()."
     if got.masters == expected.masters:
@@ -307,6 +356,7 @@ master_step = Exercise(
     _master_cause,
     lambda trial, run: None,
     note="# Ours, short. ddpkit.mixed_precision.MixedPrecisionOptimizer does this in its step.",
+    beside=_beside,
 )
 
 
