@@ -44,10 +44,13 @@ def test_every_benchmark_there_is_can_be_asked_for():
     assert {each for each in names if hasattr(importlib.import_module(f"ddpkit.bench.{each}"), "main")} == {*BENCHMARKS}
 
 
+EVERY = ["launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision", "attention"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], [(name, False) for name in "launch all_reduce reduce_scatter ddp zero precision attention".split()]),
+        ([], [(name, False) for name in EVERY]),
         (["reduce_scatter", "launch", "--full"], [("reduce_scatter", True), ("launch", False)]),
         (["attention", "--full"], [("attention", True)]),
     ],

@@ -247,7 +247,7 @@ class Attentions(Results):
         lines = [(self[0].operation, "N", "Time (ms)", "TFLOP/s", "Ceiling", "Extra MB", "Speed [95 %]", "A/A", "")]
         for each in self.competing:
             flops = each.flop / each.median_s
-            line = each.variant, str(each.case.length), f"{each.median_s * 1e3:.3g}", f"{flops / 1e12:.3g}"
+            line = each.variant, str(each.case.length), f"{each.median_s * 1e3:.4g}", f"{flops / 1e12:.3g}"
             line += f"{100 * flops / each.ceiling_flops:.0f} %", f"{each.extra_bytes / 1e6:.3g}"
             lines.append((*line, *self._comparison(each)))
         return lines
