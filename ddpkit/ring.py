@@ -24,7 +24,7 @@ number of elements, and nobody checks that; a rank outside `group` gets a warnin
 Patarasuk and Yuan 2009 (the ring, and the proof that it is optimal); Thakur, Rabenseifner and Gropp 2005 (doubling).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """
     world_size = dist.get_world_size(group)
     x = _flat("ring_reduce_scatter", x)
-    _go_round(x, range(1, world_size), group)
+    _go_round(x, range(1, world_size), group)()
     return x.tensor_split(world_size)[dist.get_rank(group)]
 
 
@@ -62,7 +62,7 @@ def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Cost per rank: (W-1)/W of `x` sent in W-1 hops. Notebook 02.
     """
     world_size = dist.get_world_size(group)
-    _go_round(_flat("ring_all_gather", x), range(world_size, 2 * world_size - 1), group)
+    _go_round(_flat("ring_all_gather", x), range(world_size, 2 * world_size - 1), group)()
     return x
 
 
@@ -79,12 +79,30 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     flat, world_size = _flat("ring_all_reduce", x), dist.get_world_size(group)
     if world_size == 2 and x.nbytes < AHEAD * SEGMENT_BYTES:
         return doubling_all_reduce(x, group)
-    _go_round(flat, range(1, 2 * world_size - 1), group)
+    _go_round(flat, range(1, 2 * world_size - 1), group)()
     return x
 
 
-def _go_round(x: Tensor, hops: range, group: ProcessGroup | None) -> None:
-    """Send the first chunk; then, as the others come in, add or store each and pass it on, until the last hop.
+@_collective
+def begin_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Callable[[], None]:
+    """Send the first chunk of `ring_reduce_scatter`; call what is returned to do the rest, once.
+
+    Until then, leave `x` alone, and begin nothing else round the same ring: its messages would be taken for these.
+    What travels meanwhile is the first hop, as far as `AHEAD` segments; with two ranks, that is all there is.
+    """
+    return _go_round(_flat("begin_reduce_scatter", x), range(1, dist.get_world_size(group)), group)
+
+
+@_collective
+def begin_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Callable[[], None]:
+    """Send the first chunk of `ring_all_gather`; call what is returned to do the rest. As `begin_reduce_scatter`."""
+    world_size = dist.get_world_size(group)
+    return _go_round(_flat("begin_all_gather", x), range(world_size, 2 * world_size - 1), group)
+
+
+def _go_round(x: Tensor, hops: range, group: ProcessGroup | None) -> Callable[[], None]:
+    """Send the first chunk. What is returned, called, does the rest: as the others come in, it adds or stores each and
+    passes it on, until the last hop.
 
     Chunks travel in segments: while one is added, the next are on their way. Their receives are posted ahead, so that
     no sender waits for a place to put one. On GPUs NCCL does all that itself, and wants each send and the receive
@@ -114,13 +132,18 @@ def _go_round(x: Tensor, hops: range, group: ProcessGroup | None) -> None:
 
     if arrivals:
         start(chunks[(rank - hops.start) % world_size].split(longest), places[:ahead])
-    for number, (hop, segment) in enumerate(arrivals):
-        receiving[number].wait()
-        if hop < world_size:
-            segment += places[number]
-        start([segment] if hop < hops[-1] else [], places[number + ahead : number + ahead + 1])
-    for work in sending:
-        work.wait()
+
+    @torch.no_grad()
+    def finish() -> None:
+        for number, (hop, segment) in enumerate(arrivals):
+            receiving[number].wait()
+            if hop < world_size:
+                segment += places[number]
+            start([segment] if hop < hops[-1] else [], places[number + ahead : number + ahead + 1])
+        for work in sending:
+            work.wait()
+
+    return finish
 
 
 def _flat(name: str, x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ ALL_REDUCES = [ring.ring_all_reduce, ring.whole_ring_all_reduce, ring.doubling_a
 SAME_BITS = [ring.ring_all_reduce, ring.doubling_all_reduce]
 RINGS = [ring.ring_reduce_scatter, ring.ring_all_gather, ring.ring_all_reduce]
 EVERY_FUNCTION = [*RINGS, ring.whole_ring_all_reduce, ring.doubling_all_reduce]
+BEGINNINGS = [ring.begin_reduce_scatter, ring.begin_all_gather]
 
 
 def rank_and_world(group=None):
@@ -66,11 +67,36 @@ def check(parts, group=None) -> twin.Complaints:
     ring.ring_all_gather(x, group)
     theirs = torch.cat([chunk(part, r, world_size) for r, part in enumerate(parts)])
     wrong.same(x, theirs.view(x.shape), "ring_all_gather", *what)
+
+    x = parts[rank].clone()
+    for begin in BEGINNINGS:
+        finish = begin(x, group)
+        wrong.unless(finish() is None, begin.__name__, *what, "returned something else")
+    wrong.same(x, expected, "begin_all_gather after begin_reduce_scatter", *what)
     return wrong
 
 
 def is_the_view(x, expected) -> bool:
     return (x.data_ptr(), x.shape, x.stride()) == (expected.data_ptr(), expected.shape, expected.stride())
+
+
+def begin_and_leave(begin):
+    """Rank 1 doesn't begin before rank 0 has: if that waited for the others, both would wait for ever."""
+    rank, begun, x = dist.get_rank(), torch.zeros(1), torch.full((9,), 1.0 + dist.get_rank())
+    if rank == 0:
+        finish = begin(x)
+    dist.broadcast(begun, 0)
+    if rank > 0:
+        finish = begin(x)
+    finish()
+    return x.tolist()
+
+
+def test_who_begins_waits_for_nobody():
+    """The sums of ranks 0, 1, 2 in their own chunks: 1 + 2 + 3."""
+    scattered = launch(begin_and_leave, ring.begin_reduce_scatter, world_size=3)
+    assert [x[3 * rank : 3 * rank + 3] for rank, x in enumerate(scattered)] == [[6.0] * 3] * 3
+    assert list(launch(begin_and_leave, ring.begin_all_gather, world_size=3)) == [[1.0] * 3 + [2.0] * 3 + [3.0] * 3] * 3
 
 
 def parts_of(world_size, shape, dtype=torch.float32):
@@ -214,7 +240,7 @@ def check_groups():
 
 def check_outside(group):
     wrong, rank = twin.Complaints(), dist.get_rank()
-    for function in EVERY_FUNCTION:
+    for function in [*EVERY_FUNCTION, *BEGINNINGS]:
         x = twin.whole(rank, 25)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")

@@ -8,6 +8,7 @@ import itertools
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import cloudpickle
 import pytest
@@ -18,7 +19,7 @@ from outside import run_script
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from ddpkit import HangError, RankError, launch
+from ddpkit import HangError, RankError, launch, ring
 from ddpkit.lesson import check
 from ddpkit.models import GPT, mean_loss
 from ddpkit.zero import BucketPlan, Part, ShardedLinear, ZeroOptimizer, plan_shards
@@ -133,6 +134,17 @@ def check_training():
 def test_trained_like_one_process(world_size):
     run = launch(check_training, world_size=world_size)
     assert [wrong[:3] for wrong in run] == [[]] * world_size
+
+
+def check_segments():
+    """A bucket that travels in many segments, with room for one, isn't mixed up with the next, ready already."""
+    with patch.multiple(ring, SEGMENT_BYTES=128, AHEAD=1):
+        return [] if near(train(*sharded("buckets"), [dist.get_rank()]), alone()) else ["other parameters"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buckets_of_many_segments(world_size):
+    assert list(launch(check_segments, world_size=world_size)) == [[]] * world_size
 
 
 def check_zero_grad():
