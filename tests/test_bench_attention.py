@@ -253,6 +253,7 @@ def test_goals_on_a_cpu():
     goals = [f"0.8 × the speed of {FLASH}", f"0.7 × the speed of {FLASH}", f"1 × the speed of {PLAIN}"]
     assert [goal for what, goal in found if "N 1024" in what] == goals
     assert not any("N 512" in what for what, _ in found)
+    assert verdicts("cpu", made_up(head_size=128)) == {}
     causal = f"{OURS}, forward, D 64, causal, N 4096"
     assert (causal, f"2.5 × the speed of {PLAIN}") in found
     slow = verdicts("cpu", made_up(4096, **{OURS: (1.3, 3.0)}))
