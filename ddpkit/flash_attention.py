@@ -14,6 +14,7 @@ the sum of exp(s - m) so far, a new key changes both, and what was summed up bef
 Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, Dao 2023 (FlashAttention, 2). Notebook 09.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -102,7 +103,7 @@ class FlashAttention(torch.autograd.Function):
         if mask is not None and mask.requires_grad:
             raise ValueError("flash_attention gives its mask no gradient: detach() it, or use attention")
         ctx.causal, ctx.scale = causal, _scale(q, scale)
-        with torch.autocast(q.device.type, enabled=False):  # it would round the products to 16 bits
+        with _no_autocast(q):
             o, lse = _forward(*_by_head(q, k, v), _Bias(q, k, causal, mask), ctx.scale)
         o = o.reshape(q.shape).to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse, mask)
@@ -115,7 +116,7 @@ class FlashAttention(torch.autograd.Function):
         bias = _Bias(q, k, ctx.causal, mask)
         o, *_ = _by_head(o, k, v)
         do, *_ = _by_head(do, k, v)
-        with torch.autocast(q.device.type, enabled=False):
+        with _no_autocast(q):
             gradients = _backward(*_by_head(q, k, v), o, lse, do, bias, ctx.scale)
         return *(dx.reshape(x.shape).to(x.dtype) for dx, x in zip(gradients, (q, k, v), strict=True)), None, None, None
 
@@ -242,6 +243,12 @@ def _scale(q: Tensor, scale: float | None) -> float:
 def _dtype(x: Tensor) -> torch.dtype:
     """What to compute in."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Inside, products aren't rounded to 16 bits. The meta device, which has no autocast, needs none."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
