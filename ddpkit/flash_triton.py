@@ -13,9 +13,10 @@ q, k, v, do read, and o, lse, delta, dq, dk, dv written; scores stay on the chip
 No program adds to what another wrote, so gradients have the same bits in every run. The price: backward computes scores
 twice.
 
-Needs a GPU of compute capability 8.0 or more; or Triton's interpreter, which runs kernels on the CPU with NumPy: slowly
-(take N ≤ 256), in fp16 and fp32. Triton takes it for kernels that are defined while TRITON_INTERPRET=1 is in the
-environment. Where torch sees no GPU, importing this module puts it there, which serves the reader's own kernels, too.
+Needs a GPU of compute capability 8.0 or higher; or the interpreter of Triton 3.7 or newer, which runs kernels on the
+CPU with NumPy: slowly (take N ≤ 256), in fp16 and fp32. Triton takes it for kernels that are defined while
+TRITON_INTERPRET=1 is in the environment. Where torch sees no GPU, importing this module puts it there, for the reader's
+own kernels, too.
 
 Dao 2023 (FlashAttention-2); Tillet, Kung and Cox 2019 (Triton). Notebook 09.
 """
@@ -203,7 +204,7 @@ def _gather_dkdv(
         queries = start + tl.arange(0, BLOCK_Q)
         q = _load_tile(q_ptr, queries, Nq, D, BLOCK_D, MASKED)
         do = _load_tile(do_ptr, queries, Nq, D, BLOCK_D, MASKED)
-        lse = tl.load(lse_ptr + queries, mask=queries < Nq, other=float("inf"))  # no such query: p is 2^-inf
+        lse = tl.load(lse_ptr + queries, mask=queries < Nq, other=0.0)
         delta = tl.load(delta_ptr + queries, mask=queries < Nq, other=0.0)
         s = _dot(k, tl.trans(q))
         if MASKED and CAUSAL:
@@ -304,7 +305,7 @@ def _dq_kernel(
     queries = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     q = _load_tile(q_ptr, queries, Nq, D, BLOCK_D, True)
     do = _load_tile(do_ptr, queries, Nq, D, BLOCK_D, True)
-    lse = tl.load(lse_ptr + queries, mask=queries < Nq, other=float("inf"))
+    lse = tl.load(lse_ptr + queries, mask=queries < Nq, other=0.0)
     delta = tl.load(delta_ptr + queries, mask=queries < Nq, other=0.0)
     dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     full, last = _key_range(tile * BLOCK_Q, Nk, CAUSAL, BLOCK_Q, BLOCK_K)
@@ -364,7 +365,7 @@ def flash_attention_triton(
     scale: of the scores, positive (None: 1/√D).
     Returns (..., Nq, D), contiguous, of q's dtype.
     ValueError: shapes, dtypes or devices that don't fit; bf16 in the interpreter, which multiplies it wrongly.
-    RuntimeError: no GPU of compute capability 8.0 or higher, and no interpreter.
+    RuntimeError: neither a GPU of compute capability 8.0 or higher nor the interpreter is there.
 
     Cost: 4 Nq Nk D operations for each head, 14 backward; causal about half. Kept for backward: q, k, v, the result,
     and an fp32 number for each of its rows. What isn't contiguous is copied.
@@ -416,8 +417,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
 
 
 def _check_device(q: Tensor) -> None:
-    """Unless the interpreter computes."""
     if INTERPRETED:
+        if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):  # int(an array of one) fails in NumPy 2.4
+            got = f"got {triton.__version__}, whose interpreter fails with today's NumPy"
+            raise RuntimeError(f"expected Triton 3.7 or newer, {got}. Use ddpkit.flash_attention.")
         return
     else_use = "Use ddpkit.flash_attention, or start Python with TRITON_INTERPRET=1 in the environment (slow)."
     if not q.is_cuda:

@@ -242,6 +242,13 @@ def test_interpreter_refuses_bf16():
         flash_attention_triton(*_shaped((4, 16), (4, 16), (4, 16), dtype=torch.bfloat16))
 
 
+@in_interpreter
+def test_interpreter_of_an_older_triton_is_refused(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    with pytest.raises(RuntimeError, match=r"expected Triton 3\.7 or newer, got 3\.6\.0"):
+        flash_attention_triton(*_shaped((4, 16), (4, 16), (4, 16)))
+
+
 def test_an_older_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(flash_triton, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
