@@ -313,6 +313,16 @@ def online_softmax_by_place(row):
     return [exp(row[i] - m) / d if row[i] > -inf else 0 for i in range(len(row))]
 
 
+def online_softmax_that_skips_masked_numbers(row):
+    m, d = -inf, 0.0
+    for x in row:
+        if x == -inf:
+            continue
+        m_before, m = m, max(m, x)
+        d = d * exp(m_before - m) + exp(x - m)
+    return [exp(x - m) / d for x in row] if d else [0.0] * len(row)
+
+
 def online_softmax_by_the_log_of_the_sum(row):
     log_sum = -inf
     for x in row:
@@ -339,6 +349,7 @@ def merge_in_one_tensor(a, b):
 RIGHT = [
     ("online_softmax", online_softmax_in_torch),
     ("online_softmax", online_softmax_by_place),
+    ("online_softmax", online_softmax_that_skips_masked_numbers),
     ("online_softmax", online_softmax_by_the_log_of_the_sum),
     ("merge", merge_in_two_cases),
     ("merge", merge_by_the_library),

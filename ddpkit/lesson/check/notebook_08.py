@@ -235,7 +235,7 @@ def _online_passes(trial: Trial, run: Run) -> str | None:
             f"the numbers are right, but the row was read in {passes} passes.\nKeep m and d in the same loop: when m "
             "grows, d is corrected."
         )
-    if passes < 2:
+    if passes < 2 and max(trial.args[0]) > -INF:  # zeros can be given without another look
         return (
             "the numbers are right, but the row was read only once: was it kept somewhere?\nA row may be longer than "
             "the memory for a copy: read it again for the second pass."
