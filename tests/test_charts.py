@@ -314,3 +314,17 @@ def test_zero_stages():
     others = [charts.zero_stages(7_500_000_000, 64, 2), charts.zero_stages(7_500_000_000, 64, 1, capacity_bytes=10**10)]
     assert all(repr(other) == repr(picture) and other.png != picture.png for other in others)
     assert "1 rank: stage 0 800 B" in repr(charts.zero_stages(50, 1, 3))
+
+
+def test_trips():
+    ways = {"three passes": (3.0, 1.0), "one": (1.0, 1.0)}
+    picture = charts.trips(ways)
+    assert repr(picture) == "Numbers moved: three passes reads 3N, writes N; one reads N, writes N."
+    assert image(picture).width <= figures.WIDEST
+    unit = (figures.WIDEST - 210 - 110) / 4
+    for y, (read, written) in ((76 + 20, ways["three passes"]), (76 + 58 + 20, ways["one"])):
+        line = [image(picture).getpixel((x, y)) for x in range(figures.WIDEST)]
+        blue = sum(pixel[2] > pixel[0] + 100 for pixel in line)
+        assert abs(blue - read * unit) < 5
+        assert line[int(210 + (read + written) * unit)] == (0, 0, 0)  # the edge
+    assert charts.trips(ways | {"one": (2.0, 1.0)}).png != picture.png

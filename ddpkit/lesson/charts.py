@@ -400,6 +400,34 @@ def zero_stages(
     return canvas.picture(f"Model states on each of {count(world_size, 'rank')}: {', '.join(totals)}.")
 
 
+# Numbers read and written
+
+
+def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
+    """What each way of computing the same thing moves between memory and the processor.
+
+    counts: {name: (numbers read, numbers written)}, in multiples of N. Notebook 08.
+    """
+    left, top, row = 210, 76, 58
+    canvas = Canvas(WIDEST, top + row * len(counts) + 10)
+    scale = (WIDEST - left - 110) / max([1.0, *map(sum, counts.values())])
+    for x, hatch, label in ((left, None, "read"), (left + 130, "///", "written")):
+        canvas.box(x, 24, 30, 20, EMPTY if hatch else BLUE, hatch=hatch)
+        canvas.text(x + 42, 34, label, align="left")
+    for number, (name, (read, written)) in enumerate(counts.items()):
+        y = top + row * number
+        canvas.text(left - 14, y + 20, name, NORMAL, "right")
+        canvas.box(left, y, read * scale, 40, BLUE)
+        canvas.box(left + read * scale, y, written * scale, 40, EMPTY, hatch="///")
+        canvas.text(left + (read + written) * scale + 12, y + 20, _times_n(read + written), NORMAL, "left", bold=True)
+    said = [f"{name} reads {_times_n(read)}, writes {_times_n(written)}" for name, (read, written) in counts.items()]
+    return canvas.picture(f"Numbers moved: {'; '.join(said)}.")
+
+
+def _times_n(factor: float) -> str:
+    return "N" if factor == 1 else f"{factor:g}N"
+
+
 # A model and what was measured
 
 
