@@ -427,7 +427,7 @@ class _Watcher(TorchDispatchMode):
 
     def tally(self) -> None:
         """Stop watching, and write into the timeline what was alive when."""
-        for life in self.alive.values():
+        for life in list(self.alive.values()):  # some may go meanwhile: threads of a backend let go of tensors, too
             life.ends.detach()
         entries = range(len(self.timeline.ops))
         for kind in KINDS:

@@ -3,11 +3,13 @@
 import gc
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from ddpkit import memory
 from ddpkit.memory import (
     KINDS,
     MOMENTS,
@@ -448,6 +450,19 @@ def test_gradients_of_the_step_before_are_there_until_they_go():
     assert loss == 0
     assert alive(timeline, 0) == {"parameters": 400, "gradients": 400, "optimizer": 804}
     assert alive(timeline, 1) == {"parameters": 400, "optimizer": 804, "other": 4}
+
+
+def test_a_tensor_may_go_while_the_books_are_closed():
+    """As when a thread of the backend lets go of it."""
+    tensors = [torch.ones(3), torch.ones(5)]
+    watcher = memory._Watcher(memory.Timeline())
+    for number in range(2):
+        watcher.meet(tensors[number])
+    first = next(iter(watcher.alive.values()))
+    first.ends = SimpleNamespace(detach=tensors.pop)  # the second's end
+    watcher.tally()
+    assert watcher.timeline.by_kind["other"] == [12 + 20]
+    assert len(watcher.alive) == 1
 
 
 def test_watching_leaves_nothing_behind():

@@ -80,6 +80,13 @@ def test_areas_are_the_bytes():
     assert sky / blue == pytest.approx((2 + 4) / 3, rel=0.06)
 
 
+def test_what_comes_and_goes_is_grey():
+    """However thin: drawn with edges, it would be black."""
+    each = a_timeline(parameters=[10**6] * 200, other=[10**6, 0] * 100)
+    picture, rows = memory_charts.timelines({"it": each}), (190, 230)
+    assert pixels(picture, memory_charts.COLOURS["other"], rows) > 10 * pixels(picture, "#000000", rows)
+
+
 def test_panels_have_the_same_scale():
     low = a_timeline(parameters=[10**6] * 4)
     alone, beside = memory_charts.timelines({"low": low}), memory_charts.timelines({"low": low} | two_timelines())
@@ -146,6 +153,12 @@ def test_bars():
     blue, sky = (pixels(picture, memory_charts.COLOURS[kind], (100, 230)) for kind in ("parameters", "activations"))
     assert sky / blue == pytest.approx(4 / 2, rel=0.05)
     assert memory_charts.bars(ROWS, 3 * 10**9, "A step").png != picture.png
+
+
+@pytest.mark.parametrize(("end", "number"), [(75, 82), (80, 82), (50, 51.2), (82, 83.2)])
+def test_numbers_are_not_on_the_dashed_line(end, number):
+    assert memory_charts._number_at(end, 100, 80) == pytest.approx(number)
+    assert memory_charts._number_at(end, 100, None) == pytest.approx(end + 1.2)
 
 
 class Through(nn.Module):
@@ -215,7 +228,7 @@ def test_memory_calculator():
     assert repr(widget).endswith("fits: none of them.")
     widget.set(length=4096)
     widget.set(attention="flash", dropout=False, width=1600, head_width=64)
-    assert repr(widget).endswith("fits: everything kept or selective or every block.")
+    assert repr(widget).endswith("fit: everything kept, selective, every block.")
     widget.set(width=8192, layers=80)
     assert repr(widget).endswith("fits: none of them.")
     widget.set(width=1600, head_width=256)

@@ -84,6 +84,13 @@ def test_stores_no_path_of_a_machine(notebook):
             assert not found, text[max(0, found.start() - 80) :][:200]
 
 
+def test_what_ought_to_be_equal_is(code):
+    """As stored: nbval would compare one False with another, and be content."""
+    said = [output.get("text", "") for cell in code for output in cell.outputs]
+    wrong = [text for text in said if re.search(r"(equal gradients|same result|bit by bit|equal scales): False", text)]
+    assert not wrong, wrong[0]
+
+
 def test_errors_are_meant(code):
     for cell in code:
         failed = any(output.output_type == "error" for output in cell.outputs)

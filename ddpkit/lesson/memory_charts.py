@@ -15,10 +15,11 @@ from ..memory import (
     model_states,
 )
 from .calculator import Calculator, Slider, Toggle, calculator
-from .charts import BLUE, GREEN, LEFT, LINE, ORANGE, PINK, SKY, WHITE, _axes, _head
+from .charts import BLUE, GREEN, LEFT, LINE, ORANGE, PINK, SKY, WHITE, _axes, _head, _width
 from .figures import MIXED, NORMAL, SMALL, WIDEST, Canvas, Picture, size
 
 COLOURS = dict(zip(KINDS, (BLUE, ORANGE, GREEN, PINK, SKY, MIXED), strict=True))
+PEAK = {"marker": "o", "ms": 13, "mfc": "none", "mec": "black", "mew": 2.5, "ls": ""}
 HATCHES = {"gradients": "//", "optimizer": "xx", "buckets": ".."}
 PANEL = 246  # pixels from one timeline to the next
 
@@ -32,14 +33,21 @@ def _patches(names: Iterable[str]) -> list:
 # A step
 
 
+def _peak() -> list:
+    from matplotlib.lines import Line2D
+
+    return [Line2D([], [], label="peak", **PEAK)]
+
+
 def timelines(watched: Mapping[str, Timeline], title: str = "Bytes alive during a step") -> Picture:
     """What was alive after each operation, by kind, one above the other on the same scales.
 
     watched: {name: as `ddpkit.memory.watch` gives it}. A circle: the peak. Dashed: marks. Notebook 06.
     """
     kinds = [kind for kind in KINDS if any(any(each.by_kind[kind]) for each in watched.values())]
-    canvas = Canvas(WIDEST, 46 + LINE + 14 + PANEL * len(watched) + 54)
-    top = _head(canvas, title, _patches(kinds))
+    legend = _patches(kinds) + _peak()
+    canvas = Canvas(WIDEST, 46 + (1 + (_width(legend) >= WIDEST)) * LINE + 14 + PANEL * len(watched) + 54)
+    top = _head(canvas, title, legend)
     most = max(max(each.totals) for each in watched.values())
     longest = max(len(each.ops) for each in watched.values())
     for number, (name, each) in enumerate(watched.items()):
@@ -68,10 +76,12 @@ def _draw_timeline(axes, timeline: Timeline, kinds: Sequence[str]):
     entries, lower = range(len(timeline.ops)), [0] * len(timeline.ops)
     for kind in kinds:
         upper = [below + nbytes for below, nbytes in zip(lower, timeline.by_kind[kind], strict=True)]
-        style = {"fc": COLOURS[kind], "ec": "black", "lw": 0.6, "hatch": HATCHES.get(kind), "step": "post"}
+        # What comes and goes is so thin that its edges would be all there is of it.
+        lw = 0 if kind == "other" else 0.6
+        style = {"fc": COLOURS[kind], "ec": "black", "lw": lw, "hatch": HATCHES.get(kind), "step": "post"}
         axes.fill_between(entries, lower, upper, **style)
         lower = upper
-    axes.plot([timeline.peak], [max(lower)], "o", ms=13, mfc="none", mec="black", mew=2.5, clip_on=False)
+    axes.plot([timeline.peak], [max(lower)], clip_on=False, **PEAK)
     longest = axes.get_xlim()[1]
     for entry, _ in timeline.marks:
         axes.axvline(entry, color="black", lw=1.5, ls=(0, (3, 2)))
@@ -123,7 +133,7 @@ def parts(terms: Iterable[Term]) -> dict[str, int]:
 
 
 def growth(
-    terms_of: Callable[[int], list[Term]], lengths: Sequence[int], title: str = "What a block keeps, by length"
+    terms_of: Callable[[int], list[Term]], lengths: Sequence[int], title: str = "Share of what a block keeps, by length"
 ) -> Picture:
     """The share of each part of a block in what it keeps, by the length of the sequences.
 
@@ -159,6 +169,8 @@ def _said_shares(length: int, by_part: Mapping[str, int]) -> str:
 
 # What fits
 
+NUMBER_WIDTH = 0.12  # of the longest bar
+
 
 def bars(rows: Mapping[str, Mapping[str, int]], capacity_bytes: int | None = None, title: str = "") -> Picture:
     """Bytes by kind, a bar for each row, the total behind it; dashed: what a GPU has.
@@ -175,16 +187,26 @@ def bars(rows: Mapping[str, Mapping[str, int]], capacity_bytes: int | None = Non
             style = {"color": COLOURS[kind], "hatch": HATCHES.get(kind), "ec": "black"}
             axes.barh(place, row.get(kind, 0), 0.66, left, **style)
             left += row.get(kind, 0)
-        axes.text(left + 0.012 * most, place, size(left), fontsize=SMALL, va="center", bbox=WHITE)
+        axes.text(_number_at(left, most, capacity_bytes), place, size(left), fontsize=SMALL, va="center", bbox=WHITE)
     if capacity_bytes:
         axes.axvline(capacity_bytes, color="black", lw=2.5, ls=(0, (3, 2)))
     axes.set_xlim(0, 1.16 * most)
+    at = axes.get_position()
+    axes.set_position((at.x0, at.y0, at.width - 0.03, at.height))  # room for half of the last number
     axes.xaxis.set_major_formatter(lambda x, _: size(x) if x else "0")
     axes.xaxis.get_major_locator().set_params(nbins=6)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
     axes.set_xlabel(f"bytes; dashed: {size(capacity_bytes)}" if capacity_bytes else "bytes", fontsize=NORMAL)
     return canvas.picture("\n".join([f"{title}.", *(_said_row(name, row) for name, row in rows.items())]))
+
+
+def _number_at(end: float, most: float, capacity_bytes: int | None) -> float:
+    """Where the number behind a bar begins: not on the dashed line."""
+    number = end + 0.012 * most
+    if capacity_bytes and end <= capacity_bytes < number + NUMBER_WIDTH * most:
+        return capacity_bytes + 0.02 * most
+    return number
 
 
 def _said_row(name: str, row: Mapping[str, int]) -> str:
@@ -225,7 +247,7 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
     caption = (
         f"{billions:.3g} billion parameters. Everything kept: {size(totals[WAYS[0]])}; selective checkpoints: "
         f"{size(totals[WAYS[1]])}; every block a checkpoint: {size(totals[WAYS[2]])}. "
-        f"On a GPU of {size(CAPACITY_BYTES)} fits: {' or '.join(fits) or 'none of them'}."
+        f"On a GPU of {size(CAPACITY_BYTES)} fit{'s' * (len(fits) < 2)}: {', '.join(fits) or 'none of them'}."
     )
     return caption, bars(rows, CAPACITY_BYTES, "The peak of a training step")
 

@@ -29,6 +29,7 @@ from .wire import Recorder, register_wire
 
 SLOW_IMPORTS = ("torch._dynamo",)  # a second or two; the first optimizer of a process imports it
 RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+OWN_FOLDERS = RUNTIME_FOLDER, os.path.abspath(os.path.join(RUNTIME_FOLDER, "../lesson/check")) + os.sep
 
 
 @dataclass
@@ -238,7 +239,7 @@ def save(path: Path, value: object):
 
 
 def failure(error: BaseException) -> Failure:
-    """`error` as plain data. Frames of this package are left out: the reader's own code is what matters."""
+    """`error` as plain data. Frames of this package and of checkers are left out: the reader's own code matters."""
     try:
         message = str(error)
     except Exception as another:
@@ -250,7 +251,7 @@ def failure(error: BaseException) -> Failure:
     frames = [
         (frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(RUNTIME_FOLDER)
+        if not frame.f_code.co_filename.startswith(OWN_FOLDERS)
     ]
     if isinstance(error, SyntaxError) and error.filename:
         message, frames = error.msg, [(error.filename, error.lineno or 0, "<module>")]

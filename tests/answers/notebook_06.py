@@ -44,6 +44,23 @@ def block_bytes_not_squared(batch, length, width, heads):
     return 34 * batch * length * width + 5 * batch * length * heads
 
 
+def block_bytes_no_batch(batch, length, width, heads):
+    return 34 * length * width + 5 * length**2 * heads
+
+
+def block_bytes_of_four_heads(batch, length, width, heads):
+    return 34 * batch * length * width + 5 * batch * length**2 * 4
+
+
+def block_bytes_of_the_notebook(batch, length, width, heads):
+    b, s, d, H = 2, 128, 64, 4
+    return 34 * b * s * d + 5 * b * s**2 * H
+
+
+def block_bytes_as_a_tensor(batch, length, width, heads):
+    return torch.tensor(_formula(34, 5)(batch, length, width, heads))
+
+
 def block_bytes_with_weights(batch, length, width, heads):
     return _formula(34, 5)(batch, length, width, heads) + 2 * 12 * width**2
 
@@ -115,6 +132,23 @@ class CheckpointSeeds(Right):
     def forward(ctx, fn, *inputs):
         torch.manual_seed(7)
         return Right.forward(ctx, fn, *inputs)
+
+
+class CheckpointForksInForward(Right):
+    @staticmethod
+    def forward(ctx, fn, *inputs):
+        with torch.random.fork_rng(devices=[]):
+            return Right.forward(ctx, fn, *inputs)
+
+
+class CheckpointLosesOutsideTheGraph(Right):
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = _detached(ctx)
+        with torch.enable_grad():
+            output = ctx.fn(*inputs)
+        (output * gradient).sum().backward()
+        return None, *(x.grad for x in inputs)
 
 
 class CheckpointWithoutGraph(Right):
@@ -193,6 +227,69 @@ class CheckpointRecordsInForward(Right):
         return ctx.output.detach()
 
 
+class CheckpointKeepsAttributes(Right):
+    """All right but for the place where the inputs are kept."""
+
+    @staticmethod
+    def forward(ctx, fn, *inputs):
+        ctx.fn, ctx.inputs, ctx.state = fn, inputs, torch.get_rng_state()
+        return fn(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.inputs]
+        now = torch.get_rng_state()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            output = ctx.fn(*inputs)
+        torch.set_rng_state(now)
+        output.backward(gradient)
+        return None, *(x.grad for x in inputs)
+
+
+class CheckpointKeepsAttributesToo(Right):
+    @staticmethod
+    def forward(ctx, fn, *inputs):
+        ctx.kept = {"inputs": [inputs]}
+        return Right.forward(ctx, fn, *inputs)
+
+
+class CheckpointKeepsTheResult(Right):
+    @staticmethod
+    def forward(ctx, fn, *inputs):
+        ctx.out = Right.forward(ctx, fn, *inputs)
+        return ctx.out
+
+
+class CheckpointKeepsTheResultInAList(Right):
+    @staticmethod
+    def forward(ctx, fn, *inputs):
+        ctx.all = [fn, (Right.forward(ctx, fn, *inputs),)]
+        return ctx.all[1][0]
+
+
+class CheckpointHidesTheInputs(Right):
+    """In a function, where nobody looks."""
+
+    @staticmethod
+    def forward(ctx, fn, *inputs):
+        ctx.fn, ctx.inputs, ctx.state = fn, lambda: inputs, torch.get_rng_state()
+        return fn(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.inputs()]
+        _again(ctx, inputs).backward(gradient)
+        return None, *(x.grad for x in inputs)
+
+
+class CheckpointWithoutBackward(Right):
+    @staticmethod
+    def backward(ctx, gradient):
+        """Not yet."""
+        ...  # noqa: PIE790
+
+
 class CheckpointCallsTwiceInForward(Right):
     @staticmethod
     def forward(ctx, fn, *inputs):
@@ -238,8 +335,8 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("block_bytes", block_bytes_numbers, "Those are numbers, and without dropout"),
     ("block_bytes", block_bytes_of_4_bytes, "Those are numbers of 4 bytes"),
     ("block_bytes", block_bytes_everything_twice, "That is everything twice"),
-    ("block_bytes", block_bytes_softmax_only, "That is 5bs²H, not 2"),
-    ("block_bytes", block_bytes_one_norm, "perhaps what a norm gives to the layer behind it"),
+    ("block_bytes", block_bytes_softmax_only, "34sbd + 2bs²H. Look at the weights of attention again"),
+    ("block_bytes", block_bytes_one_norm, "2sbd are missing: the masks of both dropouts (1 each), or one tensor"),
     ("block_bytes", block_bytes_no_norms, "perhaps what the two norms are given"),
     ("block_bytes", block_bytes_no_queries_keys_values, "queries, keys and values?"),
     ("block_bytes", block_bytes_no_gelu, "Something of 4 times the width is missing"),
@@ -249,13 +346,19 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("block_bytes", block_bytes_one_head, "Each head has its own"),
     ("block_bytes", block_bytes_one_sequence, "Each of the batch has its own"),
     ("block_bytes", block_bytes_not_squared, "don't grow with the square of the length"),
+    ("block_bytes", block_bytes_no_batch, "Every term has the factor b"),
+    ("block_bytes", block_bytes_of_four_heads, "right in the first size, with 4 heads. Here are 2: use `heads`"),
+    ("block_bytes", block_bytes_of_the_notebook, "Use what the function is given"),
+    ("block_bytes", block_bytes_as_a_tensor, "a Python number, not a tensor"),
     ("block_bytes", block_bytes_with_weights, "Yours has the block's weights in it"),
     ("block_bytes", block_bytes_at_random, "Here sbd is 6016 and bs²H is 17672"),
     ("block_bytes", block_bytes_in_words, "Return a number of bytes"),
     ("Checkpoint", CheckpointForgetsTheRandomState, "The second call drew other numbers than the first"),
     ("Checkpoint", CheckpointLeavesTheRandomState, "put the generator's state back when fn was called"),
     ("Checkpoint", CheckpointSeeds, "leave the generator alone there"),
-    ("Checkpoint", CheckpointWithoutGraph, "no graph is recorded, unless fn is called inside torch.enable_grad()"),
+    ("Checkpoint", CheckpointWithoutGraph, "no graph is recorded, unless it is computed inside torch.enable_grad()"),
+    ("Checkpoint", CheckpointLosesOutsideTheGraph, "unless it is computed inside torch.enable_grad()"),
+    ("Checkpoint", CheckpointForksInForward, "fork_rng() (in backward only: forward draws as ever)"),
     ("Checkpoint", CheckpointNoGradientsForWeights, "torch.autograd.grad gives one only to what it is asked for"),
     ("Checkpoint", CheckpointForgetsToDetach, "x has its gradient twice: call fn on x.detach()"),
     ("Checkpoint", CheckpointDropsTheInputsGradients, "and then a gradient for each input"),
@@ -263,7 +366,13 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("Checkpoint", CheckpointIgnoresTheGradient, "lacks a factor 10, the gradient that backward is given"),
     ("Checkpoint", CheckpointWantsAllGradients, "some inputs are whole numbers"),
     ("Checkpoint", CheckpointKeepsTheGraph, "Backward didn't call fn again"),
-    ("Checkpoint", CheckpointRecordsInForward, "Forward keeps 16 bytes, and the inputs have 8"),
+    ("Checkpoint", CheckpointRecordsInForward, "Forward keeps 24 bytes, and the inputs have 8"),
+    ("Checkpoint", CheckpointKeepsAttributes, "All gradients are right. But inputs kept as attributes of ctx"),
+    ("Checkpoint", CheckpointKeepsAttributesToo, "But inputs kept as attributes of ctx aren't seen by autograd"),
+    ("Checkpoint", CheckpointKeepsTheResult, "the inputs have 8. Keep nothing else, no result either"),
+    ("Checkpoint", CheckpointKeepsTheResultInAList, "Forward keeps 16 bytes, and the inputs have 8"),
+    ("Checkpoint", CheckpointHidesTheInputs, "But where are the inputs kept?"),
+    ("Checkpoint", CheckpointWithoutBackward, "\nbackward is still empty.\n"),
     ("Checkpoint", CheckpointCallsTwiceInForward, "Forward calls fn 2 times"),
     ("Checkpoint", CheckpointCallsTwiceInBackward, "Backward calls fn 2 times"),
     ("Checkpoint", CheckpointReturnsNothing, "forward must return what fn(*inputs) gives"),

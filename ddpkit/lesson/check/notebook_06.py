@@ -3,9 +3,10 @@
 Lengths are prime, so that a number of bytes is a sum of sbd and bs²H in one way only, and the checker can read it.
 """
 
-import contextlib
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import nn
@@ -13,11 +14,14 @@ from torch import nn
 from ddpkit.memory import ByteDropout, MaterialisedAttention, measure_saved
 from ddpkit.models import Block
 from ddpkit.runtime.launch import Run
+from ddpkit.runtime.wire import is_library
 
-from .exercise import Exercise, Trial
+from .exercise import Exercise, Trial, is_stub
 
 # block_bytes(batch, length, width, heads)
 
+SIZES = (2, 47, 64, 4), (3, 199, 64, 2), (1, 31, 128, 8)  # batch, length, width, heads
+NOTEBOOKS = 2, 128, 64, 4  # b, s, d, H there
 TOLERANCE = 0.01  # the norms' means and deviations are less, and not in the formula; 1sbd is more
 
 
@@ -53,7 +57,7 @@ def _run_block_bytes(answer, batch, length, width, heads):
 
 
 def _block_bytes_trials():
-    for sizes in ((2, 47, 64, 4), (3, 199, 64, 2), (1, 31, 128, 8)):
+    for sizes in SIZES:
         batch, length, width, heads = sizes
         what = f"batch {batch}, {length} tokens, width {width}, {heads} heads"
         yield Trial(1, _run_block_bytes, sizes, lambda run: [Bytes(run[0].measured, run[0].measured)], what=what)
@@ -61,9 +65,16 @@ def _block_bytes_trials():
 
 def _block_bytes_cause(trial: Trial, rank: int, expected: Bytes, got: Bytes) -> str:
     batch, length, width, heads = trial.args
+    if isinstance(got.predicted, torch.Tensor):
+        return "Return a Python number, not a tensor."
     if isinstance(got.predicted, bool) or not isinstance(got.predicted, int | float):
         return "Return a number of bytes."
     token, pair = batch * length * width, batch * length**2 * heads
+    formula = block_bytes.reference
+    if got.predicted == formula(*NOTEBOOKS):
+        return "That is right for the b, s, d and H of the notebook. Use what the function is given."
+    if heads != SIZES[0][-1] and got.predicted == formula(batch, length, width, SIZES[0][-1]):
+        return f"That was right in the first size, with {SIZES[0][-1]} heads. Here are {heads}: use `heads`."
     for less, why in {
         heads: "a matrix of attention weights for all heads together. Each head has its own: bs²H, not bs².",
         batch: "the attention weights of one sequence. Each of the batch has its own: bs²H, not s²H.",
@@ -74,6 +85,8 @@ def _block_bytes_cause(trial: Trial, rank: int, expected: Bytes, got: Bytes) -> 
     read = _read(got.predicted, token, pair)
     if read:
         return f"Yours is {read[0]}sbd + {read[1]}bs²H. {_wrong_block(*read)}"
+    if _read(got.predicted * batch, token, pair):
+        return "Every term has the factor b: each sequence of the batch has its own."
     weights = 12 * width**2
     if any(_read(got.predicted - itemsize * weights, token, pair) for itemsize in (2, 4)):
         return "Yours has the block's weights in it. They are there anyway: count only what comes of the batch."
@@ -105,11 +118,12 @@ def _wrong_block(tokens: int, pairs: int) -> str:
         return "Attention has a weight for each pair of tokens, in each head: bs²H of them. What is kept of these?"
     if pairs != 5:
         return (
-            "The weights of attention are kept three times: as softmax gives them (2), as a mask of dropout (1), and "
-            f"after dropout (2). That is 5bs²H, not {pairs}."
+            "Look at the weights of attention again, the bs²H. Who keeps them for backward: softmax, their dropout, "
+            "the product with the values? As numbers or as a mask?"
         )
     missing = {
-        2: "Something as large as the block's input is missing: perhaps what a norm gives to the layer behind it.",
+        2: "2sbd are missing: the masks of both dropouts (1 each), or one tensor as large as the block's input (2), "
+        "such as what a norm gives to the layer behind it.",
         4: "Two things as large as the block's input are missing: perhaps what the two norms are given.",
         6: "Three are missing as large as the block's input: queries, keys and values?",
         8: "Something of 4 times the width is missing. The MLP keeps two: what GELU is given, and what it gives.",
@@ -170,8 +184,8 @@ class Seen:
     """What came of a function and its backward.
 
     calls: how often it was called in forward, and in backward. random: the random number that comes next, if it draws
-    any. kept_bytes: for backward. direct: what comes of the function alone, except for the call and the bytes that a
-    checkpoint makes of it.
+    any. kept_bytes: for backward. attribute_bytes: of tensors that are attributes of ctx. empty: there is no backward
+    yet. direct: what comes of the function alone, except for the call and the bytes that a checkpoint makes of it.
     """
 
     y: list | None
@@ -180,13 +194,16 @@ class Seen:
     calls: tuple[int, int]
     random: int
     kept_bytes: int
+    attribute_bytes: int = 0
+    empty: bool = False
     direct: "Seen | None" = field(default=None, compare=False)
 
     def __repr__(self):
         gradients = f"x.grad {_brief(self.x_grad)}, weight.grad {_brief(self.weight_grad)}"
         calls = f"fn called {self.calls[0]} + {self.calls[1]} times"
         random = f", next random number {self.random}" * bool(self.random)
-        return f"y {_brief(self.y)}, {gradients}, {calls}{random}, {self.kept_bytes} bytes kept"
+        attributes = f", {self.attribute_bytes} in attributes of ctx" * bool(self.attribute_bytes)
+        return f"y {_brief(self.y)}, {gradients}, {calls}{random}, {self.kept_bytes} bytes kept{attributes}"
 
 
 def _brief(values: list | None) -> str:
@@ -219,46 +236,63 @@ def _observe(answer, compute: Callable, others: list) -> Seen:
         calls[phase] += 1
         return compute(x, weight, *others)
 
+    empty = is_stub(getattr(answer, "backward", None))
     y, phase = answer.apply(fn, x, *others), 1
     torch.rand(1)  # as layers behind it would
-    if isinstance(y, torch.Tensor):
+    if isinstance(y, torch.Tensor) and not empty:
         y.backward(torch.full_like(y, GRADIENT))
     random = int(torch.randint(1000, (1,))) if compute is _random else 0
     numbers = [None if each is None else each.tolist() for each in (y, x.grad, weight.grad)]
     made = tuple(calls)
     # Apart from the above: hooks give backward other tensors, with which a forgotten detach would do no harm.
-    saved = measure_saved(answer.apply, fn, x, *others)
-    kept_bytes = sum(each.nbytes for each in saved if each.dtype != torch.uint8)  # a generator's state may be kept
-    return Seen(*numbers, made, random, kept_bytes)
+    again = []
+    saved = measure_saved(lambda: again.append(answer.apply(fn, x, *others)))
+    ctx = getattr(again[0], "grad_fn", None)
+    attributes = {each.data_ptr(): each for each in _tensors(getattr(ctx, "__dict__", None))}
+    own = {x.data_ptr(), weight.data_ptr(), *(other.data_ptr() for other in others)}  # is among what is saved
+    besides = [each for place, each in attributes.items() if place not in own]
+    kept_bytes, attribute_bytes = (_bytes(each) for each in (chain(saved, besides), attributes.values()))
+    return Seen(*numbers, made, random, kept_bytes, attribute_bytes, empty)
+
+
+def _tensors(kept: object) -> Iterator[torch.Tensor]:
+    """All in it, if it is a tensor, or a list of such, a dict or a tuple."""
+    if isinstance(kept, torch.Tensor):
+        yield kept
+    elif isinstance(kept, dict | list | tuple | set):
+        for each in kept.values() if isinstance(kept, dict) else kept:
+            yield from _tensors(each)
+
+
+def _bytes(kept) -> int:
+    """Without generators' states, which may be kept."""
+    return sum(each.nbytes for each in kept if each.dtype != torch.uint8)
 
 
 def _run_checkpoint(answer, compute, others):
     direct = _observe(Directly, compute, others)
     direct.calls = 1, 1
     direct.kept_bytes = torch.float64.itemsize + sum(other.nbytes for other in others)
-    with _explaining():
+    try:
         seen = _observe(answer, compute, others)
+    except (RuntimeError, AttributeError) as error:
+        why = next((why for said, why in USUAL_ERRORS.items() if said in str(error)), None)
+        if why is None:
+            raise
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+        way = None if all(map(is_library, files)) else error.__traceback__  # torch's lines alone explain nothing
+        raise type(error)(f"{error}\n({why})").with_traceback(way) from None
     seen.direct = direct
     return seen
 
 
-@contextlib.contextmanager
-def _explaining():
-    """Say more about errors that usually have one cause."""
-    usual = {
-        "has no attribute 'apply'": "Checkpoint is a class: class Checkpoint(torch.autograd.Function)",
-        "does not require grad": "in backward no graph is recorded, unless fn is called inside torch.enable_grad()",
-        "incorrect number of gradients": "backward returns one for each argument of forward but ctx: None for fn, then "
-        "those of the inputs",
-        "floating point": "some inputs are whole numbers: x.detach().requires_grad_(x.requires_grad)",
-    }
-    try:
-        yield
-    except (RuntimeError, AttributeError) as error:
-        why = next((why for said, why in usual.items() if said in str(error)), None)
-        if why is None:
-            raise
-        raise type(error)(f"{error}\n({why})").with_traceback(error.__traceback__) from None
+USUAL_ERRORS = {  # and their causes
+    "has no attribute 'apply'": "Checkpoint is a class: class Checkpoint(torch.autograd.Function)",
+    "does not require grad": "in backward no graph is recorded, unless it is computed inside torch.enable_grad()",
+    "incorrect number of gradients": "backward returns one for each argument of forward but ctx: None for fn, then "
+    "those of the inputs",
+    "floating point": "some inputs are whole numbers: x.detach().requires_grad_(x.requires_grad)",
+}
 
 
 def _checkpoint_trials():
@@ -271,18 +305,20 @@ def _checkpoint_trials():
         yield Trial(1, _run_checkpoint, (compute, others), lambda run: [run[0].direct], what=what)
 
 
-def _checkpoint_cause(trial: Trial, rank: int, expected: Seen, got: Seen) -> str:
+def _checkpoint_cause(trial: Trial, rank: int, expected: Seen, got: Seen) -> str | None:
     random = trial.args[0] is _random
     if got.y is None:
         return "forward must return what fn(*inputs) gives."
     if got.y != expected.y:
         return f"y isn't what fn gives.{' Forward draws as ever: leave the generator alone there.' * random}"
+    if got.empty:
+        return None  # it says that anyway
     if got.calls != expected.calls:
         return _wrong_calls(*got.calls)
     if got.kept_bytes > expected.kept_bytes:
         return (
-            f"Forward keeps {got.kept_bytes} bytes, and the inputs have {expected.kept_bytes}. Keep nothing else: call "
-            "fn without torch.enable_grad() there, and save the inputs only."
+            f"Forward keeps {got.kept_bytes} bytes, and the inputs have {expected.kept_bytes}. Keep nothing else, no "
+            "result either: call fn without torch.enable_grad() there, and save the inputs only."
         )
     for name, wanted, came in (
         ("x", expected.x_grad, got.x_grad),
@@ -290,9 +326,18 @@ def _checkpoint_cause(trial: Trial, rank: int, expected: Seen, got: Seen) -> str
     ):
         if came != wanted:
             return _wrong_gradient(name, wanted, came, random)
+    if got.attribute_bytes:
+        return (
+            "All gradients are right. But inputs kept as attributes of ctx aren't seen by autograd, which can neither "
+            "free them after backward nor notice when they are changed: ctx.save_for_backward(*inputs), and in "
+            "backward ctx.saved_tensors."
+        )
+    if got.kept_bytes < expected.kept_bytes:
+        return "All gradients are right. But where are the inputs kept? ctx.save_for_backward(*inputs) is for that."
     return (
         "All is right, but the random numbers that come after backward aren't those that would come without a "
-        "checkpoint: put the generator's state back when fn was called, for example with torch.random.fork_rng()."
+        "checkpoint: put the generator's state back when fn was called, for example with torch.random.fork_rng() (in "
+        "backward only: forward draws as ever)."
     )
 
 
