@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from PIL import ImageChops
 from test_charts import has_colour, image
 
 from ddpkit.lesson import charts, figures, precision_charts
@@ -39,11 +40,31 @@ def test_too_short_to_draw():
         precision_charts.loss_curves({})
 
 
-def test_shares_are_those_of_fp16():
-    shares = precision_charts.fp16_shares(GRADIENTS)
-    assert shares == {"rounds to 0": 0.25, "subnormal": 0.25, "normal": 0.5, "infinite": 0}
-    assert precision_charts.fp16_shares(GRADIENTS, 2.0**16)["normal"] == 1
-    assert precision_charts.fp16_shares(GRADIENTS, 2.0**26)["infinite"] == 0.5
+def test_scale_steps():
+    picture = precision_charts.scale_steps([24, 23, 22, 22, 23])
+    assert repr(picture) == "The loss scale, step by step: dynamic, and static at 2^16."
+    assert image(picture).width <= figures.WIDEST
+    assert has_colour(picture, charts.BLUE)
+    assert has_colour(picture, charts.ORANGE)
+    assert picture.png != precision_charts.scale_steps([24, 23, 22, 22, 22]).png
+    assert picture.png != precision_charts.scale_steps([24, 23, 22, 22, 23], static=10).png
+
+
+def test_counts_are_those_of_fp16():
+    counts = precision_charts.fp16_counts(GRADIENTS)
+    assert counts == {"rounds to 0": 1, "subnormal": 1, "normal": 2, "infinite": 0}
+    assert precision_charts.fp16_counts(GRADIENTS, 2.0**16)["normal"] == 4
+    assert precision_charts.fp16_counts(GRADIENTS, 2.0**26)["infinite"] == 2
+
+
+def test_one_gradient_among_many_can_be_seen():
+    crowd = torch.full((10_000,), 2.0**-10)
+    without, with_one = (
+        image(precision_charts.fp16_histogram(gradients)).crop((900, 300, 1000, 455))  # no words, no axis
+        for gradients in (crowd, torch.cat([crowd, torch.tensor([2.0**20])]))
+    )
+    _, top, _, bottom = ImageChops.difference(without, with_one).getbbox()
+    assert bottom - top >= 3
 
 
 def test_the_histogram_moves_with_the_scale():
@@ -58,7 +79,7 @@ def test_the_histogram_moves_with_the_scale():
     assert has_colour(zones[26], figures.WRONG)
 
 
-@pytest.mark.parametrize("draw", [precision_charts.fp16_histogram, precision_charts.fp16_shares])
+@pytest.mark.parametrize("draw", [precision_charts.fp16_histogram, precision_charts.fp16_counts])
 def test_gradients_that_are_gone(draw):
     with pytest.raises(ValueError, match="got only zeros"):
         draw(torch.zeros(3))
@@ -69,5 +90,5 @@ def test_the_calculator_says_what_a_scale_does():
     assert repr(widget) == repr(precision_charts.fp16_histogram(GRADIENTS))
     widget.set(power=16)
     said, picture = widget.look()
-    assert said == "loss × 2^16 = 65536: rounds to 0 0.0%, subnormal 0.0%, normal 100.0%, infinite 0.0%"
+    assert said == "loss × 2^16 = 65,536. rounds to 0: 0, subnormal: 0, normal: 4, infinite: 0"
     assert picture.png == precision_charts.fp16_histogram(GRADIENTS, 2.0**16).png
