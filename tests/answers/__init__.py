@@ -12,6 +12,8 @@ from . import (
     notebook_06,
     notebook_07,
     notebook_08,
+    notebook_09,
+    notebook_09_triton,
 )
 
 NOTEBOOKS = (
@@ -24,6 +26,8 @@ NOTEBOOKS = (
     notebook_06,
     notebook_07,
     notebook_08,
+    notebook_09,
+    notebook_09_triton,
 )
 WRONG = list(chain.from_iterable(notebook.WRONG for notebook in NOTEBOOKS))
 RIGHT = list(chain.from_iterable(notebook.RIGHT for notebook in NOTEBOOKS))

@@ -10,6 +10,8 @@ from .notebook_05 import LossScaler, master_step, predict_bytes
 from .notebook_06 import Checkpoint, block_bytes
 from .notebook_07 import shard_plan, zero_step
 from .notebook_08 import merge, online_softmax
+from .notebook_09 import flash_backward, flash_forward
+from .notebook_09_triton import softmax_kernel
 
 __all__ = [
     "BucketedDDP",
@@ -22,6 +24,8 @@ __all__ = [
     "average_gradients",
     "block_bytes",
     "broadcast",
+    "flash_backward",
+    "flash_forward",
     "is_stub",
     "master_step",
     "merge",
@@ -36,6 +40,7 @@ __all__ = [
     "ring_reduce_scatter",
     "say_hello",
     "shard_plan",
+    "softmax_kernel",
     "sum_or_mean",
     "zero_step",
 ]
