@@ -231,7 +231,7 @@ def _dkdv_kernel(
     )  # fmt: skip
 
     keys = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    k = _load_tile(k_ptr, keys, Nk, D, BLOCK_D, True)
+    k = _load_tile(k_ptr, tl.minimum(keys, Nk - 1), Nk, D, BLOCK_D, False)  # a key of zeros could make p inf
     v = _load_tile(v_ptr, keys, Nk, D, BLOCK_D, True)
     dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
