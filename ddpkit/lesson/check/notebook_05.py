@@ -332,7 +332,7 @@ def _master_cause(trial: Trial, rank: int, expected: Weights, got: Weights):
         )
     if got.masters[0] < expected.masters[0] and steps == 1:
         times = (start[0] - got.masters[0]) / UPDATE
-        return f"The first moved {times:g} times too far: divide its gradient by the scale, once."
+        return f"The first moved {times:.0f} times too far: divide its gradient by the scale, once."
     if got.masters[0] < expected.masters[0]:
         return "The first moved too far in later steps: a master copy's .grad is set anew in each, not added to."
     if got.masters[0] == expected.masters[0] and got.masters[1] < expected.masters[1]:
