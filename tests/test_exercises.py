@@ -19,6 +19,13 @@ from ddpkit.models import GPT, mean_loss
 EXERCISES = [name for name in check.__all__ if name != "is_stub"]
 
 
+@pytest.fixture(autouse=True)
+def _triton_for_its_exercise(request):
+    """There is Triton for Linux only, and the interpreter of older ones fails with today's NumPy."""
+    if "softmax_kernel" in request.node.name:
+        pytest.importorskip("triton", minversion="3.7", reason="needs Triton 3.7 or newer")
+
+
 @pytest.mark.parametrize("name", EXERCISES)
 def test_reference_passes(name):
     exercise = getattr(check, name)
