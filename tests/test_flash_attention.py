@@ -233,6 +233,16 @@ def test_one_loop(queries, keys, causal):
     torch.testing.assert_close(one_loop_attention(q, k, v, causal), exact_causal(q, k, v, causal), rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, TILE + 1, TILE + 2])
+def test_a_last_tile_of_few_queries_sees_no_future(length):
+    """Where only one score of a tile is in the future: it is large, and its value is 1."""
+    q, k = randn(length, 16), randn(length, 16)
+    k[-1] = 100 * q[-2 % length]
+    v = torch.zeros(length, 16, dtype=torch.float64)
+    v[-1] = 1
+    assert not flash_attention(q, k, v, causal=True)[:-1].any()
+
+
 def test_scores_that_overflow_exp():
     q, k, v = randn(30, 4) * 100, randn(20, 4, seed=1) * 100, randn(20, 4, seed=2)
     for fn in (one_loop_attention, attention, flash_attention):
