@@ -3,9 +3,10 @@
     softmax(x)ᵢ = eˣⁱ / Σⱼ eˣʲ = eˣⁱ⁻ᵐ / d        with m = max x and d = Σⱼ eˣʲ⁻ᵐ
 
 The pair (m, d) is all that a row's numbers need to know of each other, and pairs can be merged: `merge` makes the pair
-of a whole row from those of two parts. One number's pair is (x, 1), that of no number (-inf, 0). Taken in number by
-number that is the online softmax; block by block, FlashAttention; rank by rank, ring attention. With values v a part
-has a triple (m, d, o), where o = Σⱼ eˣʲ⁻ᵐ vⱼ; in the end o/d is the mean of the values, weighted by the softmax.
+of a whole row from those of two parts. One number's pair is (x, 1), that of no number, or of a masked one, (-inf, 0).
+Taken in number by number that is the online softmax; block by block, FlashAttention; rank by rank, ring attention. With
+values v a part has a triple (m, d, o), where o = Σⱼ eˣʲ⁻ᵐ vⱼ; in the end o/d is the mean of the values, weighted by the
+softmax.
 
 What each moves between memory and the processor for a row of N numbers, with values of D numbers (count it: `Traffic`):
 
@@ -47,7 +48,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def naive_softmax(x: Tensor) -> Tensor:
-    """eˣ / Σ eˣ, as the formula stands: NaN where eˣ overflows, from x = 12 in fp16, 89 in fp32.
+    """eˣ / Σ eˣ, as the formula stands: NaN where eˣ overflows, from x = 12 in fp16, 89 in fp32; 0 where only Σ does.
 
     Rows far below 0 become NaN too, when all of their eˣ are 0. Two passes. Notebook 08.
     """

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from answers import RIGHT, WRONG, notebook_00, notebook_01, notebook_02, notebook_03, notebook_04
+from answers import RIGHT, WRONG, notebook_00, notebook_01, notebook_02, notebook_03, notebook_04, notebook_08
 
 from ddpkit import cost, ddp, launch, ring
 from ddpkit.ddp import NaiveDDP
@@ -344,6 +344,17 @@ def test_a_replay_is_offered_of_what_was_said():
     assert ".replay()" in check.broadcast(notebook_01.broadcast_from_0).text
     verdict = check.plan_buckets(notebook_04.plan_buckets_every_other)
     assert verdict.text.endswith("More: check.plan_buckets.hint() · .solution()")
+
+
+def test_nothing_is_replayed_where_nothing_was_sent():
+    check.online_softmax(notebook_08.online_softmax_by_torch)
+    assert "the ranks sent nothing, so there is nothing to replay" in check.online_softmax.replay().text
+
+
+def test_an_exercise_without_ranks_speaks_of_none():
+    said = check.online_softmax(notebook_08.online_softmax_without_a_maximum).text
+    assert said.startswith("✗ online_softmax on the row 0, 1000: it raised OverflowError: math range error, expected [")
+    assert "rank" not in said
 
 
 def test_not_a_function():

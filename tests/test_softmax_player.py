@@ -76,6 +76,17 @@ def test_bars_are_as_high_as_weights():
         assert filled == pytest.approx(120 * weight, abs=3)  # its edge
 
 
+def test_a_maximum_that_grew_is_told_in_the_picture(monkeypatch):
+    said = []
+    monkeypatch.setattr(figures.Canvas, "text", lambda canvas, x, y, text, *rest, **more: said.append(text))
+    film = moments(ROW)
+    for read, title in ((1, "m = 1     d = 1"), (2, "m = 1 → 3     d = 1.14"), (4, "m = 3     d = 1.5")):
+        said.clear()
+        draw(film[read])
+        assert title in said
+        assert ("dashed: before m grew" in said) == ("→" in title)
+
+
 def test_masked_rows():
     assert repr(softmax_player([-INF, -INF])).endswith("2. x = −∞: masked, m stays −∞ and d 0")
     for moment in moments([-INF, -INF]):

@@ -110,12 +110,15 @@ def draw(moment: Moment) -> Picture:
     left, ground = 150, 284
     wide = min(120.0, (WIDEST - left - 90) / len(moment.row))
     canvas = Canvas(WIDEST, 470)
-    known = f"m = {_exactly(moment.m)}     d = {_said(moment.d)}"
+    grew = f"{_exactly(moment.m_before)} → " if moment.m > moment.m_before > -math.inf else ""
+    known = f"m = {grew}{_exactly(moment.m)}     d = {_said(moment.d)}"
     canvas.text(left, 28, known, LARGE, "left", bold=True)
     canvas.text(left - 14, 74, "x", NORMAL, "right")
     canvas.text(left - 14, ground - BAR, "1", NORMAL, "right")
     canvas.text(left - 14, ground - BAR / 2, "eˣ⁻ᵐ", NORMAL, "right")
     canvas.line([(left, ground - BAR), (left + wide * len(moment.row), ground - BAR)], FAINT, 1.2, dashed=True)
+    if grew:
+        canvas.text(left, 122, "dashed: before m grew", NORMAL, "left", ink=GREY)
     before, now = moment.weights(before=True), moment.weights()
     for at in range(len(moment.row)):
         _draw_number(canvas, moment, at, left + wide * at, wide)

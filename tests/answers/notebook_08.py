@@ -165,6 +165,62 @@ def online_softmax_of_a_copy(row):
     return softmax.safe_softmax(torch.tensor([float(x) for x in row], dtype=torch.float64)).tolist()
 
 
+def online_softmax_by_torch(row):
+    return torch.tensor(row).softmax(-1).nan_to_num(0.0)
+
+
+def online_softmax_of_a_copy_read_for_nothing(row):
+    numbers = list(row)
+    list(row)
+    m = max(numbers)
+    d = sum(exp(x - m) for x in numbers if x > -inf)
+    return [exp(x - m) / d if d else 0.0 for x in numbers]
+
+
+def online_softmax_of_a_copy_made_in_the_second_pass(row):
+    m, numbers = max(row), [float(x) for x in row]
+    d = sum(exp(x - m) for x in numbers if x > -inf)
+    return [exp(x - m) / d if d else 0.0 for x in numbers]
+
+
+def online_softmax_keeps_the_powers(row):
+    m = max(row)
+    powers = [exp(x - m) if x > -inf else 0.0 for x in row]
+    return [power / (sum(powers) or 1) for power in powers]
+
+
+def online_softmax_keeps_the_powers_that_overflow(row):
+    powers = [exp(x) for x in row]
+    return [power / sum(powers) for power in powers]
+
+
+def online_softmax_from_minus_1e9(row):
+    m, d = -1e9, 0.0
+    for x in row:
+        m_before, m = m, max(m, x)
+        d = d * exp(m_before - m) + exp(x - m)
+    return [exp(x - m) / d if d else 0.0 for x in row]
+
+
+def online_softmax_of_a_masked_row_is_even(row):
+    m, d = -inf, 0.0
+    for x in row:
+        if x > -inf:
+            m_before, m = m, max(m, x)
+            d = d * exp(m_before - m) + exp(x - m)
+    return [exp(x - m) / d if d else 1 / len(row) for x in row]
+
+
+def online_softmax_ends_at_a_masked_number(row):
+    m, d = -inf, 0.0
+    for x in row:
+        if x == -inf:
+            break
+        m_before, m = m, max(m, x)
+        d = d * exp(m_before - m) + exp(x - m)
+    return [exp(x - m) / d if d else 0.0 for x in row]
+
+
 def online_softmax_returns_its_statistics(row):
     m = max(row)
     return m, sum(exp(x - m) for x in row)
@@ -226,6 +282,23 @@ def merge_of_two_masked_parts_is_nan(a, b):
     return m, a[1] * exp(a[0] - m) + b[1] * exp(b[0] - m)
 
 
+def _merge_with(nothing, a, b):
+    m = max(a[0], b[0])
+    return nothing if m == -inf else (m, a[1] * exp(a[0] - m) + b[1] * exp(b[0] - m))
+
+
+def merge_of_two_masked_parts_is_0(a, b):
+    return _merge_with((0.0, 0.0), a, b)
+
+
+def merge_of_two_masked_parts_has_a_sum(a, b):
+    return _merge_with((-inf, 1.0), a, b)
+
+
+def merge_of_two_masked_parts_is_finite(a, b):
+    return _merge_with((-1e30, 0.0), a, b)
+
+
 def merge_takes_the_larger_part(a, b):
     return max(a, b)
 
@@ -271,6 +344,14 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("online_softmax", online_softmax_divides_by_the_length, "They add up to 0.533333"),
     ("online_softmax", online_softmax_in_three_passes, "the row was read in 3 passes"),
     ("online_softmax", online_softmax_of_a_copy, "was it kept somewhere?"),
+    ("online_softmax", online_softmax_by_torch, "a copy of it was kept, or of its powers"),
+    ("online_softmax", online_softmax_of_a_copy_read_for_nothing, "a copy of it was kept, or of its powers"),
+    ("online_softmax", online_softmax_of_a_copy_made_in_the_second_pass, "a copy of it was kept, or of its powers"),
+    ("online_softmax", online_softmax_keeps_the_powers, "a copy of it was kept, or of its powers"),
+    ("online_softmax", online_softmax_keeps_the_powers_that_overflow, "exp(1000) overflows"),
+    ("online_softmax", online_softmax_from_minus_1e9, "start at -inf, which no number is below"),
+    ("online_softmax", online_softmax_of_a_masked_row_is_even, "all masked: d stays 0. Give zeros."),
+    ("online_softmax", online_softmax_ends_at_a_masked_number, "The sum ends at the first -inf"),
     ("online_softmax", online_softmax_returns_its_statistics, "2 numbers for a row of 3"),
     ("online_softmax", online_softmax_returns_a_number, "Return a list"),
     ("merge", merge_adds_the_sums, "The part with the smaller maximum brought its sum as it is"),
@@ -283,6 +364,9 @@ WRONG = [  # exercise, answer, what the verdict must say
     ("merge", merge_overflows, "use only differences of maxima"),
     ("merge", merge_overflows_in_torch, "use only differences of maxima"),
     ("merge", merge_of_two_masked_parts_is_nan, "Both parts are all masked"),
+    ("merge", merge_of_two_masked_parts_is_0, "Both parts are all masked: together they are (-inf, 0)"),
+    ("merge", merge_of_two_masked_parts_has_a_sum, "Both parts are all masked: together they are (-inf, 0)"),
+    ("merge", merge_of_two_masked_parts_is_finite, "Both parts are all masked: together they are (-inf, 0)"),
     ("merge", merge_takes_the_larger_part, "the other's numbers are missing"),
     ("merge", merge_averages, "The sums were averaged"),
     ("merge", merge_the_other_way_round, "the maximum comes first"),
@@ -331,6 +415,32 @@ def online_softmax_by_the_log_of_the_sum(row):
     return tuple(exp(x - log_sum) if x > -inf else 0.0 for x in row)
 
 
+def online_softmax_in_blocks(row):
+    pair = -inf, 0.0
+    for start in range(0, len(row), 8):
+        numbers = [float(x) for x in row[start : start + 8]]
+        m = max(numbers)
+        pair = merge_in_two_cases(pair, (m, sum(exp(x - m) if x > -inf else 0.0 for x in numbers)))
+    m, d = pair
+    return [exp(x - m) / d if d else 0.0 for x in row]
+
+
+def online_softmax_looks_whether_all_is_masked(row):
+    if all(x == -inf for x in row):
+        return [0.0] * len(row)
+    m, d = -inf, 0.0
+    for x in row:
+        m_before, m = m, max(m, x)
+        d = (d * exp(m_before - m) if d else 0.0) + (exp(x - m) if x > -inf else 0.0)
+    return (exp(x - m) / d for x in row)
+
+
+def merge_of_equal_maxima(a, b):
+    if a[0] == b[0]:
+        return a[0], a[1] + b[1]
+    return merge_in_two_cases(a, b)
+
+
 def merge_in_two_cases(a, b):
     (m_a, d_a), (m_b, d_b) = sorted((a, b))
     return (m_b, d_b) if m_a == -inf else (m_b, d_b + d_a * exp(m_a - m_b))
@@ -351,6 +461,9 @@ RIGHT = [
     ("online_softmax", online_softmax_by_place),
     ("online_softmax", online_softmax_that_skips_masked_numbers),
     ("online_softmax", online_softmax_by_the_log_of_the_sum),
+    ("online_softmax", online_softmax_in_blocks),
+    ("online_softmax", online_softmax_looks_whether_all_is_masked),
+    ("merge", merge_of_equal_maxima),
     ("merge", merge_in_two_cases),
     ("merge", merge_by_the_library),
     ("merge", merge_in_one_tensor),

@@ -125,6 +125,8 @@ class Exercise:
         if self._failed is None:
             why = "nothing failed yet" if self._last is None else "the last check passed"
             return Verdict(None, f"{self.name}: {why}, so there is nothing to replay")
+        if not (isinstance(self._failed, LaunchError) or any(self._failed.wire)):
+            return Verdict(None, f"{self.name}: the ranks sent nothing, so there is nothing to replay")
         return player(self._failed)
 
     def _next_hint(self) -> str:

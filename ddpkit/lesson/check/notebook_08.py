@@ -13,13 +13,26 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ddpkit.runtime.launch import Run
 
-from .exercise import Exercise, Trial
+from .exercise import Exercise, Trial, _short
 
 INF = math.inf
 LN2, LN3, LN4, LN5 = map(math.log, (2, 3, 4, 5))
+
+
+class Case(Trial):
+    """A trial that is named by what it tries; of ranks it speaks only where there are several."""
+
+    def __str__(self):
+        return super().__str__() if self.world_size > 1 else self.what
+
+
+def _beside(expected: object, got: object) -> str:
+    verb = "raised" if isinstance(got, Numbers) and got.failed else "returned"
+    return f"it {verb} {_short(got)}, expected {_short(expected)}."
 
 
 @dataclass
@@ -27,11 +40,13 @@ class Numbers:
     """What an answer returned, or how it failed. Others are equal if they differ by rounding only; NaN equals nothing.
 
     passes: how often it went over the row.
+    kept: whether the results were made of something else than the last pass and the first one's sums.
     """
 
     values: list[float]
     failed: str = ""
     passes: int = field(default=0, compare=False)
+    kept: bool = field(default=False, compare=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Numbers) and not self.failed and self._matches(other, math.isclose)
@@ -97,10 +112,14 @@ def online_softmax(row):
 
 
 class Row(Sequence):
-    """A row of numbers that remembers in which order they were read."""
+    """A row of numbers that remembers in which order they were read.
 
-    def __init__(self, values: list[float]):
+    fades: all that is read for the second time is halved, in its power: less by ln 2.
+    """
+
+    def __init__(self, values: list[float], fades: bool = False):
         self._values = [torch.tensor(value, dtype=torch.float64) for value in values]
+        self._fades = fades
         self._places: list[int] = []
 
     def __len__(self):
@@ -108,7 +127,13 @@ class Row(Sequence):
 
     def __getitem__(self, place):
         read = range(len(self))[place]  # IndexError past the end, which is what ends a loop
-        self._places += read if isinstance(place, slice) else [read]
+        return [self._read(each) for each in read] if isinstance(place, slice) else self._read(read)
+
+    def _read(self, place: int) -> Tensor:
+        again = place in self._places and place != self._places[-1]
+        if self._fades and again:
+            self._values[place] = self._values[place] - LN2
+        self._places.append(place)
         return self._values[place]
 
     def passes(self) -> int:
@@ -117,8 +142,11 @@ class Row(Sequence):
 
 
 def _run_online(answer, values):
-    row = Row(values)
-    return _numbers(lambda: answer(row), row.passes)
+    row, fading = Row(values), Row(values, fades=True)
+    got = _numbers(lambda: answer(row), row.passes)
+    if isinstance(got, Numbers) and got.passes == 2 and len(values) > LONG:
+        got.kept = _numbers(lambda: answer(fading)) != Numbers([share / 2 for share in _softmax(values)])
+    return got
 
 
 def _softmax(values: list[float]) -> list[float]:
@@ -128,20 +156,23 @@ def _softmax(values: list[float]) -> list[float]:
     return [share / math.fsum(shares) if m > -INF else 0.0 for share in shares]
 
 
+LONG = 10  # numbers, from where on passes are judged: all that can be wrong with the numbers has been said by then
 ROWS = {
     "the row ln 5, ln 2, ln 1": [LN5, LN2, 0.0],
     "the row ln 1, ln 2, ln 5": [0.0, LN2, LN5],
     "the row 0, 1000": [0.0, 1000.0],
     "the row -1000, -1000 + ln 3": [-1000.0, -1000 + LN3],
-    "a row of 60 numbers, every seventh -inf": [math.log(17 * at % 61) if at % 7 else -INF for at in range(1, 61)],
+    "the row -2e9, -2e9 + ln 3": [-2e9, -2e9 + LN3],
+    "the row 0, -inf, ln 3": [0.0, -INF, LN3],
     "the row -inf, 0, ln 3": [-INF, 0.0, LN3],
     "the row -inf, -inf": [-INF, -INF],
+    "a row of 60 numbers, every seventh -inf": [math.log(17 * at % 61) if at % 7 else -INF for at in range(1, 61)],
 }
 
 
 def _online_trials():
     for what, values in ROWS.items():
-        yield Trial(1, _run_online, (values,), [Numbers(_softmax(values))], what=what)
+        yield Case(1, _run_online, (values,), [Numbers(_softmax(values))], what=what)
 
 
 def _with_sum(values: list[float], d: float, m: float) -> list[float]:
@@ -186,6 +217,10 @@ ONLINE_MISTAKES: list[tuple[Callable[[list[float]], list[float]], str]] = [
         "Each number was divided by the sum so far. It takes the last m and the last d, in a second pass.",
     ),
     (
+        lambda row: _with_sum(row, *_pair(row[: [*row, -INF].index(-INF)])[::-1]),
+        "The sum ends at the first -inf. A masked number adds nothing, but those behind it do.",
+    ),
+    (
         lambda row: [_share(x, max(row)) for x in row],
         "exp(x - m) is right, and has to be divided by d.",
     ),
@@ -203,15 +238,18 @@ def _online_cause(trial: Trial, rank: int, expected: Numbers, got: object) -> st
     if not got.failed and len(got.values) != len(values):
         return f"{len(got.values)} numbers for a row of {len(values)}: return a list with one for each."
     masked, nothing = -INF in values, max(values) == -INF
+    if nothing:
+        instead = ", not 0/0" if got.failed or got.has_nan else ""
+        return f"A row of only -inf is all masked: d stays 0. Give zeros{instead}."
     if got.failed or got.has_nan or not any(got.values):
-        if nothing:
-            return "A row of only -inf is all masked: d stays 0. Give zeros, not 0/0."
         if masked and values[0] == -INF:
             return "Before the first number that isn't masked, m is -inf, and -inf - -inf is NaN: add nothing then."
         if masked:
             return "exp(-inf - m) is 0: a masked number among others changes neither m nor d."
         if max(values) >= 1000:
             return "exp(1000) overflows. Subtract m, the largest number, and no exponent is above 0: exp(x - m)."
+        if values[0] <= -1e9:
+            return "All of them are below the m you start with: start at -inf, which no number is below."
         if values[0] <= -1000:
             return (
                 "exp(-1000) is 0, and so is d. m is the maximum of the row: it starts at -inf. From 0 it would stay 0 "
@@ -230,15 +268,22 @@ def _online_cause(trial: Trial, rank: int, expected: Numbers, got: object) -> st
 
 def _online_passes(trial: Trial, run: Run) -> str | None:
     passes = run[0].passes
+    if len(trial.args[0]) <= LONG:
+        return None
     if passes > 2:
         return (
             f"the numbers are right, but the row was read in {passes} passes.\nKeep m and d in the same loop: when m "
             "grows, d is corrected."
         )
-    if passes < 2 and max(trial.args[0]) > -INF:  # zeros can be given without another look
+    if passes < 2:
         return (
             "the numbers are right, but the row was read only once: was it kept somewhere?\nA row may be longer than "
             "the memory for a copy: read it again for the second pass."
+        )
+    if run[0].kept:
+        return (
+            "the numbers are right, and the row was read twice, but a copy of it was kept, or of its powers.\nA row "
+            "may be longer than the memory for that. First pass: m and d, no more; second pass: exp(x - m) / d."
         )
     return None
 
@@ -255,6 +300,7 @@ online_softmax = Exercise(
     "the row was read twice, where safe softmax reads it three times, for the same numbers.",
     _online_cause,
     _online_passes,
+    beside=_beside,
     note="# Ours, for one row. ddpkit.softmax.online_softmax does the same with tensors of any shape.",
 )
 
@@ -299,10 +345,10 @@ SHARED_OUT = [[LN2, 0.0], [LN5, LN3, 0.0], [-INF, -INF], [LN4]]  # by rank
 
 def _merge_trials():
     for what, parts in PARTS.items():
-        yield Trial(1, _run_merge, (parts,), [_merged(parts)], what=what)
+        yield Case(1, _run_merge, (parts,), [_merged(parts)], what=what)
     world_size = len(SHARED_OUT)
     what = "a part of a row on each, their pairs gathered, then merged one after the other"
-    yield Trial(world_size, _run_merge, (SHARED_OUT,), [_merged(SHARED_OUT)] * world_size, what=what)
+    yield Case(world_size, _run_merge, (SHARED_OUT,), [_merged(SHARED_OUT)] * world_size, what=what)
 
 
 def _merged(parts: list[list[float]]) -> Numbers:
@@ -364,6 +410,8 @@ def _merge_cause(trial: Trial, rank: int, expected: Numbers, got: object) -> str
             )
     if got.values[::-1] == expected.values:
         return "The other way round: the maximum comes first, (m, d)."
+    if max(maxima) == -INF:
+        return "Both parts are all masked: together they are (-inf, 0)."
     for mistake, sentence in MERGE_MISTAKES:
         if got.looks_like(list(functools.reduce(mistake, pairs))):
             return sentence
@@ -382,5 +430,6 @@ merge = Exercise(
     "ranks that share a row need to gather two numbers each, no more.",
     _merge_cause,
     lambda trial, run: None,
+    beside=_beside,
     note="# Ours, for one row. ddpkit.softmax.merge takes tensors, and (m, d, o) too.",
 )
