@@ -6,7 +6,18 @@ import torch
 
 
 def _forward(
-    q, k, v, tile, causal, start=-math.inf, acc_kept=None, total_kept=None, offset=1, scale=None, per_tile=False
+    q,
+    k,
+    v,
+    tile,
+    causal,
+    start=-math.inf,
+    acc_kept=None,
+    total_kept=None,
+    offset=1,
+    scale=None,
+    per_tile=False,
+    masked=-math.inf,
 ):
     scale = q.shape[1] ** -0.5 if scale is None else scale
     m, total, acc = q.new_full((len(q), 1), start), q.new_zeros(len(q), 1), torch.zeros_like(q)
@@ -15,7 +26,7 @@ def _forward(
         s = q @ keys.T * scale
         if causal:
             hidden = torch.arange(first, first + len(keys)) >= torch.arange(len(q))[:, None] + offset
-            s = s.masked_fill(hidden, -math.inf)
+            s = s.masked_fill(hidden, masked)
         m_new = torch.maximum(m, s.amax(1, keepdim=True))
         correction, p = torch.exp(m - m_new), torch.exp(s - m_new)
         total = total * (total_kept or correction) + p.sum(1, keepdim=True)
@@ -100,7 +111,7 @@ def flash_forward_by_element(q, k, v, tile, causal=False):
 
 
 def flash_forward_by_logaddexp(q, k, v, tile, causal=False):
-    """Merges o and lse of tiles that are each finished; lse as a column."""
+    """Merges o and lse of tiles that are each finished."""
     o, lse = torch.zeros_like(q), q.new_full((len(q), 1), -math.inf)
     for first in range(0, len(k), tile):
         s = q @ k[first : first + tile].T / math.sqrt(q.shape[1])
@@ -109,6 +120,74 @@ def flash_forward_by_logaddexp(q, k, v, tile, causal=False):
         lse_new = torch.logaddexp(lse, s.logsumexp(1, keepdim=True))
         o = o * (lse - lse_new).exp() + (s - lse_new).exp() @ v[first : first + tile]
         lse = lse_new
+    return o, lse[:, 0]
+
+
+def flash_forward_lse_as_column(q, k, v, tile, causal=False):
+    o, lse = flash_forward_by_logaddexp(q, k, v, tile, causal)
+    return o, lse[:, None]
+
+
+def flash_forward_in_another_order(q, k, v, tile, causal=False):
+    return flash_forward_by_logaddexp(q, k, v, tile, causal)[::-1]
+
+
+def flash_forward_masks_with_100(q, k, v, tile, causal=False):
+    return _finish(*_forward(q, k, v, tile, causal, masked=-100.0))
+
+
+def flash_forward_masks_with_1e4(q, k, v, tile, causal=False):
+    return _finish(*_forward(q, k, v, tile, causal, masked=-1e4))
+
+
+def flash_forward_masks_with_1e9(q, k, v, tile, causal=False):
+    return _finish(*_forward(q, k, v, tile, causal, masked=-1e9))
+
+
+def flash_forward_masks_with_0(q, k, v, tile, causal=False):
+    return _finish(*_forward(q, k, v, tile, causal, masked=0.0))
+
+
+def flash_forward_last_tile_missing(q, k, v, tile, causal=False):
+    whole = len(k) // tile * tile
+    return _finish(*_forward(q, k[:whole], v[:whole], tile, causal))
+
+
+def flash_forward_without_maximum(q, k, v, tile, causal=False):
+    total, acc = q.new_zeros(len(q), 1), torch.zeros_like(q)
+    for first in range(0, len(k), tile):
+        s = q @ k[first : first + tile].T / math.sqrt(q.shape[1])
+        s = s.masked_fill(torch.ones_like(s).triu(1 - first) > 0, -math.inf) if causal else s
+        total, acc = total + s.exp().sum(1, keepdim=True), acc + s.exp() @ v[first : first + tile]
+    return acc / total, total.log()[:, 0]
+
+
+def flash_forward_scales_q_in_place(q, k, v, tile, causal=False):
+    q *= q.shape[1] ** -0.5
+    return _finish(*_forward(q, k, v, tile, causal, scale=1.0))
+
+
+def flash_forward_in_float32(q, k, v, tile, causal=False):
+    """The sums and results are of the usual dtype, whatever q's is."""
+    m, total, acc = torch.full((len(q), 1), -math.inf), torch.zeros(len(q), 1), torch.zeros(len(q), q.shape[1])
+    for first in range(0, len(k), tile):
+        s = q @ k[first : first + tile].T / math.sqrt(q.shape[1])
+        s = s.masked_fill(torch.ones_like(s).triu(1 - first) > 0, -math.inf) if causal else s
+        m_new = torch.maximum(m, s.amax(1, keepdim=True))
+        total *= torch.exp(m - m_new)
+        total += torch.exp(s - m_new).sum(1, keepdim=True)
+        acc *= torch.exp(m - m_new)
+        acc += torch.exp(s - m_new) @ v[first : first + tile]
+        m = m_new
+    return _finish(acc, total, m)
+
+
+def flash_forward_row_by_row(q, k, v, tile, causal=False):
+    o, lse = torch.empty(q.shape), torch.empty(len(q))
+    for i in range(len(q)):
+        end = i + 1 if causal else len(k)
+        row, row_lse = flash_forward_by_logaddexp(q[i : i + 1], k[:end], v[:end], tile)
+        o[i], lse[i] = row[0], row_lse[0]
     return o, lse
 
 
@@ -197,6 +276,35 @@ def flash_backward_dv_only(q, k, v, o, lse, do, causal=False):
     return torch.zeros_like(q), torch.zeros_like(k), _p(q, k, lse, causal).T @ do
 
 
+def flash_backward_dq_unscaled(q, k, v, o, lse, do, causal=False):
+    p, scale = _p(q, k, lse, causal), q.shape[1] ** -0.5
+    ds = _ds(p, v, o, do)
+    return ds @ k, ds.T @ q * scale, p.T @ do
+
+
+def flash_backward_dv_scaled(q, k, v, o, lse, do, causal=False):
+    p, scale = _p(q, k, lse, causal), q.shape[1] ** -0.5
+    ds = _ds(p, v, o, do) * scale
+    return ds @ k, ds.T @ q, p.T @ do * scale
+
+
+def flash_backward_past_hidden(q, k, v, o, lse, do, causal=False):
+    scale = q.shape[1] ** -0.5
+    s = q @ k.T * scale
+    s = s.masked_fill(torch.ones_like(s).tril(-1) > 0, -math.inf) if causal else s
+    p = torch.exp(s - lse[:, None])
+    ds = _ds(p, v, o, do) * scale
+    return ds @ k, ds.T @ q, p.T @ do
+
+
+def flash_backward_scales_q_in_place(q, k, v, o, lse, do, causal=False):
+    scale = q.shape[1] ** -0.5
+    q *= scale
+    p = _p(q, k, lse, causal, scale=1.0)
+    ds = _ds(p, v, o, do)
+    return ds @ k * scale, ds.T @ q, p.T @ do
+
+
 def flash_backward_delta_of_p(q, k, v, o, lse, do, causal=False):
     """delta as softmax's derivative has it, from p ∘ dp, and q scaled beforehand."""
     scale = q.shape[1] ** -0.5
@@ -233,6 +341,19 @@ WRONG = [
     ("flash_forward", flash_forward_lse_without_maximum, "lse is log(total) + m"),
     ("flash_forward", flash_forward_o_only, "Return o, of q's shape, and lse"),
     ("flash_forward", flash_forward_all_at_once, "as many as all 8 × 8 scores"),
+    ("flash_forward", flash_forward_masks_with_100, "-inf, not just small"),
+    ("flash_forward", flash_forward_masks_with_1e4, "-inf, not just small"),
+    ("flash_forward", flash_forward_masks_with_1e9, "-inf, not just small"),
+    ("flash_forward", flash_forward_masks_with_0, "A masked score is 0, whose exp counts"),
+    ("flash_forward", flash_forward_lse_as_column, "lse has shape (8, 1): one number for each query is (8,)"),
+    ("flash_forward", flash_forward_in_another_order, "in each other's place: return o, lse"),
+    ("flash_forward", flash_forward_last_tile_missing, "The last, shorter tile is missing"),
+    ("flash_forward", flash_forward_without_maximum, "Without a running maximum"),
+    ("flash_forward", flash_forward_scales_q_in_place, "q was changed in place"),
+    ("flash_backward", flash_backward_dq_unscaled, "dq isn't scaled: by 1/√D, as dk"),
+    ("flash_backward", flash_backward_dv_scaled, "dv has no scale: o = p·v"),
+    ("flash_backward", flash_backward_past_hidden, "-inf belongs at j > i"),
+    ("flash_backward", flash_backward_scales_q_in_place, "q was changed in place"),
     ("flash_backward", flash_backward_without_delta, "delta = rowsum(do ∘ o): that is missing"),
     ("flash_backward", flash_backward_adds_delta, "delta is subtracted"),
     ("flash_backward", flash_backward_unscaled, "and so are dq and dk"),
@@ -249,6 +370,8 @@ WRONG = [
 RIGHT = [
     ("flash_forward", flash_forward_by_element),
     ("flash_forward", flash_forward_by_logaddexp),
+    ("flash_forward", flash_forward_in_float32),
+    ("flash_forward", flash_forward_row_by_row),
     ("flash_backward", flash_backward_delta_of_p),
     ("flash_backward", flash_backward_by_row),
 ]

@@ -14,23 +14,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .exercise import Exercise, Trial
 
 QUERIES, KEYS, D, TILE = 8, 8, 2, 3
+FAR = 3e4  # makes scores of less than -1e9, with which some mask
 
 
 @dataclass
 class Results:
     """What an answer returned, by name; equal if all numbers differ by rounding only. NaN equals NaN.
 
-    largest: numbers in the largest tensor that the answer made.
+    largest: numbers in the largest tensor that the answer made. changed: names of arguments that are others now.
     """
 
     tensors: dict[str, Tensor]
     largest: int = field(default=0, compare=False)
+    changed: list[str] = field(default_factory=list, compare=False)
 
     def __eq__(self, other):
         return self.tensors.keys() == other.tensors.keys() and not self.wrong(other)
 
     def __repr__(self):
-        texts = (f"{name} {[float(f'{x:.4g}') for x in each.flatten()[:4]]}..." for name, each in self.tensors.items())
+        return self.said(list(self.tensors))
+
+    def said(self, names: list[str]) -> str:
+        """The first numbers of these."""
+        texts = (f"{name} {[float(f'{x:.3g}') for x in self.tensors[name].flatten()[:4]]}…" for name in names)
         return ", ".join(texts) or "something else"
 
     def wrong(self, right: "Results") -> list[str]:
@@ -39,7 +45,32 @@ class Results:
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
-    return a is not None and a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+    """Whether they differ by no more than the rounding of tensors that were made in float32."""
+    return a is not None and a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def _beside(expected: Results, got: Results) -> str:
+    """Only what is wrong, on two lines."""
+    wrong = got.wrong(expected)
+    yours = got.said([name for name in wrong if name in got.tensors])
+    return f"you return {yours}\n{'expected':>10} {expected.said(wrong)}"
+
+
+class Case(Trial):
+    """A trial that is named by what it tries: there is one rank."""
+
+    def __str__(self):
+        return self.what
+
+
+def _check_arguments(trial: Trial, run) -> str | None:
+    changed = run[0].changed
+    if changed:
+        return (
+            f"the values are right, but {changed[0]} was changed in place.\nWhoever called you needs it as it was: "
+            "write q * scale, not q *= scale."
+        )
+    return None
 
 
 class _Largest(TorchDispatchMode):
@@ -60,9 +91,16 @@ def _named(names: tuple[str, ...], returned: object, largest: int) -> Results:
     if not fits or not all(isinstance(each, Tensor) for each in returned):
         return Results({}, largest)
     tensors = [each.detach().double() for each in returned]
-    if names[-1] == "lse":
-        tensors[-1] = tensors[-1].flatten()
     return Results(dict(zip(names, tensors, strict=True)), largest)
+
+
+def _called(names: tuple[str, ...], answer, given: dict[str, Tensor], *others) -> Results:
+    before = {name: each.detach().clone() for name, each in given.items()}
+    with _Largest() as largest:
+        returned = answer(*given.values(), *others)
+    results = _named(names, returned, largest.numel)
+    results.changed = [name for name, each in given.items() if not torch.equal(each, before[name])]
+    return results
 
 
 def _tensors(shift: float = 0.0) -> tuple[Tensor, ...]:
@@ -76,11 +114,11 @@ def _tensors(shift: float = 0.0) -> tuple[Tensor, ...]:
 
 def flash_forward(q, k, v, tile, causal=False):
     scale = q.shape[1] ** -0.5
-    m, total, acc = q.new_full((len(q), 1), -math.inf), q.new_zeros(len(q), 1), torch.zeros_like(q)
+    m, total, acc = q.new_full((len(q), 1), -torch.inf), q.new_zeros(len(q), 1), torch.zeros_like(q)
     for first in range(0, len(k), tile):
         s = q @ k[first : first + tile].T * scale
         if causal:
-            s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1 - first), -math.inf)
+            s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1 - first), -torch.inf)
         m_new = torch.maximum(m, s.max(1, keepdim=True).values)
         correction, p = torch.exp(m - m_new), torch.exp(s - m_new)
         total = total * correction + p.sum(1, keepdim=True)
@@ -95,11 +133,12 @@ def _forward(q, k, v, causal, mistake="") -> Results:
     offset = {"sees only the past": 0, "sees the next": 2}.get(mistake, 1)
     m = torch.full((QUERIES, 1), 0.0 if mistake == "from 0" else -math.inf, dtype=torch.float64)
     total, acc = torch.zeros_like(m), torch.zeros_like(q)
-    for first in range(0, KEYS, TILE):
+    masked = {"masked with 0": 0.0, "masked with a number": -100.0}.get(mistake, -math.inf)
+    for first in range(0, KEYS - TILE + 1 if mistake == "last tile missing" else KEYS, TILE):
         keys = slice(first, first + TILE)
         s = q @ k[keys].T * scale
         if causal and mistake != "not causal":
-            s[torch.ones_like(s, dtype=torch.bool).triu(offset - first * (mistake != "each tile alone"))] = -math.inf
+            s[torch.ones_like(s, dtype=torch.bool).triu(offset - first * (mistake != "each tile alone"))] = masked
         m_new = torch.maximum(m, s.amax(1, keepdim=True))
         m_new = s.amax(1, keepdim=True) if mistake == "maximum of the tile" else m_new
         p, correction = torch.exp(s - m_new), torch.exp(m - m_new)
@@ -119,7 +158,8 @@ def _forward(q, k, v, causal, mistake="") -> Results:
 FORWARD_MISTAKES = {
     "acc as it was": "The maximum grows, total is rescaled, but acc isn't: multiply it by exp(m - m_new), too.",
     "total as it was": "The maximum grows, acc is rescaled, but total isn't: multiply it by exp(m - m_new), too.",
-    "from 0": "The maximum begins with 0: where all scores are far below, every exp is 0. Begin with -inf.",
+    "from 0": "Without a running maximum, or with one that begins with 0, every exp is 0 where all scores are far "
+    "below. Begin with -inf.",
     "maximum of the tile": "m_new is this tile's maximum alone: take the larger of it and m.",
     "normalised per tile": "Each tile is divided by its own sum. Only the total of all tiles makes weights: divide at "
     "the end.",
@@ -130,6 +170,8 @@ FORWARD_MISTAKES = {
     "sees only the past": "With causal, a query doesn't see its own key: -inf begins one key later, at j > i.",
     "sees the next": "With causal, a query sees the key after its own: -inf begins at j = i + 1.",
     "each tile alone": "The causal mask begins anew in each tile: the tile's keys have numbers from `first` on.",
+    "last tile missing": "The last, shorter tile is missing: its keys count, too.",
+    "masked with 0": "A masked score is 0, whose exp counts: only exp(-inf) is 0.",
     "not causal": "`causal` changes nothing: scores of keys j > i are -inf.",
     "no maximum": "o is right; lse is log(total) + m: the sum was taken after m was subtracted.",
     "no log": "o is right; lse is m + log(total), of the total the logarithm.",
@@ -139,13 +181,11 @@ FORWARD_MISTAKES = {
 
 def _run_forward(answer, shift, causal):
     q, k, v, _ = _tensors(shift)
-    with _Largest() as largest:
-        returned = answer(q, k, v, TILE, causal)
-    return _named(("o", "lse"), returned, largest.numel)
+    return _called(("o", "lse"), answer, {"q": q, "k": k, "v": v}, TILE, causal)
 
 
 def _trial(program, right: Results, args: tuple, what: str) -> Trial:
-    return Trial(1, program, args, [right], what=what)
+    return Case(1, program, args, [right], what=what)
 
 
 def _forward_trials() -> Iterable[Trial]:
@@ -153,6 +193,7 @@ def _forward_trials() -> Iterable[Trial]:
         (0.0, False, f"{KEYS} keys in tiles of {TILE}"),
         (30.0, False, "scores far below 0"),
         (0.0, True, "causal"),
+        (FAR, True, "causal, scores far below 0"),
     ):
         q, k, v, _ = _tensors(shift)
         yield _trial(_run_forward, _forward(q, k, v, causal), (shift, causal), what)
@@ -162,10 +203,17 @@ def _forward_cause(trial: Trial, rank: int, expected: Results, got: Results) -> 
     shift, causal = trial.args
     if not got.tensors:
         return "Return o, of q's shape, and lse, a number for each query."
+    o, lse = got.tensors["o"], got.tensors["lse"]
+    if _same(lse, expected.tensors["o"]) and _same(o, expected.tensors["lse"]):
+        return "o and lse are in each other's place: return o, lse."
+    if _same(o, expected.tensors["o"]) and _same(lse.flatten(), expected.tensors["lse"]):
+        return f"lse has shape {tuple(lse.shape)}: one number for each query is ({QUERIES},)."
     q, k, v, _ = _tensors(shift)
     for mistake, why in FORWARD_MISTAKES.items():
         if got == _forward(q, k, v, causal, mistake):
             return why
+    if causal and shift and _same(o, _forward(q, k, v, causal, "masked with a number").tensors["o"]):
+        return "A masked score is -inf, not just small: all others may be smaller."
     if any(each.isnan().any() for each in got.tensors.values()):
         return (
             "There is a NaN: -inf - -inf, or 0/0. With causal, a tile may have nothing that a query sees; begin with "
@@ -183,7 +231,7 @@ def _forward_wire(trial: Trial, run) -> str | None:
             f"the values are right, but one tensor has {run[0].largest} numbers, as many as all {QUERIES} × {KEYS} "
             "scores.\nTake the scores of one tile of keys at a time."
         )
-    return None
+    return _check_arguments(trial, run)
 
 
 flash_forward = Exercise(
@@ -196,9 +244,10 @@ flash_forward = Exercise(
         "Causal: query i sees key j if j <= i, and the tile's keys are first, first + 1, ... At the end o = acc / "
         "total, lse = m + total.log().",
     ],
-    f"o and lse, with never more than {QUERIES} × {TILE} scores at a time.",
+    f"o and lse, and no tensor was as large as all {QUERIES} × {KEYS} scores.",
     _forward_cause,
     _forward_wire,
+    beside=_beside,
     note="# Ours, for one head. ddpkit.flash_attention also has tiles of queries, and leaves out what causal hides.",
 )
 
@@ -210,7 +259,7 @@ def flash_backward(q, k, v, o, lse, do, causal=False):
     scale = q.shape[1] ** -0.5
     s = q @ k.T * scale
     if causal:
-        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
     p = torch.exp(s - lse[:, None])
     dv = p.T @ do
     delta = (do * o).sum(1, keepdim=True)
@@ -223,7 +272,8 @@ def _backward(q, k, v, o, lse, do, causal, mistake="") -> Results:
     scale = D**-0.5
     s = q @ k.T * (1.0 if mistake == "scores not scaled" else scale)
     if causal and mistake != "not causal":
-        s[torch.ones_like(s, dtype=torch.bool).triu(0 if mistake == "sees only the past" else 1)] = -math.inf
+        hidden = torch.ones_like(s, dtype=torch.bool).triu(0 if mistake == "sees only the past" else 1)
+        s[hidden.T if mistake == "past hidden" else hidden] = -math.inf
     p = torch.exp(s - (0 if mistake == "no lse" else lse[:, None]))
     delta = ((o if mistake == "o squared" else do) * o).sum(1, keepdim=True)
     delta = {"no delta": 0.0, "delta added": -delta, "delta of columns": delta.T}.get(mistake, delta)
@@ -235,6 +285,8 @@ def _backward(q, k, v, o, lse, do, causal, mistake="") -> Results:
     dk = (ds if mistake == "dk not transposed" else ds.T) @ q * (scale**2 if mistake == "dk scaled twice" else factor)
     if mistake == "dk not scaled":
         dk = dk / scale
+    dq = dq / scale if mistake == "dq not scaled" else dq
+    dv = dv * scale if mistake == "dv scaled" else dv
     if mistake == "another order":
         dq, dk = dk, dq
     return Results({"dq": dq, "dk": dk, "dv": dv})
@@ -249,6 +301,8 @@ BACKWARD_MISTAKES = {
     "scaled twice": "dq and dk are scaled twice: 1/√D once each, in ds or at the end.",
     "dk scaled twice": "dk is scaled twice: if q is scaled already, ds.T @ q has its 1/√D.",
     "dk not scaled": "dk isn't scaled: by 1/√D, as dq.",
+    "dq not scaled": "dq isn't scaled: by 1/√D, as dk.",
+    "dv scaled": "dv has no scale: o = p·v.",
     "scores not scaled": "p isn't that of forward: the scores are q·kᵀ/√D there.",
     "no lse": "p = exp(s - lse): exp(s) alone isn't divided by the row's sum.",
     "p left out": "ds = p ∘ (dp - delta): the factor p is missing.",
@@ -259,6 +313,7 @@ BACKWARD_MISTAKES = {
     "dv of ds": "dv = pᵀ·do: from the weights, not from ds.",
     "another order": "dq and dk are in each other's place: return dq, dk, dv.",
     "sees only the past": "With causal, a query sees its own key: -inf only at j > i.",
+    "past hidden": "With causal, it is the past that is masked: -inf belongs at j > i.",
     "not causal": "`causal` changes nothing: p is 0 for keys j > i, as in forward.",
 }
 
@@ -270,9 +325,9 @@ def _inputs(causal: bool) -> tuple[Tensor, ...]:
 
 def _run_backward(answer, causal):
     tensors = [x.requires_grad_() for x in _inputs(causal)]  # so that autograd, if somebody calls it, is seen
-    with _Largest() as largest, torch.no_grad():
-        returned = answer(*tensors, causal)
-    return _named(("dq", "dk", "dv"), returned, largest.numel)
+    given = dict(zip(("q", "k", "v", "o", "lse", "do"), tensors, strict=True))
+    with torch.no_grad():
+        return _called(("dq", "dk", "dv"), answer, given, causal)
 
 
 def _backward_trials() -> Iterable[Trial]:
@@ -303,6 +358,7 @@ flash_backward = Exercise(
     ],
     "dq, dk and dv from q, k, v, o, do and one number for each row.",
     _backward_cause,
-    lambda trial, run: None,
+    _check_arguments,
+    beside=_beside,
     note="# Ours, for one head. ddpkit.flash_attention does so for one tile of queries and keys at a time.",
 )

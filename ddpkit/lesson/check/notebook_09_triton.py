@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from .exercise import Exercise, Trial
+from .exercise import Exercise, Trial, _short
+from .notebook_09 import Case
 
 tl = None  # triton.language, from where the kernel runs: not every machine that reads this file has Triton
 
@@ -75,7 +76,7 @@ def _trials():
         ([[-1000.0, -1002.0, -1001.0]], 4, 4, "scores around -1000"),
     ):
         after = [[UNTOUCHED] * (stride - len(row) + (row is rows[-1]) * block) for row in rows]
-        yield Trial(1, _run_kernel, (rows, stride, block), [Softmax([*map(_softmax, rows)], after)], what=what)
+        yield Case(1, _run_kernel, (rows, stride, block), [Softmax([*map(_softmax, rows)], after)], what=what)
 
 
 def _cause(trial: Trial, rank: int, expected: Softmax, got: Softmax):
@@ -108,6 +109,10 @@ def _cause(trial: Trial, rank: int, expected: Softmax, got: Softmax):
     return None
 
 
+def _beside(expected: Softmax, got: Softmax) -> str:
+    return f"your kernel wrote {_short(got)}, expected {_short(expected)}."
+
+
 softmax_kernel = Exercise(
     softmax_kernel,
     _trials,
@@ -119,5 +124,6 @@ softmax_kernel = Exercise(
     "rows shorter than their block, rows that lie apart, scores of 1000 and of -1000. On a GPU, all rows at once.",
     _cause,
     lambda trial, run: None,
+    beside=_beside,
     note="# Ours. ddpkit.flash_triton has the kernels of FlashAttention, built from these calls and tl.dot.",
 )
