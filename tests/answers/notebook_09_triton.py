@@ -64,6 +64,19 @@ def softmax_kernel_divides_by_nothing(x_ptr, y_ptr, stride, columns, BLOCK: tl.c
     tl.store(y_ptr + start + offsets, tl.exp(x - tl.max(x, 0)), mask=offsets < columns)
 
 
+def softmax_kernel_takes_columns_for_its_block(x_ptr, y_ptr, stride, columns, BLOCK: tl.constexpr):
+    numbers = tl.program_id(0) * stride + tl.arange(0, columns)
+    p = tl.exp(tl.load(x_ptr + numbers))
+    tl.store(y_ptr + numbers, p / tl.sum(p, 0))
+
+
+def softmax_kernel_in_quotes(x_ptr, y_ptr, stride, columns, BLOCK: "tl.constexpr"):  # noqa: UP037 (as before Triton)
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * stride + offsets, mask=offsets < columns, other=-float("inf"))
+    p = tl.exp(x - tl.max(x, 0))
+    tl.store(y_ptr + tl.program_id(0) * stride + offsets, p / tl.sum(p, 0), mask=offsets < columns)
+
+
 WRONG = [  # exercise, answer, what the verdict must say
     ("softmax_kernel", softmax_kernel_without_maximum, "exp(1000) is inf"),
     ("softmax_kernel", softmax_kernel_without_mask, "beyond its 3 columns was counted"),
@@ -101,6 +114,7 @@ def softmax_kernel_online(x_ptr, y_ptr, stride, columns, BLOCK: tl.constexpr):
 
 
 RIGHT = [
+    ("softmax_kernel", softmax_kernel_in_quotes),
     ("softmax_kernel", softmax_kernel_in_base_2),
     ("softmax_kernel", softmax_kernel_online),
 ]

@@ -52,9 +52,24 @@ def _run_kernel(answer, rows, stride, block):
     in_rows = x.as_strided((len(rows), columns), (stride, 1))
     in_rows.copy_(torch.tensor(rows))
     with numpy.errstate(all="ignore"):  # the interpreter computes with it; what overflows, shows
-        flash_triton.triton.jit(answer)[len(rows),](x, y, stride, columns, BLOCK=block)
+        kernel = flash_triton.triton.jit(answer)
+        if flash_triton.INTERPRETED:
+            _read_quoted(kernel.rewrite().__annotations__, flash_triton.tl.constexpr)
+        try:
+            kernel[len(rows),](x, y, stride, columns, BLOCK=block)
+        except Exception as error:
+            if "arguments must be of type tl.constexpr" not in str(error):
+                raise
+            raise ValueError("tl.arange(0, BLOCK): only BLOCK is known when the kernel is made") from None
     written = [y[stride * row : stride * (row + 1) + (row + 1 == len(rows)) * block] for row in range(len(rows))]
     return Softmax([_rounded(part[:columns]) for part in written], [_rounded(part[columns:]) for part in written])
+
+
+def _read_quoted(annotations: dict, constexpr) -> None:
+    """Make BLOCK: "tl.constexpr" as good as without quotes, which the interpreter doesn't."""
+    for name, annotation in annotations.items():
+        if isinstance(annotation, str) and annotation.strip("'\"").endswith("constexpr"):
+            annotations[name] = constexpr
 
 
 def _rounded(numbers):
