@@ -90,6 +90,7 @@ class LossScaler:
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide its gradients in place, and find out whether one of them, on any rank, is inf or NaN: `overflow`.
 
+        Gradients so large that their sum is inf count as overflow, too; torch's GradScaler would step along them.
         RuntimeError: they were divided already. ValueError: they are fp16 and would round to zero after all.
 
         Cost: the gradients are read twice and written once, one all-reduce of one float, one wait for the device.

@@ -39,8 +39,8 @@ def ring_attention(
     rank isn't in.
 
     Cost per rank: 2(W-1) slices sent, of k and v, in W-1 hops, each while a block is computed. Memory: two slices of k
-    and v, and one block of scores, n × n. Causal, rank r computes r+1 of W blocks: the last rank works W times as long
-    as the first (Brandon et al. 2023 deal the tokens out in stripes instead).
+    and v, and one block of scores, n × n. Causal, rank r computes r+1 of W blocks, the last rank W times as many as
+    the first (Brandon et al. 2023 deal the tokens out in stripes instead).
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     lengths = _checked_lengths(q, k, v, group, lengths)
