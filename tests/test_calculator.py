@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from ddpkit import cost, ddp
+from ddpkit import ddp
 from ddpkit.lesson import charts, figures
 from ddpkit.lesson.calculator import (
     Slider,
@@ -16,6 +16,7 @@ from ddpkit.lesson.calculator import (
     calculator,
     zero_calculator,
 )
+from ddpkit.tools import cost
 
 CAPS = Slider("bucket cap", [1, 2, 4, 8], 4, "{} MiB".format)
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from ddpkit import cost
 from ddpkit.bench.ddp import Step
 from ddpkit.bench.results import Result, Results
 from ddpkit.lesson import charts, figures
-from ddpkit.memory import model_states
+from ddpkit.tools import cost
+from ddpkit.tools.memory import model_states
 from ddpkit.zero import plan_shards
 
 SECONDS = {"gloo": 4e-3, "ring": 2e-3, "shared memory": 1e-3, "loopback": 1.5e-3, "memcpy": 0.9e-3, "gloo again": 4e-3}

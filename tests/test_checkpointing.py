@@ -21,7 +21,8 @@ from ddpkit.checkpointing import (
     sequential_bytes,
 )
 from ddpkit.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-from ddpkit.memory import (
+from ddpkit.models import GPT, Block, mean_loss, torch_attention
+from ddpkit.tools.memory import (
     ByteDropout,
     MaterialisedAttention,
     block_activations,
@@ -29,7 +30,6 @@ from ddpkit.memory import (
     coefficients,
     measure_saved,
 )
-from ddpkit.models import GPT, Block, mean_loss, torch_attention
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

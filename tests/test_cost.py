@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit import collectives, launch, ring
-from ddpkit.cost import (
+from ddpkit.ddp import plan_buckets
+from ddpkit.lesson import figures
+from ddpkit.tools.cost import (
     ALGORITHMS,
     Fit,
     Measurement,
@@ -29,8 +31,6 @@ from ddpkit.cost import (
     timeline,
     volume,
 )
-from ddpkit.ddp import plan_buckets
-from ddpkit.lesson import figures
 
 # Counting. Every algorithm runs between two of torch's barriers, which mark its beginning and end in the records.
 

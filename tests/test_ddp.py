@@ -27,7 +27,7 @@ from ddpkit import HangError, Link, RankError, launch
 from ddpkit.batch_norm import convert
 from ddpkit.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, join, plan_buckets
 from ddpkit.models import GPT, MLP, mean_loss
-from ddpkit.text import Batches
+from ddpkit.tools.text import Batches
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
 

@@ -7,14 +7,16 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from answers import RIGHT, WRONG, notebook_00, notebook_01, notebook_02, notebook_03, notebook_04, notebook_08
+from answers import RIGHT, WRONG, bucketed_ddp, collectives, data_parallel, ranks, softmax
+from answers import ring as ring_answers
 
-from ddpkit import cost, ddp, launch, ring
+from ddpkit import ddp, launch, ring
+from ddpkit import exercises as check
 from ddpkit.ddp import NaiveDDP
-from ddpkit.lesson import check
-from ddpkit.lesson.check import notebook_04 as bucket_checks
-from ddpkit.lesson.check.exercise import is_stub, read_sum, who_is_in
+from ddpkit.exercises import bucketed_ddp as bucket_checks
+from ddpkit.exercises.checker import is_stub, read_sum, who_is_in
 from ddpkit.models import GPT, mean_loss
+from ddpkit.tools import cost
 
 EXERCISES = [name for name in check.__all__ if name != "is_stub"]
 
@@ -88,7 +90,7 @@ def _both_halves(reduce_scatter, all_gather, lengths):
 
 
 def _sent(run):
-    return [[(record.peer, record.bytes) for record in diary if record.op == "send"] for diary in run.wire]
+    return [[(record.peer, record.bytes) for record in records if record.op == "send"] for records in run.wire]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -128,7 +130,7 @@ def test_messages_that_wait_for_each_other_are_right_but_not_praised():
 
 
 def test_ring_cost_is_compared_with_a_ring_that_can_be_replayed():
-    check.ring_cost(notebook_02.ring_cost_of_all_ranks)
+    check.ring_cost(ring_answers.ring_cost_of_all_ranks)
     trace = check.ring_cost.replay()._repr_mimebundle_()["text/plain"]
     assert trace.count(" sends ") == 6 * 10
 
@@ -198,12 +200,14 @@ def test_sum_or_mean_gives_the_gradients_of_one_process(reduction):
 
 def test_other_ways_to_average_get_a_word_of_their_own():
     assert "the tied weight too" in check.average_gradients(check.average_gradients.reference).text
-    assert "notebook 04 begins with that" in check.average_gradients(notebook_03.average_gradients_in_one_message).text
-    assert "ReduceOp.AVG divides on the way" in check.average_gradients(notebook_03.average_gradients_by_avg).text
+    assert (
+        "notebook 04 begins with that" in check.average_gradients(data_parallel.average_gradients_in_one_message).text
+    )
+    assert "ReduceOp.AVG divides on the way" in check.average_gradients(data_parallel.average_gradients_by_avg).text
 
 
 def test_replay_of_the_hook_as_found_shows_that_parameters_travel():
-    found = check.HookedDDP(notebook_03.HookedAsFound).text
+    found = check.HookedDDP(data_parallel.HookedAsFound).text
     assert "gave to all_reduce is 7" in found
     assert "still empty" not in found  # synchronize is, and the reference's is, too
     steps = check.HookedDDP.replay().text.splitlines()
@@ -225,7 +229,7 @@ def _in_buckets(wrapper, gpt):
 
 
 def _reduced_bytes(run):
-    return [[record.bytes for record in diary if record.op == "all_reduce"] for diary in run.wire]
+    return [[record.bytes for record in records if record.op == "all_reduce"] for records in run.wire]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])  # divided before or after, by 2 or 4: the bits are the same
@@ -277,11 +281,11 @@ def test_a_class_is_not_written_yet_while_all_its_methods_are_empty(name, method
 
 
 def test_a_class_with_some_methods_empty_is_judged_and_they_are_named():
-    verdict = check.OverlapDDP(notebook_04.OverlapHasNothingToWaitFor)
+    verdict = check.OverlapDDP(bucketed_ddp.OverlapHasNothingToWaitFor)
     assert verdict.passed is False
     assert "\nsynchronize is still empty." in verdict.text
-    assert "\nadd_bucket, ready are still empty." in check.BucketedDDP(notebook_04.BucketedHalfWritten).text
-    assert "still empty" not in check.OverlapDDP(notebook_04.OverlapWaitsInTheHook).text
+    assert "\nadd_bucket, ready are still empty." in check.BucketedDDP(bucketed_ddp.BucketedHalfWritten).text
+    assert "still empty" not in check.OverlapDDP(bucketed_ddp.OverlapWaitsInTheHook).text
 
 
 def test_a_decorated_stub_is_not_written_yet():
@@ -294,12 +298,12 @@ def test_a_decorated_stub_is_not_written_yet():
 
 
 def test_replay_of_buckets_in_the_order_of_arrival_shows_what_was_added_up():
-    assert not check.BucketedDDP(notebook_04.BucketedByArrival).passed
+    assert not check.BucketedDDP(bucketed_ddp.BucketedByArrival).passed
     assert "rank 0 [26, 26, 26], rank 1 [60, 60, 60] →" in check.BucketedDDP.replay().text
 
 
 def test_an_error_that_is_not_about_none_is_left_as_it_is():
-    verdict = check.average_gradients(notebook_00.neighbours_open)
+    verdict = check.average_gradients(ranks.neighbours_open)
     assert "neighbours_open() takes 0 positional arguments" in verdict.text
     assert "isn't trained" not in verdict.text
 
@@ -319,7 +323,7 @@ def test_failures_without_a_cause_offer_hints_from_the_second_on_each_once():
 def test_a_failure_whose_cause_is_named_offers_no_hint():
     exercise = check.plan_buckets
     exercise._failures, exercise._hints_given = 1, 0
-    verdict = exercise(notebook_04.plan_buckets_by_first)
+    verdict = exercise(bucketed_ddp.plan_buckets_by_first)
     assert "in the order of their last gradients" in verdict.text
     assert "Hint:" not in verdict.text
     assert str(exercise.hint()) == exercise.hints[0]
@@ -327,11 +331,11 @@ def test_a_failure_whose_cause_is_named_offers_no_hint():
 
 def test_a_wrong_plan_is_shown_what_it_was_given():
     sizes = "sizes=[(2, torch.bfloat16), (4, torch.float32), (2, torch.bfloat16), (4, torch.float32)"
-    assert sizes in check.plan_buckets(notebook_04.plan_buckets_by_first).text
+    assert sizes in check.plan_buckets(bucketed_ddp.plan_buckets_by_first).text
 
 
 def test_failed_check_offers_a_replay_of_the_smallest_failing_world():
-    check.broadcast(notebook_01.broadcast_from_0)
+    check.broadcast(collectives.broadcast_from_0)
     replay = check.broadcast.replay()
     assert "rank 0 sends" in replay._repr_mimebundle_()["text/plain"]
     check.broadcast(check.broadcast.reference)
@@ -341,18 +345,18 @@ def test_failed_check_offers_a_replay_of_the_smallest_failing_world():
 
 
 def test_a_replay_is_offered_of_what_was_said():
-    assert ".replay()" in check.broadcast(notebook_01.broadcast_from_0).text
-    verdict = check.plan_buckets(notebook_04.plan_buckets_every_other)
+    assert ".replay()" in check.broadcast(collectives.broadcast_from_0).text
+    verdict = check.plan_buckets(bucketed_ddp.plan_buckets_every_other)
     assert verdict.text.endswith("More: check.plan_buckets.hint() · .solution()")
 
 
 def test_nothing_is_replayed_where_nothing_was_sent():
-    check.online_softmax(notebook_08.online_softmax_by_torch)
+    check.online_softmax(softmax.online_softmax_by_torch)
     assert "the ranks sent nothing, so there is nothing to replay" in check.online_softmax.replay().text
 
 
 def test_an_exercise_without_ranks_speaks_of_none():
-    said = check.online_softmax(notebook_08.online_softmax_without_a_maximum).text
+    said = check.online_softmax(softmax.online_softmax_without_a_maximum).text
     assert said.startswith("✗ online_softmax on the row 0, 1000: it raised OverflowError: math range error, expected [")
     assert "rank" not in said
 
@@ -363,7 +367,7 @@ def test_not_a_function():
 
 def test_is_stub():
     assert is_stub(lambda: ...) is False
-    assert not is_stub(notebook_01.broadcast_from_0)
+    assert not is_stub(collectives.broadcast_from_0)
 
 
 def test_digits_tell_which_ranks_are_in_a_sum():

@@ -19,8 +19,8 @@ from ddpkit.flash_attention import (
     one_loop_attention,
     tile_rows,
 )
-from ddpkit.memory import measure_saved, watch
 from ddpkit.models import GPT, mean_loss, torch_attention
+from ddpkit.tools.memory import measure_saved, watch
 
 DEVICES = [
     "cpu",

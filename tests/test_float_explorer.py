@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 from test_figures import has_colour
 
-from ddpkit import floats
 from ddpkit.lesson import figures
 from ddpkit.lesson.float_explorer import float_explorer, parse
+from ddpkit.tools import floats
 
 TENTH = """\
 0.1 in bf16: 0 01111011 1001101, 2^-4 × 1.6015625

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from ddpkit.floats import (
+from ddpkit.tools.floats import (
     BF16,
     E4M3,
     E5M2,

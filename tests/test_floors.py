@@ -10,35 +10,37 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 
-# From the ground up: a subject imports only torch, the standard library and subjects before it in this list.
+# From the ground up: a subject imports only torch, the standard library, tools and subjects before it in this list.
 SUBJECTS = [
-    "cost",
-    "memory",
-    "floats",
+    "transport",
     "softmax",
     "flash_attention",
-    "flash_triton",
     "collectives",
     "ring",
     "ring_attention",
     "shared_memory",
+    "parameter_server",
     "ddp",
     "batch_norm",
-    "parameter_server",
     "mixed_precision",
     "checkpointing",
     "zero",
+    "fsdp",
     "pipeline",
     "tensor_parallel",
     "models",
-    "text",
     "train",
 ]
+RE_EXPORTS = {"cost": "tools", "memory": "tools", "flash_triton": "fast"}  # public names of what lives elsewhere
+BELOW = {"runtime", "subjects", "fast", "tools"}
 MAY_IMPORT = {  # beyond torch, the standard library and its own kind
-    "subjects": {"triton", "tqdm"},
-    "runtime": {"cloudpickle", "IPython"},
-    "lesson": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy", "runtime", "subjects"},
-    "bench": {"runtime", "subjects", "lesson", "numpy"},
+    "tools": set(),
+    "subjects": {"tools"},
+    "fast": {"subjects", "tools", "triton"},
+    "runtime": {"tools", "cloudpickle", "IPython"},
+    "exercises": BELOW | {"lesson"},
+    "lesson": BELOW | {"exercises", "IPython", "PIL", "ipywidgets", "matplotlib", "numpy"},
+    "bench": BELOW | {"lesson", "numpy"},
     "doctor": {"runtime", "psutil"},
     "__init__": {"runtime"},
 }
@@ -47,7 +49,7 @@ ONLY_WHEN_USED = {"IPython", "ipywidgets", "matplotlib", "psutil", "tqdm"}
 
 def floor(name: str) -> str:
     """The floor of ddpkit.`name`: 'runtime', 'lesson', ... or 'subjects'."""
-    return "subjects" if name in SUBJECTS else name
+    return "subjects" if name in SUBJECTS else RE_EXPORTS.get(name, name)
 
 
 def imports(tree: ast.Module, package: list[str]) -> list[tuple[str, bool]]:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit import Link, cost, launch
+from ddpkit import Link, launch
 from ddpkit.runtime.link import steps_and_bytes
+from ddpkit.tools import cost
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit import memory
-from ddpkit.memory import (
+from ddpkit.models import GPT, Block, mean_loss, torch_attention
+from ddpkit.tools import memory
+from ddpkit.tools.memory import (
     KINDS,
     MOMENTS,
     PRECISIONS,
@@ -27,7 +28,6 @@ from ddpkit.memory import (
     model_states,
     watch,
 )
-from ddpkit.models import GPT, Block, mean_loss, torch_attention
 
 GB, GIB = 10**9, 2**30
 

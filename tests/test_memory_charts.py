@@ -9,7 +9,8 @@ from torch import nn
 
 from ddpkit.checkpointing import checkpoint, selective_checkpoint
 from ddpkit.lesson import figures, memory_charts
-from ddpkit.memory import (
+from ddpkit.models import GPT, mean_loss, torch_attention
+from ddpkit.tools.memory import (
     KINDS,
     ByteDropout,
     MaterialisedAttention,
@@ -19,7 +20,6 @@ from ddpkit.memory import (
     model_states,
     watch,
 )
-from ddpkit.models import GPT, mean_loss, torch_attention
 
 
 def image(picture) -> Image.Image:

@@ -22,7 +22,7 @@ from ddpkit import launch
 from ddpkit.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, broadcast_module
 from ddpkit.mixed_precision import LossScaler, MixedPrecisionOptimizer
 from ddpkit.models import GPT, mean_loss
-from ddpkit.text import Batches, encode, text
+from ddpkit.tools.text import Batches, encode, text
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
 
@@ -211,8 +211,8 @@ def test_one_rank_with_an_overflow_is_enough_for_all_to_skip(world_size):
     run = launch(check_agreement, world_size, world_size=world_size)
     assert list(run) == [[]] * world_size
     steps = 2 * 2 * world_size
-    for diary in run.wire:
-        assert [(record.op, record.bytes) for record in diary] == [("all_reduce", 4)] * steps  # one float a step
+    for records in run.wire:
+        assert [(record.op, record.bytes) for record in records] == [("all_reduce", 4)] * steps  # one float a step
 
 
 def check_groups():
@@ -595,9 +595,9 @@ def one_step(wrap, accumulation, dtype):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_travel_in_16_bits_once_a_step_and_one_float_after_them(accumulation):
     run = launch(one_step, FlatDDP, accumulation, torch.float16, world_size=2)
-    for numel, diary in zip(run, run.wire, strict=True):
-        begin = max(number for number, record in enumerate(diary) if record.op == "barrier")
-        sent = [(record.op, record.bytes) for record in diary[begin + 1 :]]
+    for numel, records in zip(run, run.wire, strict=True):
+        begin = max(number for number, record in enumerate(records) if record.op == "barrier")
+        sent = [(record.op, record.bytes) for record in records[begin + 1 :]]
         assert sent == [("all_reduce", 2 * numel), ("all_reduce", 4)]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpkit.models import GPT, MLP, mean_loss
-from ddpkit.text import Batches, encode, text
+from ddpkit.tools.text import Batches, encode, text
 
 
 @pytest.fixture(autouse=True)

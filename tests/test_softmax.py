@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import twin
 
+from ddpkit import exercises as check
 from ddpkit import launch
-from ddpkit.lesson import check
 from ddpkit.softmax import (
     Traffic,
     blockwise_softmax,

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 import torch
 
-from ddpkit.text import Batches, decode, encode, text
+from ddpkit.tools.text import Batches, decode, encode, text
 
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -138,7 +138,7 @@ def test_every_epoch_and_every_seed_has_its_own_order():
 
 ELSEWHERE = """
 import torch
-from ddpkit.text import Batches
+from ddpkit.tools.text import Batches
 torch.manual_seed(7)
 batches = Batches(torch.arange(61), 4, 3, rank=1, world_size=3, seed=5)
 print([[inputs.tolist() for inputs, _ in batches] for _ in range(2)])

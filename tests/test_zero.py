@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from ddpkit import HangError, RankError, launch, ring
-from ddpkit.lesson import check
+from ddpkit import exercises as check
 from ddpkit.models import GPT, mean_loss
 from ddpkit.zero import BucketPlan, Part, ShardedLinear, ZeroOptimizer, plan_shards
 
@@ -462,14 +462,14 @@ def sent_before_each_gradient():
     """How many messages were sent before the gradients of the layers were ready, one after the other."""
     module = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
     optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, 1 / 2**20, lr=0.1)
-    sent, diary = [], dist.group.WORLD.recorder.diary
+    sent, records = [], dist.group.WORLD.recorder.records
 
     def look(parameter):
-        sent.append(sum(record.op == "send" for record in diary))
+        sent.append(sum(record.op == "send" for record in records))
 
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(look)
-    before = sum(record.op == "send" for record in diary)
+    before = sum(record.op == "send" for record in records)
     module(torch.ones(1, 16)).sum().backward()
     optimizer.step()
     return [number - before for number in sent]

@@ -23,8 +23,8 @@ from torch.profiler import profile
 
 from .. import bench
 from ..flash_attention import attention, flash_attention
-from ..memory import allocator_peak, watch
 from ..runtime.launch import launch
+from ..tools.memory import allocator_peak, watch
 from . import interleave
 from .results import AGAIN, Goal, Result, Results, judge
 

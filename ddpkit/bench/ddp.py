@@ -30,13 +30,14 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .. import bench, cost
+from .. import bench
 from ..ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlapDDP, plan_buckets
 from ..lesson import charts
 from ..models import GPT, mean_loss
 from ..runtime.launch import launch
 from ..runtime.link import Link
-from ..text import Batches, encode, text
+from ..tools import cost
+from ..tools.text import Batches, encode, text
 from . import interleave
 from .results import AGAIN, RESAMPLES, Goal, Ratio, Result, Results, judge
 

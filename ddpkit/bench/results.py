@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import cost
+from ..tools import cost
 from . import table
 
 AGAIN = " again"  # after the baseline's name: the same code, timed a second time in every round

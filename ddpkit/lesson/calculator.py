@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .. import cost, ddp, memory
+from .. import ddp
+from ..tools import cost, memory
 from . import charts
 from .figures import WRONG, Picture, count, size
 

@@ -8,7 +8,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .. import cost, memory, zero
+from .. import zero
+from ..tools import cost, memory
 from . import figures
 from .figures import (
     EMPTY,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .. import floats
+from ..tools import floats
 
 DPI = 96  # a figure's pixel is a pixel of the page, so 14 pt in the figure are 14 pt on the screen
 WIDEST = 1040  # pixels that a page of JupyterLab has room for

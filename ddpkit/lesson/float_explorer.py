@@ -3,7 +3,7 @@
 import math
 from fractions import Fraction
 
-from .. import floats
+from ..tools import floats
 from . import figures
 from .calculator import Panel
 from .figures import Picture

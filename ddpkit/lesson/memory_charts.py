@@ -5,7 +5,7 @@ Nothing here depends on the machine, so their words hold the numbers that they s
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..memory import (
+from ..tools.memory import (
     KINDS,
     PRECISIONS,
     Term,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..floats import FP16
+from ..tools.floats import FP16
 from .calculator import Calculator, Slider, calculator
 from .charts import HEIGHT, LEFT, _axes, _head
 from .figures import FAINT, LARGE, NORMAL, RANK_COLOURS, WIDEST, WRONG, Canvas, Picture

@@ -96,9 +96,9 @@ def launch(
         output = watch.show_output()
         results, wire = [], []
         for rank in ranks:
-            value, diary = _load_result(rank, watch)
+            value, records = _load_result(rank, watch)
             results.append(value)
-            wire.append(diary)
+            wire.append(records)
     processes.preload(set().union(*slow_imports.values()))
     return Run(results, output, wire, time.perf_counter() - begun, choice.line, link)
 
@@ -208,14 +208,14 @@ def _join_running_world(fn, args, kwargs, link, keep_values) -> Run:
     if not dist.is_initialized():
         _initialise_under_torchrun(link)
     recorder = getattr(dist.group.WORLD, "recorder", None)  # None: the script initialised torch.distributed itself
-    before = len(recorder.diary) if recorder else 0
+    before = len(recorder.records) if recorder else 0
     if recorder:
         recorder.link, recorder.keep_values = link, keep_values
     begun = time.perf_counter()
     value = fn(*args, **kwargs)
     seconds = time.perf_counter() - begun
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (value, recorder.diary[before:] if recorder else []))
+    dist.all_gather_object(everyone, (value, recorder.records[before:] if recorder else []))
     values, wire = ([one[part] for one in everyone] for part in (0, 1))
     line = f"{dist.get_backend()}: in the world that torchrun started"
     return Run(values, [""] * len(everyone), wire, seconds, line, link)

@@ -25,7 +25,7 @@ from .link import Link, steps_and_bytes
 
 NEVER = timedelta(days=365)  # Gloo's own timeout must not come before the report that explains the hang
 KEPT_ELEMENTS = 64  # keep_values keeps messages and buffers up to this size
-LONGEST_DIARY = 200_000  # records a rank keeps; older ones are dropped
+MOST_RECORDS = 200_000  # records a rank keeps; older ones are dropped
 
 # Frames of these belong to the library; a record names the line of the reader's own code.
 _LIBRARY_FOLDERS = tuple(
@@ -39,9 +39,9 @@ _LIBRARY_FOLDERS = tuple(
 
 
 class Recorder:
-    """What one rank said: on the board for the others, in `diary` for itself.
+    """What one rank said: on the board for the others, in `records` for itself.
 
-    board, rank: None under torchrun, where no memory is shared; then only the diary is kept.
+    board, rank: None under torchrun, where no memory is shared; then only the records is kept.
     disagree: called with {rank: record} when another rank said something else at the same place.
     """
 
@@ -54,7 +54,7 @@ class Recorder:
         disagree: Callable[[dict[int, Record]], None] | None = None,
     ):
         self.rank, self.board, self.link, self.keep_values = rank, board, link, keep_values
-        self.diary: list[Record] = []
+        self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
         self.link_out, self.link_in = 0.0, 0.0  # when this rank's emulated link is free again, each way
         self._disagree = disagree
@@ -72,9 +72,9 @@ class Recorder:
         with self._lock:
             record.seq = self._seq[record.channel] = self._seq.get(record.channel, -1) + 1
             index, self._calls = self._calls, self._calls + 1
-            self.diary.append(record)
-            if len(self.diary) > LONGEST_DIARY:
-                del self.diary[: LONGEST_DIARY // 2]
+            self.records.append(record)
+            if len(self.records) > MOST_RECORDS:
+                del self.records[: MOST_RECORDS // 2]
             if self.board is None:
                 return
             self._indices[id(record)] = index

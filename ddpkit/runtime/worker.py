@@ -29,7 +29,6 @@ from .wire import Recorder, register_wire
 
 SLOW_IMPORTS = ("torch._dynamo",)  # a second or two; the first optimizer of a process imports it
 RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-OWN_FOLDERS = RUNTIME_FOLDER, os.path.abspath(os.path.join(RUNTIME_FOLDER, "../lesson/check")) + os.sep
 
 
 @dataclass
@@ -75,7 +74,7 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
             function, args, kwargs = pickle.load(file)
         join(assignment, recorder)
         value = function(*args, **kwargs)
-        save(assignment.path("result"), (value, recorder.diary))
+        save(assignment.path("result"), (value, recorder.records))
         recorder.board.set_state(assignment.rank, RETURNED)
         reply = ("done", [name for name in SLOW_IMPORTS if name in sys.modules])
     except BaseException as error:
@@ -239,7 +238,7 @@ def save(path: Path, value: object):
 
 
 def failure(error: BaseException) -> Failure:
-    """`error` as plain data. Frames of this package and of checkers are left out: the reader's own code matters."""
+    """`error` as plain data, without the frames of this folder and of modules that say `__tracebackhide__ = True`."""
     try:
         message = str(error)
     except Exception as another:
@@ -251,7 +250,7 @@ def failure(error: BaseException) -> Failure:
     frames = [
         (frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(OWN_FOLDERS)
+        if not frame.f_code.co_filename.startswith(RUNTIME_FOLDER) and not frame.f_globals.get("__tracebackhide__")
     ]
     if isinstance(error, SyntaxError) and error.filename:
         message, frames = error.msg, [(error.filename, error.lineno or 0, "<module>")]

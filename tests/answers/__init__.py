@@ -3,31 +3,31 @@
 from itertools import chain
 
 from . import (
-    notebook_00,
-    notebook_01,
-    notebook_02,
-    notebook_03,
-    notebook_04,
-    notebook_05,
-    notebook_06,
-    notebook_07,
-    notebook_08,
-    notebook_09,
-    notebook_09_triton,
+    bucketed_ddp,
+    collectives,
+    data_parallel,
+    flash_attention,
+    memory,
+    mixed_precision,
+    ranks,
+    ring,
+    softmax,
+    softmax_kernel,
+    zero,
 )
 
 NOTEBOOKS = (
-    notebook_00,
-    notebook_01,
-    notebook_02,
-    notebook_03,
-    notebook_04,
-    notebook_05,
-    notebook_06,
-    notebook_07,
-    notebook_08,
-    notebook_09,
-    notebook_09_triton,
+    ranks,
+    collectives,
+    ring,
+    data_parallel,
+    bucketed_ddp,
+    mixed_precision,
+    memory,
+    zero,
+    softmax,
+    flash_attention,
+    softmax_kernel,
 )
 WRONG = list(chain.from_iterable(notebook.WRONG for notebook in NOTEBOOKS))
 RIGHT = list(chain.from_iterable(notebook.RIGHT for notebook in NOTEBOOKS))

@@ -3,12 +3,12 @@
 import torch
 import torch.distributed as dist
 
-from ddpkit.lesson.check import notebook_05
+from ddpkit.exercises import mixed_precision
 from ddpkit.mixed_precision import LossScaler
 
 # LossScaler
 
-Right = notebook_05.LossScaler.reference
+Right = mixed_precision.LossScaler.reference
 
 
 def _gradients(optimizer):
@@ -436,11 +436,11 @@ def predict_bytes_always_16(parameters, precision, optimizer):
 
 
 def predict_bytes_of_one(parameters, precision, optimizer):
-    return notebook_05.predict_bytes.reference(1, precision, optimizer)
+    return mixed_precision.predict_bytes.reference(1, precision, optimizer)
 
 
 def predict_bytes_numbers(parameters, precision, optimizer):
-    return notebook_05.predict_bytes.reference(parameters, precision, optimizer) // 4
+    return mixed_precision.predict_bytes.reference(parameters, precision, optimizer) // 4
 
 
 def _bytes(weight, gradient, master, moment, moments=(0, 1, 2)):
@@ -471,7 +471,7 @@ predict_bytes_half_of_all = _named("predict_bytes_half_of_all", _bytes(2, 2, 0, 
 
 
 def predict_bytes_master_in_fp32_too(parameters, precision, optimizer):
-    return notebook_05.predict_bytes.reference(parameters, precision, optimizer) + 4 * parameters
+    return mixed_precision.predict_bytes.reference(parameters, precision, optimizer) + 4 * parameters
 
 
 def predict_bytes_prints(parameters, precision, optimizer):

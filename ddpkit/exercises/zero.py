@@ -14,7 +14,9 @@ from ddpkit.ring import ring_all_gather, ring_reduce_scatter
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.launch import Run
 
-from .exercise import Exercise, Trial
+from .checker import Exercise, Trial
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 # shard_plan(numels, world_size)
 
@@ -361,10 +363,10 @@ def _others_stale(rank: int, expected: Trained, first: list[float]) -> str:
 def _step_wire(trial: Trial, run: Run) -> str | None:
     world_size, whole = trial.world_size, NUMEL * 8
     needed = trial.args[0] * 2 * (world_size - 1) * whole / world_size
-    for rank, diary in enumerate(run.wire):
-        sent = sum(_sent(record, rank, world_size) for record in diary)
+    for rank, records in enumerate(run.wire):
+        sent = sum(_sent(record, rank, world_size) for record in records)
         if sent > needed:
-            reduced = [record.op for record in diary if record.op == "all_reduce"]
+            reduced = [record.op for record in records if record.op == "all_reduce"]
             why = (
                 "An all_reduce gives every rank the whole sum; it needs a shard." if reduced else "What is sent twice?"
             )

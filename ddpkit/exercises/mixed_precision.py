@@ -14,7 +14,9 @@ from ddpkit.mixed_precision import LossScaler as Scaler
 from ddpkit.mixed_precision import MixedPrecisionOptimizer
 from ddpkit.runtime.launch import Run
 
-from .exercise import Exercise, Trial
+from .checker import Exercise, Trial
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 # LossScaler
 
@@ -190,14 +192,14 @@ def _wrong_scale(plan: list[str], right: float, found: float, rank: int, odd: in
 
 def _scaler_wire(trial: Trial, run: Run) -> str | None:
     """One number a step."""
-    for rank, diary in enumerate(run.wire):
-        steps, calls = len(trial.args[0]), len(diary)
-        if calls > steps or any(record.bytes > 8 for record in diary):
+    for rank, records in enumerate(run.wire):
+        steps, calls = len(trial.args[0]), len(records)
+        if calls > steps or any(record.bytes > 8 for record in records):
             found = (
-                f"the values are right, but rank {rank} sent {sum(record.bytes for record in diary)} bytes in {calls} "
+                f"the values are right, but rank {rank} sent {sum(r.bytes for r in records)} bytes in {calls} "
                 f"calls for {steps} step{'s' * (steps > 1)}."
             )
-            if any(record.op != "all_reduce" for record in diary):
+            if any(record.op != "all_reduce" for record in records):
                 return f"{found}\nOne all_reduce a step is enough."
             return (
                 f"{found}\nAdd up on the rank first, whether any of its gradients overflowed: one float for all of "

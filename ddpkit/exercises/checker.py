@@ -9,6 +9,8 @@ from ddpkit.runtime.errors import LaunchError
 from ddpkit.runtime.hang import describe_place
 from ddpkit.runtime.launch import Run, launch
 
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
 PATIENCE_S = 20.0
 LIBRARYS_OWN = "# The library's own. It serves sub-groups, too, and names mistakes; the algorithm is in what remains."
 
@@ -200,13 +202,13 @@ def _opcodes(code) -> list[tuple[str, object]]:
 
 def messages(run: Run) -> Iterator:
     """All sends of all ranks."""
-    return (record for diary in run.wire for record in diary if record.op == "send")
+    return (record for records in run.wire for record in records if record.op == "send")
 
 
 def _forgotten_handle(run: Run) -> str | None:
     """A message that was begun with isend or irecv, and that nobody waited for: it may arrive late, or never."""
-    for rank, diary in enumerate(run.wire):
-        for record in diary:
+    for rank, records in enumerate(run.wire):
+        for record in records:
             if record.op in ("send", "recv") and record.waited is None:
                 place = describe_place((record.file, record.line, record.function))
                 return (
@@ -218,9 +220,9 @@ def _forgotten_handle(run: Run) -> str | None:
 
 def _overwritten(run: Run) -> str | None:
     """A message that arrived with other numbers than it was sent with."""
-    arrived = {(r.channel, r.seq): r.result for diary in run.wire for r in diary if r.op == "recv"}
-    for rank, diary in enumerate(run.wire):
-        for record in diary:
+    arrived = {(r.channel, r.seq): r.result for records in run.wire for r in records if r.op == "recv"}
+    for rank, records in enumerate(run.wire):
+        for record in records:
             got = arrived.get((record.channel, record.seq)) if record.op == "send" else None
             if None not in (got, record.values) and got != record.values:
                 place = describe_place((record.file, record.line, record.function))
@@ -234,7 +236,7 @@ def _overwritten(run: Run) -> str | None:
 
 def ready_made(run: Run) -> str | None:
     """A collective of torch's, where only messages were allowed."""
-    ops = sorted({r.op for diary in run.wire for r in diary if r.op not in ("send", "recv", "new_group")})
+    ops = sorted({r.op for records in run.wire for r in records if r.op not in ("send", "recv", "new_group")})
     if not ops:
         return None
     return (

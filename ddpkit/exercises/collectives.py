@@ -5,7 +5,9 @@ import torch.distributed as dist
 
 from ddpkit import collectives
 
-from .exercise import Exercise, Trial, read_sum
+from .checker import Exercise, Trial, read_sum
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 ELEMENT_BYTES = torch.tensor([0]).element_size()  # the trials use torch's default integers
 

@@ -1,17 +1,17 @@
 """Checks of the reader's answers: `check.broadcast(broadcast)`. One file per notebook, one checker per exercise."""
 
-from .exercise import is_stub
-from .notebook_00 import neighbours, say_hello
-from .notebook_01 import all_gather, all_reduce, broadcast, reduce_scatter
-from .notebook_02 import ring_all_gather, ring_cost, ring_reduce_scatter
-from .notebook_03 import HookedDDP, average_gradients, sum_or_mean
-from .notebook_04 import BucketedDDP, OverlapDDP, no_sync, plan_buckets
-from .notebook_05 import LossScaler, master_step, predict_bytes
-from .notebook_06 import Checkpoint, block_bytes
-from .notebook_07 import shard_plan, zero_step
-from .notebook_08 import merge, online_softmax
-from .notebook_09 import flash_backward, flash_forward
-from .notebook_09_triton import softmax_kernel
+from .bucketed_ddp import BucketedDDP, OverlapDDP, no_sync, plan_buckets
+from .checker import is_stub
+from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from .data_parallel import HookedDDP, average_gradients, sum_or_mean
+from .flash_attention import flash_backward, flash_forward
+from .memory import Checkpoint, block_bytes
+from .mixed_precision import LossScaler, master_step, predict_bytes
+from .ranks import neighbours, say_hello
+from .ring import ring_all_gather, ring_cost, ring_reduce_scatter
+from .softmax import merge, online_softmax
+from .softmax_kernel import softmax_kernel
+from .zero import shard_plan, zero_step
 
 __all__ = [
     "BucketedDDP",

@@ -16,7 +16,9 @@ from ddpkit.runtime.board import Record
 from ddpkit.runtime.hang import describe_place
 from ddpkit.runtime.launch import Run
 
-from .exercise import Exercise, Trial
+from .checker import Exercise, Trial
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
 class Small(nn.Module):
@@ -97,8 +99,8 @@ def _small_left(scale: int) -> Left:
 
 def _not_waited_for(trial: Trial, run: Run) -> str | None:
     """A collective that was begun with async_op=True, and that nobody waited for."""
-    for rank, diary in enumerate(run.wire):
-        for record in diary:
+    for rank, records in enumerate(run.wire):
+        for record in records:
             if record.waited is None:
                 place = describe_place((record.file, record.line, record.function))
                 return (
@@ -247,20 +249,20 @@ def _average_cause(trial: Trial, rank: int, expected: Left, got: Left):
 def _average_wire(trial: Trial, run: Run) -> str | None:
     """Each gradient goes out once, in as many messages as there are parameters, or fewer."""
     needed = sum(GRADIENT_BYTES.values())
-    for rank, diary in enumerate(run.wire):
-        nbytes = sum(record.bytes for record in diary)
+    for rank, records in enumerate(run.wire):
+        nbytes = sum(record.bytes for record in records)
         if nbytes > needed:
             # body.weight is as large as the tied weight: that makes two
-            again = [r.bytes for r in diary if r.op == "all_reduce"].count(GRADIENT_BYTES["tokens.weight"]) > 2
+            again = [r.bytes for r in records if r.op == "all_reduce"].count(GRADIENT_BYTES["tokens.weight"]) > 2
             why = "tokens.weight is head.weight, too: one parameter, sent twice. module.parameters() gives it once."
             other = "Replay it: what does an all_reduce of each gradient not do already?"
             return (
                 f"the values are right, but rank {rank} sent {nbytes} bytes where its gradients have {needed}.\n"
                 f"{why if again else other}"
             )
-        if len(diary) > len(NUMELS):
+        if len(records) > len(NUMELS):
             return (
-                f"the values and the bytes are right, but rank {rank} made {len(diary)} calls for {len(NUMELS)} "
+                f"the values and the bytes are right, but rank {rank} made {len(records)} calls for {len(NUMELS)} "
                 "gradients: an all_reduce takes a whole tensor."
             )
     return None
@@ -495,8 +497,8 @@ def _own_first(rank: int, world_size: int) -> Left:
 def _hooked_wire(trial: Trial, run: Run) -> str | None:
     """Each gradient goes out once a step; what else than all_reduce is said, at the start, is no concern here."""
     needed = trial.args[0] * sum(parameter.nbytes for parameter in Line().parameters())
-    for rank, diary in enumerate(run.wire):
-        nbytes = sum(record.bytes for record in diary if record.op == "all_reduce")
+    for rank, records in enumerate(run.wire):
+        nbytes = sum(record.bytes for record in records if record.op == "all_reduce")
         if nbytes != needed:
             return (
                 f"the values are right, but rank {rank} handed {nbytes} bytes to all_reduce where its gradients have "

@@ -17,7 +17,9 @@ from ddpkit.lesson.figures import hop_numbers
 from ddpkit.runtime.hang import describe_place, situations
 from ddpkit.runtime.launch import Run
 
-from .exercise import Exercise, Trial, ready_made
+from .checker import Exercise, Trial, ready_made
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 ELEMENT_BYTES = torch.tensor([0]).element_size()  # the trials use torch's default integers
 
@@ -119,9 +121,9 @@ def _races(trial: Trial, run: Run) -> str | None:
     """A message that was combined, or passed on, before the rank had waited for it."""
     if trial.args[-1] < trial.world_size:  # empty chunks: which message is whose can't be told
         return None
-    for rank, diary in enumerate(run.wire):
-        sends = [record for record in diary if record.op == "send"]
-        receives = [record for record in diary if record.op == "recv"]
+    for rank, records in enumerate(run.wire):
+        sends = [record for record in records if record.op == "send"]
+        receives = [record for record in records if record.op == "recv"]
         combined = run[rank].combined
         for receive, at in zip(receives, combined, strict=True) if len(combined) == len(receives) else ():
             if at < receive.done:
@@ -153,9 +155,9 @@ def _ring_wire(trial: Trial, run: Run, stays: Callable[[int, int], int]) -> str 
     if by_torch:
         return by_torch
     world_size, numel = trial.world_size, trial.args[-1]
-    for rank, diary in enumerate(run.wire):
+    for rank, records in enumerate(run.wire):
         right = (rank + 1) % world_size
-        sent = [record for record in diary if record.op == "send" and record.bytes]
+        sent = [record for record in records if record.op == "send" and record.bytes]
         peers = sorted({record.peer for record in sent}) or [right]
         if len(peers) > 1 or peers[0] not in (right, (rank - 1) % world_size):
             return (
@@ -428,7 +430,7 @@ def _run_ring_cost(answer, numel):
 def _counted(run: Run) -> list[tuple[int, int]]:
     """(hops of the run, bytes sent) of each rank, as the wire saw them."""
     hops = max(hop_numbers(run).values(), default=0)
-    return [(hops, sum(record.bytes for record in diary if record.op == "send")) for diary in run.wire]
+    return [(hops, sum(record.bytes for record in records if record.op == "send")) for records in run.wire]
 
 
 def _ring_cost_trials():

@@ -17,9 +17,11 @@ from ddpkit.runtime.board import Record
 from ddpkit.runtime.launch import Run
 from ddpkit.runtime.wire import WireWork
 
-from .exercise import Exercise, Trial
-from .notebook_02 import _rank_1_comes_last
-from .notebook_03 import Left, _beside_the_average, _brief, _expect, _left, _not_waited_for, _wrong, _wrong_mean
+from .checker import Exercise, Trial
+from .data_parallel import Left, _beside_the_average, _brief, _expect, _left, _not_waited_for, _wrong, _wrong_mean
+from .ring import _rank_1_comes_last
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
 @contextlib.contextmanager
@@ -116,7 +118,7 @@ def _layers(rank: int, crossed: bool) -> tuple[str, ...]:
 
 def _said() -> list[Record]:
     """The all_reduces that this rank has begun so far."""
-    return [record for record in dist.group.WORLD.recorder.diary if record.op == "all_reduce"]
+    return [record for record in dist.group.WORLD.recorder.records if record.op == "all_reduce"]
 
 
 BY_WAIT = (
@@ -345,9 +347,9 @@ def _overlap(run: Run, plan: list[list[str]], what: str, crossed: bool = False) 
 def _volume(run: Run, plan: list[list[str]], what: str) -> str | None:
     """Whether each gradient or bucket of the plan left in one all_reduce a step, and nothing besides."""
     parameters = dict(Stack().named_parameters())
-    for rank, diary in enumerate(run.wire):
+    for rank, records in enumerate(run.wire):
         steps = len(run[rank].steps)
-        sent = [record.bytes for record in diary if record.op == "all_reduce"]
+        sent = [record.bytes for record in records if record.op == "all_reduce"]
         needed = steps * sum(parameters[name].nbytes for names in plan for name in names)
         if sum(sent) != needed:
             return (
@@ -694,8 +696,8 @@ def _bucketed_wire(trial: Trial, run: Run) -> str | None:
 
 def _homes(run: Run, plan: list[list[str]]) -> str | None:
     """Whether gradients are views of what was sent, and of the same tensors in every step."""
-    for rank, (trained, diary) in enumerate(zip(run, run.wire, strict=True)):
-        sent = [record.memory and record.memory[0] for record in diary if record.op == "all_reduce"]
+    for rank, (trained, records) in enumerate(zip(run, run.wire, strict=True)):
+        sent = [record.memory and record.memory[0] for record in records if record.op == "all_reduce"]
         for number, step in enumerate(trained.steps):
             for names, buffer in zip(plan, sent[number * len(plan) :], strict=False):
                 apart = [name for name in names if step.homes[name][0] != buffer]

@@ -1,0 +1,3 @@
+"""Lives in `ddpkit.exercises`."""
+
+from ..exercises import *  # noqa: F403
