@@ -1,18 +1,19 @@
-# make lab | test | bench | refresh.  The first run installs everything into .venv, later ones start at once.
+# make lab | test | test-all | bench | refresh.  The first run installs everything into .venv, later ones start at once.
 # Linux without a GPU: `make lab TORCH_INDEX=https://download.pytorch.org/whl/cpu` leaves out 3 GB of CUDA packages.
 PYTHON ?= python3
 TORCH_INDEX ?=
 
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
-.PHONY: lab test bench refresh
+.PHONY: lab test test-all bench refresh
 
 lab: .venv/ready
 	$(BIN)/python -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ROOT_FLAG)
 
-test: .venv/ready
+test: WHICH := -m "not slow"
+test test-all: .venv/ready
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(WHICH)
 
 bench: .venv/ready
 	$(BIN)/python -m ddpkit.bench
