@@ -1,0 +1,67 @@
+"""`@on_ranks(2, 3, 4)`: a test that runs in every rank of worlds of these sizes."""
+
+import functools
+import inspect
+import sys
+
+import cloudpickle
+import pytest
+import twin
+
+from ddpkit import launch
+from ddpkit.runtime.errors import LaunchError
+
+cloudpickle.register_pickle_by_value(twin)  # ranks don't find the tests' folder
+
+
+def on_ranks(*world_sizes: int, **options):
+    """Run the decorated test in each rank of worlds of these sizes, in one launch a size.
+
+        @on_ranks(2, 3, 4)  # options are launch's: on_ranks(2, link=Link(1e-3, 1e9))
+        def test_gradients(check, tmp_path):  # check: twin.Complaints; the rest: pytest's fixtures
+            check.same(w.grad, expected, "w.grad")  # many cases in one test: loop, name the case
+
+    Fails with what all ranks complained of, `3 ranks, rank 2: w.grad got [1.] expected [2.]`, and
+    with what they raise. Use `check`, not `assert`: that makes each rank import pytest, 0.3 s.
+    """
+
+    def decorate(test):
+        cloudpickle.register_pickle_by_value(sys.modules[test.__module__])
+
+        @functools.wraps(test)
+        def in_worlds(**fixtures):
+            for world_size in world_sizes:
+                complaints = _run(test, fixtures, world_size, options)
+                if complaints:
+                    pytest.fail("\n".join(complaints), pytrace=False)
+
+        parameters = list(inspect.signature(test).parameters.values())
+        if parameters[0].name != "check":
+            raise TypeError(f"{test.__name__} runs on ranks: expected `check` as first parameter")
+        in_worlds.__signature__ = inspect.Signature(parameters[1:])
+        return in_worlds
+
+    return decorate
+
+
+def _run(test, fixtures: dict, world_size: int, options: dict) -> list[str]:
+    """What all ranks of one world complained of."""
+    try:
+        run = launch(_complaints, test, fixtures, world_size=world_size, **options)
+    except LaunchError as error:
+        return [f"{world_size} ranks: {error}"]
+    return [f"{world_size} ranks, {one}" for its in run for one in its]
+
+
+def _complaints(test, fixtures: dict) -> list[str]:
+    """Run the test in this rank; what it complained of."""
+    check = twin.Complaints()
+    try:
+        test(check, **fixtures)
+    except BaseException:
+        print("".join(f"{one}\n" for one in check), end="")  # the report quotes the last lines
+        raise
+    return list(check)
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
