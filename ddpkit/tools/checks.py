@@ -1,0 +1,52 @@
+"""Checks of arguments, all in one form: which rank, what it got, what was expected, what to do."""
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+def mistake(name: str, got: str, expected: str, remedy: str) -> ValueError:
+    """The error of this rank in a call of `name`, to be raised.
+
+    >>> raise mistake("all_gather", "3 tensors in tensor_list", "4", "One a rank.")
+    ValueError: rank 1 called all_gather with 3 tensors in tensor_list, expected 4. One a rank.
+    """
+    who = f"rank {dist.get_rank()} called" if dist.is_initialized() else "called"
+    return ValueError(f"{who} {name} with {got}, expected {expected}. {remedy}")
+
+
+def check_in_group(name: str, group: ProcessGroup | None) -> None:
+    """ValueError unless this rank is in `group` (None: all ranks)."""
+    if dist.get_rank(group) < 0:
+        remedy = f"Call {name} on the group's ranks only."
+        raise mistake(name, "a group that it isn't in", "one of its own", remedy)
+
+
+def check_same(name: str, group: ProcessGroup | None, **values: object) -> None:
+    """The same ValueError on every rank of `group`, unless each value is equal on all of them.
+
+    values: anything that can be pickled, by the name it has for the user.
+    One all_gather_object: every rank of the group must call.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    everyones: list = [None] * len(ranks)
+    dist.all_gather_object(everyones, values, group=group)
+    for what in values:
+        by_rank = {rank: theirs[what] for rank, theirs in zip(ranks, everyones, strict=True)}
+        if any(value != everyones[0][what] for value in by_rank.values()):
+            got = ", ".join(f"rank {rank} {value}" for rank, value in by_rank.items())
+            expected = f"{name} expected the same {what} on every rank"
+            raise ValueError(f"{expected}, got {got}. Give all ranks the same.")
+
+
+def check_positive(remedy: str, **values: float) -> None:
+    """ValueError unless every value is a number > 0: check_positive("Give MiB.", cap=cap)."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"expected {name} > 0, got {value!r}. {remedy}")
+
+
+def check_counts(**values: int) -> None:
+    """ValueError unless every value is a whole number from 1: check_counts(world_size=4)."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"expected {name} to be 1 or more, got {value!r}: give a whole number")

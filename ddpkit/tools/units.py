@@ -1,0 +1,54 @@
+"""Numbers for people: three digits and a unit. MB is 10^6 bytes, MiB is 2^20.
+
+>>> size(1_500_000), binary_size(65536), duration(31e-6), rate(1.17e9), count(2, "hop")
+('1.5 MB', '64 KiB', '31 µs', '1.17 GB/s', '2 hops')
+"""
+
+DECIMAL = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+BINARY = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "bytes/s": 1.0}
+
+
+def size(nbytes: float) -> str:
+    """Bytes in powers of 1000: '96 B', '1.5 MB'."""
+    return with_unit(nbytes, DECIMAL)
+
+
+def binary_size(nbytes: float) -> str:
+    """Bytes in powers of 1024, as bucket caps are counted: '512 B', '64 KiB', '4 MiB'."""
+    return with_unit(nbytes, BINARY)
+
+
+def round_size(nbytes: int) -> str:
+    """Bytes in the unit that makes them round: '25 MiB', '100 MB'."""
+    whole = any(nbytes % unit == 0 for name, unit in BINARY.items() if name != "B")
+    return binary_size(nbytes) if whole else size(nbytes)
+
+
+def duration(seconds: float) -> str:
+    """'1.2 s', '31 µs'."""
+    return with_unit(seconds, SECONDS)
+
+
+def rate(bytes_per_s: float) -> str:
+    """'1.17 GB/s'."""
+    return with_unit(bytes_per_s, RATES)
+
+
+def count(many: int, word: str) -> str:
+    """'1 hop', '2 hops'."""
+    return f"{many} {word}" if many == 1 else f"{many} {word}s"
+
+
+def with_unit(value: float, units: dict[str, float]) -> str:
+    """`value`, to three digits, in the first unit that makes it 1 or more, else in the last.
+
+    units: {name: how much one of it is}, from the largest to the smallest.
+    """
+    for name, unit in units.items():
+        number = float(f"{value / unit:.3g}")
+        text = f"{number:.12g} {name}"
+        if abs(number) >= 1:
+            return text
+    return text
