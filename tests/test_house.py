@@ -1,0 +1,113 @@
+"""The limits of the house, and that each of them can be broken: tools/house.py has the figures."""
+
+import house
+import pytest
+from house import LIMITS
+
+
+@pytest.mark.parametrize("part", ["ddpkit", "tests"])
+def test_the_house_is_small(part):
+    assert house.lines_by_part()[part] <= LIMITS[part]
+
+
+def test_every_subject_is_one_idea():
+    assert {
+        file: count for file, count in house.subjects().items() if count > LIMITS["subject"]
+    } == {}
+
+
+def test_no_private_name_crosses_a_module():
+    assert house.private_names_across() == []
+
+
+def test_the_runtime_names_nothing_above_it():
+    assert house.names_above_the_runtime() == []
+
+
+def test_nothing_replaces_another_class_s_methods():
+    assert house.replaced_methods() == []
+
+
+def test_no_algorithm_is_spelled_twice():
+    assert house.spelled_twice() == []
+
+
+def test_every_exercise_whose_subject_is_in_the_library_has_it_as_reference():
+    assert house.references_beside_the_library() == []
+
+
+def test_no_comprehension_inside_another():
+    assert [each for path in house.sources() for each in house.nested_comprehensions(path)] == []
+
+
+RING = '''
+"""A ring."""  # one comment in 20 lines
+from .collectives import _exchange, reduce
+
+
+def ring(x: list, hops: int) -> list:
+    """One docstring."""
+    total = 0
+    for hop in range(hops):
+        total = total + x[hop % len(x)] * hop
+        x.append(total)
+    return x
+
+
+def table():
+    return [[row * column for column in range(9)] for row in range(9)]
+
+
+class Ring:
+    def _turn(self): ...
+'''
+WIRE = '''
+"""A wire for exercises."""
+from ddpkit.ring import Ring
+
+PLACE = "ddpkit/exercises"
+
+
+def turned(values, count):
+    """Another docstring, other names, the same loop."""
+    result = 0
+    for number in range(count):
+        result = result + values[number % len(values)] * number
+        values.append(result)
+    return values
+
+
+Ring.turn = turned
+setattr(Ring, "other", Ring()._turn())
+'''
+
+
+def test_the_limits_can_be_broken(tmp_path):
+    for folder in ("ddpkit/runtime", "ddpkit/fast", "tests"):
+        (tmp_path / folder).mkdir(parents=True)
+    ring, wire = tmp_path / "ddpkit/ring.py", tmp_path / "ddpkit/runtime/wire.py"
+    ring.write_text(RING)
+    wire.write_text(WIRE)
+    (tmp_path / "ddpkit/fast/ring.py").write_text(RING.replace("_", ""))
+    (tmp_path / "tests/test_ring.py").write_text("\n" * 7)
+
+    count = len(RING.splitlines()), len(WIRE.splitlines())
+    by_part = {"subjects": count[0], "fast": count[0], "runtime": count[1]}
+    by_part |= {"ddpkit": sum(by_part.values()), "tests": 7}
+    assert house.lines_by_part(tmp_path) == by_part
+    assert house.subjects(tmp_path) == {"ddpkit/ring.py": count[0]}
+    assert house.private_names_across(tmp_path) == [
+        "ddpkit/ring.py:3 _exchange",
+        "ddpkit/runtime/wire.py:18 _turn",
+    ]
+    assert house.names_above_the_runtime(tmp_path) == [
+        "ddpkit/runtime/wire.py:3 ring",
+        "ddpkit/runtime/wire.py:5 exercises",
+    ]
+    assert sorted(house.replaced_methods(tmp_path)) == [
+        "ddpkit/runtime/wire.py:17 Ring.turn",
+        "ddpkit/runtime/wire.py:18 setattr(Ring, 'other', Ring()._turn())",
+    ]
+    assert house.spelled_twice(tmp_path) == ["ddpkit/ring.py ring ~ ddpkit/runtime/wire.py turned"]
+    assert house.nested_comprehensions(ring) == ["ring.py:18"]
+    assert house.comments(ring) == 100 / count[0]
