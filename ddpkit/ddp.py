@@ -28,7 +28,6 @@ Li et al. 2020 (PyTorch's DistributedDataParallel). Notebooks 03 and 04.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .shared_memory import SharedBuffer
+from .tools.checks import check_same_on_all_ranks
 
 
 class DataParallel(nn.Module):
@@ -118,26 +118,9 @@ def broadcast_module(module: nn.Module, group: ProcessGroup | None = None) -> No
         got = f"rank {dist.get_rank()} wrapped a module for a group that it isn't in"
         raise ValueError(f"{got}, expected one of its own. Wrap it on the group's ranks only.")
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    _check_alike([(name, str(t.dtype), tuple(t.shape), t.requires_grad) for name, t in tensors], group)
+    check_same_on_all_ranks("module", tensors, group)
     for _, tensor in tensors:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
-
-
-def _check_alike(mine: list[tuple], group: ProcessGroup | None) -> None:
-    everybodys = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybodys, mine, group=group)
-    for rank, theirs in zip(dist.get_process_group_ranks(group), everybodys, strict=True):
-        for tensor, firsts in zip_longest(theirs, everybodys[0]):
-            if tensor != firsts:
-                got = f"{_describe(tensor)} on rank {rank}, {_describe(firsts)} in its place on the group's first"
-                raise ValueError(f"expected the same module on every rank, got {got}. Build it alike on all.")
-
-
-def _describe(tensor: tuple | None) -> str:
-    if tensor is None:
-        return "nothing"
-    name, dtype, shape, trained = tensor
-    return f"{name} ({dtype}, {shape}, {'trained' if trained else 'not trained'})"
 
 
 def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None) -> Iterator[tuple]:

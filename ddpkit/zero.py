@@ -34,9 +34,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .ddp import _check_alike, plan_buckets
+from .ddp import plan_buckets
 from .ring import begin_all_gather, begin_reduce_scatter, ring_all_gather, ring_reduce_scatter
 from .shared_memory import SharedBuffer
+from .tools.checks import check_same_on_all_ranks
 
 # The plan: numbers only
 
@@ -339,8 +340,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.defaults = blank.defaults
 
         self._parameters = [parameter for options in self.param_groups for parameter in options["params"]]
-        everyone = enumerate(self._parameters)
-        _check_alike([(f"parameter {n}", str(p.dtype), tuple(p.shape), p.requires_grad) for n, p in everyone], group)
+        named = [(f"parameter {number}", p) for number, p in enumerate(self._parameters)]
+        check_same_on_all_ranks("parameters", named, group)
         for parameter in self._parameters:
             if not parameter.requires_grad:
                 dist.broadcast(parameter.detach(), group=group, group_src=0)

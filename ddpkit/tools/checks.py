@@ -1,6 +1,10 @@
 """Checks of arguments, all in one form: which rank, what it got, what was expected, what to do."""
 
+from collections.abc import Iterable
+from itertools import zip_longest
+
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
@@ -36,6 +40,31 @@ def check_same(name: str, group: ProcessGroup | None, **values: object) -> None:
             got = ", ".join(f"rank {rank} {value}" for rank, value in by_rank.items())
             expected = f"{name} expected the same {what} on every rank"
             raise ValueError(f"{expected}, got {got}. Give all ranks the same.")
+
+
+def check_same_on_all_ranks(
+    what: str, tensors: Iterable[tuple[str, Tensor]], group: ProcessGroup | None
+) -> None:
+    """The same ValueError on every rank of `group`, unless all have named tensors alike.
+
+    Alike: names, shapes, dtypes, which of them are trained, and in which order they come; numbers
+    may differ. what: what they are for the user, "module". One all_gather_object.
+    """
+    mine = [_fingerprint(name, tensor) for name, tensor in tensors]
+    ranks = dist.get_process_group_ranks(group)
+    everyones: list = [None] * len(ranks)
+    dist.all_gather_object(everyones, mine, group=group)
+    for rank, theirs in zip(ranks, everyones, strict=True):
+        for tensor, firsts in zip_longest(theirs, everyones[0], fillvalue="nothing"):
+            if tensor != firsts:
+                got = f"{tensor} on rank {rank}, {firsts} in its place on rank {ranks[0]}"
+                expected = f"expected the same {what} on every rank"
+                raise ValueError(f"{expected}, got {got}. Build it alike on all.")
+
+
+def _fingerprint(name: str, tensor: Tensor) -> str:
+    trained = "trained" if tensor.requires_grad else "not trained"
+    return f"{name} ({tensor.dtype}, {tuple(tensor.shape)}, {trained})"
 
 
 def check_positive(remedy: str, **values: float) -> None:
