@@ -1,5 +1,7 @@
 """Numbers with units, as people read them."""
 
+import math
+
 import pytest
 
 from ddpkit.tools import units
@@ -30,3 +32,34 @@ from ddpkit.tools import units
 )
 def test_numbers_for_people(text, expected):
     assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1.0, "1"),
+        (-0.0, "0"),
+        (11111111.0, "11111111"),
+        (0.1234, "0.123"),
+        (-0.09861, "-0.099"),
+        (0.00012345, "1.2e-4"),
+        (1e20, "1e+20"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+        (True, "True"),
+        (None, ""),
+    ],
+)
+def test_values_take_about_six_characters(value, shown):
+    assert units.number(value) == shown
+
+
+def test_lists_and_ranks():
+    assert units.numbers([1.0, 2.5]) == "[1, 2.5]"
+    assert units.numbers(range(20)).endswith("14, 15, …]")
+    assert units.numbers(range(16)).endswith("14, 15]")
+    assert units.numbers(None) == "nothing"
+    assert units.name_ranks([2]) == "rank 2"
+    assert units.name_ranks([0, 1, 3]) == "ranks 0, 1 and 3"
+    assert units.name_ranks([0, 1, 2, 3]) == "ranks 0 to 3"
+    assert units.name_ranks([0, 1], 2) == "every rank"

@@ -4,6 +4,9 @@
 ('1.5 MB', '64 KiB', '31 µs', '1.17 GB/s', '2 hops')
 """
 
+import math
+from collections.abc import Iterable, Sequence
+
 DECIMAL = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 BINARY = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
@@ -52,3 +55,41 @@ def with_unit(value: float, units: dict[str, float]) -> str:
         if abs(number) >= 1:
             return text
     return text
+
+
+def number(value) -> str:
+    """A value in about six characters: whole numbers whole, others to three digits."""
+    if value is None:
+        return ""
+    if isinstance(value, bool | complex | str):
+        return str(value)
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e8:
+        return str(int(value))
+    for digits in (3, 2):
+        shown = f"{value:.{digits}g}"
+        if len(shown) <= 6:
+            return shown
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def numbers(values: Sequence | None, most: int = 16) -> str:
+    """'[1, 10, 100]'; what comes after `most` is left out; None is 'nothing'."""
+    if values is None:
+        return "nothing"
+    shown = [number(value) for value in values[:most]]
+    if len(values) > most:
+        shown.append("…")
+    return f"[{', '.join(shown)}]"
+
+
+def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
+    """'rank 2', 'ranks 0, 1 and 3', 'ranks 0 to 5'; 'every rank' if there are `world_size`."""
+    ranks = list(ranks)
+    if len(ranks) == world_size:
+        return "every rank"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 3 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
