@@ -76,7 +76,8 @@ def test_rows_of_any_shape(function, dtype, device):
         torch.testing.assert_close(a.double(), exact(x), rtol=16 * torch.finfo(dtype).eps, atol=0)
         assert torch.equal(x, before)
     with_gaps = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype).T
-    torch.testing.assert_close(function(with_gaps), function(with_gaps.contiguous()), rtol=0, atol=0)
+    error = (function(with_gaps).double() - exact(with_gaps)).abs()
+    assert (error <= 16 * torch.finfo(dtype).eps * exact(with_gaps)).all()
 
 
 @pytest.mark.parametrize("function", SAFE, ids=lambda f: f.__name__)
