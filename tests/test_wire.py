@@ -10,9 +10,11 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import HangError, Link, RankError, launch
+from ddpkit.runtime.wire import recorder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
 
@@ -339,6 +341,36 @@ def test_kept_values():
 def test_values_are_not_kept_unasked():
     run = launch(lambda: dist.all_reduce(torch.ones(2)), world_size=2)
     assert (run.wire[0][0].values, run.wire[0][0].result, run.wire[0][0].memory) == (None, None, None)
+
+
+# What a checker in a rank can see.
+
+
+@on_ranks(2, keep_values=True)
+def test_a_rank_sees_its_own_records(check):
+    buffer, elsewhere = torch.ones(8), torch.ones(8)
+    works = [dist.all_reduce(x, async_op=True) for x in (buffer[:4], buffer[4:], torch.ones(65))]
+    check.same([(r.waits, r.by_future) for r in recorder().records], [(0, False)] * 3)
+    works[0].wait()
+    works[0].wait()
+    works[1].get_future().wait()
+    first, second, third = recorder().records[:3]
+    check.same([r.waits for r in (first, second, third)], [2, 0, 0])
+    check.same([r.by_future for r in (first, second, third)], [False, True, False])
+    check.unless(first.waited is not None and second.waited is None, "waited", first, second)
+    check.same(first.memory[0], recorder().buffer_of(buffer[6:]), "buffer")
+    check.same(first.memory[0], second.memory[0], "buffer")
+    check.same([third.memory, recorder().buffer_of(elsewhere)], [None, None], "not on the wire")
+    works[2].wait()
+    if dist.get_rank() == 1:
+        dist.recv(torch.empty(1), 0)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    if dist.get_rank() == 0:  # alone in it, so it can't be done
+        future = work.get_future()
+        check.same(recorder().board.records(0)[-1].by_future, True, "on the board")
+        dist.send(torch.ones(1), 1)
+        future.wait()
+    work.wait()
 
 
 # Trap 23: what the user does to torch.distributed.

@@ -46,7 +46,9 @@ class Record:
     issued: float
     started: float | None = None  # when the link took it; without an emulated link, when it was issued
     done: float | None = None
-    waited: float | None = None  # when the rank stopped to wait for it
+    waited: float | None = None  # when the rank first stopped to wait for it
+    waits: int = 0  # how often wait() was called on its handle
+    by_future: bool = False  # its handle gave away its future; who waits for that, in C++, isn't seen
     dropped: bool = False  # its handle was let go before anybody waited for it
     values: list | None = None  # keep_values: the message as handed in, up to 64 elements
     result: list | None = None  # keep_values: what arrived

@@ -18,7 +18,7 @@ from .board import Record
 from .errors import RankError
 from .link import Link
 from .watch import Watch
-from .wire import Recorder, register_wire
+from .wire import Recorder, recorder, register_wire
 
 MOST_RANKS = 64
 LARGE_BYTES = 10_000_000
@@ -207,15 +207,15 @@ def _join_running_world(fn, args, kwargs, link, keep_values) -> Run:
     """Call `fn` here, in a rank that torchrun started; every rank gets every rank's result."""
     if not dist.is_initialized():
         _initialise_under_torchrun(link)
-    recorder = getattr(dist.group.WORLD, "recorder", None)  # None: the script initialised torch.distributed itself
-    before = len(recorder.records) if recorder else 0
-    if recorder:
-        recorder.link, recorder.keep_values = link, keep_values
+    mine = recorder()  # None: the script initialised torch.distributed itself
+    before = len(mine.records) if mine else 0
+    if mine:
+        mine.link, mine.keep_values = link, keep_values
     begun = time.perf_counter()
     value = fn(*args, **kwargs)
     seconds = time.perf_counter() - begun
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (value, recorder.records[before:] if recorder else []))
+    dist.all_gather_object(everyone, (value, mine.records[before:] if mine else []))
     values, wire = ([one[part] for one in everyone] for part in (0, 1))
     line = f"{dist.get_backend()}: in the world that torchrun started"
     return Run(values, [""] * len(everyone), wire, seconds, line, link)

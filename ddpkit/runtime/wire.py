@@ -134,10 +134,26 @@ class Recorder:
     def dropped(self, record: Record):
         """The handle of a message was let go before anybody waited for it: Gloo may never deliver it."""
         record.dropped = True
+        self._write_again(record)
+
+    def gave_future(self, record: Record):
+        """Somebody took the future of the call: from now on a wait for it may leave no mark."""
+        record.by_future = True
+        self._write_again(record)
+
+    def _write_again(self, record: Record):
+        """Put what is new about an open call on the board."""
         with self._lock:
             index = self._indices.get(id(record))
             if index is not None and index >= self._calls - SLOTS:
                 self.board.put(self.rank, index, record)
+
+    def buffer_of(self, tensor: torch.Tensor) -> int | None:
+        """Which of the buffers that went over the wire `tensor` lies in, as `Record.memory` numbers them; or None.
+
+        Known with keep_values, of buffers of up to 64 elements.
+        """
+        return self._buffers.get(tensor.untyped_storage().data_ptr())
 
     def latest_issue(self, record: Record) -> float:
         """When the last of the ranks that take part in `record` came to it, as far as the board knows."""
@@ -160,6 +176,11 @@ class Recorder:
         whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (numel,))
         which = self._buffers.setdefault(storage.data_ptr(), len(self._buffers))
         return which, tensor.storage_offset(), whole.tolist()
+
+
+def recorder() -> Recorder | None:
+    """The recorder of this rank: its `records` so far and the `board`. None where `launch` didn't make the world."""
+    return getattr(dist.group.WORLD, "recorder", None)
 
 
 def _values(tensors: Sequence[torch.Tensor]) -> list | None:
@@ -189,33 +210,34 @@ class WireWork(Work):
         self, inner: Work, record: Record, recorder: Recorder, arriving=(), delivery: "Delivery | None" = None
     ):
         super().__init__()
-        self.inner, self._record, self._recorder = inner, record, recorder
+        self.inner, self.record, self._recorder = inner, record, recorder
         self._arriving, self._delivery = list(arriving), delivery
         self._waited = False
 
     def wait(self, timeout=None) -> bool:
+        self.record.waits += 1
         if self._waited:  # Gloo would wait for a second message
             return True
-        self._recorder.waiting(self._record)
+        self._recorder.waiting(self.record)
         try:
             if self._delivery is None:
                 self.inner.wait()
                 self._arrived()
-                _hold_back(self._recorder, self._record)
+                _hold_back(self._recorder, self.record)
             else:
                 self._delivery.wait()
         finally:
             self._recorder.waited()
         self._waited = True
-        self._recorder.done(self._record, self._arriving, self._arriving[0] if self._arriving else None)
+        self._recorder.done(self.record, self._arriving, self._arriving[0] if self._arriving else None)
         return True
 
     def _arrived(self):
         """For subclasses: what only the finished call knows."""
 
     def __del__(self):
-        if self._record.waited is None and self._record.op in ("send", "recv") and not sys.is_finalizing():
-            self._recorder.dropped(self._record)
+        if self.record.waited is None and self.record.op in ("send", "recv") and not sys.is_finalizing():
+            self._recorder.dropped(self.record)
 
     def is_completed(self) -> bool:
         return self.inner.is_completed() if self._delivery is None else self._delivery.future.done()
@@ -238,7 +260,9 @@ class WireWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        return self.inner.get_future() if self._delivery is None else self._delivery.future
+        future = self.inner.get_future() if self._delivery is None else self._delivery.future
+        self._recorder.gave_future(self.record)
+        return future
 
 
 class _AnySourceWork(WireWork):
@@ -250,8 +274,8 @@ class _AnySourceWork(WireWork):
 
     def _arrived(self):
         source = self.source_rank()
-        self._record.peer = self._group.ranks[source]
-        self._recorder.came_from(self._record, self._group.way(source, self._group.rank(), self._tag))
+        self.record.peer = self._group.ranks[source]
+        self._recorder.came_from(self.record, self._group.way(source, self._group.rank(), self._tag))
 
 
 class Delivery:
