@@ -358,9 +358,9 @@ def test_a_rank_sees_its_own_records(check):
     check.same([r.waits for r in (first, second, third)], [2, 0, 0])
     check.same([r.by_future for r in (first, second, third)], [False, True, False])
     check.unless(first.waited is not None and second.waited is None, "waited", first, second)
-    check.same(first.memory[0], recorder().buffer_of(buffer[6:]), "buffer")
-    check.same(first.memory[0], second.memory[0], "buffer")
-    check.same([third.memory, recorder().buffer_of(elsewhere)], [None, None], "not on the wire")
+    check.same(recorder().home(buffer[6:]), (first.memory[0], 6), "home")
+    check.same(first.memory[0], second.memory[0], "the same buffer")
+    check.same([third.memory, recorder().home(elsewhere)], [None, None], "not on the wire")
     works[2].wait()
     if dist.get_rank() == 1:
         dist.recv(torch.empty(1), 0)

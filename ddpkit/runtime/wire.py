@@ -148,12 +148,13 @@ class Recorder:
             if index is not None and index >= self._calls - SLOTS:
                 self.board.put(self.rank, index, record)
 
-    def buffer_of(self, tensor: torch.Tensor) -> int | None:
-        """Which of the buffers that went over the wire `tensor` lies in, as `Record.memory` numbers them; or None.
+    def home(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Where `tensor` lies in what went over the wire: (buffer, offset) as in `Record.memory`.
 
-        Known with keep_values, of buffers of up to 64 elements.
+        None if it is in no buffer of the records. Known with keep_values, of small buffers.
         """
-        return self._buffers.get(tensor.untyped_storage().data_ptr())
+        which = self._buffers.get(tensor.untyped_storage().data_ptr())
+        return None if which is None else (which, tensor.storage_offset())
 
     def latest_issue(self, record: Record) -> float:
         """When the last of the ranks that take part in `record` came to it, as far as the board knows."""
