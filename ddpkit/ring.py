@@ -1,206 +1,185 @@
-"""All-reduce round a ring: every rank talks to its two neighbours only, and no rank carries more than another.
+"""All-reduce round a ring: every rank talks to its two neighbours only, and no rank carries more
+than another. What NCCL and Gloo do for `torch.distributed.all_reduce` of a large tensor.
 
-The buffer is cut into W chunks, equal to within one element (`torch.tensor_split`). In hop h = 1, 2, ... rank r
-
-    sends chunk r-h to rank r+1    and    receives chunk r-h-1 from rank r-1    (all modulo W).
-
-In the first W-1 hops a rank adds what arrives to its own chunk and passes the sum on, so that after them rank r holds
-chunk r of the total: a reduce-scatter. In the next W-1 hops it stores what arrives and passes it on, so that all ranks
-hold all chunks: an all-gather. Both, one after the other, are the all-reduce; no algorithm sends less.
+The buffer is cut into W chunks, equal to within one element. In the first W-1 hops a rank adds what
+comes from its left neighbour to its own chunk, and passes the sum on to the right: this is a
+reduce-scatter, after which rank r holds chunk r of the total. In the next W-1 hops the finished
+chunks go round: an all-gather. One after the other they are the all-reduce.
 
 W is the number of ranks of the group, n the bytes of the buffer.
 
     function                   sent by each rank      hops, one after the other
     ring_reduce_scatter        (W-1)/W n              W-1
     ring_all_gather            (W-1)/W n              W-1
-    ring_all_reduce            2(W-1)/W n             2(W-1); 1 for two ranks and less than 16 MiB
+    ring_all_reduce            2(W-1)/W n             2(W-1)
     whole_ring_all_reduce      (W-1) n                W-1
     doubling_all_reduce        log₂ W n               log₂ W; if W is no power of two, ⌊log₂ W⌋ + 2
 
-Every function works in place on a contiguous tensor of any shape and any dtype that torch can add, and sums. All but
-`whole_ring_all_reduce` leave the same bits on every rank. As in torch, all ranks of `group` must call with the same
-number of elements, and nobody checks that; a rank outside `group` gets a warning and takes no part.
+Every function works in place on a contiguous tensor of any shape and any dtype that torch can add,
+and sums. All ranks of `group` must call with the same number of elements. All but
+`whole_ring_all_reduce` leave the same bits on every rank. `ddpkit.fast.ring` has the first three in
+segments, for speed.
 
-Patarasuk and Yuan 2009 (the ring, and the proof that it is optimal); Thakur, Rabenseifner and Gropp 2005 (doubling).
+Patarasuk and Yuan 2009 (the ring, and the proof that nothing sends less while ranks do the adding);
+Thakur, Rabenseifner and Gropp 2005 (doubling).
 """
-
-from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import _collective, _exchange, _mistake
-
-SEGMENT_BYTES = 4 * 2**20  # long enough to hide what a message costs, short enough to stay in the cache
-AHEAD = 4  # receives posted before they are needed
+from .tools import checks
 
 
-@_collective
+@torch.no_grad()
 def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Leave chunk `rank` of the sum over all ranks on this rank; return it, a 1-D view of `x`.
+    """Sum `x` over all ranks, in place, until this rank holds chunk `rank` of the sum.
 
-    x: overwritten in place: the other chunks hold partial sums afterwards.
-    ValueError: `x` isn't contiguous.
+    x: contiguous, the same number of elements on every rank; its other chunks are left holding
+    partial sums. Returns the finished chunk, a 1-D view of `x`.
 
-    Cost per rank: (W-1)/W of `x` sent in W-1 hops. Notebook 02.
-    """
-    world_size = dist.get_world_size(group)
-    x = _flat("ring_reduce_scatter", x)
-    _go_round(x, range(1, world_size), group)()
-    return x.tensor_split(world_size)[dist.get_rank(group)]
-
-
-@_collective
-def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Copy chunk r of rank r's `x` into the `x` of every rank; return `x`.
-
-    x: overwritten in place, except for this rank's own chunk, `x.view(-1).tensor_split(W)[rank]`.
-    ValueError: `x` isn't contiguous.
-
-    Cost per rank: (W-1)/W of `x` sent in W-1 hops. Notebook 02.
-    """
-    world_size = dist.get_world_size(group)
-    _go_round(_flat("ring_all_gather", x), range(world_size, 2 * world_size - 1), group)()
-    return x
-
-
-@_collective
-def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sum `x` over all ranks, on every rank; return `x`.
-
-    x: overwritten in place, with the same bits everywhere.
-    ValueError: `x` isn't contiguous.
-
-    Cost per rank: 2(W-1)/W of `x` sent in 2(W-1) hops. Two ranks swap less than `AHEAD` segments whole, in one hop: the
-    same bytes, half the latency. Notebook 02.
-    """
-    flat, world_size = _flat("ring_all_reduce", x), dist.get_world_size(group)
-    if world_size == 2 and x.nbytes < AHEAD * SEGMENT_BYTES:
-        return doubling_all_reduce(x, group)
-    _go_round(flat, range(1, 2 * world_size - 1), group)()
-    return x
-
-
-@_collective
-def begin_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Callable[[], None]:
-    """Send the first chunk of `ring_reduce_scatter`; call what is returned to do the rest, once.
-
-    Until then, leave `x` alone, and begin nothing else round the same ring: its messages would be taken for these.
-    What travels meanwhile is the first hop, as far as `AHEAD` segments; with two ranks, that is all there is.
-    """
-    return _go_round(_flat("begin_reduce_scatter", x), range(1, dist.get_world_size(group)), group)
-
-
-@_collective
-def begin_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Callable[[], None]:
-    """Send the first chunk of `ring_all_gather`; call what is returned to do the rest. As `begin_reduce_scatter`."""
-    world_size = dist.get_world_size(group)
-    return _go_round(_flat("begin_all_gather", x), range(world_size, 2 * world_size - 1), group)
-
-
-def _go_round(x: Tensor, hops: range, group: ProcessGroup | None) -> Callable[[], None]:
-    """Send the first chunk. What is returned, called, does the rest: as the others come in, it adds or stores each and
-    passes it on, until the last hop.
-
-    Chunks travel in segments: while one is added, the next are on their way. Their receives are posted ahead, so that
-    no sender waits for a place to put one. On GPUs NCCL does all that itself, and wants each send and the receive
-    beside it in one batch.
+    Cost per rank: (W-1)/W of `x` sent in W-1 hops. Patarasuk and Yuan 2009, section 3. Notebook 02.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    before, behind = (rank - 1) % world_size, (rank + 1) % world_size
-    chunks = x.tensor_split(world_size)
-    longest, ahead = max(1, len(chunks[0])), 1
-    if x.is_cpu:
-        longest, ahead = min(longest, SEGMENT_BYTES // x.element_size()), AHEAD
-
-    arrivals = [(hop, segment) for hop in hops for segment in chunks[(rank - hop - 1) % world_size].split(longest)]
-    landing = x.new_empty(min(ahead, sum(hop < world_size for hop, _ in arrivals)), longest)
-    places = [
-        landing[number % len(landing), : len(segment)] if hop < world_size else segment
-        for number, (hop, segment) in enumerate(arrivals)
-    ]
-    sending, receiving = [], []  # kept to the end: letting a handle go makes Gloo wait for its own thread
-
-    def start(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        batch = [dist.P2POp(dist.isend, segment, group=group, group_peer=behind) for segment in outgoing]
-        batch += [dist.P2POp(dist.irecv, place, group=group, group_peer=before) for place in incoming]
-        works = dist.batch_isend_irecv(batch) if batch else []  # NCCL: one handle for all
-        sending.extend(works[: len(outgoing)])
-        receiving.extend(works[len(works) - len(incoming) :])
-
-    if arrivals:
-        start(chunks[(rank - hops.start) % world_size].split(longest), places[:ahead])
-
-    @torch.no_grad()
-    def finish() -> None:
-        for number, (hop, segment) in enumerate(arrivals):
-            receiving[number].wait()
-            if hop < world_size:
-                segment += places[number]
-            start([segment] if hop < hops[-1] else [], places[number + ahead : number + ahead + 1])
-        for work in sending:
-            work.wait()
-
-    return finish
+    chunks = flat(x, group).tensor_split(world_size)  # views: adding to a chunk changes x
+    for hop in range(1, world_size):
+        passed_on = chunks[(rank - hop) % world_size]
+        mine = chunks[(rank - hop - 1) % world_size]
+        arrived = torch.empty_like(mine)
+        send_right_receive_left(passed_on, arrived, group)
+        mine += arrived
+    return chunks[rank]
 
 
-def _flat(name: str, x: Tensor) -> Tensor:
+@torch.no_grad()
+def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Copy chunk r of rank r's `x` into the `x` of every rank, in place; return `x`.
+
+    x: contiguous, the same number of elements on every rank; this rank's own chunk stays as it is.
+
+    Cost per rank: (W-1)/W of `x` sent in W-1 hops. Patarasuk and Yuan 2009, section 3. Notebook 02.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    chunks = flat(x, group).tensor_split(world_size)  # views: receiving into one changes x
+    for hop in range(1, world_size):
+        passed_on = chunks[(rank - hop + 1) % world_size]
+        place = chunks[(rank - hop) % world_size]
+        send_right_receive_left(passed_on, place, group)
+    return x
+
+
+def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Sum `x` over all ranks, on every rank, in place; return `x`.
+
+    x: contiguous, the same number of elements on every rank; the same bits everywhere afterwards.
+
+    Cost per rank: 2(W-1)/W of `x` sent in 2(W-1) hops. Patarasuk and Yuan 2009. Notebook 02.
+    """
+    ring_reduce_scatter(x, group)
+    return ring_all_gather(x, group)
+
+
+def send_right_receive_left(outgoing: Tensor, incoming: Tensor, group: ProcessGroup | None) -> None:
+    """One hop: `outgoing` goes to the right neighbour, `incoming` is filled by the left one.
+
+    Both at once, in one batch: NCCL would wait for ever if all ranks sent first.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=right)
+    receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=left)
+    works = dist.batch_isend_irecv([send, receive])
+    for work in works:
+        work.wait()
+
+
+def flat(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`x` as one row, a view. ValueError: it has gaps, or this rank isn't in `group`."""
+    checks.check_in_group("a ring", group)
     if not x.is_contiguous():
-        raise _mistake(name, "a tensor with gaps", "a contiguous one", "Give it x.contiguous(), and copy the result.")
+        raise checks.mistake(
+            "a ring", "a tensor with gaps", "a contiguous one", "Give it x.contiguous(), and copy."
+        )
     return x.view(-1)
+
+
+def ring_cost(world_size: int, nbytes: int) -> tuple[int, float]:
+    """What `ring_all_reduce` costs a rank: (hops, bytes sent).
+
+    Patarasuk and Yuan 2009. Notebook 02.
+    """
+    hops = 2 * (world_size - 1)  # in each of them every rank sends one chunk
+    return hops, hops * nbytes / world_size
 
 
 # For contrast, and for small messages
 
 
-@_collective
+@torch.no_grad()
 def whole_ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sum `x` over all ranks, on every rank, by passing whole buffers round; return `x`.
+    """Sum `x` over all ranks, on every rank, in place, by passing whole buffers round; return `x`.
 
-    x: overwritten in place. Every rank adds in another order, so that floating-point sums may differ in the last bits.
+    x: contiguous. Every rank adds in another order, so that floating-point sums may differ in the
+    last bits.
 
-    Cost per rank: W-1 times `x` sent in W-1 hops: W/2 times as many bytes as `ring_all_reduce`. Notebook 02.
+    Cost per rank: W-1 times `x` sent in W-1 hops: W/2 times the bytes of `ring_all_reduce`.
+    Notebook 02.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    travelling = x.clone()
-    for _ in range(world_size - 1):
-        arriving = torch.empty_like(x)
-        _exchange({(rank + 1) % world_size: travelling}, {(rank - 1) % world_size: arriving}, group)
-        x += arriving
-        travelling = arriving
+    passed_on = flat(x, group).clone()
+    for _ in range(dist.get_world_size(group) - 1):
+        arrived = torch.empty_like(passed_on)
+        send_right_receive_left(passed_on, arrived, group)
+        x += arrived.view_as(x)
+        passed_on = arrived
     return x
 
 
-@_collective
+@torch.no_grad()
 def doubling_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sum `x` over all ranks, on every rank, by recursive doubling; return `x`.
+    """Sum `x` over all ranks, on every rank, in place, by recursive doubling; return `x`.
 
-    In each hop two ranks swap all that they have, and each then knows the sum of twice as many ranks. Ranks beyond the
-    largest power of two hand theirs to a partner first and get the total from it last.
+    In each hop two ranks swap all that they have, and each then knows the sum of twice as many
+    ranks. Ranks beyond the largest power of two hand theirs to a partner first, and get the total
+    from it last.
 
-    x: overwritten in place, with the same bits everywhere.
+    x: contiguous; the same bits everywhere afterwards.
 
-    Cost per rank: log₂ W times `x` sent in log₂ W hops: few hops, so it wins when messages are small. If W is no power
-    of two, ⌊log₂ W⌋ + 2 hops, and the busiest ranks send `x` ⌊log₂ W⌋ + 1 times. Notebook 02.
+    Cost per rank: log₂ W times `x` sent in log₂ W hops: few hops, so it wins when messages are
+    small. If W is no power of two, ⌊log₂ W⌋ + 2 hops, and the busiest ranks send `x` ⌊log₂ W⌋ + 1
+    times. Thakur, Rabenseifner and Gropp 2005, section 4. Notebook 02.
     """
+    flat = flat(x, group)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    core = 1 << (world_size.bit_length() - 1)
-    theirs = torch.empty_like(x)
-    if rank >= core:
-        _exchange({rank - core: x}, {}, group)
-        _exchange({}, {rank - core: x}, group)
+    power = 1 << (world_size.bit_length() - 1)  # the largest power of two
+    if rank >= power:
+        _send_and_receive(rank - power, flat, None, group)
+        _send_and_receive(rank - power, None, flat, group)
         return x
-    if rank + core < world_size:
-        _exchange({}, {rank + core: theirs}, group)
-        x += theirs
+    theirs = torch.empty_like(flat)
+    if rank + power < world_size:
+        _send_and_receive(rank + power, None, theirs, group)
+        flat += theirs
     distance = 1
-    while distance < core:
+    while distance < power:
         peer = rank ^ distance
-        _exchange({peer: x}, {peer: theirs}, group)
-        torch.add(*((x, theirs) if rank < peer else (theirs, x)), out=x)  # one order, also for the bits of a NaN
+        _send_and_receive(peer, flat, theirs, group)
+        low, high = (flat, theirs) if rank < peer else (theirs, flat)
+        torch.add(low, high, out=flat)  # both in one order: the same bits, also of a NaN
         distance *= 2
-    if rank + core < world_size:
-        _exchange({rank + core: x}, {}, group)
+    if rank + power < world_size:
+        _send_and_receive(rank + power, flat, None, group)
     return x
+
+
+def _send_and_receive(
+    peer: int, outgoing: Tensor | None, incoming: Tensor | None, group: ProcessGroup | None
+) -> None:
+    """Swap with one rank, or only send, or only receive, in one batch."""
+    batch = []
+    if outgoing is not None:
+        batch.append(dist.P2POp(dist.isend, outgoing, group=group, group_peer=peer))
+    if incoming is not None:
+        batch.append(dist.P2POp(dist.irecv, incoming, group=group, group_peer=peer))
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .ddp import plan_buckets
-from .ring import begin_all_gather, begin_reduce_scatter, ring_all_gather, ring_reduce_scatter
+from .fast.ring import Trip
+from .ring import ring_all_gather, ring_reduce_scatter
 from .shared_memory import SharedBuffer
 from .tools.checks import check_same_on_all_ranks
 
@@ -197,7 +198,7 @@ class Bucket:
         else:
             if previous:
                 previous.wait()
-            self._finish = begin_reduce_scatter(self.gradients, self._group)
+            self._finish = Trip(self.gradients, range(1, dist.get_world_size(self._group)), self._group).wait
 
     def wait(self) -> None:
         """End what is on its way, if anything is."""
@@ -222,7 +223,7 @@ class Bucket:
         else:
             if previous:
                 previous.wait()
-            self._finish = begin_all_gather(self.flat, self._group)
+            self._finish = Trip(self.flat, range(w := dist.get_world_size(self._group), 2 * w - 1), self._group).wait
 
     def empty(self) -> None:
         """Be ready for the next step."""

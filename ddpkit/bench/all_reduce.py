@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..ring import doubling_all_reduce, ring_all_reduce
+from ..fast.ring import ring_all_reduce
+from ..ring import doubling_all_reduce
 from ..runtime.link import Link
 from ..shared_memory import SharedBuffer
 from . import interleave

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..ring import ring_reduce_scatter
+from ..fast.ring import ring_reduce_scatter
 from ..runtime.link import Link
 from ..shared_memory import SharedBuffer
 from . import interleave

@@ -1,18 +1,45 @@
-"""What all checkers share: run the answer on real ranks, compare with a slow specification, name the mistake."""
+"""What all checkers share: run the answer on real ranks, compare, name the mistake.
 
+An exercise is its trials (what is run, and what must come out), and a table of well-known mistakes.
+An answer is judged by its trials alone. If it fails, the mistakes of the table are run on the same
+trial, and the one that fails in the same way says what is probably wrong.
+"""
+
+import contextlib
 import dis
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from ddpkit.runtime.errors import LaunchError
-from ddpkit.runtime.hang import describe_place
+import torch
+import torch.distributed as dist
+
+from ddpkit.runtime.errors import HangError, LaunchError
+from ddpkit.runtime.hang import describe_place, situations
 from ddpkit.runtime.launch import Run, launch
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 PATIENCE_S = 20.0
-LIBRARYS_OWN = "# The library's own. It serves sub-groups, too, and names mistakes; the algorithm is in what remains."
+LONGEST = 110  # characters of a value that is shown
+
+TUPLE = (
+    "tensor_split gives a tuple of views: `chunks[i] += y` adds, and then tries to put the result "
+    "into the tuple. Write `chunks[i].add_(y)`, or name it first: `chunk = chunks[i]; chunk += y`."
+)
+ERRORS = {  # what Python says, and what it means here
+    "'tuple' object does not support item assignment": TUPLE,
+    "'NoneType'": "Something is None here. torch.distributed's collectives work in place and "
+    "return None: call dist.all_reduce(x), then use x. And a parameter has no .grad before its "
+    "first backward, or if it isn't trained.",
+}
+
+
+# An exercise as data
 
 
 @dataclass
@@ -20,8 +47,8 @@ class Trial:
     """One run of the answer on real ranks, and what must come out of it.
 
     program: called on every rank with the answer and `args`; returns plain data.
-    expected: what it must return, by rank, from a specification that shares no code with the library; or a function
-        that counts it on the wire of the run.
+    expected: what it must return, by rank, from a specification that shares no code with the
+        library; or a function that counts it on the wire of the run.
     sent_bytes: what all ranks together may send; None: any number.
     what: what the trial tries besides the number of ranks.
     """
@@ -38,6 +65,93 @@ class Trial:
         return f"{ranks}, {self.what}" if self.what else ranks
 
 
+@dataclass(frozen=True)
+class Mistake:
+    """A well-known wrong answer: the reference with some of its text replaced.
+
+    says: what whoever makes it should hear. changes: (old, new), each old occurring once in the
+    source of the reference and its helpers; `⏎` stands for a new line at the same depth. answer:
+    the wrong answer written out, where it can't be said as a replacement.
+    """
+
+    name: str
+    says: str
+    changes: tuple[tuple[str, str], ...] = ()
+    answer: Callable | None = None
+
+    @classmethod
+    def written(cls, answer: Callable, says: str) -> "Mistake":
+        """A mistake that is written out."""
+        return cls(answer.__name__, says, answer=answer)
+
+    def applied_to(self, reference: Callable, helpers: Sequence[Callable] = ()) -> Callable:
+        """The wrong answer, in a namespace like that of the reference."""
+        if self.answer:
+            return self.answer
+        source = source_of(*helpers, reference)
+        found = [(*self._place(source, old), new) for old, new in self.changes]
+        for start, stop, new in sorted(found, reverse=True):
+            line = source[source.rfind("\n", 0, start) + 1 : start]
+            indent = line[: len(line) - len(line.lstrip())]
+            source = source[:start] + new.replace("⏎", f"\n{indent}") + source[stop:]
+        namespace = dict(vars(sys.modules[reference.__module__]))
+        namespace["__name__"] = f"mistake_{self.name}"  # unknown, so it travels to ranks by value
+        exec(compile(source, f"<{self.name}>", "exec"), namespace)
+        return namespace[reference.__name__]
+
+    def _place(self, source: str, old: str) -> tuple[int, int]:
+        """Where the text begins and ends, which must be in one place only."""
+        pattern = r"\n *".join(re.escape(line.strip()) for line in old.split("⏎"))
+        found = list(re.finditer(pattern, source))
+        if len(found) != 1:
+            raise ValueError(
+                f"mistake {self.name}: expected {old!r} once in the reference, found it "
+                f"{len(found)} times: has the reference changed?"
+            )
+        return found[0].span()
+
+
+def mistakes(table: str) -> list[Mistake]:
+    """Read a table of mistakes. Each is its name, what is replaced by what, and what it hears:
+
+        own_twice: mine += arrived → mine += mine + arrived
+            The chunk's own numbers are in it twice: add what arrives once.
+
+    Further replacements follow on lines of their own, with an arrow; what has none is the sentence.
+    """
+    found = []
+    for block in re.split(r"\n(?=\w+: )", textwrap.dedent(table).strip()):
+        name, _, rest = block.partition(": ")
+        changes, says = [], []
+        for line in rest.splitlines():
+            old, arrow, new = line.partition(" →")
+            if line.strip().startswith("⏎"):  # goes on with the replacement before it
+                changes[-1] = changes[-1][0], changes[-1][1] + line.strip()
+            elif arrow:
+                changes.append((old.strip(), new.removeprefix(" ")))
+            else:
+                says.append(line.strip())
+        found.append(Mistake(name, " ".join(says), tuple(changes)))
+    return found
+
+
+def source_of(*parts: Callable) -> str:
+    """The source of functions or classes, one after the other."""
+    return "\n\n".join(textwrap.dedent(inspect.getsource(inspect.unwrap(p))) for p in parts)
+
+
+@dataclass
+class Problem:
+    """What is wrong with an answer. stage: "values", "wire", "hang" or "error"; names the hint.
+
+    named: the text says the cause itself, and no known mistake has to be looked for.
+    """
+
+    stage: str
+    text: str
+    named: bool = False
+
+
 class Verdict:
     """What a check found. `passed` is None for an answer that is not written yet."""
 
@@ -48,139 +162,222 @@ class Verdict:
         return self.text
 
 
+@dataclass(kw_only=True)
 class Exercise:
-    """A checker: call it with the answer; ask it for a `hint()`, the `solution()`, or a `replay()` of what went wrong.
+    """A checker: call it with the answer; ask it for a `hint()`, the `solution()`, or a `replay()`.
 
-    trials: smallest world first, so that the first failure is the easiest to understand.
+    reference: the library's own object, which is also the solution; `helpers` are the library's
+        functions that it calls and a reader must see to understand it.
+    trials: 2 ranks first, so that the first failure is easy to understand, and 1 rank last.
+    mistakes: the known ones; of two that fail alike, the first is named.
+    hints: by the stage at which an answer failed: "start", "values", "wire", "hang", "error".
     praise: what a right answer hears; or called with the last trial and its run, and returns that.
-    reference: the library's own function, which is also the solution; `helpers` are the library's functions that it
-        calls and a reader must see to understand it. `note` stands above them.
+    note: stands above the solution.
     given: the methods of a class that the notebook gives; the reader writes the others.
-    cause: called with a trial, the rank with a wrong result, what it should have and what it has; names the usual
-        cause, or None. Where nothing names it, a hint is offered from the second failure on.
-    races: called with a trial and its run; returns what makes the values a matter of luck, right or wrong, or None.
-    wire: called with a trial and its run; returns what is wrong on the wire though the values are right, or None.
-    beside: called with what should come and what came; returns how both are told, where one line is too short.
+    explain: called with a trial, the rank with a wrong result, what it should have and what it has;
+        reads the values, where no known mistake has them, or returns None.
+    races: called with a trial and its run; returns what makes the values a matter of luck, or None.
+    wire: called with a trial and its run; returns what is wrong on the wire though the values are
+        right, or None.
+    beside: called with what should come and what came; returns how both are told.
     """
 
-    def __init__(
-        self,
-        reference: Callable,
-        trials: Callable[[], Iterable[Trial]],
-        hints: list[str],
-        praise: str | Callable[[Trial, Run], str],
-        cause: Callable[[Trial, int, object, object], str | None],
-        wire: Callable[[Trial, Run], str | None] | None = None,
-        helpers: tuple[Callable, ...] = (),
-        races: Callable[[Trial, Run], str | None] | None = None,
-        note: str = LIBRARYS_OWN,
-        given: tuple[str, ...] = ("__init__",),
-        beside: Callable[[object, object], str] | None = None,
-    ):
-        self.name, self.helpers, self.note, self.given = reference.__name__, helpers, note, given
-        self.reference, self.trials, self.hints, self.praise = reference, trials, hints, praise
-        self._cause, self._wire, self._races = cause, wire or _check_wire, races or (lambda trial, run: None)
-        self._beside = beside
-        self._hints_given = 0
-        self._failures = 0
-        self._failed: Run | LaunchError | None = None
-        self._last: Run | None = None
+    reference: Callable
+    trials: Callable[[], Iterable[Trial]]
+    mistakes: Sequence[Mistake]
+    hints: dict[str, str]
+    praise: str | Callable[[Trial, Run], str]
+    helpers: tuple[Callable, ...] = ()
+    note: str = ""
+    given: tuple[str, ...] = ("__init__",)
+    explain: Callable[[Trial, int, object, object], str | None] = lambda *_: None
+    races: Callable[[Trial, Run], str | None] = lambda *_: None
+    wire: Callable[[Trial, Run], str | None] | None = None
+    beside: Callable[[object, object], str] | None = None
+    _failures: int = field(default=0, init=False)
+    _stages: list[str] = field(default_factory=list, init=False)  # whose hints come next
+    _outcome: Run | LaunchError | None = field(default=None, init=False)
+    _passed: bool = field(default=False, init=False)
+    _symptoms: dict = field(default_factory=dict, init=False)  # of known mistakes, by trial
+
+    @property
+    def name(self) -> str:
+        return self.reference.__name__
 
     def __call__(self, answer: Callable) -> Verdict:
-        """Run `answer`; what comes back shows as a line or a few: right, not written yet, or what is wrong and why."""
-        if not callable(answer):
-            return Verdict(False, f"✗ {self.name}: expected your function, got {answer!r}: leave the parentheses off")
+        """Run `answer`; the verdict is a few lines: right, not written yet, or what is wrong."""
+        unfit = self._unfit(answer)
+        if unfit:
+            return Verdict(False, f"✗ {self.name}: {unfit}")
         parts = self._to_write(answer)
         empty = [name for name, part in parts.items() if is_stub(inspect.unwrap(part))]
         if empty and len(empty) == len(parts):
             which = f": {', '.join(empty)}" if inspect.isclass(answer) else ""
             return Verdict(None, f"{self.name}: not written yet{which}")
         for trial in self.trials():
-            problem, explained = self._problem(answer, trial)
+            self._outcome = _run(answer, trial)
+            problem = self._problem(trial, self._outcome)
+            self._passed = problem is None
             if problem:
-                self._failures += 1
-                lines = [f"✗ {self.name} on {trial}: {problem}"]
-                if empty:
-                    lines.append(f"{', '.join(empty)} {'is' if len(empty) == 1 else 'are'} still empty.")
-                if self._failures > 1 and not explained and self._hints_given < len(self.hints):
-                    lines.append(f"Hint: {self._next_hint()}")
-                replay = " · .replay()" * any(self._failed.wire)  # only of what was said
-                lines.append(f"More: check.{self.name}.hint(){replay} · .solution()")
-                return Verdict(False, "\n".join(lines))
+                return self._refuse(trial, problem, empty)
         self._failures = 0
-        praise = self.praise(trial, self._last) if callable(self.praise) else self.praise
+        praise = self.praise(trial, self._outcome) if callable(self.praise) else self.praise
         return Verdict(True, f"✓ {self.name}: {praise}")
 
     def hint(self) -> Verdict:
-        """The next hint; after the last one, the last one again."""
+        """A hint for the stage at which the last answer failed; called again, the next one."""
         return Verdict(None, self._next_hint())
 
     def solution(self) -> Verdict:
         """The reference's source, and that of the functions it calls."""
-        parts = [inspect.getsource(inspect.unwrap(part)) for part in (self.reference, *self.helpers)]
-        return Verdict(None, f"{self.note}\n" + "\n\n".join(parts))
+        note = [f"# {self.note}"] if self.note else []
+        return Verdict(None, "\n".join([*note, source_of(self.reference, *self.helpers)]))
 
     def replay(self):
-        """A player of the smallest world in which the last answer failed: what your code really sent."""
+        """A player of the smallest world in which the last answer failed: what it really sent."""
         from ddpkit.lesson.player import player
 
-        if self._failed is None:
-            why = "nothing failed yet" if self._last is None else "the last check passed"
+        if self._outcome is None or self._passed:
+            why = "the last check passed" if self._passed else "nothing failed yet"
             return Verdict(None, f"{self.name}: {why}, so there is nothing to replay")
-        if not (isinstance(self._failed, LaunchError) or any(self._failed.wire)):
-            return Verdict(None, f"{self.name}: the ranks sent nothing, so there is nothing to replay")
-        return player(self._failed)
+        if not any(self._outcome.wire):
+            why = "the ranks sent nothing, so there is nothing to replay"
+            return Verdict(None, f"{self.name}: {why}")
+        return player(self._outcome)
 
-    def _next_hint(self) -> str:
-        hint = self.hints[min(self._hints_given, len(self.hints) - 1)]
-        self._hints_given += 1
-        return hint
+    def known(self, trial: Trial, outcome: Run | LaunchError) -> Mistake | None:
+        """The mistake of the table that fails on this trial in the same way."""
+        symptom = self._symptom(trial, outcome)
+        for mistake in self.mistakes:
+            key = mistake.name, trial.program, str(trial)
+            if key not in self._symptoms:
+                wrong = _run(mistake.applied_to(self.reference, self.helpers), trial)
+                self._symptoms[key] = self._symptom(trial, wrong)
+            if self._symptoms[key] == symptom:
+                return mistake
+        return None
+
+    def _unfit(self, answer: object) -> str | None:
+        """What is wrong with an answer that can't be run at all."""
+        if inspect.isclass(self.reference) and not inspect.isclass(answer) and callable(answer):
+            made = type(answer).__name__
+            if not inspect.isfunction(answer):
+                return f"expected the class {made}, got an object of it: leave the parentheses off"
+        if not callable(answer):
+            return f"expected your function, got {answer!r}: leave the parentheses off"
+        return None
 
     def _to_write(self, answer: Callable) -> dict[str, Callable]:
-        """What the reader has to write, by name: the answer itself, or methods of it that the reference has, too.
+        """What the reader has to write, by name: the answer, or methods that the reference has.
 
         What is empty in the reference may stay so.
         """
         if not inspect.isclass(answer):
             return {self.name: answer}
-        ours = {name: getattr(self.reference, name) for name in vars(self.reference) if name not in self.given}
-        names = [name for name, part in ours.items() if inspect.isfunction(part) and not is_stub(part)]
-        return {name: getattr(answer, name) for name in names if hasattr(answer, name)}
+        parts = {}
+        for name in vars(self.reference):
+            ours = getattr(self.reference, name)
+            written = inspect.isfunction(ours) and not is_stub(ours)
+            if written and name not in self.given and hasattr(answer, name):
+                parts[name] = getattr(answer, name)
+        return parts
 
-    def _problem(self, answer: Callable, trial: Trial) -> tuple[str | None, bool]:
-        """What is wrong, and whether that names the cause."""
-        try:
-            run = self._last = self._failed = launch(
-                trial.program,
-                answer,
-                *trial.args,
-                world_size=trial.world_size,
-                backend="gloo",
-                keep_values=True,
-                timeout=PATIENCE_S,
-            )
-        except LaunchError as error:
-            self._failed = error
-            return str(error), False
-        luck = _forgotten_handle(run) or self._races(trial, run) or _overwritten(run)
+    def _problem(self, trial: Trial, outcome: Run | LaunchError) -> Problem | None:
+        """What is wrong with what came out."""
+        if isinstance(outcome, LaunchError):
+            stage = "hang" if isinstance(outcome, HangError) else "error"
+            return Problem(stage, str(outcome))
+        luck = forgotten_handle(outcome) or self.races(trial, outcome) or _overwritten(outcome)
         if luck:
-            return luck, True
-        everything = trial.expected(run) if callable(trial.expected) else trial.expected
-        for rank, (expected, got) in enumerate(zip(everything, run, strict=True)):
-            if got != expected:
-                usual = self._cause(trial, rank, expected, got)
-                problem = f"rank {rank} has {_short(got)}, expected {_short(expected)}."
-                if self._beside:
-                    problem = self._beside(expected, got)
-                return (f"{problem}\n{usual}", True) if usual else (problem, False)
-        problem = self._wire(trial, run)
-        self._failed = self._failed if problem else None
-        return problem, True
+            return Problem("values", luck, named=True)
+        expected = _expected(trial, outcome)
+        for rank, (should, got) in enumerate(zip(expected, outcome, strict=True)):
+            if got != should:
+                return Problem("values", self._tell(rank, should, got))
+        wrong = (self.wire or check_wire)(trial, outcome)
+        return Problem("wire", wrong) if wrong else None
+
+    def _tell(self, rank: int, expected: object, got: object) -> str:
+        if self.beside:
+            return self.beside(expected, got)
+        return f"rank {rank} has {short(got)}, expected {short(expected)}."
+
+    def _refuse(self, trial: Trial, problem: Problem, empty: list[str]) -> Verdict:
+        """Say what is wrong, why, and what to do."""
+        self._failures += 1
+        stages = [stage for stage in ("start", *self.hints) if stage != problem.stage]
+        self._stages = [stage for stage in (problem.stage, *stages) if stage in self.hints]
+        lines = [f"✗ {self.name} on {trial}: {problem.text}"]
+        cause = None if problem.named else self._cause(trial, problem)
+        if cause and cause not in problem.text:
+            lines.append(cause)
+        if empty:
+            lines.append(f"{', '.join(empty)} {'is' if len(empty) == 1 else 'are'} still empty.")
+        if self._failures > 1 and not (cause or problem.named) and self._stages:
+            lines.append(f"Hint: {self._next_hint()}")
+        replay = " · .replay()" if any(self._outcome.wire) else ""
+        lines.append(f"More: check.{self.name}.hint(){replay} · .solution()")
+        return Verdict(False, "\n".join(lines))
+
+    def _cause(self, trial: Trial, problem: Problem) -> str | None:
+        """Why it went wrong: as a known mistake, by what the values say, or by Python's error."""
+        mistake = self.known(trial, self._outcome)
+        if mistake:
+            return mistake.says
+        if problem.stage == "values":
+            expected = _expected(trial, self._outcome)
+            for rank, (should, got) in enumerate(zip(expected, self._outcome, strict=True)):
+                if got != should:
+                    return self.explain(trial, rank, should, got)
+        if problem.stage == "error":
+            return next((means for says, means in ERRORS.items() if says in problem.text), None)
+        return None
+
+    def _symptom(self, trial: Trial, outcome: Run | LaunchError) -> object:
+        """What two answers that make the same mistake have in common.
+
+        A result may have a method `symptom()` that tells more than what is shown of it.
+        """
+        if isinstance(outcome, LaunchError):
+            return str(outcome).partition("\n")[0]
+        if list(outcome) != _expected(trial, outcome):
+            return [getattr(value, "symptom", value.__repr__)() for value in outcome]
+        said = [sorted((r.op, str(r.peer), r.bytes) for r in records) for records in outcome.wire]
+        return said
+
+    def _next_hint(self) -> str:
+        stages = self._stages or list(self.hints)
+        if len(stages) > 1:
+            self._stages = stages[1:]
+        return self.hints[stages[0]]
 
 
-def _short(value: object) -> str:
+def _run(answer: Callable, trial: Trial) -> Run | LaunchError:
+    try:
+        return launch(
+            trial.program,
+            answer,
+            *trial.args,
+            world_size=trial.world_size,
+            backend="gloo",
+            keep_values=True,
+            timeout=PATIENCE_S,
+        )
+    except LaunchError as error:
+        return error
+
+
+def _expected(trial: Trial, run: Run) -> list:
+    return trial.expected(run) if callable(trial.expected) else trial.expected
+
+
+def short(value: object) -> str:
+    """As Python writes it; what is too long ends after a comma."""
     text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+    if len(text) <= LONGEST:
+        return text
+    start = text[:LONGEST]
+    return f"{start[: start.rfind(',') + 1] or start} …"
 
 
 def _stub():
@@ -194,68 +391,108 @@ def is_stub(answer: Callable) -> bool:
 
 
 def _opcodes(code) -> list[tuple[str, object]]:
-    return [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname != "RESUME"]
+    return [(op.opname, op.argval) for op in dis.get_instructions(code) if op.opname != "RESUME"]
 
 
-# The wire.
+# For trials
+
+
+def rank_1_comes_last() -> None:
+    """Hold rank 1 back until no other rank can go on without it.
+
+    So a rank that uses a message before it has waited for it, or overwrites one before it is taken,
+    is found out whatever the machine's mood.
+    """
+    if dist.get_rank() != 1:
+        return
+    board = dist.group.WORLD.recorder.board
+    while not all(s.rank == 1 or s.missing or s.state == "returned" for s in situations(board)):
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def unwritten_memory_shows() -> Iterator[None]:
+    """Inside, torch.empty gives memory full of the largest integer, or of NaN, and not of luck."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")  # torch.utils.deterministic fills what is empty
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+# The wire
 
 
 def messages(run: Run) -> Iterator:
     """All sends of all ranks."""
-    return (record for records in run.wire for record in records if record.op == "send")
+    for records in run.wire:
+        yield from (record for record in records if record.op == "send")
 
 
-def _forgotten_handle(run: Run) -> str | None:
-    """A message that was begun with isend or irecv, and that nobody waited for: it may arrive late, or never."""
+def place(record) -> str:
+    """Where the call of a record stands: function, line and the line's text."""
+    return describe_place((record.file, record.line, record.function))
+
+
+def forgotten_handle(run: Run) -> str | None:
+    """A message that was begun with isend or irecv, and that nobody waited for."""
     for rank, records in enumerate(run.wire):
         for record in records:
             if record.op in ("send", "recv") and record.waited is None:
-                place = describe_place((record.file, record.line, record.function))
                 return (
-                    f"rank {rank} began {record.call} and never waited for it ({place}).\n"
-                    f"Keep what {'isend' if record.op == 'send' else 'irecv'} returns, and call wait() on it."
+                    f"rank {rank} began {record.call} and never waited for it ({place(record)}).\n"
+                    f"Keep what i{record.op} returns, and call wait() on it."
                 )
     return None
 
 
 def _overwritten(run: Run) -> str | None:
     """A message that arrived with other numbers than it was sent with."""
-    arrived = {(r.channel, r.seq): r.result for records in run.wire for r in records if r.op == "recv"}
+    arrived = {}
+    for records in run.wire:
+        arrived.update({(r.channel, r.seq): r.result for r in records if r.op == "recv"})
     for rank, records in enumerate(run.wire):
         for record in records:
             got = arrived.get((record.channel, record.seq)) if record.op == "send" else None
             if None not in (got, record.values) and got != record.values:
-                place = describe_place((record.file, record.line, record.function))
                 return (
-                    f"rank {rank} sent {_short(record.values)} to rank {record.peer}, and {_short(got)} arrived "
-                    f"({place}).\nSomebody wrote into it on the way: leave alone what isend sends and irecv fills "
-                    "until wait() has returned."
+                    f"rank {rank} sent {short(record.values)} to rank {record.peer}, and "
+                    f"{short(got)} arrived ({place(record)}).\nSomebody wrote into it on the way: "
+                    "leave alone what isend sends and irecv fills until wait() has returned."
                 )
     return None
 
 
 def ready_made(run: Run) -> str | None:
     """A collective of torch's, where only messages were allowed."""
-    ops = sorted({r.op for records in run.wire for r in records if r.op not in ("send", "recv", "new_group")})
+    ops = set()
+    for records in run.wire:
+        ops.update(r.op for r in records if r.op not in ("send", "recv", "new_group"))
     if not ops:
         return None
     return (
-        f"the values are right, but the wire saw dist.{ops[0]}: torch did the work.\n"
+        f"the values are right, but the wire saw dist.{min(ops)}: torch did the work.\n"
         "Use only dist.send, dist.recv, dist.isend and dist.irecv."
     )
 
 
-def _check_wire(trial: Trial, run: Run) -> str | None:
+def check_wire(trial: Trial, run: Run) -> str | None:
     """Only messages, no ready-made collectives; each byte sent once."""
     by_torch = ready_made(run)
-    if by_torch:
+    if by_torch or trial.sent_bytes is None:
         return by_torch
-    sent = sum(record.bytes for record in messages(run))
-    if trial.sent_bytes is not None and sent != trial.sent_bytes:
-        more = "more" if sent > trial.sent_bytes else "fewer"
+    sent, needed = sum(record.bytes for record in messages(run)), trial.sent_bytes
+    told = f"the values are right, but all ranks together sent {sent} bytes, "
+    if sent > needed:
         return (
-            f"the values are right, but all ranks together sent {sent} bytes, {more} than the {trial.sent_bytes} "
-            "that are needed.\nReplay it: which message holds what its receiver had already, or doesn't need?"
+            f"{told}more than the {needed} that are needed.\n"
+            "Replay it: which message holds what its receiver had already, or doesn't need?"
+        )
+    if sent < needed:
+        return (
+            f"{told}fewer than the {needed} that are needed.\n"
+            "Did a rank know its result without being told? Every number must come by a message."
         )
     return None
 
@@ -264,7 +501,7 @@ def _check_wire(trial: Trial, run: Run) -> str | None:
 
 
 def who_is_in(value: int, world_size: int) -> list[int]:
-    """How often each rank's 10**rank is in `value`: [1, 0, 2] says rank 1 is missing and rank 2 counted twice."""
+    """How often each rank's 10**rank is in `value`: [1, 0, 2]: rank 1 is missing, rank 2 twice."""
     return [value // 10**rank % 10 for rank in range(world_size)]
 
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from ddpkit import collectives
 
-from .checker import Exercise, Trial, read_sum
+from .old_checker import Exercise, Trial, read_sum
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 

@@ -16,7 +16,7 @@ from ddpkit.runtime.board import Record
 from ddpkit.runtime.hang import describe_place
 from ddpkit.runtime.launch import Run
 
-from .checker import Exercise, Trial
+from .old_checker import Exercise, Trial
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 

@@ -16,7 +16,7 @@ from ddpkit.runtime.launch import Run
 from ddpkit.runtime.wire import is_library
 from ddpkit.tools.memory import ByteDropout, MaterialisedAttention, measure_saved
 
-from .checker import Exercise, Trial, is_stub
+from .old_checker import Exercise, Trial, is_stub
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 

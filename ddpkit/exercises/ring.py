@@ -1,10 +1,5 @@
-"""Checkers of notebook 02: ring_reduce_scatter and ring_all_gather, hop by hop, and ring_cost.
+"""Checkers of notebook 02: ring_reduce_scatter and ring_all_gather, hop by hop, and ring_cost."""
 
-The references go round as the notebook tells it, one hop after the other. `ddpkit.ring` says the same on the wire, with
-receives posted ahead; a test holds the two together.
-"""
-
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -14,17 +9,25 @@ import torch.distributed as dist
 
 from ddpkit import ring
 from ddpkit.lesson.figures import hop_numbers
-from ddpkit.runtime.hang import describe_place, situations
 from ddpkit.runtime.launch import Run
 
-from .checker import Exercise, Trial, ready_made
+from .checker import (
+    Exercise,
+    Mistake,
+    Trial,
+    mistakes,
+    place,
+    rank_1_comes_last,
+    ready_made,
+    unwritten_memory_shows,
+)
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 ELEMENT_BYTES = torch.tensor([0]).element_size()  # the trials use torch's default integers
 
 
-# The spec: which elements a chunk has, what each rank brings, and what comes out.
+# The specification: which elements a chunk has, what each rank brings, and what comes out
 
 
 def _bounds(chunk: int, world_size: int, numel: int) -> tuple[int, int]:
@@ -35,18 +38,17 @@ def _bounds(chunk: int, world_size: int, numel: int) -> tuple[int, int]:
 
 
 def _brings(rank: int, world_size: int, numel: int) -> list[int]:
-    """Rank r's x in a reduce-scatter: chunk c holds (c+1) * 10**r, so a digit tells the chunk, its place the rank."""
+    """Rank r's x. Every chunk of every rank has a digit of its own, so that sums can be read."""
     values = []
     for chunk in range(world_size):
         start, stop = _bounds(chunk, world_size, numel)
-        values += [(chunk + 1) * 10**rank] * (stop - start)
+        values += [10 ** (world_size * rank + chunk)] * (stop - start)
     return values
 
 
-def _combined(combine: Callable | None, world_size: int, numel: int) -> list[int]:
-    """All ranks' x in one, element by element."""
-    serial = max if combine is torch.maximum else sum
-    return [serial(column) for column in zip(*(_brings(r, world_size, numel) for r in range(world_size)), strict=True)]
+def _total(world_size: int, numel: int) -> list[int]:
+    parts = [_brings(rank, world_size, numel) for rank in range(world_size)]
+    return [sum(column) for column in zip(*parts, strict=True)]
 
 
 def _name(start: int, stop: int, numel: int) -> str:
@@ -55,44 +57,35 @@ def _name(start: int, stop: int, numel: int) -> str:
 
 @dataclass
 class Returned:
-    """What an answer returned, and what a checker needs to say why.
+    """What an answer returned, and all of x afterwards, which helps to say why.
 
-    place: "x" or "x[2:4]" for a view of x; in words for anything else. values: None unless it is a tensor.
-    x: all of x afterwards. combined: when `combine` was called on a message, by the clock of the wire's records.
+    place: "x" or "x[2:4]" for a view of x; in words for anything else. values: None if no tensor.
     """
 
     place: str
     values: list | None
     x: list = field(default_factory=list, compare=False)
-    combined: list[float] = field(default_factory=list, compare=False)
 
     def __repr__(self):
         return self.place if self.values is None else f"{self.place} = {self.values}"
 
+    def symptom(self):
+        return f"{self}, x = {self.x}"
 
-def _returned(got: object, x: torch.Tensor, combined: list[float]) -> Returned:
+
+def _call(answer: Callable, x: torch.Tensor) -> Returned:
+    rank_1_comes_last()
+    with unwritten_memory_shows():
+        got = answer(x)
     if not isinstance(got, torch.Tensor):
-        return Returned(f"returned {got!r}", None, x.tolist(), combined)
-    place = "a new tensor"
+        return Returned(f"returned {got!r}", None, x.tolist())
+    where = "a new tensor"
     if got.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-        place = _name(got.storage_offset(), got.storage_offset() + got.numel(), len(x))
-    return Returned(place, got.flatten().tolist(), x.tolist(), combined)
+        where = _name(got.storage_offset(), got.storage_offset() + got.numel(), len(x))
+    return Returned(where, got.flatten().tolist(), x.tolist())
 
 
-def _rank_1_comes_last() -> None:
-    """Hold rank 1 back until no other rank can go on without it.
-
-    So a rank that uses a message before it has waited for it, or overwrites one before it is taken, is found out
-    whatever the machine's mood.
-    """
-    if dist.get_rank() != 1:
-        return
-    board = dist.group.WORLD.recorder.board
-    while not all(s.rank == 1 or s.missing or s.state == "returned" for s in situations(board)):
-        time.sleep(0.001)
-
-
-# What can go wrong in both halves of the ring.
+# What can go wrong in both halves of the ring
 
 
 def _not_x(expected: Returned, got: Returned) -> str | None:
@@ -103,69 +96,63 @@ def _not_x(expected: Returned, got: Returned) -> str | None:
         return None
     if got.values == expected.values:
         return (
-            f"The numbers are right, but not where the caller wants them, in {expected.place} itself. The chunks of "
-            "x.tensor_split(world_size) are views of x; clone(), + and a new entry in their list make new tensors of "
-            "them. Write with copy_, and return the view."
+            f"The numbers are right, but not where the caller wants them, in {expected.place} "
+            "itself. The chunks of x.tensor_split(world_size) are views of x; clone(), + and a new "
+            "entry in a list of them make new tensors. Add with +=, and return the view."
         )
-    return "Work on x itself: the chunks of x.tensor_split(world_size) are views, and copy_ writes into them."
+    return "Work on x itself: the chunks of x.tensor_split(world_size) are views; += writes into x."
 
 
-def _lost_remainder(world_size: int, numel: int) -> str:
-    return (
-        f"{numel} elements are not {world_size} times {numel // world_size}: chunks of n // W lose the remainder. "
-        "x.tensor_split(world_size) gives the first chunks one element more."
-    )
+TOO_EARLY = (
+    "Memory that nobody has written yet is in it: until wait() on the irecv has returned, its "
+    "buffer holds whatever lay there."
+)
 
 
 def _races(trial: Trial, run: Run) -> str | None:
-    """A message that was combined, or passed on, before the rank had waited for it."""
-    if trial.args[-1] < trial.world_size:  # empty chunks: which message is whose can't be told
+    """A message that was passed on before the rank had waited for it."""
+    world_size, (numel,) = trial.world_size, trial.args
+    if numel < world_size:  # empty chunks: which message is whose can't be told
         return None
     for rank, records in enumerate(run.wire):
         sends = [record for record in records if record.op == "send"]
         receives = [record for record in records if record.op == "recv"]
-        combined = run[rank].combined
-        for receive, at in zip(receives, combined, strict=True) if len(combined) == len(receives) else ():
-            if at < receive.done:
-                return (
-                    f"rank {rank} called combine before the message was there ({_place(receive)}).\n"
-                    "Until wait() on the irecv has returned, its buffer holds whatever lay there."
-                )
-        ring_like = len(sends) == trial.world_size - 1 and len({record.peer for record in sends}) == 1
-        for receive, send in zip(receives, sends[1:], strict=False) if ring_like else ():
+        if len(sends) != world_size - 1 or len({record.peer for record in sends}) != 1:
+            continue  # no ring
+        for receive, send in zip(receives, sends[1:], strict=False):
             if send.issued < receive.done:
                 return (
-                    f"rank {rank} passed a chunk on before it was there ({_place(send)}).\n"
-                    "What a rank sends in a hop came in the hop before: wait() for that irecv first."
+                    f"rank {rank} passed a chunk on before it was there ({place(send)}).\n"
+                    "What a rank sends in a hop came in the hop before: wait() for that first."
                 )
     return None
-
-
-def _place(record) -> str:
-    return describe_place((record.file, record.line, record.function))
 
 
 def _ring_wire(trial: Trial, run: Run, stays: Callable[[int, int], int]) -> str | None:
     """Each rank talks to one neighbour, sends every chunk but one, and each once.
 
-    stays: called with a rank and the rank it sends to; the chunk that it has no need to send. Going round the other way
-    is as good.
+    stays: called with a rank and the rank it sends to; the chunk that it has no need to send. Going
+    round the other way is as good.
     """
     by_torch = ready_made(run)
     if by_torch:
         return by_torch
-    world_size, numel = trial.world_size, trial.args[-1]
+    world_size, (numel,) = trial.world_size, trial.args
     for rank, records in enumerate(run.wire):
         right = (rank + 1) % world_size
         sent = [record for record in records if record.op == "send" and record.bytes]
         peers = sorted({record.peer for record in sent}) or [right]
         if len(peers) > 1 or peers[0] not in (right, (rank - 1) % world_size):
             return (
-                f"the values are right, but rank {rank} sent to {' and '.join(f'rank {peer}' for peer in peers)}. In a "
-                f"ring it sends to rank {right} only: what goes further is passed on from neighbour to neighbour."
+                f"the values are right, but rank {rank} sent to "
+                f"{' and '.join(f'rank {peer}' for peer in peers)}. In a ring it sends to rank "
+                f"{right} only: what goes further is passed on from neighbour to neighbour."
             )
-        spans = [_bounds(chunk, world_size, numel) for chunk in range(world_size) if chunk != stays(rank, peers[0])]
-        needed = [(stop - start) * ELEMENT_BYTES for start, stop in spans if stop > start]
+        needed = []
+        for chunk in range(world_size):
+            start, stop = _bounds(chunk, world_size, numel)
+            if stop > start and chunk != stays(rank, peers[0]):
+                needed.append((stop - start) * ELEMENT_BYTES)
         problem = _too_much(rank, [record.bytes for record in sent], needed, numel * ELEMENT_BYTES)
         if problem:
             return problem
@@ -178,232 +165,372 @@ def _too_much(rank: int, sent: list[int], needed: list[int], nbytes: int) -> str
         return None
     if sum(sent) == sum(needed):
         return (
-            f"the values and the bytes are right, but rank {rank} sent {len(sent)} messages, and the ring needs "
-            f"{len(needed)}: one a hop, the whole chunk."
+            f"the values and the bytes are right, but rank {rank} sent {len(sent)} messages, and "
+            f"the ring needs {len(needed)}: one a hop, the whole chunk."
         )
     problem = (
-        f"the values are right, but rank {rank} sent {sum(sent)} bytes where the ring needs {sum(needed)}: "
-        f"{Fraction(sum(sent), nbytes)} × the buffer instead of {Fraction(sum(needed), nbytes)} ×."
+        f"the values are right, but rank {rank} sent {sum(sent)} bytes where the ring needs "
+        f"{sum(needed)}: {Fraction(sum(sent), nbytes)} × the buffer instead of "
+        f"{Fraction(sum(needed), nbytes)} ×."
     )
     if nbytes in sent:
-        return f"{problem}\nA message held the whole of x. In each hop a rank sends one chunk of it."
+        return (
+            f"{problem}\nA message held the whole of x. In each hop a rank sends one chunk of it."
+        )
     if len(sent) > len(needed):
-        return f"{problem}\nIt sent {len(sent)} messages: W-1 hops are enough, here {len(needed)}."
-    return f"{problem}\nReplay it: which message holds what its receiver had already, or doesn't need?"
-
-
-# ring_reduce_scatter(x, combine=torch.add)
-
-
-def ring_reduce_scatter(x, combine=torch.add):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chunks = x.tensor_split(world_size)  # views: writing into a chunk changes x
-    for hop in range(1, world_size):
-        chunk = chunks[(rank - hop - 1) % world_size]
-        arriving = torch.empty_like(chunk)
-        sending = dist.isend(chunks[(rank - hop) % world_size], (rank + 1) % world_size)
-        receiving = dist.irecv(arriving, (rank - 1) % world_size)
-        sending.wait()
-        receiving.wait()
-        chunk.copy_(combine(chunk, arriving))
-    return chunks[rank]
-
-
-def _run_reduce_scatter(answer, combine, numel):
-    x = torch.tensor(_brings(dist.get_rank(), dist.get_world_size(), numel))
-    combined = []
-
-    def watched(a, b):
-        combined.append(time.perf_counter())
-        return combine(a, b)
-
-    _rank_1_comes_last()
-    return _returned(answer(x, watched) if combine else answer(x), x, combined)
-
-
-def _reduce_scatter_trials():
-    plan = [(2, 4, torch.add), (2, 4, torch.maximum), (2, 5, None), (1, 3, torch.add)]  # None: it isn't given, so add
-    plan += [(3, 6, torch.add), (3, 2, torch.add), (4, 10, torch.add)]
-    for world_size, numel, combine in plan:
-        total = _combined(combine, world_size, numel)
-        expected = []
-        for rank in range(world_size):
-            start, stop = _bounds(rank, world_size, numel)
-            expected.append(Returned(_name(start, stop, numel), total[start:stop]))
-        what = f"{numel} elements" + (f", combine=torch.{combine.__name__}" if combine else "")
-        yield Trial(world_size, _run_reduce_scatter, (combine, numel), expected, what=what)
-
-
-def _reduce_scatter_cause(trial: Trial, rank: int, expected: Returned, got: Returned):
-    combine, numel = trial.args
-    not_x = _not_x(expected, got)
-    if not_x:
-        return not_x
-    start, stop = _bounds(rank, trial.world_size, numel)
-    if got.place != expected.place and len(got.values) == numel // trial.world_size < stop - start:
-        return _lost_remainder(trial.world_size, numel)
-    total = _combined(torch.add, trial.world_size, numel)
-    if combine is torch.maximum:
-        added = "That is the sum. " * (got.values == total[start:stop])
-        return f"{added}Put what arrives together with combine(a, b); here it takes the larger."
-    finished = _finished(trial.world_size, got.x, total)
-    if finished and rank not in finished:
-        return (
-            f"Chunk {finished[0]} was finished on rank {rank}, not chunk {rank}: everything is one hop off. In hop 1 "
-            "rank r sends chunk r-1, so that after W-1 hops chunk r comes home to rank r."
-        )
-    if got.place != expected.place:
-        return f"Return chunk {rank} alone: x.tensor_split(world_size)[rank]."
-    if got.values == _brings(rank, trial.world_size, numel)[start:stop]:
-        return f"Chunk {rank} still holds what rank {rank} brought: W-1 hops are needed, and the last one ends here."
-    return _read_chunk_sum(trial.world_size, rank, got.values[0])
-
-
-def _finished(world_size: int, x: list[int], total: list[int]) -> list[int]:
-    """The chunks of `x` that hold the sum of all ranks."""
-    spans = [_bounds(chunk, world_size, len(x)) for chunk in range(world_size)]
-    return [chunk for chunk, (start, stop) in enumerate(spans) if stop > start and x[start:stop] == total[start:stop]]
-
-
-def _read_chunk_sum(world_size: int, rank: int, value: int) -> str:
-    """What the digits say of a sum that should be chunk `rank` of each rank once."""
-    digits = [value // 10**other % 10 for other in range(world_size)]
-    if digits[rank] == 0:
-        return f"Read the digits: rank {rank}'s own chunk is missing from it. What arrives is combined with it."
-    if 0 in digits:
-        return (
-            f"Read the digits: rank {digits.index(0)}'s chunk is missing from it. What travels on is what combine "
-            "made in the hop before, not the chunk as it was."
-        )
-    if digits[rank] == 2 * (rank + 1):
-        return (
-            f"Read the digits: rank {rank}'s own chunk is in it twice. What arrives is combined with the chunk once; "
-            "the result is what travels on."
-        )
-    for other, digit in enumerate(digits):
-        if digit != rank + 1:
-            return (
-                f"Read the digits: the {digit * 10**other} in it is rank {other}'s chunk {digit - 1}. Do both sides of "
-                "a message mean the same chunk? What rank r sends to rank r+1 as chunk r-h, rank r+1 must combine with "
-                "its own chunk r-h: that is (r+1)-h-1."
-            )
-    return "Some elements differ: send and combine whole chunks."
+        enough = f"W-1 hops are enough, here {len(needed)}"
+        return f"{problem}\nIt sent {len(sent)} messages: {enough}."
+    return f"{problem}\nReplay it: which message holds what its receiver had already?"
 
 
 def _ring_praise(trial: Trial, run: Run) -> str:
     """Right is right, but messages that wait for each other are worth a word."""
-    hops, enough = max(hop_numbers(run).values()), trial.world_size - 1
-    right = "right on 1 to 4 ranks, also for lengths that don't divide, with (W-1)/W of x sent by each"
+    right = "right on 1 to 4 ranks, also for lengths that don't divide, with (W-1)/W of x sent"
+    return f"{right} by each rank, in W-1 hops."
+
+
+def _slow_or_praise(trial: Trial, run: Run) -> str:
+    hops, enough = max(hop_numbers(run).values(), default=0), trial.world_size - 1
     if hops == enough:
-        return f"{right}, in W-1 hops."
+        return _ring_praise(trial, run)
     return (
-        f"{right}. But some messages wait for others that could travel with them: {hops} hops on {trial.world_size} "
-        f"ranks instead of {enough}. Begin both, with isend and irecv, before you wait for either."
+        "right on 1 to 4 ranks, also for lengths that don't divide. But some messages wait for "
+        f"others that could go with them: {hops} hops on {trial.world_size} ranks instead of "
+        f"{enough}. Begin both, with isend and irecv, before you wait for either."
     )
 
 
+# What goes wrong in a hop, whatever is done with the chunks
+IN_A_HOP = mistakes("""
+never_waits_for_the_receive: for work in works:⏎work.wait() → works[0].wait()
+    Keep what irecv returns, and call wait() on it.
+never_waits_for_the_send: for work in works:⏎work.wait() → works[1].wait()
+    Keep what isend returns, and call wait() on it.
+send_send: works = dist.batch_isend_irecv([send, receive]) → works = []
+    for work in works:⏎work.wait() → dist.send(outgoing, right)⏎dist.recv(incoming, left)
+    both with isend and irecv
+to_the_left: right, left = (rank + 1) → left, right = (rank + 1)
+    It goes round to the left, but the chunks are counted as if it went round to the right.
+one_hop_too_many: (1, world_size) → (1, world_size + 1)
+    W-1 hops are enough
+""")
+
+LENGTHS = [(2, 4), (2, 5), (3, 6), (3, 2), (4, 10), (1, 3)]  # ranks, elements
+
+
+# ring_reduce_scatter(x)
+
+
+def _run_reduce_scatter(answer, numel):
+    x = torch.tensor(_brings(dist.get_rank(), dist.get_world_size(), numel))
+    return _call(answer, x)
+
+
+def _reduce_scatter_trials():
+    for world_size, numel in LENGTHS:
+        total, expected = _total(world_size, numel), []
+        for rank in range(world_size):
+            start, stop = _bounds(rank, world_size, numel)
+            expected.append(Returned(_name(start, stop, numel), total[start:stop]))
+        what = f"{numel} elements"
+        yield Trial(world_size, _run_reduce_scatter, (numel,), expected, what=what)
+
+
+def _explain_reduce_scatter(trial: Trial, rank: int, expected: Returned, got: Returned):
+    not_x = _not_x(expected, got)
+    if not_x:
+        return not_x
+    world_size, (numel,) = trial.world_size, trial.args
+    total, finished = _total(world_size, numel), []
+    for chunk in range(world_size):
+        start, stop = _bounds(chunk, world_size, numel)
+        if stop > start and got.x[start:stop] == total[start:stop]:
+            finished.append(chunk)
+    if finished and rank not in finished:
+        return (
+            f"Chunk {finished[0]} was finished on rank {rank}, not chunk {rank}: everything is one "
+            "hop off. In hop 1 rank r sends chunk r-1, so that after W-1 hops chunk r comes home "
+            "to rank r."
+        )
+    if got.place != expected.place:
+        return f"Return chunk {rank} alone: x.tensor_split(world_size)[rank]."
+    return _read_chunk_sum(world_size, rank, got.values[0])
+
+
+def _read_chunk_sum(world_size: int, rank: int, value: int) -> str:
+    """What the digits say of a sum that should hold chunk `rank` of each rank once."""
+    if not 0 <= value < 10 ** (world_size**2):
+        return TOO_EARLY
+    counts = {}
+    for place_ in range(world_size**2):
+        other, chunk = divmod(place_, world_size)
+        counts[other, chunk] = value // 10**place_ % 10
+    if sum(counts.values()) == counts[rank, rank] == 1:
+        return (
+            f"Chunk {rank} still holds what rank {rank} brought: W-1 hops are needed, and the last "
+            "one ends here."
+        )
+    for (other, chunk), count in counts.items():
+        if count and chunk != rank:
+            return (
+                f"Read the digits: the {10 ** (world_size * other + chunk)} in it is rank "
+                f"{other}'s chunk {chunk}. Do both sides of a message mean the same chunk? What "
+                "rank r sends to the right as chunk r-h, rank r+1 must add to its own chunk r-h: "
+                "that is (r+1)-h-1."
+            )
+    if counts[rank, rank] == 0:
+        return f"Read the digits: rank {rank}'s own chunk is missing. What arrives is added to it."
+    if counts[rank, rank] > 1:
+        return (
+            f"Read the digits: rank {rank}'s own chunk is in it twice. What arrives is added to "
+            "the chunk once; the sum is what is passed on."
+        )
+    missing = next(other for other in range(world_size) if counts[other, rank] == 0)
+    return (
+        f"Read the digits: rank {missing}'s chunk is missing. What is passed on is the sum made in "
+        "the hop before, not the chunk as it was."
+    )
+
+
+def overwrites_what_it_sends(x):
+    """On 2 ranks it depends on who is faster; on 3, rank 1 is late for rank 0's first message."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = x.tensor_split(world_size)
+    passed_on, arrived = x.new_zeros(2, len(chunks[0]))
+    passed_on[: len(chunks[rank - 1])] = chunks[rank - 1]
+    for hop in range(1, world_size):
+        outgoing, mine = chunks[(rank - hop) % world_size], chunks[(rank - hop - 1) % world_size]
+        sending = dist.isend(passed_on[: len(outgoing)], (rank + 1) % world_size)
+        dist.recv(arrived[: len(mine)], (rank - 1) % world_size)
+        mine += arrived[: len(mine)]
+        passed_on[: len(mine)] = mine
+        sending.wait()
+    return chunks[rank]
+
+
+def straight_to_the_owner(x):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = x.tensor_split(world_size)
+    others = [other for other in range(world_size) if other != rank]
+    works = [dist.isend(chunks[other], other) for other in others]
+    for other in others:
+        arrived = torch.empty_like(chunks[rank])
+        dist.recv(arrived, other)
+        chunks[rank].add_(arrived)
+    for work in works:
+        work.wait()
+    return chunks[rank]
+
+
 ring_reduce_scatter = Exercise(
-    ring_reduce_scatter,
-    _reduce_scatter_trials,
-    [
-        "Cut x with x.tensor_split(world_size). Each hop: a chunk to the right, another one from the left.",
-        "In hop h send chunk (rank - h) % world_size, and combine what arrives with chunk (rank - h - 1) % world_size.",
-        "Receive into torch.empty_like(chunk); isend and irecv first, then both wait(), then "
-        "chunk.copy_(combine(chunk, arriving)).",
-    ],
-    _ring_praise,
-    _reduce_scatter_cause,
-    lambda trial, run: _ring_wire(trial, run, stays=lambda rank, peer: rank),  # its own chunk comes home to it
+    reference=ring.ring_reduce_scatter,
+    helpers=(ring.send_right_receive_left,),
+    trials=_reduce_scatter_trials,
+    hints={
+        "start": "Cut x with x.tensor_split(world_size). Each hop: a chunk to the right, another "
+        "one from the left.",
+        "values": "In hop h send chunk (rank - h) % world_size, and add what arrives to chunk "
+        "(rank - h - 1) % world_size.",
+        "wire": "W-1 hops, one chunk in each, always to the right neighbour.",
+        "hang": "Receive into torch.empty_like(chunk); isend and irecv first, then both wait(), "
+        "and only then chunk += arrived.",
+    },
+    praise=_slow_or_praise,
+    explain=_explain_reduce_scatter,
     races=_races,
-    note="# One hop after the other. ddpkit.ring.ring_reduce_scatter sends the same, with receives posted ahead.",
+    wire=lambda trial, run: _ring_wire(trial, run, stays=lambda rank, peer: rank),  # comes home
+    mistakes=[
+        *mistakes("""
+whole_buffers: chunks[(rank - hop) % world_size] → arrived if hop > 1 else x.clone()
+    torch.empty_like(mine) → torch.empty_like(x)
+    mine += arrived → x.add_(arrived)
+    A message held the whole of x. In each hop a rank sends one chunk of it.
+loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
+    chunks of n // W lose the remainder: x.tensor_split(world_size) makes the first ones longer.
+adds_before_wait: send_right_receive_left(passed_on, arrived, group) → mine += arrived
+    mine += arrived → send_right_receive_left(passed_on, arrived, group)
+    Memory that nobody has written yet is in it: until wait() on the irecv has returned, its buffer
+    holds whatever lay there.
+one_chunk_late: chunks[(rank - hop) % world_size] → chunks[(rank - hop + 1) % world_size]
+    (rank - hop - 1) → (rank - hop)
+    Everything is one hop off: in hop 1 rank r sends chunk r-1, so that after W-1 hops chunk r comes
+    home to rank r.
+ends_on_the_next_chunk: chunks[(rank - hop) % world_size] → chunks[(rank - hop + 1) % world_size]
+    (rank - hop - 1) → (rank - hop)
+    chunks[rank] → chunks[(rank + 1) % world_size]
+    The sum is right, but of the next chunk: everything is one hop off. In hop 1 rank r sends chunk
+    r-1, so that after W-1 hops chunk r comes home to rank r.
+one_hop_too_few: (1, world_size) → (1, world_size - 1)
+    W-1 hops are needed, and the last one ends here.
+keeps_what_arrives: mine += arrived → mine.copy_(arrived)
+    The chunk's own numbers are missing: what arrives is added to them.
+passes_on_what_it_brought: passed_on = chunks → passed_on = brought
+    for hop → brought = x.clone().view(-1).tensor_split(world_size)⏎for hop
+    What is passed on is the sum made in the hop before, not the chunk as it was.
+own_twice: mine += arrived → mine += mine + arrived
+    The chunk's own numbers are in it twice: add what arrives once; the sum is what is passed on.
+by_torch: for hop in range(1, world_size): → dist.all_reduce(x)⏎for hop in []:
+    torch did the work
+returns_a_copy: chunks[rank] → chunks[rank].clone()
+    The numbers are right, but in a copy: return the view of x itself.
+new_list_entries: mine += arrived → chunks[(rank - hop - 1) % world_size] = mine + arrived
+    flat(x, group).tensor_split(world_size) → list(x.tensor_split(world_size))
+    The numbers are right, but not where the caller wants them, in x itself: a new entry in a list
+    of chunks is a new tensor.
+works_on_a_copy: flat(x, group) → flat(x.clone(), group)
+    (1, world_size) → (1, world_size - 1)
+    Work on x itself
+adds_to_the_tuple: mine += arrived → chunks[rank - hop - 1] += arrived
+    tensor_split gives a tuple of views
+returns_nothing: return chunks[rank] →
+    the caller wants the tensor
+returns_x: return chunks[rank] → return x
+    Return chunk 0 alone
+element_by_element: send_right_receive_left(passed_on, arrived, group) → for a in range(len(mine)):
+    mine += arrived →     send_right_receive_left(passed_on[a : a + 1], arrived[a : a + 1], group)
+    return → x.tensor_split(world_size)[rank].add_(arrived)⏎return
+    rank 0 sent 2 messages, and the ring needs 1
+"""),
+        *IN_A_HOP,
+        Mistake.written(overwrites_what_it_sends, "Somebody wrote into it on the way"),
+        Mistake.written(straight_to_the_owner, "rank 0 sent to rank 1 and rank 2"),
+    ],
 )
 
 
 # ring_all_gather(x)
 
 
-def ring_all_gather(x):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chunks = x.tensor_split(world_size)  # views: receiving into a chunk changes x
-    for hop in range(1, world_size):
-        sending = dist.isend(chunks[(rank - hop + 1) % world_size], (rank + 1) % world_size)
-        receiving = dist.irecv(chunks[(rank - hop) % world_size], (rank - 1) % world_size)
-        sending.wait()
-        receiving.wait()
-    return x
-
-
 def _run_all_gather(answer, numel):
-    x = torch.full((numel,), 10 ** dist.get_rank())
-    _rank_1_comes_last()
-    return _returned(answer(x), x, [])
+    return _call(answer, torch.full((numel,), 10 ** dist.get_rank()))
 
 
 def _all_gather_trials():
-    for world_size, numel in ((2, 4), (1, 3), (2, 5), (3, 6), (3, 2), (4, 10)):
+    for world_size, numel in LENGTHS:
         gathered = []
         for chunk in range(world_size):
             start, stop = _bounds(chunk, world_size, numel)
             gathered += [10**chunk] * (stop - start)
-        yield Trial(
-            world_size, _run_all_gather, (numel,), [Returned("x", gathered)] * world_size, what=f"{numel} elements"
-        )
+        expected = [Returned("x", gathered)] * world_size
+        yield Trial(world_size, _run_all_gather, (numel,), expected, what=f"{numel} elements")
 
 
-def _all_gather_cause(trial: Trial, rank: int, expected: Returned, got: Returned):
+def _explain_all_gather(trial: Trial, rank: int, expected: Returned, got: Returned):
     not_x = _not_x(expected, got)
     if not_x:
         return not_x
     if got.x == expected.values:
         return "x is right: return all of it."
-    if trial.args[0] % trial.world_size:  # the lengths that divide went well
-        return _lost_remainder(trial.world_size, trial.args[0])
-    for hop in range(trial.world_size):  # in the order in which the chunks come, this rank's own first
-        chunk = (rank - hop) % trial.world_size
-        start, stop = _bounds(chunk, trial.world_size, trial.args[0])
-        wrong = [value for value in got.x[start:stop] if value != 10**chunk]
-        if wrong:
-            return _wrong_chunk(trial.world_size, rank, chunk, wrong[0])
+    world_size, (numel,) = trial.world_size, trial.args
+    for hop in range(world_size):  # in the order in which the chunks come, this rank's own first
+        chunk = (rank - hop) % world_size
+        start, stop = _bounds(chunk, world_size, numel)
+        for value in got.x[start:stop]:
+            if value != 10**chunk:
+                return _wrong_chunk(world_size, rank, chunk, value)
     return None
 
 
 def _wrong_chunk(world_size: int, rank: int, chunk: int, value: int) -> str:
     """The usual cause of a `value` in `chunk` on `rank` that isn't rank `chunk`'s 10**chunk."""
-    left = (rank - 1) % world_size
     if value not in [10**other for other in range(world_size)]:
-        return f"Chunk {chunk} holds a sum. Nothing is to be added here: receive straight into the chunk."
+        return (
+            f"Chunk {chunk} holds a sum, or memory that nobody has written. Nothing is added here: "
+            "receive straight into the chunk."
+        )
     whose = len(str(value)) - 1
     if chunk == rank:
         return (
-            f"Rank {rank}'s own chunk is finished from the start, and was overwritten with rank {whose}'s. In hop 1 "
-            "rank r sends chunk r, and receives chunk r-1."
+            f"Rank {rank}'s own chunk is finished from the start, and was overwritten with rank "
+            f"{whose}'s. In hop 1 rank r sends chunk r, and receives chunk r-1."
         )
     if whose == rank:
-        return f"Chunk {chunk} never came to rank {rank}: it needs W-1 hops, and each ends in another chunk of x."
-    if whose == left:
         return (
-            f"Chunk {chunk} holds rank {left}'s own numbers. From hop 2 on a rank passes on what came in the hop "
-            "before, not its own chunk again."
+            f"Chunk {chunk} never came to rank {rank}: it needs W-1 hops, and each fills another "
+            "chunk of x."
+        )
+    if whose == (rank - 1) % world_size:
+        return (
+            f"Chunk {chunk} holds rank {whose}'s own numbers. From hop 2 on a rank passes on what "
+            "came in the hop before, not its own chunk again."
         )
     return (
-        f"Chunk {chunk} holds rank {whose}'s numbers. Do both sides of a message mean the same chunk? In hop h rank r "
-        "receives chunk r-h from rank r-1."
+        f"Chunk {chunk} holds rank {whose}'s numbers. Do both sides of a message mean the same "
+        "chunk? In hop h rank r receives chunk r-h from rank r-1."
     )
 
 
+def passes_on_too_early(x):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks, works = x.tensor_split(world_size), []
+    for hop in range(1, world_size):
+        works.append(dist.isend(chunks[(rank - hop + 1) % world_size], (rank + 1) % world_size))
+        works.append(dist.irecv(chunks[(rank - hop) % world_size], (rank - 1) % world_size))
+    for work in works:
+        work.wait()
+    return x
+
+
+def straight_to_all(x):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = x.tensor_split(world_size)
+    others = [other for other in range(world_size) if other != rank]
+    works = [dist.isend(chunks[rank], other) for other in others]
+    works += [dist.irecv(chunks[other], other) for other in others]
+    for work in works:
+        work.wait()
+    return x
+
+
 ring_all_gather = Exercise(
-    ring_all_gather,
-    _all_gather_trials,
-    [
-        "In hop 1 every rank sends the chunk it has finished, its own. What has it to pass on in hop 2?",
-        "In hop h send chunk (rank - h + 1) % world_size, and receive into chunk (rank - h) % world_size.",
-        "isend and irecv first, then both wait(), and only then the next hop. No scratch, no sum. Return x.",
-    ],
-    _ring_praise,
-    _all_gather_cause,
-    lambda trial, run: _ring_wire(trial, run, stays=lambda rank, peer: peer),  # who has its own chunk already
+    reference=ring.ring_all_gather,
+    helpers=(ring.send_right_receive_left,),
+    trials=_all_gather_trials,
+    hints={
+        "start": "In hop 1 every rank sends the chunk it has finished, its own. What has it to "
+        "pass on in hop 2?",
+        "values": "In hop h send chunk (rank - h + 1) % world_size, and receive into chunk "
+        "(rank - h) % world_size.",
+        "wire": "W-1 hops, one chunk in each, always to the right neighbour.",
+        "hang": "isend and irecv first, then both wait(), and only then the next hop. Return x.",
+    },
+    praise=_slow_or_praise,
+    explain=_explain_all_gather,
     races=_races,
-    note="# One hop after the other. ddpkit.ring.ring_all_gather sends the same, with receives posted ahead.",
+    wire=lambda trial, run: _ring_wire(trial, run, stays=lambda rank, peer: peer),  # has its own
+    mistakes=[
+        *mistakes("""
+starts_like_reduce_scatter: (rank - hop + 1) → (rank - hop)
+    place = chunks[(rank - hop) → place = chunks[(rank - hop - 1)
+    own chunk is finished from the start
+adds: send_right_receive_left(passed_on, place, group) → arrived = torch.empty_like(place)
+    return x →     send_right_receive_left(passed_on, arrived, group)⏎    place += arrived⏎return x
+    Nothing is added here: receive straight into the chunk.
+own_chunk_every_hop: chunks[(rank - hop + 1) % world_size] → chunks[rank]
+    a rank passes on what came in the hop before, not its own chunk again
+loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
+    chunks of n // W lose the remainder: x.tensor_split(world_size) makes the first ones longer.
+one_hop_too_few: (1, world_size) → (1, world_size - 1)
+    Chunk 1 never came to rank 0
+whole_buffers: chunks[(rank - hop + 1) % world_size] → arrived if hop > 1 else x.clone()
+    send_right_receive_left(passed_on, place, group) → arrived = torch.empty_like(x)
+    return x →     send_right_receive_left(passed_on, arrived, group)
+        ⏎    place.copy_(arrived.tensor_split(world_size)[(rank - hop) % world_size])⏎return x
+    A message held the whole of x. In each hop a rank sends one chunk of it.
+by_torch: for hop in range(1, world_size): → for hop in range(world_size):
+    send_right_receive_left(passed_on, place, group) → dist.broadcast(chunks[hop], hop)
+    torch did the work
+returns_nothing: return x →
+    Return x: the caller wants the tensor
+returns_its_chunk: return x → return chunks[rank]
+    return all of it
+returns_a_new_tensor: flat(x, group) → flat(x := x.clone(), group)
+    in x itself
+"""),
+        *IN_A_HOP,
+        Mistake.written(passes_on_too_early, "rank 0 passed a chunk on before it was there"),
+        Mistake.written(straight_to_all, "In a ring it sends to rank 1 only"),
+    ],
 )
 
 
@@ -412,81 +539,80 @@ ring_all_gather = Exercise(
 COST_NUMEL = 12  # divides by every world size tried
 
 
-def ring_cost(world_size, nbytes):
-    hops = 2 * (world_size - 1)  # in each of them every rank sends one chunk
-    return hops, hops * nbytes / world_size
-
-
 def _run_ring_cost(answer, numel):
     """Go round for real, for the wire to count, and ask the answer what it expects."""
     x = torch.full((numel,), 10 ** dist.get_rank())
-    ring.ring_reduce_scatter(x)  # not ring_all_reduce, which takes a short cut on two ranks
-    ring.ring_all_gather(x)
+    ring.ring_all_reduce(x)
     cost = answer(dist.get_world_size(), x.nbytes)
-    pair = isinstance(cost, tuple | list) and len(cost) == 2
-    return tuple(round(part, 6) if isinstance(part, float) else part for part in cost) if pair else cost
+    if not (isinstance(cost, tuple | list) and len(cost) == 2):
+        return cost
+    return tuple(round(part, 6) if isinstance(part, float) else part for part in cost)
 
 
 def _counted(run: Run) -> list[tuple[int, int]]:
     """(hops of the run, bytes sent) of each rank, as the wire saw them."""
-    hops = max(hop_numbers(run).values(), default=0)
-    return [(hops, sum(record.bytes for record in records if record.op == "send")) for records in run.wire]
+    hops, counted = max(hop_numbers(run).values(), default=0), []
+    for records in run.wire:
+        counted.append((hops, sum(record.bytes for record in records if record.op == "send")))
+    return counted
 
 
 def _ring_cost_trials():
-    for world_size in (6, 4, 3, 2, 1):  # from above: in small worlds many wrong formulas give the right numbers
+    for world_size in (6, 4, 3, 2, 1):  # in small worlds many wrong formulas give right numbers
         what = f"{COST_NUMEL * ELEMENT_BYTES} bytes"
         yield Trial(world_size, _run_ring_cost, (COST_NUMEL,), _counted, what=what)
 
 
-def _ring_cost_cause(trial: Trial, rank: int, expected, got):
+def _explain_ring_cost(trial: Trial, rank: int, expected, got):
     if not (isinstance(got, tuple) and len(got) == 2):
         return "Return two numbers: hops, bytes sent by each rank."
-    if got == expected[::-1]:
-        return "The right numbers the wrong way round: hops first, then bytes."
-    if trial.world_size == 1:
-        return "A rank alone has nobody to send to: no hops, no bytes."
     hops, nbytes = expected
-    usual = _wrong_hops(trial.world_size, got[0]) if got[0] != hops else _wrong_bytes(trial, nbytes, got[1])
-    return f"The wire of a real ring counted {hops} hops, and {nbytes} bytes sent by each rank. {usual}"
-
-
-def _wrong_hops(world_size: int, got) -> str:
-    if got == world_size - 1:
-        return "Yours are the hops of one half: a reduce-scatter and an all-gather have W-1 each."
-    if got in (world_size, 2 * world_size):
-        return "Each half takes W-1 hops, not W: a chunk starts on one rank and visits the W-1 others."
-    return "How many ranks must a chunk visit in the reduce-scatter, and how many in the all-gather?"
-
-
-def _wrong_bytes(trial: Trial, expected, got) -> str:
-    world_size, nbytes = trial.world_size, trial.args[0] * ELEMENT_BYTES
-    if got == world_size * expected:
-        return "Yours is what all ranks send together, W times as much as each of them."
-    if got == 2 * expected:
-        return "Yours is what a rank sends and receives together. The question is what it sends."
-    if round(got * nbytes, 3) == expected:  # rounded to six digits on the way here
-        return "Yours is a share of the buffer. Times nbytes, it is bytes."
-    if 2 * got == expected:
-        return "Yours are the bytes of one half: a reduce-scatter and an all-gather send (W-1)/W of the buffer each."
-    if got == (world_size - 1) * nbytes:
-        return "Yours is the ring of whole buffers. Here a hop carries one chunk, 1/W of the buffer."
-    if got == 2 * nbytes:
-        return "Yours are the bytes of 2W hops. Each half takes W-1: its last chunk need not come back."
-    if got in (0, nbytes):
-        return "Did // lose a fraction? (W-1) // W is 0, and 2*(W-1) // W is 1. Divide with /."
-    return "How many hops are there, and which part of the buffer does a rank send in each?"
+    counted = f"The wire of a real ring counted {hops} hops, and {nbytes} bytes sent by each rank."
+    if got[0] != hops:
+        return (
+            f"{counted} How many ranks must a chunk visit in the reduce-scatter, and how many in "
+            "the all-gather?"
+        )
+    return f"{counted} How many hops are there, and which part of the buffer is sent in each?"
 
 
 ring_cost = Exercise(
-    ring_cost,
-    _ring_cost_trials,
-    [
-        "An all-reduce is a reduce-scatter, then an all-gather. How many hops has each half?",
-        "In every hop every rank sends one chunk. How many bytes has a chunk?",
-    ],
-    "the formula gives what the wire counted, on 1 to 6 ranks.",
-    _ring_cost_cause,
-    lambda trial, run: None,
-    note="# ddpkit.cost.volume knows this of every algorithm of the course.",
+    reference=ring.ring_cost,
+    trials=_ring_cost_trials,
+    hints={
+        "start": "An all-reduce is a reduce-scatter, then an all-gather. How many hops has each?",
+        "values": "In every hop every rank sends one chunk. How many bytes has a chunk?",
+    },
+    praise="the formula gives what the wire counted, on 1 to 6 ranks.",
+    explain=_explain_ring_cost,
+    wire=lambda *_: None,
+    note="ddpkit.tools.cost.volume knows this of every algorithm of the course.",
+    mistakes=mistakes("""
+of_one_half: 2 * (world_size - 1) → world_size - 1
+    Yours are the hops of one half: a reduce-scatter and an all-gather have W-1 each.
+bytes_of_one_half: hops * nbytes / world_size → hops * nbytes / world_size / 2
+    Yours are the bytes of one half: each of the two sends (W-1)/W of the buffer.
+w_hops_a_half: 2 * (world_size - 1) → 2 * world_size
+    Each half takes W-1 hops, not W: a chunk starts on one rank and visits the W-1 others.
+bytes_of_w_hops: hops * nbytes / world_size → 2 * nbytes
+    Yours are the bytes of 2W hops. Each half takes W-1: its last chunk need not come back.
+of_all_ranks: hops * nbytes / world_size → hops * nbytes
+    Yours is what all ranks send together, W times as much as each of them.
+of_whole_buffers: hops * nbytes / world_size → hops / 2 * nbytes
+    Yours is the ring of whole buffers. Here a hop carries one chunk, 1/W of the buffer.
+divides_first: hops * nbytes / world_size → hops // world_size * nbytes
+    Did // lose a fraction? 2*(W-1) // W is 1. Divide with /.
+in_and_out: hops * nbytes / world_size → 2 * hops * nbytes / world_size
+    Yours is what a rank sends and receives together. The question is what it sends.
+as_a_share: hops * nbytes / world_size → hops / world_size
+    Yours is a share of the buffer. Times nbytes, it is bytes.
+bytes_first: return hops, hops * nbytes / world_size → return hops * nbytes / world_size, hops
+    The right numbers the wrong way round: hops first, then bytes.
+bytes_only: return hops, → return
+    Return two numbers
+never_nothing: 2 * (world_size - 1) → max(1, 2 * (world_size - 1))
+    A rank alone has nobody to send to: no hops, no bytes.
+by_guess: return hops, hops * nbytes / world_size → return 7, nbytes
+    How many ranks must a chunk visit
+"""),
 )

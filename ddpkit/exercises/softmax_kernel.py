@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from .checker import Exercise, Trial, _short
+from .old_checker import Exercise, Trial, _short
 from .flash_attention import Case
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
