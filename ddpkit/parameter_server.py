@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .ddp import broadcast_module
+from .data_parallel import broadcast_module
 
 SERVER = 0
 

@@ -19,6 +19,7 @@ SUBJECTS = [
     "ring",
     "ring_attention",
     "shared_memory",
+    "data_parallel",
     "ddp",
     "batch_norm",
     "parameter_server",

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 from ddpkit import launch
-from ddpkit.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, broadcast_module
+from ddpkit.ddp import FlatDDP, NaiveDDP, OverlapDDP, broadcast_module
+from ddpkit.fast.buckets import BucketedDDP
 from ddpkit.mixed_precision import LossScaler, MixedPrecisionOptimizer
 from ddpkit.models import GPT, mean_loss
 from ddpkit.tools.text import Batches, encode, text

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import bench
-from ..ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlapDDP, plan_buckets
+from ..ddp import DataParallel, FlatDDP, NaiveDDP, OverlapDDP, plan_buckets
+from ..fast.buckets import BucketedDDP
 from ..lesson import charts
 from ..models import GPT, mean_loss
 from ..runtime.launch import launch

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .. import bench
-from ..ddp import BucketedDDP, DataParallel
+from ..ddp import DataParallel
+from ..fast.buckets import BucketedDDP
 from ..runtime.board import Record
 from ..runtime.launch import launch
 from ..zero import ZeroOptimizer

@@ -1,0 +1,132 @@
+"""Data-parallel training: every rank has the whole model and a part of the batch.
+
+    model = NaiveDDP(model)         # all ranks begin with rank 0's parameters and buffers
+    loss.backward()
+    model.synchronize()             # every .grad is now the mean over the ranks
+    optimizer.step()
+
+The mean over ranks is the gradient of one process with the whole batch if that process's loss is a
+mean over it and all shares are equal; `join` is for shares that aren't. Several micro-batches make
+one step if all but the last run `backward` inside `no_sync()`. Freeze parameters before wrapping.
+
+Li et al. 2020; PyTorch's DistributedDataParallel began like this. Notebook 03.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .tools.checks import check_in_group, check_same_on_all_ranks
+
+
+class DataParallel(nn.Module):
+    """What the four have in common: equal replicas at the start, `no_sync`, `synchronize`.
+
+    module: alike on every rank of `group` (None: all); overwritten with the first rank's.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup | None = None):
+        super().__init__()
+        self.module, self.group, self.syncing = module, group, True
+        self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        broadcast_module(module, group)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up on each rank and nothing is sent. As in PyTorch's DDP."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def synchronize(self) -> None:
+        """Make every gradient the mean over the ranks, after backward; nothing inside `no_sync`.
+
+        ValueError: a trained parameter has no gradient.
+        """
+        raise NotImplementedError
+
+    def check_gradients(self) -> None:
+        without = [name for name, parameter in self.trained.items() if parameter.grad is None]
+        if without:
+            got = f"rank {dist.get_rank()} has no gradient for {', '.join(without)} after backward"
+            remedy = "Does the loss depend on it? Freeze it before wrapping, on every rank."
+            raise ValueError(f"{got}, expected one for every parameter that requires it. {remedy}")
+
+
+def broadcast_module(module: nn.Module, group: ProcessGroup | None = None) -> None:
+    """Overwrite parameters, frozen ones too, and buffers with those of the group's first rank.
+
+    ValueError: this rank isn't in `group`; on every rank: modules differ in more than numbers.
+    Equal gradients keep replicas equal only if they begin so. Notebook 03.
+    """
+    check_in_group("broadcast_module", group)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    check_same_on_all_ranks("module", tensors, group)
+    for _, tensor in tensors:
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def average_gradients(module: nn.Module, group: ProcessGroup | None = None) -> None:
+    """Make every gradient in `module` the mean over the ranks, in place.
+
+    A trained parameter without a gradient counts as zeros: all ranks must send the same.
+    Cost: an all-reduce for each parameter. Notebook 03.
+    """
+    for parameter in module.parameters():  # a weight under two names comes once
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size(group)
+
+
+class NaiveDDP(DataParallel):
+    """Average gradients one after the other, while nothing is computed. Notebook 03."""
+
+    def synchronize(self):
+        if self.syncing:
+            self.check_gradients()
+            average_gradients(self.module, self.group)
+
+
+def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None) -> Iterator[tuple]:
+    """This rank's batches, then empty ones until no rank has any left; each with its loss's weight.
+
+        for inputs, targets, weight in join(batches):
+            (weight * mean_loss(model(inputs), targets)).backward()
+            model.synchronize()
+
+    Ranks may have different numbers of batches, and of rows in them: all make the same number of
+    steps, so none waits for one that has gone. batches: tuples of tensors, rows along the first
+    axis. The loss of 0 rows must be 0, as `models.mean_loss` is, and not the NaN of a mean of none.
+
+    weight: W times this rank's part of all ranks' rows. With it the mean over ranks is the mean
+    over these rows, as of one process that has them all.
+    ValueError: a rank has no batch at all, and can't know what an empty one looks like.
+
+    Cost of a step: an all-reduce of one number. PyTorch's `Join` sends zeros for ranks without
+    data, and doesn't run the model there. Notebook 03.
+    """
+    left = iter(batches)
+    batch = next(left, None)
+    if batch is None:
+        got = f"rank {dist.get_rank()} has no batch to join with"
+        remedy = "If there is no data for it, give it a batch of 0 rows."
+        raise ValueError(f"{got}, expected at least one. {remedy}")
+    while True:
+        rows = len(batch[0])
+        all_rows = torch.tensor(rows, device=batch[0].device)
+        dist.all_reduce(all_rows, group=group)
+        if all_rows == 0:
+            return
+        yield *batch, dist.get_world_size(group) * rows / all_rows.item()
+        batch = next(left, tuple(part[:0] for part in batch))
