@@ -171,7 +171,8 @@ class Exercise:
     trials: 2 ranks first, so that the first failure is easy to understand, and 1 rank last.
     mistakes: the known ones; of two that fail alike, the first is named.
     hints: by the stage at which an answer failed: "start", "values", "wire", "hang", "error".
-    praise: what a right answer hears; or called with the last trial and its run, and returns that.
+    praise: what a right answer hears; or called with the last trial of the
+        most ranks and its run, and returns that.
     note: stands above the solution.
     given: the methods of a class that the notebook gives; the reader writes the others.
     explain: called with a trial, the rank with a wrong result, what it should have and what it has;
@@ -214,14 +215,17 @@ class Exercise:
         if empty and len(empty) == len(parts):
             which = f": {', '.join(empty)}" if inspect.isclass(answer) else ""
             return Verdict(None, f"{self.name}: not written yet{which}")
+        largest = None
         for trial in self.trials():
             self._outcome = _run(answer, trial)
             problem = self._problem(trial, self._outcome)
             self._passed = problem is None
             if problem:
                 return self._refuse(trial, problem, empty)
+            if largest is None or trial.world_size >= largest[0].world_size:
+                largest = trial, self._outcome
         self._failures = 0
-        praise = self.praise(trial, self._outcome) if callable(self.praise) else self.praise
+        praise = self.praise(*largest) if callable(self.praise) else self.praise
         return Verdict(True, f"✓ {self.name}: {praise}")
 
     def hint(self) -> Verdict:

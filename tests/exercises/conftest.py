@@ -1,0 +1,38 @@
+"""Which exercises, mistakes and other right answers the tests of a topic's file are about."""
+
+import importlib
+import importlib.util
+
+import pytest
+
+from ddpkit.exercises.checker import Exercise
+
+
+def exercises_of(topic: str) -> list[Exercise]:
+    module = importlib.import_module(f"ddpkit.exercises.{topic}")
+    return [value for value in vars(module).values() if isinstance(value, Exercise)]
+
+
+def right_answers(topic: str) -> list[tuple[str, object]]:
+    """(exercise, answer) of those in tests/answers that are right in another way."""
+    if importlib.util.find_spec(f"answers.{topic}") is None:
+        return []
+    return importlib.import_module(f"answers.{topic}").RIGHT
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    topic = metafunc.module.__name__.rpartition("test_")[2]
+    exercises = {exercise.name: exercise for exercise in exercises_of(topic)}
+    if "mistake" in metafunc.fixturenames:
+        pairs = []
+        for name, exercise in exercises.items():
+            for wrong in exercise.mistakes:
+                pairs.append(pytest.param(exercise, wrong, id=f"{name}-{wrong.name}"))
+        metafunc.parametrize(("exercise", "mistake"), pairs)
+    elif "right" in metafunc.fixturenames:
+        others = []
+        for name, answer in right_answers(topic):
+            others.append(pytest.param(exercises[name], answer, id=f"{name}-{answer.__name__}"))
+        metafunc.parametrize(("exercise", "right"), others)
+    elif "exercise" in metafunc.fixturenames:
+        metafunc.parametrize("exercise", exercises.values(), ids=exercises)

@@ -1,0 +1,185 @@
+"""What all checkers share. Where ranks must run, the exercises of notebook 02 stand for all."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit import exercises as check
+from ddpkit import ring
+from ddpkit.exercises.checker import (
+    Exercise,
+    Mistake,
+    Trial,
+    Verdict,
+    is_stub,
+    mistakes,
+    read_sum,
+    short,
+    who_is_in,
+)
+
+
+def double(x):
+    y = x
+    y += x  # twice
+    return y
+
+
+TABLE = mistakes("""
+adds_nothing: y += x → y += 0
+    Add x itself.
+in_two_steps: y = x → y = 0
+    y += x → y += x⏎y += 1
+    ⏎y -= 2
+    Start
+    with x.
+""")
+
+
+def _call(answer, x):
+    return answer(x)
+
+
+def exercise(**options):
+    def trials():
+        for x in (1, 2):
+            yield Trial(1, _call, (x,), [2 * x], what=f"x = {x}")
+
+    options = {"hints": {"start": "Add.", "values": "Add twice."}, "mistakes": TABLE} | options
+    return Exercise(reference=double, trials=trials, praise="doubled.", **options)
+
+
+def test_a_table_of_mistakes_is_read():
+    assert [(m.name, m.says) for m in TABLE] == [
+        ("adds_nothing", "Add x itself."),
+        ("in_two_steps", "Start with x."),
+    ]
+    assert TABLE[1].changes == (("y = x", "y = 0"), ("y += x", "y += x⏎y += 1⏎y -= 2"))
+    assert [m.applied_to(double)(5) for m in TABLE] == [5, 4]
+
+
+@pytest.mark.parametrize("old", ["y", "z"])
+def test_a_mistake_must_fit_the_reference_in_one_place(old):
+    with pytest.raises(ValueError, match="once in the reference, found it"):
+        Mistake("off", "", ((old, "w"),)).applied_to(double)
+
+
+def test_an_answer_that_fails_like_a_known_mistake_hears_its_sentence():
+    verdict = exercise()(lambda x: x)
+    assert verdict.passed is False
+    assert verdict.text.splitlines() == [
+        "✗ double on 1 rank, x = 1: rank 0 has 1, expected 2.",
+        "Add x itself.",
+        "More: check.double.hint() · .solution()",
+    ]
+
+
+def test_what_no_known_mistake_does_is_explained_or_gets_the_hint_of_its_stage():
+    ours = exercise()
+    assert "Hint" not in ours(lambda x: 7).text
+    assert "Hint: Add twice." in ours(lambda x: 7).text
+    assert [str(ours.hint()), str(ours.hint())] == ["Add.", "Add."]
+    explained = exercise(explain=lambda trial, rank, expected, got: f"{got} on {rank}?")
+    assert "7 on 0?" in explained(lambda x: 7).text
+
+
+def test_an_error_is_shown_with_the_readers_line_and_what_it_means():
+    def fails(x):
+        return (x,)[0] + dist.barrier()  # a collective returns None
+
+    text = exercise()(fails).text
+    assert "return (x,)[0] + dist.barrier()" in text
+    assert "torch.distributed's collectives work in place and return None" in text
+    assert "exercises/checker.py" not in text
+
+
+def test_right_answers_are_praised_and_forget_failures():
+    ours = exercise()
+    ours(lambda x: 7)
+    assert str(ours(double)) == "✓ double: doubled."
+    assert "Hint" not in ours(lambda x: 7).text
+
+
+def test_what_can_not_be_run_is_refused():
+    assert "got None: leave the parentheses off" in exercise()(None).text
+
+    class Made:
+        def __call__(self):
+            return self
+
+    in_a_class = exercise()
+    in_a_class.reference = Made
+    assert "expected the class Made, got an object of it" in in_a_class(Made()).text
+
+
+def test_stubs():
+    def stub(x):
+        """Docstring."""
+        ...  # noqa: PIE790
+
+    assert is_stub(stub)
+    assert not is_stub(double)
+    assert (exercise()(stub).passed, str(exercise()(stub))) == (None, "double: not written yet")
+
+
+class Answer:
+    def __init__(self, x):
+        self.x = x
+
+    def double(self):
+        return 2 * self.x
+
+    def half(self):
+        return self.x / 2
+
+
+def test_a_class_is_not_written_yet_while_all_its_methods_are_empty():
+    def stub(self): ...
+
+    def in_class(answer, x):
+        return answer(x).double()
+
+    ours = exercise(mistakes=[])
+    ours.reference = Answer
+    ours.trials = lambda: [Trial(1, in_class, (1,), [2])]
+    empty = type("Answer", (Answer,), {"double": stub, "half": stub})
+    assert str(ours(empty)) == "Answer: not written yet: double, half"
+    part = type("Answer", (Answer,), {"double": stub})
+    assert "\ndouble is still empty." in ours(part).text
+    assert ours(Answer).passed
+
+
+def test_a_failed_check_offers_a_replay_where_something_was_sent():
+    wrong = check.ring_all_gather(lambda x: x[:0])
+    assert ".replay()" not in wrong.text
+    assert "the ranks sent nothing" in check.ring_all_gather.replay().text
+
+    def half(x):
+        ring.ring_reduce_scatter(x)
+        return x
+
+    assert ".replay()" in check.ring_all_gather(half).text
+    replay = check.ring_all_gather.replay()
+    assert "rank 0 sends" in replay._repr_mimebundle_()["text/plain"]
+    check.ring_all_gather(ring.ring_all_gather)
+    assert "the last check passed" in check.ring_all_gather.replay().text
+    assert isinstance(exercise().replay(), Verdict)
+
+
+def test_memory_that_nobody_wrote_is_never_luck():
+    from ddpkit.exercises.checker import unwritten_memory_shows
+
+    with unwritten_memory_shows():
+        assert (torch.empty(3, dtype=torch.int64) == torch.iinfo(torch.int64).max).all()
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_long_values_end_after_a_comma():
+    assert short([1, 2]) == "[1, 2]"
+    assert short(list(range(100))).endswith(", 29, …")
+
+
+def test_digits_tell_which_ranks_are_in_a_sum():
+    assert who_is_in(1021, 4) == [1, 2, 0, 1]
+    assert read_sum(1021, 4) == "rank 2 is missing from it and rank 1 is in it more than once"
+    assert read_sum(1111, 4) == ""

@@ -1,0 +1,35 @@
+"""The exercises of notebook 02."""
+
+import pytest
+from answers import ring as answers
+
+from ddpkit import exercises as check
+from ddpkit import ring
+from ddpkit.tools import cost
+
+from .every import *  # noqa: F403
+
+
+def test_the_solution_is_the_librarys_ring():
+    assert check.ring_reduce_scatter.reference is ring.ring_reduce_scatter
+    assert check.ring_all_gather.reference is ring.ring_all_gather
+    assert check.ring_cost.reference is ring.ring_cost
+
+
+def test_messages_that_wait_for_each_other_are_right_but_not_praised():
+    assert "in W-1 hops." in check.ring_all_gather(ring.ring_all_gather).text
+    verdict = check.ring_all_gather(answers.ring_all_gather_one_sends_first)
+    assert verdict.passed
+    assert "12 hops on 4 ranks instead of 3" in verdict.text
+
+
+def test_ring_cost_is_compared_with_a_ring_that_can_be_replayed():
+    check.ring_cost(lambda world_size, nbytes: (0, 0))
+    trace = check.ring_cost.replay()._repr_mimebundle_()["text/plain"]
+    assert trace.count(" sends ") == 6 * 10
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_ring_cost_is_that_of_the_cost_model(world_size):
+    volume = cost.volume("ring_all_reduce", 840, world_size)
+    assert ring.ring_cost(world_size, 840) == (volume.hops, volume.sent)
