@@ -1,25 +1,16 @@
-"""Training in 16 bits: weights, activations and gradients of half the bytes, and what keeps the training from failing.
+"""Training in 16 bits: half the bytes for weights, gradients and activations.
 
-Two things get lost in 16 bits, and each has its remedy:
-
-    lost                                                        remedy
-    gradients below 6e-8, which fp16 rounds to zero             LossScaler: a larger loss has larger gradients
-    updates below 2⁻¹² of a weight (bf16: 2⁻⁹), rounded away    MixedPrecisionOptimizer: they add up in an fp32 copy
-
-A loop of it, with several micro-batches and several ranks if you like:
+Gradients below 6e-8 are zero in fp16: `LossScaler` makes them larger, by the loss. Updates below
+2⁻¹² of a weight (bf16: 2⁻⁹) are rounded away: `master_step` adds them up in fp32. Both together:
 
     optimizer = MixedPrecisionOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    model = BucketedDDP(model)                   # after the optimizer, which makes 16-bit weights of the model's
-    ...
+    model = BucketedDDP(model)  # after the optimizer, which turns the weights to 16 bits
     optimizer.scale(loss).backward()
-    model.synchronize()                          # gradients travel in 16 bits
+    model.synchronize()  # gradients travel in 16 bits
     optimizer.clip_grad_norm_(1.0)
-    optimizer.step()                             # or, on every rank, none: if a gradient of any rank overflowed
-    optimizer.zero_grad()
+    optimizer.step()  # on every rank; on none, if a gradient of any rank overflowed
 
-Bytes for each parameter, with AdamW: weight 2, gradient 2, fp32 copy 4, two moments 8; 16 in all.
-
-Micikevicius et al. 2018 (Mixed Precision Training). Notebook 05.
+In PyTorch: torch.amp.GradScaler, FSDP's ShardedGradScaler. Micikevicius et al. 2018. Notebook 05.
 """
 
 from collections.abc import Iterable
@@ -27,232 +18,157 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+
+
+def master_step(weights, masters, optimizer, scale):
+    """Update fp32 `masters` from the gradients of 16-bit `weights`, and round them into `weights`.
+
+    optimizer: made with the masters. scale: what the loss was multiplied by.
+    """
+    for weight, master in zip(weights, masters, strict=True):
+        # To fp32 first: divided in fp16, small gradients would be zero after all.
+        master.grad = None if weight.grad is None else weight.grad.float() / scale
+    optimizer.step()
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            weight.copy_(master)
 
 
 class LossScaler:
-    """Multiplies the loss, and so all gradients, while they are in fp16; divides them again, in fp32, before the step.
+    """Multiplies the loss, so that small gradients survive in fp16; divides them in fp32 again.
 
-    It has the four calls of torch.amp.GradScaler, here for one optimizer whose gradients are fp32, under autocast:
-
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)      # only if somebody looks at the gradients before the step, as clipping does
-        scaler.step(optimizer)          # not taken if a gradient is inf or NaN
-        scaler.update()
-
-    init_scale: what the loss is multiplied by at first. A power of two costs a gradient no digit.
-    dynamic: try how large it may be. A step with an overflow is skipped, and multiplies the scale by `backoff_factor`,
-    though not below `min_scale`; `growth_interval` steps in a row without one multiply it by `growth_factor`. Static
-    (False), the scale stays; overflows are skipped all the same.
-    group: the ranks that train together (None: all), if there are any. Either all of them step or none does.
-
-    skipped: how many steps were.
+    As torch.amp.GradScaler, for one optimizer with fp32 parameters. dynamic: an overflow halves the
+    scale, `growth_interval` steps in a row without one double it; if False, the scale stays.
+    group: the ranks that step together, or skip together (None: all, if there are any).
     """
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        min_scale: float = 1.0,
-        dynamic: bool = True,
-        group: ProcessGroup | None = None,
-    ):
-        if not (growth_factor > 1 > backoff_factor > 0 and growth_interval >= 1 and init_scale >= min_scale > 0):
-            raise ValueError(
-                "expected growth_factor > 1 > backoff_factor > 0, growth_interval >= 1 and init_scale >= min_scale > 0,"
-                f" got {growth_factor=}, {backoff_factor=}, {growth_interval=}, {init_scale=}, {min_scale=}"
-            )
-        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
-        self.min_scale, self.dynamic, self.group = min_scale, dynamic, group
-        self._scale, self._good_steps, self.skipped = init_scale, 0, 0
-        self._begin()
-
-    def _begin(self) -> None:
-        """The next step: nothing is known of its gradients."""
-        self.overflow: bool | None = None
-        self._stepped = False
+    def __init__(self, init_scale=2.0**16, growth_interval=2000, dynamic=True, group=None):
+        self.factor, self.growth_interval = init_scale, growth_interval
+        self.dynamic, self.group = dynamic, group
+        self.good_steps, self.skipped = 0, 0
+        self.overflow: bool | None = None  # not known until unscale_
 
     def get_scale(self) -> float:
-        return self._scale
+        return self.factor
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss`, multiplied. ValueError: it is fp16, in which it would overflow itself."""
-        if loss.dtype == torch.float16:
-            raise ValueError(
-                "expected a loss in fp32, got one in fp16, where 65504 is the largest number: compute the loss from "
-                "logits.float(), as ddpkit.models.mean_loss does"
-            )
-        return loss * self._scale
+        """The loss, multiplied: a new tensor."""
+        return loss * self.factor
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide its gradients in place, and find out whether one of them, on any rank, is inf or NaN: `overflow`.
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients in place, and agree with all ranks whether one overflowed.
 
-        Gradients so large that their sum is inf count as overflow, too; torch's GradScaler would step along them.
-        RuntimeError: they were divided already. ValueError: they are fp16 and would round to zero after all.
-
-        Cost: the gradients are read twice and written once, one all-reduce of one float, one wait for the device.
+        RuntimeError: called twice. ValueError: they are fp16. Cost: one float, one wait for a GPU.
         """
         if self.overflow is not None:
-            raise RuntimeError("unscale_ ran twice: the gradients are divided already. Call update() after each step.")
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
-            raise ValueError(
-                "expected gradients in fp32, got fp16: the small ones, which the scale has saved, would round to zero. "
-                "MixedPrecisionOptimizer divides them in fp32."
-            )
+            raise RuntimeError("unscale_ was called twice: call update() after each step()")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         for gradient in gradients:
-            gradient /= self._scale
-        total = get_total_norm(gradients, 1.0)  # to look for the largest takes a CPU ten times as long
-        self.overflow = self._agree(~total.isfinite())
+            if gradient.dtype == torch.float16:
+                raise ValueError("expected fp32 gradients, got fp16: use MixedPrecisionOptimizer")
+            gradient /= self.factor
+        # The norm is inf or NaN if a number is. To ask each gradient would be a wait for each.
+        overflow = (~get_total_norm(gradients, 1.0).isfinite()).float()
+        if dist.is_initialized():  # only one rank may have seen it, if each has a shard of its own
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.group)
+        self.overflow = bool(overflow)
 
-    def _agree(self, overflow: Tensor) -> bool:
-        """Whether it is so on any rank. After an all-reduce of gradients all have the same inf; of shards, only one."""
-        if dist.is_initialized():
-            anywhere = overflow.float()
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.group)
-            overflow = anywhere
-        return bool(overflow)
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """optimizer.step(), unless there was an overflow; unscales before, if nobody has.
-
-        RuntimeError: it ran already since the last update().
-        """
-        if self._stepped:
-            raise RuntimeError("step ran twice: the scale doesn't know of the first. Call update() after each step.")
+    def step(self, optimizer: Optimizer) -> None:
+        """optimizer.step(), unless there was an overflow; unscale_ before, if nobody has."""
         if self.overflow is None:
             self.unscale_(optimizer)
-        self._stepped = True
         if self.overflow:
             self.skipped += 1
         else:
             optimizer.step()
 
     def update(self) -> None:
-        """Choose the scale of the next step. RuntimeError: nothing is known of this one's gradients."""
+        """Choose the scale of the next step. RuntimeError: called before step()."""
         if self.overflow is None:
-            raise RuntimeError("update ran before step: whether there was an overflow is not known. Call step() first.")
+            raise RuntimeError("update was called before step: no gradient has been looked at yet")
+        self.good_steps = 0 if self.overflow else self.good_steps + 1
         if self.dynamic and self.overflow:
-            self._scale = max(self._scale * self.backoff_factor, self.min_scale)
-            self._good_steps = 0
-        elif self.dynamic:
-            self._good_steps += 1
-            if self._good_steps == self.growth_interval:
-                self._scale *= self.growth_factor
-                self._good_steps = 0
-        self._begin()
-
-    def state_dict(self) -> dict[str, float]:
-        """What changes from step to step. Save it between update() and the next scale()."""
-        return {"scale": self._scale, "good_steps": self._good_steps, "skipped": self.skipped}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self._scale, self._good_steps, self.skipped = state["scale"], state["good_steps"], state["skipped"]
-        self._begin()
+            self.factor /= 2
+        elif self.dynamic and self.good_steps == self.growth_interval:
+            self.factor, self.good_steps = self.factor * 2, 0
+        self.overflow = None
 
 
-class MixedPrecisionOptimizer(torch.optim.Optimizer):
-    """Trains a model whose weights are 16-bit, and updates a copy of them in fp32, the master copy.
+class MixedPrecisionOptimizer(Optimizer):
+    """Trains 16-bit weights; `optimizer_cls` updates fp32 master copies of them, as in master_step.
 
-    params: as for any optimizer, groups too; all the model's, so that none stays behind in fp32. They are turned to
-    `dtype` in place. Those that are trained get a master copy; freeze before. Buffers are left as they are.
-    optimizer_cls, kwargs: what updates the master copy, and keeps its moments in fp32.
-    scaler: of the loss (None: a dynamic one for fp16; none is needed for the others, with the exponents of fp32, and
-    one that multiplies by 1 skips what isn't finite).
+    params: all of the model's, as for any optimizer. They become `dtype` in place; frozen ones get
+    no master copy. scaler: of the loss (None: a dynamic one for fp16; other dtypes need none, and
+    a factor of 1 still skips what isn't finite). kwargs: for optimizer_cls.
 
-    Ranks must begin alike, also in the digits that 16 bits don't show: `broadcast_module` before, and wrap the module
-    after, when its parameters have their dtype. ValueError at the first step: weights were overwritten in between.
-
-    Micro-batches add up in fp32. `.grad` has the sum, rounded, to travel; what rounding took off waits for the next
-    micro-batch, and is 4 bytes more for each parameter, from the second one until the step.
-
-    `param_groups` are those of optimizer_cls, with master copies as "params": a scheduler may change them.
+    Ranks must begin alike: `broadcast_module` before, and wrap the module after.
     """
 
     def __init__(
-        self,
-        params: Iterable,
-        optimizer_cls: type[torch.optim.Optimizer],
-        dtype: torch.dtype = torch.float16,
-        scaler: LossScaler | None = None,
-        **kwargs,
+        self, params: Iterable, optimizer_cls: type, dtype=torch.float16, scaler=None, **kwargs
     ):
-        if not dtype.is_floating_point:
-            raise ValueError(f"expected a dtype to train in, got {dtype}: take torch.float16 or torch.bfloat16")
-        dynamic = dtype == torch.float16
-        self.scaler = scaler or LossScaler(2.0**16 if dynamic else 1.0, dynamic=dynamic)
+        fp16 = dtype == torch.float16
+        self.scaler = scaler or LossScaler(2.0**16 if fp16 else 1.0, dynamic=fp16)
+        self.scale = self.scaler.scale  # of the loss: what to call backward on
         self.dtype = dtype
-        self.masters: dict[Tensor, Tensor] = {}  # of each weight that is trained
-        self._lost: dict[Tensor, Tensor] = {}  # of a sum of gradients, by rounding
-        self._weights_checked = False
+        self.masters: dict[Tensor, Tensor] = {}  # {weight: its master copy}
+        self.lost: dict[Tensor, Tensor] = {}  # {weight: what rounding took off its gradient}
         super().__init__(params, {})  # calls add_param_group
         self.optimizer = optimizer_cls(self.param_groups, **kwargs)
         self._share()
 
     def _share(self) -> None:
-        """Show the groups, the moments and the defaults of the optimizer inside as our own."""
-        inside = self.optimizer
-        self.param_groups, self.state, self.defaults = inside.param_groups, inside.state, inside.defaults
+        inner = self.optimizer  # a scheduler changes its groups through ours
+        self.param_groups, self.state, self.defaults = (
+            inner.param_groups,
+            inner.state,
+            inner.defaults,
+        )
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["params"] = [self._halve(weight) for weight in group["params"]]
+        group["params"] = [self._to_16_bits(weight) for weight in group["params"]]
 
-    def _halve(self, weight: Tensor) -> Tensor:
-        """Turn it to 16 bits in place. Returns the master copy; of what isn't trained, itself."""
-        if weight in self.masters:
-            raise ValueError(f"a parameter of shape {tuple(weight.shape)} is in two groups: leave it in one")
+    def _to_16_bits(self, weight: Tensor) -> Tensor:
+        """In place. Returns the master copy; of a frozen weight, itself."""
         master = weight.detach().to(torch.float32, copy=True)
         weight.data = weight.data.to(self.dtype)
-        if not weight.requires_grad:
-            return weight
-        self.masters[weight] = master
-        weight.register_hook(lambda gradient: self._add_up(weight, gradient))
-        return master
+        if weight.requires_grad:
+            self.masters[weight] = master
+            weight.register_hook(lambda gradient: self._accumulate(weight, gradient))
+        return self.masters.get(weight, weight)
 
-    def _add_up(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Before autograd adds `gradient` to weight.grad: do it in fp32, and return the sum, rounded, as all of it."""
+    def _accumulate(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        """Add a micro-batch's gradient in fp32, before autograd does it in 16 bits."""
         if weight.grad is None:
-            self._lost.pop(weight, None)
+            self.lost.pop(weight, None)
             return gradient
-        total = weight.grad.float() + gradient
-        if weight in self._lost:
-            total += self._lost[weight]
-        weight.grad = None  # else autograd would add the sum to it
+        total = weight.grad.float() + gradient + self.lost.get(weight, 0)
+        weight.grad = None  # or autograd would add it once more to what is returned here
         rounded = total.to(weight.dtype)
-        self._lost[weight] = total - rounded
+        self.lost[weight] = total - rounded
         return rounded
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """What to call backward on. ValueError: see LossScaler."""
-        return self.scaler.scale(loss)
-
     def unscale_(self) -> None:
-        """Give each master copy its gradient, in fp32 and divided by the scale. RuntimeError: it has it already."""
+        """Give each master copy its gradient, in fp32 and divided by the scale."""
         for weight, master in self.masters.items():
-            if self.scaler.overflow is None and weight.grad is not None:
+            if weight.grad is not None:
                 master.grad = weight.grad.to(torch.float32, copy=True)
         self.scaler.unscale_(self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Shrink the gradients of all master copies together to a 2-norm of at most `max_norm`. Returns what it was.
-
-        After synchronize(), on every rank; the norm is then the same on all.
-        """
+        """Shrink the unscaled gradients to a norm of at most `max_norm`. Returns what it was."""
         if self.scaler.overflow is None:
             self.unscale_()
         return clip_grad_norm_(self.masters.values(), max_norm)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the master copies and round them into the weights, unless a gradient of any rank overflowed."""
-        if not self._weights_checked:
-            self._check_weights()
+        """Update the master copies and round them into the weights, unless a rank overflowed."""
         if self.scaler.overflow is None:
             self.unscale_()
         self.scaler.step(self.optimizer)
@@ -260,42 +176,25 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for weight, master in self.masters.items():
             weight.copy_(master)
             master.grad = None
-        self._lost.clear()
-
-    def _check_weights(self) -> None:
-        for weight, master in self.masters.items():
-            if not torch.equal(weight, master.to(self.dtype)):
-                where = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
-                raise ValueError(
-                    f"expected weights that are their master copies, rounded, got others{where} in a parameter of "
-                    f"shape {tuple(weight.shape)}: they were overwritten after the optimizer was made. Load weights "
-                    "before, and let ranks begin alike with ddpkit.ddp.broadcast_module(model) before."
-                )
-        self._weights_checked = True
+        self.lost.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the weights. Gradients of the master copies live in a step only."""
         for weight in self.masters:
-            if set_to_none:
-                weight.grad = None
-            elif weight.grad is not None:
-                weight.grad.zero_()
-        self._lost.clear()
+            zero = not set_to_none and weight.grad is not None
+            weight.grad = weight.grad.zero_() if zero else None
+        self.lost.clear()
 
     def state_dict(self) -> dict:
-        """All to go on from to the bit, the weights included: they are the master copies, rounded.
-
-        As in torch, tensors are not copied. Save it between a step and the next backward.
-        """
+        """All to go on from to the bit, weights included; tensors aren't copied. After step()."""
+        scaler = self.scaler.factor, self.scaler.good_steps
         masters = list(self.masters.values())
-        return {"optimizer": self.optimizer.state_dict(), "masters": masters, "scaler": self.scaler.state_dict()}
+        return {"optimizer": self.optimizer.state_dict(), "masters": masters, "scaler": scaler}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Go on from it, weights included. ValueError: it is of other parameters."""
         self.optimizer.load_state_dict(state["optimizer"])
         self._share()
-        self.scaler.load_state_dict(state["scaler"])
+        self.scaler.factor, self.scaler.good_steps = state["scaler"]
         for (weight, master), saved in zip(self.masters.items(), state["masters"], strict=True):
             master.copy_(saved)
-            weight.copy_(master)
+            weight.copy_(saved)
