@@ -148,7 +148,7 @@ all_gather = Exercise(
     ],
     "right on 1 to 4 ranks, every part sent once to each rank that needs it.",
     _all_gather_cause,
-    helpers=(collectives._exchange,),
+    helpers=(collectives.by_rank, collectives.exchange),
 )
 
 
@@ -203,5 +203,5 @@ reduce_scatter = Exercise(
     ],
     "right on 1 to 4 ranks, with (W-1)/W of the input sent by each.",
     _reduce_scatter_cause,
-    helpers=(collectives._exchange,),
+    helpers=(collectives.by_rank, collectives.exchange),
 )
