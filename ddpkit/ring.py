@@ -32,7 +32,6 @@ from torch.distributed import ProcessGroup
 from .tools import checks
 
 
-@torch.no_grad()
 def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum `x` over all ranks, in place, until this rank holds chunk `rank` of the sum.
 
@@ -52,7 +51,6 @@ def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return chunks[rank]
 
 
-@torch.no_grad()
 def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Copy chunk r of rank r's `x` into the `x` of every rank, in place; return `x`.
 
@@ -95,13 +93,16 @@ def send_right_receive_left(outgoing: Tensor, incoming: Tensor, group: ProcessGr
 
 
 def flat(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`x` as one row, a view. ValueError: it has gaps, or this rank isn't in `group`."""
-    checks.check_in_group("a ring", group)
+    """`x` as one row, a view that autograd doesn't follow.
+
+    ValueError: it has gaps, or this rank isn't in `group`.
+    """
+    checks.check_in_group("ddpkit.ring", group)
     if not x.is_contiguous():
         raise checks.mistake(
-            "a ring", "a tensor with gaps", "a contiguous one", "Give it x.contiguous(), and copy."
+            "ddpkit.ring", "a tensor with gaps", "a contiguous one", "Give it x.contiguous()."
         )
-    return x.view(-1)
+    return x.detach().view(-1)
 
 
 def ring_cost(world_size: int, nbytes: int) -> tuple[int, float]:
@@ -116,7 +117,6 @@ def ring_cost(world_size: int, nbytes: int) -> tuple[int, float]:
 # For contrast, and for small messages
 
 
-@torch.no_grad()
 def whole_ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum `x` over all ranks, on every rank, in place, by passing whole buffers round; return `x`.
 
@@ -126,16 +126,16 @@ def whole_ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tenso
     Cost per rank: W-1 times `x` sent in W-1 hops: W/2 times the bytes of `ring_all_reduce`.
     Notebook 02.
     """
-    passed_on = flat(x, group).clone()
+    total = flat(x, group)
+    passed_on = total.clone()
     for _ in range(dist.get_world_size(group) - 1):
         arrived = torch.empty_like(passed_on)
         send_right_receive_left(passed_on, arrived, group)
-        x += arrived.view_as(x)
+        total += arrived
         passed_on = arrived
     return x
 
 
-@torch.no_grad()
 def doubling_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum `x` over all ranks, on every rank, in place, by recursive doubling; return `x`.
 
@@ -149,26 +149,26 @@ def doubling_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     small. If W is no power of two, ⌊log₂ W⌋ + 2 hops, and the busiest ranks send `x` ⌊log₂ W⌋ + 1
     times. Thakur, Rabenseifner and Gropp 2005, section 4. Notebook 02.
     """
-    flat = flat(x, group)
+    ours = flat(x, group)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     power = 1 << (world_size.bit_length() - 1)  # the largest power of two
     if rank >= power:
-        _send_and_receive(rank - power, flat, None, group)
-        _send_and_receive(rank - power, None, flat, group)
+        _send_and_receive(rank - power, ours, None, group)
+        _send_and_receive(rank - power, None, ours, group)
         return x
-    theirs = torch.empty_like(flat)
+    theirs = torch.empty_like(ours)
     if rank + power < world_size:
         _send_and_receive(rank + power, None, theirs, group)
-        flat += theirs
+        ours += theirs
     distance = 1
     while distance < power:
         peer = rank ^ distance
-        _send_and_receive(peer, flat, theirs, group)
-        low, high = (flat, theirs) if rank < peer else (theirs, flat)
-        torch.add(low, high, out=flat)  # both in one order: the same bits, also of a NaN
+        _send_and_receive(peer, ours, theirs, group)
+        low, high = (ours, theirs) if rank < peer else (theirs, ours)
+        torch.add(low, high, out=ours)  # both in one order: the same bits, also of a NaN
         distance *= 2
     if rank + power < world_size:
-        _send_and_receive(rank + power, flat, None, group)
+        _send_and_receive(rank + power, ours, None, group)
     return x
 
 

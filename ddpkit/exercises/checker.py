@@ -346,8 +346,7 @@ class Exercise:
             return str(outcome).partition("\n")[0]
         if list(outcome) != _expected(trial, outcome):
             return [getattr(value, "symptom", value.__repr__)() for value in outcome]
-        said = [sorted((r.op, str(r.peer), r.bytes) for r in records) for records in outcome.wire]
-        return said
+        return [sorted((r.op, str(r.peer), r.bytes) for r in records) for records in outcome.wire]
 
     def _next_hint(self) -> str:
         stages = self._stages or list(self.hints)

@@ -8,7 +8,6 @@ does all this itself, and gets each hop as one batch.
 
 from types import SimpleNamespace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -22,7 +21,7 @@ AHEAD = 4  # receives posted before they are needed
 def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """As `ddpkit.ring.ring_reduce_scatter`: the same bytes, in more and shorter messages."""
     Trip(x, _reduce_hops(group), group).wait()
-    return x.view(-1).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
+    return flat(x, group).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -85,7 +84,6 @@ class Trip:
     send nothing else round the ring, until `wait()` has returned.
     """
 
-    @torch.no_grad()
     def __init__(self, x: Tensor, hops: range, group: ProcessGroup | None):
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self.right, self.left, self.group = (rank + 1) % world_size, (rank - 1) % world_size, group
@@ -128,7 +126,6 @@ class Trip:
         self.sending += works[: len(outgoing)]
         self.receiving += works[len(works) - len(incoming) :]
 
-    @torch.no_grad()
     def wait(self) -> None:
         """Add or store each segment as it comes, and pass it on; again, it does nothing."""
         for number, (hop, segment) in enumerate(self.arrivals):
