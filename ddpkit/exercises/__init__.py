@@ -1,4 +1,4 @@
-"""Checks of the reader's answers: `check.broadcast(broadcast)`. One file per notebook, one checker per exercise."""
+"""Checks of the reader's answers: `check.broadcast(broadcast)`. A file a topic, a checker each."""
 
 from .bucketed_ddp import BucketedDDP, OverlapDDP, no_sync, plan_buckets
 from .checker import is_stub
@@ -8,7 +8,7 @@ from .flash_attention import flash_backward, flash_forward
 from .memory import Checkpoint, block_bytes
 from .mixed_precision import LossScaler, master_step, predict_bytes
 from .ranks import neighbours, say_hello
-from .ring import ring_all_gather, ring_cost, ring_reduce_scatter
+from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_reduce_scatter
 from .softmax import merge, online_softmax
 from .softmax_kernel import softmax_kernel
 from .zero import shard_plan, zero_step
@@ -36,6 +36,7 @@ __all__ = [
     "predict_bytes",
     "reduce_scatter",
     "ring_all_gather",
+    "ring_all_reduce",
     "ring_cost",
     "ring_reduce_scatter",
     "say_hello",

@@ -15,6 +15,7 @@ from .checker import (
     Exercise,
     Mistake,
     Trial,
+    messages,
     mistakes,
     place,
     rank_1_comes_last,
@@ -531,6 +532,52 @@ returns_a_new_tensor: flat(x, group) → flat(x := x.clone(), group)
         Mistake.written(passes_on_too_early, "rank 0 passed a chunk on before it was there"),
         Mistake.written(straight_to_all, "In a ring it sends to rank 1 only"),
     ],
+)
+
+
+# ring_all_reduce(x)
+
+
+def _all_reduce_trials():
+    for world_size, numel in LENGTHS:
+        expected = [Returned("x", _total(world_size, numel))] * world_size
+        what = f"{numel} elements"
+        yield Trial(world_size, _run_reduce_scatter, (numel,), expected, what=what)
+
+
+def _all_reduce_wire(trial: Trial, run: Run) -> str | None:
+    world_size, (numel,) = trial.world_size, trial.args
+    needed = 2 * (world_size - 1) * numel * ELEMENT_BYTES
+    sent = sum(record.bytes for record in messages(run))
+    if ready_made(run) or sent == needed:
+        return ready_made(run)
+    return (
+        f"the values are right, but all ranks together sent {sent} bytes where 2(W-1) times the "
+        f"buffer is enough: {needed}."
+    )
+
+
+ring_all_reduce = Exercise(
+    reference=ring.ring_all_reduce,
+    helpers=(ring.ring_reduce_scatter, ring.ring_all_gather, ring.send_right_receive_left),
+    trials=_all_reduce_trials,
+    hints={"start": "First one half, then the other.", "values": "Both halves work on x itself."},
+    praise="right on 1 to 4 ranks; each sends 2(W-1)/W of x.",
+    explain=lambda trial, rank, expected, got: _not_x(expected, got),
+    wire=_all_reduce_wire,
+    mistakes=mistakes("""
+only_the_first_half: return ring_all_gather(x, group) → return x
+    Every rank has its own chunk of the sum: the finished chunks must go round once more.
+only_the_second_half: ring_reduce_scatter(x, group)⏎return → return
+    Nothing was added: first the reduce-scatter, then the all-gather.
+the_wrong_way_round: ring_reduce_scatter(x, group)⏎return → ring_all_gather(x, group)⏎return
+    return ring_all_gather(x, group) → return ring_reduce_scatter(x, group)
+    First the reduce-scatter, then the all-gather.
+twice: return ring_all_gather(x, group) → ring_all_gather(x, group)⏎return ring_all_gather(x, group)
+    2(W-1) times the buffer is enough
+returns_nothing: return ring_all_gather(x, group) → ring_all_gather(x, group)
+    Return x: the caller wants the tensor.
+"""),
 )
 
 
