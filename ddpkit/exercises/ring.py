@@ -89,19 +89,17 @@ def _call(answer: Callable, x: torch.Tensor) -> Returned:
 # What can go wrong in both halves of the ring
 
 
-def _not_x(expected: Returned, got: Returned) -> str | None:
-    """The usual cause if the answer didn't return a piece of `x`."""
+def _not_x(expected: Returned, got: Returned) -> str:
+    """The usual cause if the answer returned something else than it should."""
     if got.values is None:
         return f"Return {expected.place}: the caller wants the tensor."
-    if got.place != "a new tensor":
-        return None
-    if got.values == expected.values:
+    if got.place == "a new tensor":
         return (
-            f"The numbers are right, but not where the caller wants them, in {expected.place} "
-            "itself. The chunks of x.tensor_split(world_size) are views of x; clone(), + and a new "
-            "entry in a list of them make new tensors. Add with +=, and return the view."
+            f"The result belongs into {expected.place} itself. The chunks of "
+            "x.tensor_split(world_size) are views of x, and += writes into x; clone(), + and a new "
+            "entry in a list of them make new tensors."
         )
-    return "Work on x itself: the chunks of x.tensor_split(world_size) are views; += writes into x."
+    return f"Return {expected.place}."
 
 
 TOO_EARLY = (
@@ -184,20 +182,16 @@ def _too_much(rank: int, sent: list[int], needed: list[int], nbytes: int) -> str
     return f"{problem}\nReplay it: which message holds what its receiver had already?"
 
 
-def _ring_praise(trial: Trial, run: Run) -> str:
+def _praise(trial: Trial, run: Run) -> str:
     """Right is right, but messages that wait for each other are worth a word."""
-    right = "right on 1 to 4 ranks, also for lengths that don't divide, with (W-1)/W of x sent"
-    return f"{right} by each rank, in W-1 hops."
-
-
-def _slow_or_praise(trial: Trial, run: Run) -> str:
+    right = "right on 1 to 4 ranks, also for lengths that don't divide"
     hops, enough = max(hop_numbers(run).values(), default=0), trial.world_size - 1
     if hops == enough:
-        return _ring_praise(trial, run)
+        return f"{right}, with (W-1)/W of x sent by each rank, in W-1 hops."
     return (
-        "right on 1 to 4 ranks, also for lengths that don't divide. But some messages wait for "
-        f"others that could go with them: {hops} hops on {trial.world_size} ranks instead of "
-        f"{enough}. Begin both, with isend and irecv, before you wait for either."
+        f"{right}. But some messages wait for others that could go with them: {hops} hops on "
+        f"{trial.world_size} ranks instead of {enough}. Begin both, with isend and irecv, before "
+        "you wait for either."
     )
 
 
@@ -238,58 +232,19 @@ def _reduce_scatter_trials():
 
 
 def _explain_reduce_scatter(trial: Trial, rank: int, expected: Returned, got: Returned):
-    not_x = _not_x(expected, got)
-    if not_x:
-        return not_x
-    world_size, (numel,) = trial.world_size, trial.args
-    total, finished = _total(world_size, numel), []
-    for chunk in range(world_size):
-        start, stop = _bounds(chunk, world_size, numel)
-        if stop > start and got.x[start:stop] == total[start:stop]:
-            finished.append(chunk)
-    if finished and rank not in finished:
-        return (
-            f"Chunk {finished[0]} was finished on rank {rank}, not chunk {rank}: everything is one "
-            "hop off. In hop 1 rank r sends chunk r-1, so that after W-1 hops chunk r comes home "
-            "to rank r."
-        )
+    """Every chunk of every rank has its digit."""
     if got.place != expected.place:
-        return f"Return chunk {rank} alone: x.tensor_split(world_size)[rank]."
-    return _read_chunk_sum(world_size, rank, got.values[0])
-
-
-def _read_chunk_sum(world_size: int, rank: int, value: int) -> str:
-    """What the digits say of a sum that should hold chunk `rank` of each rank once."""
-    if not 0 <= value < 10 ** (world_size**2):
-        return TOO_EARLY
-    counts = {}
+        return _not_x(expected, got)
+    world_size, value, held = trial.world_size, got.values[0], []
     for place_ in range(world_size**2):
         other, chunk = divmod(place_, world_size)
-        counts[other, chunk] = value // 10**place_ % 10
-    if sum(counts.values()) == counts[rank, rank] == 1:
-        return (
-            f"Chunk {rank} still holds what rank {rank} brought: W-1 hops are needed, and the last "
-            "one ends here."
-        )
-    for (other, chunk), count in counts.items():
-        if count and chunk != rank:
-            return (
-                f"Read the digits: the {10 ** (world_size * other + chunk)} in it is rank "
-                f"{other}'s chunk {chunk}. Do both sides of a message mean the same chunk? What "
-                "rank r sends to the right as chunk r-h, rank r+1 must add to its own chunk r-h: "
-                "that is (r+1)-h-1."
-            )
-    if counts[rank, rank] == 0:
-        return f"Read the digits: rank {rank}'s own chunk is missing. What arrives is added to it."
-    if counts[rank, rank] > 1:
-        return (
-            f"Read the digits: rank {rank}'s own chunk is in it twice. What arrives is added to "
-            "the chunk once; the sum is what is passed on."
-        )
-    missing = next(other for other in range(world_size) if counts[other, rank] == 0)
+        times = value // 10**place_ % 10
+        if times:
+            held.append(f"rank {other}'s chunk {chunk}" + (f" {times} times" if times > 1 else ""))
+    if not 0 <= value < 10 ** (world_size**2):
+        return TOO_EARLY
     return (
-        f"Read the digits: rank {missing}'s chunk is missing. What is passed on is the sum made in "
-        "the hop before, not the chunk as it was."
+        f"Read the digits. It holds {', '.join(held)}; and should hold every rank's chunk {rank}."
     )
 
 
@@ -336,7 +291,7 @@ ring_reduce_scatter = Exercise(
         "hang": "Receive into torch.empty_like(chunk); isend and irecv first, then both wait(), "
         "and only then chunk += arrived.",
     },
-    praise=_slow_or_praise,
+    praise=_praise,
     explain=_explain_reduce_scatter,
     races=_races,
     wire=lambda trial, run: _ring_wire(trial, run, stays=lambda rank, peer: rank),  # comes home
@@ -376,17 +331,15 @@ returns_a_copy: chunks[rank] → chunks[rank].clone()
     The numbers are right, but in a copy: return the view of x itself.
 new_list_entries: mine += arrived → chunks[(rank - hop - 1) % world_size] = mine + arrived
     flat(x, group).tensor_split(world_size) → list(x.tensor_split(world_size))
-    The numbers are right, but not where the caller wants them, in x itself: a new entry in a list
-    of chunks is a new tensor.
+    The numbers are right, but not in x itself: clone() and new entries in a list make new tensors.
 works_on_a_copy: flat(x, group) → flat(x.clone(), group)
-    (1, world_size) → (1, world_size - 1)
-    Work on x itself
+    The numbers are right, but not in x itself: clone() and new entries in a list make new tensors.
 adds_to_the_tuple: mine += arrived → chunks[rank - hop - 1] += arrived
     tensor_split gives a tuple of views
 returns_nothing: return chunks[rank] →
-    the caller wants the tensor
+    the caller wants the tensor.
 returns_x: return chunks[rank] → return x
-    Return chunk 0 alone
+    Return chunk `rank` alone: x.tensor_split(world_size)[rank].
 element_by_element: send_right_receive_left(passed_on, arrived, group) → for a in range(len(mine)):
     mine += arrived →     send_right_receive_left(passed_on[a : a + 1], arrived[a : a + 1], group)
     return → x.tensor_split(world_size)[rank].add_(arrived)⏎return
@@ -417,48 +370,13 @@ def _all_gather_trials():
 
 
 def _explain_all_gather(trial: Trial, rank: int, expected: Returned, got: Returned):
-    not_x = _not_x(expected, got)
-    if not_x:
-        return not_x
-    if got.x == expected.values:
-        return "x is right: return all of it."
-    world_size, (numel,) = trial.world_size, trial.args
-    for hop in range(world_size):  # in the order in which the chunks come, this rank's own first
-        chunk = (rank - hop) % world_size
-        start, stop = _bounds(chunk, world_size, numel)
-        for value in got.x[start:stop]:
-            if value != 10**chunk:
-                return _wrong_chunk(world_size, rank, chunk, value)
+    if got.place != expected.place:
+        return _not_x(expected, got)
+    for chunk in range(trial.world_size):
+        start, stop = _bounds(chunk, trial.world_size, trial.args[0])
+        if got.x[start:stop] != expected.values[start:stop]:
+            return f"Chunk {chunk} of x should be rank {chunk}'s: 10**{chunk} everywhere."
     return None
-
-
-def _wrong_chunk(world_size: int, rank: int, chunk: int, value: int) -> str:
-    """The usual cause of a `value` in `chunk` on `rank` that isn't rank `chunk`'s 10**chunk."""
-    if value not in [10**other for other in range(world_size)]:
-        return (
-            f"Chunk {chunk} holds a sum, or memory that nobody has written. Nothing is added here: "
-            "receive straight into the chunk."
-        )
-    whose = len(str(value)) - 1
-    if chunk == rank:
-        return (
-            f"Rank {rank}'s own chunk is finished from the start, and was overwritten with rank "
-            f"{whose}'s. In hop 1 rank r sends chunk r, and receives chunk r-1."
-        )
-    if whose == rank:
-        return (
-            f"Chunk {chunk} never came to rank {rank}: it needs W-1 hops, and each fills another "
-            "chunk of x."
-        )
-    if whose == (rank - 1) % world_size:
-        return (
-            f"Chunk {chunk} holds rank {whose}'s own numbers. From hop 2 on a rank passes on what "
-            "came in the hop before, not its own chunk again."
-        )
-    return (
-        f"Chunk {chunk} holds rank {whose}'s numbers. Do both sides of a message mean the same "
-        "chunk? In hop h rank r receives chunk r-h from rank r-1."
-    )
 
 
 def passes_on_too_early(x):
@@ -495,7 +413,7 @@ ring_all_gather = Exercise(
         "wire": "W-1 hops, one chunk in each, always to the right neighbour.",
         "hang": "isend and irecv first, then both wait(), and only then the next hop. Return x.",
     },
-    praise=_slow_or_praise,
+    praise=_praise,
     explain=_explain_all_gather,
     races=_races,
     wire=lambda trial, run: _ring_wire(trial, run, stays=lambda rank, peer: peer),  # has its own
@@ -503,16 +421,16 @@ ring_all_gather = Exercise(
         *mistakes("""
 starts_like_reduce_scatter: (rank - hop + 1) → (rank - hop)
     place = chunks[(rank - hop) → place = chunks[(rank - hop - 1)
-    own chunk is finished from the start
+    A rank's own chunk is finished from the start: in hop 1 rank r sends it, and receives chunk r-1.
 adds: send_right_receive_left(passed_on, place, group) → arrived = torch.empty_like(place)
     return x →     send_right_receive_left(passed_on, arrived, group)⏎    place += arrived⏎return x
     Nothing is added here: receive straight into the chunk.
 own_chunk_every_hop: chunks[(rank - hop + 1) % world_size] → chunks[rank]
-    a rank passes on what came in the hop before, not its own chunk again
+    From hop 2 on a rank passes on what came in the hop before, not its own chunk again.
 loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
     chunks of n // W lose the remainder: x.tensor_split(world_size) makes the first ones longer.
 one_hop_too_few: (1, world_size) → (1, world_size - 1)
-    Chunk 1 never came to rank 0
+    The last chunk never came: W-1 hops are needed, and each fills another chunk of x.
 whole_buffers: chunks[(rank - hop + 1) % world_size] → arrived if hop > 1 else x.clone()
     send_right_receive_left(passed_on, place, group) → arrived = torch.empty_like(x)
     return x →     send_right_receive_left(passed_on, arrived, group)
@@ -522,11 +440,11 @@ by_torch: for hop in range(1, world_size): → for hop in range(world_size):
     send_right_receive_left(passed_on, place, group) → dist.broadcast(chunks[hop], hop)
     torch did the work
 returns_nothing: return x →
-    Return x: the caller wants the tensor
+    Return x: the caller wants the tensor.
 returns_its_chunk: return x → return chunks[rank]
-    return all of it
+    x is right: return all of it.
 returns_a_new_tensor: flat(x, group) → flat(x := x.clone(), group)
-    in x itself
+    The result belongs into x itself.
 """),
         *IN_A_HOP,
         Mistake.written(passes_on_too_early, "rank 0 passed a chunk on before it was there"),
