@@ -109,5 +109,5 @@ def test_the_limits_can_be_broken(tmp_path):
         "ddpkit/runtime/wire.py:18 setattr(Ring, 'other', Ring()._turn())",
     ]
     assert house.spelled_twice(tmp_path) == ["ddpkit/ring.py ring ~ ddpkit/runtime/wire.py turned"]
-    assert house.nested_comprehensions(ring) == ["ring.py:18"]
+    assert house.nested_comprehensions(ring) == ["ring.py:16"]
     assert house.comments(ring) == 100 / count[0]

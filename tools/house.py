@@ -181,7 +181,7 @@ def replaced_methods(root: Path = ROOT) -> list[str]:
 
 
 def shape(function: ast.FunctionDef) -> list[str]:
-    """The function's syntax in reading order, without docstring, annotations, names of variables."""
+    """The syntax in reading order, without docstring, annotations and the names of variables."""
     words = []
 
     def visit(node: ast.AST) -> None:
