@@ -9,12 +9,19 @@ BENCHMARKS = ("launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precisio
 
 def main(arguments: list[str] | None = None):
     """arguments: as on the command line (None: those)."""
-    parser = argparse.ArgumentParser("python -m ddpkit.bench", description="Measure what ddpkit does on this machine.")
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", help=f"{', '.join(BENCHMARKS)}; all of them if none is given"
+    parser = argparse.ArgumentParser(
+        "python -m ddpkit.bench", description="Measure what ddpkit does on this machine."
     )
     parser.add_argument(
-        "--full", action="store_true", help="also 6 ranks, 1 GB (3 GB of memory for each rank), 8192 queries"
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help=f"{', '.join(BENCHMARKS)}; all of them if none is given",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="also 6 ranks, 1 GB (3 GB of memory for each rank), 8192 queries",
     )
     options = parser.parse_args(arguments)
     for name in options.names:

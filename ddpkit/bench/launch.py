@@ -23,7 +23,9 @@ from . import Row, report
 
 def main():
     import_torch = median_of(3, time_import_torch)
-    first = [launch_s / statistics.median(import_torch) for launch_s in median_of(3, time_first_launch)]
+    first = [
+        launch_s / statistics.median(import_torch) for launch_s in median_of(3, time_first_launch)
+    ]
     launch(add)
     warm = median_of(20, time_launch)
     killed = median_of(5, time_until_a_killed_rank_is_reported)
@@ -34,10 +36,34 @@ def main():
     report(
         "launch",
         [
-            Row("first launch of a process, in times of `import torch`", 2.5, statistics.median(first), "x", first),
-            Row("4 fresh ranks, one all_reduce: median of 20", 0.15, statistics.median(warm), "s", warm),
-            Row("4 fresh ranks, one all_reduce: 90 % of 20", 0.15, statistics.quantiles(warm, n=10)[-1], "s", warm),
-            Row("%%ranks 4 with an empty cell: median of 50", 5.0, statistics.median(cells), "ms", cells),
+            Row(
+                "first launch of a process, in times of `import torch`",
+                2.5,
+                statistics.median(first),
+                "x",
+                first,
+            ),
+            Row(
+                "4 fresh ranks, one all_reduce: median of 20",
+                0.15,
+                statistics.median(warm),
+                "s",
+                warm,
+            ),
+            Row(
+                "4 fresh ranks, one all_reduce: 90 % of 20",
+                0.15,
+                statistics.quantiles(warm, n=10)[-1],
+                "s",
+                warm,
+            ),
+            Row(
+                "%%ranks 4 with an empty cell: median of 50",
+                5.0,
+                statistics.median(cells),
+                "ms",
+                cells,
+            ),
             Row("SIGKILL in an all_reduce, until RankError", 0.5, max(killed), "s", killed),
             Row("certain deadlock, until HangError", 3.0, max(deadlock), "s", deadlock),
             Row("interrupt, until KeyboardInterrupt", 1.0, max(interrupt), "s", interrupt),
@@ -61,11 +87,15 @@ def add() -> float:
 
 def python(source: str) -> str:
     """What a new Python prints."""
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def time_import_torch() -> float:
-    return float(python("import time; t = time.perf_counter(); import torch; print(time.perf_counter() - t)"))
+    return float(
+        python("import time; t = time.perf_counter(); import torch; print(time.perf_counter() - t)")
+    )
 
 
 def time_first_launch() -> float:
@@ -178,7 +208,9 @@ launch(work, live=True)
 def time_until_all_are_gone() -> float:
     """A notebook with 4 ranks that hold the interpreter's lock, each with a child, is killed."""
     notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdout=subprocess.PIPE, text=True)
-    pids = {int(word) for _ in range(4) for word in notebook.stdout.readline().split("|")[1].split()}
+    pids = {
+        int(word) for _ in range(4) for word in notebook.stdout.readline().split("|")[1].split()
+    }
     time.sleep(0.2)
     begun = time.perf_counter()
     notebook.kill()

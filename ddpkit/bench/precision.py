@@ -1,34 +1,36 @@
-"""Matrix products and training steps in every format for which this machine has units; the others are named, not timed.
+"""Matrix products and training steps in every format for which this machine has units.
 
-A format without units is converted, or computed number by number, and takes many times as long as fp32: a time of it
-says nothing about the format. What a step could gain at most is what its matrix products gain; that ceiling is timed in
-the same rounds, with a product of the same size as the model's. On a GPU if there is one, else on one core.
+A format without units is converted, or computed number by number, and takes many times as long: a
+time of it says nothing about the format, so it is named and not timed. What a step could gain at
+most is what its matrix products gain. On a GPU if there is one, else on one core.
 """
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from .. import bench
 from ..mixed_precision import LossScaler, MixedPrecisionOptimizer
 from ..runtime.launch import launch
+from ..tools.checks import check_counts
 from . import interleave
-from .results import AGAIN, Result, Results
+from .results import AGAIN, SPEED, Result, Results, report
 
 ROUNDS, WARM_UP = 12, 3
 ON_CPU, ON_GPU = (512, 1024, 4), (8192, 4096, 4)  # rows, width, layers of the model
-FORMATS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PRODUCT, STEP = "matrix product", "training step"
-AUTOCAST = ", autocast"
+FORMATS = {"fp32": torch.float32, "tf32": torch.float32}
+FORMATS |= {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRODUCT, STEP, AUTOCAST = "matrix product", "training step", ", autocast"
 CPUINFO = Path("/proc/cpuinfo")
-CPU_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}  # x86 and Arm
-GPU_UNITS = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (7, 0)}  # compute capabilities, from which on
+CPU_UNITS = {  # flags of x86 and Arm
+    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+GPU_UNITS = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (7, 0)}  # compute capability, from which on
 
 # What this machine has
 
@@ -42,22 +44,29 @@ def units() -> dict[str, str]:
 
 def gpu_units(capability: tuple[int, int]) -> dict[str, str]:
     what = f"compute capability {capability[0]}.{capability[1]}"
-    return {"fp32": what} | {name: what for name, least in GPU_UNITS.items() if capability >= least}
+    able = [name for name, least in GPU_UNITS.items() if capability >= least]
+    return dict.fromkeys(["fp32", *able], what)
 
 
 def cpu_units(cpuinfo: str) -> dict[str, str]:
     """cpuinfo: as Linux tells it; "" where nothing is known, and nothing claimed."""
-    lines = [line.partition(":") for line in cpuinfo.splitlines()]
-    flags = {flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split()}
-    found = {name: ", ".join(sorted(flags & wanted)) for name, wanted in CPU_UNITS.items()}
-    return {"fp32": "every CPU"} | {name: what for name, what in found.items() if what}
+    flags = set()
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            flags |= set(value.split())
+    found = {"fp32": "every CPU"}
+    for name, wanted in CPU_UNITS.items():
+        if flags & wanted:
+            found[name] = ", ".join(sorted(flags & wanted))
+    return found
 
 
 # What is timed
 
 
 @contextlib.contextmanager
-def products_in(name: str) -> Iterator[None]:
+def products_in(name: str):
     """Inside, a GPU multiplies fp32 matrices in tf32 if that is the format, and in fp32 if not."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
@@ -67,97 +76,84 @@ def products_in(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def make_product(name: str, rows: int, width: int, device: torch.device) -> Callable[[], Tensor]:
-    """Rows times a square matrix, as in a layer of the model."""
-    a, b = (torch.randn(n, width, device=device).to(FORMATS[name]) for n in (rows, width))
-
-    def product() -> Tensor:
-        with products_in(name):
-            return a @ b
-
-    return product
+def product(a: Tensor, b: Tensor, name: str) -> Tensor:
+    with products_in(name):
+        return a @ b
 
 
 class Training:
-    """AdamW, fused, on Linear layers and GELUs: with mixed precision in a 16-bit format, or under autocast."""
+    """AdamW, fused, on Linears and GELUs: mixed precision in a 16-bit format, or autocast."""
 
-    def __init__(self, name: str, rows: int, width: int, layers: int, device: torch.device, autocast: bool = False):
+    def __init__(self, name: str, size: tuple, device: torch.device, autocast: bool = False):
         torch.manual_seed(0)
-        modules = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
-        self._model = nn.Sequential(*modules).to(device)
-        self._x, self._target = torch.randn(2, rows, width).to(device)
-        self._name, self._context = name, contextlib.nullcontext
-        parameters, options = self._model.parameters(), {"lr": 1e-3, "fused": True}
-        if FORMATS[name] == torch.float32 or autocast:
-            self._optimizer = torch.optim.AdamW(parameters, **options)
-            self._scale, self._update = lambda loss: loss, self._optimizer.step
+        rows, width, layers = size
+        self.name, dtype = name, FORMATS[name]
+        self.model = nn.Sequential(*(block(width) for _ in range(layers))).to(device)
+        self.x, self.target = torch.randn(2, rows, width).to(device)
+        self.context, self.scaler = contextlib.nullcontext, None
+        parameters, options = self.model.parameters(), {"lr": 1e-3, "fused": True}
+        if dtype == torch.float32 or autocast:
+            self.optimizer = torch.optim.AdamW(parameters, **options)
         else:
-            self._optimizer = MixedPrecisionOptimizer(parameters, torch.optim.AdamW, FORMATS[name], **options)
-            self._scale, self._update = self._optimizer.scale, self._optimizer.step
-            self._x = self._x.to(FORMATS[name])
+            self.optimizer = MixedPrecisionOptimizer(
+                parameters, torch.optim.AdamW, dtype, **options
+            )
+            self.x = self.x.to(dtype)
         if autocast:
-            self._context = partial(torch.autocast, device.type, FORMATS[name])
-        if autocast and name == "fp16":
-            self._scale, self._update = self._scaled(LossScaler())
-
-    def _scaled(self, scaler: LossScaler) -> tuple[Callable, Callable]:
-        def update() -> None:
-            scaler.step(self._optimizer)
-            scaler.update()
-
-        return scaler.scale, update
+            self.context = partial(torch.autocast, device.type, dtype)
+            self.scaler = LossScaler() if name == "fp16" else None
 
     def step(self) -> Tensor:
         """Returns the loss before it."""
-        self._optimizer.zero_grad()
-        with products_in(self._name):
-            with self._context():
-                loss = (self._model(self._x).float() - self._target).square().mean()
-            self._scale(loss).backward()
-        self._update()
+        self.optimizer.zero_grad()
+        scales = self.scaler or self.optimizer
+        scale = getattr(scales, "scale", lambda loss: loss)
+        with products_in(self.name):
+            with self.context():
+                loss = (self.model(self.x).float() - self.target).square().mean()
+            scale(loss).backward()
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
         return loss.detach()
 
 
-def variants(kind: str, names: list[str], size: tuple[int, int, int], device: torch.device) -> dict[str, Callable]:
-    """{variant: does it once, returns a tensor}, fp32 first; each trains a model of its own."""
-    rows, width, layers = size
-    again = {name: name for name in names} | {"fp32" + AGAIN: "fp32"}
-    if kind == PRODUCT:
-        return {variant: make_product(name, rows, width, device) for variant, name in again.items()}
-    found = {variant: Training(name, rows, width, layers, device).step for variant, name in again.items()}
-    for name in names:
+def block(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.GELU())
+
+
+def variants(names: list[str], size: tuple, device: torch.device) -> dict[tuple, Callable]:
+    """{(kind, variant): does it once, returns a tensor}, fp32 first; each has its own model."""
+    rows, width, _ = size
+    calls = {}
+    for variant in [*names, "fp32" + AGAIN]:
+        name = variant.removesuffix(AGAIN)
+        a, b = (torch.randn(n, width, device=device).to(FORMATS[name]) for n in (rows, width))
+        calls[PRODUCT, variant] = partial(product, a, b, name)
+    for variant in [*names, "fp32" + AGAIN]:
+        name = variant.removesuffix(AGAIN)
+        calls[STEP, variant] = Training(name, size, device).step
         if FORMATS[name] != torch.float32:
-            found[name + AUTOCAST] = Training(name, rows, width, layers, device, autocast=True).step
-    return found
+            calls[STEP, name + AUTOCAST] = Training(name, size, device, autocast=True).step
+    return calls
 
 
-# On a rank, the only one: a process of its own, with one thread
-
-
-def time_on_rank(names: list[str], size: tuple[int, int, int], rounds: int) -> dict[str, tuple[dict, dict]]:
-    """{kind: ({variant: (begun, done) of each round}, {variant: the mean of what it returned last})}."""
+def time_on_rank(names: list[str], size: tuple, rounds: int) -> dict[tuple, tuple[list, float]]:
+    """{(kind, variant): ((begun, done) of each round, the mean of what it returned last)}."""
     torch.set_num_threads(1)
     interleave.pin_to_a_core()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    calls = {
-        (kind, name): call for kind in (PRODUCT, STEP) for name, call in variants(kind, names, size, device).items()
-    }
+    calls = variants(names, size, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     last = {}
 
     def turn(which: tuple[str, str]) -> tuple[float, float]:
-        begun = time.perf_counter()
-        last[which] = calls[which]()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return begun, time.perf_counter()
+        times, last[which] = interleave.timed(calls[which])
+        return times
 
-    for which in list(calls) * WARM_UP:
-        turn(which)
+    interleave.take_turns(list(calls), WARM_UP, turn)
     turns = interleave.take_turns(list(calls), rounds, turn)
-    found = {kind: ({}, {}) for kind in (PRODUCT, STEP)}
-    for kind, name in calls:
-        found[kind][0][name], found[kind][1][name] = turns[kind, name], last[kind, name].float().mean().item()
-    return found
+    return {which: (turns[which], last[which].float().mean().item()) for which in calls}
 
 
 # What was found
@@ -165,73 +161,50 @@ def time_on_rank(names: list[str], size: tuple[int, int, int], rounds: int) -> d
 
 @dataclass(frozen=True)
 class Timed(Result):
-    """operation: product or step; nbytes: of the model's weights in fp32. flop: of a call. loss: after all steps."""
+    """operation: product or step; nbytes: of the weights in fp32. loss: after all steps."""
 
     flop: float = 0.0
     loss: float = 0.0
 
 
 class Formats(Results):
-    """In the order of their measurement; printed, they are two tables. missing: the formats without units."""
+    """missing: the formats without units."""
 
+    columns = "Time (ms)", "TFLOP/s", "Loss"
     missing: tuple[str, ...] = ()
 
-    def gain(self, timed: Timed) -> str:
-        """How many times as fast as fp32's are the matrix products of a step's format."""
-        name = timed.variant.removesuffix(AUTOCAST)
-        product = next(each for each in self if (each.operation, each.variant) == (PRODUCT, name))
-        return f"{self.speed(product).median:.2f}"
+    @property
+    def legend(self) -> str:
+        told = "Time: the median. A step gains at most what its matrix products gain.\n" + SPEED
+        missing = f"\nNot timed, for want of units: {', '.join(self.missing)}."
+        return told + missing if self.missing else told
 
-    def __repr__(self):
-        if not self:
-            return "nothing measured"
-        blocks = [bench.table(self._lines(kind)) for kind in (PRODUCT, STEP)]
-        without = [f"Not timed, for want of units: {', '.join(self.missing)}."] * bool(self.missing)
-        return "\n\n".join(blocks) + "\n" + "\n".join([LEGEND, *without])
+    def title(self) -> str:
+        return self[0].operation
 
-    def _lines(self, kind: str) -> list[tuple[str, ...]]:
-        head = (kind.capitalize(), "Time (ms)", "TFLOP/s", "Speed [95 %]", "A/A", "")
-        lines = [head if kind == PRODUCT else (*head, "Ceiling", "Loss")]
-        for timed in self:
-            if timed.operation != kind or timed.variant.endswith(AGAIN):
-                continue
-            baseline, control = timed.variant == "fp32", self.control(timed)
-            line = (
-                timed.variant,
-                f"{timed.median_s * 1e3:.3g}",
-                f"{timed.flop / timed.median_s / 1e12:.3g}",
-                "1" if baseline else str(self.speed(timed)),
-                f"{control.low:.2f}–{control.high:.2f}",
-                "" if baseline else self.verdict(timed),
-            )
-            lines.append(line if kind == PRODUCT else (*line, self.gain(timed), f"{timed.loss:.4f}"))
-        return lines
-
-
-LEGEND = """\
-Time: the median. Speed: how many times as fast as fp32, round by round; A/A: fp32 against itself. Ceiling of a step:
-the speed of its matrix products alone."""
+    def cells(self, timed: Timed) -> tuple[str, ...]:
+        time_ms, flops = timed.median_s * 1e3, timed.flop / timed.median_s
+        loss = f"{timed.loss:.4f}" if timed.operation == STEP else ""
+        return f"{time_ms:.3g}", f"{flops / 1e12:.3g}", loss
 
 
 def measure(size: tuple[int, int, int] | None = None, rounds: int = ROUNDS) -> Formats:
     """Time products and steps in the formats that this machine has units for.
 
-    size: rows, width and layers of the model (None: what keeps a core, or a GPU, busy). ValueError: no round.
-    RuntimeError: a format learned something else than fp32, so that its time would mean nothing.
+    size: rows, width, layers of the model (None: what keeps a core, or a GPU, busy). ValueError: no
+    round. RuntimeError: a format learned something else than fp32: its time would mean nothing.
     """
-    if rounds < 1:
-        raise ValueError(f"expected 1 round or more, got {rounds}")
+    check_counts(rounds=rounds)
     names = list(units())
     rows, width, layers = size = size or (ON_GPU if torch.cuda.is_available() else ON_CPU)
-    found = launch(time_on_rank, names, size, rounds, world_size=1, backend="gloo")[0]
-    product_flop, weight_bytes = 2.0 * rows * width * width, 4 * layers * width * width
-    flop = {PRODUCT: product_flop, STEP: (3 * layers - 1) * product_flop}  # the first layer's input needs no gradient
-    check_losses(found[STEP][1])
-    formats = Formats()
-    for kind, (turns, last) in found.items():
-        for name, seen in turns.items():
-            seconds = interleave.until_the_last([seen])
-            formats.append(Timed(kind, name, 1, weight_bytes, seconds, flop=flop[kind], loss=last[name]))
+    seen = launch(time_on_rank, names, size, rounds, world_size=1, backend="gloo")[0]
+    check_losses({name: loss for (kind, name), (_, loss) in seen.items() if kind == STEP})
+    flop, formats = 2.0 * rows * width * width, Formats()
+    for (kind, name), (turns, loss) in seen.items():
+        seconds = interleave.until_the_last([turns])
+        products = 1 if kind == PRODUCT else 3 * layers - 1  # the input needs no gradient
+        about = {"flop": products * flop, "loss": loss}
+        formats.append(Timed(kind, name, 1, 4 * layers * width * width, seconds, **about))
     formats.missing = tuple(name for name in FORMATS if name not in names)
     return formats
 
@@ -239,20 +212,11 @@ def measure(size: tuple[int, int, int] | None = None, rounds: int = ROUNDS) -> F
 def check_losses(losses: dict[str, float]) -> None:
     for name, loss in losses.items():
         if not abs(loss - losses["fp32"]) <= 0.02 * losses["fp32"]:
-            raise RuntimeError(f"{name} has a loss of {loss}, fp32 {losses['fp32']}: its time would mean nothing")
-
-
-# For `python -m ddpkit.bench`
+            wrong = f"{name} has a loss of {loss}, fp32 {losses['fp32']}"
+            raise RuntimeError(f"{wrong}: its time would mean nothing")
 
 
 def main():
-    report(measure())
-
-
-def report(formats: Formats) -> None:
-    """Print the tables; keep them, and every single time, in bench-results."""
-    has = units()
+    has = ", ".join(f"{name} ({what})" for name, what in units().items())
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "one core"
-    print(f"precision, on {where}; units for {', '.join(f'{name} ({what})' for name, what in has.items())}\n{formats}")
-    results = [asdict(each) | {"median_s": each.median_s} for each in formats]
-    bench.save("precision", {"units": has, "missing": formats.missing, "results": results})
+    report("precision", f"{where}; units for {has}", measure(), [])

@@ -1,90 +1,62 @@
-"""Reduce-scatter: Gloo's, which is a whole all-reduce inside, ours round a ring, through shared memory, and NCCL's."""
+"""Reduce-scatter: Gloo's, ours round a ring and through shared memory, and NCCL's."""
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..fast.ring import ring_reduce_scatter
-from ..runtime.link import Link
+from .. import ring as plain
+from ..ring import ring_reduce_scatter
 from ..shared_memory import SharedBuffer
 from . import interleave
 from .interleave import Variant
-from .results import Goal, Results
+from .results import Goal
 
-SIZES = (10**6, 10**7, 10**8)
-GOALS = tuple(
-    Goal("ring", gloo, ranks, nbytes, 2.0)
-    for gloo in ("gloo", "gloo, list")
-    for ranks in (2, 4)
-    for nbytes in (10**7, 10**8)
-)
+SIZES = 10**6, 10**7, 10**8
+AT = (2, 10**7), (2, 10**8), (4, 10**7), (4, 10**8)
+GOALS = [Goal("ring", gloo, 1.8, at=AT) for gloo in ("gloo", "gloo, list")]
 
 # Torch's own, on one tensor; 2.13 gave it a new name.
-torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def main(full: bool = False):
-    results = measure(world_sizes=(2, 4, 6) if full else (2, 4))
-    interleave.report("reduce_scatter", results, GOALS)
+    world_sizes = (2, 4, 6) if full else (2, 4)
+    found = interleave.measure("reduce_scatter", make_variants, SIZES, world_sizes)
+    interleave.report_collective("reduce_scatter", found, GOALS)
 
 
-def measure(
-    sizes: Sequence[int] = SIZES,
-    world_sizes: Sequence[int] = (2, 4),
-    rounds: int | None = None,
-    link: Link | None = None,
-) -> Results:
-    """Time every reduce-scatter there is; see `interleave.measure`. On a link, only those that send messages.
-
-    sizes: bytes of the whole tensor. rounds: how often (None: 12 times, small sizes more often). The results, printed,
-    are a table.
-    """
-    return interleave.measure("reduce_scatter", make_variants, sizes, world_sizes, rounds, link)
-
-
-def make_variants(numel: int, group: ProcessGroup, emulated: bool) -> dict[str, Variant]:
-    """{name: variant}, for tensors of `numel` float32; `group` is the wire."""
+def make_variants(numel: int, group: ProcessGroup) -> dict[str, Variant]:
+    """{name: variant}, for tensors of `numel` float32."""
     world_size = dist.get_world_size(group)
-    x, other, chunk = torch.ones(numel), torch.zeros(numel), torch.zeros(numel // world_size)
+    x, chunk = torch.ones(numel), torch.zeros(numel // world_size)
     chunks = list(x.chunk(world_size))
-
-    def gloo() -> Tensor:
-        torch_reduce_scatter(chunk, x, group=group)
-        return chunk
-
-    def gloo_list() -> Tensor:
-        dist.reduce_scatter(chunk, chunks, group=group)
-        return chunk
-
-    variants = {
-        "gloo": Variant(x, gloo, world_size, "loopback"),
-        "gloo, list": Variant(x, gloo_list, world_size, "loopback"),
-        "ring": Variant(x, lambda: ring_reduce_scatter(x, group), world_size, "loopback"),
+    calls = {
+        "gloo": partial(by_torch, reduce_scatter_tensor, chunk, x, group),
+        "gloo, list": partial(by_torch, dist.reduce_scatter, chunk, chunks, group),
+        "ring": partial(ring_reduce_scatter, x, group),
+        "plain ring": partial(plain.ring_reduce_scatter, x, group),
     }
-    if not emulated:
-        buffer = SharedBuffer(numel, group=group)
-        variants["shared memory"] = Variant(buffer.local, buffer.reduce_scatter, world_size, "memcpy")
-        copied = (numel + len(chunk)) // 2  # read and written: as many as when numel are read and a chunk is written
-        variants["memcpy"] = interleave.memcpy(x[:copied], other[:copied])
-        variants["loopback"] = interleave.loopback(x[len(chunk) :], other[len(chunk) :], 1, group)  # (W-1)/W of x
-        variants |= nccl(numel)
-    return variants
+    found = {name: Variant(x, call, world_size, "loopback") for name, call in calls.items()}
+    buffer = SharedBuffer(numel, group=group)
+    found["shared memory"] = Variant(buffer.local, buffer.reduce_scatter, world_size, "memcpy")
+    # As many bytes are read and written as when all of x is read and one chunk is written.
+    copied = (numel + len(chunk)) // 2
+    found["memcpy"] = interleave.memcpy(x[:copied], torch.zeros(copied))
+    sent = x[len(chunk) :]  # (W-1)/W of x
+    found["loopback"] = interleave.loopback(sent, torch.zeros_like(sent), 1, group)
+    nccl = interleave.nccl_group()
+    if nccl:
+        on_gpu, sum_on_gpu = x.cuda(), chunk.cuda()
+        call = partial(by_torch, reduce_scatter_tensor, sum_on_gpu, on_gpu, nccl)
+        found["nccl"] = Variant(on_gpu, call, world_size)
+    return found
 
 
-def nccl(numel: int) -> dict[str, Variant]:
-    """NCCL's, where every rank has a GPU."""
-    group = interleave.nccl_group()
-    if group is None:
-        return {}
-    x = torch.ones(numel, device="cuda")
-    chunk = torch.empty(numel // dist.get_world_size(), device="cuda")
-
-    def call() -> Tensor:
-        torch_reduce_scatter(chunk, x, group=group)
-        torch.cuda.synchronize()
-        return chunk
-
-    return {"nccl": Variant(x, call, dist.get_world_size())}
+def by_torch(
+    collective, chunk: Tensor, given: Tensor | list[Tensor], group: ProcessGroup
+) -> Tensor:
+    collective(chunk, given, group=group)
+    return chunk
