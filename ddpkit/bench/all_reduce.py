@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import ring as plain
+from ..fast import ring as fast
 from ..ring import doubling_all_reduce, ring_all_reduce
 from ..shared_memory import SharedBuffer
 from . import interleave
@@ -16,24 +16,21 @@ from .interleave import Variant
 from .results import Goal, Results
 
 SIZES = 4096, 10**6, 10**7, 25 * 2**20, 10**8
-FULL_SIZES = (*SIZES, 10**9)  # 3 GB of memory a rank
 DOUBLING_UP_TO = 10**6  # beyond, it sends too much to be of interest
-RING_SIZES, LARGE = (10**6, 10**7, 10**8), (25 * 2**20, 10**8)
-
 GOALS = [
-    Goal("ring", "gloo", 1.0, at=tuple((2, nbytes) for nbytes in RING_SIZES)),
-    Goal("ring", "gloo", 0.95, at=tuple((4, nbytes) for nbytes in RING_SIZES)),
-    Goal("plain ring", "gloo", 0.7, at=((2, 10**7), (2, 10**8), (4, 10**7), (4, 10**8))),
-    Goal("shared memory", "memcpy", 0.85, at_most=True, at=tuple((2, each) for each in LARGE)),
-    Goal("shared memory", "gloo", 2.5, at=tuple((2, nbytes) for nbytes in LARGE)),
-    Goal("shared memory", "gloo", 2.5, at=tuple((4, nbytes) for nbytes in LARGE)),
+    Goal("fast ring", "gloo", 1.0, at=((2, 10**6), (2, 10**7), (2, 10**8))),
+    Goal("fast ring", "gloo", 0.95, at=((4, 10**6), (4, 10**7), (4, 10**8))),
+    Goal("ring", "gloo", 0.7, at=((2, 10**7), (2, 10**8), (4, 10**7), (4, 10**8))),
+    Goal("shared memory", "memcpy", 0.85, at_most=True, at=((2, 25 * 2**20), (2, 10**8))),
+    Goal(
+        "shared memory", "gloo", 2.5, at=((2, 25 * 2**20), (2, 10**8), (4, 25 * 2**20), (4, 10**8))
+    ),
     Goal("shared memory", "gloo", 1.0, at=((2, 4096), (4, 4096))),
 ]
 
 
-def main(full: bool = False):
-    found = measure(FULL_SIZES if full else SIZES, (2, 4, 6) if full else (2, 4))
-    interleave.report_collective("all_reduce", found, GOALS)
+def main():
+    interleave.report_collective("all_reduce", measure(), GOALS)
 
 
 def measure(
@@ -47,7 +44,7 @@ def make_variants(numel: int, group: ProcessGroup) -> dict[str, Variant]:
     """{name: variant}, for tensors of `numel` float32."""
     world_size = dist.get_world_size(group)
     x, other = torch.ones(numel), torch.zeros(numel)
-    calls = {"gloo": by_torch, "ring": ring_all_reduce, "plain ring": plain.ring_all_reduce}
+    calls = {"gloo": by_torch, "ring": ring_all_reduce, "fast ring": fast.ring_all_reduce}
     if x.nbytes <= DOUBLING_UP_TO:
         calls["doubling"] = doubling_all_reduce
     found = {}
@@ -60,7 +57,7 @@ def make_variants(numel: int, group: ProcessGroup) -> dict[str, Variant]:
     found["loopback"] = interleave.loopback(x[:share], other[:share], 2, group)
     nccl = interleave.nccl_group()
     if nccl:
-        on_gpu = torch.ones(numel, device="cuda")
+        on_gpu = x.cuda()
         found["nccl"] = Variant(on_gpu, partial(by_torch, on_gpu, nccl), world_size)
     return found
 

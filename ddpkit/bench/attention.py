@@ -9,6 +9,7 @@ kernels.
 import importlib.util
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +17,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..flash_attention import attention, flash_attention
-from ..runtime.launch import launch
-from ..tools.checks import check_counts
-from . import interleave
+from .interleave import Contest, race, synchronize
 from .results import AGAIN, SPEED, Goal, Result, Results, judge, report
 
-ROUNDS, WARM_UP = 12, 2
+ROUNDS = 12
 TURN_S = 0.02  # a turn has as many calls as fill this: one, on a GPU, is too short for a clock
 FORMATS = {"cpu": torch.float32, "cuda": torch.bfloat16}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the norm: some roundings
@@ -63,9 +63,9 @@ class Case:
         return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), upstream]
 
 
-def cases(kind: str, full: bool = False) -> list[Case]:
+def cases(kind: str) -> list[Case]:
     """The longer the sequences the fewer: q is always of one size. kind: "cpu" or "cuda"."""
-    numel, head_sizes, lengths = 2**19, [64], [256, 512, 1024, 2048, 4096] + [8192] * full
+    numel, head_sizes, lengths = 2**19, [64], [256, 512, 1024, 2048, 4096]
     if kind == "cuda":
         numel, head_sizes, lengths = 2**25, [64, 128], [1024, 2048, 4096, 8192, 16384]
     found = []
@@ -98,40 +98,42 @@ def attentions(kind: str) -> dict[str, Callable]:
     return found
 
 
-# On a rank, the only one: a process of its own, with one thread
+# On a rank, the only one
 
 
-def time_on_rank(case: Case, rounds: int) -> dict[str, list[tuple[float, ...]]]:
-    """{variant: seconds of (forward, backward) in each round}; of the product one number."""
-    torch.set_num_threads(1)
-    interleave.pin_to_a_core()
+class Often:
+    """Calls `call` as often as fills a turn."""
+
+    def __init__(self, call: Callable):
+        self.call, self.times = call, 1
+        begun = time.perf_counter()
+        self()
+        synchronize()
+        self.times = math.ceil(TURN_S / (time.perf_counter() - begun))
+
+    def __call__(self) -> None:
+        for _ in range(self.times):
+            self.call()
+
+
+def make_contest(case: Case, plain: ProcessGroup) -> Contest:
+    """Of (part, variant); `found` tells how many calls a turn has."""
     kind = device()
     *qkv, upstream = case.inputs(kind)
-    able = choose(attentions(kind), case, kind)
-    square, calls = torch.randn(SQUARE[kind], SQUARE[kind]).to(qkv[0]), dict.fromkeys(able, 1)
-
-    def turn(name: str) -> tuple[float, ...]:
-        if name == PRODUCT:
-            return (mean_s(lambda: square @ square, 1)[0],)
-        attend = partial(able[name], *qkv, causal=case.causal)
-        forward_s, o = mean_s(attend, calls[name])
+    calls = {}
+    for name, (attend, o) in choose(attentions(kind), case, kind).items():
+        calls["forward", name] = Often(partial(attend, *qkv, causal=case.causal))
         backward = partial(torch.autograd.grad, o, qkv, upstream, retain_graph=True)
-        return forward_s, mean_s(backward, calls[name])[0]
-
-    for name in able:
-        calls[name] = math.ceil(TURN_S / sum(turn(name)))
-    interleave.take_turns([*able, PRODUCT], WARM_UP, turn)
-    return interleave.take_turns([*able, PRODUCT], rounds, turn)
+        calls["backward", name] = Often(backward)
+    square = torch.randn(SQUARE[kind], SQUARE[kind]).to(qkv[0])
+    calls["", PRODUCT] = Often(lambda: square @ square)
+    return Contest(calls, found=lambda: {which: call.times for which, call in calls.items()})
 
 
-def mean_s(call: Callable, calls: int) -> tuple[float, object]:
-    """(seconds of a call, what the last one returned)."""
-    (begun, done), found = interleave.timed(lambda: [call() for _ in range(calls)][-1])
-    return (done - begun) / calls, found
-
-
-def choose(attends: dict[str, Callable], case: Case, kind: str) -> dict[str, Callable]:
-    """{variant: attention}: those that can run, and the first a second time.
+def choose(
+    attends: dict[str, Callable], case: Case, kind: str
+) -> dict[str, tuple[Callable, Tensor]]:
+    """{variant: (attention, its result)}: those that can run, and the first a second time.
 
     RuntimeError: one found something else than the first, so that its time would mean nothing.
     """
@@ -140,18 +142,17 @@ def choose(attends: dict[str, Callable], case: Case, kind: str) -> dict[str, Cal
     for name, attend in attends.items():
         try:
             o = attend(*qkv, causal=case.causal)
-            found = o, *torch.autograd.grad(o, qkv, upstream)
+            found = o, *torch.autograd.grad(o, qkv, upstream, retain_graph=True)
         except RuntimeError as error:
             if name not in BACKENDS and not isinstance(error, torch.OutOfMemoryError):
                 raise
             print(f"{name} can't run: {str(error).splitlines()[0]}")
             continue
-        able[name], right = attend, right or found
+        able[name], right = (attend, o), right or found
         for what, x, y in zip(("o", "dq", "dk", "dv"), found, right, strict=True):
             off = ((x - y).norm() / y.norm()).item()
             if not off <= TOLERANCE[y.dtype]:
-                first = next(iter(able))
-                wrong = f"{name}: {what} is off by {off:.1e} of {first}'s"
+                wrong = f"{name}: {what} is off by {off:.1e} of {next(iter(able))}'s"
                 raise RuntimeError(f"{wrong}: its time would mean nothing")
     first = next(iter(able))
     return able | {first + AGAIN: able[first]}
@@ -162,10 +163,8 @@ def choose(attends: dict[str, Callable], case: Case, kind: str) -> dict[str, Cal
 
 @dataclass(frozen=True)
 class Timed(Result):
-    """about: the case. flop: what is due. ceiling_flops: of the product, per second."""
+    """flop: what is due. ceiling_flops: of the product, per second."""
 
-    part: str = ""
-    about: Case | None = None
     flop: float = 0.0
     ceiling_flops: float = 0.0
 
@@ -184,43 +183,48 @@ class Attentions(Results):
         return f"{timed.median_s * 1e3:.4g}", f"{flops / 1e12:.3g}", part
 
 
-def together(case: Case, turns: dict[str, list[tuple]], product_flop: int) -> list[Timed]:
-    """turns: as from `time_on_rank`."""
-    ceiling_flops = product_flop / statistics.median(seconds for (seconds,) in turns[PRODUCT])
-    scores, mask = case.heads * case.length**2, ", causal" if case.causal else ""
-    found = []
-    for name, both in turns.items():
-        for number, (part, times) in enumerate(PARTS.items() if name != PRODUCT else ()):
-            operation = f"{part}, D {case.head_size}{mask}, N {case.length}"
-            flop = times * 4 * scores * case.head_size / (2 if case.causal else 1)
-            seconds = tuple(each[number] for each in both)
-            about = {"part": part, "about": case, "flop": flop, "ceiling_flops": ceiling_flops}
-            found.append(Timed(operation, name, 1, 4 * scores, seconds, **about))
-    return found
-
-
 def measure(what: list[Case], rounds: int = ROUNDS) -> Attentions:
     """Time every attention in every case. ValueError: no round."""
-    check_counts(rounds=rounds)
-    found, rows = Attentions(), SQUARE[device()]
+    found = Attentions()
     for case in what:
-        turns = launch(time_on_rank, case, rounds, world_size=1, backend="gloo")[0]
-        found += together(case, turns, 2 * rows**3)
+        turns, (times,) = race(partial(make_contest, case), rounds)
+        found += together(case, turns, times, 2 * SQUARE[device()] ** 3)
     return found
 
 
-def judged(found: Attentions) -> list[dict[str, str]]:
+def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Timed]:
+    """turns, times: {(part, variant): seconds of each round, or the calls in it}."""
+    seconds = {which: tuple(each / times[which] for each in turns[which]) for which in turns}
+    ceiling_flops = product_flop / statistics.median(seconds.pop(("", PRODUCT)))
+    scores = case.heads * case.length**2 / (2 if case.causal else 1)
+    found = []
+    for part, work in PARTS.items():
+        about = case_name(part, case)
+        flop = work * 4 * scores * case.head_size
+        for which, of_rounds in seconds.items():
+            if which[0] == part:
+                found.append(Timed(about, which[1], 1, 4, of_rounds, "", "", flop, ceiling_flops))
+    return found
+
+
+def case_name(part: str, case: Case) -> str:
+    mask = ", causal" if case.causal else ""
+    return f"{part}, D {case.head_size}{mask}, N {case.length}"
+
+
+def judged(found: Attentions, what: list[Case]) -> list[dict[str, str]]:
     lines = []
-    for rivals in found.cases():
-        part, case = rivals[0].part, rivals[0].about
-        for of_part, head_size, least, goal in GOALS:
-            if (part, case.head_size) == (of_part, head_size) and case.length >= least:
-                lines += judge([goal], rivals)
+    for case in what:
+        for part, head_size, least, goal in GOALS:
+            if head_size == case.head_size and case.length >= least:
+                about = case_name(part, case)
+                lines += judge([goal], Attentions(e for e in found if e.operation == about))
     return lines
 
 
-def main(full: bool = False):
+def main():
     kind = device()
-    found = measure(cases(kind, full))
+    what = cases(kind)
+    found = measure(what)
     where = torch.cuda.get_device_name() if kind == "cuda" else "one core"
-    report("attention", f"{where}, {FORMATS[kind]}", found, judged(found))
+    report("attention", f"{where}, {FORMATS[kind]}", found, judged(found, what))

@@ -23,49 +23,51 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ..ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
+from .. import ddp
+from ..fast.buckets import BucketedDDP
 from ..lesson import charts
-from ..runtime.launch import launch
 from ..runtime.link import Link
-from ..tools import cost
-from . import interleave, training
+from ..tools import cost, units
+from .interleave import where
 from .results import AGAIN, SPEED, Goal, Result, Results, judge, report, table
-from .training import COMPUTE, Replica, Seen, Task, gpt, itself, linears, seconds_of
+from .training import COMPUTE, Replica, Task, gpt, itself, linears, race_replicas
 
 ROUNDS, ON_A_LINK_AT_MOST = 12, 8  # waiting is more regular than computing
-SEED = {"naive": 1406.7, "flat": 1365.2, "overlap": 1075.7}  # ms of a step on two T4 GPUs
-SEED_BUCKETS = {1: 1093.4, 10: 1120.1, 100: 1213.4, 1000: 1360.4}  # the same; caps in MiB
-SEED_MB = 4 * 423_183_360 / 2**20  # of gradients there, in MiB
+SEED = {  # ms of a step on two T4 GPUs; caps in MiB
+    "naive": 1406.7,
+    "flat": 1365.2,
+    "overlap": 1075.7,
+    "like 1 MiB": 1093.4,
+    "like 10 MiB": 1120.1,
+    "like 100 MiB": 1213.4,
+    "like 1000 MiB": 1360.4,
+}
+SEED_BYTES = 4 * 423_183_360  # of gradients there
 SHARE = 0.35  # of the naive step, for communication; 498.1 of 1406.7 ms there
 SAVED = 0.03  # of the naive step, if all gradients are one message; 1406.7 - 1365.2 ms there
-TORCH, SMALL, LARGE, SHARED = "torch", "buckets of 1 MiB", "buckets of 16 MiB", "shared memory"
-
-
-def as_in_seed(cap_mb: int) -> str:
-    return f"buckets like {cap_mb} MiB"
-
-
-SEED |= {as_in_seed(cap_mb): step_ms for cap_mb, step_ms in SEED_BUCKETS.items()}
-SEED_SMALL, SEED_LARGE = as_in_seed(min(SEED_BUCKETS)), as_in_seed(max(SEED_BUCKETS))
+TORCH, OURS, PLAIN = "torch", "fast buckets", "buckets"
+SHARED, RECORDED = "shared memory", "fast, recorded"
+CAP_MB = 16  # MiB, as torch counts; on the machine's own wire, where each message costs much
 GOALS = [
-    Goal(LARGE, TORCH, 1.0, at_most=True, upto=1.03),
+    Goal(OURS, TORCH, 1.0, at_most=True, upto=1.03),
     Goal(SHARED, TORCH, 1.0, at_most=True),
+    Goal(RECORDED, OURS, 1.03, at_most=True),
 ]
 ON_LINK_GOALS = [
     Goal("flat", "naive", 1.0, at_most=True),
-    Goal(SEED_LARGE, "flat", 1.0, at_most=True),
-    Goal("overlap", SEED_LARGE, 1.0, at_most=True),
-    Goal(SEED_SMALL, "overlap", 1.05, at_most=True),
-    Goal("overlap", SEED_SMALL, 1.05, at_most=True),
+    Goal("like 1000 MiB", "flat", 1.0, at_most=True),
+    Goal("overlap", "like 1000 MiB", 1.0, at_most=True),
+    Goal("like 1 MiB", "overlap", 1.05, at_most=True),
+    Goal("overlap", "like 1 MiB", 1.05, at_most=True),
     Goal("overlap", COMPUTE, 1.05, at_most=True),
 ]
-MODELS = {"GPT": gpt, "12 × Linear(1024)": linears}
+
 
 # What is trained
 
 
 class Wait(torch.autograd.Function):
-    """Give `x` back after some seconds, and its gradient, two products, after twice as many."""
+    """Give `x` back after some seconds; its gradient, two products, after twice as many."""
 
     @staticmethod
     def forward(ctx, x: Tensor, seconds: float) -> Tensor:
@@ -88,59 +90,60 @@ def as_on_a_gpu(make: Callable[[], Task], seconds: float) -> Task:
         layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
         weights = sum(layer.weight.numel() for layer in layers)
         for layer in layers:
-            layer.register_forward_hook(partial(wait, seconds * layer.weight.numel() / weights))
+            share = seconds * layer.weight.numel() / weights
+            layer.register_forward_hook(lambda layer, x, y, share=share: Wait.apply(y, share))
         return module
 
     return Task(build, task.loss)
 
 
-def wait(seconds: float, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return Wait.apply(output, seconds)
-
-
+MODELS = {"GPT": gpt, "12 × Linear(1024)": linears}
 ON_A_LINK = {
     "GPT, 6 layers of 192": partial(as_on_a_gpu, partial(gpt, 6, 192, 4), 0.2),
     "24 × Linear(256)": partial(as_on_a_gpu, partial(linears, 24, 256), 0.2),
 }
 
 
-OWN_WIRE = {SMALL: 1, LARGE: 16}  # MiB, as torch counts
+def only_compute(make: Callable[[], Task], group: ProcessGroup) -> dict[str, Replica]:
+    return {COMPUTE: Replica(make(), itself, None)}
 
 
-def make_replicas(task: Task, group: ProcessGroup, buckets: dict) -> dict[str, Replica]:
-    """{variant: replica}, the baseline first. buckets: {variant: cap in MiB}; torch has the last.
-
-    No buckets: only computing alone. On the machine's own wire also through shared memory.
-    """
-    sgd = partial(torch.optim.SGD, lr=0.01, fused=True)  # cheap: the update is not the subject
-    if not buckets:
-        return {COMPUTE: Replica(task, itself, sgd)}
-    *_, cap_mb = buckets.values()
-    options = {"bucket_cap_mb": cap_mb, "gradient_as_bucket_view": True}
-    renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters  # in 2.13
-    options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False  # as ours
-    by_torch = partial(DistributedDataParallel, process_group=group, **options)
-    wraps: dict[str, Callable] = {TORCH: by_torch, COMPUTE: itself}
-    for name, ours in (("naive", NaiveDDP), ("flat", FlatDDP), ("overlap", OverlapDDP)):
+def make_replicas(
+    make: Callable[[], Task], emulated: bool, group: ProcessGroup
+) -> dict[str, Replica]:
+    """{variant: replica}, the baseline first. emulated: with the seed's bucket caps."""
+    task, wraps = make(), {TORCH: partial(by_torch, group=group), COMPUTE: itself}
+    for name, ours in (("naive", ddp.NaiveDDP), ("flat", ddp.FlatDDP), ("overlap", ddp.OverlapDDP)):
         wraps[name] = partial(ours, group=group)
-    for name, cap_mb in buckets.items():
-        wraps[name] = partial(BucketedDDP, group=group, bucket_cap_mb=cap_mb)
-    if LARGE in buckets:
-        wraps[SHARED] = partial(wraps[LARGE], shared_memory=True)
-    wraps[TORCH + AGAIN] = by_torch
+    if emulated:
+        for name in SEED:
+            if name.startswith("like"):
+                wraps[name] = partial(like_in_seed, int(name.split()[1]), group=group)
+    else:
+        fast = partial(BucketedDDP, bucket_cap_mb=CAP_MB)
+        wraps[PLAIN] = partial(ddp.BucketedDDP, group=group, bucket_cap_mb=CAP_MB)
+        wraps[OURS] = partial(fast, group=group)
+        wraps[SHARED] = partial(fast, group=group, shared_memory=True)
+        wraps[RECORDED] = partial(fast, group=dist.group.WORLD)
+    wraps[TORCH + AGAIN] = wraps[TORCH]
+    sgd = partial(torch.optim.SGD, lr=0.01, fused=True)  # cheap: the update is not the subject
     return {name: Replica(task, wrap, sgd) for name, wrap in wraps.items()}
 
 
-# On a rank
+def by_torch(module: nn.Module, group: ProcessGroup) -> nn.Module:
+    options = {"bucket_cap_mb": CAP_MB, "gradient_as_bucket_view": True}
+    renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters  # in 2.13
+    options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False  # as ours
+    return DistributedDataParallel(module, process_group=group, **options)
 
 
-def time_steps(make: Callable[[], Task], rounds: int, buckets: dict, emulated: bool) -> Seen:
-    plain = interleave.one_thread_and_a_plain_group()
-    wire = dist.group.WORLD if emulated else plain
-    return training.take_turns(make_replicas(make(), wire, buckets), rounds, plain)
+def like_in_seed(cap_mb: int, module: nn.Module, group: ProcessGroup) -> nn.Module:
+    """Buckets that hold the same part of the gradients as those of `cap_mb` there."""
+    nbytes = sum(each.nbytes for each in module.parameters())
+    return BucketedDDP(module, group=group, bucket_cap_mb=cap_mb * nbytes / SEED_BYTES)
 
 
-# All ranks together
+# What was found
 
 
 class Steps(Results):
@@ -149,13 +152,10 @@ class Steps(Results):
     columns = "Step (ms)", "Exposed (ms)"
     legend = "Step: the median. Exposed: what it takes longer than computing alone.\n" + SPEED
 
-    def exposed_s(self, step: Result) -> float:
-        """The median over the rounds."""
-        alone = self.rivals(step)[COMPUTE].seconds
-        return statistics.median(map(operator.sub, step.seconds, alone))
-
     def cells(self, step: Result) -> tuple[str, ...]:
-        return f"{step.median_s * 1e3:.1f}", f"{self.exposed_s(step) * 1e3:.1f}"
+        alone = self.rivals(step)[COMPUTE].seconds
+        exposed_s = statistics.median(map(operator.sub, step.seconds, alone))
+        return f"{step.median_s * 1e3:.1f}", f"{exposed_s * 1e3:.1f}"
 
 
 def measure(
@@ -168,38 +168,26 @@ def measure(
 
     rounds: how often each has its turn; on a link at most 8. ValueError: 1 rank, no round.
     """
-    interleave.check_rounds(rounds, world_size)
     found = Steps()
-
-    def seen(make: Callable, rounds: int, buckets: dict, link: Link | None = None) -> list[Seen]:
-        arguments = make, rounds, buckets, bool(link)
-        return list(
-            launch(time_steps, *arguments, world_size=world_size, backend="gloo", link=link)
-        )
-
     for model, make in models.items():
-        found += together(model, seen(make, rounds, OWN_WIRE))
+        replicas = partial(make_replicas, make, False)
+        seconds, ranks = race_replicas(replicas, rounds, world_size)
+        found += together(model, seconds, ranks)
     rounds = min(rounds, ON_A_LINK_AT_MOST)
     for model, make in on_a_link.items():
-        alone = seen(make, rounds, {})
-        compute_s = statistics.median(seconds_of(alone)[COMPUTE])
-        sizes = alone[0].sizes
-        link = find_link(compute_s, sizes, world_size)
-        part = sum(sizes) / 2**20 / SEED_MB  # caps hold the same part of the gradients
-        buckets = {as_in_seed(cap_mb): cap_mb * part for cap_mb in SEED_BUCKETS}
-        found += together(model, seen(make, rounds, buckets, link), link)
+        alone, ranks = race_replicas(partial(only_compute, make), rounds, world_size)
+        link = find_link(statistics.median(alone[COMPUTE]), ranks[0].sizes, world_size)
+        replicas = partial(make_replicas, make, True)
+        seconds, ranks = race_replicas(replicas, rounds, world_size, link)
+        wire = f"{units.duration(link.latency_s)}, {units.rate(link.bytes_per_s)}"
+        found += together(model, seconds, ranks, wire)
     return found
 
 
-def together(model: str, ranks: Sequence[Seen], link: Link | None = None) -> list[Result]:
-    """The steps of one case, from what its ranks saw."""
-    found, wire = [], ""
-    if link:
-        wire = f"a link of {link.latency_s * 1e6:.0f} µs and {link.bytes_per_s / 1e6:.3g} MB/s"
-    for name, seconds in seconds_of(ranks).items():
-        case = len(ranks), sum(ranks[0].sizes), seconds
-        found.append(Result(model, name, *case, emulated=wire))
-    return found
+def together(model: str, seconds: dict, ranks: list, wire: str = "") -> list[Result]:
+    nbytes = sum(ranks[0].sizes)
+    of_all = seconds.items()
+    return [Result(model, name, len(ranks), nbytes, each, emulated=wire) for name, each in of_all]
 
 
 def find_link(compute_s: float, sizes: Sequence[int], world_size: int) -> Link:
@@ -224,9 +212,9 @@ def beside_the_seed(case: Steps) -> str:
     found = {step.variant: step.median_s * 1e3 for step in case}
     lines = [("As parts of the naive step", "2 × T4 (ms)", "", "here (ms)", "")]
     for variant, there_ms in SEED.items():
-        there, here_ms = there_ms / SEED["naive"], found[variant]
-        here = here_ms / found["naive"]
-        lines.append((variant, f"{there_ms:.1f}", f"{there:.2f}", f"{here_ms:.1f}", f"{here:.2f}"))
+        there, here = there_ms / SEED["naive"], found[variant] / found["naive"]
+        there, here = (f"{there_ms:.1f}", f"{there:.2f}"), (f"{found[variant]:.1f}", f"{here:.2f}")
+        lines.append((variant, *there, *here))
     return table(lines)
 
 
@@ -235,15 +223,18 @@ def main():
 
 
 def report_steps(found: Steps) -> None:
-    judged, pictures = [], {}
-    for number, case in enumerate(found.cases()):
+    judged, cases = [], found.cases()
+    for case in cases:
         wire = case[0].emulated
+        judged += judge(ON_LINK_GOALS if wire else GOALS, case)
         if wire:
             print(f"{case.title()}\n{beside_the_seed(case)}\n")
-        judged += judge(ON_LINK_GOALS if wire else GOALS, case)
-        pictures[str(number)] = {step.variant: step.seconds for step in case.competing}, wire
 
     def draw() -> dict:
-        return {what: charts.variants(*of, COMPUTE, link) for what, (*of, link) in pictures.items()}
+        pictures = {}
+        for number, case in enumerate(cases):
+            seconds = {step.variant: step.seconds for step in case.competing}
+            pictures[number] = charts.variants(seconds, COMPUTE, case[0].emulated)
+        return pictures
 
-    report("ddp", interleave.where(), found, judged, draw)
+    report("ddp", where(), found, judged, draw)

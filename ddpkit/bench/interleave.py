@@ -1,14 +1,16 @@
 """Variants of the same work take turns, so that they make the difference and not the moment.
 
 All run in the same processes, in one order and then in reverse (ABBA): a machine that grows slower
-meanwhile treats them alike. A call begins behind a barrier and lasts until the slowest rank is
+meanwhile treats them alike. A turn begins behind a barrier and lasts until the slowest rank is
 done. The first variant is the baseline. It has two turns in each round (A/A), and how these differ
 is how far chance alone goes.
 """
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,11 +20,103 @@ from torch.distributed import ProcessGroup
 
 from ..lesson import charts
 from ..runtime.launch import launch
+from ..runtime.link import Link
 from ..tools.checks import check_counts
 from .results import AGAIN, Goal, Result, Results, judge, report
 
 WARM_UP = 2  # rounds that don't count: connections are made, memory is touched, a GPU wakes up
 FEWEST_ROUNDS, MOST_ROUNDS = 12, 100
+
+
+@dataclass
+class Contest:
+    """What one rank has to time.
+
+    calls: {variant: does the work once}. before: called with a variant before its turn, outside the
+    time. found: after the last round; what it returns is kept, what it raises ends the benchmark.
+    """
+
+    calls: dict[Hashable, Callable[[], object]]
+    before: Callable[[Hashable], object] = lambda variant: None
+    found: Callable[[], object] = lambda: None
+
+
+def race(
+    make: Callable[[ProcessGroup], Contest],
+    rounds: int,
+    warm_up: int = WARM_UP,
+    world_size: int = 1,
+    link: Link | None = None,
+) -> tuple[dict[Hashable, tuple[float, ...]], list]:
+    """({variant: seconds of each round}, what each rank's `found` returned), on fresh ranks.
+
+    make: called on every rank with a plain group of torch's, which records nothing.
+    """
+    check_counts(rounds=rounds)
+    options = {"world_size": world_size, "backend": "gloo", "link": link}
+    run = launch(_take_turns, make, rounds, warm_up, **options)
+    seconds = {}
+    for variant in run[0][0]:
+        seconds[variant] = until_the_last([turns[variant] for turns, _ in run])
+    return seconds, [found for _, found in run]
+
+
+def _take_turns(make: Callable, rounds: int, warm_up: int) -> tuple[dict, object]:
+    torch.set_num_threads(1)
+    plain = dist.new_group(backend="gloo")
+    contest = make(plain)
+    pin_to_a_core()
+    turns = {variant: [] for variant in contest.calls}
+    for number in range(warm_up + rounds):
+        for variant in turns if number % 2 == 0 else reversed(turns):
+            contest.before(variant)
+            turns[variant].append(timed(contest.calls[variant], plain))
+    return {variant: times[warm_up:] for variant, times in turns.items()}, contest.found()
+
+
+def timed(call: Callable, group: ProcessGroup) -> tuple[float, float]:
+    """(when it began, when it was done), behind a barrier of `group`."""
+    synchronize()
+    dist.barrier(group)
+    begun = time.perf_counter()
+    call()
+    synchronize()
+    return begun, time.perf_counter()
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if one is in use: calls return before it is done."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def until_the_last(ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
+    """Round by round, the seconds from when the first rank began until the last was done.
+
+    ranks: for each, when it began and was done; `time.perf_counter` is one clock for a machine.
+    The longest of the ranks' own times would be too short for what needs no partner: of four ranks
+    that copy memory on two cores, two begin when the others are done.
+    """
+    seconds = []
+    for each in zip(*ranks, strict=True):
+        seconds.append(max(done for _, done in each) - min(begun for begun, _ in each))
+    return tuple(seconds)
+
+
+def pin_to_a_core() -> None:
+    """Give each rank a core of its own, all its threads included.
+
+    Only where there are enough: ranks that must share cores were slower when pinned.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if dist.get_world_size() <= len(cores):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {cores[dist.get_rank()]})
+
+
+# Collectives
 
 
 class Variant(NamedTuple):
@@ -43,126 +137,53 @@ def measure(
     operation: str,
     make: Callable[[int, ProcessGroup], dict[str, Variant]],
     sizes: Sequence[int],
-    world_sizes: Sequence[int],
+    world_sizes: Sequence[int] = (2, 4),
     rounds: int | None = None,
 ) -> Results:
-    """Time every variant with every size in every world, on fresh ranks for each.
+    """Time every variant with every size in every world.
 
     operation: in the words of `cost.bus_bandwidth`. sizes: bytes. rounds: None: `usual_rounds`.
     make: called on every rank with the number of float32 elements (a multiple of W) and the group;
         returns {name: variant}, the baseline first.
-    ValueError: fewer than 2 ranks, less than one element for each, no round.
+    ValueError: less than one element for a rank, no round. RuntimeError: a wrong sum.
     """
-    check_rounds(1 if rounds is None else rounds, *world_sizes)
-    for world_size in world_sizes:
-        if min(sizes) < 4 * world_size:
-            expected = f"expected 4 bytes or more for each of {world_size} ranks"
-            raise ValueError(f"{expected}, got {min(sizes)} for all")
     found = Results()
     for world_size in world_sizes:
         for nbytes in sizes:
-            arguments = make, nbytes, rounds or usual_rounds(nbytes)
-            run = launch(time_on_rank, *arguments, world_size=world_size, backend="gloo")
-            for name, (ceiling, _) in run[0].items():
-                seconds = until_the_last([variants[name][1] for variants in run])
-                found.append(Result(operation, name, world_size, nbytes, seconds, ceiling))
+            numel = nbytes // 4 // world_size * world_size
+            check_counts(numel=numel)
+            many = usual_rounds(nbytes) if rounds is None else rounds
+            contest = partial(_collectives, partial(make, numel))
+            seconds, ranks = race(contest, many, world_size=world_size)
+            for name, ceiling in ranks[0].items():
+                found.append(Result(operation, name, world_size, nbytes, seconds[name], ceiling))
     return found
 
 
-def check_rounds(rounds: int, *world_sizes: int) -> None:
-    check_counts(rounds=rounds)
-    if min(world_sizes) < 2:
-        raise ValueError(f"expected 2 ranks or more, got {min(world_sizes)}: one has no partner")
+def _collectives(
+    make: Callable[[ProcessGroup], dict[str, Variant]], plain: ProcessGroup
+) -> Contest:
+    variants = make(plain)
+    baseline = next(iter(variants))
+    variants[baseline + AGAIN] = variants[baseline]
+
+    def before(name: str) -> None:
+        variants[name].tensor.fill_(1)
+
+    def found() -> dict[str, str]:
+        for name, variant in variants.items():
+            before(name)
+            if not (variant.call() == variant.value).all():
+                wrong = f"{name} gave wrong numbers on rank {dist.get_rank()}"
+                raise RuntimeError(f"{wrong}: its time would mean nothing")
+        return {name: variant.ceiling for name, variant in variants.items()}
+
+    return Contest({name: each.call for name, each in variants.items()}, before, found)
 
 
 def usual_rounds(nbytes: int) -> int:
     """More where the tensor is small and a round short."""
     return min(MOST_ROUNDS, max(FEWEST_ROUNDS, 200_000_000 // nbytes))
-
-
-def until_the_last(ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
-    """Round by round, the seconds from when the first rank began until the last was done.
-
-    ranks: for each, when it began and was done; `time.perf_counter` is one clock for a machine.
-    The longest of the ranks' own times would be too short for what needs no partner: of four ranks
-    that copy memory on two cores, two begin when the others are done.
-    """
-    seconds = []
-    for each in zip(*ranks, strict=True):
-        seconds.append(max(done for _, done in each) - min(begun for begun, _ in each))
-    return tuple(seconds)
-
-
-# On a rank
-
-
-def time_on_rank(make: Callable, nbytes: int, rounds: int) -> dict[str, tuple[str, list]]:
-    """{variant: (its ceiling, (begun, done) of each round)}, as this rank saw it."""
-    group = one_thread_and_a_plain_group()
-    variants = make(nbytes // 4 // dist.get_world_size() * dist.get_world_size(), group)
-    baseline = next(iter(variants))
-    variants[baseline + AGAIN] = variants[baseline]
-    pin_to_a_core()
-
-    def turn(name: str) -> tuple[float, float]:
-        variants[name].tensor.fill_(1)
-        times, found = timed(variants[name].call, group)
-        if not (found == variants[name].value).all():
-            wrong = f"{name} gave wrong numbers on rank {dist.get_rank()}"
-            raise RuntimeError(f"{wrong}: its time would mean nothing")
-        return times
-
-    take_turns(list(variants), WARM_UP, turn)
-    times = take_turns(list(variants), rounds, turn)
-    return {name: (variant.ceiling, times[name]) for name, variant in variants.items()}
-
-
-def one_thread_and_a_plain_group() -> ProcessGroup:
-    """torch's own group: the world that `launch` made takes time to record each call."""
-    torch.set_num_threads(1)
-    return dist.new_group(backend="gloo")
-
-
-def timed(call: Callable, group: ProcessGroup | None = None) -> tuple[tuple[float, float], object]:
-    """((when it began, when it was done), what it returned), behind a barrier of `group`."""
-    synchronize()
-    if group:
-        dist.barrier(group)
-    begun = time.perf_counter()
-    found = call()
-    synchronize()
-    return (begun, time.perf_counter()), found
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if one is in use: calls return before it is done."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def take_turns(names: Sequence[str], rounds: int, turn: Callable) -> dict[str, list]:
-    """{name: what turn(name) returned in each round}; every second round in reverse."""
-    found = {name: [] for name in names}
-    for number in range(rounds):
-        for name in names if number % 2 == 0 else reversed(names):
-            found[name].append(turn(name))
-    return found
-
-
-def pin_to_a_core() -> None:
-    """Give each rank a core of its own, all its threads included.
-
-    Only where there are enough: ranks that must share cores were slower when pinned.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    if dist.get_world_size() <= len(cores):
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), {cores[dist.get_rank()]})
-
-
-# Ceilings, and a GPU's group
 
 
 def memcpy(x: Tensor, place: Tensor) -> Variant:
@@ -194,9 +215,6 @@ def nccl_group() -> ProcessGroup | None:
         return None
     torch.cuda.set_device(dist.get_rank())
     return dist.new_group(backend="nccl")
-
-
-# For `python -m ddpkit.bench`
 
 
 def report_collective(name: str, found: Results, goals: Sequence[Goal]) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,65 +17,49 @@ import torch.distributed as dist
 from ..runtime.errors import HangError, LaunchError, RankError
 from ..runtime.launch import launch
 from ..runtime.live import RanksMagic
-from . import Row, report
+from .interleave import where
+from .results import save, table
 
 
 def main():
-    import_torch = median_of(3, time_import_torch)
-    first = [
-        launch_s / statistics.median(import_torch) for launch_s in median_of(3, time_first_launch)
-    ]
+    imports = [time_in_new_python("import torch") for _ in range(3)]
+    first = [time_in_new_python(FIRST) / statistics.median(imports) for _ in range(3)]
     launch(add)
-    warm = median_of(20, time_launch)
-    killed = median_of(5, time_until_a_killed_rank_is_reported)
-    deadlock = median_of(5, time_until_a_deadlock_is_reported)
+    warm = [time_launch() for _ in range(20)]
+    with every_core_busy():
+        busy = [time_launch() for _ in range(20)]
+    killed = [time_until_told(die_in_an_all_reduce, RankError) for _ in range(5)]
+    deadlock = [time_until_told(skip_an_all_reduce, HangError) for _ in range(5)]
     interrupt = [time_until_interrupted(work) for work in (compute, sleep, hold_the_lock_in_c)]
-    cells = time_cells(50)
-    gone = median_of(3, time_until_all_are_gone)
-    report(
-        "launch",
-        [
-            Row(
-                "first launch of a process, in times of `import torch`",
-                2.5,
-                statistics.median(first),
-                "x",
-                first,
-            ),
-            Row(
-                "4 fresh ranks, one all_reduce: median of 20",
-                0.15,
-                statistics.median(warm),
-                "s",
-                warm,
-            ),
-            Row(
-                "4 fresh ranks, one all_reduce: 90 % of 20",
-                0.15,
-                statistics.quantiles(warm, n=10)[-1],
-                "s",
-                warm,
-            ),
-            Row(
-                "%%ranks 4 with an empty cell: median of 50",
-                5.0,
-                statistics.median(cells),
-                "ms",
-                cells,
-            ),
-            Row("SIGKILL in an all_reduce, until RankError", 0.5, max(killed), "s", killed),
-            Row("certain deadlock, until HangError", 3.0, max(deadlock), "s", deadlock),
-            Row("interrupt, until KeyboardInterrupt", 1.0, max(interrupt), "s", interrupt),
-            Row("SIGKILL of the notebook, until nothing is left", 2.0, max(gone), "s", gone),
-        ],
-    )
+    gone = [time_until_all_are_gone() for _ in range(3)]
+    middle, ninth = statistics.median, lambda seconds: statistics.quantiles(seconds, n=10)[-1]
+    rows = [  # what, budget, unit, what of the samples, samples
+        ("first launch, in times of `import torch`", 2.5, "x", middle, first),
+        ("4 fresh ranks, one all_reduce: median", 0.15, "s", middle, warm),
+        ("4 fresh ranks, one all_reduce: 90 %", 0.15, "s", ninth, warm),
+        ("the same, every core busy: median", 0.25, "s", middle, busy),
+        ("%%ranks 4 with an empty cell: median", 2.0, "ms", middle, time_cells(50)),
+        ("recording a call: median", 30.0, "µs", middle, launch(time_recording, world_size=2)[0]),
+        ("SIGKILL in an all_reduce, until RankError", 0.5, "s", max, killed),
+        ("certain deadlock, until HangError", 3.0, "s", max, deadlock),
+        ("interrupt, until KeyboardInterrupt", 1.0, "s", max, interrupt),
+        ("SIGKILL of the notebook, until all is gone", 2.0, "s", max, gone),
+    ]
+    report(rows)
 
 
-def median_of(times: int, measure) -> list[float]:
-    return [measure() for _ in range(times)]
+def report(rows: list[tuple]) -> None:
+    kept, lines = [], [("", "budget", "measured", "within?")]
+    for what, budget, unit, of, samples in rows:
+        measured = of(samples)
+        within = "yes" if measured <= budget else "NO"
+        lines.append((what, f"{budget:g} {unit}", f"{measured:.3g} {unit}", within))
+        kept.append({"what": what, "budget": budget, "unit": unit, "samples": samples})
+    print(f"launch, on {where()}\n{table(lines)}")
+    save("launch", {"rows": kept})
 
 
-# Starting.
+# Starting
 
 
 def add() -> float:
@@ -85,27 +68,31 @@ def add() -> float:
     return x.item()
 
 
-def python(source: str) -> str:
-    """What a new Python prints."""
-    return subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True
-    ).stdout
+FIRST = "from ddpkit.bench.launch import time_launch; time_launch()"
 
 
-def time_import_torch() -> float:
-    return float(
-        python("import time; t = time.perf_counter(); import torch; print(time.perf_counter() - t)")
-    )
-
-
-def time_first_launch() -> float:
-    return float(python("from ddpkit.bench.launch import time_launch; print(time_launch())"))
+def time_in_new_python(code: str) -> float:
+    clock = f"import time; t = time.perf_counter(); {code}; print(time.perf_counter() - t)"
+    done = subprocess.run([sys.executable, "-c", clock], capture_output=True, text=True, check=True)
+    return float(done.stdout)
 
 
 def time_launch() -> float:
     begun = time.perf_counter()
     assert list(launch(add, world_size=4)) == [4.0] * 4
     return time.perf_counter() - begun
+
+
+@contextlib.contextmanager
+def every_core_busy():
+    code = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(code) for _ in range(os.cpu_count())]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def time_cells(times: int) -> list[float]:
@@ -120,7 +107,20 @@ def time_cells(times: int) -> list[float]:
     return found
 
 
-# Bad news. Ranks print when it happens; `time.perf_counter()` is the same clock in all processes of a machine.
+def time_recording(calls: int = 300) -> list[float]:
+    """Microseconds by which an all-reduce of one number is longer on the group that records."""
+    plain, x, found = dist.new_group(backend="gloo"), torch.ones(1), []
+    for _ in range(calls):
+        times = []
+        for group in (plain, dist.group.WORLD, plain):
+            begun = time.perf_counter()
+            dist.all_reduce(x, group=group)
+            times.append(time.perf_counter() - begun)
+        found.append((times[1] - (times[0] + times[2]) / 2) * 1e6)
+    return found
+
+
+# Bad news. Ranks print when it happens; a machine has one `time.perf_counter()`.
 
 
 def time_until_told(fn, kind: type[LaunchError]) -> float:
@@ -131,10 +131,6 @@ def time_until_told(fn, kind: type[LaunchError]) -> float:
         except kind as error:
             return time.perf_counter() - max(float(text) for text in error.output if text)
     raise AssertionError("nothing was raised")
-
-
-def time_until_a_killed_rank_is_reported() -> float:
-    return time_until_told(die_in_an_all_reduce, RankError)
 
 
 def die_in_an_all_reduce():
@@ -149,10 +145,6 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def time_until_a_deadlock_is_reported() -> float:
-    return time_until_told(skip_an_all_reduce, HangError)
-
-
 def skip_an_all_reduce():
     add()
     print(time.perf_counter(), flush=True)
@@ -160,7 +152,7 @@ def skip_an_all_reduce():
         add()
 
 
-# Stopping.
+# Stopping
 
 
 def compute():
@@ -192,7 +184,7 @@ def time_until_interrupted(work) -> float:
 
 
 NOTEBOOK = """
-import os, time
+import os
 from ddpkit import launch
 from ddpkit.bench.launch import hold_the_lock_in_c
 
@@ -207,10 +199,11 @@ launch(work, live=True)
 
 def time_until_all_are_gone() -> float:
     """A notebook with 4 ranks that hold the interpreter's lock, each with a child, is killed."""
-    notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdout=subprocess.PIPE, text=True)
-    pids = {
-        int(word) for _ in range(4) for word in notebook.stdout.readline().split("|")[1].split()
-    }
+    code = [sys.executable, "-c", NOTEBOOK]
+    notebook = subprocess.Popen(code, stdout=subprocess.PIPE, text=True)
+    pids = set()
+    for _ in range(4):
+        pids |= set(map(int, notebook.stdout.readline().split("|")[1].split()))
     time.sleep(0.2)
     begun = time.perf_counter()
     notebook.kill()
@@ -223,9 +216,9 @@ def time_until_all_are_gone() -> float:
 def lives(pid: int) -> bool:
     """Whether there is such a process, and not just its last trace that nobody has collected."""
     try:
-        if Path("/proc/self").exists():
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        os.kill(pid, 0)
-    except (FileNotFoundError, ProcessLookupError):
+        status = subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+        )
+    except FileNotFoundError:
         return False
-    return True
+    return bool(status.stdout.strip()) and not status.stdout.startswith("Z")

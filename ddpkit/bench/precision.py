@@ -6,18 +6,16 @@ most is what its matrix products gain. On a GPU if there is one, else on one cor
 """
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ..mixed_precision import LossScaler, MixedPrecisionOptimizer
-from ..runtime.launch import launch
-from ..tools.checks import check_counts
-from . import interleave
+from .interleave import Contest, race
 from .results import AGAIN, SPEED, Result, Results, report
 
 ROUNDS, WARM_UP = 12, 3
@@ -124,36 +122,26 @@ def block(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.GELU())
 
 
-def variants(names: list[str], size: tuple, device: torch.device) -> dict[tuple, Callable]:
-    """{(kind, variant): does it once, returns a tensor}, fp32 first; each has its own model."""
+def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
+    """Of (kind, variant), fp32 first; `found` tells the mean of what each returned last."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, width, _ = size
-    calls = {}
+    calls, last = {}, {}
     for variant in [*names, "fp32" + AGAIN]:
         name = variant.removesuffix(AGAIN)
         a, b = (torch.randn(n, width, device=device).to(FORMATS[name]) for n in (rows, width))
         calls[PRODUCT, variant] = partial(product, a, b, name)
-    for variant in [*names, "fp32" + AGAIN]:
-        name = variant.removesuffix(AGAIN)
         calls[STEP, variant] = Training(name, size, device).step
         if FORMATS[name] != torch.float32:
             calls[STEP, name + AUTOCAST] = Training(name, size, device, autocast=True).step
-    return calls
 
+    def keep(which: tuple[str, str]) -> None:
+        last[which] = calls[which]()
 
-def time_on_rank(names: list[str], size: tuple, rounds: int) -> dict[tuple, tuple[list, float]]:
-    """{(kind, variant): ((begun, done) of each round, the mean of what it returned last)}."""
-    torch.set_num_threads(1)
-    interleave.pin_to_a_core()
-    calls = variants(names, size, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    last = {}
+    def means() -> dict[tuple[str, str], float]:
+        return {which: result.float().mean().item() for which, result in last.items()}
 
-    def turn(which: tuple[str, str]) -> tuple[float, float]:
-        times, last[which] = interleave.timed(calls[which])
-        return times
-
-    interleave.take_turns(list(calls), WARM_UP, turn)
-    turns = interleave.take_turns(list(calls), rounds, turn)
-    return {which: (turns[which], last[which].float().mean().item()) for which in calls}
+    return Contest({which: partial(keep, which) for which in calls}, found=means)
 
 
 # What was found
@@ -194,19 +182,20 @@ def measure(size: tuple[int, int, int] | None = None, rounds: int = ROUNDS) -> F
     size: rows, width, layers of the model (None: what keeps a core, or a GPU, busy). ValueError: no
     round. RuntimeError: a format learned something else than fp32: its time would mean nothing.
     """
-    check_counts(rounds=rounds)
     names = list(units())
     rows, width, layers = size = size or (ON_GPU if torch.cuda.is_available() else ON_CPU)
-    seen = launch(time_on_rank, names, size, rounds, world_size=1, backend="gloo")[0]
-    check_losses({name: loss for (kind, name), (_, loss) in seen.items() if kind == STEP})
-    flop, formats = 2.0 * rows * width * width, Formats()
-    for (kind, name), (turns, loss) in seen.items():
-        seconds = interleave.until_the_last([turns])
+    seconds, (last,) = race(partial(make_contest, names, size), rounds, WARM_UP)
+    check_losses({name: loss for (kind, name), loss in last.items() if kind == STEP})
+    flop, found = 2.0 * rows * width * width, Formats()
+    for kind in (PRODUCT, STEP):
         products = 1 if kind == PRODUCT else 3 * layers - 1  # the input needs no gradient
-        about = {"flop": products * flop, "loss": loss}
-        formats.append(Timed(kind, name, 1, 4 * layers * width * width, seconds, **about))
-    formats.missing = tuple(name for name in FORMATS if name not in names)
-    return formats
+        case = 1, 4 * layers * width * width
+        for which, of_rounds in seconds.items():
+            if which[0] == kind:
+                about = {"flop": products * flop, "loss": last[which]}
+                found.append(Timed(*which, *case, of_rounds, **about))
+    found.missing = tuple(name for name in FORMATS if name not in names)
+    return found
 
 
 def check_losses(losses: dict[str, float]) -> None:

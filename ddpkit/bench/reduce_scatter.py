@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import ring as plain
+from ..fast import ring as fast
 from ..ring import ring_reduce_scatter
 from ..shared_memory import SharedBuffer
 from . import interleave
@@ -16,15 +16,14 @@ from .results import Goal
 
 SIZES = 10**6, 10**7, 10**8
 AT = (2, 10**7), (2, 10**8), (4, 10**7), (4, 10**8)
-GOALS = [Goal("ring", gloo, 1.8, at=AT) for gloo in ("gloo", "gloo, list")]
+GOALS = [Goal("fast ring", gloo, 1.8, at=AT) for gloo in ("gloo", "gloo, list")]
 
 # Torch's own, on one tensor; 2.13 gave it a new name.
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+on_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def main(full: bool = False):
-    world_sizes = (2, 4, 6) if full else (2, 4)
-    found = interleave.measure("reduce_scatter", make_variants, SIZES, world_sizes)
+def main():
+    found = interleave.measure("reduce_scatter", make_variants, SIZES)
     interleave.report_collective("reduce_scatter", found, GOALS)
 
 
@@ -34,10 +33,10 @@ def make_variants(numel: int, group: ProcessGroup) -> dict[str, Variant]:
     x, chunk = torch.ones(numel), torch.zeros(numel // world_size)
     chunks = list(x.chunk(world_size))
     calls = {
-        "gloo": partial(by_torch, reduce_scatter_tensor, chunk, x, group),
+        "gloo": partial(by_torch, on_tensor, chunk, x, group),
         "gloo, list": partial(by_torch, dist.reduce_scatter, chunk, chunks, group),
         "ring": partial(ring_reduce_scatter, x, group),
-        "plain ring": partial(plain.ring_reduce_scatter, x, group),
+        "fast ring": partial(fast.ring_reduce_scatter, x, group),
     }
     found = {name: Variant(x, call, world_size, "loopback") for name, call in calls.items()}
     buffer = SharedBuffer(numel, group=group)
@@ -49,14 +48,12 @@ def make_variants(numel: int, group: ProcessGroup) -> dict[str, Variant]:
     found["loopback"] = interleave.loopback(sent, torch.zeros_like(sent), 1, group)
     nccl = interleave.nccl_group()
     if nccl:
-        on_gpu, sum_on_gpu = x.cuda(), chunk.cuda()
-        call = partial(by_torch, reduce_scatter_tensor, sum_on_gpu, on_gpu, nccl)
+        on_gpu = x.cuda()
+        call = partial(by_torch, on_tensor, chunk.cuda(), on_gpu, nccl)
         found["nccl"] = Variant(on_gpu, call, world_size)
     return found
 
 
-def by_torch(
-    collective, chunk: Tensor, given: Tensor | list[Tensor], group: ProcessGroup
-) -> Tensor:
-    collective(chunk, given, group=group)
+def by_torch(collective, chunk: Tensor, whole, group: ProcessGroup) -> Tensor:
+    collective(chunk, whole, group=group)
     return chunk

@@ -1,11 +1,10 @@
 """Training steps that take turns: what `ddp` and `zero` have in common.
 
 Each variant trains its own replica of the same model on the same data; in the end all must have
-the same parameters. What is exposed is what a step takes longer than computing alone, in the same
-round.
+the same parameters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import parameters_to_vector
 
 from ..models import GPT, mean_loss
+from ..runtime.link import Link
 from ..tools.text import Batches, encode, text
-from . import interleave
+from .interleave import Contest, race
 
 WARM_UP = 3  # steps that don't count: buckets are planned anew, state is made
 COMPUTE = "compute alone"
@@ -61,70 +61,63 @@ def itself(module: nn.Module) -> nn.Module:
 class Replica:
     """A model, wrapped or not, and its optimizer; None where a step only computes."""
 
-    def __init__(
-        self, task: Task, wrap: Callable[[nn.Module], nn.Module], optimize: Callable | None
-    ):
+    def __init__(self, task: Task, wrap: Callable, optimize: Callable | None):
         self.module = task.build()
         self.trained = [each for each in self.module.parameters() if each.requires_grad]
         self.optimizer = optimize(self.trained) if optimize else None
-        self._wrapped, self._loss = wrap(self.module), task.loss
-        self.loss = 0.0
+        self.wrapped, self.loss = wrap(self.module), task.loss
 
     def step(self) -> None:
         self.module.zero_grad()
-        loss = self._loss(self._wrapped)
-        loss.backward()
-        if hasattr(self._wrapped, "synchronize"):  # ours; torch's needs no call
-            self._wrapped.synchronize()
+        self.loss(self.wrapped).backward()
+        if hasattr(self.wrapped, "synchronize"):  # ours; torch's needs no call
+            self.wrapped.synchronize()
         if self.optimizer:
             self.optimizer.step()
-        self.loss = loss.item()
 
     def state_bytes(self) -> int:
         """Of all tensors in the optimizer's state but counters."""
         if hasattr(self.optimizer, "state_bytes"):  # ZeroOptimizer
             return self.optimizer.state_bytes()
-        inner = getattr(self.optimizer, "optim", self.optimizer)  # torch's ZeRO has it inside
-        total = 0
+        inner, total = getattr(self.optimizer, "optim", self.optimizer), 0  # inside torch's ZeRO
         for state in inner.state.values() if inner else ():
-            total += sum(
-                each.nbytes for each in state.values() if isinstance(each, Tensor) and each.dim()
-            )
+            tensors = [each for each in state.values() if isinstance(each, Tensor) and each.dim()]
+            total += sum(each.nbytes for each in tensors)
         return total
-
-
-# On a rank
 
 
 @dataclass
 class Seen:
-    """What one rank saw: of each variant (begun, done) of each round, and what it has in the end.
+    """What one rank has in the end. sizes: bytes of each gradient."""
 
-    sizes: bytes of each gradient.
-    """
-
-    turns: dict[str, list[tuple[float, float]]]
-    losses: dict[str, float]
     state_bytes: dict[str, int]
     sizes: list[int]
 
 
-def take_turns(replicas: dict[str, Replica], rounds: int, plain: ProcessGroup) -> Seen:
-    interleave.pin_to_a_core()
-    for replica in list(replicas.values()) * WARM_UP:
-        replica.step()
+def race_replicas(
+    make: Callable[[ProcessGroup], dict[str, Replica]],
+    rounds: int,
+    world_size: int,
+    link: Link | None = None,
+) -> tuple[dict[str, tuple[float, ...]], list[Seen]]:
+    """Time a step of each, on torch's own wire or on an emulated link; see `interleave.race`.
 
-    def turn(name: str) -> tuple[float, float]:
-        return interleave.timed(replicas[name].step, plain)[0]
+    make: called on every rank with the group to talk in; one replica only computes.
+    """
+    if world_size < 2:
+        raise ValueError(f"expected 2 ranks or more, got {world_size}: one has no partner")
 
-    turns = interleave.take_turns(list(replicas), rounds, turn)
-    check_alike(replicas, plain)
-    return Seen(
-        turns,
-        {name: replica.loss for name, replica in replicas.items()},
-        {name: replica.state_bytes() for name, replica in replicas.items()},
-        [parameter.nbytes for parameter in replicas[COMPUTE].trained],
-    )
+    def contest(plain: ProcessGroup) -> Contest:
+        replicas = make(dist.group.WORLD if link else plain)
+
+        def found() -> Seen:
+            check_alike(replicas, plain)
+            state_bytes = {name: replica.state_bytes() for name, replica in replicas.items()}
+            return Seen(state_bytes, [each.nbytes for each in replicas[COMPUTE].trained])
+
+        return Contest({name: each.step for name, each in replicas.items()}, found=found)
+
+    return race(contest, rounds, WARM_UP, world_size, link)
 
 
 def check_alike(replicas: dict[str, Replica], group: ProcessGroup) -> None:
@@ -136,14 +129,3 @@ def check_alike(replicas: dict[str, Replica], group: ProcessGroup) -> None:
         if name != COMPUTE and not (found - right).norm() <= 1e-5 * right.norm():
             wrong = f"{name} learned something else on rank {dist.get_rank()}"
             raise RuntimeError(f"{wrong}: its time would mean nothing")
-
-
-# All ranks together
-
-
-def seconds_of(ranks: Sequence[Seen]) -> dict[str, tuple[float, ...]]:
-    """{variant: the seconds of each round, until the last rank is done}."""
-    found = {}
-    for name in ranks[0].turns:
-        found[name] = interleave.until_the_last([seen.turns[name] for seen in ranks])
-    return found

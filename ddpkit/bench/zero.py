@@ -4,6 +4,7 @@ Time, bytes sent, bytes of state, with AdamW, fused. What is compared is what a 
 than computing alone: synchronisation and update. Batches are small, so that it is a good part.
 """
 
+import operator
 import statistics
 import warnings
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from ..runtime.launch import launch
 from ..zero import ZeroOptimizer
 from . import interleave, training
 from .results import AGAIN, SPEED, Goal, Result, Results, judge, report
-from .training import COMPUTE, Replica, Seen, Task, gpt, itself
+from .training import COMPUTE, Replica, Seen, Task, gpt, itself, race_replicas
 
 ROUNDS = 24
 TORCH, AS_IT_COMES = "torch DDP + its ZeRO", "default options"
@@ -67,12 +68,8 @@ def make_replicas(task: Task, group: ProcessGroup) -> dict[str, Replica]:
     return {name: Replica(task, *how) for name, how in variants.items()}
 
 
-# On a rank
-
-
-def time_steps(make: Callable[[], Task], rounds: int) -> Seen:
-    plain = interleave.one_thread_and_a_plain_group()
-    return training.take_turns(make_replicas(make(), plain), rounds, plain)
+def make_all(make: Callable[[], Task], group: ProcessGroup) -> dict[str, Replica]:
+    return make_replicas(make(), group)
 
 
 def count_steps(make: Callable[[], Task]) -> list[str]:
@@ -121,11 +118,11 @@ def measure(
 
     rounds: how often each variant has its turn. ValueError: fewer than 2 ranks, no round.
     """
-    interleave.check_rounds(rounds, world_size)
     found = Syncs()
     for model, make in models.items():
-        ranks = list(launch(time_steps, make, rounds, world_size=world_size, backend="gloo"))
-        found += together(model, ranks, count(make, world_size))
+        sent = count(make, world_size)
+        seconds, ranks = race_replicas(partial(make_all, make), rounds, world_size)
+        found += together(model, seconds, ranks, sent)
     return found
 
 
@@ -148,15 +145,15 @@ def sent_by_all(record: Record, rank: int, world_size: int) -> float:
     return shares[record.op] * record.bytes
 
 
-def together(model: str, ranks: list[Seen], sent: dict[str, float]) -> Syncs:
-    """One case, from what its ranks saw."""
-    steps, found = training.seconds_of(ranks), Syncs()
-    for name, seconds in steps.items():
+def together(model: str, seconds: dict, ranks: list[Seen], sent: dict[str, float]) -> Syncs:
+    """One case, from the seconds of each step and what its ranks saw."""
+    found = Syncs()
+    for name, steps in seconds.items():
         if name != COMPUTE:
-            less = [took - alone for took, alone in zip(seconds, steps[COMPUTE], strict=True)]
+            sync_s = tuple(map(operator.sub, steps, seconds[COMPUTE]))
             state = max(seen.state_bytes[name] for seen in ranks)
-            about = {"step_s": statistics.median(seconds), "sent_bytes": sent[name]}
-            case = model, name, len(ranks), sum(ranks[0].sizes), tuple(less)
+            about = {"step_s": statistics.median(steps), "sent_bytes": sent[name]}
+            case = model, name, len(ranks), sum(ranks[0].sizes), sync_s
             found.append(Sync(*case, **about, state_bytes=state))
     return found
 
