@@ -6,6 +6,7 @@ In float32 on one core; on a GPU that computes with bfloat16, in that, beside ea
 kernels.
 """
 
+import importlib
 import importlib.util
 import math
 import statistics
@@ -25,6 +26,7 @@ from .interleave import Contest, race, synchronize
 from .results import AGAIN, SPEED, Goal, Result, Results, judge, report
 
 ROUNDS = 12
+TRITON_MODULE = "ddpkit.flash_triton"  # loading it changes how Triton runs without a GPU
 TURN_S = 0.02  # a turn has as many calls as fill this: one, on a GPU, is too short for a clock
 FORMATS = {"cpu": torch.float32, "cuda": torch.bfloat16}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the norm: some roundings
@@ -92,9 +94,7 @@ def attentions(kind: str) -> dict[str, Callable]:
     found = {name: partial(sdpa, backend=BACKENDS[name]) for name in names}
     found |= {PLAIN: attention, OURS: flash_attention}
     if kind == "cuda" and importlib.util.find_spec("triton"):
-        from ..flash_triton import flash_attention_triton
-
-        found[TRITON] = flash_attention_triton
+        found[TRITON] = importlib.import_module(TRITON_MODULE).flash_attention_triton
     return found
 
 
@@ -109,7 +109,7 @@ class Often:
         begun = time.perf_counter()
         self()
         synchronize()
-        self.times = math.ceil(TURN_S / (time.perf_counter() - begun))
+        self.times = max(1, math.ceil(TURN_S / (time.perf_counter() - begun)))
 
     def __call__(self) -> None:
         for _ in range(self.times):
@@ -119,9 +119,9 @@ class Often:
 def make_contest(case: Case, plain: ProcessGroup) -> Contest:
     """Of (part, variant); `found` tells how many calls a turn has."""
     kind = device()
-    *qkv, upstream = case.inputs(kind)
+    *qkv, upstream = inputs = case.inputs(kind)
     calls = {}
-    for name, (attend, o) in choose(attentions(kind), case, kind).items():
+    for name, (attend, o) in choose(attentions(kind), inputs, case.causal).items():
         calls["forward", name] = Often(partial(attend, *qkv, causal=case.causal))
         backward = partial(torch.autograd.grad, o, qkv, upstream, retain_graph=True)
         calls["backward", name] = Often(backward)
@@ -131,17 +131,17 @@ def make_contest(case: Case, plain: ProcessGroup) -> Contest:
 
 
 def choose(
-    attends: dict[str, Callable], case: Case, kind: str
+    attends: dict[str, Callable], inputs: list[Tensor], causal: bool
 ) -> dict[str, tuple[Callable, Tensor]]:
     """{variant: (attention, its result)}: those that can run, and the first a second time.
 
     RuntimeError: one found something else than the first, so that its time would mean nothing.
     """
-    *qkv, upstream = case.inputs(kind)
+    *qkv, upstream = inputs
     able, right = {}, None
     for name, attend in attends.items():
         try:
-            o = attend(*qkv, causal=case.causal)
+            o = attend(*qkv, causal=causal)
             found = o, *torch.autograd.grad(o, qkv, upstream, retain_graph=True)
         except RuntimeError as error:
             if name not in BACKENDS and not isinstance(error, torch.OutOfMemoryError):
@@ -225,6 +225,6 @@ def judged(found: Attentions, what: list[Case]) -> list[dict[str, str]]:
 def main():
     kind = device()
     what = cases(kind)
-    found = measure(what)
+    found = measure(what, ROUNDS)
     where = torch.cuda.get_device_name() if kind == "cuda" else "one core"
     report("attention", f"{where}, {FORMATS[kind]}", found, judged(found, what))

@@ -208,4 +208,9 @@ def check_losses(losses: dict[str, float]) -> None:
 def main():
     has = ", ".join(f"{name} ({what})" for name, what in units().items())
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "one core"
-    report("precision", f"{where}; units for {has}", measure(), [])
+    report(
+        "precision",
+        f"{where}; units for {has}",
+        measure(ON_GPU if torch.cuda.is_available() else ON_CPU, ROUNDS),
+        [],
+    )

@@ -192,7 +192,7 @@ def paired_ratio(baseline: Result, result: Result) -> Ratio:
     Efron 1979. ValueError: more rounds of one than of the other.
     """
     if len(baseline.seconds) != len(result.seconds):
-        got = f"{len(baseline.seconds)} of {baseline.variant}, {len(result.seconds)} of {result.variant}"
+        got = f"{len(baseline.seconds)} and {len(result.seconds)}"
         raise ValueError(f"expected as many rounds of both, got {got}: compare what took turns")
     those, these = (torch.tensor(each.seconds, dtype=torch.float64) for each in (baseline, result))
     ratios, rounds = those / these, len(these)

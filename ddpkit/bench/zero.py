@@ -120,9 +120,8 @@ def measure(
     """
     found = Syncs()
     for model, make in models.items():
-        sent = count(make, world_size)
         seconds, ranks = race_replicas(partial(make_all, make), rounds, world_size)
-        found += together(model, seconds, ranks, sent)
+        found += together(model, seconds, ranks, count(make, world_size))
     return found
 
 
