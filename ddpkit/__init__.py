@@ -1,14 +1,23 @@
-"""ddpkit: real ranks from a notebook cell, and the algorithms of distributed training, each in a file you can read."""
+"""Real ranks from a notebook cell; the algorithms of distributed training, each in a short file."""
 
-# Before any process group exists. torch imports this with the first optimizer, and its default arguments keep the group
-# of that moment for ever: destroy_process_group() would leave Gloo's threads, which can abort a process at its end.
+# Before any process group exists. torch imports this with the first optimizer, and its default
+# arguments keep the group of that moment for ever: destroy_process_group() would leave Gloo's
+# threads, which can abort a process at its end.
 import torch.distributed.nn  # noqa: F401
 
 from .runtime.errors import HangError, LaunchError, RankError
 from .runtime.launch import Run, launch
 from .runtime.link import Link
 
-__all__ = ["HangError", "LaunchError", "Link", "RankError", "Run", "launch", "load_ipython_extension"]
+__all__ = [
+    "HangError",
+    "LaunchError",
+    "Link",
+    "RankError",
+    "Run",
+    "launch",
+    "load_ipython_extension",
+]
 
 
 def load_ipython_extension(ipython):

@@ -16,7 +16,7 @@ def call(number=0, **changes):
         "ranks": (0, 1),
         "channel": "0",
         "seq": number,
-        "agreement": "all_reduce 8 float32 sum",
+        "fingerprint": "all_reduce 8 float32 sum",
         "detail": "8 float32, sum",
         "bytes": 32,
         "peer": None,
@@ -48,7 +48,7 @@ def test_what_is_written_is_read_by_another(board, tmp_path):
 
 
 def test_a_new_board_says_that_nothing_was_said(board):
-    assert [(board.calls(r), board.events(r), board.waiting(r), board.state(r)) for r in (0, 1)] == [
+    assert [(board.calls(r), board.events()[r], board.waiting(r), board.state(r)) for r in (0, 1)] == [
         (0, 0, None, STARTING)
     ] * 2
 
@@ -67,7 +67,7 @@ def test_every_change_counts_as_progress(board):
     board.put(0, 0, call())
     board.put(0, 0, call(done=1.0))
     board.set_state(0, DISAGREES)
-    assert (board.events(0), board.calls(0)) == (3, 1)
+    assert (board.events()[0], board.calls(0)) == (3, 1)
     assert board.record(0, 0).done == 1.0
 
 
@@ -81,7 +81,7 @@ def test_only_the_last_calls_are_kept(board):
 
 def test_find_what_was_said_at_a_place(board):
     for number in range(SLOTS + 3):
-        board.put(0, number, call(number // 2, channel="ab"[number % 2], agreement=str(number)))
+        board.put(0, number, call(number // 2, channel="ab"[number % 2], fingerprint=str(number)))
     assert board.find(0, hash32("b"), 100) == (201, hash32("201"))
     assert board.find(0, hash32("a"), 0) is None  # overwritten
     assert board.find(0, hash32("c"), 0) is None
@@ -97,7 +97,7 @@ def test_a_record_too_large_for_its_slot_loses_what_matters_least(board):
 
 
 def test_even_an_absurd_record_fits(board):
-    record = call(file="/f" * 5000, detail="d" * 5000, agreement="a" * 5000, function="f" * 50)
+    record = call(file="/f" * 5000, detail="d" * 5000, fingerprint="a" * 5000, function="f" * 50)
     board.put(0, 0, record)
     board.put(0, 1, call(1))
     assert [read.seq for read in board.records(0)] == [0, 1]
@@ -135,4 +135,4 @@ def test_a_record_that_is_written_again_never_looks_different(board, tmp_path):
     said, seen = call(), set()
     while writer.is_alive():
         seen.add(board.find(0, hash32(said.channel), 0))
-    assert seen == {(0, hash32(said.agreement))}
+    assert seen == {(0, hash32(said.fingerprint))}

@@ -373,9 +373,9 @@ def board(tmp_path):
     board.close()
 
 
-def say(board, rank, op="all_reduce", seq=0, wait=True, channel="0", ranks=(0, 1, 2), done=None, agreement=None):
+def say(board, rank, op="all_reduce", seq=0, wait=True, channel="0", ranks=(0, 1, 2), done=None, fingerprint=None):
     index = board.calls(rank)
-    said = agreement if agreement is not None else op
+    said = fingerprint if fingerprint is not None else op
     record = Record(op, "world", ranks, channel, seq, said, "8 float32", 32, None, (8,), "float32", "a.py", 3, "f", 1.0)
     record.done = done
     board.put(rank, index, record)
@@ -438,9 +438,9 @@ def test_what_is_done_is_no_open_call(board):
 
 def test_the_first_mismatch_is_the_one_named(board):
     for seq, (one, other) in enumerate([("a", "a"), ("b", "c"), ("d", "e")]):
-        say(board, 0, seq=seq, agreement=one)
-        say(board, 1, seq=seq, agreement=other)
-    assert {rank: r.agreement for rank, r in hang.mismatch(board).items()} == {0: "b", 1: "c"}
+        say(board, 0, seq=seq, fingerprint=one)
+        say(board, 1, seq=seq, fingerprint=other)
+    assert {rank: r.fingerprint for rank, r in hang.mismatch(board).items()} == {0: "b", 1: "c"}
 
 
 def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
@@ -454,14 +454,6 @@ def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
     assert hang.in_step(board)
     board.set_state(1, RUNNING)
     assert not hang.in_step(board)
-
-
-def test_names_of_ranks():
-    assert [hang.name_ranks(ranks) for ranks in ([2], [2, 0], [3, 0, 1])] == [
-        "rank 2",
-        "ranks 0 and 2",
-        "ranks 0, 1 and 3",
-    ]
 
 
 def test_places_name_no_machine_path_and_no_cell_number():

@@ -327,8 +327,8 @@ def test_a_fork_server_that_died_is_replaced():
     launch(print, world_size=1)
     if processes.start_method() != "forkserver":
         pytest.skip("no fork server here")
-    os.kill(processes._server()._forkserver_pid, signal.SIGKILL)
-    os.waitid(os.P_PID, processes._server()._forkserver_pid, os.WEXITED | os.WNOWAIT)
+    os.kill(processes._servers()[0]._forkserver_pid, signal.SIGKILL)
+    os.waitid(os.P_PID, processes._servers()[0]._forkserver_pid, os.WEXITED | os.WNOWAIT)
     assert list(launch(dist.get_rank, world_size=2)) == [0, 1]
 
 

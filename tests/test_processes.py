@@ -457,9 +457,9 @@ def test_slow_imports_are_made_once():
         pytest.skip("no fork server here")
     processes._servers()[0] = processes._new_server(processes.PRELOAD)  # as in a fresh notebook
     assert list(launch(imported_before_training, world_size=1)) == [False]
-    first = processes._server()
+    first = processes._servers()[0]
     assert list(launch(imported_before_training, world_size=2)) == [True, True]
-    assert processes._server() is first
+    assert processes._servers()[0] is first
     assert launch(lambda: "torch._dynamo" in sys.modules, world_size=1)[0] is True
 
 
@@ -468,8 +468,8 @@ def test_the_server_that_knew_less_ends():
     if processes.start_method() != "forkserver":
         pytest.skip("no fork server here")
     launch(print, world_size=1)
-    old = processes._server()._forkserver_pid
+    old = processes._servers()[0]._forkserver_pid
     processes.preload(["colorsys"])
-    assert processes._server()._forkserver_pid != old
+    assert processes._servers()[0]._forkserver_pid != old
     assert wait_until(lambda: not psutil.pid_exists(old), 10)
     assert launch(lambda: "colorsys" in sys.modules, world_size=1)[0] is True

@@ -1,1 +1,1 @@
-"""The machinery: starts ranks, watches them, records what they say. Knows nothing of the subjects."""
+"""The machinery: starts ranks, watches them, records what they say."""

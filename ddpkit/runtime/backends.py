@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from ..tools.units import count
 from .link import Link
 
 
@@ -20,30 +21,32 @@ class Choice:
 
 
 def choose_backend(backend: str, world_size: int, link: Link | None = None) -> Choice:
-    """NCCL where every rank can have a GPU, one GPU shared where NCCL can do that, else Gloo on the CPU."""
+    """NCCL where each rank can have a GPU, one GPU shared where NCCL can, else Gloo on the CPU."""
     if backend == "gloo":
         return Choice("gloo", 0, "gloo on CPU: as asked")
     if link is not None:
         return Choice("gloo", 0, f"gloo on CPU: the emulated link ({link}) works on its wire")
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     version = nccl_version() if gpus else ()
-    dotted = ".".join(map(str, version))
+    nccl = f"nccl {'.'.join(map(str, version))}"
     if gpus >= world_size:
-        return Choice("nccl", gpus, f"nccl {dotted}: a GPU for each of {world_size} ranks")
+        return Choice("nccl", gpus, f"{nccl}: a GPU for each of {world_size} ranks")
     if gpus and version >= (2, 30):
         several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-        return Choice("nccl", gpus, f"nccl {dotted}: {world_size} ranks share {gpus} GPU{'s' * (gpus > 1)}", several)
-    short = f"{gpus} GPU{'s' * (gpus != 1)} for {world_size} ranks, and NCCL {dotted} can't share one (2.30 can)"
-    reason = short if gpus else "no GPU that PyTorch can use"
+        line = f"{nccl}: {world_size} ranks share {count(gpus, 'GPU')}"
+        return Choice("nccl", gpus, line, several)
+    reason = "no GPU that PyTorch can use"
+    if gpus:
+        reason = f"{count(gpus, 'GPU')} for {world_size} ranks, and {nccl.upper()} can't share one"
+        reason += " (2.30 can)"
     if backend == "nccl":
-        raise ValueError(
-            f"backend='nccl' expected a GPU for each rank, got {reason}: use backend='auto' or fewer ranks"
-        )
+        expected = f"backend='nccl' expected a GPU for each rank, got {reason}"
+        raise ValueError(f"{expected}: use backend='auto' or fewer ranks")
     return Choice("gloo", 0, f"gloo on CPU: {reason}")
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that torch has loaded, which may be newer than the one it was built with; () without."""
+    """The version of NCCL that torch loaded, perhaps newer than it was built with; () without."""
     try:
         number = ctypes.c_int()
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))

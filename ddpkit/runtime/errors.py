@@ -2,9 +2,11 @@
 
 
 class LaunchError(RuntimeError):
-    """Ranks did not finish. `output` holds what each printed, `wire` their last records, by rank."""
+    """Ranks did not finish. `output`: what each printed; `wire`: their last records, by rank."""
 
-    def __init__(self, message: str, output: list[str] | None = None, wire: list[list] | None = None):
+    def __init__(
+        self, message: str, output: list[str] | None = None, wire: list[list] | None = None
+    ):
         super().__init__(message)
         self.output, self.wire = output or [], wire or []
 
@@ -25,4 +27,4 @@ class RankError(LaunchError):
 
 
 class HangError(LaunchError):
-    """The ranks no longer agree: a mismatch, a deadlock, or no result in time. The message is the report."""
+    """A mismatch, a deadlock, or no result in time. The message is the report."""

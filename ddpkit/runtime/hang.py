@@ -6,9 +6,12 @@ import site
 import sysconfig
 from dataclasses import dataclass
 
+from ..tools.units import name_ranks
 from .board import DISAGREES, IDLE, RETURNED, SLOTS, STARTING, Board, Record
 
 LAST_CALLS = 5
+ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
+MESSAGES = ("send", "recv")
 
 
 @dataclass
@@ -23,82 +26,87 @@ class Situation:
     lost: Record | None = None  # the other side of its message, whose handle was let go
 
 
+class _Calls:
+    """The last calls of all ranks, read from the board once."""
+
+    def __init__(self, board: Board):
+        self.ranks = range(board.world_size)
+        self.records = [board.records(rank) for rank in self.ranks]
+        self._reached = [_last_seq(records) for records in self.records]
+
+    def missing(self, call: Record, rank: int) -> tuple[int, ...]:
+        """The members of `call`, which `rank` made, that have not come to it."""
+        others = (other for other in call.ranks if other != rank)
+        return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
+
+    def lost(self, call: Record) -> Record | None:
+        """The other side of a message, if nobody waited for its handle: it may never complete."""
+        if call.op not in MESSAGES or call.peer is None:
+            return None
+        for record in self.records[call.peer]:
+            if (record.channel, record.seq) == (call.channel, call.seq) and record.dropped:
+                return record
+        return None
+
+
+def _last_seq(records: list[Record]) -> dict[str, int]:
+    return {record.channel: record.seq for record in records}
+
+
 def situations(board: Board) -> list[Situation]:
     """Where every rank is now, and for which ranks it waits."""
-    ranks = range(board.world_size)
-    records = [board.records(rank) for rank in ranks]
-    reached = [{record.channel: record.seq for record in its} for its in records]
-    found = []
-    for rank in ranks:
-        waiting, state = board.waiting(rank), board.state(rank)
-        call = board.record(rank, waiting) if waiting is not None else None
-        if state == DISAGREES:
-            found.append(Situation(rank, "waiting", records[rank][-1], (), _place(records[rank][-1])))
-        elif state in (RETURNED, IDLE, STARTING):
-            found.append(Situation(rank, {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}[state]))
-        elif call is None or call.done is not None:
-            found.append(Situation(rank, "computing"))
-        else:
-            lost = _lost(call, records)
-            missing = (call.peer,) if lost else _missing(call, rank, reached)
-            found.append(Situation(rank, "waiting", call, missing, _place(call), lost))
-    return found
+    calls = _Calls(board)
+    return [_situation(board, calls, rank) for rank in calls.ranks]
 
 
-def _lost(call: Record, records: list[list[Record]]) -> Record | None:
-    """The other side of a message, if its handle was let go before anybody waited for it: it may never complete."""
-    theirs = records[call.peer] if call.op in ("send", "recv") and call.peer is not None else ()
-    return next((r for r in theirs if (r.channel, r.seq) == (call.channel, call.seq) and r.dropped), None)
-
-
-def _place(record: Record) -> tuple[str, int, str]:
-    return record.file, record.line, record.function
-
-
-def _missing(call: Record, rank: int, reached: list[dict[str, int]]) -> tuple[int, ...]:
-    """The members of `call` that have not come to it."""
-    return tuple(other for other in call.ranks if other != rank and reached[other].get(call.channel, -1) < call.seq)
+def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
+    waiting, state = board.waiting(rank), board.state(rank)
+    if state == DISAGREES:
+        last = calls.records[rank][-1]
+        return Situation(rank, "waiting", last, (), last.place)
+    if state in ENDED:
+        return Situation(rank, ENDED[state])
+    call = board.record(rank, waiting) if waiting is not None else None
+    if call is None or call.done is not None:
+        return Situation(rank, "computing")
+    lost = calls.lost(call)
+    missing = (call.peer,) if lost else calls.missing(call, rank)
+    return Situation(rank, "waiting", call, missing, call.place, lost)
 
 
 def deadlocked(now: list[Situation], board: Board) -> list[int]:
-    """The ranks that can never go on, whatever happens: they wait, directly or not, only for ranks that won't come.
+    """The ranks that can never go on: they wait, in the end, only for ranks that won't come.
 
-    A rank that computes may still come; so may one of several threads. A call whose ranks have all come is under way.
+    A rank that computes may still come; so may one of several threads. A call whose ranks have all
+    come goes on.
     """
-    free = {s.rank for s in now if s.state in ("computing", "starting") or board.threads(s.rank) > 1}
-    grew = True
-    while grew:
-        grew = False
-        for s in now:
-            if s.state == "waiting" and s.rank not in free and _may_go_on(s, free):
-                free.add(s.rank)
-                grew = True
-    return [s.rank for s in now if s.state == "waiting" and s.rank not in free]
+    free = {s.rank for s in now if s.state in ("computing", "starting")}
+    free |= {s.rank for s in now if board.threads(s.rank) > 1}
+    waiting = [s for s in now if s.state == "waiting"]
+    for _ in waiting:  # each round frees those that wait for free ones; there are at most so many
+        free |= {s.rank for s in waiting if _may_go_on(s, free)}
+    return [s.rank for s in waiting if s.rank not in free]
 
 
 def _may_go_on(s: Situation, free: set[int]) -> bool:
-    if s.call.channel.endswith("?"):
-        return not s.missing or any(rank in free for rank in s.missing)
-    return all(rank in free for rank in s.missing)
+    if s.call.channel.endswith("?"):  # from any rank: one that comes is enough
+        return not s.missing or not free.isdisjoint(s.missing)
+    return free.issuperset(s.missing)
 
 
 def abandoned(now: list[Situation], board: Board) -> list[Situation]:
-    """Ranks that wait nowhere we can see, but began a collective that another member returned without joining.
+    """Ranks with an open collective that another member returned without joining.
 
-    DistributedDataParallel waits in C++, where no mark is left on the board.
+    They may wait where we can't see it: DistributedDataParallel does in C++, where no mark is left.
     """
-    records = [board.records(rank) for rank in range(board.world_size)]
-    reached = [{record.channel: record.seq for record in its} for its in records]
-    found = []
+    calls, found = _Calls(board), []
+    ended = {s.rank for s in now if s.state in ("returned", "idle")}
     for s in now:
-        for call in records[s.rank] if s.state == "computing" else ():
-            missing = _missing(call, s.rank, reached)
-            if (
-                call.done is None
-                and call.op not in ("send", "recv")
-                and any(now[m].state in ("returned", "idle") for m in missing)
-            ):
-                found.append(Situation(s.rank, "waiting", call, missing, _place(call)))
+        for call in calls.records[s.rank] if s.state == "computing" else ():
+            missing = calls.missing(call, s.rank)
+            collective = call.op not in MESSAGES and call.done is None
+            if collective and not ended.isdisjoint(missing):
+                found.append(Situation(s.rank, "waiting", call, missing, call.place))
                 break
     return found
 
@@ -108,21 +116,18 @@ def mismatch(board: Board) -> dict[int, Record] | None:
     said: dict[tuple[str, int], dict[int, Record]] = {}
     for rank in range(board.world_size):
         for record in board.records(rank):
-            if record.agreement:
+            if record.fingerprint:
                 said.setdefault((record.channel, record.seq), {})[rank] = record
-    for _, by_rank in sorted(said.items(), key=lambda item: min(r.issued for r in item[1].values())):
-        if len({record.agreement for record in by_rank.values()}) > 1:
-            return by_rank
-    return None
+    different = [each for each in said.values() if len({r.fingerprint for r in each.values()}) > 1]
+    return min(different, key=lambda each: min(r.issued for r in each.values()), default=None)
 
 
 def in_step(board: Board) -> bool:
-    """Whether every rank is idle and all have made the same calls, so that they can go on together."""
-    ranks = range(board.world_size)
-    records = [board.records(rank) for rank in ranks]
-    reached = [{record.channel: record.seq for record in its} for its in records]
-    idle = all(board.state(rank) == IDLE for rank in ranks)
-    return idle and not any(_missing(record, rank, reached) for rank in ranks for record in records[rank])
+    """Whether every rank is idle and all have made the same calls, so that they can go on."""
+    calls = _Calls(board)
+    if any(board.state(rank) != IDLE for rank in calls.ranks):
+        return False
+    return not any(calls.missing(r, rank) for rank in calls.ranks for r in calls.records[rank])
 
 
 # In words.
@@ -134,86 +139,85 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
     for rank, record in sorted(by_rank.items()):
         groups.setdefault(record.call, []).append(rank)
     sides = [f"{name_ranks(ranks)} called {call}" for call, ranks in groups.items()]
-    records = list(by_rank.values())
-    if len({record.op for record in records if record.op not in ("send", "recv")}) > 1:
-        advice = "Every rank must make the same collective calls in the same order. Is one of them under an `if`?"
-    elif len({record.dtype for record in records}) > 1:
-        advice = "Both sides must use the same dtype; the bytes would be read as other numbers."
-    elif records[0].op in ("send", "recv"):
-        advice = "Both sides must name the same number of elements."
-    elif len({record.bytes for record in records}) > 1:
-        advice = "Every rank must bring the same number of elements. Did the last batch shrink on one rank?"
-    else:
-        advice = "Every rank must name the same root and the same operation."
-    return f"mismatch: {', but '.join(sides)}.", advice
+    return f"mismatch: {', but '.join(sides)}.", _how_to_agree(list(by_rank.values()))
+
+
+def _how_to_agree(records: list[Record]) -> str:
+    if len({record.op for record in records if record.op not in MESSAGES}) > 1:
+        alike = "Every rank must make the same collective calls in the same order."
+        return f"{alike} Is one of them under an `if`?"
+    if len({record.dtype for record in records}) > 1:
+        return "Both sides must use the same dtype; the bytes would be read as other numbers."
+    if records[0].op in MESSAGES:
+        return "Both sides must name the same number of elements."
+    if len({record.bytes for record in records}) > 1:
+        alike = "Every rank must bring the same number of elements."
+        return f"{alike} Did the last batch shrink on one rank?"
+    return "Every rank must name the same root and the same operation."
 
 
 def explain_deadlock(now: list[Situation], stuck: list[int]) -> tuple[str, str]:
     """(what happened, what to do) for ranks that wait for ranks that won't come."""
-    by_rank = {s.rank: s for s in now}
-    gone = sorted({m for rank in stuck for m in by_rank[rank].missing if by_rank[m].state in ("returned", "idle")})
-    if gone:
-        calls = sorted({by_rank[rank].call.op for rank in stuck if set(by_rank[rank].missing) & set(gone)})
-        stopped = "returned" if by_rank[gone[0]].state == "returned" else "ended the cell"
-        happened = (
-            f"{name_ranks(stuck)} {'waits' if len(stuck) == 1 else 'wait'} in {' and '.join(calls)} for "
-            f"{name_ranks(gone)}, which {'has' if len(gone) == 1 else 'have'} {stopped}."
-        )
-        return f"deadlock: {happened}", _advice([by_rank[rank] for rank in stuck], gone=True)
-    chain = ", ".join(
-        f"rank {rank} for {name_ranks(by_rank[rank].missing)} in {by_rank[rank].call.op}" for rank in stuck
-    )
-    return f"deadlock: each waits for another: {chain}.", _advice([by_rank[rank] for rank in stuck], gone=False)
+    waiting = [now[rank] for rank in stuck]
+    awaited = {rank for s in waiting for rank in s.missing}
+    gone = sorted(rank for rank in awaited if now[rank].state in ("returned", "idle"))
+    if not gone:
+        chain = (f"rank {s.rank} for {name_ranks(s.missing)} in {s.call.op}" for s in waiting)
+        said = f"deadlock: each waits for another: {', '.join(chain)}."
+    else:
+        calls = sorted({s.call.op for s in waiting if not set(gone).isdisjoint(s.missing)})
+        wait, have = "waits" if len(stuck) == 1 else "wait", "has" if len(gone) == 1 else "have"
+        ended = "returned" if now[gone[0]].state == "returned" else "ended the cell"
+        said = f"deadlock: {name_ranks(stuck)} {wait} in {' and '.join(calls)}"
+        said += f" for {name_ranks(gone)}, which {have} {ended}."
+    return said, _way_out(waiting, bool(gone))
 
 
-def _advice(stuck: list[Situation], gone: bool) -> str:
-    """gone: whether some of the ranks waited for have returned; otherwise all wait for each other."""
+def _way_out(stuck: list[Situation], gone: bool) -> str:
+    """gone: whether some of the ranks waited for have ended; else all wait for each other."""
     lost = next((s for s in stuck if s.lost), None)
     if lost:
-        begun, handle = ("isend", "send") if lost.lost.op == "send" else ("irecv", "receive")
-        return (
-            f"Rank {lost.call.peer} began its {handle} with {begun} and never waited for it "
-            f"({describe_place(_place(lost.lost))}). Keep what {begun} returns, and call wait() on it."
-        )
+        call, handle = ("isend", "send") if lost.lost.op == "send" else ("irecv", "receive")
+        where = describe_place(lost.lost.place)
+        said = f"Rank {lost.call.peer} began its {handle} with {call} and never waited for it"
+        return f"{said} ({where}). Keep what {call} returns, and call wait() on it."
     ops = {s.call.op for s in stuck}
     if "new_group" in ops:
         return "Every rank must call dist.new_group, also those that are not in the group."
-    if gone and ops & {"send", "recv"}:
-        return "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
+    if gone and not ops.isdisjoint(MESSAGES):
+        both = "Every send needs a recv on the other rank, and every recv a send."
+        return f"{both} Count them on both sides."
     if gone:
-        return "Every rank of the group must make the call. Is it under an `if`, or did one loop end early?"
-    if ops <= {"send", "recv"}:
+        every = "Every rank of the group must make the call."
+        return f"{every} Is it under an `if`, or did one loop end early?"
+    if ops.issubset(MESSAGES):
         return "Let one side receive first, or start both with isend and irecv and wait afterwards."
     return "All ranks must use their groups in the same order."
 
 
 def report(headline: str, advice: str, now: list[Situation], board: Board) -> str:
-    """The whole report: what happened, where every rank is, their last calls side by side, what to do."""
+    """What happened, where every rank is, their last calls side by side, and what to do."""
     rows = [("rank", "state", "call", "where", "waits for")]
     for s in now:
-        rows.append(
-            (
-                str(s.rank),
-                s.state,
-                s.call.call if s.call else "-",
-                describe_place(s.place) if s.place else "-",
-                name_ranks(s.missing) if s.missing else "-",
-            )
-        )
+        call = s.call.call if s.call else "-"
+        where = describe_place(s.place) if s.place else "-"
+        missing = name_ranks(s.missing) if s.missing else "-"
+        rows.append((str(s.rank), s.state, call, where, missing))
     return "\n".join([headline, "", _table(rows), "", *_last_calls(board), "", advice])
 
 
 def _last_calls(board: Board) -> list[str]:
-    """The last calls of all ranks in columns, one for all ranks that did alike, with a mark where they first differ."""
+    """The last calls in columns, one for all ranks alike, marked where they first differ."""
     columns = _numbered_calls(board)
     last = max((number for column in columns for number in column), default=0)
     if last == 0:
         return ["No rank has made a call."]
     oldest = max((min(column) for column in columns if column), default=1)
-    exchanges = any(call.startswith(("send", "recv")) for column in columns for call in column.values())
+    exchanges = any(call.startswith(MESSAGES) for its in columns for call in its.values())
     differs = last + 1
     if not exchanges:  # ranks that exchange messages rightly make different calls
-        differs = next((n for n in range(oldest, last + 1) if len({column.get(n) for column in columns}) > 1), differs)
+        unlike = (n for n in range(oldest, last + 1) if not _alike(columns, n))
+        differs = next(unlike, differs)
     first = max(oldest, min(differs + 2, last + 1) - LAST_CALLS)
     shown = range(first, min(first + LAST_CALLS, last + 1))
     alike: dict[tuple, list[int]] = {}
@@ -221,57 +225,70 @@ def _last_calls(board: Board) -> list[str]:
         alike.setdefault(tuple(column.get(number, "-") for number in shown), []).append(rank)
     rows = [("call", *map(name_ranks, alike.values()), "")]
     for row, number in enumerate(shown):
-        rows.append((f"{number}", *(calls[row] for calls in alike), "<- they differ here" if number == differs else ""))
-    return ["Their calls, one row each:" if first == 1 else "Their last calls, one row each:", _table(rows)]
+        mark = "<- they differ here" if number == differs else ""
+        rows.append((str(number), *(calls[row] for calls in alike), mark))
+    which = "Their calls" if first == 1 else "Their last calls"
+    return [f"{which}, one row each:", _table(rows)]
+
+
+def _alike(columns: list[dict[int, str]], number: int) -> bool:
+    return len({column.get(number) for column in columns}) == 1
 
 
 def _numbered_calls(board: Board) -> list[dict[int, str]]:
-    """For each rank {number, from 1: call}. Where the board no longer holds all calls, only those of the largest group,
+    """For each rank {number, from 1: call}.
 
-    whose numbers are the same on all ranks.
+    Where the board no longer holds all calls, only those of the largest group, whose numbers are
+    the same on all ranks.
     """
-    records = [[r for r in board.records(rank) if r.op != "new_group"] for rank in range(board.world_size)]
-    if all(board.calls(rank) <= SLOTS for rank in range(board.world_size)):
-        return [{number: r.call for number, r in enumerate(its, start=1)} for its in records]
-    collectives = [r for its in records for r in its if r.op not in ("send", "recv")]
-    if not collectives:
-        dropped = [board.calls(rank) - len(its) for rank, its in enumerate(records)]
-        return [{n: r.call for n, r in enumerate(its, 1 + d)} for d, its in zip(dropped, records, strict=True)]
-    channel = max(collectives, key=lambda r: len(r.ranks)).channel
-    return [{r.seq + 1: r.call for r in its if r.channel == channel} for its in records]
+    records = []
+    for rank in range(board.world_size):
+        records.append([r for r in board.records(rank) if r.op != "new_group"])
+    collectives = [r for its in records for r in its if r.op not in MESSAGES]
+    calls = [board.calls(rank) for rank in range(board.world_size)]
+    if max(calls) > SLOTS and collectives:
+        channel = max(collectives, key=lambda r: len(r.ranks)).channel
+        return [_by_number((r.seq, r) for r in its if r.channel == channel) for its in records]
+    if max(calls) <= SLOTS:
+        calls = [len(its) for its in records]
+    return [
+        _by_number(enumerate(its, start=its_calls - len(its)))
+        for its, its_calls in zip(records, calls, strict=True)
+    ]
+
+
+def _by_number(numbered) -> dict[int, str]:
+    return {number + 1: record.call for number, record in numbered}
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def name_ranks(ranks) -> str:
-    """rank 2; ranks 0 and 2; ranks 0, 1 and 2."""
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def describe_place(place: tuple[str, int, str]) -> str:
-    """A line of a cell as "step, line 3: dist.all_reduce(x)", of a file as "train.py:12 in step: ..."
+    """'step, line 3: dist.all_reduce(x)' in a cell, 'train.py:12 in step: ...' in a file.
 
     Cells carry no number: the same cell has another one in every session.
     """
     file, line, function = place
+    where = f"{short_path(file)}:{line}"
+    if os.path.exists(file) and function != "<module>":
+        where = f"{where} in {function}"
+    elif not os.path.exists(file):
+        where = f"line {line} of the cell" if function == "<module>" else f"{function}, line {line}"
     text = linecache.getline(file, line).strip()
-    where = f"{short_path(file)}:{line} in {function}" if os.path.exists(file) else f"{function}, line {line}"
-    if function == "<module>":
-        where = f"{short_path(file)}:{line}" if os.path.exists(file) else f"line {line} of the cell"
     return f"{where}: {text}" if text else where
 
 
 def short_path(file: str) -> str:
-    """The part of a path that means something to others: from the package on, or the file's name alone."""
-    for folder in (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), *site.getsitepackages()):
+    """The part of a path that means something to others: from the package on, or the name alone."""
+    folders = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+    for folder in (*folders, *site.getsitepackages()):
         if file.startswith(folder + os.sep):
             return file[len(folder) + 1 :].replace(os.sep, "/")
     return os.path.basename(file)

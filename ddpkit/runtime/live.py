@@ -10,10 +10,11 @@ import shlex
 from . import hang, processes, worker
 from .backends import choose_backend
 from .errors import LaunchError, RankError
-from .launch import MOST_RANKS
+from .launch import MOST_RANKS, show_by_rank
 from .watch import Watch
 
 GONE = "The ranks were ended, and their variables with them; the next %%ranks cell starts new ones."
+USAGE = "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS]"
 
 
 class LiveWorld:
@@ -30,11 +31,14 @@ class LiveWorld:
             self._stack = stack.pop_all()
         self.is_open = True
 
-    def run(self, source: str, on: list[int], timeout: float | None = None, hang_after: float = 15.0) -> dict[int, str]:
-        """Run a cell on the ranks `on`, print what they print; returns {rank: repr of its last expression, or None}.
+    def run(
+        self, source: str, on: list[int], timeout: float | None = None, hang_after: float = 15.0
+    ) -> dict[int, str]:
+        """Run a cell on the ranks `on` and print what they print.
 
-        Raises RankError and HangError as `launch` does. After an exception the world stays open if all ranks are idle
-        again and have made the same calls; otherwise it is closed, and the message says so.
+        Returns {rank: repr of its last expression, or None}. Raises RankError and HangError as
+        `launch` does. After an exception the world stays open if all ranks are idle again and have
+        made the same calls; otherwise it is closed, and the message says so.
         """
         file = f"<ranks {hashlib.sha1(source.encode()).hexdigest()[:8]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -42,22 +46,26 @@ class LiveWorld:
         try:
             watch.check_all_live()
             for rank in on:
-                with contextlib.suppress(BrokenPipeError):  # it died this moment; the watch will say how
+                with contextlib.suppress(BrokenPipeError):  # it just died; the watch will say how
                     self.ranks[rank].pipe.send((source, file))
             values = watch.until_all_reply(on)
             watch.show_output()
             return values
         except BaseException as error:
-            if not (isinstance(error, RankError) and self._in_step(watch)):
-                self.close()
-                if isinstance(error, LaunchError):
-                    error.args = (f"{error}\n{GONE}",)
-                else:
-                    print(GONE)
+            if isinstance(error, RankError) and self._in_step(watch):
+                raise
+            self.close()
+            if isinstance(error, LaunchError):
+                error.args = (f"{error}\n{GONE}",)
+            else:
+                print(GONE)
             raise
 
     def _in_step(self, watch: Watch) -> bool:
-        """Whether the ranks can go on together. Not if one has yet to answer: the next cell would get that answer."""
+        """Whether the ranks can go on together.
+
+        Not if one has yet to answer: the next cell would get that answer.
+        """
         alive = all(rank.exit_code is None for rank in self.ranks)
         return alive and not watch.pending and hang.in_step(self.board)
 
@@ -78,9 +86,9 @@ class RanksMagic:
     def __call__(self, line: str, cell: str):
         """%%ranks [N] [--on 0,2] [--timeout S] [--hang-after S]
 
-        Run the cell on N ranks that stay (at first 4; later, as many as last time). Names persist between cells;
-        `rank`, `world_size`, `dist`, `torch` and `device` are there. The value of the last expression is shown for
-        each rank.
+        Run the cell on N ranks that stay (at first 4; later, as many as last time). Names persist
+        between cells; `rank`, `world_size`, `dist`, `torch` and `device` are there. The value of
+        the last expression is shown for each rank.
         """
         options = _parse(line)
         if self.world is not None and not self.world.is_open:
@@ -88,13 +96,15 @@ class RanksMagic:
         size = options.n or self._size
         on = _ranks(options.on, size)
         if self.world is not None and self.world.world_size != size:
-            print(f"{self.world.world_size} ranks were ended, and their variables with them; here are {size} new ones.")
+            gone = f"{self.world.world_size} ranks were ended, and their variables with them"
+            print(f"{gone}; here are {size} new ones.")
             self.close()
         if self.world is None:
             self.world = LiveWorld(size)
             self._size = size
         values = self.world.run("\n" + cell, on, options.timeout, options.hang_after)
-        print("".join(_show(rank, values[rank]) for rank in on if values[rank] is not None), end="")
+        shown = show_by_rank({rank: values[rank] for rank in on if values[rank] is not None})
+        print(shown, end="\n" if shown else "")
 
     def close(self):
         """End the ranks, if there are any."""
@@ -103,26 +113,21 @@ class RanksMagic:
             self.world = None
 
 
-def _show(rank: int, value: str) -> str:
-    start = f"rank {rank}: "
-    return start + value.replace("\n", "\n" + " " * len(start)) + "\n"
-
-
 def _parse(line: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="%%ranks", add_help=False, exit_on_error=False)
     parser.add_argument("n", nargs="?", type=int)
     parser.add_argument("--on")
     parser.add_argument("--timeout", type=float)
     parser.add_argument("--hang-after", type=float, default=15.0)
-    usage = "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS]"
     try:
         options, unknown = parser.parse_known_args(shlex.split(line))
-    except (argparse.ArgumentError, ValueError) as error:  # ValueError: a quote that is never closed
-        raise ValueError(f"{usage}, got {line!r}: {error}") from None
+    except (argparse.ArgumentError, ValueError) as error:  # ValueError: an open quote
+        raise ValueError(f"{USAGE}, got {line!r}: {error}") from None
     if unknown:
-        raise ValueError(f"{usage}, got {line!r}: {unknown[0]} means nothing here")
+        raise ValueError(f"{USAGE}, got {line!r}: {unknown[0]} means nothing here")
     if options.n is not None and not 1 <= options.n <= MOST_RANKS:
-        raise ValueError(f"%%ranks expected 1 to {MOST_RANKS} ranks on one machine, got {options.n}")
+        fit = f"1 to {MOST_RANKS} ranks on one machine"
+        raise ValueError(f"%%ranks expected {fit}, got {options.n}")
     for name, seconds in (("--timeout", options.timeout), ("--hang-after", options.hang_after)):
         if seconds is not None and not seconds > 0:
             raise ValueError(f"%%ranks expected {name} in seconds, more than 0, got {seconds:g}")
@@ -135,14 +140,16 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
     try:
         ranks = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise ValueError(f"--on expected ranks separated by commas, as in --on 0,2, got {text!r}") from None
+        form = "ranks separated by commas, as in --on 0,2"
+        raise ValueError(f"--on expected {form}, got {text!r}") from None
     if ranks[0] < 0 or ranks[-1] >= world_size:
-        raise ValueError(f"--on expected ranks from 0 to {world_size - 1}, got {text!r}: there are {world_size} ranks")
+        expected = f"ranks from 0 to {world_size - 1}"
+        raise ValueError(f"--on expected {expected}, got {text!r}: there are {world_size} ranks")
     return ranks
 
 
 def add_magic(ipython):
-    """Register `%%ranks`, and start the fork server in the background so that the first cell need not wait."""
+    """Register `%%ranks`, and start the fork server so that the first cell need not wait."""
     from IPython.core.error import UsageError
 
     magic = RanksMagic()

@@ -1,8 +1,9 @@
 """Starting and ending ranks: a fork server where there is one, spawn elsewhere.
 
-The server has imported torch and this package and nothing of the user's; forking it takes milliseconds where a new
-interpreter takes seconds. It never touches CUDA, so neither do the forks, and what the notebook did to CUDA is not
-inherited. Every launch gets new processes: nothing leaks from one to the next, and a crash costs nothing.
+The server has imported torch and this package and nothing of the user's; forking it takes
+milliseconds where a new interpreter takes seconds. It never touches CUDA, so neither do the forks,
+and what the notebook did to CUDA is not inherited. Every launch gets new processes: nothing leaks
+from one to the next, and a crash costs nothing.
 """
 
 import contextlib
@@ -35,14 +36,16 @@ _starting = threading.Lock()
 
 
 class Rank:
-    """One rank's process, seen from the parent: a pipe for words, a lifeline, a sentinel that shows its end."""
+    """A rank's process, seen from the parent: a pipe for words, a lifeline, a sentinel."""
 
     def __init__(self, assignment: worker.Assignment, target):
         self.rank = assignment.rank
         self.assignment = assignment
         self.pipe, theirs = mp.Pipe()
         lifeline, self._lifeline = mp.Pipe(duplex=False)
-        self.process = _process(target, (assignment, theirs, lifeline))
+        kind = mp.get_context("spawn").Process if start_method() == "spawn" else _ForkedRank
+        name = f"rank {assignment.rank}"
+        self.process = kind(target=target, args=(assignment, theirs, lifeline), name=name)
         try:
             with _starting, _without_main():
                 self.process.start()
@@ -75,7 +78,7 @@ class Rank:
             self.process.close()
 
     def ask_stack(self) -> list[tuple[str, int, str]]:
-        """Where the rank's main thread is: (file, line, function), innermost first. Works while it holds the GIL."""
+        """(file, line, function) of the rank's main thread, innermost first; GIL held or not."""
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
             return []
@@ -94,50 +97,117 @@ class Rank:
 
 @contextlib.contextmanager
 def world(choice: Choice, world_size: int, link, keep_values: bool, target, call: bytes = b""):
-    """Start `world_size` ranks that run `target`; whatever happens inside, none is left afterwards.
+    """Start ranks that run `target`; whatever happens inside, none is left afterwards.
 
     Yields (ranks, board).
     """
-    folder = new_folder()
+    _sweep()
+    folder = Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
     ranks: list[Rank] = []
     board = Board(folder / "board", world_size, create=True)
+    environ, cells = {**os.environ, **choice.environ}, _cell_texts()
     try:
         (folder / "call").write_bytes(call)
-        environ = {**os.environ, **choice.environ}
         for rank in range(world_size):
             assignment = worker.Assignment(
-                rank, world_size, str(folder), choice.backend, choice.gpus, link, keep_values, environ, _cell_texts()
+                rank=rank,
+                world_size=world_size,
+                folder=str(folder),
+                backend=choice.backend,
+                gpus=choice.gpus,
+                link=link,
+                keep_values=keep_values,
+                environ=environ,
+                cells=cells,
             )
             with interrupts_deferred():
                 ranks.append(Rank(assignment, target))
         yield ranks, board
     finally:
         with interrupts_deferred():
-            end(ranks)
+            for rank in ranks:
+                rank.end()
+            for rank in ranks:
+                rank.wait_gone()
             board.close()
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def end(ranks: list[Rank]):
-    """End all of them, then wait for each."""
-    for rank in ranks:
-        rank.end()
-    for rank in ranks:
-        rank.wait_gone()
-
-
 def _cell_texts() -> dict[str, tuple]:
-    """The text of notebook cells, as linecache keeps it: entries without a time stand for no file."""
+    """The text of notebook cells, as linecache keeps it: entries without a time are no file's."""
     entries = linecache.cache.copy()  # other threads add to it
     return {name: entry for name, entry in entries.items() if len(entry) == 4 and entry[1] is None}
 
 
+@contextlib.contextmanager
+def interrupts_deferred():
+    """A Ctrl-C meanwhile comes afterwards, so that no rank is lost while it starts or ends."""
+    if threading.current_thread() is not threading.main_thread():  # the others get none
+        yield
+        return
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *signal_and_frame: came.append(signal_and_frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if came and callable(before):
+            before(*came[0])
+
+
+@functools.cache
+def _sweep():
+    """Remove the folders of notebooks that were killed before they could tidy up."""
+    for folder in Path(tempfile.gettempdir()).glob("ddpkit-*-*"):
+        owner = folder.name.split("-")[1]
+        if owner.isdigit() and not _lives(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0) if os.name == "posix" else None  # signal 0 only asks
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
+# What ranks say, and whether they work.
+
+
+def wait_for_word(ranks: list[Rank], seconds: float) -> list[Rank]:
+    """The ranks that have sent something or ended, as soon as there are any, within `seconds`."""
+    by_object = {rank.pipe: rank for rank in ranks}
+    by_object |= {rank.process.sentinel: rank for rank in ranks}
+    return list(dict.fromkeys(by_object[o] for o in wait(list(by_object), seconds)))
+
+
+def receive(pipe: Connection):
+    """The next word from a rank, or None if there is none or it died while speaking."""
+    try:
+        return pipe.recv() if pipe.poll() else None
+    except (EOFError, OSError):
+        return None
+
+
+def cpu_ticks(pid: int) -> int | None:
+    """User and system time of a process so far, where /proc tells."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[11]) + int(fields[12])
+
+
+# The fork server.
+
+
 def start_method() -> str:
-    """forkserver where the system has it and it serves, else spawn; DDPKIT_START_METHOD overrides (for tests)."""
-    chosen = os.environ.get("DDPKIT_START_METHOD")
-    if chosen:
-        return chosen
-    return "forkserver" if sys.platform == "linux" else "spawn"
+    """forkserver where it serves, else spawn; DDPKIT_START_METHOD overrides (for tests)."""
+    served = "forkserver" if sys.platform == "linux" else "spawn"
+    return os.environ.get("DDPKIT_START_METHOD") or served
 
 
 def warm_up():
@@ -147,20 +217,13 @@ def warm_up():
             _running_server()
 
 
-def _process(target, args):
-    if start_method() == "spawn":
-        return mp.get_context("spawn").Process(target=target, args=args, name=f"rank {args[0].rank}")
-    return _ForkedRank(target=target, args=args, name=f"rank {args[0].rank}")
-
-
 @functools.cache
 def _servers() -> list[forkserver.ForkServer]:
-    """The fork server in use, alone. Our own: multiprocessing's may already serve the user, without torch preloaded."""
+    """The fork server in use, alone.
+
+    Our own: multiprocessing's may already serve the user, without torch preloaded.
+    """
     return [_new_server(PRELOAD)]
-
-
-def _server() -> forkserver.ForkServer:
-    return _servers()[0]
 
 
 def _new_server(modules: list[str]) -> forkserver.ForkServer:
@@ -170,30 +233,34 @@ def _new_server(modules: list[str]) -> forkserver.ForkServer:
 
 
 def preload(modules: Iterable[str]):
-    """Have all later ranks begin with `modules` imported, which earlier ones imported each for itself.
+    """Have later ranks begin with `modules`, which earlier ones imported each for itself.
 
-    A new fork server imports them meanwhile; the next launch waits for it if it comes soon. The old one ends when its
-    last rank has.
+    A new fork server imports them meanwhile; the next launch waits for it if it comes soon. The old
+    one ends when its last rank has.
     """
-    new = set(modules).difference(_server()._preload_modules)
-    if not new or start_method() != "forkserver":
+    if start_method() != "forkserver":
         return
     with _starting:
-        old, _servers()[0] = _server(), _new_server([*_server()._preload_modules, *sorted(new)])
+        old = _servers()[0]
+        new = set(modules).difference(old._preload_modules)
+        if not new:
+            return
+        _servers()[0] = _new_server([*old._preload_modules, *sorted(new)])
     os.close(old._forkserver_alive_fd)
-    threading.Thread(target=os.waitpid, args=(old._forkserver_pid, 0), daemon=True, name="ddpkit old server").start()
+    reap = threading.Thread(target=os.waitpid, args=(old._forkserver_pid, 0), daemon=True)
+    reap.start()
     warm_up()
 
 
 def _running_server() -> forkserver.ForkServer:
-    """The server, started where need be with SIGINT blocked: no Ctrl-C may reach it while it imports torch."""
+    """The server; if it has to be started, with SIGINT blocked: no Ctrl-C while it imports."""
     resource_tracker.ensure_running()  # would unblock SIGINT if the server started it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        _server().ensure_running()
+        _servers()[0].ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return _server()
+    return _servers()[0]
 
 
 class _Popen(popen_forkserver.Popen):
@@ -207,17 +274,20 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, data)
         finally:
             set_spawning_popen(None)
-        self.sentinel, parent_writes = _running_server().connect_to_new_process(self._fds)
-        self.finalizer = multiprocessing.util.Finalize(
-            self, multiprocessing.util.close_fds, (os.dup(parent_writes), self.sentinel)
-        )
-        with open(parent_writes, "wb") as pipe:
+        self.sentinel, writes = _running_server().connect_to_new_process(self._fds)
+        fds = os.dup(writes), self.sentinel
+        self.finalizer = multiprocessing.util.Finalize(self, multiprocessing.util.close_fds, fds)
+        with open(writes, "wb") as pipe:
             pipe.write(data.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
 
 
-class _ForkedRank(mp.get_context("forkserver").Process if "forkserver" in mp.get_all_start_methods() else mp.Process):
-    _start_method = None  # a rank starts its own children as this process does; a DataLoader's workers by fork on Linux
+_served = "forkserver" in mp.get_all_start_methods()
+
+
+class _ForkedRank(mp.get_context("forkserver").Process if _served else mp.Process):
+    # A rank starts its own children as this process does: on Linux, a DataLoader forks its workers.
+    _start_method = None
 
     @staticmethod
     def _Popen(process_obj):
@@ -226,9 +296,9 @@ class _ForkedRank(mp.get_context("forkserver").Process if "forkserver" in mp.get
 
 @contextlib.contextmanager
 def _without_main():
-    """Keep multiprocessing from running the user's script again in every rank: cloudpickle carries what they need.
+    """Keep multiprocessing from running the user's script again in the ranks: they don't need it.
 
-    Only for this thread; a pool that the user starts elsewhere at the same moment gets its script.
+    Only for this thread; a pool that the user starts elsewhere at the moment gets its script.
     """
     original, thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
 
@@ -244,59 +314,3 @@ def _without_main():
         yield
     finally:
         multiprocessing.spawn.get_preparation_data = original
-
-
-@contextlib.contextmanager
-def interrupts_deferred():
-    """A Ctrl-C in these milliseconds comes after them, so that no rank is lost sight of while it starts or ends."""
-    if threading.current_thread() is not threading.main_thread():  # the others get none
-        yield
-        return
-    came = []
-    before = signal.signal(signal.SIGINT, lambda *signal_and_frame: came.append(signal_and_frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
-        if came and callable(before):
-            before(*came[0])
-
-
-def new_folder() -> Path:
-    """A folder for one launch; those of parents that were killed before they could tidy up are removed."""
-    _sweep()
-    return Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
-
-
-@functools.cache
-def _sweep():
-    for folder in Path(tempfile.gettempdir()).glob("ddpkit-*-*"):
-        owner = folder.name.split("-")[1]
-        if owner.isdigit() and not _alive(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    if os.name != "posix":
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def wait_for_word(ranks: list[Rank], seconds: float) -> list:
-    """The pipes and sentinels of `ranks` that have something to say, at the latest after `seconds`."""
-    by_object = {rank.pipe: rank for rank in ranks} | {rank.process.sentinel: rank for rank in ranks}
-    return list({id(by_object[o]): by_object[o] for o in wait(list(by_object), seconds)}.values())
-
-
-def receive(pipe: Connection):
-    """The next word from a rank, or None if there is none or it died while speaking."""
-    try:
-        return pipe.recv() if pipe.poll() else None
-    except (EOFError, OSError):
-        return None

@@ -1,4 +1,4 @@
-"""Inside a rank: be safe to start and safe to end, join the world, do the work, hand the result back."""
+"""Inside a rank: start safely, join the world, do the work, hand the result back, end safely."""
 
 import ast
 import contextlib
@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from .board import IDLE, RETURNED, RUNNING, STARTING, Board
 from .link import Link
-from .wire import Recorder, register_wire
+from .records import Recorder
+from .wire import register_wire
 
 SLOW_IMPORTS = ("torch._dynamo",)  # a second or two; the first optimizer of a process imports it
 RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -33,7 +34,7 @@ RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclass
 class Assignment:
-    """What a new rank must know. Plain data: it is unpickled by a process that knows nothing but this package."""
+    """What a new rank must know. Plain data: who unpickles it knows nothing but this package."""
 
     rank: int
     world_size: int
@@ -64,7 +65,7 @@ class Failure:
 
 
 def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
-    """A rank's life under `launch`: join the world, call the function, send word, wait to be ended.
+    """A rank's life under `launch`: join the world, call the function, send word, wait for the end.
 
     It waits because a connection that closes early would fail the ranks still talking to it.
     """
@@ -85,13 +86,14 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
-    """A rank's life under `%%ranks`: join the world, then run one cell after the other in the same namespace."""
+    """A rank's life under `%%ranks`: join the world, then run cell after cell in one namespace."""
     recorder = become_rank(assignment, pipe, lifeline)
     board, rank = recorder.board, assignment.rank
-    main_module = types.ModuleType("__main__")  # what cells define must be found under the name that pickle notes
+    main_module = types.ModuleType("__main__")  # where pickle looks for what cells define
     sys.modules["__main__"] = main_module
     names = vars(main_module)
-    names.update(rank=rank, world_size=assignment.world_size, dist=dist, torch=torch, device=assignment.device)
+    names.update(rank=rank, world_size=assignment.world_size, device=assignment.device)
+    names.update(dist=dist, torch=torch)
     cell = None
     while True:
         try:
@@ -110,7 +112,7 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def run_cell(source: str, file: str, names: dict) -> str | None:
-    """Run the text of a cell in `names`; returns the repr of its last expression, None if that is None."""
+    """Run a cell in `names`; the repr of its last expression, None if that is None."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     tree = ast.parse(source, file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -126,13 +128,14 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     lead_process_group()
     end_with_parent(lifeline)
     capture_output(assignment.path("output"))
-    multiprocessing.current_process()._config["tempdir"] = assignment.folder  # what it makes there goes with the folder
+    # What multiprocessing makes in its temporary folder goes with ours.
+    multiprocessing.current_process()._config["tempdir"] = assignment.folder
     os.environ.clear()
     os.environ.update(assignment.environ)
     linecache.cache.update(assignment.cells)
     importlib.invalidate_caches()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    stacks = open(assignment.path("stack"), "w")  # stays open: the parent may ask at any time where this rank is
+    stacks = open(assignment.path("stack"), "w")  # stays open: the parent may ask at any time
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
@@ -148,22 +151,23 @@ def lead_process_group():
     """Lead a process group, so that children can be ended with us; leave Ctrl-C to the parent."""
     if os.name == "posix":
         os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # first: one that came while it was blocked is dropped
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # first: one that came while blocked is dropped
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def end_with_parent(lifeline: Connection):
-    """End this rank and its children when the other end of `lifeline` closes, however the parent went.
+    """End this rank and its children when `lifeline` closes, however the parent went.
 
-    Linux sends the signal itself, also to a rank that holds the interpreter's lock in C; the thread serves elsewhere.
+    Linux sends the signal itself, also to a rank that holds the interpreter's lock in C; the thread
+    serves elsewhere.
     """
     if sys.platform == "linux":
-        import fcntl
+        from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl
 
-        fcntl.fcntl(lifeline.fileno(), fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline.fileno(), fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline.fileno(), fcntl.F_SETFL, fcntl.fcntl(lifeline.fileno(), fcntl.F_GETFL) | os.O_ASYNC)
+        fcntl(lifeline.fileno(), F_SETOWN, -os.getpgrp())
+        fcntl(lifeline.fileno(), F_SETSIG, signal.SIGKILL)
+        fcntl(lifeline.fileno(), F_SETFL, fcntl(lifeline.fileno(), F_GETFL) | os.O_ASYNC)
 
     def watch():
         with contextlib.suppress(EOFError, OSError):
@@ -180,14 +184,13 @@ def wait_to_be_ended():
 
 
 def capture_output(path: Path):
-    """Send descriptors 1 and 2 to a file: prints, C++ and child processes alike, and nobody need read along."""
+    """Send descriptors 1 and 2 to a file: prints, C++, children, and nobody needs to read along."""
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
-        setattr(sys, name, stream)
+    text = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1, "closefd": False}
+    sys.stdout, sys.stderr = open(1, "w", **text), open(2, "w", **text)
 
 
 def flush():
@@ -200,18 +203,21 @@ def flush():
 
 
 def join(assignment: Assignment, recorder: Recorder):
-    """Initialise torch.distributed over the wire. The store is a file and Gloo listens on the loopback interface only:
+    """Initialise torch.distributed over the wire.
 
-    no port to guess, no host name to resolve, nothing that another user of this machine could reach.
+    The store is a file and Gloo listens on the loopback interface only: no port to guess, no host
+    name to resolve, nothing that another user of this machine could reach.
     """
+    rank, world_size = assignment.rank, assignment.world_size
     if assignment.gpus:
         torch.cuda.set_device(assignment.device)  # object collectives use the current device
     register_wire(recorder, assignment.backend, assignment.device, one_machine=True)
-    store = dist.FileStore(str(Path(assignment.folder) / "store"), assignment.world_size)
-    dist.init_process_group("ddpkit", store=store, rank=assignment.rank, world_size=assignment.world_size)
-    recorder.board.set_state(assignment.rank, RUNNING)
-    while any(recorder.board.state(rank) == STARTING for rank in range(assignment.world_size)):
-        time.sleep(0.0002)  # a rank that failed before the others have joined would look like a broken network to them
+    store = dist.FileStore(str(Path(assignment.folder) / "store"), world_size)
+    dist.init_process_group("ddpkit", store=store, rank=rank, world_size=world_size)
+    recorder.board.set_state(rank, RUNNING)
+    # Wait for all: to one that still joins, a rank that has failed looks like a broken network.
+    while any(recorder.board.state(each) == STARTING for each in range(world_size)):
+        time.sleep(0.0002)
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -219,26 +225,25 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
-            return obj.cpu().__reduce_ex__(self.proto)
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
 
 
 def save(path: Path, value: object):
-    """Write the return value to a file: a pipe would fill up and freeze the rank until it is read."""
+    """Write the return value to a file: a pipe would fill up and block the rank until it's read."""
     with open(path, "wb") as file:
-        pickler = _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-        pickler.proto = pickle.HIGHEST_PROTOCOL
         try:
-            pickler.dump(value)
+            _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
         except Exception as error:
+            expected = "Expected plain data, tensors or anything else that pickles"
             raise ValueError(
-                f"the return value can't be sent back to the notebook ({type(error).__name__}: {error}). Expected "
-                f"plain data, tensors or anything else that pickles, got {type(value[0]).__name__}: return its contents"
+                f"the return value can't be sent back to the notebook ({type(error).__name__}: "
+                f"{error}). {expected}, got {type(value[0]).__name__}: return its contents"
             ) from None
 
 
 def failure(error: BaseException) -> Failure:
-    """`error` as plain data, without the frames of this folder and of modules that say `__tracebackhide__ = True`."""
+    """`error` as plain data, without frames of this folder and of `__tracebackhide__` modules."""
     try:
         message = str(error)
     except Exception as another:
@@ -247,11 +252,11 @@ def failure(error: BaseException) -> Failure:
         message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
     if error.__cause__ is not None:
         message += f" (because of {type(error.__cause__).__name__}: {error.__cause__})"
-    frames = [
-        (frame.f_code.co_filename, line, frame.f_code.co_name)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(RUNTIME_FOLDER) and not frame.f_globals.get("__tracebackhide__")
-    ]
+    frames = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code, hidden = frame.f_code, frame.f_globals.get("__tracebackhide__")
+        if not hidden and not code.co_filename.startswith(RUNTIME_FOLDER):
+            frames.append((code.co_filename, line, code.co_name))
     if isinstance(error, SyntaxError) and error.filename:
         message, frames = error.msg, [(error.filename, error.lineno or 0, "<module>")]
     return Failure(type(error).__name__, message, frames, time.perf_counter())

@@ -1,0 +1,213 @@
+"""What one rank said: on the board for the others to see, in a list for itself."""
+
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .board import DISAGREES, SLOTS, Board, Record, hash32
+from .link import Link
+
+KEPT_ELEMENTS = 64  # keep_values keeps messages and buffers up to this size
+MOST_RECORDS = 200_000  # records a rank keeps; older ones are dropped
+
+# Frames of these belong to the library; a record names the line of the reader's own code.
+_LIBRARY_FOLDERS = tuple(
+    os.path.normpath(folder) + os.sep
+    for folder in (
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.path.dirname(__file__)),
+        sysconfig.get_path("stdlib"),
+    )
+)
+
+
+class Recorder:
+    """What one rank said. In a rank, `recorder()` gives it.
+
+    records: all calls so far. board: what all ranks said; None under torchrun, where no memory is
+    shared. disagree: called with {rank: record} when another rank said something else at the same
+    place.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        board: Board | None = None,
+        link: Link | None = None,
+        keep_values: bool = False,
+        disagree: Callable[[dict[int, Record]], None] | None = None,
+    ):
+        self.rank, self.board, self.link, self.keep_values = rank, board, link, keep_values
+        self.records: list[Record] = []
+        self.joined = False  # whether the world's own group exists
+        self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
+        self._disagree = disagree
+        self._calls = 0
+        self._seq: dict[str, int] = {}
+        self._indices: dict[int, int] = {}  # id of a record not yet done -> its number on the board
+        self._threads: set[int] = set()
+        self._buffers: dict[int, int] = {}
+        # DDP calls from autograd's thread, Gloo's own threads complete calls, and the garbage
+        # collector may end a handle in between: of the same thread, hence the R.
+        self._lock = threading.RLock()
+
+    def issue(
+        self,
+        record: Record,
+        sent: Sequence[torch.Tensor] = (),
+        buffer: torch.Tensor | None = None,
+    ):
+        """Write down a call that is about to be made, and look whether the others say the same."""
+        if self.keep_values:
+            record.values, record.memory = _values(sent), self._memory(buffer)
+        with self._lock:
+            record.seq = self._next(record.channel)
+            index, self._calls = self._calls, self._calls + 1
+            self.records.append(record)
+            if len(self.records) > MOST_RECORDS:
+                del self.records[: MOST_RECORDS // 2]
+            if self.board is None:
+                return
+            self._indices[id(record)] = index
+            self.board.put(self.rank, index, record)
+            if threading.get_ident() not in self._threads:
+                self._threads.add(threading.get_ident())
+                self.board.set_threads(self.rank, len(self._threads))
+        differing = self._said_differently(record)
+        if differing is not None:
+            self.board.set_state(self.rank, DISAGREES)
+            self._disagree({self.rank: record, **differing})
+
+    def _next(self, channel: str) -> int:
+        self._seq[channel] = self._seq.get(channel, -1) + 1
+        return self._seq[channel]
+
+    def _said_differently(self, record: Record) -> dict[int, Record] | None:
+        """{rank: what it said} for one that said something else.
+
+        Written first, looked second: of two ranks that disagree, the later one always sees it.
+        """
+        if not record.fingerprint:
+            return None
+        channel, fingerprint = hash32(record.channel), hash32(record.fingerprint)
+        for rank in record.ranks:
+            said = self.board.find(rank, channel, record.seq) if rank != self.rank else None
+            if said is not None and said[1] != fingerprint:
+                theirs = self.board.record(rank, said[0])
+                return {} if theirs is None else {rank: theirs}
+        return None
+
+    def came_from(self, record: Record, peer: int, channel: str):
+        """A receive from any rank turned out to be from `peer`, on `channel`."""
+        with self._lock:
+            record.peer, record.channel, record.seq = peer, channel, self._next(channel)
+
+    def waiting(self, record: Record):
+        """This rank stops to wait for `record`."""
+        record.waited = time.perf_counter()
+        if self.board is not None and id(record) in self._indices:
+            self.board.set_waiting(self.rank, self._indices[id(record)])
+
+    def waited(self):
+        """It goes on."""
+        if self.board is not None:
+            self.board.set_waiting(self.rank, None)
+
+    def done(
+        self,
+        record: Record,
+        arrived: Sequence[torch.Tensor] = (),
+        buffer: torch.Tensor | None = None,
+    ):
+        """`record` is complete; the first to notice writes it down.
+
+        buffer: of what arrived, if nobody else can be writing into the rest of it just now.
+        """
+        if record.done is not None:
+            return
+        if self.keep_values and arrived:
+            record.result = _values(arrived)
+            record.memory = self._memory(buffer) or record.memory
+        record.done = time.perf_counter()
+        self._write_again(record)
+        self._indices.pop(id(record), None)
+
+    def dropped(self, record: Record):
+        """The handle of a message was let go before anybody waited: Gloo may never deliver it."""
+        record.dropped = True
+        self._write_again(record)
+
+    def gave_future(self, record: Record):
+        """Somebody took the future of the call: from now on a wait for it may leave no mark."""
+        record.by_future = True
+        self._write_again(record)
+
+    def _write_again(self, record: Record):
+        """Put what is new about an open call on the board, if its slot is still its own."""
+        with self._lock:
+            index = self._indices.get(id(record))
+            if index is not None and index >= self._calls - SLOTS:
+                self.board.put(self.rank, index, record)
+
+    def latest_issue(self, record: Record) -> float:
+        """When the last of the ranks in `record` came to it, as far as the board knows."""
+        times = [record.issued]
+        for rank in record.ranks if self.board is not None else ():
+            said = self.board.find(rank, hash32(record.channel), record.seq)
+            theirs = said and self.board.record(rank, said[0])
+            if theirs:
+                sent = record.op == "recv" and theirs.started
+                times.append(sent or theirs.issued)
+        return max(times)
+
+    def home(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Where `tensor` lies in what went over the wire: (buffer, offset) as in `Record.memory`.
+
+        None if it is in no buffer of the records. Known with keep_values, of small buffers.
+        """
+        which = self._buffers.get(tensor.untyped_storage().data_ptr())
+        return None if which is None else (which, tensor.storage_offset())
+
+    def _memory(self, tensor: torch.Tensor | None) -> tuple[int, int, list] | None:
+        """The whole buffer that `tensor` is a part of, if it is small, as `Record.memory`."""
+        if tensor is None or tensor.numel() == 0:
+            return None
+        storage = tensor.untyped_storage()
+        numel = storage.nbytes() // tensor.element_size()
+        if numel > KEPT_ELEMENTS:
+            return None
+        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        whole.set_(storage, 0, (numel,))
+        which = self._buffers.setdefault(storage.data_ptr(), len(self._buffers))
+        return which, tensor.storage_offset(), whole.tolist()
+
+
+def recorder() -> Recorder | None:
+    """The recorder of this rank; None where `launch` didn't make the world."""
+    return getattr(dist.group.WORLD, "recorder", None)
+
+
+def _values(tensors: Sequence[torch.Tensor]) -> list | None:
+    if not tensors or sum(tensor.numel() for tensor in tensors) > KEPT_ELEMENTS:
+        return None
+    return [value for tensor in tensors for value in tensor.detach().flatten().tolist()]
+
+
+def is_library(file: str) -> bool:
+    """Whether `file` is torch's, ddpkit's or Python's own."""
+    return file.startswith((*_LIBRARY_FOLDERS, "<frozen"))
+
+
+def call_site() -> tuple[str, int, str]:
+    """(file, line, function) of the innermost frame that is the user's own."""
+    frame = first = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or first
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
