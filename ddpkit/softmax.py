@@ -1,37 +1,27 @@
-"""Softmax of rows of any length: without overflow, in fewer passes, in blocks merged in any order, across ranks.
+"""Softmax of rows of any length: safe, online, in blocks merged in any order, across ranks.
 
-    softmax(x)ᵢ = eˣⁱ / Σⱼ eˣʲ = eˣⁱ⁻ᵐ / d        with m = max x and d = Σⱼ eˣʲ⁻ᵐ
+    softmax(x)ᵢ = e^xᵢ / Σⱼ e^xⱼ = e^(xᵢ−m) / ℓ        with m = max x and ℓ = Σⱼ e^(xⱼ−m)
 
-The pair (m, d) is all that a row's numbers need to know of each other, and pairs can be merged: `merge` makes the pair
-of a whole row from those of two parts. One number's pair is (x, 1), that of no number, or of a masked one, (-inf, 0).
-Taken in number by number that is the online softmax; block by block, FlashAttention; rank by rank, ring attention. With
-values v a part has a triple (m, d, o), where o = Σⱼ eˣʲ⁻ᵐ vⱼ; in the end o/d is the mean of the values, weighted by the
-softmax.
+The pair (m, ℓ) is all that a row's numbers need to know of each other. `merge` makes the pair of a
+row from those of two parts: number by number, that is online softmax; block by block, flash
+attention; rank by rank, ring attention. With values v a part has a triple (m, ℓ, o), where
+o = Σⱼ e^(xⱼ−m)·vⱼ, and o/ℓ is the mean of the values, weighted by the softmax.
 
-What each moves between memory and the processor for a row of N numbers, with values of D numbers (count it: `Traffic`):
+For rows of N numbers, and values of D (`ddpkit.tools.traffic` counts):
 
-    function                passes    read        written
-    naive_softmax           2         2N          N             overflows
+    function                passes    reads       writes
+    naive_softmax           2         2N          N          overflows
     safe_softmax            3         3N          N
     online_softmax          2         2N          N
     blockwise_softmax       2         2N          N
-    fused_softmax           1         N           N             the whole row must fit into fast memory
-    online_weighted_mean    1         N + ND      D             the softmax itself is never written
+    fused_softmax           1         N           N          the row must fit into fast memory
+    online_weighted_mean    1         N + ND      D          the softmax itself is never written
 
-If every pass is a GPU kernel of its own, each goes to memory twice, to read and to write: safe_softmax six times,
-though two of the writes are a single number, m or d. fused_softmax is one kernel, and goes twice.
+Rows are floating-point, (..., N); nothing is changed in place. m, ℓ and what is computed with them
+are float32 at least, results have the dtype of x. A row of -inf only is masked: its softmax is
+zeros (torch.softmax: NaN). With +inf or NaN in it, a row is NaN. ValueError: no such rows.
 
-All take rows (..., N) of floating-point numbers, any number of them, and change nothing in place. m, d and what is
-computed with them are float32 at least, the result has the dtype of x. Only naive_softmax stays in the dtype of x.
-ValueError: anything else than such rows.
-
-    a row                  here, but for naive_softmax     torch.softmax
-    of -inf only           zeros: all are masked           NaN
-    with some -inf         0 there                         the same
-    with +inf or NaN       NaN, the whole row              the same
-    of one number          1; 0 if that is -inf            1; NaN if that is -inf
-    of no number           no number                       the same
-
+In PyTorch: torch.softmax, one fused kernel; m + ln ℓ is torch.logsumexp, `merge` torch.logaddexp.
 Milakov and Gimelshein 2018 (online softmax); Rabe and Staats 2021 (merging). Notebook 08.
 """
 
@@ -42,73 +32,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.overrides import TorchFunctionMode
 
-# Number by number. x[..., i] reads from memory, a[..., i] = writes to it; m, d and o are in registers.
+from .tools.checks import check_in_group
+
+# Number by number. x[..., i] reads from memory, a[..., i] = writes to it; the rest is in registers.
 
 
 def naive_softmax(x: Tensor) -> Tensor:
-    """eˣ / Σ eˣ, as the formula stands: NaN where eˣ overflows, from x = 12 in fp16, 89 in fp32; 0 where only Σ does.
+    """e^x / Σ e^x, as the formula stands and in the dtype of x: NaN where a power overflows.
 
-    Rows far below 0 become NaN too, when all of their eˣ are 0. Two passes. Notebook 08.
+    That is from x = 12 in fp16, 89 in fp32; and far below 0, where all powers are 0.
     """
     _check(x)
-    a, length = torch.empty_like(x), x.shape[-1]
-    d = x.new_zeros(x.shape[:-1])
-    for i in range(length):
-        d = d + torch.exp(x[..., i])
-    for i in range(length):
-        a[..., i] = torch.exp(x[..., i]) / d
+    ell, a = x.new_zeros(x.shape[:-1]), torch.empty_like(x)
+    for i in range(x.shape[-1]):
+        ell = ell + torch.exp(x[..., i])
+    for i in range(x.shape[-1]):
+        a[..., i] = torch.exp(x[..., i]) / ell
     return a
 
 
 def safe_softmax(x: Tensor) -> Tensor:
-    """eˣ⁻ᵐ / Σ eˣ⁻ᵐ: no exponent is above 0. Three passes: for the maximum, the sum, the result. Notebook 08."""
-    m, d = _nothing(x)
-    a, length = torch.empty_like(x), x.shape[-1]
-    for i in range(length):
+    """e^(x−m) / Σ e^(x−m), no exponent above 0: passes for the maximum, the sum, the result."""
+    (m, ell), a = _start(x), torch.empty_like(x)
+    for i in range(x.shape[-1]):
         m = torch.maximum(m, x[..., i])
-    for i in range(length):
-        d = d + _ratio(x[..., i], m)
-    for i in range(length):
-        a[..., i] = _normalized(_ratio(x[..., i], m), d)
+    for i in range(x.shape[-1]):
+        ell = ell + _power(x[..., i], m)
+    for i in range(x.shape[-1]):
+        a[..., i] = normalize(_power(x[..., i], m), ell)
     return a
 
 
 def online_softmax(x: Tensor) -> Tensor:
-    """The same in two passes: the first keeps a running maximum, and a sum that is right for the maximum so far.
+    """The same in two passes: the first has a running maximum, and the sum for the maximum so far.
 
-    When the maximum grows from m' to m, the sum so far is corrected by eᵐ'⁻ᵐ. Milakov and Gimelshein 2018, algorithm 3.
-    Notebook 08.
+    When the maximum grows, the sum so far is corrected. Milakov and Gimelshein 2018, algorithm 3.
     """
-    m, d = _nothing(x)
-    a, length = torch.empty_like(x), x.shape[-1]
-    for i in range(length):
+    (m, ell), a = _start(x), torch.empty_like(x)
+    for i in range(x.shape[-1]):
         x_i = x[..., i]
         m_before, m = m, torch.maximum(m, x_i)
-        d = d * _ratio(m_before, m) + _ratio(x_i, m)
-    for i in range(length):
-        a[..., i] = _normalized(_ratio(x[..., i], m), d)
+        ell = ell * _power(m_before, m) + _power(x_i, m)
+    for i in range(x.shape[-1]):
+        a[..., i] = normalize(_power(x[..., i], m), ell)
     return a
 
 
 def online_weighted_mean(x: Tensor, v: Tensor) -> Tensor:
     """softmax(x)·v in one pass: what attention does for a query, x being its scores.
 
-    v: (..., N, D), a value for each number of x. Returns (..., D) in the dtype of v; zeros where all of x is -inf.
-
-    The sum of the values is corrected as d is, and divided by d at the end. Notebooks 08 and 09.
+    v: (..., N, D), a value for each number. Returns (..., D) in the dtype of v; zeros for a masked
+    row. The sum of the values is corrected as ℓ is, and divided by it at the end. Notebook 09, too.
     """
-    m, d = _nothing(x)
-    o = d.unsqueeze(-1).expand(*d.shape, v.shape[-1])  # zeros
+    m, ell = _start(x)
+    o = ell.unsqueeze(-1).expand(*ell.shape, v.shape[-1])  # zeros
     for i in range(x.shape[-1]):
         x_i, v_i = x[..., i], v[..., i, :]
         m_before, m = m, torch.maximum(m, x_i)
-        correction, weight = _ratio(m_before, m), _ratio(x_i, m)
-        d = d * correction + weight
+        correction, weight = _power(m_before, m), _power(x_i, m)
+        ell = ell * correction + weight
         o = o * correction.unsqueeze(-1) + weight.unsqueeze(-1) * v_i
     mean = torch.empty_like(o, dtype=v.dtype)
-    mean[...] = _normalized(o, d.unsqueeze(-1))
+    mean[...] = normalize(o, ell.unsqueeze(-1))
     return mean
 
 
@@ -116,55 +102,48 @@ def online_weighted_mean(x: Tensor, v: Tensor) -> Tensor:
 
 
 def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
-    """What `merge` must know of a part of a row: (m, d); with values, (m, d, o).
+    """What `merge` must know of a part of a row: (m, ℓ); with values, (m, ℓ, o).
 
-    x: (..., n), n may be 0. v: (n, D), or (..., n, D), multiplied as by torch.matmul: eˣ⁻ᵐ @ v, so that several rows
-    (..., q, n) share their values. Returns m, d of shape (...), and o of shape (..., D), not yet divided by d.
+    x: (..., n), n may be 0. v: (..., n, D), multiplied as by torch.matmul, so that several rows
+    (..., q, n) share their values. Returns m and ℓ of shape (...), o of shape (..., D).
     """
-    m, _ = _nothing(x)
+    m, _ = _start(x)
     if x.shape[-1]:
         m = x.amax(-1).to(m.dtype)
-    weights = _ratio(x, m.unsqueeze(-1))
-    d = weights.sum(-1)
-    return (m, d) if v is None else (m, d, weights @ v.to(weights.dtype))
+    weights = _power(x, m.unsqueeze(-1))
+    ell = weights.sum(-1)
+    return (m, ell) if v is None else (m, ell, weights @ v.to(weights.dtype))
 
 
 def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of two parts' (m, d), that of both together; of two (m, d, o), likewise.
+    """Of two parts' (m, ℓ), that of both together; of two (m, ℓ, o), likewise.
 
-    m, d: any shape, the same or one that broadcasts. o: one axis more, that of a value.
-    ValueError: a pair and a triple.
-
-    The order of the parts, and which are merged first, changes no more than the last bits. (-inf, 0) changes nothing.
+    m, ℓ: any shape, the same or one that broadcasts. o: one axis more. ValueError: a pair and a
+    triple. Order and brackets change no more than the last bits; (-inf, 0) changes nothing.
     """
-    if len(a) != len(b):
-        got = f"{len(a)} tensors and {len(b)}"
-        raise ValueError(f"merge expected two pairs (m, d) or two triples (m, d, o), got {got}. Summarize both alike.")
-    (m_a, d_a, *o_a), (m_b, d_b, *o_b) = a, b
+    (m_a, ell_a, *o_a), (m_b, ell_b, *o_b) = a, b
     m = torch.maximum(m_a, m_b)
-    correct_a, correct_b = _ratio(m_a, m), _ratio(m_b, m)
-    d = d_a * correct_a + d_b * correct_b
+    correct_a, correct_b = _power(m_a, m), _power(m_b, m)
+    ell = ell_a * correct_a + ell_b * correct_b
+    if len(a) != len(b):
+        raise ValueError(f"expected two pairs or two triples, got {len(a)} and {len(b)} tensors")
     if not o_a:
-        return m, d
-    return m, d, o_a[0] * correct_a.unsqueeze(-1) + o_b[0] * correct_b.unsqueeze(-1)
+        return m, ell
+    return m, ell, o_a[0] * correct_a.unsqueeze(-1) + o_b[0] * correct_b.unsqueeze(-1)
 
 
 def fused_softmax(x: Tensor) -> Tensor:
-    """Softmax of rows that are held in fast memory while all is done to them: read once, written once. Notebook 08."""
-    row = x[...]
-    pair, a = summarize(row), torch.empty_like(x)
-    a[...] = _softmax(row, *pair)
+    """Softmax of rows that are in fast memory while all is done to them: read and written once."""
+    row, a = x[...], torch.empty_like(x)
+    a[...] = _softmax(row, *summarize(row))
     return a
 
 
 def blockwise_softmax(x: Tensor, block: int) -> Tensor:
-    """Softmax of rows that are read `block` numbers at a time: two passes, online from block to block.
-
-    The last block may be shorter. ValueError: `block` below 1. Notebook 08.
-    """
+    """Softmax of rows that are read `block` numbers at a time: online, from block to block."""
     if block < 1:
-        raise ValueError(f"blockwise_softmax expected a block of at least 1 number, got {block}. Try 128.")
-    a, pair = torch.empty_like(x), _nothing(x)
+        raise ValueError(f"expected a block of at least 1 number, got {block}. Try 128.")
+    a, pair = torch.empty_like(x), _start(x)
     blocks = [slice(start, start + block) for start in range(0, x.shape[-1], block)]
     for part in blocks:
         pair = merge(pair, summarize(x[..., part]))
@@ -174,19 +153,16 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
 
 
 def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Softmax of rows of which every rank of the group has a part: returns this rank's part of the result.
+    """Softmax of rows of which every rank of the group has a part: returns this rank's part of it.
 
-    x: (..., n); the ranks may have different n, or none, but the same number of rows.
+    x: (..., n); n may differ from rank to rank and be 0, the number of rows may not.
     ValueError: this rank isn't in `group`.
 
-    One collective: all ranks' pairs are gathered, and each rank merges them, in the same order, to the same bits.
-    Cost per rank: two numbers for each row sent to the W-1 others. An all-reduce whose operation is `merge` would move
-    less for many ranks, but torch's can only add, multiply, compare: with those it takes two, one for the maximum and
-    then one for the sum. Notebook 08.
+    Cost per rank: one all-gather of two numbers for each row. Each rank merges them in the same
+    order, to the same bits. (An all-reduce whose operation is `merge` would move less; torch has
+    none, and takes two: Megatron's `vocab_parallel_cross_entropy`.)
     """
-    if dist.get_rank(group) < 0:
-        got = f"rank {dist.get_rank()} called softmax_across_ranks with a group that it isn't in"
-        raise ValueError(f"{got}, expected one of its own. Call it on the group's ranks only.")
+    check_in_group("softmax_across_ranks", group)
     mine = torch.stack(summarize(x))
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
@@ -199,51 +175,26 @@ def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor
 def _check(x: Tensor) -> None:
     if not x.is_floating_point() or x.dim() == 0:
         got = f"{x.dtype} of shape {tuple(x.shape)}"
-        expected = "rows of floating-point numbers, (..., N)"
-        raise ValueError(f"softmax expected {expected}, got {got}. Try x.float(), or x.view(1) for a single number.")
+        raise ValueError(f"expected rows of floating-point numbers, (..., N), got {got}: float()?")
 
 
-def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(m, d) of each row of `x` before any of its numbers was seen."""
+def _start(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(-inf, 0) for each row: m and ℓ before any of its numbers was read."""
     _check(x)
-    d = torch.zeros(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    return torch.full_like(d, -math.inf), d
+    ell = x.new_zeros(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
+    return torch.full_like(ell, -math.inf), ell
 
 
-def _ratio(x: Tensor, m: Tensor) -> Tensor:
-    """eˣ / eᵐ for x ≤ m. Where m is -inf x is too, and -inf - -inf would be NaN: 0, what is masked weighs nothing."""
+def _power(x: Tensor, m: Tensor) -> Tensor:
+    """e^(x−m) for x ≤ m; 0 where both are -inf, as -inf - -inf is NaN: masked weighs nothing."""
     return torch.exp(x - m.masked_fill(m == -math.inf, 0))
 
 
-def _normalized(total: Tensor, d: Tensor) -> Tensor:
-    """total / d. Of a row that is all masked d is 0, and of every other at least 1, the maximum's own e⁰."""
-    return total / d.masked_fill(d == 0, 1)
+def normalize(x: Tensor, ell: Tensor) -> Tensor:
+    """x / ℓ; where ℓ is 0, all is masked, and x is 0. (Else ℓ ≥ 1, the maximum's own e⁰.)"""
+    return x / ell.masked_fill(ell == 0, 1)
 
 
-def _softmax(x: Tensor, m: Tensor, d: Tensor) -> Tensor:
+def _softmax(x: Tensor, m: Tensor, ell: Tensor) -> Tensor:
     """That of a part of the row whose pair this is."""
-    return _normalized(_ratio(x, m.unsqueeze(-1)), d.unsqueeze(-1))
-
-
-# Counting
-
-
-class Traffic(TorchFunctionMode):
-    """Inside `with Traffic() as traffic:`, count the numbers that tensors are read and written by index.
-
-    x[..., i] is a read of as many numbers as it gives, a[..., i] = y a write. A tensor that is used without an index
-    counts as held in registers or fast memory: the functions above index what is in slow memory, and only that.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.reads = self.writes = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is Tensor.__getitem__:
-            self.reads += result.numel()
-        elif func is Tensor.__setitem__:
-            tensor, index, _ = args
-            self.writes += tensor[index].numel()
-        return result
+    return normalize(_power(x, m.unsqueeze(-1)), ell.unsqueeze(-1))

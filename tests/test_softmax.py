@@ -14,7 +14,6 @@ import twin
 from ddpkit import exercises as check
 from ddpkit import launch
 from ddpkit.softmax import (
-    Traffic,
     blockwise_softmax,
     fused_softmax,
     merge,
@@ -25,6 +24,7 @@ from ddpkit.softmax import (
     softmax_across_ranks,
     summarize,
 )
+from ddpkit.tools.traffic import Traffic
 
 st = pytest.importorskip("hypothesis.strategies", reason="hypothesis isn't installed")
 given, settings = sys.modules["hypothesis"].given, sys.modules["hypothesis"].settings
@@ -383,7 +383,7 @@ def test_references_and_the_library_agree(row, cut):
 @pytest.mark.parametrize("function", EVERY, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("x", [torch.arange(3), torch.tensor(1.0), torch.zeros(2, dtype=torch.complex64)], ids=str)
 def test_only_rows_of_floating_point_numbers(function, x):
-    says = re.escape(f"rows of floating-point numbers, (..., N), got {x.dtype} of shape {tuple(x.shape)}. Try")
+    says = re.escape(f"rows of floating-point numbers, (..., N), got {x.dtype} of shape {tuple(x.shape)}: float")
     with pytest.raises(ValueError, match=says):
         function(x)
 
@@ -392,5 +392,5 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="a block of at least 1 number, got 0"):
         blockwise_softmax(torch.zeros(3), 0)
     one, two = summarize(torch.zeros(2)), summarize(torch.zeros(2), torch.zeros(2, 1))
-    with pytest.raises(ValueError, match=r"two pairs .* or two triples .*, got 2 tensors and 3"):
+    with pytest.raises(ValueError, match="two pairs or two triples, got 2 and 3 tensors"):
         merge(one, two)
