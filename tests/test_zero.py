@@ -22,7 +22,7 @@ from torch.nn.utils import parameters_to_vector
 from ddpkit import HangError, RankError, launch, ring
 from ddpkit import exercises as check
 from ddpkit.models import GPT, mean_loss
-from ddpkit.zero import BucketPlan, Part, ShardedLinear, ZeroOptimizer, plan_shards
+from ddpkit.zero import ZeroOptimizer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
 

@@ -231,7 +231,8 @@ class WireGroup(dist.ProcessGroup):
             self._deliveries().put((inner, record, arriving, delivered))
             return WireWork(inner, record, self.recorder, arriving, delivered)
         if getattr(opts, "asyncOp", True):
-            inner.get_future().add_done_callback(lambda _: self.recorder.done(record, arriving))
+            with contextlib.suppress(RuntimeError):  # Gloo's reduce_scatter gives no future
+                inner.get_future().add_done_callback(lambda _: self.recorder.done(record, arriving))
         return WireWork(inner, record, self.recorder, arriving)
 
     def _deliveries(self) -> queue.SimpleQueue:

@@ -1,0 +1,48 @@
+"""`ddpkit.transport` through memory that all ranks of one machine see: no message is sent.
+
+What it gained: PERFORMANCE in docs/measurements.md, "ZeroOptimizer, shared memory".
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..shared_memory import SharedBuffer
+
+DONE = SimpleNamespace(wait=lambda: None)  # the handle of what is done when it is started
+
+
+class SharedMemoryTransport:
+    """Reduce-scatter and all-gather of flat tensors that it made itself, by `zeros`.
+
+    ValueError: a tensor from elsewhere, which the other ranks can't see.
+    """
+
+    def __init__(self):
+        self._buffers: dict[int, SharedBuffer] = {}  # by where they lie
+
+    def zeros(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
+        """A flat tensor that all ranks see; every rank of the group must call."""
+        buffer = SharedBuffer(numel, dtype, group)
+        self._buffers[buffer.local.data_ptr()] = buffer
+        return buffer.local
+
+    def start_reduce_scatter(self, flat: Tensor, group: ProcessGroup | None = None):
+        """As in `ddpkit.transport`, and done at once: reads n bytes, writes n/W."""
+        self._of(flat).reduce_scatter()
+        return DONE
+
+    def start_all_gather(self, flat: Tensor, group: ProcessGroup | None = None):
+        """As in `ddpkit.transport`, and done at once: reads n/W bytes, writes n."""
+        self._of(flat).all_gather()
+        return DONE
+
+    def _of(self, flat: Tensor) -> SharedBuffer:
+        if flat.data_ptr() not in self._buffers:
+            raise ValueError(
+                "expected a tensor that SharedMemoryTransport.zeros made, got one of this rank's "
+                "own memory. Use it with ddpkit.fast.zero.ZeroOptimizer, which asks for zeros."
+            )
+        return self._buffers[flat.data_ptr()]

@@ -1,0 +1,49 @@
+"""How sharded training sends: the two halves of an all-reduce, started now and waited for later.
+
+    handle = start_reduce_scatter(gradients, group)     # W shards of equal length
+    ...                                                 # compute; leave `gradients` alone
+    handle.wait()                                       # shard `rank` holds its part of the sum
+
+    handle = start_all_gather(parameters, group)        # shard `rank` is right
+    ...
+    handle.wait()                                       # all shards are, on every rank
+
+These two are PyTorch's own asynchronous collectives, `reduce_scatter_tensor` and
+`all_gather_into_tensor`, on any backend: NCCL, Gloo. `ddpkit.fast.ring` has the same two as rings of
+messages, `ddpkit.fast.shared_memory` the same two without any message. Whoever sends takes one of
+them as `transport=`: a module or an object with these two functions.
+"""
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# Torch's own; 2.13 gave them new names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def start_reduce_scatter(flat: Tensor, group: ProcessGroup | None = None) -> dist.Work:
+    """Start to sum `flat` over all ranks, until this rank holds shard `rank` of the sum.
+
+    flat: 1-D, contiguous, the same length on every rank, a multiple of W. In place: after `wait()`
+    the sum is in `shard(flat, group)`, and what the other shards hold is not defined.
+
+    Cost per rank: (W-1)/W of `flat` sent. Notebook 07.
+    """
+    return _reduce_scatter(shard(flat, group), flat, group=group, async_op=True)
+
+
+def start_all_gather(flat: Tensor, group: ProcessGroup | None = None) -> dist.Work:
+    """Start to copy shard r of rank r's `flat` into the `flat` of every rank r.
+
+    flat: as for `start_reduce_scatter`; complete after `wait()`.
+
+    Cost per rank: (W-1)/W of `flat` sent. Notebook 07.
+    """
+    return _all_gather(flat, shard(flat, group), group=group, async_op=True)
+
+
+def shard(flat: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's part of `flat`, a view."""
+    return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
