@@ -9,9 +9,9 @@
     handle.wait()                                       # all shards are, on every rank
 
 These two are PyTorch's own asynchronous collectives, `reduce_scatter_tensor` and
-`all_gather_into_tensor`, on any backend: NCCL, Gloo. `ddpkit.fast.ring` has the same two as rings of
-messages, `ddpkit.fast.shared_memory` the same two without any message. Whoever sends takes one of
-them as `transport=`: a module or an object with these two functions.
+`all_gather_into_tensor`, on any backend: NCCL, Gloo. Anything that has the same two functions can be
+handed over as `transport=`: `ddpkit.fast.ring.RingTransport()` sends messages round a ring,
+`ddpkit.fast.transports.SharedMemoryTransport()` sends none.
 """
 
 import torch.distributed as dist

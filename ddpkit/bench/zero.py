@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ..ddp import BucketedDDP
+from ..fast.buckets import BucketedDDP
+from ..fast.transports import SharedMemoryTransport
+from ..fast.zero import ZeroOptimizer
 from ..runtime.board import Record
 from ..runtime.launch import launch
-from ..zero import ZeroOptimizer
 from . import interleave, training
 from .results import AGAIN, SPEED, Goal, Result, Results, judge, report
 from .training import COMPUTE, Replica, Seen, Task, gpt, itself, race_replicas
@@ -61,7 +62,7 @@ def make_replicas(task: Task, group: ProcessGroup) -> dict[str, Replica]:
         TORCH_DDP: (by_torch, replicated),
         OUR_DDP: (partial(BucketedDDP, group=group), replicated),
         ZERO: (itself, zero),
-        SHARED: (itself, partial(zero, shared_memory=True)),
+        SHARED: (itself, partial(zero, transport=SharedMemoryTransport())),
         COMPUTE: (itself, None),
         TORCH + AGAIN: (by_torch, torchs_best),
     }

@@ -1,4 +1,4 @@
-"""`ddpkit.zero.ZeroOptimizer` for real runs: the same name and arguments, and the same results. It adds
+"""`ddpkit.zero.ZeroOptimizer` for real runs: the same name, arguments and results. It adds
 
 - float32 master copies of the shards of half-precision parameters;
 - `clip_grad_norm_`, by the norm of all ranks' shards together;
@@ -173,9 +173,9 @@ class ZeroOptimizer(zero.ZeroOptimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take this rank's part of what `state_dict` returned, here, on any number of ranks, or of a
-        plain optimizer. Load the module first.
+        """Take this rank's part of what `state_dict` returned, on any number of ranks.
 
+        A plain optimizer's will do, too. Load the module first.
         ValueError: other groups than here; counters of steps that differ within a bucket.
         """
         super().load_state_dict({**state_dict, "state": {}})

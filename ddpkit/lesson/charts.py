@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .. import zero
 from ..tools import cost, memory
 from . import figures
 from .figures import (
@@ -338,33 +337,33 @@ def _draw_exposed(canvas: Canvas, exposed_s: float, start: float, end: float, y:
 # Who keeps what
 
 
-def shards(plan: zero.BucketPlan, names: Sequence[str]) -> Picture:
-    """A flat buffer: above, the parameters that lie in it one behind the other; below, which rank owns which part.
+def shards(numels: dict[str, int], world_size: int) -> Picture:
+    """A flat buffer: above, the parameters that lie in it end to end; below, which rank owns which part.
 
-    names: of the parameters of `plan`, in its order. Notebook 07.
+    numels: {name: its elements}, of all parameters. Notebook 07.
     """
+    length = -(-sum(numels.values()) // world_size)
+    whole = world_size * length
+    padding, starts = whole - sum(numels.values()), dict(zip(numels, itertools.accumulate(numels.values(), initial=0)))
     left, width, top = 150, WIDEST - 150 - 20, 66
     canvas = Canvas(WIDEST, 240)
-    scale = width / max(plan.numel, 1)
-    canvas.text(
-        WIDEST / 2, 26, f"{count(plan.numel, 'number')} in a row, {count(plan.world_size, 'shard')}", LARGE, bold=True
-    )
+    scale = width / max(whole, 1)
+    canvas.text(WIDEST / 2, 26, f"{count(whole, 'number')} in a row, {count(world_size, 'shard')}", LARGE, bold=True)
     canvas.text(left - 12, top + 26, "parameters", NORMAL, "right")
     canvas.text(left - 12, top + 86, "owned by", NORMAL, "right")
     canvas.box(left, top, width, 52, EMPTY, hatch="///")
-    for name, numel, start in zip(names, plan.numels, plan.starts, strict=True):
-        canvas.box(left + start * scale, top, numel * scale, 52, figures.MIXED)
-        if numel * scale > 10.5 * len(name):
-            canvas.text(left + (start + numel / 2) * scale, top + 26, name)
-    for rank in range(plan.world_size):
-        canvas.badge(left + rank * plan.shard_numel * scale, top + 60, rank, plan.shard_numel * scale, 52)
+    for name, start in starts.items():
+        canvas.box(left + start * scale, top, numels[name] * scale, 52, figures.MIXED)
+        if numels[name] * scale > 10.5 * len(name):
+            canvas.text(left + (start + numels[name] / 2) * scale, top + 26, name)
+    for rank in range(world_size):
+        canvas.badge(left + rank * length * scale, top + 60, rank, length * scale, 52)
     canvas.box(left, top + 134, 30, 20, EMPTY, hatch="///")
-    canvas.text(left + 42, top + 144, f"padding: {count(plan.padding, 'number')}", align="left")
-    parts = zip(names, plan.starts, plan.numels, strict=True)
-    said = [f"{name} from {start} to {start + numel}" for name, start, numel in parts]
+    canvas.text(left + 42, top + 144, f"padding: {count(padding, 'number')}", align="left")
+    said = [f"{name} from {start} to {start + numels[name]}" for name, start in starts.items()]
     return canvas.picture(
-        f"A flat buffer of {count(plan.numel, 'number')}: {', '.join(said)}; padding: {plan.padding}. "
-        f"Below, {count(plan.world_size, 'shard')} of {plan.shard_numel}, one for each rank."
+        f"A flat buffer of {count(whole, 'number')}: {', '.join(said)}; padding: {padding}. "
+        f"Below, {count(world_size, 'shard')} of {length}, one for each rank."
     )
 
 
