@@ -1,6 +1,6 @@
 """ZeRO's stage 3: no rank has all parameters.
 
-Each keeps 1/W of every layer. It gathers, uses and frees the whole layer, in forward and in backward.
+Each keeps 1/W of a layer, and gathers, uses and frees the whole, in forward and in backward.
 
     stage    each rank keeps 1/W of                        sent by each rank in a step
     0        nothing                                       2(W-1)/W of the parameters

@@ -9,8 +9,8 @@
     handle.wait()                                       # all shards are, on every rank
 
 These two are PyTorch's own asynchronous collectives, `reduce_scatter_tensor` and
-`all_gather_into_tensor`, on any backend: NCCL, Gloo. Anything that has the same two functions can be
-handed over as `transport=`: `ddpkit.fast.ring.RingTransport()` sends messages round a ring,
+`all_gather_into_tensor`, on any backend: NCCL, Gloo. Anything that has the same two functions can
+be handed over as `transport=`: `ddpkit.fast.ring.RingTransport()` sends messages round a ring,
 `ddpkit.fast.transports.SharedMemoryTransport()` sends none.
 """
 
