@@ -344,7 +344,7 @@ def shards(numels: dict[str, int], world_size: int) -> Picture:
     """
     length = -(-sum(numels.values()) // world_size)
     whole = world_size * length
-    padding, starts = whole - sum(numels.values()), dict(zip(numels, itertools.accumulate(numels.values(), initial=0)))
+    padding, starts = whole - sum(numels.values()), dict(zip(numels, itertools.accumulate(numels.values(), initial=0), strict=False))
     left, width, top = 150, WIDEST - 150 - 20, 66
     canvas = Canvas(WIDEST, 240)
     scale = width / max(whole, 1)
