@@ -43,7 +43,9 @@ def test_conda_installs_what_make_installs():
 
 
 def test_the_pinned_torch_is_in_range():
-    (pin,) = re.findall(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    (pin,) = re.findall(
+        r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
     oldest, too_new = torch_range()
     assert oldest <= numbers(pin) < too_new
 
@@ -56,7 +58,7 @@ def test_the_doctor_asks_for_the_same_versions():
 
 
 def claimed_tree() -> dict[str, str]:
-    """{path: description} of the file tree in the README; a folder without listed children stands for all in it."""
+    """{path: description} of the README's tree; a folder without children listed stands for all in it."""
     (block,) = re.findall(r"```text\n(README\.md .*?)```", README, re.DOTALL)
     tree, folders = {}, []
     for line in block.splitlines():
@@ -70,15 +72,19 @@ def claimed_tree() -> dict[str, str]:
 
 def test_the_readme_lists_exactly_the_files_there_are():
     tree, files = claimed_tree(), tracked()
-    parents = {name for name in tree if any(other != name and other.startswith(name) for other in tree)}
+    parents = {
+        name for name in tree if any(other != name and other.startswith(name) for other in tree)
+    }
     leaves = set(tree) - parents
     for name in tree:
-        there = any(file.startswith(name) for file in files) if name.endswith("/") else name in files
+        there = (
+            any(file.startswith(name) for file in files) if name.endswith("/") else name in files
+        )
         assert there, f"README lists {name}, which is not there"
     for file in files:
-        assert file in leaves or any(name.endswith("/") and file.startswith(name) for name in leaves), (
-            f"README doesn't list {file}"
-        )
+        assert file in leaves or any(
+            name.endswith("/") and file.startswith(name) for name in leaves
+        ), f"README doesn't list {file}"
     for name in leaves:
         assert tree[name] or name.endswith("__init__.py"), f"README says nothing about {name}"
 
@@ -86,6 +92,14 @@ def test_the_readme_lists_exactly_the_files_there_are():
 def test_the_readme_says_which_notebooks_exist():
     written = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert set(re.findall(r"\(notebooks/([\w.]+\.ipynb)\)", README)) == written
+
+
+def test_the_readme_says_once_how_many_notebooks_are_written():
+    written = len(list((ROOT / "notebooks").glob("*.ipynb")))
+    rows = re.findall(r"^\| (\d\d) \|.*\| (written|planned) \|$", README, re.MULTILINE)
+    assert [state for _, state in rows].count("written") == written
+    said = re.findall(r"(\S+) of (?:the )?(\S+)[^.|]* written", README)
+    assert said == [(str(written), str(len(rows)))]
 
 
 def test_links_in_the_readme_lead_somewhere():
@@ -98,7 +112,9 @@ def test_the_example_in_the_readme_runs_as_shown(tmp_path):
     (shown,) = re.findall(r"```text\n((?!README).*?)```", README, re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(program)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=60
+    )
     assert without_times(shown) in without_times(done.stderr)
 
 
@@ -113,7 +129,12 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     inherited = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "TORCH_INDEX")
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
     return subprocess.run(
-        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        ["make", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
