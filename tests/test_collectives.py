@@ -3,7 +3,6 @@
 import ast
 import functools
 import inspect
-import math
 import operator
 import time
 
@@ -264,86 +263,7 @@ def test_lists_of_another_length_are_refused(check):
         check.refused(ours.scatter, x, wrong, rank, says="")
 
 
-# Bytes, messages and hops. Torch's own barrier marks in the records where each call ends.
-
-ELEMENTS = 12  # float32, divides by 1, 2, 3, 4
-WHOLE = 4 * ELEMENTS
-
-
-def call_everything():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = torch.ones(ELEMENTS)
-    parts = list(torch.ones(ELEMENTS).chunk(world_size))
-    mine, root = torch.ones(ELEMENTS // world_size), world_size - 1
-    at_root = parts if rank == root else None
-    ours.broadcast(whole, root), dist.barrier()
-    ours.reduce(whole, root), dist.barrier()
-    ours.all_reduce(whole), dist.barrier()
-    ours.gather(mine, at_root, root), dist.barrier()
-    ours.scatter(mine, at_root, root), dist.barrier()
-    ours.all_gather(parts, mine), dist.barrier()
-    ours.reduce_scatter(mine, parts), dist.barrier()
-    ours.all_to_all(parts, list(torch.ones(ELEMENTS).chunk(world_size))), dist.barrier()
-    ours.barrier(), dist.barrier()
-    ours.tree_broadcast(whole, root), dist.barrier()
-    ours.tree_reduce(whole, root), dist.barrier()
-
-
-def by_collective(run):
-    """{collective: [records of rank 0, of rank 1, ...]}."""
-    found = {name: [] for name in (*NAMES, *TREES)}
-    for records in run.wire:
-        ends = [number for number, record in enumerate(records) if record.op == "barrier"]
-        for name, begin, end in zip(found, [-1, *ends], ends, strict=False):
-            found[name].append(records[begin + 1 : end])
-    return found
-
-
-def nbytes(records, *ops):
-    return sum(record.bytes for record in records if record.op in ops)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_bytes_on_the_wire(world_size):
-    said = by_collective(launch(call_everything, world_size=world_size, backend="gloo"))
-    W, hops, part = world_size, math.ceil(math.log2(world_size)), WHOLE // world_size
-    expected = {  # sent by all ranks; in and out of the busiest
-        "broadcast": ((W - 1) * WHOLE, (W - 1) * WHOLE),
-        "reduce": ((W - 1) * WHOLE, (W - 1) * WHOLE),
-        "all_reduce": (2 * (W - 1) * WHOLE, 2 * (W - 1) * WHOLE),
-        "gather": ((W - 1) * part, (W - 1) * part),
-        "scatter": ((W - 1) * part, (W - 1) * part),
-        "all_gather": ((W - 1) * WHOLE, 2 * (W - 1) * part),
-        "reduce_scatter": ((W - 1) * WHOLE, 2 * (W - 1) * part),
-        "all_to_all": ((W - 1) * WHOLE, 2 * (W - 1) * part),
-        "barrier": (W * hops, 2 * hops),
-        "tree_broadcast": ((W - 1) * WHOLE, hops * WHOLE),
-        "tree_reduce": ((W - 1) * WHOLE, hops * WHOLE),
-    }
-    for name, lanes in said.items():
-        sent = sum(nbytes(records, "send") for records in lanes)
-        busiest = max(nbytes(records, "send", "recv") for records in lanes)
-        assert (sent, busiest) == expected[name], name
-        assert {record.op for records in lanes for record in records} <= {"send", "recv"}, name
-    for name in ("all_gather", "reduce_scatter", "all_to_all", "barrier"):
-        assert len({nbytes(records, "send", "recv") for records in said[name]}) == 1, name
-    for name in TREES:
-        assert count_hops(said[name]) == hops, name
-
-
-def count_hops(lanes):
-    """Replay the messages, one for each rank at a time, in the order of its records."""
-    programs = [[(record.op, record.peer) for record in records] for records in lanes]
-    hops = 0
-    while any(programs):
-        heads = {rank: program[0] for rank, program in enumerate(programs) if program}
-        sending = [(rank, peer) for rank, (op, peer) in heads.items() if op == "send"]
-        pairs = [(rank, peer) for rank, peer in sending if heads.get(peer) == ("recv", rank)]
-        assert pairs, f"nobody can go on: {heads}"
-        for rank, peer in pairs:
-            del programs[rank][0], programs[peer][0]
-        hops += 1
-    return hops
+# What it costs is in test_cost.
 
 
 def cross_the_barrier():
