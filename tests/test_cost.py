@@ -442,7 +442,7 @@ def every_plan(count):
 
 
 def test_the_best_cap_has_the_least_exposed():
-    """Twelve gradients, 1 s apart, a message 2 s + 0.5 s each: small buckets queue, large ones wait."""
+    """Twelve gradients, 1 s apart, messages of 2 s + 0.5 s each: small ones queue, large wait."""
     model, ready, sizes = CostModel(1.0, 2.0), [float(number) for number in range(12)], [1] * 12
     plans = {cap: plan_buckets([(1, torch.float32)] * 12, cap) for cap in range(1, 13)}
     exposed = {cap: timeline(plan, ready, sizes, model, 2).exposed_s for cap, plan in plans.items()}
