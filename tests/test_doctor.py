@@ -5,7 +5,7 @@ import types
 import pytest
 
 from ddpkit import doctor
-from ddpkit.doctor import GIB, NOTE, OK, PROBLEM, Finding
+from ddpkit.doctor import GIB, NOTE, OK, PROBLEM, Finding, Report
 
 
 @pytest.mark.parametrize(
@@ -27,15 +27,21 @@ from ddpkit.doctor import GIB, NOTE, OK, PROBLEM, Finding
         (doctor.judge_gpus([], apple=False), NOTE, ""),
         (doctor.judge_gpus([], apple=True), NOTE, ""),
         (doctor.judge_gpus("driver too old", apple=False), NOTE, "nvidia-smi"),
-        (doctor.judge_gpus([{"name": "X1", "bytes": 80 * GIB, "capability": "9.0"}], apple=False), OK, ""),
+        (
+            doctor.judge_gpus(
+                [{"name": "X1", "bytes": 80 * GIB, "capability": "9.0"}], apple=False
+            ),
+            OK,
+            "",
+        ),
         (doctor.judge_nccl((), gpus=0), OK, ""),
         (doctor.judge_nccl((2, 28, 9), gpus=0), OK, ""),
         (doctor.judge_nccl((), gpus=1), NOTE, ""),
         (doctor.judge_nccl((2, 29, 7), gpus=1), NOTE, "2.30 or newer"),
-        (doctor.judge_nccl((2, 30, 0), gpus=1), OK, ""),
+        (doctor.judge_nccl((2, 30, 3), gpus=1), OK, ""),
         (doctor.judge_gloo(False), PROBLEM, "pytorch.org"),
         (doctor.judge_gloo(True), OK, ""),
-        (doctor.judge_loopback("timed out"), PROBLEM, "firewall"),
+        (doctor.loopback("192.0.2.1"), PROBLEM, "firewall"),  # of no machine
         (doctor.judge_start_method(["spawn"]), NOTE, "WSL"),
         (doctor.judge_start_method(["fork", "spawn", "forkserver"]), OK, ""),
         (doctor.judge_shared_memory(64 * 2**20), NOTE, "--shm-size"),
@@ -45,8 +51,8 @@ from ddpkit.doctor import GIB, NOTE, OK, PROBLEM, Finding
         (doctor.judge_temp(10 * GIB), OK, ""),
         (doctor.judge_torchrun(None), OK, ""),
         (doctor.judge_triton(False, gpus=0), NOTE, "triton"),
-        (doctor.judge_package("ipywidgets", None, "players"), NOTE, "[course,test]"),
-        (doctor.judge_package("ipywidgets", "8.1", "players"), OK, ""),
+        (doctor.package("no-such-package", "players"), NOTE, "[course,test]"),
+        (doctor.package("torch", "players"), OK, ""),
     ],
 )
 def test_each_finding_has_its_level_and_its_remedy(finding, level, words):
@@ -55,26 +61,12 @@ def test_each_finding_has_its_level_and_its_remedy(finding, level, words):
     assert finding.value
 
 
-def test_what_nccl_can_do_depends_on_its_version():
-    assert "several ranks on one" not in doctor.judge_nccl((2, 29, 7), gpus=1).value
-    assert "several ranks on one" in doctor.judge_nccl((2, 30, 3), gpus=1).value
-
-
 def test_quota_of_a_container(tmp_path):
     assert doctor.cgroup_cores(tmp_path) is None
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert doctor.cgroup_cores(tmp_path) is None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert doctor.cgroup_cores(tmp_path) == 1.5
-
-
-def test_quota_of_an_old_container(tmp_path):
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert doctor.cgroup_cores(tmp_path) is None
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("400000\n")
-    assert doctor.cgroup_cores(tmp_path) == 4
 
 
 def test_cores_are_the_least_of_affinity_and_quota(monkeypatch):
@@ -97,7 +89,10 @@ def test_memory_of_a_container(tmp_path, monkeypatch):
 
 
 def test_available_memory_is_read_in_bytes():
-    assert doctor.meminfo_available("MemTotal: 9 kB\nMemFree: 3 kB\nMemAvailable:       7 kB\n") == 7168
+    assert (
+        doctor.meminfo_available("MemTotal: 9 kB\nMemFree: 3 kB\nMemAvailable:       7 kB\n")
+        == 7168
+    )
     assert doctor.meminfo_available("") is None
 
 
@@ -109,7 +104,10 @@ def test_two_ranks_reports_failure_as_a_finding(monkeypatch):
 
     monkeypatch.setattr(ddpkit, "launch", refuse, raising=False)
     assert doctor.two_ranks() == Finding(
-        "two ranks", "RuntimeError: no room for processes", PROBLEM, "see the findings above, then try again"
+        "two ranks",
+        "RuntimeError: no room for processes",
+        PROBLEM,
+        "see the findings above, then try again",
     )
 
 
@@ -129,7 +127,9 @@ def test_a_gpu_that_does_not_work_is_reported_with_its_last_words(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    failed = types.SimpleNamespace(returncode=1, stderr="Traceback\nRuntimeError: driver too old\n", stdout="")
+    failed = types.SimpleNamespace(
+        returncode=1, stderr="Traceback\nRuntimeError: driver too old\n", stdout=""
+    )
     monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: failed)
     assert doctor.look_at_gpus() == "RuntimeError: driver too old"
 
@@ -137,8 +137,19 @@ def test_a_gpu_that_does_not_work_is_reported_with_its_last_words(monkeypatch):
 def test_the_table_names_remedies_and_ends_with_the_verdict():
     good = Finding("cores", "2")
     bad = Finding("Gloo", "missing in this torch", PROBLEM, "install torch from pytorch.org")
-    assert doctor.render((good,)).splitlines() == ["ok       cores  2", "", "This machine can run the course."]
-    assert doctor.render((good, bad)).splitlines() == [
+    assert repr(Report((good,))).splitlines() == [
+        "ok       cores  2",
+        "",
+        "This machine can run the course.",
+    ]
+    assert repr(
+        Report(
+            (
+                good,
+                bad,
+            )
+        )
+    ).splitlines() == [
         "ok       cores  2",
         "PROBLEM  Gloo   missing in this torch",
         "                -> install torch from pytorch.org",
@@ -149,7 +160,7 @@ def test_the_table_names_remedies_and_ends_with_the_verdict():
 
 def test_long_values_and_remedies_wrap():
     long = Finding("two ranks", "word " * 40, NOTE, "advice " * 40)
-    assert max(map(len, doctor.render((long,)).splitlines())) <= 110
+    assert max(map(len, repr(Report((long,))).splitlines())) <= 110
 
 
 def test_the_exit_code_says_whether_the_course_can_run(monkeypatch, capsys):
@@ -161,15 +172,16 @@ def test_the_exit_code_says_whether_the_course_can_run(monkeypatch, capsys):
 
 
 def test_this_machine_can_run_the_course():
-    done = subprocess.run([sys.executable, "-m", "ddpkit.doctor"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpkit.doctor"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr
     assert "This machine can run the course." in done.stdout
 
 
-def test_the_report_is_its_text_and_leaves_cuda_alone():
+def test_the_report_leaves_cuda_alone():
     import torch
 
-    report = doctor.report()
-    assert repr(report) == doctor.render(report.findings)
+    assert doctor.report().ok
     assert not torch.cuda.is_initialized()
