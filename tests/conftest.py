@@ -9,5 +9,22 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     # nbval reads its sanitiser file relative to the current directory; this makes it work from any.
     config.option.nbval_sanitize_with = str(Path(__file__).with_name("nbval-sanitize.cfg"))
-    # Jobs that a shell runs in the background start with interrupts ignored; tests of interrupts need them.
+    # Jobs that a shell runs in the background start with interrupts ignored; some tests need them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The files that take longest come first, so that no worker ends long after the others.
+LONGEST = ["04_bucketed_ddp", "test_bucketed_ddp", "02_ring_all_reduce", "test_browser"]
+LONGEST += ["test_triton_attention", "test_processes", "test_ddp", "test_data_parallel"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files, then the other notebooks and exercises, then the rest as it was."""
+
+    def place(item: pytest.Item) -> int:
+        if item.path.stem in LONGEST:
+            return LONGEST.index(item.path.stem)
+        long = item.path.suffix == ".ipynb" or item.path.parent.name == "exercises"
+        return len(LONGEST) + (not long)
+
+    items.sort(key=place)

@@ -27,7 +27,7 @@ from .interleave import Contest, race, synchronize
 from .results import AGAIN, SPEED, Goal, Result, Results, judge, report
 
 ROUNDS = 12
-TRITON_MODULE = "ddpkit.flash_triton"  # loading it changes how Triton runs without a GPU
+TRITON_MODULE = "ddpkit.fast.triton_attention"  # loading it changes how Triton runs without a GPU
 TURN_S = 0.02  # a turn has as many calls as fill this: one, on a GPU, is too short for a clock
 FORMATS = {"cpu": torch.float32, "cuda": torch.bfloat16}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the norm: some roundings
