@@ -143,7 +143,9 @@ def private_names_across(root: Path = ROOT) -> list[str]:
 
 def names_above_the_runtime(root: Path = ROOT) -> list[str]:
     """What stands above the runtime and is named there, in an import or a string."""
-    files = {path.stem for path in sources(root) if part(path, root) == "subjects"}
+    by_part = [(path.stem, part(path, root)) for path in sources(root)]
+    instruments = {stem for stem, where in by_part if where == "tools"}  # and names for them
+    files = {stem for stem, where in by_part if where == "subjects"} - instruments
     found = []
     for path in sources(root):
         if part(path, root) != "runtime":
