@@ -458,7 +458,7 @@ def _overwritten(run: Run) -> str | None:
     for rank, records in enumerate(run.wire):
         for record in records:
             got = arrived.get((record.channel, record.seq)) if record.op == "send" else None
-            if None not in (got, record.values) and got != record.values:
+            if None not in (got, record.values) and repr(got) != repr(record.values):  # NaN
                 return (
                     f"rank {rank} sent {short(record.values)} to rank {record.peer}, and "
                     f"{short(got)} arrived ({place(record)}).\nSomebody wrote into it on the way: "
