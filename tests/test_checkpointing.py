@@ -193,14 +193,6 @@ def test_only_parameters_have_gradients_or_nothing_has():
     assert weight.grad.tolist() == [3, 3, 3]
 
 
-def test_gradients_of_gradients_are_refused():
-    x = torch.ones(2, 4, requires_grad=True)
-    with pytest.warns(UserWarning, match="create_graph=True"):
-        checkpoint(torch.exp, x).square().sum().backward(create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        x.grad.sum().backward()
-
-
 def test_an_input_that_is_changed_afterwards_is_noticed():
     x = torch.ones(3, requires_grad=True) * 1
     y = checkpoint(torch.exp, x)

@@ -175,6 +175,17 @@ class Term(NamedTuple):
         return f"{self.coefficient}{self.unit}"
 
 
+def block_bytes(batch, length, width, heads):
+    """34sbd + 5bs²H: what a block keeps for backward in the setting of Korthikanti et al. 2022.
+
+    Equation 2: numbers of 2 bytes, masks of dropout of 1; without the 16sb of the norms.
+    """
+    tokens, pairs = batch * length * width, batch * length**2 * heads
+    numbers = 16 * tokens + 2 * pairs
+    masks = 2 * tokens + pairs
+    return 2 * numbers + masks
+
+
 def block_activations(
     batch: int,
     length: int,
