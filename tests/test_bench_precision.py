@@ -55,8 +55,7 @@ def test_what_has_no_units_is_named_and_not_timed(cpuinfo, monkeypatch, tmp_path
     assert kept[0]["variant"] == "fp32"
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("name", "autocast"), [("bf16", False), ("bf16", True), ("fp16", False)])
 def test_every_step_trains(name, autocast):
     """Whatever the machine has: slow is not wrong."""
     losses = []

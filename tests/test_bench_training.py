@@ -148,7 +148,7 @@ def test_computing_alone_is_taken_off_round_by_round():
 def test_steps_are_measured_on_both_wires():
     small = partial(training.gpt, 1, 32)
     waiting = partial(ddp.as_on_a_gpu, small, 1e-3)
-    plain, emulated = ddp.measure({"small": small}, {"small": waiting}, rounds=1).cases()
+    plain, emulated = ddp.measure_steps({"small": small}, {"small": waiting}, rounds=1).cases()
     assert [step.variant for step in plain] == [*OWN_WIRE]
     seeds = [*list(OWN_WIRE)[:5], *list(ddp.SEED)[3:], ddp.TORCH + AGAIN]
     assert [step.variant for step in emulated] == seeds
@@ -176,7 +176,7 @@ def test_what_a_step_sends_and_keeps():
 
 
 def test_one_rank_has_nobody_to_talk_to():
-    for measure in (ddp.measure, zero.measure):
+    for measure in (ddp.measure_steps, zero.measure):
         with pytest.raises(ValueError, match="expected 2 ranks or more, got 1"):
             measure(world_size=1)
 

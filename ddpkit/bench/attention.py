@@ -195,16 +195,15 @@ def measure(what: list[Case], rounds: int = ROUNDS) -> Attentions:
 
 def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Timed]:
     """turns, times: {(part, variant): seconds of each round, or the calls in it}."""
-    seconds = {which: tuple(each / times[which] for each in turns[which]) for which in turns}
-    ceiling_flops = product_flop / statistics.median(seconds.pop(("", PRODUCT)))
+    product_s = statistics.median(turns["", PRODUCT]) / times["", PRODUCT]
     scores = case.heads * case.length**2 / (2 if case.causal else 1)
     found = []
-    for part, work in PARTS.items():
-        about = case_name(part, case)
-        flop = work * 4 * scores * case.head_size
-        for which, of_rounds in seconds.items():
-            if which[0] == part:
-                found.append(Timed(about, which[1], 1, 4, of_rounds, "", "", flop, ceiling_flops))
+    for (part, name), of_rounds in sorted(turns.items(), key=lambda each: each[0][0], reverse=True):
+        if name != PRODUCT:
+            flop = PARTS[part] * 4 * scores * case.head_size
+            seconds = tuple(each / times[part, name] for each in of_rounds)
+            about = {"flop": flop, "ceiling_flops": product_flop / product_s}
+            found.append(Timed(case_name(part, case), name, 1, 4, seconds, **about))
     return found
 
 

@@ -164,7 +164,7 @@ class Steps(Results):
         return f"{step.median_s * 1e3:.1f}", f"{exposed_s * 1e3:.1f}"
 
 
-def measure(
+def measure_steps(
     models: dict[str, Callable[[], Task]] = MODELS,
     on_a_link: dict[str, Callable[[], Task]] = ON_A_LINK,
     rounds: int = ROUNDS,
@@ -225,7 +225,7 @@ def beside_the_seed(case: Steps) -> str:
 
 
 def main():
-    report_steps(measure())
+    report_steps(measure_steps())
 
 
 def report_steps(found: Steps) -> None:

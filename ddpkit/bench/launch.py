@@ -1,7 +1,6 @@
-"""The launcher's budgets: how long a reader waits for ranks, for bad news, and for a stop."""
+"""The launcher's budgets: how long a reader waits for ranks and for bad news."""
 
 import contextlib
-import ctypes
 import io
 import os
 import signal
@@ -30,20 +29,17 @@ def main():
         busy = [time_launch() for _ in range(20)]
     killed = [time_until_told(die_in_an_all_reduce, RankError) for _ in range(5)]
     deadlock = [time_until_told(skip_an_all_reduce, HangError) for _ in range(5)]
-    interrupt = [time_until_interrupted(work) for work in (compute, sleep, hold_the_lock_in_c)]
-    gone = [time_until_all_are_gone() for _ in range(3)]
     middle, ninth = statistics.median, lambda seconds: statistics.quantiles(seconds, n=10)[-1]
+    cells, recording = time_cells(50), launch(time_recording, world_size=2)[0]
     rows = [  # what, budget, unit, what of the samples, samples
         ("first launch, in times of `import torch`", 2.5, "x", middle, first),
         ("4 fresh ranks, one all_reduce: median", 0.15, "s", middle, warm),
         ("4 fresh ranks, one all_reduce: 90 %", 0.15, "s", ninth, warm),
         ("the same, every core busy: median", 0.25, "s", middle, busy),
-        ("%%ranks 4 with an empty cell: median", 2.0, "ms", middle, time_cells(50)),
-        ("recording a call: median", 30.0, "µs", middle, launch(time_recording, world_size=2)[0]),
+        ("%%ranks 4 with an empty cell: median", 2.0, "ms", middle, cells),
+        ("recording a call: median", 30.0, "µs", middle, recording),
         ("SIGKILL in an all_reduce, until RankError", 0.5, "s", max, killed),
         ("certain deadlock, until HangError", 3.0, "s", max, deadlock),
-        ("interrupt, until KeyboardInterrupt", 1.0, "s", max, interrupt),
-        ("SIGKILL of the notebook, until all is gone", 2.0, "s", max, gone),
     ]
     report(rows)
 
@@ -150,75 +146,3 @@ def skip_an_all_reduce():
     print(time.perf_counter(), flush=True)
     if dist.get_rank() != 1:
         add()
-
-
-# Stopping
-
-
-def compute():
-    while True:
-        pass
-
-
-def sleep():
-    time.sleep(1e6)
-
-
-def hold_the_lock_in_c():
-    ctypes.PyDLL(None).sleep(1000)
-
-
-def time_until_interrupted(work) -> float:
-    pressed = []
-
-    def press():
-        pressed.append(time.perf_counter())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Timer(0.5, press).start()
-    try:
-        launch(work)
-    except KeyboardInterrupt:
-        return time.perf_counter() - pressed[0]
-    raise AssertionError("no interrupt came")
-
-
-NOTEBOOK = """
-import os
-from ddpkit import launch
-from ddpkit.bench.launch import hold_the_lock_in_c
-
-def work():
-    child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
-    print(os.getpid(), child, os.getppid(), flush=True)
-    hold_the_lock_in_c()
-
-launch(work, live=True)
-"""
-
-
-def time_until_all_are_gone() -> float:
-    """A notebook with 4 ranks that hold the interpreter's lock, each with a child, is killed."""
-    code = [sys.executable, "-c", NOTEBOOK]
-    notebook = subprocess.Popen(code, stdout=subprocess.PIPE, text=True)
-    pids = set()
-    for _ in range(4):
-        pids |= set(map(int, notebook.stdout.readline().split("|")[1].split()))
-    time.sleep(0.2)
-    begun = time.perf_counter()
-    notebook.kill()
-    notebook.communicate()
-    while any(map(lives, pids)):
-        time.sleep(0.005)
-    return time.perf_counter() - begun
-
-
-def lives(pid: int) -> bool:
-    """Whether there is such a process, and not just its last trace that nobody has collected."""
-    try:
-        status = subprocess.run(
-            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return False
-    return bool(status.stdout.strip()) and not status.stdout.startswith("Z")

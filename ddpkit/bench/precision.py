@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..mixed_precision import LossScaler, MixedPrecisionOptimizer
+from ..mixed_precision import MixedPrecisionOptimizer
 from .interleave import Contest, race
 from .results import AGAIN, SPEED, Result, Results, report
 
@@ -88,7 +88,7 @@ class Training:
         self.name, dtype = name, FORMATS[name]
         self.model = nn.Sequential(*(block(width) for _ in range(layers))).to(device)
         self.x, self.target = torch.randn(2, rows, width).to(device)
-        self.context, self.scaler = contextlib.nullcontext, None
+        self.context = contextlib.nullcontext
         parameters, options = self.model.parameters(), {"lr": 1e-3, "fused": True}
         if dtype == torch.float32 or autocast:
             self.optimizer = torch.optim.AdamW(parameters, **options)
@@ -99,22 +99,16 @@ class Training:
             self.x = self.x.to(dtype)
         if autocast:
             self.context = partial(torch.autocast, device.type, dtype)
-            self.scaler = LossScaler() if name == "fp16" else None
 
     def step(self) -> Tensor:
         """Returns the loss before it."""
         self.optimizer.zero_grad()
-        scales = self.scaler or self.optimizer
-        scale = getattr(scales, "scale", lambda loss: loss)
+        scale = getattr(self.optimizer, "scale", lambda loss: loss)
         with products_in(self.name):
             with self.context():
                 loss = (self.model(self.x).float() - self.target).square().mean()
             scale(loss).backward()
-        if self.scaler:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        self.optimizer.step()
         return loss.detach()
 
 
@@ -132,7 +126,7 @@ def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
         a, b = (torch.randn(n, width, device=device).to(FORMATS[name]) for n in (rows, width))
         calls[PRODUCT, variant] = partial(product, a, b, name)
         calls[STEP, variant] = Training(name, size, device).step
-        if FORMATS[name] != torch.float32:
+        if name == "bf16":  # fp16 would need a scaler
             calls[STEP, name + AUTOCAST] = Training(name, size, device, autocast=True).step
 
     def keep(which: tuple[str, str]) -> None:
@@ -187,13 +181,10 @@ def measure(size: tuple[int, int, int] | None = None, rounds: int = ROUNDS) -> F
     seconds, (last,) = race(partial(make_contest, names, size), rounds, WARM_UP)
     check_losses({name: loss for (kind, name), loss in last.items() if kind == STEP})
     flop, found = 2.0 * rows * width * width, Formats()
-    for kind in (PRODUCT, STEP):
+    for (kind, name), of_rounds in sorted(seconds.items(), key=lambda each: each[0][0]):
         products = 1 if kind == PRODUCT else 3 * layers - 1  # the input needs no gradient
-        case = 1, 4 * layers * width * width
-        for which, of_rounds in seconds.items():
-            if which[0] == kind:
-                about = {"flop": products * flop, "loss": last[which]}
-                found.append(Timed(*which, *case, of_rounds, **about))
+        case = 1, 4 * layers * width * width, of_rounds
+        found.append(Timed(kind, name, *case, flop=products * flop, loss=last[kind, name]))
     found.missing = tuple(name for name in FORMATS if name not in names)
     return found
 
@@ -208,9 +199,4 @@ def check_losses(losses: dict[str, float]) -> None:
 def main():
     has = ", ".join(f"{name} ({what})" for name, what in units().items())
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "one core"
-    report(
-        "precision",
-        f"{where}; units for {has}",
-        measure(ON_GPU if torch.cuda.is_available() else ON_CPU, ROUNDS),
-        [],
-    )
+    report("precision", f"{where}; units for {has}", measure(rounds=ROUNDS))

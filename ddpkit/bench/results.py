@@ -60,6 +60,10 @@ class Result:
         return self.operation, self.emulated, self.world_size, self.nbytes
 
     @property
+    def again(self) -> bool:
+        return self.variant.endswith(AGAIN)
+
+    @property
     def median_s(self) -> float:
         return statistics.median(self.seconds)
 
@@ -86,13 +90,10 @@ class Results(list[Result]):
     """
 
     columns: tuple[str, ...] = "Time (ms)", "algbw", "busbw", "Reached"
-    legend = (
-        """\
+    legend = f"""\
 Time: the median, until the last rank is done. Bandwidths: GB/s. Reached: of
 the speed of loopback, or, through shared memory, of memcpy.
-"""
-        + SPEED
-    )
+{SPEED}"""
 
     def title(self) -> str:
         """Of a single case."""
@@ -146,12 +147,8 @@ the speed of loopback, or, through shared memory, of memcpy.
     @property
     def competing(self) -> "Results":
         """Without the ceilings and the baseline's second time."""
-        ceilings = {each.ceiling for each in self}
-        return type(self)(
-            each
-            for each in self
-            if each.variant not in ceilings and not each.variant.endswith(AGAIN)
-        )
+        apart = {each.ceiling for each in self} | {each.variant for each in self if each.again}
+        return type(self)(each for each in self if each.variant not in apart)
 
     def comparison(self, result: Result) -> tuple[str, str]:
         """Speed and verdict; of the baseline A/A; nothing for a ceiling, which is no rival."""
@@ -166,7 +163,7 @@ the speed of loopback, or, through shared memory, of memcpy.
         blocks = []
         for case in self.cases():
             lines = [("", *case.columns, "Speed [95 %]", "")]
-            shown = [each for each in case if not each.variant.endswith(AGAIN)]
+            shown = [each for each in case if not each.again]
             lines += [(each.variant, *case.cells(each), *case.comparison(each)) for each in shown]
             blocks.append(f"{case.title()}\n{table(lines)}")
         return "\n\n".join([*blocks, self.legend]) if self else "nothing measured"
@@ -266,11 +263,7 @@ def judge(goals: Iterable[Goal], results: Results) -> list[dict[str, str]]:
 
 
 def report(
-    name: str,
-    where: str,
-    results: Results,
-    judged: Sequence[dict[str, str]],
-    draw: Callable[[], dict] = dict,
+    name: str, where: str, results: Results, judged: Sequence[dict] = (), draw: Callable = dict
 ) -> None:
     """Print tables and goals; keep them, the pictures and every single time in `FOLDER`.
 
