@@ -11,13 +11,15 @@ from pathlib import Path
 
 import psutil
 
-FREEZE_S = 60  # no test waits longer for a process that should long be done
+FREEZE_S = 90  # no test waits longer for a process that should long be done
 
 
 class Script:
-    """A Python script in a process of its own, whose descendants can be found whatever becomes of it."""
+    """A Python script in a process of its own, whose descendants are found whatever it becomes."""
 
-    def __init__(self, folder: Path, source: str, *arguments: str, command: tuple = (), **environ: str):
+    def __init__(
+        self, folder: Path, source: str, *arguments: str, command: tuple = (), **environ: str
+    ):
         path = folder / "script.py"
         path.write_text(source)
         self._mark = uuid.uuid4().hex
@@ -59,17 +61,18 @@ class Script:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def family(self) -> list[psutil.Process]:
-        """The script and all that descends from it, orphans too: they carry its mark in their environment."""
+        """The script and all that descends from it, orphans too: their environment has its mark."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("DDPKIT_TEST") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                marked = process.environ().get("DDPKIT_TEST") == self._mark
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
-    def gone_within(self, seconds: float) -> list[psutil.Process]:
-        """Who is still there after that long; [] as soon as nobody is."""
-        until = time.monotonic() + seconds
+    def left(self) -> list[psutil.Process]:
+        """Who is still there after a long time; [] as soon as nobody is."""
+        until = time.monotonic() + FREEZE_S
         while (left := self.family()) and time.monotonic() < until:
             time.sleep(0.05)
         return left
@@ -80,13 +83,13 @@ def run_script(folder: Path, source: str, *arguments: str, **options) -> str:
     with Script(folder, source, *arguments, **options) as script:
         code, out, err = script.result()
         assert code == 0, err
-        assert script.gone_within(2) == []
+        assert script.left() == []
         return out
 
 
-def wait_until(condition, seconds: float = FREEZE_S):
+def wait_until(condition):
     """Wait for `condition()` to be true, and return it."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + FREEZE_S
     while not (value := condition()):
         assert time.monotonic() < until, "it never came"
         time.sleep(0.02)

@@ -48,9 +48,9 @@ def test_what_is_written_is_read_by_another(board, tmp_path):
 
 
 def test_a_new_board_says_that_nothing_was_said(board):
-    assert [(board.calls(r), board.events()[r], board.waiting(r), board.state(r)) for r in (0, 1)] == [
-        (0, 0, None, STARTING)
-    ] * 2
+    assert [
+        (board.calls(r), board.events()[r], board.waiting(r), board.state(r)) for r in (0, 1)
+    ] == [(0, 0, None, STARTING)] * 2
 
 
 def test_state_waiting_and_threads(board):
@@ -89,7 +89,9 @@ def test_find_what_was_said_at_a_place(board):
 
 
 def test_a_record_too_large_for_its_slot_loses_what_matters_least(board):
-    record = call(values=[0.1] * 64, result=[0.1] * 64, memory=(0, 0, [0.1] * 64), file="/very/long" * 60)
+    record = call(
+        values=[0.1] * 64, result=[0.1] * 64, memory=(0, 0, [0.1] * 64), file="/very/long" * 60
+    )
     board.put(0, 0, record)
     read = board.record(0, 0)
     assert (read.op, read.line, read.file) == ("all_reduce", 12, record.file)
@@ -128,7 +130,9 @@ def rewrite(path: str, for_s: float):
 
 def test_a_record_that_is_written_again_never_looks_different(board, tmp_path):
     """Else another rank would see a call that nobody made, and report a mismatch."""
-    writer = multiprocessing.get_context("spawn").Process(target=rewrite, args=(str(tmp_path / "board"), 1.0))
+    writer = multiprocessing.get_context("spawn").Process(
+        target=rewrite, args=(str(tmp_path / "board"), 1.0)
+    )
     writer.start()
     while not board.calls(0):
         time.sleep(0.001)

@@ -18,7 +18,9 @@ from ddpkit import HangError, launch
 from ddpkit.runtime import hang
 from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, Board, Record
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+cloudpickle.register_pickle_by_value(
+    sys.modules[__name__]
+)  # functions travel as those of a notebook do
 
 NAME = Path(__file__).name
 
@@ -60,7 +62,9 @@ def test_trap_17_a_skipped_collective():
             dist.all_reduce(x)
 
     text = report(skips, world_size=3)
-    assert text.startswith("deadlock: ranks 0 and 2 wait in all_reduce for rank 1, which has returned.\n")
+    assert text.startswith(
+        "deadlock: ranks 0 and 2 wait in all_reduce for rank 1, which has returned.\n"
+    )
     place = f"{line(skips, 4)}: dist.all_reduce(x)"
     assert rows(text) == {
         "0": ["waiting", "all_reduce(8 float32, sum)", place, "rank 1"],
@@ -68,7 +72,9 @@ def test_trap_17_a_skipped_collective():
         "2": ["waiting", "all_reduce(8 float32, sum)", place, rows(text)["2"][3]],
     }
     assert re.search(r"\n2 +all_reduce\(8 float32, sum\) +- +<- they differ here\n", text)
-    assert text.endswith("Every rank of the group must make the call. Is it under an `if`, or did one loop end early?")
+    assert text.endswith(
+        "Every rank of the group must make the call. Is it under an `if`, or did one loop end early?"
+    )
 
 
 def test_trap_17_a_rank_0_only_if():
@@ -101,14 +107,18 @@ def test_trap_17_send_send():
         dist.recv(x, other)
 
     text = report(both_send)
-    assert text.startswith("deadlock: each waits for another: rank 0 for rank 1 in send, rank 1 for rank 0 in send.")
+    assert text.startswith(
+        "deadlock: each waits for another: rank 0 for rank 1 in send, rank 1 for rank 0 in send."
+    )
     assert rows(text)["0"] == [
         "waiting",
         "send(8 float32, dst=1)",
         f"{line(both_send, 2)}: dist.send(x, other)",
         "rank 1",
     ]
-    assert text.endswith("Let one side receive first, or start both with isend and irecv and wait afterwards.")
+    assert text.endswith(
+        "Let one side receive first, or start both with isend and irecv and wait afterwards."
+    )
 
 
 def test_trap_17_a_point_to_point_cycle():
@@ -116,7 +126,9 @@ def test_trap_17_a_point_to_point_cycle():
         dist.recv(torch.ones(8), (dist.get_rank() + 1) % 3)
 
     text = report(cycle, world_size=3)
-    assert "rank 0 for rank 1 in recv, rank 1 for rank 2 in recv, rank 2 for rank 0 in recv." in text
+    assert (
+        "rank 0 for rank 1 in recv, rank 1 for rank 2 in recv, rank 2 for rank 0 in recv." in text
+    )
 
 
 def test_trap_17_a_receive_that_nobody_sends():
@@ -126,7 +138,9 @@ def test_trap_17_a_receive_that_nobody_sends():
 
     text = report(lonely)
     assert text.startswith("deadlock: rank 0 waits in recv for rank 1, which has returned.")
-    assert text.endswith("Every send needs a recv on the other rank, and every recv a send. Count them on both sides.")
+    assert text.endswith(
+        "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
+    )
 
 
 def test_trap_17_a_receive_from_any_that_nobody_sends():
@@ -159,7 +173,9 @@ def test_trap_17_new_group_called_by_one_rank():
 
     text = report(alone)
     assert "rank 0 for rank 1 in new_group, rank 1 for rank 0 in barrier." in text
-    assert text.endswith("Every rank must call dist.new_group, also those that are not in the group.")
+    assert text.endswith(
+        "Every rank must call dist.new_group, also those that are not in the group."
+    )
 
 
 def test_trap_17_ddp_with_one_rank_doing_fewer_steps():
@@ -186,40 +202,63 @@ def mismatch(one, other, world_size=2, **options):
 
 
 def test_trap_16_shapes():
-    text = mismatch(lambda: dist.all_reduce(torch.ones(8)), lambda: dist.all_reduce(torch.ones(7)), world_size=3)
+    text = mismatch(
+        lambda: dist.all_reduce(torch.ones(8)), lambda: dist.all_reduce(torch.ones(7)), world_size=3
+    )
     assert text.startswith(
         "mismatch: ranks 0 and 2 called all_reduce(8 float32, sum), but rank 1 called all_reduce(7 float32, sum).\n"
     )
-    assert text.endswith("Every rank must bring the same number of elements. Did the last batch shrink on one rank?")
+    assert text.endswith(
+        "Every rank must bring the same number of elements. Did the last batch shrink on one rank?"
+    )
 
 
 def test_trap_17_different_calls():
-    text = mismatch(lambda: dist.all_reduce(torch.ones(8)), lambda: dist.broadcast(torch.ones(8), src=0))
+    text = mismatch(
+        lambda: dist.all_reduce(torch.ones(8)), lambda: dist.broadcast(torch.ones(8), src=0)
+    )
     said = "mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called broadcast(8 float32, src=0).\n"
     assert text.startswith(said)
     assert "the same collective calls in the same order" in text
 
 
 def test_trap_17_different_types():
-    text = mismatch(lambda: dist.all_reduce(torch.ones(8)), lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32)))
+    text = mismatch(
+        lambda: dist.all_reduce(torch.ones(8)),
+        lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32)),
+    )
     said = "mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called all_reduce(8 int32, sum).\n"
     assert text.startswith(said)
-    assert text.endswith("Both sides must use the same dtype; the bytes would be read as other numbers.")
+    assert text.endswith(
+        "Both sides must use the same dtype; the bytes would be read as other numbers."
+    )
 
 
 def test_trap_17_different_roots_and_operations():
-    text = mismatch(lambda: dist.broadcast(torch.ones(1), 0), lambda: dist.broadcast(torch.ones(1), 1), times=1)
-    assert "rank 0 called broadcast(1 float32, src=0), but rank 1 called broadcast(1 float32, src=1)." in text
+    text = mismatch(
+        lambda: dist.broadcast(torch.ones(1), 0), lambda: dist.broadcast(torch.ones(1), 1), times=1
+    )
+    assert (
+        "rank 0 called broadcast(1 float32, src=0), but rank 1 called broadcast(1 float32, src=1)."
+        in text
+    )
     assert text.endswith("Every rank must name the same root and the same operation.")
     text = mismatch(
-        lambda: dist.all_reduce(torch.ones(1)), lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX), times=1
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX),
+        times=1,
     )
-    assert "rank 0 called all_reduce(1 float32, sum), but rank 1 called all_reduce(1 float32, max)." in text
+    assert (
+        "rank 0 called all_reduce(1 float32, sum), but rank 1 called all_reduce(1 float32, max)."
+        in text
+    )
 
 
 def test_trap_16_sizes_of_messages():
     text = mismatch(lambda: dist.send(torch.ones(8), 1), lambda: dist.recv(torch.ones(7), 0))
-    assert text.startswith("mismatch: rank 0 called send(8 float32, dst=1), but rank 1 called recv(7 float32, src=0).")
+    assert text.startswith(
+        "mismatch: rank 0 called send(8 float32, dst=1), but rank 1 called recv(7 float32, src=0)."
+    )
     assert text.endswith("Both sides must name the same number of elements.")
 
 
@@ -229,7 +268,9 @@ def test_async_calls_mismatch_too():
         lambda: dist.all_reduce(torch.ones(9), async_op=True).wait(),
         times=1,
     )
-    assert text.startswith("mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called all_reduce(9 float32")
+    assert text.startswith(
+        "mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called all_reduce(9 float32"
+    )
 
 
 def test_sizes_may_differ_where_torch_allows_it():
@@ -329,7 +370,9 @@ def test_a_matched_call_that_never_ends_falls_under_hang_after():
 
     text = report(stopped, times=1, hang_after=1)
     assert text.startswith("no progress for 1 s, and every rank is inside a call.\n")
-    assert text.endswith("All ranks came to the call, yet it doesn't finish. A larger hang_after gives it more time.")
+    assert text.endswith(
+        "All ranks came to the call, yet it doesn't finish. A larger hang_after gives it more time."
+    )
 
 
 def test_trap_18_the_timeout_shows_where_every_rank_is():
@@ -347,7 +390,12 @@ def test_trap_18_the_timeout_shows_where_every_rank_is():
     assert rows(text)["0"] == ["computing", "-", f"{line(busy, 3)}: time.sleep(1e6)", "-"]
     assert rows(text)["1"][0] == "computing"
     assert rows(text)["1"][2].startswith(f"{NAME}:")
-    assert rows(text)["2"] == ["waiting", "barrier()", f"{line(busy, 7)}: dist.barrier()", "ranks 0 and 1"]
+    assert rows(text)["2"] == [
+        "waiting",
+        "barrier()",
+        f"{line(busy, 7)}: dist.barrier()",
+        "ranks 0 and 1",
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the C library's sleep")
@@ -358,7 +406,12 @@ def test_trap_18_timeout_though_the_interpreters_lock_is_held_in_c():
         ctypes.PyDLL(None).sleep(1000)
 
     text = report(held, times=1, timeout=1)
-    assert rows(text)["1"] == ["computing", "-", f"{line(held, 3)}: ctypes.PyDLL(None).sleep(1000)", "-"]
+    assert rows(text)["1"] == [
+        "computing",
+        "-",
+        f"{line(held, 3)}: ctypes.PyDLL(None).sleep(1000)",
+        "-",
+    ]
 
 
 # Reading the board, without any process.
@@ -373,10 +426,36 @@ def board(tmp_path):
     board.close()
 
 
-def say(board, rank, op="all_reduce", seq=0, wait=True, channel="0", ranks=(0, 1, 2), done=None, fingerprint=None):
+def say(
+    board,
+    rank,
+    op="all_reduce",
+    seq=0,
+    wait=True,
+    channel="0",
+    ranks=(0, 1, 2),
+    done=None,
+    fingerprint=None,
+):
     index = board.calls(rank)
     said = fingerprint if fingerprint is not None else op
-    record = Record(op, "world", ranks, channel, seq, said, "8 float32", 32, None, (8,), "float32", "a.py", 3, "f", 1.0)
+    record = Record(
+        op,
+        "world",
+        ranks,
+        channel,
+        seq,
+        said,
+        "8 float32",
+        32,
+        None,
+        (8,),
+        "float32",
+        "a.py",
+        3,
+        "f",
+        1.0,
+    )
     record.done = done
     board.put(rank, index, record)
     if wait:
@@ -427,7 +506,9 @@ def test_a_call_begun_but_not_waited_for_is_found(board):
     """DistributedDataParallel waits in C++, where no mark is left."""
     say(board, 0, wait=False)
     board.set_state(1, RETURNED)
-    assert [(s.rank, s.missing) for s in hang.abandoned(hang.situations(board), board)] == [(0, (1, 2))]
+    assert [(s.rank, s.missing) for s in hang.abandoned(hang.situations(board), board)] == [
+        (0, (1, 2))
+    ]
 
 
 def test_what_is_done_is_no_open_call(board):

@@ -21,7 +21,9 @@ from ddpkit.runtime import processes
 from ddpkit.runtime.backends import choose_backend
 from ddpkit.runtime.launch import MOST_RANKS
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+cloudpickle.register_pickle_by_value(
+    sys.modules[__name__]
+)  # functions travel as those of a notebook do
 
 cell_numbers = itertools.count()
 
@@ -101,28 +103,52 @@ LOCK = threading.Lock()
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: launch(3), "launch expected a function to call on every rank, got 3: pass launch(f), not launch(f())"),
+        (
+            lambda: launch(3),
+            "launch expected a function to call on every rank, got 3: pass launch(f), not launch(f())",
+        ),
         (lambda: launch(None), "got None: pass launch(f), not launch(f())"),
-        (lambda: launch(print, world_size=0), "expected world_size from 1 to 64 on one machine, got 0"),
-        (lambda: launch(print, world_size=65), "expected world_size from 1 to 64 on one machine, got 65"),
+        (
+            lambda: launch(print, world_size=0),
+            "expected world_size from 1 to 64 on one machine, got 0",
+        ),
+        (
+            lambda: launch(print, world_size=65),
+            "expected world_size from 1 to 64 on one machine, got 65",
+        ),
         (lambda: launch(print, world_size=-1), "got -1"),
         (lambda: launch(print, world_size=2.0), "got 2.0"),
         (lambda: launch(print, world_size="2"), "got '2'"),
         (lambda: launch(print, world_size=True), "got True"),
-        (lambda: launch(print, backend="mpi"), "launch expected backend 'auto', 'gloo' or 'nccl', got 'mpi'"),
-        (lambda: launch(print, link=1e9), "launch expected a Link, got 1000000000.0: for example link=Link.preset("),
-        (lambda: launch(print, link=Link(0, 1e9), backend="nccl"), "expected 'gloo' or 'auto', only Gloo's wire is"),
+        (
+            lambda: launch(print, backend="mpi"),
+            "launch expected backend 'auto', 'gloo' or 'nccl', got 'mpi'",
+        ),
+        (
+            lambda: launch(print, link=1e9),
+            "launch expected a Link, got 1000000000.0: for example link=Link.preset(",
+        ),
+        (
+            lambda: launch(print, link=Link(0, 1e9), backend="nccl"),
+            "expected 'gloo' or 'auto', only Gloo's wire is",
+        ),
         (lambda: launch(print, timeout=0), "expected timeout > 0, got 0. Give seconds"),
         (lambda: launch(print, timeout="1"), "expected timeout > 0, got '1'. Give seconds"),
         (lambda: launch(print, hang_after=None), "expected hang_after > 0, got None. Give seconds"),
         (lambda: launch(print, hang_after=-1), "got -1"),
         (lambda: launch(print, count(3)), "got a generator as argument 0: pass list(...) of it"),
-        (lambda: launch(print, sep=count(3)), "got a generator as argument sep=: pass list(...) of it"),
+        (
+            lambda: launch(print, sep=count(3)),
+            "got a generator as argument sep=: pass list(...) of it",
+        ),
         (
             lambda: launch(print, LOCK),
             "got argument 0 (TypeError: cannot pickle '_thread.lock' object). Make it inside",
         ),
-        (lambda: launch(lambda: LOCK), "got the variable 'LOCK' that the function uses (TypeError: cannot pickle"),
+        (
+            lambda: launch(lambda: LOCK),
+            "got the variable 'LOCK' that the function uses (TypeError: cannot pickle",
+        ),
         (lambda: launch(print, sys.stdout), "got argument 0 ("),
     ],
 )
@@ -141,7 +167,8 @@ def test_a_closure_variable_that_cannot_travel_is_named(no_process):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_is_refused(no_process):
     with pytest.raises(
-        ValueError, match="backend='nccl' expected a GPU for each rank, got no GPU that PyTorch can use"
+        ValueError,
+        match="backend='nccl' expected a GPU for each rank, got no GPU that PyTorch can use",
     ):
         launch(print, backend="nccl")
 
@@ -165,7 +192,10 @@ def test_the_choice_of_backend_and_its_reason(monkeypatch):
     short = "gloo on CPU: 1 GPU for 4 ranks, and NCCL 2.28.9 can't share one (2.30 can)"
     assert choice(1, (2, 28, 9), 4).line == short
     link = Link.preset("NVLink 4")
-    assert choice(4, (2, 30, 0), 2, link=link).line == "gloo on CPU: the emulated link (NVLink 4) works on its wire"
+    assert (
+        choice(4, (2, 30, 0), 2, link=link).line
+        == "gloo on CPU: the emulated link (NVLink 4) works on its wire"
+    )
     assert choose_backend("gloo", 2).line == "gloo on CPU: as asked"
 
 
@@ -307,11 +337,14 @@ def test_trap_2_a_large_captured_variable_is_named_in_a_warning():
         """
     )
     with pytest.warns(
-        UserWarning, match=r"its own copy of 12 MB: the variable big \(12 MB\) that the function uses"
+        UserWarning,
+        match=r"its own copy of 12 MB: the variable big \(12 MB\) that the function uses",
     ) as seen:
         assert launch(names["use"], world_size=1)[0] == 3_000_001
     assert seen[0].filename == __file__
-    with pytest.warns(UserWarning, match="the function's arguments. Make or load it inside the function instead"):
+    with pytest.warns(
+        UserWarning, match="the function's arguments. Make or load it inside the function instead"
+    ):
         launch(len, bytes(11_000_000), world_size=1)
 
 
@@ -328,7 +361,12 @@ def test_trap_7_environment_and_edited_modules_are_seen(tmp_path, monkeypatch):
     def look():
         import lesson_of_today
 
-        return lesson_of_today.VALUE, os.environ.get("DDPKIT_SEEN"), os.environ.get("DDPKIT_NEW"), os.getcwd()
+        return (
+            lesson_of_today.VALUE,
+            os.environ.get("DDPKIT_SEEN"),
+            os.environ.get("DDPKIT_NEW"),
+            os.getcwd(),
+        )
 
     assert launch(look, world_size=1)[0] == (1, "first", None, os.getcwd())
     module.write_text("VALUE = 23\n")
@@ -343,7 +381,10 @@ def test_trap_13_large_tensors_come_back():
         return torch.full((30_000_000,), float(dist.get_rank()))
 
     run = launch(large, world_size=2)
-    assert [(len(x), x[0].item(), x[-1].item()) for x in run] == [(30_000_000, 0, 0), (30_000_000, 1, 1)]
+    assert [(len(x), x[0].item(), x[-1].item()) for x in run] == [
+        (30_000_000, 0, 0),
+        (30_000_000, 1, 1),
+    ]
 
 
 class Unbuildable:
@@ -356,11 +397,14 @@ def _fail_to_build():
 
 
 def test_trap_13_results_that_cannot_travel():
-    with pytest.raises(RankError, match=r"rank 0 raised ValueError: the return value can't be sent back") as caught:
+    with pytest.raises(
+        RankError, match=r"rank 0 raised ValueError: the return value can't be sent back"
+    ) as caught:
         launch(lambda: (i for i in range(3)), world_size=2)
     assert "got generator: return its contents" in str(caught.value)
     with pytest.raises(
-        RankError, match=r"rank 1 returned a value that can't be rebuilt here \(KeyError: 'no such thing'\)"
+        RankError,
+        match=r"rank 1 returned a value that can't be rebuilt here \(KeyError: 'no such thing'\)",
     ):
         launch(lambda: Unbuildable() if dist.get_rank() else 1, world_size=2)
 
@@ -370,13 +414,26 @@ def test_results_of_every_plain_kind():
         model = torch.nn.Linear(2, 2)
         model(torch.ones(2)).sum().backward()
         x = torch.arange(6.0).view(2, 3)
-        return x.t(), x[0].requires_grad_(), model.weight, {"a": (1, None)}, torch.float16, ValueError("x"), lambda: 7
+        return (
+            x.t(),
+            x[0].requires_grad_(),
+            model.weight,
+            {"a": (1, None)},
+            torch.float16,
+            ValueError("x"),
+            lambda: 7,
+        )
 
     transposed, leaf, weight, plain, dtype, error, fn = launch(kinds, world_size=1)[0]
     assert transposed.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert leaf.requires_grad
     assert isinstance(weight, torch.nn.Parameter)
-    assert (plain, dtype, repr(error), fn()) == ({"a": (1, None)}, torch.float16, "ValueError('x')", 7)
+    assert (plain, dtype, repr(error), fn()) == (
+        {"a": (1, None)},
+        torch.float16,
+        "ValueError('x')",
+        7,
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -397,7 +454,8 @@ def test_trap_10_output_is_shown_in_rank_order_when_done(capfd):
 
     run = launch(talk, world_size=3)
     blocks = [
-        f"rank {r} | first from {r}\nrank {r} | second\nrank {r} | \nrank {r} | last, unfinished\n" for r in range(3)
+        f"rank {r} | first from {r}\nrank {r} | second\nrank {r} | \nrank {r} | last, unfinished\n"
+        for r in range(3)
     ]
     assert capfd.readouterr() == ("".join(blocks), "")
     assert run.output[1] == "first from 1\nsecond\n\nlast, unfinished"
@@ -408,7 +466,11 @@ def test_trap_10_live_shows_whole_labelled_lines_as_they_come(monkeypatch):
     monkeypatch.setattr(
         sys,
         "stdout",
-        type("Stream", (), {"write": lambda _, s: shown.append((time.perf_counter(), s)), "flush": lambda _: None})(),
+        type(
+            "Stream",
+            (),
+            {"write": lambda _, s: shown.append((time.perf_counter(), s)), "flush": lambda _: None},
+        )(),
     )
 
     def slowly():
@@ -421,7 +483,12 @@ def test_trap_10_live_shows_whole_labelled_lines_as_they_come(monkeypatch):
 
     run = launch(slowly, world_size=2, live=True)
     text = "".join(part for _, part in shown)
-    assert sorted(text.splitlines()) == ["rank 0 | beginning", "rank 0 | end", "rank 1 | beginning", "rank 1 | end"]
+    assert sorted(text.splitlines()) == [
+        "rank 0 | beginning",
+        "rank 0 | end",
+        "rank 1 | beginning",
+        "rank 1 | end",
+    ]
     assert text.endswith("\n")
     first, last = shown[0][0], shown[-1][0]
     assert last - first > 0.2  # not all at the end
@@ -471,7 +538,10 @@ def test_trap_11_long_lines_and_split_characters():
 
 def test_trap_11_gloos_chatter_is_filtered(capfd):
     def talk():
-        os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n")
+        os.write(
+            1,
+            b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n",
+        )
         print("mine")
 
     run = launch(talk, world_size=2)
@@ -602,11 +672,25 @@ def test_trap_8_the_same_by_spawn(tmp_path):
 def test_trap_9_an_ipython_terminal(tmp_path):
     lines = ["%run script.py", "print(launch(work, world_size=1))", "%load_ext ddpkit"]
     cells = "\n".join([*lines, "get_ipython().run_cell_magic('ranks', '2', 'rank')", "exit", ""])
-    command = (sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt", "--no-confirm-exit")
+    command = (
+        sys.executable,
+        "-m",
+        "IPython",
+        "--no-banner",
+        "--simple-prompt",
+        "--no-confirm-exit",
+    )
     (tmp_path / "script.py").write_text(SCRIPT)
     environ = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
     done = subprocess.run(
-        command, input=cells, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        command,
+        input=cells,
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert SHOWN in done.stdout
     assert "rank 0: 1.0\n" in done.stdout
@@ -621,7 +705,9 @@ def test_trap_9_nbclient(tmp_path):
     notebook = v4.new_notebook(
         cells=[
             v4.new_code_cell(SCRIPT.replace('print("this file runs")\n', "")),
-            v4.new_code_cell("def broken():\n    x = 1\n    raise ValueError(x)\nlaunch(broken, world_size=2)"),
+            v4.new_code_cell(
+                "def broken():\n    x = 1\n    raise ValueError(x)\nlaunch(broken, world_size=2)"
+            ),
             v4.new_code_cell("%load_ext ddpkit"),
             v4.new_code_cell("%%ranks 2\nrank"),
         ]
@@ -634,7 +720,10 @@ def test_trap_9_nbclient(tmp_path):
     assert outputs[0][0].text == "rank 0: 2.0\nrank 1: 2.0\n"
     (error,) = outputs[1]
     assert error.ename == "RankError"
-    assert error.evalue.splitlines()[:2] == ["rank 0 raised ValueError: 1", "  broken, line 3: raise ValueError(x)"]
+    assert error.evalue.splitlines()[:2] == [
+        "rank 0 raised ValueError: 1",
+        "  broken, line 3: raise ValueError(x)",
+    ]
     assert "\n".join(error.traceback) == f"RankError: {error.evalue}"
     assert outputs[3][0].text == "rank 0: 0\nrank 1: 1\n"
 

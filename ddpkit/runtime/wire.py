@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -239,21 +240,10 @@ class WireGroup(dist.ProcessGroup):
         """What the emulated link has to deliver; its thread takes one after the other."""
         if self._link_queue is None:
             self._link_queue = queue.SimpleQueue()
-            threading.Thread(target=self._deliver_all, daemon=True, name="ddpkit link").start()
+            # Of the queue, not of the group: a group that is destroyed must end Gloo's threads.
+            target = partial(_deliver_all, self._link_queue, self.recorder)
+            threading.Thread(target=target, daemon=True, name="ddpkit link").start()
         return self._link_queue
-
-    def _deliver_all(self):
-        while True:
-            self._deliver(*self._link_queue.get())
-
-    def _deliver(self, inner: Work, record: Record, arriving: list, delivered):
-        try:
-            inner.wait()
-            _hold_back(self.recorder, record)
-            self.recorder.done(record, arriving)
-            delivered.set_result(arriving)
-        except BaseException as error:
-            delivered.set_exception(error)
 
     # Point to point.
 
@@ -362,6 +352,21 @@ class WireGroup(dist.ProcessGroup):
 
     def _get_sequence_number_for_group(self):
         return self.inner._get_sequence_number_for_group()
+
+
+def _deliver_all(deliveries: queue.SimpleQueue, recorder: Recorder):
+    while True:
+        _deliver(recorder, *deliveries.get())
+
+
+def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, delivered):
+    try:
+        inner.wait()
+        _hold_back(recorder, record)
+        recorder.done(record, arriving)
+        delivered.set_result(arriving)
+    except BaseException as error:
+        delivered.set_exception(error)
 
 
 def _dtype(tensors) -> str:
