@@ -1,4 +1,4 @@
-"""The emulated link: bad ones are refused, messages take at least what the model says, and queue behind each other."""
+"""The emulated link: messages take at least what the model says, and queue behind each other."""
 
 import itertools
 import pickle
@@ -11,12 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit import Link, launch
-from ddpkit.tools import cost
+from ddpkit import HangError, Link, launch
 
-cloudpickle.register_pickle_by_value(
-    sys.modules[__name__]
-)  # functions travel as those of a notebook do
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 SLOW = Link(latency_s=0.01, bytes_per_s=1e6)
 
@@ -27,14 +24,14 @@ SLOW = Link(latency_s=0.01, bytes_per_s=1e6)
 @pytest.mark.parametrize(
     ("latency_s", "bytes_per_s", "complaint"),
     [
-        (-1e-6, 1e9, "latency_s > 0, got -1e-06"),
-        (float("nan"), 1e9, "latency_s > 0, got nan"),
-        (float("inf"), 1e9, "latency_s that ends, got inf"),
+        (-1e-6, 1e9, "latency_s >= 0, got -1e-06"),
+        (float("nan"), 1e9, "latency_s >= 0, got nan"),
+        (float("inf"), 1e9, "latency_s >= 0, got inf"),
         (0.0, 0, "bytes_per_s > 0, got 0"),
         (0.0, float("nan"), "bytes_per_s > 0, got nan"),
-        ("1 ms", 1e9, "latency_s > 0, got '1 ms'"),
+        ("1 ms", 1e9, "latency_s >= 0, got '1 ms'"),
         (0.0, None, "bytes_per_s > 0, got None"),
-        (False, 1e9, "latency_s > 0, got False"),
+        (False, 1e9, "latency_s >= 0, got False"),
     ],
 )
 def test_bad_links_are_refused(latency_s, bytes_per_s, complaint):
@@ -115,16 +112,27 @@ def took(record):
     return record.done - record.issued
 
 
-def test_an_all_reduce_takes_at_least_the_models_time():
-    run = launch(lambda: dist.all_reduce(torch.ones(5000)), world_size=2, link=SLOW)
-    for wire in run.wire:
-        assert took(wire[0]) >= SLOW.seconds("all_reduce", 20_000, 2)  # 40 ms
+def calls():
+    """One of each kind."""
+    x = torch.ones(5000)
+    dist.all_reduce(x)
+    dist.all_gather([torch.empty(5000) for _ in range(2)], x)
+    dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
+
+
+def test_calls_take_at_least_the_models_time():
+    run = launch(calls, world_size=2, link=SLOW)
+    for reduced, gathered, _ in run.wire:
+        assert took(reduced) >= SLOW.seconds("all_reduce", 20_000, 2)  # 40 ms
+        assert took(gathered) >= SLOW.seconds("all_gather", 40_000, 2)  # all parts count: 30 ms
+    (*_, sent), (*_, received) = run.wire
+    assert received.done - sent.issued >= SLOW.seconds("send", 20_000, 2)  # 30 ms
     assert run.link == SLOW
     assert run.backend == "gloo on CPU: the emulated link (10 ms, 1 MB/s) works on its wire"
 
 
 def test_a_slowed_links_times_divided_are_those_of_the_fast_one():
-    """A wire faster than this machine's: 20 KB in 0.4 µs. Slowed, the run can show it, and says what it ran on."""
+    """20 KB in 0.4 µs is faster than this machine. Slowed, the run shows it, and says so."""
     fast = Link(1e-7, 100e9)
     slow = fast.slowed(100_000)
     run = launch(lambda: dist.all_reduce(torch.ones(5000)), world_size=2, link=slow)
@@ -133,67 +141,42 @@ def test_a_slowed_links_times_divided_are_those_of_the_fast_one():
     assert "emulated link (100 ns, 100 GB/s, 100000 × slower)" in run.backend
 
 
-def test_a_gather_counts_all_parts():
-    def gather():
-        parts = [torch.empty(5000) for _ in range(2)]
-        dist.all_gather(parts, torch.ones(5000))
-
-    run = launch(gather, world_size=2, link=SLOW)
-    assert took(run.wire[1][0]) >= SLOW.seconds("all_gather", 40_000, 2)  # 30 ms
-
-
-def test_a_message_takes_at_least_the_models_time():
-    def one_way():
-        x = torch.ones(5000)
-        dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
-
-    run = launch(one_way, world_size=2, link=SLOW)
-    sent, received = run.wire[0][0], run.wire[1][0]
-    assert received.done - sent.issued >= SLOW.seconds("send", 20_000, 2)  # 30 ms
-
-
 def test_transfers_of_one_rank_queue_behind_each_other():
     def at_once():
         works = [dist.all_reduce(torch.ones(5000), async_op=True) for _ in range(3)]
         for work in works:
             work.wait()
-
-    run = launch(at_once, world_size=2, link=SLOW)
-    one = SLOW.seconds("all_reduce", 20_000, 2)
-    for wire in run.wire:
-        assert wire[-1].done - wire[0].issued >= 3 * one
-        for earlier, later in itertools.pairwise(wire):
-            assert later.started >= earlier.started + one
-
-
-def test_messages_of_one_rank_queue_too():
-    def pour():
         if dist.get_rank() == 0:
             for work in [dist.isend(torch.ones(5000), dst) for dst in (1, 2)]:
                 work.wait()
         else:
             dist.recv(torch.empty(5000), 0)
 
-    run = launch(pour, world_size=3, link=SLOW)
-    first, second = run.wire[0]
+    run = launch(at_once, world_size=3, link=SLOW)
+    one = SLOW.seconds("all_reduce", 20_000, 3)
+    for wire in run.wire:
+        assert wire[2].done - wire[0].issued >= 3 * one
+        for earlier, later in itertools.pairwise(wire[:3]):
+            assert later.started >= earlier.started + one
+    first, second = run.wire[0][3:]
     assert second.started >= first.started + 20_000 / 1e6
-    assert run.wire[2][0].done >= first.issued + 2 * 20_000 / 1e6 + SLOW.latency_s
+    assert run.wire[2][3].done >= first.issued + 2 * 20_000 / 1e6 + SLOW.latency_s
 
 
-def test_computation_overlaps_an_async_call():
-    """The call's time runs from its issue, not from its wait: what is computed meanwhile comes for free."""
+def test_a_call_goes_on_while_its_rank_computes():
+    """The time of a call runs from its issue, not from its wait."""
 
     def overlap():
         work = dist.all_reduce(torch.ones(5000), async_op=True)
-        time.sleep(0.2)
-        was_done = work.is_completed()
+        while not work.is_completed():
+            time.sleep(0.001)
+        done = time.perf_counter()
         work.wait()
-        return was_done
+        return done
 
     run = launch(overlap, world_size=2, link=SLOW)
-    assert list(run) == [True, True]
-    for wire in run.wire:
-        assert wire[0].done <= wire[0].waited
+    for done, wire in zip(run, run.wire, strict=True):
+        assert wire[0].done <= done <= wire[0].waited
 
 
 def test_torchs_ddp_works_over_a_link():
@@ -205,30 +188,29 @@ def test_torchs_ddp_works_over_a_link():
         return model.module.weight.grad.clone()
 
     slow = launch(train, world_size=2, link=SLOW)
-    # The gradient of a sum of outputs is the input summed over the rows, 2 (rank + step + 1); over ranks the average.
+    # The gradient of a sum of outputs is the input summed over the rows, 2 (rank + step + 1); over
+    # ranks the average.
     assert torch.equal(slow[0], torch.full((50, 50), 2 * 1.5 + 2 * 2.5))
     assert torch.equal(slow[0], slow[1])
     gradients = [r for r in slow.wire[0] if r.op == "all_reduce"]
-    assert [took(r) >= SLOW.seconds("all_reduce", r.bytes, 2) for r in gradients] == [True, True]
+    assert len(gradients) == 2
+    assert all(took(r) >= SLOW.seconds("all_reduce", r.bytes, 2) for r in gradients)
 
 
 def test_a_slow_link_is_no_hang():
-    """A transfer that takes longer than hang_after is under way, not stuck."""
-    link = Link(0.0, 10_000)
-    run = launch(
-        lambda: dist.all_reduce(torch.ones(2500)), world_size=2, link=link, hang_after=0.2
-    )  # 1 s
+    """A transfer that takes longer than hang_after is on its way, not stuck."""
+
+    def slowly():
+        dist.all_reduce(torch.ones(2500))
+
+    run = launch(slowly, world_size=2, link=Link(0.0, 10_000), hang_after=0.2)  # 1 s
     assert took(run.wire[0][0]) >= 1
 
 
 def test_a_mistake_on_a_link_is_still_found():
-    from ddpkit import HangError
+    def skips():
+        return dist.get_rank() or dist.all_reduce(torch.ones(1))
 
-    with pytest.raises(
-        HangError, match="rank 0 waits in all_reduce for rank 1, which has returned"
-    ):
-        launch(
-            lambda: dist.get_rank() or dist.all_reduce(torch.ones(1)),
-            world_size=2,
-            link=Link(1e-4, 1e9),
-        )
+    said = "rank 0 waits in all_reduce for rank 1, which has returned"
+    with pytest.raises(HangError, match=said):
+        launch(skips, world_size=2, link=Link(1e-4, 1e9))

@@ -2,9 +2,9 @@
 
 import os
 import sys
+import threading
 import time
 import warnings
-from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -14,6 +14,7 @@ from on_ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import HangError, Link, RankError, launch
+from ddpkit.runtime.board import DISAGREES
 from ddpkit.runtime.wire import recorder
 
 cloudpickle.register_pickle_by_value(
@@ -142,7 +143,7 @@ def zero_redundancy(parameters):
 
 
 def differences(compute, folder) -> list[str]:
-    """Names of what differs, in any bit, between the wire and a plain Gloo group in the same process."""
+    """Names of what differs, in any bit, between the wire and plain Gloo in the same process."""
     on_wire = compute()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -182,20 +183,17 @@ def test_a_link_changes_no_bit(tmp_path):
     assert list(run) == [[], []]
 
 
-def policies() -> set[int]:
-    """How Linux schedules the threads with which Gloo reads."""
-    threads = [
-        thread
-        for thread in Path("/proc/self/task").iterdir()
-        if "gloo_tcp" in (thread / "comm").read_text()
-    ]
-    return {os.sched_getscheduler(int(thread.name)) for thread in threads}
-
-
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has batch threads")
 def test_under_a_link_gloos_readers_wait_their_turn():
+    def policies() -> set[int]:
+        """How Linux schedules the threads that Python didn't start."""
+        ours = {str(thread.native_id) for thread in threading.enumerate()}
+        others = set(os.listdir("/proc/self/task")) - ours
+        return {os.sched_getscheduler(int(thread)) for thread in others}
+
     assert list(launch(policies, world_size=2)) == [{os.SCHED_OTHER}] * 2
-    assert list(launch(policies, world_size=2, link=Link(1e-5, 1e9))) == [{os.SCHED_BATCH}] * 2
+    for found in launch(policies, world_size=2, link=Link(1e-5, 1e9)):
+        assert os.SCHED_BATCH in found
 
 
 # What is written down.
@@ -258,6 +256,7 @@ def test_records_name_the_readers_own_line():
 
     run = launch(outer, world_size=2)
     record, *objects = run.wire[1]
+    assert [(r.op, r.dtype) for r in objects] == [("all_gather", "int64"), ("all_gather", "uint8")]
     assert (record.file, record.line, record.function) == (
         __file__,
         inner.__code__.co_firstlineno + 1,
@@ -278,20 +277,6 @@ def test_ddps_reducer_and_zero_redundancy_optimizer_are_seen():
     assert {r.peer for r in updates} == {0, 1}
     assert {(r.file, r.function) for r in run.wire[0]} == {(__file__, "trained")}
     assert all(r.done is not None for r in run.wire[0])
-
-
-def test_object_collectives_are_seen():
-    def objects():
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, dist.get_rank())
-        return found
-
-    run = launch(objects, world_size=2)
-    assert list(run) == [[0, 1], [0, 1]]
-    assert [(r.op, r.dtype) for r in run.wire[0]] == [
-        ("all_gather", "int64"),
-        ("all_gather", "uint8"),
-    ]
 
 
 def test_sub_groups_have_their_own_channel():
@@ -328,27 +313,19 @@ def test_a_receive_from_any_source_learns_who_sent():
     assert {r.channel for r in run.wire[0]} == {run.wire[1][0].channel, run.wire[2][0].channel}
 
 
-def test_waiting_twice_returns_at_once():
-    def twice():
-        x = torch.full((1,), float(dist.get_rank()))
-        work = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
-        return work.wait(), work.wait(), x.item()
-
-    assert list(launch(twice, world_size=2, timeout=20)) == [(True, True, 0.0)] * 2
-
-
-def test_handles_of_async_calls():
+def test_handles():
     def handles():
-        x = torch.ones(2)
+        x = torch.full((1,), float(dist.get_rank()))
+        message = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
+        twice = message.wait(), message.wait(), x.item()
+        x, arrived = torch.ones(2), []
         work = dist.all_reduce(x, async_op=True)
-        arrived = []
-        work.get_future().then(lambda future: arrived.append(future.value()[0].tolist())).wait()
-        return work.wait(), work.is_completed(), work.is_success(), arrived
+        work.get_future().then(lambda done: arrived.append(done.value()[0].tolist())).wait()
+        return *twice, work.wait(), work.is_completed(), work.is_success(), arrived
 
     for link in (None, Link(1e-4, 1e9)):
-        assert (
-            list(launch(handles, world_size=2, link=link)) == [(True, True, True, [[2.0, 2.0]])] * 2
-        )
+        for found in launch(handles, world_size=2, link=link, timeout=60):
+            assert found == (True, True, 0.0, True, True, True, [[2.0, 2.0]])
 
 
 def test_the_backend_shows_its_real_name():
@@ -383,12 +360,8 @@ def test_kept_values():
 
 
 def test_values_are_not_kept_unasked():
-    run = launch(lambda: dist.all_reduce(torch.ones(2)), world_size=2)
-    assert (run.wire[0][0].values, run.wire[0][0].result, run.wire[0][0].memory) == (
-        None,
-        None,
-        None,
-    )
+    (record,), _ = launch(lambda: dist.all_reduce(torch.ones(2)), world_size=2).wire
+    assert (record.values, record.result, record.memory) == (None, None, None)
 
 
 # What a checker in a rank can see.
@@ -424,48 +397,38 @@ def test_a_rank_sees_its_own_records(check):
 # Trap 23: what the user does to torch.distributed.
 
 
-def test_trap_23_init_again_gets_torchs_own_error():
+def test_trap_23_what_the_user_does_to_the_group(tmp_path):
     def again():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         try:
             dist.init_process_group("gloo")
         except ValueError as error:
-            return str(error)
-
-    assert all("twice" in message for message in launch(again, world_size=2))
-
-
-def test_trap_23_destroy_then_go_on_alone():
-    def leave():
+            refused = str(error)
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
-        return dist.is_initialized()
-
-    assert list(launch(leave, world_size=2)) == [False, False]
-
-
-def test_trap_23_destroy_and_init_again(tmp_path):
-    def anew():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()
+        gone = not dist.is_initialized()
         store = dist.FileStore(f"{tmp_path}/store", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         x = torch.ones(1)
         dist.all_reduce(x)
-        return x.item()
+        dist.destroy_process_group()
+        return "twice" in refused, gone, x.item()
 
-    assert list(launch(anew, world_size=2)) == [2.0, 2.0]
+    assert list(launch(again, world_size=2)) == [(True, True, 2.0)] * 2
 
 
 def test_a_disagreement_is_told_even_when_the_board_has_moved_on():
     def flood():
         if dist.get_rank() == 0:
             first = dist.isend(torch.ones(8), 1)
-            time.sleep(0.1)
+            while recorder().board.state(1) != DISAGREES:
+                time.sleep(0.001)
             works = [dist.isend(torch.ones(8), 1) for _ in range(600)]  # the board remembers 256
             works[-1].wait()
             first.wait()
         else:
-            time.sleep(0.05)
+            while not recorder().board.calls(0):
+                time.sleep(0.001)
             dist.recv(torch.ones(7), 0)
 
     with pytest.raises(HangError) as caught:

@@ -48,10 +48,10 @@ class Link:
 
     def __post_init__(self):
         check_positive("Give bytes per second, 1.25e9 for 10 Gbit/s.", bytes_per_s=self.bytes_per_s)
-        if self.latency_s != 0 or isinstance(self.latency_s, bool):
-            check_positive("Give seconds, for example 50e-6, or 0.", latency_s=self.latency_s)
-        if self.latency_s == math.inf:
-            raise ValueError("expected a latency_s that ends, got inf. Give seconds.")
+        number = isinstance(self.latency_s, int | float) and not isinstance(self.latency_s, bool)
+        if not number or not 0 <= self.latency_s < math.inf:
+            remedy = "Give seconds, for example 50e-6."
+            raise ValueError(f"expected latency_s >= 0, got {self.latency_s!r}. {remedy}")
 
     @classmethod
     def preset(cls, name: str) -> "Link":
