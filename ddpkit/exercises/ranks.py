@@ -6,13 +6,18 @@ import time
 
 import torch.distributed as dist
 
+from ddpkit.runtime.hang import situations
 from ddpkit.runtime.launch import Run
 
-from .old_checker import Exercise, Trial
+from .checker import Exercise, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
-# Say hello in rank order.
+LATE_S = 0.2  # how long low ranks are held back where nobody waits for them
+OURS = "Ours. Yours may look different: the check looks at what it does."
+
+
+# Say hello in rank order
 
 
 def say_hello():
@@ -21,6 +26,18 @@ def say_hello():
         if turn == rank:
             print(f"hello from rank {rank} of {world_size}")
         dist.barrier()
+
+
+class Said(str):
+    """What a rank printed, and when it began to."""
+
+    def __new__(cls, text, at):
+        said = super().__new__(cls, text)
+        said.at = at
+        return said
+
+    def __reduce__(self):
+        return Said, (str(self), self.at)
 
 
 class _Listener(io.StringIO):
@@ -33,12 +50,19 @@ class _Listener(io.StringIO):
         return super().write(text)
 
 
-def _listen(answer):
-    """Call the answer with the low ranks late, so that an order that comes by luck doesn't come.
+def _high_ranks_first():
+    """Hold low ranks back until the others wait for them, or are done; at most for `LATE_S`."""
+    begun, board = time.perf_counter(), dist.group.WORLD.recorder.board
+    while time.perf_counter() < begun + LATE_S:
+        higher = situations(board)[dist.get_rank() + 1 :]
+        if all(place.missing or place.state == "returned" for place in higher):
+            return
+        time.sleep(0.001)
 
-    Returns the text only, so that a trial can say what it expects; the time is left where `_order` finds it.
-    """
-    time.sleep(0.05 * (dist.get_world_size() - 1 - dist.get_rank()))
+
+def _listen(answer):
+    """Call the answer with the low ranks late, so that an order that comes by luck doesn't come."""
+    _high_ranks_first()
     listener, real = _Listener(), sys.stdout
     sys.stdout = listener
     try:
@@ -48,68 +72,100 @@ def _listen(answer):
     return Said(listener.getvalue(), listener.printed_at)
 
 
-class Said(str):
-    """What a rank printed, and when."""
-
-    def __new__(cls, text, at):
-        said = super().__new__(cls, text)
-        said.at = at
-        return said
-
-    def __reduce__(self):
-        return Said, (str(self), self.at)
-
-
 def _hello_trials():
     for world_size in (2, 3, 4):
-        yield Trial(world_size, _listen, (), [f"hello from rank {r} of {world_size}\n" for r in range(world_size)])
+        lines = [f"hello from rank {rank} of {world_size}\n" for rank in range(world_size)]
+        yield Trial(world_size, _listen, (), lines)
 
 
-def _hello_cause(trial: Trial, rank: int, expected, got):
+def _explain_hello(trial: Trial, rank: int, expected, got):
     if got == "":
-        return "This rank printed nothing. Every rank must take its turn."
+        return "This rank printed nothing. Every rank must take its turn, and print."
     if got.strip() == expected.strip():
         return "The text must be one line, ended by print itself."
     if got.count("hello") > 1:
         return "A rank must speak only when it is its turn, once."
-    return "The line must read exactly so; rank and world size come from dist.get_rank() and dist.get_world_size()."
+    return "The line must read exactly so, with the rank and the world size that torch tells."
 
 
-def _hello_order(trial: Trial, run: Run):
-    """Each rank must have heard something after the rank before it printed, and before it printed itself."""
+def _out_of_order(trial: Trial, run: Run):
+    """Between the line of the rank before it and its own, a rank must have heard something."""
+    if list(run) != trial.expected:
+        return None  # wrong words are told first
     for rank in range(1, trial.world_size):
-        earlier, mine = run[rank - 1].at, run[rank].at
-        if mine < earlier:
+        before, mine = run[rank - 1].at, run[rank].at
+        heard = [record.done for record in run.wire[rank] if record.done and record.op != "send"]
+        if any(before < done < mine for done in heard):
+            continue
+        if mine > before:
             return (
-                f"rank {rank} printed before rank {rank - 1} did.\n"
-                "Low ranks were slowed down on purpose, and nothing makes a rank wait for the one before it. "
-                "A message or a barrier does."
-            )
-        if not any(earlier < record.done < mine for record in run.wire[rank] if record.done and record.op != "send"):
-            return (
-                f"the order came out right, but rank {rank} heard nothing between rank {rank - 1}'s line and its own: "
-                "it waited by the clock.\n"
+                f"the order came out right, but rank {rank} heard nothing between rank "
+                f"{rank - 1}'s line and its own: it waited by the clock.\n"
                 "On a busy machine any sleep is too short. A message or a barrier is certain."
             )
+        told = (
+            f"rank {rank} printed before rank {rank - 1} did; low ranks were slowed on purpose.\n"
+        )
+        if not heard:
+            return f"{told}Nothing makes a rank wait for the one before it. A barrier does."
+        where = "before anybody printed" if max(heard) < mine else "after it had printed"
+        return (
+            f"{told}Rank {rank} did wait, but {where}. It must wait after rank {rank - 1} has "
+            "printed, and before it prints itself."
+        )
     return None
 
 
 say_hello = Exercise(
-    say_hello,
-    _hello_trials,
-    [
-        "Let every rank go through all turns: for turn in range(world_size). Whose turn is it?",
-        "dist.barrier() lets no rank on before all have come to it. Where must it stand so that turns don't mix?",
-        "In each turn: the rank whose turn it is prints; then all ranks, not only that one, meet at a barrier.",
-    ],
-    "in rank order, also when low ranks are slow.",
-    _hello_cause,
-    _hello_order,
-    note="# Ours. Yours may look different: the check looks at what it does.",
+    reference=say_hello,
+    note=OURS,
+    trials=_hello_trials,
+    hints={
+        "start": "Let every rank go through all turns: for turn in range(world_size). Whose turn "
+        "is it?",
+        "values": "In each turn one rank prints, the one whose turn it is. Then all ranks, not "
+        "only that one, meet at a barrier.",
+        "hang": "dist.barrier() lets no rank on before all have come to it: all must call it.",
+    },
+    praise="in rank order, also when low ranks are slow.",
+    explain=_explain_hello,
+    races=_out_of_order,
+    wire=lambda trial, run: None,
+    mistakes=mistakes("""
+no_barrier: dist.barrier() → pass
+    Nothing makes a rank wait for the one before it. A barrier does.
+by_the_clock: if turn == rank: → if turn == rank:⏎    time.sleep(0.4 * rank)
+    dist.barrier() → pass
+    it waited by the clock
+barrier_then_clock: for turn → dist.barrier()⏎time.sleep(0.4 * rank)⏎for turn
+    dist.barrier() → pass
+    it waited by the clock
+barrier_first: for turn → dist.barrier()⏎for turn
+    dist.barrier() → pass
+    Rank 1 did wait, but before anybody printed.
+barrier_last: dist.barrier() → if turn == world_size - 1: dist.barrier()
+    Rank 1 did wait, but after it had printed.
+all_from_rank_0: if turn == rank: → if rank == 0:
+    {rank} → {turn}
+    Rank 0 speaks for all. Every rank must print its own line, only when it is its turn.
+every_turn: if turn == rank: → if True:
+    A rank must speak only when it is its turn, once.
+barrier_in_the_if: dist.barrier() → if turn == rank == 0: dist.barrier()
+    Not all ranks come to the barrier, and it lets nobody on before all have come. Put it outside
+    the `if`.
+as_many_barriers_as_its_rank: for turn → for _ in range(rank):⏎    dist.barrier()⏎for turn
+    dist.barrier() → pass
+    The ranks come to a barrier a different number of times: some wait there for ever. All must
+    come to each.
+wrong_words: "hello from rank {rank} of {world_size}" → "Hello from rank {rank}"
+    The line must read exactly so, with the rank and the world size that torch tells.
+returns_it: print( → str(
+    This rank printed nothing. Every rank must take its turn, and print.
+"""),
 )
 
 
-# Find your neighbours.
+# Find your neighbours
 
 
 def neighbours():
@@ -117,41 +173,52 @@ def neighbours():
     return (rank - 1) % world_size, (rank + 1) % world_size
 
 
-def _neighbours_trials():
-    for world_size in (2, 3, 4, 1):
-        yield Trial(world_size, _call, (), [((r - 1) % world_size, (r + 1) % world_size) for r in range(world_size)])
-
-
 def _call(answer):
     return answer()
 
 
-def _neighbours_cause(trial: Trial, rank: int, expected, got):
+def _neighbours_trials():
+    for world_size in (2, 3, 4, 1):
+        both = [((r - 1) % world_size, (r + 1) % world_size) for r in range(world_size)]
+        yield Trial(world_size, _call, (), both)
+
+
+def _explain_neighbours(trial: Trial, rank: int, expected, got):
     if not (isinstance(got, tuple | list) and len(got) == 2):
         return "Return two ranks: left, right."
-    got = tuple(got)
-    if got == expected:
+    if tuple(got) == expected:
         return "Return a tuple: return left, right."
-    if got == expected[::-1]:
-        return "These are the right ranks the wrong way round: left is the rank below, right the rank above."
-    outside = next((neighbour for neighbour in got if not 0 <= neighbour < trial.world_size), None)
-    if outside in (-1, trial.world_size):
-        return f"There is no rank {outside}: the ring must close. The remainder, %, brings it round."
-    if trial.world_size == 1:
-        return "A rank alone in its world is its own neighbour on both sides."
-    there = f"There is no rank {outside}. " if outside is not None else ""
-    return f"{there}Count with the size of this world, dist.get_world_size(), not with a fixed number."
+    outside = [neighbour for neighbour in got if neighbour not in range(trial.world_size)]
+    if outside:
+        return f"There is no rank {outside[0]} here: the ring must close, in a world of any size."
+    return "For rank r, left is r - 1 and right r + 1; only at the ends the ring closes."
 
 
 neighbours = Exercise(
-    neighbours,
-    _neighbours_trials,
-    [
-        "The right neighbour of rank r is r + 1, the left one r - 1, except at the ends.",
-        "In Python, (r + 1) % world_size is 0 for the last rank. And -1 % 4 is 3.",
-    ],
-    "the ring closes in every world from 1 to 4.",
-    _neighbours_cause,
-    lambda trial, run: None,
-    note="# Ours. Yours may look different: the check looks at what it does.",
+    reference=neighbours,
+    note=OURS,
+    trials=_neighbours_trials,
+    hints={
+        "start": "The right neighbour of rank r is r + 1, the left one r - 1, except at the ends.",
+        "values": "In Python, (r + 1) % world_size is 0 for the last rank. And -1 % 4 is 3.",
+    },
+    praise="the ring closes in every world from 1 to 4.",
+    explain=_explain_neighbours,
+    wire=lambda trial, run: None,
+    mistakes=mistakes("""
+open: (rank - 1) % world_size, (rank + 1) % world_size → rank - 1, rank + 1
+    There is no such rank: the ring must close. The remainder, %, brings it round.
+open_on_the_right: (rank + 1) % world_size → rank + 1
+    The last rank's right neighbour is rank 0: the ring must close there, too.
+swapped: (rank - 1) % world_size, (rank + 1) → (rank + 1) % world_size, (rank - 1)
+    The right ranks, the wrong way round: left is the rank below, right the rank above.
+of_four: world_size = dist.get_rank(), dist.get_world_size() → world_size = dist.get_rank(), 4
+    Count with the size of this world, dist.get_world_size(), not with a fixed number.
+off_by_one: dist.get_world_size() → max(1, dist.get_world_size() - 1)
+    Count with the size of this world, dist.get_world_size(), not with one less.
+ends_by_hand: return → if rank == 0: return 3, 1⏎return
+    Count with the size of this world: its last rank isn't always 3.
+right_only: (rank - 1) % world_size, (rank + 1) % world_size → (rank + 1) % world_size
+    Return two ranks: left, right.
+"""),
 )
