@@ -1,9 +1,9 @@
 """Charts of attention by length: every curve is drawn; bytes are said, times are not."""
 
 import pytest
-from test_charts import has_colour, image
+from test_figures import check_picture, has_colour
 
-from ddpkit.lesson import figures
+from ddpkit.lesson import page
 from ddpkit.lesson.attention_charts import bytes_by_length, time_by_length
 
 PEAKS = {"plain": {1024: 4_000_000, 2048: 16_000_000}, "tiled": {1024: 1_000_000, 2048: 2_000_000}}
@@ -18,23 +18,25 @@ def test_bytes_are_said_and_drawn():
         "plain: 1,024 tokens 4 MB, 2,048 tokens 16 MB\n"
         "tiled: 1,024 tokens 1 MB, 2,048 tokens 2 MB"
     )
-    assert image(picture).width <= figures.WIDEST
-    for colour in figures.RANK_COLOURS[:2]:
-        assert has_colour(picture, colour)
-    assert not has_colour(picture, figures.RANK_COLOURS[2])
+    check_picture(picture, *page.RANK_COLOURS[:2])
+    assert not has_colour(picture.png, page.RANK_COLOURS[2])
 
 
 def test_times_are_drawn_and_not_said():
     picture = time_by_length(SECONDS, CEILING, "Forward")
     assert repr(picture) == (
-        "Forward: plain; tiled. By tokens: 1,024, 2,048. Dashed: the matrix products alone, at full speed."
+        "Forward: plain; tiled. By tokens: 1,024, 2,048. "
+        "Dashed: the matrix products alone, at full speed."
     )
     slower = {name: {n: 3 * s for n, s in curve.items()} for name, curve in SECONDS.items()}
     assert repr(time_by_length(slower, CEILING, "Forward")) == repr(picture)
-    assert time_by_length(slower, CEILING, "Forward").png != picture.png
+    assert time_by_length(slower, CEILING, "Forward").svg != picture.svg
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_the_ceiling_is_drawn_where_it_is(factor):
     moved = {n: factor * s for n, s in CEILING.items()}
-    assert time_by_length(SECONDS, moved, "Forward").png != time_by_length(SECONDS, CEILING, "Forward").png
+    assert (
+        time_by_length(SECONDS, moved, "Forward").svg
+        != time_by_length(SECONDS, CEILING, "Forward").svg
+    )

@@ -7,16 +7,19 @@ import pytest
 from test_figures import has_colour
 
 from ddpkit.lesson import figures
-from ddpkit.lesson.float_explorer import float_explorer, parse
+from ddpkit.lesson import float_explorer as module
+from ddpkit.lesson.float_explorer import FIELD_COLOURS, float_bits, float_explorer, parse
 from ddpkit.tools import floats
 
 TENTH = """\
 0.1 in bf16: 0 01111011 1001101, 2^-4 × 1.6015625
-fp32: 0 01111011 10011001100110011001101 is 0.10000000149011612, normal; spacing 7.450580596923828e-09, \
+fp32: 0 01111011 10011001100110011001101 is 0.10000000149011612, normal; \
+spacing 7.450580596923828e-09, \
 between 0.09999999403953552 and 0.10000000894069672
 tf32: 0 01111011 1001100110 is 0.0999755859375, normal; spacing 6.103515625e-05, \
 between 0.09991455078125 and 0.10003662109375
-bf16: 0 01111011 1001101 is 0.10009765625, normal; spacing 0.00048828125, between 0.099609375 and 0.1005859375
+bf16: 0 01111011 1001101 is 0.10009765625, normal; spacing 0.00048828125, \
+between 0.099609375 and 0.1005859375
 fp16: 0 01011 1001100110 is 0.0999755859375, normal; spacing 6.103515625e-05, \
 between 0.09991455078125 and 0.10003662109375
 fp8 e4m3: 0 0011 101 is 0.1015625, normal; spacing 0.0078125, between 0.09375 and 0.109375
@@ -32,7 +35,7 @@ def test_text_and_picture():
     assert repr(explorer) == TENTH
     bundle = explorer._repr_mimebundle_()
     assert set(bundle) == {"text/plain", "image/png", "application/vnd.jupyter.widget-view+json"}
-    for colour in figures.FIELD_COLOURS.values():
+    for colour in FIELD_COLOURS.values():
         assert has_colour(bundle["image/png"], colour)
 
 
@@ -47,12 +50,14 @@ def test_buttons_turn_bits():
     explorer.buttons.children[0].value = True
     assert explorer.number.value == -1.5
     assert shown(explorer) == "1011111000000000"
-    assert [button.value for button in explorer.buttons.children] == [bit == "1" for bit in "1011111000000000"]
+    assert [button.value for button in explorer.buttons.children] == [
+        bit == "1" for bit in "1011111000000000"
+    ]
 
 
 def test_every_button_turns_its_own_bit(monkeypatch):
     one = figures.worlds(1)
-    monkeypatch.setattr(figures, "float_bits", lambda *_: one)  # 94 pictures take a while
+    monkeypatch.setattr(module, "float_bits", lambda *_: one)  # 94 pictures take a while
     for format in floats.FORMATS:
         explorer = float_explorer("1", format.name)
         assert explorer.image
@@ -60,7 +65,9 @@ def test_every_button_turns_its_own_bit(monkeypatch):
             before = explorer.number.pattern
             button.value = not button.value
             assert explorer.number.pattern ^ before == 1 << (format.bits - 1 - place)
-            assert button.tooltip == f"bit {format.bits - 1 - place}, {floats.field_of(place, format)}"
+            assert (
+                button.tooltip == f"bit {format.bits - 1 - place}, {floats.field_of(place, format)}"
+            )
 
 
 def test_one_nan_can_be_turned_into_another():
@@ -70,9 +77,8 @@ def test_one_nan_can_be_turned_into_another():
     assert math.isnan(explorer.number.value)
     assert (shown(explorer), explorer.number.pattern) == ("0111111111111110", before[1] - 1)
     assert explorer.caption.value != before[0]
-    assert (
-        figures.float_bits([explorer.number]).png != figures.float_bits([floats.describe(before[1], floats.FP16)]).png
-    )
+    other = floats.describe(before[1], floats.FP16)
+    assert float_bits([explorer.number]).svg != float_bits([other]).svg
 
 
 def test_typed_numbers():
@@ -109,7 +115,9 @@ def test_formats():
     explorer.set(format="fp8 e5m2")
     assert (explorer.choice.value, len(explorer.buttons.children)) == ("fp8 e5m2", 8)
     explorer.set(format="fp8 e4m3")  # as many bits, other fields
-    assert [button.tooltip.split(", ")[1] for button in explorer.buttons.children].count("exponent") == 4
+    assert [button.tooltip.split(", ")[1] for button in explorer.buttons.children].count(
+        "exponent"
+    ) == 4
 
 
 @pytest.mark.parametrize(
@@ -129,7 +137,12 @@ def test_what_there_is_not(values, said):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("0.1", Fraction(1, 10)), ("1/3", Fraction(1, 3)), (" -1e-8 ", Fraction(-1, 10**8)), ("inf", math.inf)],
+    [
+        ("0.1", Fraction(1, 10)),
+        ("1/3", Fraction(1, 3)),
+        (" -1e-8 ", Fraction(-1, 10**8)),
+        ("inf", math.inf),
+    ],
 )
 def test_parse(text, value):
     assert parse(text) == value

@@ -1,14 +1,12 @@
-"""Charts of bytes and the memory calculator: what is drawn is what was counted, and what is said, too."""
-
-import io
+"""Charts of bytes and the memory calculator: what is drawn, and said, is what was counted."""
 
 import pytest
 import torch
-from PIL import Image
+from test_figures import check_picture
 from torch import nn
 
 from ddpkit.checkpointing import checkpoint, selective_checkpoint
-from ddpkit.lesson import figures, memory_charts
+from ddpkit.lesson import memory_charts
 from ddpkit.models import GPT, mean_loss, torch_attention
 from ddpkit.tools.memory import (
     KINDS,
@@ -21,26 +19,15 @@ from ddpkit.tools.memory import (
     watch,
 )
 
-
-def image(picture) -> Image.Image:
-    return Image.open(io.BytesIO(picture.png)).convert("RGB")
-
-
-def pixels(picture, colour: str, rows=None) -> int:
-    """How many have it."""
-    wanted = tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    page = image(picture)
-    top, bottom = rows or (0, page.height)
-    found = page.crop((0, top, page.width, bottom)).getcolors(1 << 24)
-    return sum(count for count, rgb in found if all(abs(a - b) < 12 for a, b in zip(rgb, wanted, strict=True)))
-
-
 # Timelines
 
 
 def a_timeline(**by_kind):
     entries = len(next(iter(by_kind.values())))
-    return Timeline({kind: by_kind.get(kind, [0] * entries) for kind in KINDS}, [""] + ["an operation"] * (entries - 1))
+    return Timeline(
+        {kind: by_kind.get(kind, [0] * entries) for kind in KINDS},
+        [""] + ["an operation"] * (entries - 1),
+    )
 
 
 def two_timelines(highest=3_000_000):
@@ -56,48 +43,36 @@ def test_timelines():
         "one: at most 4 MB in backward: parameters 1 MB, activations 3 MB.\n"
         "two: at most 2 MB: parameters 1 MB, buckets 1 MB."
     )
-    assert image(picture).width <= figures.WIDEST
-    assert image(picture).getpixel((0, 0)) == (255, 255, 255)
-    assert memory_charts.timelines(two_timelines(3_500_000)).png != picture.png
-
-
-def test_kinds_that_are_nowhere_are_not_in_the_legend():
-    picture = memory_charts.timelines(two_timelines())
-    for kind in ("parameters", "activations"):
-        assert pixels(picture, memory_charts.COLOURS[kind]) > 1000
-    for kind in ("gradients", "optimizer"):
-        assert pixels(picture, memory_charts.COLOURS[kind]) == 0
+    check_picture(picture)
+    assert memory_charts.timelines(two_timelines(3_500_000)).svg != picture.svg
+    labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    assert labels == ["parameters", "buckets", "activations", "peak"]  # no kind that is nowhere
+    assert len({axes.get_ylim() for axes in picture.figure.axes}) == 1
 
 
 def test_areas_are_the_bytes():
-    """1 MB of parameters for three entries, 2 and 4 MB of activations for one each."""
+    """1 MB of parameters; above it 2 and 4 MB of activations for one entry each."""
     each = a_timeline(parameters=[10**6] * 4, activations=[0, 2 * 10**6, 4 * 10**6, 0])
-    picture = memory_charts.timelines({"it": each})
-    below_the_legend = (100, image(picture).height)
-    blue, sky = (
-        pixels(picture, memory_charts.COLOURS[kind], below_the_legend) for kind in ("parameters", "activations")
-    )
-    assert sky / blue == pytest.approx((2 + 4) / 3, rel=0.06)
+    axes = memory_charts.timelines({"it": each}).figure.axes[0]
+    tops = [area.get_paths()[0].get_extents().y1 for area in axes.collections]
+    assert tops == [10**6, 5 * 10**6]
+    assert axes.lines[0].get_xydata().tolist() == [[2, 5 * 10**6]]
 
 
-def test_what_comes_and_goes_is_grey():
+def test_what_comes_and_goes_has_no_edges():
     """However thin: drawn with edges, it would be black."""
     each = a_timeline(parameters=[10**6] * 200, other=[10**6, 0] * 100)
-    picture, rows = memory_charts.timelines({"it": each}), (190, 230)
-    assert pixels(picture, memory_charts.COLOURS["other"], rows) > 10 * pixels(picture, "#000000", rows)
-
-
-def test_panels_have_the_same_scale():
-    low = a_timeline(parameters=[10**6] * 4)
-    alone, beside = memory_charts.timelines({"low": low}), memory_charts.timelines({"low": low} | two_timelines())
-    panel = memory_charts.PANEL
-    sizes = [pixels(each, memory_charts.COLOURS["parameters"], (100, 80 + panel)) for each in (alone, beside)]
-    assert sizes[0] / sizes[1] == pytest.approx(4, rel=0.1)
+    kept, other = memory_charts.timelines({"it": each}).figure.axes[0].collections
+    assert (kept.get_linewidth()[0] > 0, other.get_linewidth()[0]) == (True, 0)
 
 
 def test_marks_without_room_are_written_together():
     marks = [(1, "forward"), (50, "backward"), (90, "synchronize"), (91, "step")]
-    assert memory_charts._joined(marks, 1) == [(1, "forward"), (50, "backward"), (90, "synchronize, step")]
+    assert memory_charts.joined(marks, 1) == [
+        (1, "forward"),
+        (50, "backward"),
+        (90, "synchronize, step"),
+    ]
 
 
 # Growth
@@ -116,7 +91,9 @@ def test_parts_are_all_of_it():
         assert (parts["MLP"], parts["masks of dropout"]) == (18 * token, 2 * token)
         assert parts["norms"] == 4 * token + 16 * 2 * 48
         assert parts["queries, keys, values, inputs of their layers"] == 10 * token
-        assert parts["attention weights"] == (5 * 2 * 48**2 * 4 if attention == "materialised" else 4 * 2 * 48 * 4)
+        assert parts["attention weights"] == (
+            5 * 2 * 48**2 * 4 if attention == "materialised" else 4 * 2 * 48 * 4
+        )
 
 
 def test_growth():
@@ -126,39 +103,37 @@ def test_growth():
     assert first.endswith("attention weights 23%.")
     assert last.startswith("4,096 tokens, 2.85 GB: ")
     assert last.endswith("attention weights 82%.")
-    assert image(picture).width <= figures.WIDEST
-    assert memory_charts.growth(terms, [256, 1024, 8192]).png != picture.png
+    check_picture(picture)
+    assert memory_charts.growth(terms, [256, 1024, 8192]).svg != picture.svg
 
 
 def test_areas_are_the_shares():
     """Where the formula says that attention weights are half: 34sbd, of which the MLP has 18."""
-    turn = 34 * 3584 / (5 * 28)
-    picture = memory_charts.growth(terms, [int(turn) - 1, int(turn) + 1])
-    below_the_legend = (130, image(picture).height)
-    colours = (memory_charts.PART_COLOURS[name] for name in ("attention weights", "MLP"))
-    weights, mlp = (pixels(picture, colour, below_the_legend) for colour in colours)
-    assert weights / mlp == pytest.approx(34 / 18, rel=0.05)
+    turn = 34 * 3584 // (5 * 28)
+    areas = memory_charts.growth(terms, [turn, turn + 1]).figure.axes[0].collections
+    ends = [area.get_paths()[0].get_extents() for area in areas]
+    assert ends[-1].y1 - ends[-1].y0 == pytest.approx(50, abs=0.1)
+    assert ends[1].y1 - ends[1].y0 == pytest.approx(50 * 18 / 34, abs=0.1)
 
 
 # Bars and the calculator
 
-ROWS = {"kept": {"parameters": 10**9, "activations": 3 * 10**9}, "again": {"parameters": 10**9, "activations": 10**9}}
+ROWS = {
+    "kept": {"parameters": 10**9, "activations": 3 * 10**9},
+    "again": {"parameters": 10**9, "activations": 10**9},
+}
 
 
 def test_bars():
     picture = memory_charts.bars(ROWS, 2 * 10**9, "A step")
     assert repr(picture) == (
-        "A step.\nkept: 4 GB (parameters 1 GB, activations 3 GB).\nagain: 2 GB (parameters 1 GB, activations 1 GB)."
+        "A step.\nkept: 4 GB (parameters 1 GB, activations 3 GB).\n"
+        "again: 2 GB (parameters 1 GB, activations 1 GB)."
     )
-    blue, sky = (pixels(picture, memory_charts.COLOURS[kind], (100, 230)) for kind in ("parameters", "activations"))
-    assert sky / blue == pytest.approx(4 / 2, rel=0.05)
-    assert memory_charts.bars(ROWS, 3 * 10**9, "A step").png != picture.png
-
-
-@pytest.mark.parametrize(("end", "number"), [(75, 82), (80, 82), (50, 51.2), (82, 83.2)])
-def test_numbers_are_not_on_the_dashed_line(end, number):
-    assert memory_charts._number_at(end, 100, 80) == pytest.approx(number)
-    assert memory_charts._number_at(end, 100, None) == pytest.approx(end + 1.2)
+    check_picture(picture)
+    drawn = [(bar.get_x(), bar.get_width()) for bar in picture.figure.axes[0].patches]
+    assert drawn == [(0, 10**9), (0, 10**9), (10**9, 3 * 10**9), (10**9, 10**9)]
+    assert memory_charts.bars(ROWS, 3 * 10**9, "A step").svg != picture.svg
 
 
 class Through(nn.Module):
@@ -187,11 +162,17 @@ def a_gpt(attention, dropout, way=None):
 
 
 def predicted(attention, dropout):
-    return memory_charts.training_bytes(**SHAPE, **BATCH, precision="fp32", attention=attention, dropout=dropout)
+    return memory_charts.training_bytes(
+        **SHAPE, **BATCH, precision="fp32", attention=attention, dropout=dropout
+    )
 
 
 def test_parameters_of_a_gpt():
-    trained = [parameter.numel() for parameter in a_gpt("flash", True).parameters() if parameter.requires_grad]
+    trained = [
+        parameter.numel()
+        for parameter in a_gpt("flash", True).parameters()
+        if parameter.requires_grad
+    ]
     assert memory_charts.gpt_parameters(64, 5) == sum(trained)
     kept = predicted("flash", True)["everything kept"]
     assert {kind: kept[kind] for kind in ("parameters", "gradients", "optimizer")} == (
@@ -199,18 +180,27 @@ def test_parameters_of_a_gpt():
     )
 
 
-@pytest.mark.parametrize("dropout", [True, False])
-@pytest.mark.parametrize("attention", ["materialised", "flash"])
+@pytest.mark.parametrize(
+    ("attention", "dropout"), [("materialised", True), ("flash", True), ("materialised", False)]
+)
 def test_activations_of_a_gpt(attention, dropout):
-    """All but the tokens, their targets and the loss's weight, 8, 8 and 4 bytes: those aren't counted."""
+    """All but tokens, targets and the loss's weight, 8, 8 and 4 bytes: those aren't counted."""
     tokens = torch.ones(2, 96, dtype=torch.int64)
     gpt = a_gpt(attention, dropout)
     measured = sum(saved.nbytes for saved in measure_saved(lambda: mean_loss(gpt(tokens), tokens)))
-    assert measured == pytest.approx(predicted(attention, dropout)["everything kept"]["activations"], rel=1e-3)
+    assert measured == pytest.approx(
+        predicted(attention, dropout)["everything kept"]["activations"], rel=1e-3
+    )
 
 
-@pytest.mark.parametrize("attention", ["materialised", "flash"])
-@pytest.mark.parametrize(("name", "way"), [("selective", selective_checkpoint), ("every block", checkpoint)])
+@pytest.mark.parametrize(
+    ("attention", "name", "way"),
+    [
+        ("materialised", "selective", selective_checkpoint),
+        ("flash", "every block", checkpoint),
+        ("materialised", "every block", checkpoint),
+    ],
+)
 def test_peaks_of_a_checkpointed_gpt(attention, name, way):
     tokens = torch.ones(2, 96, dtype=torch.int64)
     gpt = a_gpt(attention, True, way)

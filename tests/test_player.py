@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from test_figures import has_colour
 
 from ddpkit import HangError, LaunchError, RankError, collectives, launch
-from ddpkit.lesson import figures
-from ddpkit.lesson.player import MOST_FRAMES, explorer, film, hop_by_hop, player, replay, world_explorer
+from ddpkit.lesson import figures, page
+from ddpkit.lesson.film import BLANK, film, hop_by_hop
+from ddpkit.lesson.player import MOST_FRAMES, player, world_explorer
+from ddpkit.lesson.replay import replay
 
 
 def mine(length: int = 2) -> torch.Tensor:
@@ -31,21 +34,26 @@ def all_gather():
     collectives.all_gather([torch.zeros(1) for _ in range(dist.get_world_size())], mine(1))
 
 
-def ring_and_return():
-    return ring().tolist()
+def into_one_tensor():
+    collectives.all_gather(list(torch.zeros(dist.get_world_size(), 1)), mine(1))
 
 
 def ring(hops_per_rank=None):
     x, rank, world_size = mine(8), dist.get_rank(), dist.get_world_size()
     chunks = x.tensor_split(world_size)
     for hop in range(hops_per_rank or world_size - 1):
-        outgoing, into = chunks[(rank - hop - 1) % world_size], chunks[(rank - hop - 2) % world_size]
+        outgoing = chunks[(rank - hop - 1) % world_size]
+        into = chunks[(rank - hop - 2) % world_size]
         incoming = torch.empty_like(into)
         send = dist.isend(outgoing, (rank + 1) % world_size)
         dist.recv(incoming, (rank - 1) % world_size)
         send.wait()
         into += incoming
-    return x
+    return x.tolist()
+
+
+def one_hop_too_many():
+    ring(1 + dist.get_rank())
 
 
 def torch_collectives():
@@ -112,7 +120,26 @@ def silence():
     pass
 
 
-def outcome(fn, *args, world_size=2):
+def ping(rounds):
+    for _ in range(rounds):
+        if dist.get_rank() == 0:
+            dist.send(mine(1), dst=1)
+        else:
+            dist.recv(torch.zeros(1), src=0)
+
+
+def same_numbers():
+    """Every rank has 1s; rank 0 passes on what it got, then what is left of its own."""
+    x, rank = torch.ones(2), dist.get_rank()
+    if rank == 0:
+        dist.recv(x[:1], src=1)
+        dist.send(x, dst=1)
+    else:
+        dist.send(x[:1], dst=0)
+        dist.recv(x, src=0)
+
+
+def fresh(fn, *args, world_size=2):
     """The Run of `fn`, or the error it ended in."""
     try:
         return launch(fn, *args, world_size=world_size, keep_values=True)
@@ -120,202 +147,245 @@ def outcome(fn, *args, world_size=2):
         return error
 
 
-def test_broadcast():
-    assert repr(player(outcome(broadcast, world_size=3))) == (
-        "1. rank 0 sends [1, 2] to rank 1\n"
-        "2. rank 1 receives [1, 2] from rank 0\n"
-        "3. rank 0 sends [1, 2] to rank 2\n"
-        "4. rank 2 receives [1, 2] from rank 0"
-    )
+recorded = cache(fresh)  # one run serves many tests
+
+RIGHT = {
+    (broadcast, 3): [
+        "1. rank 0 sends [1, 2] to rank 1",
+        "2. rank 1 receives [1, 2] from rank 0",
+        "3. rank 0 sends [1, 2] to rank 2",
+        "4. rank 2 receives [1, 2] from rank 0",
+    ],
+    (naive, 2): [
+        "1. rank 1 sends [10, 20] to rank 0",
+        "2. rank 0 receives [10, 20] from rank 1",
+        "3. rank 0 sends [11, 22] to rank 1",
+        "4. rank 1 receives [11, 22] from rank 0",
+    ],
+    (torch_collectives, 2): [
+        "1. all_reduce(2 float32, sum): rank 0 [1, 2], rank 1 [10, 20] → [11, 22] on every rank",
+        "2. broadcast(1 float32, src=1): rank 1 [10] → [10] on every rank",
+        "3. all_gather(1 float32): rank 0 [1], rank 1 [10] → [1, 10] on every rank",
+        "4. ranks 0 and 1 met at a barrier",
+    ],
+    (silence, 2): ["The ranks sent nothing."],
+}
+DISAGREE = "1. the ranks disagree: rank 0 calls all_reduce(2 float32, sum), "
+WAIT = "1. ranks 0 and 1 wait for ever in all_reduce(2 float32, sum) for rank 2, "
+WRONG = {
+    (all_receive, 2): [
+        "1. rank 0 waits here for ever: no message comes from rank 1",
+        "2. rank 1 waits here for ever: no message comes from rank 0",
+    ],
+    (all_send, 2): [
+        "1. rank 0 sends [1] to rank 1",
+        "2. rank 1 sends [10] to rank 0",
+        "3. rank 0 waits here for ever: rank 1 never receives its [1]",
+        "4. rank 1 waits here for ever: rank 0 never receives its [10]",
+    ],
+    (lengths_differ, 2): [f"{DISAGREE}rank 1 calls all_reduce(3 float32, sum)"],
+    (sizes_differ, 2): [
+        "1. rank 0 sends [1, 2] to rank 1",
+        "2. the ranks disagree: rank 0 sends 2 float32 to rank 1, which expects 3 float32",
+    ],
+    (nobody_receives, 2): [
+        "1. rank 0 sends [1, 2] to rank 1",
+        "2. rank 1 never receives [1, 2] from rank 0",
+    ],
+    (handle_is_dropped, 2): [
+        "1. ranks 0 and 1 met at a barrier",
+        "2. rank 0 sends [1] to rank 1",
+        "3. rank 1 waits here for ever: rank 0 never waited for its send, "
+        "and the message was dropped",
+    ],
+    (one_raises, 2): [
+        "1. rank 1 fails, as the error says",
+        "2. rank 0 waits here in vain: no message comes from rank 1",
+    ],
+    (one_stays_away, 3): [f"{WAIT}which never calls it"],
+    (one_is_forgotten, 3): [
+        "1. rank 0 sends [1, 2] to rank 1",
+        "2. rank 1 receives [1, 2] from rank 0",
+        "3. rank 2 waits here for ever: no message comes from rank 0",
+    ],
+}
 
 
-def test_naive_all_reduce():
-    assert repr(player(outcome(naive, world_size=2))) == (
-        "1. rank 1 sends [10, 20] to rank 0\n"
-        "2. rank 0 receives [10, 20] from rank 1\n"
-        "3. rank 0 sends [11, 22] to rank 1\n"
-        "4. rank 1 receives [11, 22] from rank 0"
-    )
+@pytest.mark.parametrize(("fn", "world_size"), RIGHT | WRONG)
+def test_what_happened(fn, world_size):
+    replayed = player(recorded(fn, world_size=world_size))
+    assert repr(replayed).splitlines() == (RIGHT | WRONG)[fn, world_size]
+    assert has_colour(replayed.telling.png, page.WRONG) == ((fn, world_size) in WRONG)
 
 
-def test_collectives_of_torch():
-    assert repr(player(outcome(torch_collectives))) == (
-        "1. all_reduce(2 float32, sum): rank 0 [1, 2], rank 1 [10, 20] → [11, 22] on every rank\n"
-        "2. broadcast(1 float32, src=1): rank 1 [10] → [10] on every rank\n"
-        "3. all_gather(1 float32): rank 0 [1], rank 1 [10] → [1, 10] on every rank\n"
-        "4. ranks 0 and 1 met at a barrier"
-    )
+def test_the_kinds_of_errors():
+    assert isinstance(recorded(one_raises, world_size=2), RankError)
+    assert isinstance(recorded(one_stays_away, world_size=3), HangError)
 
 
 @pytest.mark.parametrize("fn", [broadcast, naive, all_gather, ring, torch_collectives])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_causes_come_before_effects(fn, world_size):
-    run = outcome(fn, world_size=world_size)
-    events = replay(run)
-    sent = set()
-    for event in events:
-        keys = {(record.channel, record.seq) for record in event.records.values()}
-        if event.kind == "send":
-            sent |= keys
-        if event.kind == "receive":
-            assert keys <= sent
-        assert not event.wrong
-    assert sum(event.kind == "send" for event in events) == sum(r.op == "send" for rs in run.wire for r in rs)
-    assert sum(event.kind == "receive" for event in events) == sum(r.op == "recv" for rs in run.wire for r in rs)
-    for rank, records in enumerate(run.wire):  # a rank's own order is kept
-        said = [e.records[rank] for e in events if e.kind == "send" and e.rank == rank]
-        assert said == [r for r in records if r.op == "send"]
+def test_causes_come_before_effects(fn):
+    for world_size in (1, 3):
+        run = recorded(fn, world_size=world_size)
+        events, sent = replay(run), set()
+        for event in events:
+            keys = {(record.channel, record.seq) for record in event.records.values()}
+            if event.kind == "send":
+                sent |= keys
+            if event.kind == "receive":
+                assert keys <= sent
+            assert not event.wrong
+        for rank, records in enumerate(run.wire):  # all is told, and a rank's own order is kept
+            for kind, op in (("send", "send"), ("receive", "recv")):
+                ends = [e for e in events if e.kind == kind and rank in e.records]
+                told = [e.records[rank] for e in ends if e.records[rank].op == op]
+                assert told == [record for record in records if record.op == op]
 
 
-@pytest.mark.parametrize("fn", [naive, all_gather, ring, torch_collectives, all_receive, lengths_differ])
+@pytest.mark.parametrize("fn", [all_gather, ring, all_receive])
 def test_the_same_replay_every_time(fn):
-    traces = {repr(player(outcome(fn, world_size=4))) for _ in range(3)}
-    assert len(traces) == 1
+    assert len({repr(player(fresh(fn, world_size=4))) for _ in range(2)}) == 1
+
+
+def held(memory) -> list[tuple]:
+    found = []
+    for cells in memory.values():
+        found += zip(cells.values, cells.owners, strict=True)
+    return sorted(found, key=str)
+
+
+def frames_of(fn, world_size=3):
+    run = recorded(fn, world_size=world_size)
+    return film(replay(run), run.wire), run
 
 
 def test_film_knows_whose_data_it_shows():
-    run = outcome(all_gather, world_size=3)
-    last = film(replay(run), run.wire)[-1]
-    for memory in last.memory:
-        held = sorted(pair for cells in memory.values() for pair in zip(cells.values, cells.owners, strict=True))
-        assert held == [(1, 0), (10, 1), (100, 2)]
+    frames, _ = frames_of(all_gather)
+    for memory in frames[-1].memory:
+        assert held(memory) == [(1.0, 0), (10.0, 1), (100.0, 2)]
+    assert frames[1].owners == [frames[1].event.rank]
 
 
-def into_one_tensor():
-    collectives.all_gather(list(torch.zeros(dist.get_world_size(), 1)), mine(1))
+def test_owners_are_not_found_by_comparing_numbers():
+    """Equal numbers of different ranks keep their owners: the records say where they came from."""
+    frames, _ = frames_of(same_numbers, 2)
+    sent = [frame for frame in frames if frame.event.kind == "send"]
+    assert sent[0].owners == [1]
+    assert sent[1].owners == [1, 0]
+    assert frames[-1].memory[1][0].owners == [1, 0]
+
+
+def test_cells_that_wait_for_a_message_are_blank():
+    frames, _ = frames_of(one_is_forgotten)
+    waiting = frames[-1].memory[2]
+    assert [cells.owners for cells in waiting.values()] == [[BLANK, BLANK]]
 
 
 def test_film_shows_no_message_before_it_arrives():
-    run = outcome(into_one_tensor, world_size=3)
+    frames, run = frames_of(into_one_tensor)
     received = [[] for _ in run.wire]
-    for frame in film(replay(run), run.wire):
+    for frame in frames:
         event = frame.event
         if event.kind == "receive":
             received[event.peer].append(10.0**event.rank)
         for rank, memory in enumerate(frame.memory):
-            shown = {value for cells in memory.values() for value in cells.values if value}
+            shown = {value for value, _ in held(memory) if value}
             assert shown <= {10.0**rank, *received[rank]}
 
 
 def test_film_of_collectives():
-    run = outcome(torch_collectives, world_size=2)
-    last = film(replay(run), run.wire)[-1]
-    gathered = last.memory[0]["all_gather"]
+    frames, _ = frames_of(torch_collectives, 2)
+    gathered = frames[-1].memory[0]["all_gather"]
     assert (gathered.values, gathered.owners) == ([1, 10], [0, 1])
-    summed = next(cells for cells in last.memory[0].values() if cells.values == [11, 22])
-    assert summed.owners == [None, None]
+    summed = frames[0].memory[0][0]
+    assert (summed.values, summed.owners) == ([11, 22], [None, None])
 
 
 def test_film_of_a_ring():
-    run = outcome(ring, world_size=4)
-    frames = film(replay(run), run.wire)
-    whole = next(cells for cells in frames[0].memory[1].values() if len(cells.values) == 8)
-    assert whole.values == [10, 20, 30, 40, 50, 60, 70, 80]
-    assert whole.owners == [1] * 8
-    received = [value for memory in frames[-1].memory for cells in memory.values() for value in cells.values]
-    assert 1110 in received  # rank 0 gets the sum of the others for its chunk
-    mixed = [owner for memory in frames[-1].memory for cells in memory.values() for owner in cells.owners]
-    assert None in mixed
+    frames, run = frames_of(ring)
+    assert frames[0].memory[1][0].values == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert frames[0].memory[1][0].owners == [1] * 8
+    values, owners = frames[-1].memory[0][0].values, frames[-1].memory[0][0].owners
+    assert values[3:6] == [404, 505, 606]
+    assert owners == [0] * 3 + [None] * 3 + [0] * 2
+    *hops, end = hop_by_hop(frames, run)
+    assert [frame.event.kind for frame in hops[1].sent] == ["send"] * 3
+    assert hops[1].marked.keys() == {0, 1, 2}
+    # The last sum is never sent: only what the rank returned shows it.
+    assert end.memory[0][0].values == run[0]
+    assert end.memory[0][0].owners == [None] * 6 + [0, 0]
 
 
-WRONG = {
-    all_receive: (
-        "1. rank 0 waits here for ever: no message comes from rank 1\n"
-        "2. rank 1 waits here for ever: no message comes from rank 0"
-    ),
-    all_send: (
-        "1. rank 0 sends [1] to rank 1\n"
-        "2. rank 1 sends [10] to rank 0\n"
-        "3. rank 0 waits here for ever: rank 1 never receives its [1]\n"
-        "4. rank 1 waits here for ever: rank 0 never receives its [10]"
-    ),
-    lengths_differ: (
-        "1. the ranks disagree: rank 0 calls all_reduce(2 float32, sum), rank 1 calls all_reduce(3 float32, sum)"
-    ),
-    sizes_differ: (
-        "1. rank 0 sends [1, 2] to rank 1\n"
-        "2. the ranks disagree: rank 0 sends 2 float32 to rank 1, which expects 3 float32"
-    ),
-    nobody_receives: "1. rank 0 sends [1, 2] to rank 1\n2. rank 1 never receives [1, 2] from rank 0",
-    handle_is_dropped: (
-        "1. ranks 0 and 1 met at a barrier\n"
-        "2. rank 0 sends [1] to rank 1\n"
-        "3. rank 1 waits here for ever: rank 0 never waited for its send, and the message was dropped"
-    ),
-    one_raises: "1. rank 1 fails, as the error says\n2. rank 0 waits here in vain: no message comes from rank 1",
-}
+def test_hop_by_hop():
+    shown = player(recorded(ring, world_size=3), by_hop=True)
+    assert repr(shown).splitlines() == [
+        "hop 1: rank 0 sends [7, 8] to rank 1, 1 sends [10, 20, 30] to rank 2, "
+        "2 sends [400, 500, 600] to rank 0",
+        "hop 2: rank 0 sends [404, 505, 606] to rank 1, 1 sends [77, 88] to rank 2, "
+        "2 sends [110, 220, 330] to rank 0",
+        "the end: what each rank has now",
+    ]
+    assert shown.telling is shown.look(2)[1]
+    assert "line" in shown.look(1)[0]
+    assert len({shown.look(step)[1].png for step in (1, 2, 3)}) == 3
 
 
-@pytest.mark.parametrize("fn", WRONG)
-def test_wrong_code(fn):
-    replayed = player(outcome(fn))
-    assert repr(replayed) == WRONG[fn]
-    assert has_colour(replayed._repr_mimebundle_()["image/png"], figures.WRONG)
+@pytest.mark.parametrize("fn", [torch_collectives, one_hop_too_many])
+def test_hop_by_hop_falls_back_to_single_steps(fn):
+    """Where there is more than messages to see, or one is missing, nothing is lumped together."""
+    run = recorded(fn, world_size=2)
+    assert repr(player(run, by_hop=True)) == repr(player(run))
 
 
-def test_a_rank_that_never_comes():
-    error = outcome(one_stays_away, world_size=3)
-    assert isinstance(error, HangError)
-    said = "1. ranks 0 and 1 wait for ever in all_reduce(2 float32, sum) for rank 2, which never calls it"
-    assert repr(player(error)) == said
-
-
-def test_a_rank_that_is_forgotten():
-    error = outcome(one_is_forgotten, world_size=3)
-    assert repr(player(error)).splitlines()[-1] == "3. rank 2 waits here for ever: no message comes from rank 0"
-
-
-def test_the_kind_of_error_is_no_matter():
-    assert isinstance(outcome(one_raises), RankError)
-
-
-def test_widget():
-    replayed = player(outcome(broadcast, world_size=3))
-    slider, image, caption = replayed.slider, replayed.image, replayed.caption
-    assert (slider.min, slider.max, slider.value) == (1, 4, 1)
-    assert "Step 1 of 4: rank 0 sends [1, 2] to rank 1" in caption.value
-    assert "of broadcast: collectives.broadcast(mine(), src=0)" in caption.value
+def test_every_frame_is_in_the_page():
+    """The stack and the slider are linked in the browser: stepping needs no kernel."""
+    replayed = player(recorded(broadcast, world_size=3))
+    slider, stack = replayed.slider, replayed.stack
+    assert (slider.min, slider.max, slider.value, stack.selected_index) == (1, 4, 1, 1)
     assert slider.continuous_update is False
-    before = image.value
-    slider.value = 2
-    assert bytes(image.value).startswith(b"\x89PNG")
-    assert image.value != before
-    assert "Step 2 of 4: rank 1 receives" in caption.value
-    slider.value = 1
-    assert image.value == before
-    assert image.tooltip is None  # the browser's view of an image fails on a tooltip
+    captions = [stack.children[step].children[0].value for step in range(1, 5)]
+    images = [stack.children[step].children[1] for step in range(1, 5)]
+    assert "Step 1 of 4: rank 0 sends [1, 2] to rank 1" in captions[0]
+    assert "of broadcast: collectives.broadcast(mine(), src=0)" in captions[0]
+    assert "Step 2 of 4: rank 1 receives" in captions[1]
+    assert len({image.value for image in images}) == 4
+    for image in images:
+        assert (image.format, image.tooltip) == ("svg+xml", None)  # its view fails on a tooltip
+        assert bytes(image.value).lstrip().startswith(b"<?xml")
+    sizes = {bytes(image.value).split(b"viewBox=")[1].split(b">")[0] for image in images}
+    assert len(sizes) == 1  # of constant height
+    links = {(link.source, link.target) for link in links_of(replayed)}
+    play = replayed.box.children[0].children[0]
+    assert links == {
+        ((slider, "value"), (stack, "selected_index")),
+        ((play, "value"), (slider, "value")),
+    }
+
+
+def links_of(widget):
+    from ipywidgets.widgets.widget import _instances
+    from ipywidgets.widgets.widget_link import Link
+
+    controls = widget.box.children[0].children
+    found = [each for each in _instances.values() if isinstance(each, Link)]
+    return [link for link in found if link.source[0] in controls]
 
 
 def test_bundle():
-    replayed = player(outcome(broadcast, world_size=2))
+    replayed = player(recorded(naive, world_size=2))
     bundle = replayed._repr_mimebundle_()
     assert set(bundle) == {"text/plain", "image/png", "application/vnd.jupyter.widget-view+json"}
     assert bundle["text/plain"] == repr(replayed)
-    assert bundle["image/png"] == replayed.picture(2).png  # the last step
-    for colour in figures.RANK_COLOURS[:2]:
+    assert bundle["image/png"] == replayed.look(4)[1].png  # the last step
+    for colour in (page.BLUE, page.MIXED):
         assert has_colour(bundle["image/png"], colour)
-
-
-def test_errors_in_callbacks_are_shown():
-    def draw(value):
-        if value == 2:
-            raise ValueError("no <two>")
-        return figures.worlds(value)
-
-    widget = explorer(draw, str, "ranks", 1, 3, 1)
-    widget.slider.value = 2
-    assert "ValueError: no &lt;two&gt;" in widget.caption.value
-    widget.slider.value = 3
-    assert "ValueError" not in widget.caption.value
 
 
 def test_world_explorer():
     widget = world_explorer(gpus=0)
     assert repr(widget) == repr(figures.worlds(4))
-    picture = widget.image.value
-    widget.slider.value = 2
-    assert widget.image.value != picture
-    assert "2 ranks are 2 processes" in widget.caption.value
+    assert (widget.slider.min, widget.slider.max, widget.stack.selected_index) == (1, 8, 4)
+    assert "2 ranks are 2 processes" in widget.stack.children[2].children[0].value
 
 
 def test_values_must_be_kept():
@@ -325,78 +395,29 @@ def test_values_must_be_kept():
         player(3)
 
 
-def test_silence():
-    replayed = player(outcome(silence))
-    assert repr(replayed) == "The ranks sent nothing."
-    assert replayed._repr_mimebundle_()["image/png"].startswith(b"\x89PNG")
-    assert replayed.slider.max == 1
-
-
-def ping_pong(rounds):
-    for _ in range(rounds):
-        if dist.get_rank() == 0:
-            dist.send(mine(1), dst=1)
-        else:
-            dist.recv(torch.zeros(1), src=0)
-
-
 def test_long_runs_are_cut():
-    replayed = player(outcome(ping_pong, 70))
+    replayed = player(recorded(ping, 70))
     lines = repr(replayed).splitlines()
     assert len(lines) == MOST_FRAMES + 1
     assert lines[-1] == "… and 20 more steps: a replay shows 120 at most"
-    assert replayed.slider.max == MOST_FRAMES
+
+
+def test_a_ring_of_four_fits_the_page():
+    picture = player(recorded(ring, world_size=4), by_hop=True).telling
+    width, height = picture.figure.get_size_inches() * page.DPI
+    assert width <= page.WIDEST
+    assert height <= page.TALLEST
 
 
 def test_without_ipywidgets():
     code = (
         "import sys; sys.modules['ipywidgets'] = None\n"
-        "from ddpkit.lesson.player import world_explorer\n"
-        "bundle = world_explorer()._repr_mimebundle_()\n"
-        "print(sorted(bundle), 'matplotlib.pyplot' in sys.modules)"
+        "from ddpkit.lesson import player, calculator, float_explorer\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "for widget in (player.world_explorer(), calculator.zero_calculator()):\n"
+        "    print(sorted(widget._repr_mimebundle_()), 'matplotlib.pyplot' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "['image/png', 'text/plain'] False\n"), done.stderr
-
-
-def test_hop_by_hop():
-    """One step for all messages of a hop: the sums of the hop before are there, its own messages are on their way."""
-    run = launch(ring, world_size=3, keep_values=True)
-    shown = player(run, by_hop=True)
-    assert repr(shown).splitlines() == [
-        "hop 1: rank 0 sends [7, 8] to rank 1, 1 sends [10, 20, 30] to rank 2, 2 sends [400, 500, 600] to rank 0",
-        "hop 2: rank 0 sends [404, 505, 606] to rank 1, 1 sends [77, 88] to rank 2, 2 sends [110, 220, 330] to rank 0",
-        "the end: what each rank has now",
-    ]
-    assert shown.slider.max == 3
-    assert "line" in shown.caption.value
-    second = hop_by_hop(film(replay(run), run.wire), run)[1]
-    assert [frame.event.kind for frame in second.sent] == ["send"] * 3
-    assert second.marked.keys() == {0, 1, 2}
-    assert second.memory[0][0].values == [1, 2, 3, 404, 505, 606, 7, 8]
-    assert shown.picture(1).png != shown.picture(2).png != shown.picture(3).png
-
-
-def test_hop_by_hop_ends_with_what_the_ranks_returned():
-    """The last sum of a reduce-scatter is never sent: only the result shows it."""
-    run = launch(ring_and_return, world_size=3, keep_values=True)
-    end = hop_by_hop(film(replay(run), run.wire), run)[-1]
-    assert end.memory[0][0].values == run[0]
-    assert end.memory[0][0].values[:3] == [111, 222, 333]
-    assert end.memory[0][0].owners == [None] * 6 + [0, 0]
-
-
-@pytest.mark.parametrize("fn", [torch_collectives, ring], ids=["collectives", "failed"])
-def test_hop_by_hop_falls_back_to_single_steps(fn):
-    """Where there is more than messages to see, or one is missing, nothing is lumped together."""
-    if fn is ring:
-        with pytest.raises(LaunchError) as caught:
-            launch(one_hop_too_many, world_size=2, keep_values=True)
-        run = caught.value
-    else:
-        run = launch(fn, world_size=2, keep_values=True)
-    assert repr(player(run, by_hop=True)) == repr(player(run))
-
-
-def one_hop_too_many():
-    ring(1 + dist.get_rank())
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = "['image/png', 'text/plain'] False\n" * 2
+    assert (done.returncode, done.stdout) == (0, said), done.stderr

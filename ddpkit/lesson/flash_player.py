@@ -1,157 +1,162 @@
-"""The player of notebook 09: tiles of an attention matrix, one after the other, and what is known of each row by then.
+"""The player of notebook 09: tiles of an attention matrix, one by one, and what each row knows.
 
-Only the tile in work has numbers: the ones before it are forgotten, the ones after it don't exist yet.
+Only the tile in work has numbers: those before it are forgotten, those after it don't exist yet.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..softmax import merge, summarize
-from .figures import EMPTY, FAINT, GREY, LARGE, MIXED, NORMAL, RANK_COLOURS, WIDEST, Canvas, Picture, number
-from .player import Explorer
+from ..tools.units import number
+from . import page
+from .page import Canvas, Picture
+from .widgets import StepThrough
 
-SKY, ORANGE = RANK_COLOURS[4], RANK_COLOURS[1]
 LARGEST = 8  # queries or keys: more have no room
 CELL, TALL = 64, 44  # pixels of a score
-LEFT, TOP = 100, 118
-COLUMNS = {"m": 670, "correction": 775, "total": 885, "lse": 980}  # where the middle of each is
+LEFT, TOP = 100, 80
+COLUMNS = {"m": 670, "correction": 775, "ℓ": 885, "lse": 980}  # where the middle of each is
+IN_WORK, GONE, SKIPPED = page.ORANGE, page.SKY, page.FAINT
 
 
 @dataclass(frozen=True)
 class Tile:
     """A tile of scores, and what its rows know once it was worked on.
 
-    rows, columns: of the matrix. m, correction, total, by row: the running maximum, what the sum so far was multiplied
-    by, the running sum. last: no more tiles in these rows.
+    rows, columns: of the matrix. m, correction, ell, by row: the running maximum, what the sum so
+    far was multiplied by, the running sum. last: no more tiles in these rows.
     """
 
     rows: range
     columns: range
     m: list[float]
     correction: list[float]
-    total: list[float]
+    ell: list[float]
     last: bool
+
+    @property
+    def cells(self) -> set[tuple[int, int]]:
+        return {(row, column) for row in self.rows for column in self.columns}
+
+    def row(self, at: int) -> dict[str, str]:
+        """What its row number `at` knows, by column of the picture."""
+        m, ell = self.m[at], self.ell[at]
+        known = {"m": _typeset(m), "correction": f"× {_typeset(self.correction[at])}"}
+        lse = _typeset(m + math.log(ell)) if self.last else ""
+        return known | {"ℓ": _typeset(ell), "lse": lse}
 
 
 def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
-    """All that are worked on, in order; with `causal`, those wholly in the future are not among them."""
+    """All that are worked on, in order; with `causal`, not those wholly in the future."""
     queries, keys = scores.shape
     for start in range(0, queries, tile):
         rows = range(start, min(start + tile, queries))
         end = min(rows.stop, keys) if causal else keys
-        pair = summarize(scores[rows.start : rows.stop, :0])
+        band = scores[rows.start : rows.stop]
+        pair = summarize(band[:, :0])
         for first in range(0, end, tile):
             columns = range(first, min(first + tile, end))
-            before, pair = pair, merge(pair, summarize(scores[rows.start : rows.stop, first : columns.stop]))
-            correction = (before[0] - pair[0]).exp()
-            yield Tile(rows, columns, pair[0].tolist(), correction.tolist(), pair[1].tolist(), last=columns.stop == end)
+            before, pair = pair, merge(pair, summarize(band[:, first : columns.stop]))
+            correction, last = (before[0] - pair[0]).exp(), columns.stop == end
+            known = (part.tolist() for part in (pair[0], correction, pair[1]))
+            yield Tile(rows, columns, *known, last)
 
 
-def flash_player(scores: Tensor, tile: int = 2, causal: bool = False) -> Explorer:
-    """Work through a small attention matrix tile by tile: each row's running maximum and sum, and what is forgotten.
+def flash_player(scores: Tensor, tile: int = 2, causal: bool = False) -> StepThrough:
+    """Work through a small attention matrix tile by tile: what each row knows, what is forgotten.
 
-    scores: (queries, keys), up to 8 × 8 finite numbers. tile: its queries and keys. ValueError: anything else.
+    scores: (queries, keys), up to 8 × 8 finite numbers. tile: its queries and keys. ValueError:
+    anything else.
     """
-    if scores.ndim != 2 or not 0 < min(scores.shape) <= max(scores.shape) <= LARGEST or not scores.isfinite().all():
-        got = f"some of shape {tuple(scores.shape)}"
-        raise ValueError(f"flash_player expected finite scores of 1 to {LARGEST} queries and keys, got {got}: take few")
+    fits = scores.ndim == 2 and min(scores.shape) > 0 and max(scores.shape) <= LARGEST
+    if not fits or not scores.isfinite().all():
+        expected = f"flash_player expected finite scores of 1 to {LARGEST} queries and keys"
+        raise ValueError(f"{expected}, got some of shape {tuple(scores.shape)}: take few")
     if tile < 1:
-        raise ValueError(f"flash_player expected a tile of at least 1 query and key, got {tile}. Try 2.")
+        expected = "flash_player expected a tile of at least 1 query and key"
+        raise ValueError(f"{expected}, got {tile}. Try 2.")
     scores = scores.float()
     if causal:
         later = scores.new_ones(scores.shape).triu(1).bool()
         scores = scores.masked_fill(later, -math.inf)
     steps = list(tiles(scores, tile, causal))
 
-    def draw(step: int) -> Picture:
-        return Picture(_draw(scores, steps, step), describe(steps[step - 1]))
-
-    def caption(step: int) -> str:
-        return f"Tile {step} of {len(steps)}: {describe(steps[step - 1])}"
+    def look(step: int) -> tuple[str, Picture]:
+        said = describe(steps[step - 1])
+        return f"Tile {step} of {len(steps)}: {said}", draw(scores, steps, step, said)
 
     text = "\n".join(f"{step}. {describe(each)}" for step, each in enumerate(steps, 1))
-    shown = -(-2 * len(steps) // 3)  # by then some rows are done, and some not begun
-    return Explorer(draw, caption, "tile", 1, len(steps), 1, text, shown=shown, play=True)
+    telling = math.ceil(2 * len(steps) / 3)  # by then some rows are done, and some not begun
+    return StepThrough(look, "tile", range(1, len(steps) + 1), text=text, telling=telling)
 
 
 def describe(tile: Tile) -> str:
     """What happens in it, in words."""
-    rows = [
-        f"row {row}: m {_said(m)}, sum so far × {_said(correction)}, total {_said(total)}"
-        + f", lse {_said(m + math.log(total))}" * tile.last
-        for row, m, correction, total in zip(tile.rows, tile.m, tile.correction, tile.total, strict=True)
-    ]
-    return f"{_named('query', 'queries', tile.rows)}, {_named('key', 'keys', tile.columns)}: {'; '.join(rows)}"
+    said = []
+    for at, row in enumerate(tile.rows):
+        known = tile.row(at)
+        said.append(f"row {row}: m {known['m']}, ℓ so far {known['correction']}, ℓ {known['ℓ']}")
+        if tile.last:
+            said[-1] += f", lse {known['lse']}"
+    where = f"{_named('query', 'queries', tile.rows)}, {_named('key', 'keys', tile.columns)}"
+    return f"{where}: {'; '.join(said)}"
 
 
 def _named(one: str, several: str, span: range) -> str:
     return f"{one} {span.start}" if len(span) == 1 else f"{several} {span.start} to {span.stop - 1}"
 
 
-def _said(value: float) -> str:
-    """As `figures.number`, infinity as its sign and minus as it is typeset."""
+def _typeset(value: float) -> str:
     return "−∞" if value == -math.inf else number(value).replace("-", "−")
 
 
-# Drawing
-
-
-def _draw(scores: Tensor, steps: list[Tile], step: int) -> bytes:
+def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
+    """The matrix with the tile in work, and beside it what each row knows."""
     done, now = steps[:step], steps[step - 1]
     queries, keys = scores.shape
-    canvas = Canvas(WIDEST, TOP + TALL * queries + 70)
-    canvas.text(WIDEST / 2, 26, f"Tile {step} of {len(steps)}", LARGE, bold=True)
-    canvas.text(LEFT + keys * CELL / 2, TOP - 50, "scores", NORMAL, bold=True)
+    canvas = Canvas(page.WIDEST, TOP + TALL * queries + 70)
+    canvas.text(LEFT + keys * CELL / 2, TOP - 50, "scores", page.NORMAL, bold=True)
+    gone, ever = _cells(done[:-1]), _cells(steps)
     for key in range(keys):
         canvas.text(LEFT + (key + 0.5) * CELL, TOP - 18, f"key {key}")
-    gone, ever = _cells(done[:-1]), _cells(steps)
     for row in range(queries):
         y = TOP + row * TALL
         canvas.text(LEFT - 12, y + TALL / 2, f"query {row}", align="right")
         for column in range(keys):
-            x, here = LEFT + column * CELL, row in now.rows and column in now.columns
-            if here:
-                canvas.box(x, y, CELL, TALL, ORANGE, line=1)
-                canvas.text(x + CELL / 2, y + TALL / 2, _said(scores[row, column].item()))
-            elif (row, column) not in ever:
-                canvas.box(x, y, CELL, TALL, MIXED, GREY, 1, hatch="//")
-            else:
-                canvas.box(x, y, CELL, TALL, SKY if (row, column) in gone else EMPTY, FAINT, 1)
-    width, height = len(now.columns) * CELL, len(now.rows) * TALL
-    canvas.box(LEFT + now.columns.start * CELL, TOP + now.rows.start * TALL, width, height, "none", "black", 4)
+            x, cell = LEFT + column * CELL, (row, column)
+            fill = GONE if cell in gone else page.EMPTY if cell in ever else SKIPPED
+            if cell in now.cells:
+                fill = IN_WORK
+            canvas.box(x, y, CELL, TALL, fill, page.GREY, 1)
+            if cell in now.cells:
+                canvas.text(x + CELL / 2, y + TALL / 2, _typeset(scores[cell].item()))
+    corner = LEFT + now.columns.start * CELL, TOP + now.rows.start * TALL
+    canvas.box(*corner, len(now.columns) * CELL, len(now.rows) * TALL, "none", "black", 4)
     _draw_rows(canvas, done, queries)
-    _draw_legend(canvas, TOP + TALL * queries + 24, skipped=len(ever) < queries * keys)
-    return canvas.png()
+    x, y = 30, TOP + TALL * queries + 24
+    looks = {"the tile in work": IN_WORK, "used and forgotten": GONE, "not computed yet": "white"}
+    if len(ever) < queries * keys:
+        looks["in the future, skipped"] = SKIPPED
+    for said, fill in looks.items():
+        canvas.key(x, y, fill, said)
+        x += 66 + 11 * len(said)
+    return canvas.picture(text)
 
 
-def _cells(tiles: list[Tile]) -> set[tuple[int, int]]:
-    return {(row, column) for tile in tiles for row in tile.rows for column in tile.columns}
+def _cells(tiles: Iterable[Tile]) -> set[tuple[int, int]]:
+    return set().union(*(tile.cells for tile in tiles))
 
 
 def _draw_rows(canvas: Canvas, done: list[Tile], queries: int):
     """What each row knows; in bold, what this tile has changed."""
+    known = {row: {"m": "−∞", "ℓ": "0"} for row in range(queries)}
+    for tile in done:
+        known |= {row: tile.row(at) for at, row in enumerate(tile.rows)}
     for what, x in COLUMNS.items():
-        canvas.text(x, TOP - 18, what, NORMAL, bold=True)
-    known = {row: (each, at) for each in done for at, row in enumerate(each.rows)}
-    for row in range(queries):
-        shown = {"m": "−∞", "correction": "", "total": "0", "lse": ""}
-        if row in known:
-            tile, at = known[row]
-            m, total = tile.m[at], tile.total[at]
-            shown = {"m": _said(m), "correction": f"× {_said(tile.correction[at])}", "total": _said(total)}
-            shown["lse"] = _said(m + math.log(total)) if tile.last else ""
-        for what, x in COLUMNS.items():
-            canvas.text(x, TOP + (row + 0.5) * TALL, shown[what], bold=row in done[-1].rows)
-
-
-def _draw_legend(canvas: Canvas, y: float, skipped: bool):
-    looks = [("the tile in work", ORANGE, None), ("used and forgotten", SKY, None), ("not computed yet", EMPTY, None)]
-    looks += [("in the future, skipped", MIXED, "//")] * skipped
-    x = 30
-    for text, fill, hatch in looks:
-        canvas.box(x, y, 30, 22, fill, GREY, 1, hatch=hatch)
-        canvas.text(x + 40, y + 11, text, align="left")
-        x += 40 + 11 * len(text) + 26
+        canvas.text(x, TOP - 18, what, page.NORMAL, bold=True)
+        for row, shown in known.items():
+            y, bold = TOP + (row + 0.5) * TALL, row in done[-1].rows
+            canvas.text(x, y, shown.get(what, ""), bold=bold)

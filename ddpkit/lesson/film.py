@@ -1,0 +1,234 @@
+"""What every rank holds after each event of a replay, and whose data that is.
+
+Whose data a number is, the records say: what a rank has before it hears from anybody is its own, a
+message brings its owners along to the place where it arrives, and what changes in place after that
+is a sum or several ranks' data. Numbers are compared with what lay in the same place before, never
+with each other.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, field
+
+from ..runtime.board import Record
+from ..runtime.errors import LaunchError
+from .figures import flat, hop_numbers
+from .replay import Event, before_after, key
+
+BLANK = "blank"  # the owner of cells that wait for their message
+IN_PLACE = ("all_reduce", "broadcast", "reduce")
+
+
+@dataclass
+class Cells:
+    """A buffer: its numbers, and for each the rank whose data it is, None for several, or BLANK."""
+
+    values: list
+    owners: list
+
+
+@dataclass
+class Frame:
+    """What one picture shows."""
+
+    event: Event
+    memory: list[dict[object, Cells]]  # by rank, by buffer
+    flying: list[tuple[int, int]] = field(default_factory=list)  # other messages: (from, to)
+    status: dict[int, str] = field(default_factory=dict)
+    wrong: list[Event] = field(default_factory=list)  # so far
+    marked: dict[int, tuple] = field(default_factory=dict)  # by rank: buffer, range of its cells
+    owners: list = field(default_factory=list)  # of the message
+    sent: list["Frame"] = field(default_factory=list)  # of a hop: the frames of its messages
+
+    @property
+    def messages(self) -> list["Frame"]:
+        return self.sent or [self]
+
+
+class Holdings:
+    """What one rank holds, as far as its records tell."""
+
+    def __init__(self, rank: int, records: list[Record]):
+        self.rank, self.buffers, self.heard = rank, {}, False
+        self._records = [record for record in records if record.memory is not None]
+        for record in records:  # before anything reaches it
+            if record.op != "send":
+                break
+            if record.memory is not None and record.memory[0] not in self.buffers:
+                self.look(record, record.issued)
+
+    def look(self, record: Record, moment: float, coming: range = range(0)) -> None:
+        """Bring a buffer up to date with what `record` shows, save where a message is arriving.
+
+        moment: when it was so, by the clock of this rank. coming: cells to leave alone, too.
+        """
+        if record.memory is None:
+            return
+        which, _, contents = record.memory
+        known, writer = self.buffers.get(which), None if self.heard else self.rank
+        new = known is None or len(known.values) != len(contents)
+        if new:
+            owners = [writer] * len(contents)
+            for at in range(len(contents)):
+                if self._awaits(which, at, moment):
+                    owners[at] = BLANK
+            known = self.buffers[which] = Cells(list(contents), owners)
+        arriving = set(coming).union(*self._arriving(which, moment))
+        for at, value in enumerate(contents):
+            if at in arriving:
+                known.values[at] = None if new else known.values[at]
+            elif value != known.values[at]:
+                known.values[at], known.owners[at] = value, writer
+
+    def _awaits(self, which, at: int, moment: float) -> bool:
+        """Whether the next message of this rank that this cell is part of is one it receives."""
+        for record in self._records:
+            past = record.done is not None and record.done < moment
+            if record.memory[0] == which and at in place(record) and not past:
+                return record.op == "recv"
+        return False
+
+    def _arriving(self, which, moment: float):
+        """Where in a buffer messages may be arriving."""
+        for record in self._records:
+            begun = record.op == "recv" and record.issued < moment
+            past = record.done is not None and record.done <= moment
+            if record.memory[0] == which and begun and not past:
+                yield place(record)
+
+    def take(self, record: Record, owners: list) -> None:
+        """Put a message that arrived into its place."""
+        if record.memory is not None:
+            self.look(record, record.done, place(record))
+            which, _, contents = record.memory
+            cells, values = self.buffers[which], record.result or contents[slice_of(record)]
+            cells.values[slice_of(record)] = values
+            cells.owners[slice_of(record)] = (owners + [None] * len(values))[: len(values)]
+        self.heard = True
+
+    def owners_of(self, record: Record) -> list:
+        """Whose data a message is that this rank sends."""
+        if record.memory is None:
+            return [None if self.heard else self.rank] * len(record.values or ())
+        return self.buffers[record.memory[0]].owners[slice_of(record)]
+
+    def share(self, record: Record, after: list | None, owners: list) -> None:
+        """What a collective leaves here."""
+        self.heard = True
+        if not after:
+            return
+        if record.op not in IN_PLACE or record.memory is None:
+            self.buffers[record.op] = Cells(list(after), owners)
+            return
+        which, _, contents = record.memory
+        known = self.buffers.get(which)
+        if known is None or len(known.values) != len(contents):
+            known = self.buffers[which] = Cells(list(contents), [self.rank] * len(contents))
+        known.values[slice_of(record)], known.owners[slice_of(record)] = after, owners
+
+
+def place(record: Record) -> range:
+    """Where in its buffer a message lies."""
+    return range(record.memory[1], record.memory[1] + math.prod(record.shape))
+
+
+def slice_of(record: Record) -> slice:
+    return slice(place(record).start, place(record).stop)
+
+
+def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
+    """A frame for each event."""
+    ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
+    on_the_way: dict[tuple, tuple[int, int]] = {}
+    owners: dict[tuple, list] = {}  # of each message
+    status, wrong, frames = {}, [], []
+    for event in events:
+        flying, marked, whose = list(on_the_way.values()), {}, []
+        if event.kind == "send":
+            record = event.records[event.rank]
+            ranks[event.rank].look(record, record.issued)
+            whose = owners[key(record)] = ranks[event.rank].owners_of(record)
+            on_the_way[key(record)] = event.rank, event.peer
+            marked = _mark(event.rank, record)
+        elif event.kind == "receive":
+            record = event.records[event.peer]
+            whose = owners.get(key(record), [])
+            ranks[event.peer].take(record, whose)
+            on_the_way.pop(key(record), None)
+            flying = list(on_the_way.values())
+            marked = _mark(event.peer, record)
+        elif event.kind == "meet":
+            for rank, (_, after, theirs) in meeting(event.records).items():
+                ranks[rank].share(event.records[rank], after, theirs)
+        else:
+            wrong.append(event)
+            status |= {r: said for r, said in event.status.items() if status.get(r) != "failed"}
+            for rank, record in event.records.items():
+                ranks[rank].look(record, -math.inf)  # nothing arrives any more
+        memory = [copy.deepcopy(rank.buffers) for rank in ranks]
+        frames.append(Frame(event, memory, flying, dict(status), list(wrong), marked, whose))
+    return frames
+
+
+def _mark(rank: int, record: Record) -> dict[int, tuple]:
+    return {} if record.memory is None else {rank: (record.memory[0], place(record))}
+
+
+def meeting(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
+    """By rank, what it brought to a collective, what it took away, and whose data that is."""
+    rows = {rank: before_after(rank, records[rank]) for rank in sorted(records)}
+    found = {}
+    for rank, (before, after) in rows.items():
+        op, owners = records[rank].op, []
+        for source, (brought, _) in rows.items():
+            parts = len(rows) if op == "all_to_all" else 1
+            if op in ("all_gather", "gather", "all_to_all"):
+                owners += [source] * (len(brought or ()) // parts)
+        if op in ("broadcast", "scatter"):
+            owners = [records[rank].peer] * len(after or ())
+        if len(owners) != len(after or ()):  # a sum, or parts of uneven sizes
+            owners = [None] * len(after or ())
+        found[rank] = before, after, owners
+    return found
+
+
+def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
+    """One frame for all messages of a hop, and one for what the ranks have in the end.
+
+    A hop is seen at its last send: by then all ranks have added or stored what came before it.
+    """
+    number_of = hop_numbers(run)
+    sends: dict[int, list[Frame]] = {}
+    for frame in frames:
+        if frame.event.kind == "send":
+            record = frame.event.records[frame.event.rank]
+            sends.setdefault(number_of[key(record)], []).append(frame)
+    end = Event("end", "the end: what each rank has now", {})
+    hops = [_hop(number, sends[number]) for number in sorted(sends)]
+    return [*hops, Frame(end, _in_the_end(frames[-1], run))]
+
+
+def _hop(number: int, sends: list[Frame]) -> Frame:
+    records, marked = {}, {}
+    for frame in sends:
+        records[frame.event.rank] = frame.event.records[frame.event.rank]
+        marked |= frame.marked
+    said = ", ".join(frame.event.text.removeprefix("rank ") for frame in sends)
+    event = Event("hop", f"hop {number}: rank {said}", records)
+    return Frame(event, sends[-1].memory, marked=marked, sent=sends)
+
+
+def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
+    """What the ranks hold after the last message.
+
+    Where a rank returned as many numbers as its first buffer has, those: the last sum of a
+    reduce-scatter, for one, is in no message.
+    """
+    memory = copy.deepcopy(last.memory)
+    for buffers, returned in zip(memory, [] if isinstance(run, LaunchError) else run, strict=False):
+        cells, values = next(iter(buffers.values()), None), flat(returned)
+        if cells and values and len(values) == len(cells.values):
+            for at, value in enumerate(values):
+                if value != cells.values[at]:
+                    cells.values[at], cells.owners[at] = value, None
+    return memory

@@ -1,0 +1,265 @@
+"""What the ranks of a run did, event by event: causes before effects, alike for every run.
+
+Wall time plays no part. Where a run went wrong, the last events say what never happened.
+"""
+
+from dataclasses import dataclass, field
+
+from ..runtime.board import Record
+from ..runtime.errors import HangError, LaunchError
+from ..tools.units import name_ranks, numbers
+
+MESSAGES = ("send", "recv")
+
+
+@dataclass
+class Event:
+    """One step of the replay. kind: send, receive, hop, meet, stuck, lost, differ, failed or end.
+
+    records: by rank; of a message both ends, where both are known. A message goes from `rank` to
+    `peer`; otherwise `rank` is the one that fails. status: what each rank comes to, if it is wrong.
+    """
+
+    kind: str
+    text: str
+    records: dict[int, Record]
+    rank: int | None = None
+    peer: int | None = None
+    status: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> bool:
+        return bool(self.status)
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in ("send", "receive")
+
+
+def key(record: Record) -> tuple:
+    """The same for both ends of a message, and for all ranks of a collective."""
+    return record.channel, record.seq
+
+
+def replay(run) -> list[Event]:
+    """What happened in `run` (a Run or a LaunchError), one event after the other.
+
+    A receive comes after its send and a collective after all its ranks have come to it; among
+    events that nothing puts in order, those of lower ranks come first.
+    """
+    ends: dict[str, dict[tuple, tuple[int, Record]]] = {"send": {}, "recv": {}}
+    calls: dict[tuple, dict[int, Record]] = {}
+    for rank, records in enumerate(run.wire):
+        for record in records:
+            if record.op in MESSAGES:
+                ends[record.op][key(record)] = rank, record
+            else:
+                calls.setdefault(key(record), {})[rank] = record
+    happened = _in_order(run.wire, ends["send"], calls)
+    return happened + _failures(run, ends, calls)
+
+
+def _program(records: list[Record]) -> list[tuple[str, Record]]:
+    """What one rank did, in order: send; receive, when it has the message; enter and leave."""
+    steps = []
+    for index, record in enumerate(records):
+        ended = record.done if record.op == "recv" or record.waited is None else record.waited
+        if record.op == "recv":
+            steps.append((ended, index, "receive", record))
+        elif record.op == "send":
+            steps.append((record.issued, index, "send", record))
+        else:
+            steps.append((record.issued, index, "enter", record))
+            steps.append((ended, index, "leave", record))
+    steps = sorted((step for step in steps if step[0] is not None), key=lambda step: step[:2])
+    return [(what, record) for _, _, what, record in steps]
+
+
+def _in_order(wire, sends: dict, calls: dict) -> list[Event]:
+    """Events by logical time (Lamport 1978): one later than all that an event had to wait for."""
+    programs = [_program(records) for records in wire]
+    clock = [0] * len(wire)  # of each rank
+    times: dict[tuple, int] = {}  # of sends and of collectives, by key
+    entered: dict[tuple, dict[int, int]] = {}
+    happened: list[tuple[tuple, Event]] = []
+
+    def blocked(what: str, record: Record) -> bool:
+        at = key(record)
+        if what == "receive":
+            return at in sends and at not in times
+        return what == "leave" and at not in times and _complete(calls[at])
+
+    def step(rank: int, what: str, record: Record):
+        at = key(record)
+        if what == "leave":
+            clock[rank] = max(clock[rank], times.get(at, 0))
+            return
+        before = times.get(at, 0) if what == "receive" else 0
+        now = clock[rank] = 1 + max(clock[rank], before)
+        if what == "send":
+            times[at] = now
+            happened.append(((now, 1, rank), _sent(rank, record)))
+        elif what == "receive":
+            happened.append(((now, 0, rank), _received(rank, record, sends.get(at))))
+        else:
+            came = entered.setdefault(at, {})
+            came[rank] = now
+            if _complete(calls[at]) and len(came) == len(calls[at]):
+                times[at] = max(came.values())
+                happened.append(((times[at], 2, rank), _met(calls[at])))
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while program and not blocked(*program[0]):
+                step(rank, *program.pop(0))
+                moved = True
+    return [event for _, event in sorted(happened, key=lambda timed: timed[0])]
+
+
+def _complete(records: dict[int, Record]) -> bool:
+    """Whether all ranks of the group made the call, and the same call."""
+    first = next(iter(records.values()))
+    return len(records) == len(first.ranks) and _alike(records)
+
+
+def _alike(records: dict[int, Record]) -> bool:
+    return len({record.fingerprint for record in records.values()}) == 1
+
+
+def _shape(record: Record) -> str:
+    """'2 float32'."""
+    return record.detail.partition(",")[0]
+
+
+def _message(record: Record, values: list | None) -> str:
+    return _shape(record) if values is None else numbers(values)
+
+
+def _sent(rank: int, record: Record) -> Event:
+    text = f"rank {rank} sends {_message(record, record.values)} to rank {record.peer}"
+    return Event("send", text, {rank: record}, rank, record.peer)
+
+
+def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Event:
+    text = f"rank {rank} receives {_message(record, record.result)} from rank {record.peer}"
+    records = {rank: record}
+    if sent and sent[0] != rank:
+        records[sent[0]] = sent[1]
+    return Event("receive", text, records, record.peer, rank)
+
+
+def _met(records: dict[int, Record]) -> Event:
+    ranks = sorted(records)
+    first, who = records[ranks[0]], name_ranks(ranks)
+    if first.op == "new_group":
+        return Event("meet", f"{who} form a group", records)
+    if first.op == "barrier":
+        return Event("meet", f"{who} met at a barrier", records)
+    pairs = {rank: before_after(rank, records[rank]) for rank in ranks}
+    world_size = len(ranks) if first.group == "world" and len(ranks) > 1 else None
+    before, after = (
+        _said({rank: pair[side] for rank, pair in pairs.items()}, world_size) for side in (0, 1)
+    )
+    return Event("meet", f"{first.call}: {before} → {after}", records)
+
+
+def before_after(rank: int, record: Record) -> tuple[list | None, list | None]:
+    """What counts of what `rank` brought to a collective, and of what it took away.
+
+    The rest is whatever lay in its buffers.
+    """
+    idle_before = record.op in ("broadcast", "scatter") and rank != record.peer
+    idle_after = record.op in ("reduce", "gather") and rank != record.peer
+    return None if idle_before else record.values, None if idle_after else record.result
+
+
+def _said(rows: dict[int, list | None], world_size: int | None) -> str:
+    """'[1, 2] on every rank', or 'rank 0 [1], rank 1 [2]'."""
+    first = next(iter(rows.values()))
+    if len(rows) > 1 and first and all(row == first for row in rows.values()):
+        return f"{numbers(first)} on {name_ranks(rows, world_size)}"
+    said = [f"rank {rank} {numbers(row)}" for rank, row in rows.items() if row]
+    return ", ".join(said) or "…"
+
+
+# What never happened, and who waits for it
+
+
+def _failures(run, ends: dict, calls: dict) -> list[Event]:
+    failed = isinstance(run, LaunchError)
+    ever = "for ever" if isinstance(run, HangError) else "in vain"
+    found = []
+    if getattr(run, "rank", None) is not None:
+        text = f"rank {run.rank} fails, as the error says"
+        found.append(Event("failed", text, {}, run.rank, status={run.rank: "failed"}))
+    for records in calls.values():
+        if not _alike(records):
+            found.append(_different_calls(records))
+        elif not _complete(records):
+            found.append(_incomplete_call(records, ever))
+    for rank, records in enumerate(run.wire):
+        for record in records:
+            if record.op == "recv" and record.done is None:
+                _, sent = ends["send"].get(key(record), (None, None))
+                found.append(_not_received(rank, record, sent, ever, failed))
+            elif record.op == "send" and key(record) not in ends["recv"]:
+                stuck = failed and record is records[-1]
+                if stuck or not failed or record.done is None:
+                    found.append(_not_taken(rank, record, ever, stuck))
+    return [event for event in found if event]
+
+
+def _different_calls(records: dict[int, Record]) -> Event:
+    alike: dict[str, list[int]] = {}
+    for rank in sorted(records):
+        alike.setdefault(records[rank].call, []).append(rank)
+    said = [
+        f"{name_ranks(who)} {'calls' if len(who) == 1 else 'call'} {call}"
+        for call, who in alike.items()
+    ]
+    status = {rank: f"calls {record.op}\n{record.detail}" for rank, record in records.items()}
+    return Event("differ", f"the ranks disagree: {', '.join(said)}", records, status=status)
+
+
+def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
+    first, ranks = next(iter(records.values())), sorted(records)
+    absent = [rank for rank in first.ranks if rank not in records]
+    wait = "waits" if len(ranks) == 1 else "wait"
+    never = "never calls it" if len(absent) == 1 else "never call it"
+    status = dict.fromkeys(absent, "never calls it") | dict.fromkeys(ranks, f"waits here {ever}")
+    text = f"{name_ranks(ranks)} {wait} {ever} in {first.call} for {name_ranks(absent)}"
+    return Event("stuck", f"{text}, which {never}", records, status=status)
+
+
+def _not_received(rank: int, record: Record, sent: Record | None, ever: str, failed: bool):
+    """None: it was under way when the run ended."""
+    peer, waits = record.peer, f"waits here {ever}"
+    source = "any rank" if peer is None else f"rank {peer}"
+    kind, status = "lost", {rank: waits}
+    if sent is not None and sent.fingerprint != record.fingerprint:
+        ours, theirs = _shape(record), _shape(sent)
+        kind, status = "differ", {peer: f"sends {theirs}", rank: f"expects {ours}"}
+        sends = f"rank {peer} sends {theirs} to rank {rank}"
+        text = f"the ranks disagree: {sends}, which expects {ours}"
+    elif not failed:
+        text = f"rank {rank} asked for a message from {source} and never waited for it"
+        status = {rank: "never waits for it"}
+    elif sent is None:
+        kind, text = "stuck", f"rank {rank} {waits}: no message comes from {source}"
+    elif sent.dropped:
+        why = "never waited for its send, and the message was dropped"
+        text = f"rank {rank} {waits}: rank {peer} {why}"
+    else:
+        return None
+    return Event(kind, text, {rank: record}, peer, rank, status)
+
+
+def _not_taken(rank: int, record: Record, ever: str, stuck: bool) -> Event:
+    message, peer = _message(record, record.values), record.peer
+    if stuck:
+        text = f"rank {rank} waits here {ever}: rank {peer} never receives its {message}"
+        return Event("stuck", text, {rank: record}, rank, peer, {rank: f"waits here {ever}"})
+    text = f"rank {peer} never receives {message} from rank {rank}"
+    return Event("lost", text, {rank: record}, rank, peer, {peer: "never receives"})
