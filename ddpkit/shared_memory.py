@@ -1,10 +1,11 @@
 """All-reduce between ranks of one machine, through memory that all of them can see.
 
-No message is sent. Every rank has its numbers in its own slot of one shared block of memory, sums one chunk over all
-slots, and writes the sum into all of them. GPUs joined by NVLink do the same: they read and write each other's memory.
+No message is sent. Every rank has its numbers in its own slot of one shared block of memory, sums
+one chunk over all slots, and writes the sum into all of them. GPUs joined by NVLink do the same:
+they read and write each other's memory (PyTorch's `torch.distributed._symmetric_memory`).
 
-W is the number of ranks, n the bytes of a slot. For an all-reduce every rank reads n bytes and writes n, whatever W:
-the speed is that of copying memory.
+W is the number of ranks, n the bytes of a slot. For an all-reduce every rank reads n bytes and
+writes n, whatever W: the speed is that of copying memory. Notebook 02.
 """
 
 import contextlib
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .tools.checks import check_in_group, check_same, mistake
+
 PIECE_BYTES = 2**18  # summed and written back before it leaves the cache
 CALLS = ("all_reduce", "reduce_scatter", "all_gather")
 PAGE = 4096  # bytes before the slots, for the ranks' marks
@@ -28,34 +31,43 @@ NAP_S = 50e-6
 
 
 class SharedBuffer:
-    """One buffer for each rank, all in memory that the ranks share; sums and copies between them without a message.
+    """One buffer a rank, all in memory that the ranks share; sums and copies without a message.
 
     numel, dtype: of one buffer, the same on every rank. group: ranks of one machine (None: all).
-    ValueError: no such `numel` or `dtype`, or not the same on every rank; this rank isn't in `group`; the ranks are on
-    different machines.
-    RuntimeError, from a call: another rank called something else, or has let go of its buffer and will never come.
+    ValueError: no such `numel`, or these aren't the same on every rank; this rank isn't in `group`;
+    the ranks are on different machines.
+    RuntimeError, from a call: another rank called something else, or let go of its buffer.
 
-    `local` is this rank's buffer, a 1-D tensor to fill and to read, zero at first. Chunk r of a buffer is
-    `local.tensor_split(W)[r]`, as in `ddpkit.ring`. Sums have the same bits on every rank.
-
-    The memory is freed when the last rank lets go of it or ends, however it ends; no file stays. Notebook 02.
+    `local` is this rank's buffer, a 1-D tensor to fill and to read, zero at first. Chunk r of a
+    buffer is `local.tensor_split(W)[r]`, as in `ddpkit.ring`. Sums have the same bits on every
+    rank. The memory is freed when the last rank lets go of it or ends, however it ends.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None):
-        _check_arguments(numel, dtype, group)
+    def __init__(
+        self, numel: int, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None
+    ):
+        check_in_group("SharedBuffer", group)
+        if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
+            remedy = "Give it x.numel(), for example."
+            raise mistake("SharedBuffer", f"numel={numel!r}", "a whole number from 0", remedy)
+        check_same("SharedBuffer", group, numel=numel, dtype=dtype, machine=socket.gethostname())
         self._rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
-        _check_alike(self._ranks, numel, dtype, group)
         memory = _map_together(PAGE + world_size * numel * dtype.itemsize, group)
         self._marks = memory[: 8 * world_size].view(torch.int64)  # see _meet
         slots = memory[PAGE:].view(dtype).view(world_size, numel)
         self.local = slots[self._rank]
-        self._chunks = slots.tensor_split(world_size, dim=1)[self._rank].unbind()  # in every slot, the one to sum here
+        self._chunks = slots.tensor_split(world_size, dim=1)[
+            self._rank
+        ].unbind()  # one in each slot
         self._marks[self._rank] = len(CALLS)  # one meeting: that of `_map_together`
         weakref.finalize(self, _leave, self._marks, self._rank)
 
     def all_reduce(self) -> Tensor:
-        """Sum the buffers of all ranks, in place, on every rank; return `local`. Reads n bytes and writes n."""
+        """Sum the buffers of all ranks, in place, on every rank; return `local`.
+
+        Reads n bytes and writes n.
+        """
         self._meet("all_reduce")
         for total, *others in self._pieces():
             for other in others:
@@ -66,9 +78,9 @@ class SharedBuffer:
         return self.local
 
     def reduce_scatter(self) -> Tensor:
-        """Leave chunk `rank` of the sum over all ranks in `local`; return it, a view. Reads n bytes and writes n/W.
+        """Leave chunk `rank` of the sum over all ranks in `local`; return it, a view.
 
-        The other chunks of `local` stay as they were.
+        The other chunks of `local` stay as they were. Reads n bytes and writes n/W.
         """
         self._meet("reduce_scatter")
         for pieces in self._pieces():
@@ -79,7 +91,10 @@ class SharedBuffer:
         return self._chunks[self._rank]
 
     def all_gather(self) -> Tensor:
-        """Copy chunk r of rank r's buffer into every rank's buffer; return `local`. Reads n/W bytes and writes n."""
+        """Copy chunk r of rank r's buffer into every rank's buffer; return `local`.
+
+        Reads n/W bytes and writes n.
+        """
         self._meet("all_gather")
         own = self._chunks[self._rank]
         for rank, chunk in enumerate(self._chunks):
@@ -96,36 +111,41 @@ class SharedBuffer:
     def _meet(self, call: str) -> None:
         """Return when every rank of the group has come to this place in `call`.
 
-        A rank's mark, in memory that all see, is `len(CALLS)` times its meetings so far plus the number of its call;
-        negative, once it has let go of its buffer. A rank looks at the others' marks again and again, then between
-        naps. Stepping aside, which gives up the interpreter's lock, also puts memory in order: who sees a mark sees all
-        that was written before it.
+        A rank's mark, in memory that all see, is `len(CALLS)` times its meetings so far plus the
+        number of its call; negative, once it has let go of its buffer.
         """
         meeting = int(self._marks[self._rank]) // len(CALLS) + 1
-        _step_aside()
+        # Yielding gives up the interpreter's lock, which also puts memory in order: who sees a mark
+        # sees all that was written before it.
+        _yield_to_others()
         self._marks[self._rank] = meeting * len(CALLS) + CALLS.index(call)
         looks = 0
         while any(abs(mark) // len(CALLS) < meeting for mark in self._marks.tolist()):
             self._check_they_can_come(call, meeting)
             looks += 1
-            _step_aside() if looks < SPINS else time.sleep(NAP_S)
+            if looks < SPINS:
+                _yield_to_others()
+            else:
+                time.sleep(NAP_S)
         self._check_same_call(call, meeting)
 
     def _check_they_can_come(self, call: str, meeting: int) -> None:
         for rank, mark in zip(self._ranks, self._marks.tolist(), strict=True):
             if mark < 0 and -mark // len(CALLS) < meeting:
                 me = f"rank {self._ranks[self._rank]} waits in SharedBuffer.{call} for rank {rank}"
-                raise RuntimeError(f"{me}, which has let go of its buffer. Did it return early, or skip the call?")
+                why = "which has let go of its buffer. Did it return early, or skip the call?"
+                raise RuntimeError(f"{me}, {why}")
 
     def _check_same_call(self, call: str, meeting: int) -> None:
         for rank, mark in zip(self._ranks, self._marks.tolist(), strict=True):
             theirs = CALLS[abs(mark) % len(CALLS)]
             if abs(mark) // len(CALLS) == meeting and theirs != call:
-                me = f"rank {self._ranks[self._rank]} called SharedBuffer.{call}, rank {rank} called {theirs}"
-                raise RuntimeError(f"{me}: all ranks must make the same calls in the same order")
+                me = f"rank {self._ranks[self._rank]} called SharedBuffer.{call}"
+                remedy = "all ranks must make the same calls in the same order"
+                raise RuntimeError(f"{me}, rank {rank} called {theirs}: {remedy}")
 
 
-def _step_aside() -> None:
+def _yield_to_others() -> None:
     """Let another process run, if one wants to."""
     if hasattr(os, "sched_yield"):
         os.sched_yield()
@@ -137,39 +157,19 @@ def _leave(marks: Tensor, rank: int) -> None:
     marks[rank] = -marks[rank]
 
 
-def _check_arguments(numel: int, dtype: torch.dtype, group: ProcessGroup | None) -> None:
-    me = f"rank {dist.get_rank()} made a SharedBuffer with"
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"{me} a group that it isn't in, expected one of its own. Make it on the group's ranks only.")
-    if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
-        raise ValueError(f"{me} numel={numel!r}, expected a whole number from 0. Give it x.numel(), for example.")
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{me} dtype={dtype!r}, expected a torch.dtype. Give it x.dtype, for example.")
-
-
-def _check_alike(ranks: list[int], numel: int, dtype: torch.dtype, group: ProcessGroup | None) -> None:
-    """Raise the same ValueError on every rank, unless all said the same and live on one machine."""
-    said = [None] * len(ranks)
-    dist.all_gather_object(said, (numel, str(dtype), socket.gethostname()), group=group)
-    for what, values in zip(("numel", "dtype", "machine"), zip(*said, strict=True), strict=True):
-        if len(set(values)) > 1:
-            got = ", ".join(f"rank {rank} {value}" for rank, value in zip(ranks, values, strict=True))
-            raise ValueError(f"SharedBuffer expected the same {what} on every rank, got {got}. Give all the same.")
-
-
 def _map_together(nbytes: int, group: ProcessGroup | None) -> Tensor:
     """The same `nbytes` of memory, zero at first, on every rank of the group, as uint8."""
     with contextlib.ExitStack() as stack:
-        path = [stack.enter_context(_passing_file()) if dist.get_rank(group) == 0 else None]
+        path = [stack.enter_context(_short_lived_file()) if dist.get_rank(group) == 0 else None]
         dist.broadcast_object_list(path, group=group, group_src=0)
         memory = torch.from_file(path[0], shared=True, size=nbytes, dtype=torch.uint8)
-        dist.barrier(group)  # all have it: from now on it lives as long as somebody holds it, whatever happens
+        dist.barrier(group)  # all have it: it lives as long as somebody holds it, and no longer
     return memory
 
 
 @contextlib.contextmanager
-def _passing_file() -> Iterator[str]:
-    """The path of an empty file that is gone afterwards; in memory where there is such a thing, on Linux."""
+def _short_lived_file() -> Iterator[str]:
+    """The path of an empty file that is gone afterwards; in memory, where Linux can do that."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("ddpkit")
         try:
@@ -177,5 +177,6 @@ def _passing_file() -> Iterator[str]:
         finally:
             os.close(descriptor)
     else:
-        with tempfile.TemporaryDirectory(prefix="ddpkit-", ignore_cleanup_errors=True) as folder:
+        prefix = "ddpkit-"
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
             yield os.path.join(folder, "shared")
