@@ -1,4 +1,4 @@
-"""Notebooks as files: what a reader, GitHub and nbval need of them. nbval and test_browser.py run them."""
+"""Notebooks as files: what a reader, GitHub and nbval need of them. nbval runs them."""
 
 import ast
 import re
@@ -10,7 +10,9 @@ import pytest
 import refresh
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-MACHINE_PATH = re.compile(r"(?<![\w.])(/(home|Users|root|work|tmp|usr|opt|var|private)/\w|[A-Z]:\\\w)")
+MACHINE_PATH = re.compile(
+    r"(?<![\w.])(/(home|Users|root|work|tmp|usr|opt|var|private)/\w|[A-Z]:\\\w)"
+)
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -40,7 +42,9 @@ def python(cell) -> ast.Module:
     """The cell without its magics; empty where another program runs it (%%ranks, %%writefile)."""
     if cell.source.startswith("%%"):
         return ast.parse("")
-    return ast.parse("\n".join(line for line in cell.source.splitlines() if not re.match(r"\s*[%!]", line)))
+    return ast.parse(
+        "\n".join(line for line in cell.source.splitlines() if not re.match(r"\s*[%!]", line))
+    )
 
 
 def test_the_first_notebooks_are_there():
@@ -69,14 +73,20 @@ def test_stores_neither_stderr_nor_svg_nor_widgets(notebook, code):
     for cell in code:
         for output in cell.outputs:
             assert output.get("name") != "stderr", output.text
-            assert not {"image/svg+xml", refresh.WIDGET_VIEW} & set(output.get("data", {})), cell.source
+            assert not {"image/svg+xml", refresh.WIDGET_VIEW} & set(output.get("data", {})), (
+                cell.source
+            )
 
 
 def test_stores_no_path_of_a_machine(notebook):
     for cell in notebook.cells:
         texts = [cell.source]
         for output in cell.get("outputs", []):
-            data = {kind: text for kind, text in output.get("data", {}).items() if not kind.startswith("image/")}
+            data = {
+                kind: text
+                for kind, text in output.get("data", {}).items()
+                if not kind.startswith("image/")
+            }
             texts += [output.get("text", ""), output.get("evalue", ""), *map(str, data.values())]
             texts += output.get("traceback", [])
         for text in texts:
@@ -87,7 +97,11 @@ def test_stores_no_path_of_a_machine(notebook):
 def test_what_ought_to_be_equal_is(code):
     """As stored: nbval would compare one False with another, and be content."""
     said = [output.get("text", "") for cell in code for output in cell.outputs]
-    wrong = [text for text in said if re.search(r"(equal gradients|same result|bit by bit|equal scales): False", text)]
+    wrong = [
+        text
+        for text in said
+        if re.search(r"(equal gradients|same result|bit by bit|equal scales): False", text)
+    ]
     assert not wrong, wrong[0]
 
 
@@ -102,7 +116,9 @@ def test_few_outputs_go_uncompared(code):
     assert len(tagged(code, "raises-exception")) <= len(code) / 5
     allowed = {"nbval-ignore-output", "nbval-skip", "raises-exception"}
     for cell in code:
-        assert {tag for tag in cell.metadata.get("tags", []) if tag.startswith(("nbval", "raises"))} <= allowed
+        assert {
+            tag for tag in cell.metadata.get("tags", []) if tag.startswith(("nbval", "raises"))
+        } <= allowed
         assert not re.search(r"#\s*(NBVAL|PYTEST_VALIDATE)_", cell.source), "use the cell's tags"
 
 
@@ -134,7 +150,9 @@ def test_imports_are_in_one_cell_at_the_top(code):
     importing = [
         number
         for number, cell in enumerate(code)
-        if any(isinstance(statement, ast.Import | ast.ImportFrom) for statement in python(cell).body)
+        if any(
+            isinstance(statement, ast.Import | ast.ImportFrom) for statement in python(cell).body
+        )
     ]
     assert len(importing) <= 1, [code[number].source for number in importing[1:]]
     assert all(number <= 1 for number in importing)
@@ -144,7 +162,10 @@ def test_pictures_come_with_words(notebook):
     for cell, following in zip(notebook.cells, [*notebook.cells[1:], None], strict=True):
         outputs = cell.get("outputs", [])
         if any("image/png" in output.get("data", {}) for output in outputs):
-            said = [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs]
+            said = [
+                output.get("text", "") or output.get("data", {}).get("text/plain", "")
+                for output in outputs
+            ]
             told = any(text and not text.startswith("<Figure") for text in said)
             assert told or (following and following.cell_type == "markdown"), cell.source
 

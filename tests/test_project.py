@@ -58,7 +58,7 @@ def test_the_doctor_asks_for_the_same_versions():
 
 
 def claimed_tree() -> dict[str, str]:
-    """{path: description} of the README's tree; a folder without children listed stands for all in it."""
+    """{path: description} of the README's tree; a folder without children stands for all in it."""
     (block,) = re.findall(r"```text\n(README\.md .*?)```", README, re.DOTALL)
     tree, folders = {}, []
     for line in block.splitlines():

@@ -1,7 +1,7 @@
 """Run every notebook (or those named) from a fresh kernel and store its outputs: `make refresh`.
 
-Outputs that differ from the stored ones only in times, addresses and the like stay as they were, so that a second
-refresh changes nothing but pictures of wall times.
+Outputs that differ from the stored ones only in times, addresses and the like stay as they were, so
+that a second refresh changes nothing but pictures of wall times.
 """
 
 import re
@@ -22,10 +22,12 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def run(notebook: NotebookNode, folder: Path) -> None:
-    """Execute in place, in this interpreter's own environment whatever kernel the notebook names, as the tests do."""
+    """Execute in place, in this interpreter's own environment, whatever kernel it names."""
+    specs = NbvalKernelspecManager()
+    kernel = AsyncKernelManager(kernel_name=CURRENT_ENV_KERNEL_NAME, kernel_spec_manager=specs)
     NotebookClient(
         notebook,
-        km=AsyncKernelManager(kernel_name=CURRENT_ENV_KERNEL_NAME, kernel_spec_manager=NbvalKernelspecManager()),
+        km=kernel,
         resources={"metadata": {"path": str(folder)}},
         timeout=300,
         record_timing=False,
@@ -35,7 +37,7 @@ def run(notebook: NotebookNode, folder: Path) -> None:
 
 
 def normalise(notebook: NotebookNode) -> None:
-    """Leave, in place, what belongs into the repository: no widget state, no editor's marks, no machine's paths."""
+    """Leave, in place, what the repository keeps: no widgets, marks or paths of a machine."""
     notebook.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},
@@ -53,7 +55,8 @@ def normalise(notebook: NotebookNode) -> None:
 
 def without_paths(line: str) -> str:
     """Tests don't compare tracebacks, so their paths can be made those of any machine."""
-    for folder, name in ((ROOT, ""), (sys.prefix, ".venv/"), (sys.base_prefix, "python/"), (tempfile.gettempdir(), "")):
+    names = [(ROOT, ""), (sys.prefix, ".venv/"), (sys.base_prefix, "python/")]
+    for folder, name in [*names, (tempfile.gettempdir(), "")]:
         line = line.replace(f"{folder}/", name)
     return line
 
@@ -70,7 +73,7 @@ def keep_equal_outputs(new: NotebookNode, old: NotebookNode) -> None:
 
 
 def comparable(outputs: list[NotebookNode], also: str | None = None) -> list[str]:
-    """Outputs as text, without what the sanitiser of the tests hides (and `also`), or the spaces that align it."""
+    """Outputs as text, without what the tests' sanitiser hides (and `also`), in single spaces."""
     config = RawConfigParser()
     config.read(ROOT / "tests/nbval-sanitize.cfg", encoding="utf-8")
     patterns = [(config[name]["regex"], config[name]["replace"]) for name in config.sections()]
@@ -80,7 +83,8 @@ def comparable(outputs: list[NotebookNode], also: str | None = None) -> list[str
     for output in outputs:
         parts = dict(output) | dict(output.get("data", {}))
         parts["traceback"] = ""
-        text = "\n".join(f"{key}: {parts[key]}" for key in sorted(parts) if key not in ("data", "execution_count"))
+        keys = sorted(parts.keys() - {"data", "execution_count"})
+        text = "\n".join(f"{key}: {parts[key]}" for key in keys)
         if "image/png" not in parts:  # digits and units inside a picture mean nothing
             for regex, replacement in patterns:
                 text = re.sub(regex, replacement, text)
