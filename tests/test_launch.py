@@ -1,8 +1,9 @@
-"""`launch`: what travels to the ranks and back, what a Run holds, what ranks print, which arguments are refused."""
+"""`launch`: what travels to the ranks and back, a Run, what ranks print, what is refused."""
 
 import itertools
 import linecache
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,19 +12,16 @@ import time
 import warnings
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from outside import run_script
+from outside import run_script, wait_until
 
 from ddpkit import Link, RankError, Run, launch
-from ddpkit.runtime import processes
-from ddpkit.runtime.backends import choose_backend
-from ddpkit.runtime.launch import MOST_RANKS
+from ddpkit.runtime import backends, processes
 
-cloudpickle.register_pickle_by_value(
-    sys.modules[__name__]
-)  # functions travel as those of a notebook do
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 cell_numbers = itertools.count()
 
@@ -54,35 +52,17 @@ def test_a_run_holds_what_each_rank_returned_printed_and_said():
     assert run.output == ["on 0 of 3\n", "on 1 of 3\n", "on 2 of 3\n"]
     assert [[r.op for r in wire] for wire in run.wire] == [["barrier"]] * 3
     assert run.seconds > 0
-    assert run.backend.startswith("gloo on CPU: ") or run.backend.startswith("nccl")
+    assert run.backend.startswith(("gloo on CPU: ", "nccl"))
     assert run.link is None
     with pytest.raises(IndexError):
         run[3]
+    assert len(launch(dist.get_rank)) == 4  # unless asked
 
 
 def test_a_run_shows_its_results_by_rank():
     run = launch(lambda: torch.tensor([[dist.get_rank()], [7]]), world_size=2)
-    assert repr(run) == textwrap.dedent(
-        """\
-        rank 0: tensor([[0],
-                        [7]])
-        rank 1: tensor([[1],
-                        [7]])"""
-    )
-
-
-def test_four_ranks_unless_asked():
-    assert len(launch(dist.get_rank)) == 4
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_any_number_of_ranks(world_size):
-    def total():
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        return x.item()
-
-    assert list(launch(total, world_size=world_size)) == [world_size] * world_size
+    first = "rank 0: tensor([[0],\n                [7]])"
+    assert repr(run) == f"{first}\nrank 1: tensor([[1],\n                [7]])"
 
 
 # Arguments that can't work are refused before any process is started.
@@ -105,7 +85,7 @@ LOCK = threading.Lock()
     [
         (
             lambda: launch(3),
-            "launch expected a function to call on every rank, got 3: pass launch(f), not launch(f())",
+            "launch expected a function to call on every rank, got 3: pass launch(f), not",
         ),
         (lambda: launch(None), "got None: pass launch(f), not launch(f())"),
         (
@@ -164,53 +144,34 @@ def test_a_closure_variable_that_cannot_travel_is_named(no_process):
         launch(lambda: lock)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_without_a_gpu_is_refused(no_process):
-    with pytest.raises(
-        ValueError,
-        match="backend='nccl' expected a GPU for each rank, got no GPU that PyTorch can use",
-    ):
-        launch(print, backend="nccl")
-
-
 # Which backend.
 
 
-def test_the_choice_of_backend_and_its_reason(monkeypatch):
-    from ddpkit.runtime import backends as module
-
-    def choice(gpus, version, world_size, **options):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-        monkeypatch.setattr(module, "nccl_version", lambda: version)
-        found = choose_backend("auto", world_size, **options)
-        assert found.line.startswith(found.backend)
-        return found
-
-    assert choice(0, (), 4).line == "gloo on CPU: no GPU that PyTorch can use"
-    assert choice(4, (2, 28, 9), 4).line == "nccl 2.28.9: a GPU for each of 4 ranks"
-    short = "gloo on CPU: 1 GPU for 4 ranks, and NCCL 2.28.9 can't share one (2.30 can)"
-    assert choice(1, (2, 28, 9), 4).line == short
-    link = Link.preset("NVLink 4")
-    assert (
-        choice(4, (2, 30, 0), 2, link=link).line
-        == "gloo on CPU: the emulated link (NVLink 4) works on its wire"
-    )
-    assert choose_backend("gloo", 2).line == "gloo on CPU: as asked"
-
-
-def test_trap_25_ranks_that_share_a_gpu(monkeypatch):
-    from ddpkit.runtime import backends as module
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+@pytest.mark.parametrize(
+    ("gpus", "version", "world_size", "line"),
+    [
+        (0, (), 4, "gloo on CPU: no GPU that PyTorch can use"),
+        (4, (2, 28, 9), 4, "nccl 2.28.9: a GPU for each of 4 ranks"),
+        (1, (2, 28, 9), 4, "gloo on CPU: 1 GPU for 4 ranks, and NCCL 2.28.9 can't share one (2.30"),
+        (1, (2, 30, 0), 4, "nccl 2.30.0: 4 ranks share 1 GPU"),
+    ],
+)
+def test_trap_25_the_choice_of_backend_and_its_reason(monkeypatch, gpus, version, world_size, line):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(module, "nccl_version", lambda: (2, 30, 0))
-    choice = choose_backend("auto", 4)
-    assert choice.line == "nccl 2.30.0: 4 ranks share 1 GPU"
-    assert choice.environ == {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    monkeypatch.setattr(module, "nccl_version", lambda: (2, 28, 9))
-    with pytest.raises(ValueError, match=r"1 GPU for 2 ranks, and NCCL 2\.28\.9 can't share one"):
-        choose_backend("nccl", 2)
+    monkeypatch.setattr(backends, "nccl_version", lambda: version)
+    choice = backends.choose_backend("auto", world_size)
+    assert choice.line.startswith(line)
+    assert choice.line.startswith(choice.backend)
+    shared = choice.backend == "nccl" and gpus < world_size
+    assert choice.environ == ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shared else {})
+    linked = backends.choose_backend("auto", world_size, Link.preset("NVLink 4")).line
+    assert linked == "gloo on CPU: the emulated link (NVLink 4) works on its wire"
+    assert backends.choose_backend("gloo", 2).line == "gloo on CPU: as asked"
+    if choice.backend == "gloo":
+        reason = choice.line.removeprefix("gloo on CPU: ")
+        with pytest.raises(ValueError, match=re.escape(f"a GPU for each rank, got {reason}")):
+            backends.choose_backend("nccl", world_size)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -270,14 +231,7 @@ def test_trap_2_functions_helpers_globals_and_closures():
     assert list(launch(names["decorated"], 1, world_size=2)) == [200, 202]
 
 
-def test_trap_2_redefinition_between_launches():
-    names = cell("def f(): return 'old'")
-    assert launch(names["f"], world_size=1)[0] == "old"
-    cell("def f(): return 'new'", names)
-    assert launch(names["f"], world_size=1)[0] == "new"
-
-
-def test_trap_2_globals_are_snapshots():
+def test_trap_2_redefined_functions_and_snapshots_of_globals():
     names = cell(
         """
         seen = []
@@ -288,7 +242,8 @@ def test_trap_2_globals_are_snapshots():
     )
     assert list(launch(names["f"], world_size=2)) == [1, 1]
     assert names["seen"] == []
-    assert list(launch(names["f"], world_size=2)) == [1, 1]
+    cell("def f(): return seen, 'new'", names)
+    assert launch(names["f"], world_size=1)[0] == ([], "new")
 
 
 def test_trap_2_classes_dataclasses_enums_and_modules():
@@ -461,37 +416,32 @@ def test_trap_10_output_is_shown_in_rank_order_when_done(capfd):
     assert run.output[1] == "first from 1\nsecond\n\nlast, unfinished"
 
 
-def test_trap_10_live_shows_whole_labelled_lines_as_they_come(monkeypatch):
-    shown = []
-    monkeypatch.setattr(
-        sys,
-        "stdout",
-        type(
-            "Stream",
-            (),
-            {"write": lambda _, s: shown.append((time.perf_counter(), s)), "flush": lambda _: None},
-        )(),
-    )
+def test_trap_10_live_shows_whole_labelled_lines_as_they_come(monkeypatch, tmp_path):
+    class Stream:
+        shown = ""
+
+        def write(self, text):
+            self.shown += text
+            if self.shown.count("beginning\n") == 2:
+                (tmp_path / "seen").touch()  # the ranks wait for that: lines come while they run
+
+        def flush(self):
+            pass
 
     def slowly():
         print("begin", end="", flush=True)
-        time.sleep(0.2)
-        print("ning")
         dist.barrier()
-        time.sleep(0.4)
+        print("ning")
+        while not (tmp_path / "seen").exists():
+            time.sleep(0.01)
         print("end", end="")
 
-    run = launch(slowly, world_size=2, live=True)
-    text = "".join(part for _, part in shown)
-    assert sorted(text.splitlines()) == [
-        "rank 0 | beginning",
-        "rank 0 | end",
-        "rank 1 | beginning",
-        "rank 1 | end",
-    ]
-    assert text.endswith("\n")
-    first, last = shown[0][0], shown[-1][0]
-    assert last - first > 0.2  # not all at the end
+    monkeypatch.setattr(sys, "stdout", Stream())
+    run = launch(slowly, world_size=2, live=True, timeout=60)
+    shown = sys.stdout.shown
+    lines = [f"rank {rank} | {word}" for rank in range(2) for word in ("beginning", "end")]
+    assert sorted(shown.splitlines()) == lines
+    assert shown.endswith("\n")
     assert run.output == ["beginning\nend"] * 2
 
 
@@ -536,21 +486,11 @@ def test_trap_11_long_lines_and_split_characters():
         assert output == "x" * 200_000 + "é€😀\n\ufffd not UTF-8"
 
 
-def test_trap_11_gloos_chatter_is_filtered(capfd):
+def test_trap_11_and_12_chatter_braces_percent_ansi_and_progress_bars(capfd):
+    chatter = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected ...: 1\n"
+
     def talk():
-        os.write(
-            1,
-            b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n",
-        )
-        print("mine")
-
-    run = launch(talk, world_size=2)
-    assert run.output == ["mine\n"] * 2
-    assert capfd.readouterr().out == "rank 0 | mine\nrank 1 | mine\n"
-
-
-def test_trap_12_braces_percent_ansi_and_progress_bars(capfd):
-    def talk():
+        os.write(1, chatter)
         print("{} {x} 100% %s %d \x1b[31mred\x1b[0m")
         for percent in (0, 50, 100):
             print(f"\r{percent}% done", end="", file=sys.stderr)
@@ -558,8 +498,11 @@ def test_trap_12_braces_percent_ansi_and_progress_bars(capfd):
         print("windows\r\nline")
 
     (output,) = launch(talk, world_size=1).output
-    assert output == "{} {x} 100% %s %d \x1b[31mred\x1b[0m\n100% done\nwindows\nline\n"
-    assert capfd.readouterr().out.splitlines()[0] == "rank 0 | {} {x} 100% %s %d \x1b[31mred\x1b[0m"
+    lines = ["{} {x} 100% %s %d \x1b[31mred\x1b[0m", "100% done", "windows", "line"]
+    assert output.splitlines() == lines
+    assert capfd.readouterr().out.splitlines() == [f"rank 0 | {line}" for line in lines]
+    launch(lambda: None, world_size=2)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_trap_11_and_22_a_data_loader_with_workers(capfd):
@@ -581,45 +524,30 @@ def test_trap_11_and_22_a_data_loader_with_workers(capfd):
         assert sorted(output.splitlines()) == [f"loading {index}" for index in range(4)]
 
 
-def test_nothing_is_printed_unasked(capfd):
-    launch(lambda: None, world_size=2)
-    assert capfd.readouterr() == ("", "")
-
-
 # Not from inside.
 
 
-def test_launch_inside_a_rank_is_refused():
-    def nested():
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_launch_inside_a_rank_or_its_forked_child_is_refused():
+    def nested(pipe=None):
         try:
             launch(print)
         except ValueError as error:
+            pipe.send(str(error)) if pipe else None
             return str(error)
 
-    says = "launch was called inside a rank: expected a notebook, a script or torchrun. Call fn directly"
-    assert list(launch(nested, world_size=2)) == [says] * 2
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_launch_in_a_forked_child_of_a_rank_is_refused():
-    def nested():
+    def in_both():
         import multiprocessing
 
-        def child(pipe):
-            try:
-                launch(print)
-            except ValueError as error:
-                pipe.send(str(error))
-
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(target=child, args=(theirs,))
-        process.start()
-        try:
-            return ours.recv()
-        finally:
-            process.join()
+        child = multiprocessing.get_context("fork").Process(target=nested, args=(theirs,))
+        child.start()
+        said = ours.recv()
+        child.join()
+        return {said, nested()}
 
-    assert launch(nested, world_size=1)[0].startswith("launch was called inside a rank")
+    says = "launch was called inside a rank: expected a notebook, a script or torchrun"
+    assert launch(in_both, world_size=1)[0] == {f"{says}. Call fn directly"}
 
 
 def test_trap_4_launches_at_once_from_threads():
@@ -641,10 +569,6 @@ def test_trap_4_launches_at_once_from_threads():
     assert found == {number: [2.0 * number] * 2 for number in range(4)}
 
 
-def test_most_ranks_fit():
-    assert MOST_RANKS == 64
-
-
 # Traps 3 and 9: where launch is called from.
 
 SCRIPT = """
@@ -661,41 +585,36 @@ print(launch(work, world_size=2))
 SHOWN = "this file runs\nrank 0: 2.0\nrank 1: 2.0\n"
 
 
-def test_trap_3_and_9_a_plain_script_without_a_main_guard(tmp_path):
-    assert run_script(tmp_path, SCRIPT) == SHOWN
-
-
-def test_trap_8_the_same_by_spawn(tmp_path):
-    assert run_script(tmp_path, SCRIPT, DDPKIT_START_METHOD="spawn") == SHOWN
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_trap_3_8_and_9_a_plain_script_without_a_main_guard(tmp_path, start_method):
+    if start_method == "forkserver" and processes.start_method() != start_method:
+        pytest.skip("no fork server here")
+    assert run_script(tmp_path, SCRIPT, DDPKIT_START_METHOD=start_method) == SHOWN
 
 
 def test_trap_9_an_ipython_terminal(tmp_path):
-    lines = ["%run script.py", "print(launch(work, world_size=1))", "%load_ext ddpkit"]
-    cells = "\n".join([*lines, "get_ipython().run_cell_magic('ranks', '2', 'rank')", "exit", ""])
-    command = (
-        sys.executable,
-        "-m",
-        "IPython",
-        "--no-banner",
-        "--simple-prompt",
-        "--no-confirm-exit",
-    )
+    """And ranks that stay end when it does."""
+    magic = "get_ipython().run_cell_magic('ranks', '2', 'import os; print(os.getpid())\\nrank')"
+    lines = ["%run script.py", "print(launch(work, world_size=1))", "%load_ext ddpkit", magic]
+    command = (sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt")
     (tmp_path / "script.py").write_text(SCRIPT)
-    environ = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
     done = subprocess.run(
-        command,
-        input=cells,
-        env=environ,
+        (*command, "--no-confirm-exit"),
+        input="\n".join([*lines, "exit", ""]),
+        env={**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")},
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=True,
     )
     assert SHOWN in done.stdout
     assert "rank 0: 1.0\n" in done.stdout
     assert "rank 0: 0\nrank 1: 1\n" in done.stdout
     assert done.stdout.count("this file runs") == 1
+    pids = re.findall(r"rank \d \| (\d+)\n", done.stdout)
+    assert len(pids) == 2
+    wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids))
 
 
 def test_trap_9_nbclient(tmp_path):
@@ -714,7 +633,7 @@ def test_trap_9_nbclient(tmp_path):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jupyter_client's own
-        nbclient.NotebookClient(notebook, timeout=60, allow_errors=True).execute()
+        nbclient.NotebookClient(notebook, timeout=150, allow_errors=True).execute()
     outputs = [cell.outputs for cell in notebook.cells]
     assert nbformat.validate(notebook) is None
     assert outputs[0][0].text == "rank 0: 2.0\nrank 1: 2.0\n"
