@@ -1,4 +1,4 @@
-"""Ranks that raise, exit or are killed: which one is named first, what is shown of it; the next launch works."""
+"""Ranks that raise, exit or are killed: which one is named first, and what is shown of it."""
 
 import itertools
 import linecache
@@ -19,9 +19,7 @@ import torch.distributed as dist
 
 from ddpkit import HangError, LaunchError, RankError, launch
 
-cloudpickle.register_pickle_by_value(
-    sys.modules[__name__]
-)  # functions travel as those of a notebook do
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 NAME = Path(__file__).name
 cell_numbers = itertools.count(1000)
@@ -41,7 +39,7 @@ def failure(fn, *args, world_size=3, times=2, **options) -> RankError:
 
     def once(_):
         with pytest.raises(RankError) as caught:
-            launch(fn, *args, world_size=world_size, **{"timeout": 40, **options})
+            launch(fn, *args, world_size=world_size, **{"timeout": 90, **options})
         return caught.value
 
     with ThreadPoolExecutor(times) as pool:
@@ -74,13 +72,14 @@ def after():
 
 
 def test_trap_14_a_rank_raises_before_a_collective():
+    call = "all_reduce(8 float32, sum), before, line 7: dist.all_reduce(inner(torch.ones(8)))"
     assert message(cell(CELL)["before"]) == [
         "rank 1 raised ValueError: the batch {} is 100% empty",
         "  before, line 7: dist.all_reduce(inner(torch.ones(8)))",
         '  inner, line 4: raise ValueError("the batch {} is 100% empty")',
         "The others were ended:",
-        "  Rank 0 was in all_reduce(8 float32, sum), before, line 7: dist.all_reduce(inner(torch.ones(8)))",
-        "  Rank 2 was in all_reduce(8 float32, sum), before, line 7: dist.all_reduce(inner(torch.ones(8)))",
+        f"  Rank 0 was in {call}",
+        f"  Rank 2 was in {call}",
     ]
 
 
@@ -108,11 +107,9 @@ def test_trap_14_a_rank_raises_after_a_collective():
 
 def test_trap_14_the_one_that_raised_comes_first_though_its_peers_fall_too():
     def fall():
-        rank = dist.get_rank()
-        if rank == 2:
-            time.sleep(0.1)
-            raise KeyError("mine")
-        for _ in range(1000):
+        for number in range(1000):
+            if number == 20 and dist.get_rank() == 2:
+                raise KeyError("mine")
             dist.all_reduce(torch.ones(1000))
 
     error = failure(fall)
@@ -120,15 +117,14 @@ def test_trap_14_the_one_that_raised_comes_first_though_its_peers_fall_too():
     assert str(error).startswith("rank 2 raised KeyError: 'mine'\n")
 
 
-@pytest.mark.parametrize("later_s", [0.05, 0.6])
-def test_trap_14_a_lost_peer_is_not_the_cause(later_s):
+def test_trap_14_a_lost_peer_is_not_the_cause():
     """Rank 0 notices that rank 1's connection is gone before anybody notices that rank 1 is."""
 
     def fall():
         if dist.get_rank() == 0:
             raise RuntimeError("Read error [127.0.0.1]: Connection reset by peer.")
         if dist.get_rank() == 1:
-            time.sleep(later_s)
+            time.sleep(0.6)  # longer than others are waited for
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert message(fall, times=1)[0].startswith("rank 1 was killed by SIGKILL.")
@@ -156,16 +152,10 @@ def test_ranks_that_fail_differently_are_all_told():
     }
 
 
-def test_what_an_exception_says_of_its_cause():
-    def chained():
-        try:
-            int("x")
-        except ValueError as error:
-            raise RuntimeError("no number") from error
-
-    assert message(chained, world_size=1)[0] == (
-        "rank 0 raised RuntimeError: no number (because of ValueError: invalid literal for int() with base 10: 'x')"
-    )
+class Chained(Exception):
+    def __init__(self):
+        super().__init__("no number")
+        self.__cause__ = ValueError("invalid literal")
 
 
 class Unspeakable(Exception):
@@ -185,7 +175,12 @@ def test_exceptions_of_every_kind_are_reported():
             raise KeyboardInterrupt
         if kind == "deep":
             return throw_deep(0)
-        raise {"unspeakable": Unspeakable, "unpicklable": Unpicklable, "group": Several}[kind]()
+        raise {
+            "chained": Chained,
+            "unspeakable": Unspeakable,
+            "unpicklable": Unpicklable,
+            "group": Several,
+        }[kind]()
 
     def throw_deep(n):
         return throw_deep(n + 1) + 1
@@ -197,6 +192,8 @@ def test_exceptions_of_every_kind_are_reported():
     def first(kind):
         return message(throw, kind, world_size=1, times=1)[0]
 
+    cause = " (because of ValueError: invalid literal)"
+    assert first("chained") == f"rank 0 raised Chained: no number{cause}"
     assert first("interrupt") == "rank 0 raised KeyboardInterrupt: "
     assert first("unpicklable") == "rank 0 raised Unpicklable: held"
     assert first("unspeakable").startswith("rank 0 raised Unspeakable: ")
@@ -305,12 +302,12 @@ def end_in_the_middle(how):
     ],
 )
 def test_trap_15_exits_and_signals(how, says):
-    lines = message(end_in_the_middle, how)
+    lines = message(end_in_the_middle, how, times=1)
     assert " ".join(line.strip() for line in lines).startswith(says)
+    line = end_in_the_middle.__code__.co_firstlineno + 4
+    place = f"{NAME}:{line} in end_in_the_middle: dist.all_reduce(torch.ones(8))"
     assert [line for line in lines if line.startswith("  Rank ")][-2:] == [
-        f"  Rank {rank} was in all_reduce(8 float32, sum), {NAME}:{end_in_the_middle.__code__.co_firstlineno + 4} "
-        "in end_in_the_middle: dist.all_reduce(torch.ones(8))"
-        for rank in (0, 2)
+        f"  Rank {rank} was in all_reduce(8 float32, sum), {place}" for rank in (0, 2)
     ]
 
 
@@ -360,7 +357,7 @@ def test_no_rank_begins_before_all_have_joined():
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
-    for _ in range(5):
+    for _ in range(3):
         lines = message(dies_at_once)
         assert [" was in barrier(), " in line for line in lines if line.startswith("  Rank ")] == [
             True,

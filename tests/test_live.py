@@ -1,4 +1,4 @@
-"""`%%ranks`: names persist, values are shown by rank, and a world that broke is replaced and said to be gone."""
+"""`%%ranks`: names persist, values are shown by rank, a world that broke is replaced."""
 
 import os
 import signal
@@ -61,7 +61,8 @@ def test_the_value_of_the_last_expression_is_shown(cell):
     assert cell("rank or None") == "rank 1: 1\n"
     assert cell("y = 3") == cell("None") == cell("") == cell("# only a comment") == ""
     assert cell("torch.zeros(2, 1)") == (
-        "rank 0: tensor([[0.],\n                [0.]])\nrank 1: tensor([[0.],\n                [0.]])\n"
+        "rank 0: tensor([[0.],\n                [0.]])\n"
+        "rank 1: tensor([[0.],\n                [0.]])\n"
     )
 
 
@@ -83,7 +84,8 @@ def test_some_ranks_only(cell):
 
 def test_functions_classes_and_imports_of_cells(cell):
     cell(
-        "import math\nclass A:\n    def __init__(self, x): self.x = x\ndef area(r): return math.floor(math.pi * r)"
+        "import math\nclass A:\n    def __init__(self, x): self.x = x\n"
+        "def area(r): return math.floor(math.pi * r)"
     )
     assert cell("area(2), isinstance(A(1), A)") == "rank 0: (6, True)\nrank 1: (6, True)\n"
 
@@ -149,7 +151,8 @@ def test_a_collective_on_some_ranks_only(fails, cell):
 
 def test_a_mismatch(fails):
     lines = fails(HangError, "dist.all_reduce(torch.ones(8 - rank))")
-    said = "mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called all_reduce(7 float32, sum)."
+    first, second = (f"called all_reduce({number} float32, sum)" for number in (8, 7))
+    said = f"mismatch: rank 0 {first}, but rank 1 {second}."
     assert lines[0] == said
     assert any(
         "line 2 of the cell: dist.all_reduce(torch.ones(8 - rank))" in line for line in lines

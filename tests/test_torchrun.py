@@ -1,4 +1,4 @@
-"""Under torchrun, `launch` joins the world that runs: the same function, the same Run on every rank, records too."""
+"""Under torchrun, `launch` joins the world that runs: the same Run on every rank, records too."""
 
 import sys
 
@@ -10,9 +10,7 @@ from outside import Script, run_script
 
 from ddpkit import launch
 
-cloudpickle.register_pickle_by_value(
-    sys.modules[__name__]
-)  # functions travel as those of a notebook do
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -50,7 +48,8 @@ def tell(*words):
         print(*words, file=file)
 
 def tell_run(run):
-    tell((list(run), [[name(record) for record in wire] for wire in run.wire], run.output, run.seconds > 0))
+    said = [[name(record) for record in wire] for wire in run.wire]
+    tell((list(run), said, run.output, run.seconds > 0))
     tell(run.backend)
 """
 
