@@ -1,10 +1,10 @@
 """Checkers of notebook 04: OverlapDDP, plan_buckets, BucketedDDP, and no_sync.
 
-That something is sent while backward goes on is proven by order, never by time: whenever backward comes to a layer, the
-check notes how many all_reduces its rank has begun. Gradients read like a tally, as in notebook 03.
+That something is sent while backward goes on is proven by order, never by time: whenever backward
+comes to a layer, the check notes how many all_reduces its rank has begun. Gradients read like a
+tally, as in notebook 03.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,44 +15,29 @@ from torch import nn
 from ddpkit import ddp
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.launch import Run
-from ddpkit.runtime.wire import WireWork
+from ddpkit.runtime.wire import recorder
 
-from .old_checker import Exercise, Trial
-from .data_parallel import Left, _beside_the_average, _brief, _expect, _left, _not_waited_for, _wrong, _wrong_mean
-from .checker import rank_1_comes_last as _rank_1_comes_last
+from .checker import Exercise, Trial, mistakes, rank_1_comes_last
+from .data_parallel import Gradients, brief, never_waited, numbers, wrong_mean, wrong_ones
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
-@contextlib.contextmanager
-def _explaining(meanings: dict[str, str]) -> Iterator[None]:
-    """Say more about an error of Python's or torch's. meanings: of errors in whose text the key occurs."""
-    try:
-        yield
-    except (TypeError, RuntimeError) as error:
-        meaning = next((meaning for says, meaning in meanings.items() if says in str(error)), None)
-        if meaning:
-            error.args = (f"{error}\n({meaning})",)
-        raise
+# The module that is trained, and what one process would find in its gradients
 
-
-# The module that is trained, and what one process would find in its gradients.
-
-LAYERS = ("tokens.weight", "first.weight", "second.weight", "third.weight", "norm.weight", "head.weight")
-FACTORS = dict(zip(LAYERS, (1, 3, 5, 13, 11, 6), strict=True))
-TIED = {"head.weight": "tokens.weight"}
-READY = ("norm.weight", "third.weight", "second.weight", "first.weight", "tokens.weight")  # as backward completes them
-# What gradients are multiples of: none is 2, 3 or 4 times another, so that a wrong mean can't pass for a right one.
-GRADIENTS = dict(zip(READY, (11, 13, 5, 3, 1 + 6), strict=True))
+LAYERS = ("tokens.weight", "first.weight", "second.weight", "third.weight", "norm.weight")
+FACTORS = dict(zip((*LAYERS, "head.weight"), (1, 3, 5, 13, 11, 6), strict=True))
+# Multiples that gradients are of, as backward completes them: none is 2, 3 or 4 times another
+GRADIENTS = {name: FACTORS[name] for name in reversed(LAYERS)} | {"tokens.weight": 1 + 6}
 WEIGHT = 2.5  # of all parameters; no gradient is that
-STEPS = (1, 3)  # times as much in the second step as in the first: then old gradients are told from new ones
+TIMES = (1, 3)  # what the second step has of the first: old gradients are told from new ones
 
 
 class Stack(nn.Module):
     """Layers one after the other, to which backward comes from the last to the first.
 
-    tokens.weight is head.weight, too, and so its gradient is complete only when backward has been through both.
-    norm is float64. positions isn't trained, and used by nobody.
+    tokens.weight is head.weight, too: its gradient is complete only when backward has been through
+    both. norm is float64. positions isn't trained, and used by nobody.
     """
 
     def __init__(self):
@@ -66,369 +51,397 @@ class Stack(nn.Module):
         for parameter in self.parameters():
             nn.init.constant_(parameter, WEIGHT)
 
-    def forward(self, scale: int, layers: tuple[str, ...], on_the_way_back: Callable[[], None]) -> torch.Tensor:
-        """A loss whose gradients are `scale` times GRADIENTS; backward calls `on_the_way_back` before each layer."""
+    def forward(self, scale: int, layers: tuple[str, ...], at_layer: Callable) -> torch.Tensor:
+        """Its gradients are `scale` times GRADIENTS; backward calls `at_layer` before each."""
         x = torch.zeros(())
         for name in layers:
             x = x + scale * FACTORS[name] * self.get_parameter(name).sum()
-            x.register_hook(lambda _: on_the_way_back())
+            x.register_hook(lambda _: at_layer())
         return x
 
 
-def _stack_left(scale: int) -> Left:
+def _stack(scale: int) -> Gradients:
     """A Stack that was left alone, but for gradients of `scale` times GRADIENTS."""
-    named = dict(Stack().named_parameters())
-    gradients = {name: [scale * GRADIENTS[name]] * p.numel() if p.requires_grad else None for name, p in named.items()}
-    return Left(gradients, {name: [WEIGHT] * p.numel() for name, p in named.items()})
+    gradients, parameters = {}, {}
+    for name, parameter in Stack().named_parameters():
+        parameters[name] = [WEIGHT] * parameter.numel()
+        gradients[name] = None
+        if parameter.requires_grad:
+            gradients[name] = [scale * GRADIENTS[name]] * parameter.numel()
+    return Gradients(gradients, parameters)
+
+
+# What a trial does, and sees
 
 
 @dataclass
 class Step:
-    """One step of one rank, counted in all_reduces of this step.
+    """One step of one rank, in all_reduces of this step.
 
-    begun: when backward came to each layer, and when it was over. waited: waited for, when backward was over.
-    old: handles of earlier steps that were waited for once more.
-    touched: by name, gradients that are not then what they were when they were sent, as [sent, then]; noted only where
-    no other rank's numbers can have come. homes: where each gradient lies after the step, see `_home`.
+    begun: when backward came to each layer, and when it was over. waited: waited for, when backward
+    was over. again: handles of earlier steps that were waited for once more. changed: by name,
+    gradients that aren't then what they were when they were sent, as (sent, then); noted only where
+    no other rank's numbers can have come. homes: which buffer on the wire has each gradient.
     """
 
     begun: list[int]
     waited: int
-    old: int
-    touched: dict[str, tuple[list, list]]
-    homes: dict[str, tuple[int | None, int]]
+    again: int
+    changed: dict[str, tuple[list, list]]
+    homes: dict[str, int | None]
 
 
 @dataclass
 class Trained:
-    """What the last step left in the module; and all steps, to say why."""
+    """The gradients that the last step left; and all steps, to say why."""
 
-    left: Left
+    gradients: Gradients
     steps: list[Step] = field(default_factory=list, compare=False)
 
     def __repr__(self):
-        return repr(self.left)
+        return repr(self.gradients)
+
+    def symptom(self):
+        return self.gradients.symptom()
 
 
-def _layers(rank: int, crossed: bool) -> tuple[str, ...]:
-    """The layers in the order of forward; crossed: on rank 1, first and third change places."""
-    swapped = {"first.weight": "third.weight", "third.weight": "first.weight"} if crossed and rank == 1 else {}
-    return tuple(swapped.get(name, name) for name in LAYERS)
+def _layers(crossed: bool, rank: int) -> tuple[str, ...]:
+    """In the order of forward. crossed: first and third come together, in an order by rank."""
+    layers = LAYERS
+    if crossed:
+        middle = ("first.weight", "third.weight")
+        middle = middle if rank == 0 else middle[::-1]
+        layers = ("tokens.weight", "second.weight", *middle, "norm.weight")
+    return (*layers, "head.weight")
 
 
-def _said() -> list[Record]:
-    """The all_reduces that this rank has begun so far."""
-    return [record for record in dist.group.WORLD.recorder.records if record.op == "all_reduce"]
+def _all_reduces() -> list[Record]:
+    return [record for record in recorder().records if record.op == "all_reduce"]
 
 
-BY_WAIT = (
-    "this check sees what is waited for by wait() alone, not by the future of get_future(): keep the handle, and in "
-    "synchronize() wait() for it, then divide"
-)
-
-
-@contextlib.contextmanager
-def _watched_handles() -> Iterator[list[Record]]:
-    """What is waited for, each time that wait() is called.
-
-    get_future() is refused: waiting for a future happens in C++ and leaves no mark, so rank 1 would be held for ever.
-    """
-    seen, wait, get_future = [], WireWork.wait, WireWork.get_future
-
-    def watched(work, timeout=None):
-        seen.append(work._record)
-        return wait(work, timeout)
-
-    def refused(work):
-        raise NotImplementedError(BY_WAIT)
-
-    WireWork.wait, WireWork.get_future = watched, refused
-    try:
-        yield seen
-    finally:
-        WireWork.wait, WireWork.get_future = wait, get_future
+def _changed(stack: Stack, sent: list[Record]) -> dict[str, tuple[list, list]]:
+    """Gradients that lie in what was sent and have changed since: what went out, what is there."""
+    changed = {}
+    for name, parameter in stack.named_parameters():
+        home = None if parameter.grad is None else recorder().home(parameter.grad)
+        for record in sent if home else ():
+            buffer, start, memory = record.memory or (None, 0, [])
+            if buffer == home[0] and 0 <= home[1] - start < len(record.values):
+                went_out = memory[home[1] : home[1] + parameter.numel()]
+                if went_out != numbers(parameter.grad):
+                    changed[name] = went_out, numbers(parameter.grad)
+    return changed
 
 
 def _step(stack: Stack, model: nn.Module, scale: int, layers: tuple[str, ...]) -> Step:
-    earlier, begun = len(_said()), []
-    _rank_1_comes_last()
-    with _watched_handles() as seen:
-        loss = model(scale, layers, lambda: begun.append(len(_said()) - earlier))
-        loss.backward()
-        here = _said()[earlier:]
-        waited = sum(record.waited is not None for record in here)
-        # rank 1 sends nothing until rank 0 waits
-        alone = dist.get_world_size() == 2 and dist.get_rank() == 0 and not waited
-        touched = _touched(stack, here) if alone else {}
-        model.synchronize()
-    homes = {name: _home(parameter.grad) for name, parameter in stack.named_parameters() if parameter.grad is not None}
-    old = sum(record in _said()[:earlier] for record in seen)
-    return Step([*begun, len(here)], waited, old, touched, homes)
+    earlier, begun = _all_reduces(), []
+    waits = sum(record.waits for record in earlier)
+    rank_1_comes_last()
+    model(scale, layers, lambda: begun.append(len(_all_reduces()) - len(earlier))).backward()
+    here = _all_reduces()[len(earlier) :]
+    waited = sum(record.waited is not None for record in here)
+    # rank 1 sends nothing until rank 0 waits
+    alone = dist.get_world_size() == 2 and dist.get_rank() == 0 and not waited
+    changed = _changed(stack, here) if alone else {}
+    model.synchronize()
+    homes = {}
+    for name, parameter in stack.named_parameters():
+        if parameter.grad is not None:
+            homes[name] = (recorder().home(parameter.grad) or (None,))[0]
+    again = sum(record.waits for record in earlier) - waits
+    return Step([*begun, len(here)], waited, again, changed, homes)
 
 
-def _touched(stack: Stack, sent: list[Record]) -> dict[str, tuple[list, list]]:
-    """The gradients that lie in what was sent and have changed since: what went out, and what is there now."""
-    touched = {}
-    for name, gradient in _left(stack).gradients.items():
-        buffer, start = (None, 0) if gradient is None else _home(stack.get_parameter(name).grad)
-        for record in sent:
-            if record.memory and record.memory[0] == buffer and start - record.memory[1] in range(len(record.values)):
-                went_out = record.memory[2][start : start + len(gradient)]
-                if went_out != gradient:
-                    touched[name] = went_out, gradient
-    return touched
+NONE, ZEROS, KEPT = "zero_grad(set_to_none=True)", "zero_grad(set_to_none=False)", "no zero_grad"
 
 
-def _home(gradient: torch.Tensor) -> tuple[int | None, int]:
-    """Which of the buffers on the wire `gradient` is a part of, by the records' number; and where in it."""
-    buffers = dist.group.WORLD.recorder._buffers
-    return buffers.get(gradient.untyped_storage().data_ptr()), gradient.storage_offset()
-
-
-ZEROED = {"zero_grad(set_to_none=True)": True, "zero_grad(set_to_none=False)": False}
-KEPT = "gradients are kept and added to"
-
-
-def _train(wrap: Callable[[Stack], nn.Module], between: str | None, crossed: bool = False) -> Trained:
-    """One step; or two, and `between` them one of ZEROED or KEPT."""
+def _train(answer, cap_bytes, between, crossed=False) -> Trained:
+    """One step; or two, and `between` them one of NONE, ZEROS, KEPT."""
     stack, rank, world_size = Stack(), dist.get_rank(), dist.get_world_size()
-    model, steps, keep = wrap(stack), [], []
-    for scale in STEPS[: 1 if between is None else 2]:
-        if between in ZEROED:
-            stack.zero_grad(set_to_none=ZEROED[between])
-        steps.append(_step(stack, model, scale * world_size * 10**rank, _layers(rank, crossed)))
-        keep += [parameter.grad for parameter in stack.parameters()]  # so that nothing new comes to lie in its place
-    return Trained(_left(stack), steps)
+    model = answer(stack) if cap_bytes is None else answer(stack, cap_bytes / 2**20)
+    steps, keep = [], []
+    for times in TIMES[: 1 if between is None else 2]:
+        if between in (NONE, ZEROS):
+            stack.zero_grad(set_to_none=between == NONE)
+        scale = times * world_size * 10**rank
+        steps.append(_step(stack, model, scale, _layers(crossed, rank)))
+        keep += [p.grad for p in stack.parameters()]  # so that nothing new lies in its place
+    return Trained(Gradients.of(stack), steps)
 
 
 def _mean(world_size: int, between: str | None) -> int:
-    """What the gradients are multiples of in the end: 11 for one step on two ranks, 33 for two, 44 if they add up."""
-    times = {None: STEPS[0], KEPT: sum(STEPS)}.get(between, STEPS[1])
+    """What gradients are multiples of in the end: 11 for one step on two ranks, 33, 44."""
+    times = {None: TIMES[0], KEPT: sum(TIMES)}.get(between, TIMES[1])
     return times * sum(10**rank for rank in range(world_size))
 
 
 def _own(rank: int, world_size: int, between: str | None) -> int:
     """The same for rank r, if nobody averages in the last step."""
     if between is None:
-        return STEPS[0] * world_size * 10**rank
+        return TIMES[0] * world_size * 10**rank
     earlier = _mean(world_size, None) if between == KEPT else 0
-    return earlier + STEPS[1] * world_size * 10**rank
+    return earlier + TIMES[1] * world_size * 10**rank
 
 
-def _trained(world_size: int, between: str | None) -> Callable[[Run], list[Trained]]:
-    """`expected` of a trial."""
-    lefts = _expect([_stack_left(_mean(world_size, between))] * world_size)
-    return lambda run: [Trained(left) for left in lefts(run)]
+def _trial(world_size: int, cap_bytes: int | None, between: str | None, crossed=False) -> Trial:
+    what = "1 step" if between is None else f"2 steps, {between} between them"
+    if crossed:
+        what = "gradients come in another order on rank 1 than on rank 0"
+    expected = [Trained(_stack(_mean(world_size, between)))] * world_size
+    return Trial(world_size, _train, (cap_bytes, between, crossed), expected, what=what)
 
 
-# What can go wrong with both wrappers. plan: the names of the gradients in each bucket.
+# What can go wrong with both wrappers. plan: the names of the gradients in each bucket
+
+BY_WAIT = (
+    "this check sees what is waited for by wait() alone, not by the future of get_future(): keep "
+    "the handle, and in synchronize() wait() for it."
+)
 
 
-def _sendable(plan: list[list[str]], layers: tuple[str, ...]) -> list[int]:
+def _luck(trial: Trial, run: Run) -> str | None:
+    """A message that nobody waited for, that was sent again, or was changed on the way."""
+    for rank, records in enumerate(run.wire):
+        if any(record.by_future for record in records):
+            return f"rank {rank} waited for a future, and {BY_WAIT}"
+    for rank, (trained, records) in enumerate(zip(run, run.wire, strict=True)):
+        sent = [record.memory[:2] for record in records if record.op == "all_reduce"]
+        in_step = sent[: trained.steps[0].begun[-1]]
+        for number, home in enumerate(dict.fromkeys(in_step)):
+            if in_step.count(home) > 1:
+                return (
+                    f"in step 1, rank {rank} sent message {number} {in_step.count(home)} times, "
+                    "while it was still on its way.\nHow many have left already tells where to "
+                    "go on."
+                )
+    never = never_waited(trial, run)
+    if never:
+        return never
+    for rank, trained in enumerate(run):
+        for step in trained.steps:
+            for name, (went_out, changed) in step.changed.items():
+                return (
+                    f"on rank {rank}, {name}.grad went out as {brief(went_out)}, and was "
+                    f"{brief(changed)} before anybody had waited for it.\nAn all_reduce works in "
+                    "this memory until wait() has returned, and what comes out is a matter of "
+                    "luck: change it before you send it, or after wait()."
+                )
+    return None
+
+
+def sendable(plan: list[list[str]], layers: tuple[str, ...]) -> list[int]:
     """How many buckets can have left when backward comes to each layer, and when it is over."""
     counts = []
-    for still_to_come in range(len(layers), -1, -1):
-        incomplete = {TIED.get(layer, layer) for layer in layers[:still_to_come]}
+    for to_come in range(len(layers), -1, -1):
+        incomplete = set(layers[:to_come])
+        if "head.weight" in incomplete:
+            incomplete.add("tokens.weight")
         full = [incomplete.isdisjoint(names) for names in plan]
         counts.append([*full, False].index(False))
     return counts
 
 
-def _nothing_sent(expected: Trained) -> str | None:
-    if any(record.op == "all_reduce" for record in expected.left.said):
-        return None
-    return "No all_reduce was called. Did a hook run? It must be on the module's own parameters, not on copies of them."
-
-
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _matter_of_luck(trial: Trial, run: Run) -> str | None:
-    """A message that nobody waited for, or that was changed on the way."""
-    never = _not_waited_for(trial, run)
-    if never:
-        return never
-    for rank, trained in enumerate(run):
-        for step in trained.steps:
-            for name, (went_out, changed) in step.touched.items():
-                return (
-                    f"on rank {rank}, {name}.grad went out as {_brief(went_out)}, and was {_brief(changed)} before "
-                    "anybody had waited for it.\nAn all_reduce under way works in this memory, and what comes out is a "
-                    "matter of luck: change it before you send it, or after wait()."
-                )
-    return None
-
-
-def _holds_the_parameter(expected: Left, got: Left) -> str | None:
-    for name in _wrong(expected, got):
-        if got.gradients[name] == expected.parameters[name]:
-            return f"{name}.grad holds {name} itself. The hook is given the parameter; its gradient is parameter.grad."
-    return None
-
-
-def _second_step(trial: Trial, rank: int, expected: Trained, got: Trained, between: str | None) -> str | None:
-    """What a wrong gradient of the second step says, after a first one that was right."""
-    if between is None:
-        return None
-    world_size = trial.world_size
-    name = _wrong(expected.left, got.left)[0]
-    mean, first = _mean(world_size, between), _mean(world_size, None)
-    alone = mean - first if between == KEPT else mean
-    meanings = {
-        _own(rank, world_size, between): f"is rank {rank}'s own in the second step; in the first one it was averaged. "
-        "Is everything that the first one noted forgotten when synchronize() is over?",
-        mean / world_size: "was divided by the number of ranks once more in the second step. Are the handles of the "
-        "first one forgotten when synchronize() is over?",
-        first: "is still the mean of the first step: what was sent in the second one isn't what is in .grad now.",
-    }
-    if between == KEPT:
-        meanings[alone] = (
-            "is the mean of what the last backward brought. What .grad held before is lost: that is how micro-batches "
-            "add up, so the whole of .grad must travel."
-        )
-    else:
-        meanings[mean + first] = (
-            "still has the first step's mean in it: it was added to what zero_grad should have cleared."
-        )
-    for scale, meaning in meanings.items():
-        if got.left.gradients[name] == _stack_left(scale).gradients[name]:
-            return f"{name}.grad {meaning}"
-    return None
-
-
-def _explain(trial: Trial, rank: int, expected: Trained, got: Trained, between: str | None) -> str:
-    """The usual cause of a wrong gradient, whatever the wrapper."""
-
-    def own(other: int) -> Left:
-        return _stack_left(_own(other, trial.world_size, between))
-
-    return (
-        _beside_the_average(expected.left, got.left)
-        or _holds_the_parameter(expected.left, got.left)
-        or _second_step(trial, rank, expected, got, between)
-        or _wrong_mean(trial, rank, expected.left, got.left, own)
-    )
-
-
-def _overlap(run: Run, plan: list[list[str]], what: str, crossed: bool = False) -> str | None:
+def _overlap(run: Run, plan: list[list[str]], what: str, crossed: bool) -> str | None:
     """What kept a gradient or bucket (`what`) of the plan from leaving as soon as it could."""
     for rank, trained in enumerate(run):
-        layers = _layers(rank, crossed)
+        layers = _layers(crossed, rank)
         places = [*(f"came to {name}" for name in reversed(layers)), "was over"]
         for number, step in enumerate(trained.steps, start=1):
             if step.begun[-1] == 0:
                 return (
-                    f"the values are right, but when backward was over, rank {rank} had begun no all_reduce.\n"
-                    "Begin it in the hook, with dist.all_reduce(..., async_op=True): the hook runs while backward "
-                    "still has other gradients to compute."
+                    f"the values are right, but when backward was over, rank {rank} had begun no "
+                    "all_reduce.\nBegin it in the hook, with dist.all_reduce(..., async_op=True): "
+                    "the hook runs while backward still has other gradients to compute."
                 )
             if step.waited:
                 return (
-                    f"the values are right, but rank {rank} waited for {_count(step.waited, 'all_reduce')} before "
-                    "backward was over.\n"
-                    "async_op=True returns a handle: keep it, and wait() for it in synchronize()."
+                    f"the values are right, but rank {rank} waited for "
+                    f"{_count(step.waited, 'all_reduce')} before backward was over.\nasync_op=True "
+                    "returns a handle: keep it, and wait() for it in synchronize()."
                 )
-            if step.old:
+            if step.again:
                 return (
                     f"the values are right, but in step {number}, rank {rank} waited again for "
-                    f"{_count(step.old, 'handle')} of step {number - 1}: they pile up with every step.\n"
-                    "Forget them at the end of synchronize()."
+                    f"{_count(step.again, 'handle')} of step {number - 1}: they pile up with every "
+                    "step.\nForget them at the end of synchronize()."
                 )
-            for place, begun, sendable in zip(places, step.begun, _sendable(plan, layers), strict=True):
-                if begun < sendable:
+            for place, begun, could in zip(places, step.begun, sendable(plan, layers), strict=True):
+                if begun < could:
                     return (
-                        f"the values are right, but when backward {place}, rank {rank} had {_count(sendable, what)} "
-                        f"complete and {begun} sent.\nSend each as soon as it is complete and its turn has come."
+                        f"the values are right, but when backward {place}, rank {rank} had "
+                        f"{_count(could, what)} complete and {begun} sent.\nSend each as soon as "
+                        "it is complete and its turn has come."
                     )
     return None
 
 
 def _volume(run: Run, plan: list[list[str]], what: str) -> str | None:
-    """Whether each gradient or bucket of the plan left in one all_reduce a step, and nothing besides."""
-    parameters = dict(Stack().named_parameters())
-    for rank, records in enumerate(run.wire):
-        steps = len(run[rank].steps)
+    """Whether each gradient or bucket of the plan left in one all_reduce a step, and only those."""
+    needed = sum(p.nbytes for p in Stack().parameters() if p.requires_grad)
+    for rank, (trained, records) in enumerate(zip(run, run.wire, strict=True)):
+        steps = len(trained.steps)
         sent = [record.bytes for record in records if record.op == "all_reduce"]
-        needed = steps * sum(parameters[name].nbytes for names in plan for name in names)
-        if sum(sent) != needed:
+        if sum(sent) != steps * needed:
             return (
-                f"the values are right, but rank {rank} handed {sum(sent)} bytes to all_reduce where its gradients "
-                f"have {needed}.\nReplay it: which message holds what was sent already, or isn't a gradient?"
+                f"the values are right, but rank {rank} handed {sum(sent)} bytes to all_reduce "
+                f"where its gradients have {steps * needed}.\nReplay it: which message holds what "
+                "was sent already, or isn't a gradient?"
             )
         if len(sent) != steps * len(plan):
             return (
-                f"the values and the bytes are right, but rank {rank} called all_reduce {len(sent)} times for "
-                f"{_count(steps * len(plan), what)}: each leaves in one message."
+                f"the values and the bytes are right, but rank {rank} called all_reduce "
+                f"{len(sent)} times for {_count(steps * len(plan), what)}: each leaves in one "
+                "message."
             )
     return None
 
 
-# OverlapDDP(module)
+def _explain(trial: Trial, rank: int, expected: Trained, got: Trained) -> str:
+    """The usual cause of a wrong gradient, whatever the wrapper."""
+    _, between, crossed = trial.args
+    if not got.gradients.messages:
+        return "No all_reduce was called. Did a hook run? It must be on the module's parameters."
+    if crossed:
+        return OUT_OF_ORDER
+    name = wrong_ones(expected.gradients, got.gradients)[0]
+    value = got.gradients.gradients[name]
+    if value == got.gradients.parameters[name]:
+        return f"{name}.grad holds {name} itself. The hook is given the parameter, not its .grad."
+    if between is not None and value is not None:
+        first = _mean(trial.world_size, None)
+        own = _stack(_own(rank, trial.world_size, between)).gradients[name]
+        if value == own:
+            return f"{name}.grad is rank {rank}'s own in the second step. {FORGOTTEN}"
+        if value == _stack(_mean(trial.world_size, between) - first).gradients[name]:
+            return (
+                f"{name}.grad is the mean of what the last backward brought. What .grad held "
+                "before is lost: micro-batches add up there, so all of .grad must be sent."
+            )
 
-# torch.nn, as the notebook has it: what is shown as the solution can be pasted there.
+    def others(other: int) -> Gradients:
+        return _stack(_own(other, trial.world_size, between))
 
-
-class OverlapDDP(torch.nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-        self.under_way = []
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.ready)
-
-    def forward(self, *inputs):
-        return self.module(*inputs)
-
-    def ready(self, parameter):
-        parameter.grad /= dist.get_world_size()
-        self.under_way.append(dist.all_reduce(parameter.grad, async_op=True))
-
-    def synchronize(self):
-        for work in self.under_way:
-            work.wait()
-        self.under_way.clear()
-
-
-ONE_EACH = [[name] for name in READY]
+    return wrong_mean(trial, rank, expected.gradients, got.gradients, others)
 
 
-def _overlap_trials():
-    for world_size, between in ((2, None), *((2, between) for between in (*ZEROED, KEPT)), (4, None)):
-        yield Trial(world_size, _train, (between,), _trained(world_size, between), what=_steps(between))
+FORGOTTEN = "Is everything that the first step noted forgotten when synchronize() is over?"
+OUT_OF_ORDER = (
+    "Ranks sent their buckets in different orders, and what doesn't belong together was added up. "
+    "Bucket k of the plan is sent after the buckets before it, on every rank, even if it is full "
+    "sooner."
+)
 
 
-def _steps(between: str | None) -> str:
-    return "1 step" if between is None else f"2 steps, {between}"
-
-
-def _overlap_cause(trial: Trial, rank: int, expected: Trained, got: Trained):
-    return _nothing_sent(expected) or _explain(trial, rank, expected, got, trial.args[0])
-
-
-def _overlap_praise(trial: Trial, run: Run) -> str:
+def _praise(trial: Trial, run: Run) -> str:
     *_, early, every = run[0].steps[-1].begun
     return (
-        f"right on 2 and 4 ranks. {early} of {every} gradients were on their way before backward came to the last "
-        "layer, and none was waited for until backward was over."
+        f"right on 1, 2 and 4 ranks. {early} of {every} all_reduces were on their way before "
+        "backward came to the last layer, and none was waited for until backward was over."
     )
 
 
+# OverlapDDP(module)
+
+ONE_EACH = [[name] for name in GRADIENTS]
+
+
+def _overlap_trials():
+    for world_size, between in ((2, None), (2, NONE), (2, ZEROS), (2, KEPT), (4, None), (1, None)):
+        yield _trial(world_size, None, between)
+
+
 OverlapDDP = Exercise(
-    OverlapDDP,
-    _overlap_trials,
-    [
-        "dist.all_reduce(tensor, async_op=True) returns at once, with a handle. Where can the hook leave it?",
-        "ready: divide parameter.grad by the number of ranks, begin its all_reduce, keep the handle in self.under_way.",
-        "synchronize: wait() for every handle in self.under_way, then clear the list for the next step.",
-    ],
-    _overlap_praise,
-    _overlap_cause,
-    lambda trial, run: _overlap(run, ONE_EACH, "gradient") or _volume(run, ONE_EACH, "gradient"),
-    races=_matter_of_luck,
-    note="# ddpkit.ddp.OverlapDDP does the same, and keeps ranks in one order that don't go through the module alike.",
+    reference=ddp.OverlapDDP,
+    trials=_overlap_trials,
+    hints={
+        "start": "dist.all_reduce(tensor, async_op=True) returns at once, with a handle. Where can "
+        "the hook leave it?",
+        "values": "ready: divide parameter.grad by the number of ranks, begin its all_reduce, keep "
+        "the handle in self.works.",
+        "wire": "synchronize: wait() for every handle in self.works, then clear it for the next "
+        "step.",
+    },
+    praise=_praise,
+    explain=_explain,
+    wire=lambda trial, run: (
+        _overlap(run, ONE_EACH, "gradient", False) or _volume(run, ONE_EACH, "gradient")
+    ),
+    races=_luck,
+    note="It also names a second backward without synchronize, and serves no_sync and groups.",
     given=("__init__", "forward"),
+    mistakes=mistakes("""
+after_backward: parameter.register_post_accumulate_grad_hook(self.ready) → pass
+    rank 0 had begun no all_reduce
+all_at_the_last: if self.syncing: → if parameter is self.module.tokens.weight or len(self.works):
+    when backward came to third.weight, rank 0 had 1 gradient complete and 0 sent
+waits_in_the_hook: self.works[parameter] = work → self.works[parameter] = work⏎work.wait()
+    rank 0 waited for 5 all_reduces before backward was over
+waits_for_the_one_before: work = dist.all_reduce( → for earlier in self.works.values():
+    ⏎    earlier.wait()
+    ⏎work = dist.all_reduce(
+    rank 0 waited for 4 all_reduces before backward was over
+by_futures: work.wait() → work.get_future().wait()
+    by wait() alone, not by the future of get_future()
+keeps_all_handles: self.works[parameter] = work → self.works[len(self.works)] = work
+    self.ready(parameter) → pass
+    self.works.clear() → pass
+    in step 2, rank 0 waited again for 5 handles of step 1
+never_waits: work.wait() → pass
+    never waited for it
+waits_for_the_last: in self.works.values(): → in list(self.works.values())[-1:]:
+    never waited for it
+sums: parameter.grad /= dist.get_world_size(self.group) → pass
+    That is the sum over the ranks: divide by the number of ranks.
+divides_again: parameter.grad /= dist.get_world_size(self.group) → pass
+    self.works[parameter] = work → self.works[len(self.works)] = work, parameter
+    self.ready(parameter) → pass
+    work.wait() → work[0].wait()
+    self.works.clear() → for _, parameter in self.works.values():
+    ⏎    parameter.grad /= dist.get_world_size()
+    It was divided once more in the second step. Are the handles of the first one forgotten when
+    synchronize() is over?
+divides_twice: self.works.clear() → self.works.clear()
+    ⏎for parameter in self.trained.values():
+    ⏎    parameter.grad /= dist.get_world_size()
+    It was divided by 4, on 2 ranks. Twice, before the all_reduce and after it?
+for_two_ranks: dist.get_world_size(self.group) → 2
+    It was divided by 2, on 4 ranks: dist.get_world_size() knows how many there are.
+uses_the_result: work = dist.all_reduce( → work = parameter.grad = dist.all_reduce(
+    async_op=True → async_op=False
+    all_reduce works in place and returns None, or with async_op=True a handle: the sum is in
+    parameter.grad itself.
+divides_on_the_way: parameter.grad /= dist.get_world_size(self.group) → pass
+    self.works[parameter] = work → self.works[parameter] = work
+    ⏎parameter.grad /= dist.get_world_size()
+    before anybody had waited for it
+in_the_first_step: raise RuntimeError(TWICE) → return
+    self.works.clear() → pass
+    That is rank 0's own in the second step; in the first one it was averaged. Is everything that
+    the first one noted forgotten when synchronize() is over?
+parameters: parameter.grad /= dist.get_world_size(self.group) → pass
+    dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
+    self.works[parameter] = work → self.works[parameter] = work
+    ⏎work.wait()
+    ⏎parameter.data /= dist.get_world_size()
+    What all_reduce was given is the parameter itself: you averaged the parameters. Average their
+    gradients: parameter.grad.
+of_a_copy: parameter.grad /= dist → mean = parameter.grad / dist
+    dist.all_reduce(parameter.grad → dist.all_reduce(mean
+    Each rank still has its own gradients: the mean must end up in .grad itself, in place.
+on_copies: parameter.register → parameter.detach().requires_grad_().register
+    self.ready(parameter) → pass
+    No all_reduce was called. Did a hook run? It must be on the module's parameters.
+on_frozen: self.trained.values():⏎parameter.reg → module.parameters():⏎    parameter.reg
+    What isn't trained gets no gradient, and can't have a hook: pass over it (requires_grad tells).
+weights_only: self.trained.values():⏎parameter.register → module.parameters():
+    ⏎    parameter.dim() > 1 and parameter.requires_grad and parameter.register
+    self.ready(parameter) → pass
+    Only norm.weight is skipped: every parameter that is trained has its turn.
+"""),
 )
 
 
@@ -439,305 +452,321 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 def _run_plan(answer, sizes, cap_bytes):
     plan = answer(sizes, cap_bytes)
-    plan = list(plan) if isinstance(plan, Iterator) else plan  # of an answer that yields its buckets
-    buckets = isinstance(plan, list | tuple) and all(isinstance(bucket, list | tuple) for bucket in plan)
-    return [list(bucket) for bucket in plan] if buckets else plan
+    plan = list(plan) if isinstance(plan, Iterator | tuple) else plan
+    lists = isinstance(plan, list) and all(isinstance(bucket, list | tuple) for bucket in plan)
+    return [list(bucket) for bucket in plan] if lists else plan
 
 
 def _plan_trials():
-    """Small plans, made by hand."""
     floats = [(4, FP32)] * 5
     mixed = [(2, BF16), (4, FP32), (2, BF16), (4, FP32), (4, FP32), (2, BF16)]
+    giant = [(4, FP32), (40, FP32), (4, FP32), (4, FP32)]
     for what, sizes, cap_bytes, plan in (
         ("4 gradients of 4 bytes, cap 8", floats[:4], 8, [[0, 1], [2, 3]]),
         ("5 gradients of 4 bytes, cap 8", floats, 8, [[0, 1], [2, 3], [4]]),
         ("5 gradients of 4 bytes, cap 10", floats, 10, [[0, 1, 2], [3, 4]]),
-        ("4, 40, 4 and 4 bytes, cap 8", [(4, FP32), (40, FP32), (4, FP32), (4, FP32)], 8, [[0, 1], [2, 3]]),
-        ("4, 4, 2 and 2 bytes, cap 6", [(4, FP32), (4, FP32), (2, FP32), (2, FP32)], 6, [[0, 1], [2, 3]]),
+        ("4, 40, 4 and 4 bytes, cap 8", giant, 8, [[0, 1], [2, 3]]),
         ("5 gradients of 4 bytes, cap 1", floats, 1, [[0], [1], [2], [3], [4]]),
-        ("float32 and bfloat16 by turns, cap 8", mixed, 8, [[1, 3], [4], [0, 2, 5]]),
+        (
+            "2, 4, 2, 4, 4, 2 bytes, bfloat16 where there are 2 and float32 where there are 4, "
+            "cap 8",
+            mixed,
+            8,
+            [[1, 3], [4], [0, 2, 5]],
+        ),
         ("no gradients", [], 8, []),
     ):
         yield Trial(1, _run_plan, (sizes, cap_bytes), [plan], what=what)
 
 
-def _plan_cause(trial: Trial, rank: int, expected: list[list[int]], got):
-    sizes, cap_bytes = trial.args
-    return f"{_wrong_plan(sizes, cap_bytes, expected, got)}\nIt was given sizes={sizes}, cap_bytes={cap_bytes}."
-
-
-def _wrong_plan(sizes, cap_bytes, expected: list[list[int]], got) -> str:
-    planned = got if isinstance(got, list) and all(isinstance(bucket, list) for bucket in got) else [["?"]]
-    numbers = [number for bucket in planned for number in bucket]
-    if not all(isinstance(number, int) for number in numbers):
+def _explain_plan(trial: Trial, rank: int, expected: list[list[int]], got) -> str:
+    sizes, _ = trial.args
+    planned = got if isinstance(got, list) else [got]
+    buckets = [bucket if isinstance(bucket, list) else ["?"] for bucket in planned]
+    dealt = sum(buckets, [])
+    if not all(isinstance(number, int) for number in dealt):
         return "Return a list of buckets, each a list of gradients' numbers: [[0, 1], [2]]."
-    if [] in planned:
+    if [] in buckets:
         return "A bucket is empty: begin one only for a gradient that needs it."
-    missing = sorted(set(range(len(sizes))) - set(numbers))
+    missing = sorted(set(range(len(sizes))) - set(dealt))
     if missing:
-        return f"Gradient {missing[0]} is in no bucket. When all are dealt out, what is not full is a bucket, too."
-    if sorted(numbers) != list(range(len(sizes))):
-        return "Each gradient's number, from 0 on, in one bucket once; something else is in it, or one is in it twice."
-    return _wrong_buckets(sizes, cap_bytes, expected, got)
-
-
-def _wrong_buckets(sizes, cap_bytes, expected: list[list[int]], got: list[list[int]]) -> str:
-    """The usual cause, if every gradient has its bucket."""
-    for bucket in got:
-        dtypes = {sizes[number][1] for number in bucket}
-        if len(dtypes) > 1:
-            return f"{bucket} has two dtypes, and a tensor has one: keep an open bucket for each dtype."
-        if bucket != sorted(bucket):
-            return f"{bucket} is out of order: gradients come into their bucket as they become ready."
-    if sorted(got) == sorted(expected):
-        return (
-            "The right buckets in another order: a bucket can be sent when its last gradient is ready, so they come in "
-            "the order of their last gradients."
-        )
-    for number, (nbytes, _) in enumerate(sizes):
-        if nbytes > cap_bytes and [number] in got and [number] not in expected:
-            return f"Gradient {number} is larger than the cap, and still joins the open bucket: together they are full."
-    for bucket, after in ((bucket, _after(bucket, sizes)) for bucket in sorted(got)):
-        nbytes = [sizes[number][0] for number in bucket]
-        if sum(nbytes[:-1]) >= cap_bytes:
-            return (
-                f"{bucket} had {sum(nbytes[:-1])} bytes without gradient {bucket[-1]}, and the cap is {cap_bytes}: a "
-                "bucket that has reached its cap is closed."
-            )
-        if sum(nbytes) < cap_bytes and after is not None:
-            return (
-                f"{bucket} was closed with {sum(nbytes)} bytes, below the cap of {cap_bytes}, though gradient {after} "
-                "has the same dtype: a bucket is closed once it has reached its cap, by however much."
-            )
-    return "Deal gradients out in the order in which they become ready, each into the open bucket of its dtype."
-
-
-def _after(bucket: list[int], sizes) -> int | None:
-    """The next gradient of the same dtype."""
-    dtype = sizes[bucket[0]][1]
-    return next((number for number in range(bucket[-1] + 1, len(sizes)) if sizes[number][1] == dtype), None)
+        return f"Gradient {missing[0]} is in no bucket. What isn't full in the end is one, too."
+    if sorted(dealt) != list(range(len(sizes))):
+        return "Each gradient's number is in one bucket, once; here one is twice, or too large."
+    if any(len({sizes[number][1] for number in bucket}) > 1 for bucket in buckets):
+        return "A bucket has two dtypes, and a tensor has one: keep an open bucket for each dtype."
+    return (
+        "Deal gradients out in the order in which they become ready, each into the open bucket of "
+        "its dtype, which is closed once it has reached its cap, by however much."
+    )
 
 
 plan_buckets = Exercise(
-    ddp.plan_buckets,
-    _plan_trials,
-    [
-        "With one dtype first: put each gradient into the open bucket; if that has cap_bytes now, open a new one.",
-        "An open bucket for each dtype: a dict {dtype: [numbers]}. What is still in it in the end is a bucket, too.",
-        "In the end: sorted(buckets, key=lambda bucket: bucket[-1]).",
-    ],
-    "right for what divides and what doesn't, for gradients larger than the cap, and for two dtypes.",
-    _plan_cause,
-    lambda trial, run: None,
-    note="# The library's own. To run it in a cell, import Sequence from collections.abc.",
+    reference=ddp.plan_buckets,
+    trials=_plan_trials,
+    hints={
+        "start": "With one dtype first: put each gradient into the open bucket; if that has "
+        "cap_bytes now, open a new one.",
+        "values": "An open bucket for each dtype: a dict {dtype: [numbers]}. What is still in it "
+        "in the end is a bucket, too. Then sorted(buckets, key=lambda bucket: bucket[-1]).",
+    },
+    praise="right for what divides and what doesn't, for gradients larger than the cap, and for "
+    "two dtypes.",
+    explain=_explain_plan,
+    wire=lambda *_: None,
+    mistakes=mistakes("""
+large_closes: bucket = filling → if sizes[number][0] > cap_bytes and filling.get(dtype):
+    ⏎    full.append(filling.pop(dtype))
+    ⏎bucket = filling
+    Gradient 1 is larger than the cap, and still joins the open bucket: together they are full.
+loses_the_rest: full + list(filling.values()) → full
+    Gradient 4 is in no bucket. What isn't full in the end is one, too.
+stays_below: bucket.append(number) → nbytes = [sizes[each][0] for each in [*bucket, number]]
+    ⏎if sum(nbytes) > cap_bytes:
+    ⏎    full.extend([bucket] if bucket else [])
+    ⏎    bucket = filling[dtype] = []
+    ⏎bucket.append(number)
+    >= cap_bytes → > 1000
+    A bucket was closed below the cap, though another gradient follows: a bucket is closed once it
+    has reached its cap, by however much.
+goes_over: >= cap_bytes → > cap_bytes
+    A bucket that has reached its cap is closed: here another gradient came into it.
+mixes_dtypes: filling.setdefault(dtype → filling.setdefault(0
+    filling.pop(dtype) → filling.pop(0)
+    A bucket has two dtypes, and a tensor has one: keep an open bucket for each dtype.
+closes_at_another_dtype: bucket = filling → for other in set(filling) - {dtype}:
+    ⏎    full.append(filling.pop(other))
+    ⏎bucket = filling
+    A bucket was closed below the cap when another dtype came: both stay open side by side.
+counts_on: for each in bucket) → for each in range(number + 1))
+    A bucket was closed below the cap: count the bytes of each bucket from 0 on.
+leaves_one_open: full.append(filling.pop(dtype)) → full.append(bucket)⏎filling[dtype] = []
+    bucket[-1]) → bucket[-1:])
+    A bucket is empty: begin one only for a gradient that needs it.
+by_first: bucket[-1]) → bucket[0])
+    The right buckets in another order: a bucket can be sent when its last gradient is ready, so
+    they come in the order of their last gradients.
+backwards: bucket[-1]) → -bucket[-1])
+    The right buckets in another order: the one that can be sent first comes first.
+backwards_inside: bucket.append(number) → bucket.insert(0, number)
+    bucket[-1]) → bucket[0])
+    A bucket is out of order: gradients come into it as they become ready.
+of_bytes: return sorted( → return [[sizes[each][0] for each in b] for b in full] or sorted(
+    A bucket holds gradients' numbers, 0, 1, ..., not their bytes.
+flat: return sorted( → return list(range(len(sizes))) or sorted(
+    Return a list of buckets, each a list of gradients' numbers: [[0, 1], [2]].
+"""),
 )
 
 
-# BucketedDDP(module, plan)
+# BucketedDDP(module, bucket_cap_mb)
 
-
-class BucketedDDP(torch.nn.Module):
-    def __init__(self, module, plan):
-        super().__init__()
-        self.module, self.plan = module, plan
-        self.flats = []
-        self.views = {}
-        self.arrived, self.under_way = set(), []
-        for parameters in plan:
-            self.add_bucket(parameters)
-            for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(self.ready)
-
-    def forward(self, *inputs):
-        return self.module(*inputs)
-
-    def add_bucket(self, parameters):
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
-        self.flats.append(flat)
-        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-            self.views[parameter] = part.view_as(parameter)
-
-    def ready(self, parameter):
-        view = self.views[parameter]
-        if parameter.grad is not view:  # backward made a new one
-            view.copy_(parameter.grad)
-            parameter.grad = view
-        self.arrived.add(parameter)
-        for number in range(len(self.under_way), len(self.plan)):  # those that have not left yet
-            if not self.arrived.issuperset(self.plan[number]):
-                break
-            self.under_way.append(dist.all_reduce(self.flats[number], async_op=True))
-
-    def synchronize(self):
-        for work, flat in zip(self.under_way, self.flats, strict=True):
-            work.wait()
-            flat /= dist.get_world_size()
-        self.arrived.clear()
-        self.under_way.clear()
-
-
-PLAN = [["norm.weight"], ["third.weight", "second.weight"], ["first.weight", "tokens.weight"]]
-# third and first are of one size: sums of what doesn't belong together are no error.
-CROSSED_PLAN = [["norm.weight"], ["third.weight"], ["second.weight", "tokens.weight"], ["first.weight"]]
-
-
-BY_NUMBERS = (
-    "if this is `in`, index or == with tensors in a list: they compare the tensors' numbers. Look parameters up in a "
-    "set or a dict, or compare with `is`"
-)
-IN_BUCKETS = {
-    **dict.fromkeys(("grad_dtype", "different type"), "a bucket has the dtype of its gradients: parameters[0].dtype"),
-    **dict.fromkeys(("must match the size of tensor b", "Boolean value of Tensor"), BY_NUMBERS),
+PLANS = {  # by cap_bytes; float64 for norm
+    16: [["norm.weight"], ["third.weight", "second.weight"], ["first.weight", "tokens.weight"]],
+    # third and first are of one size: sums of what doesn't belong together are no error
+    12: [["norm.weight"], *([f"{name}.weight"] for name in ("third", "second", "first", "tokens"))],
 }
 
 
-def _run_bucketed(answer, plan, between, crossed):
-    def wrap(stack):
-        return answer(stack, [[stack.get_parameter(name) for name in names] for names in plan])
-
-    with _explaining(IN_BUCKETS):
-        return _train(wrap, between, crossed)
-
-
 def _bucketed_trials():
-    for between in (None, *ZEROED, KEPT):
-        yield Trial(2, _run_bucketed, (PLAN, between, False), _trained(2, between), what=_steps(between))
-    what = "first is ready before third on rank 1, after it on rank 0"
-    yield Trial(2, _run_bucketed, (CROSSED_PLAN, None, True), _trained(2, None), what=what)
-    yield Trial(4, _run_bucketed, (PLAN, None, False), _trained(4, None), what=_steps(None))
+    for between in (None, NONE, ZEROS, KEPT):
+        yield _trial(2, 16, between)
+    yield _trial(2, 12, None, crossed=True)
+    yield _trial(4, 16, None)
+    yield _trial(1, 16, None)
 
 
-OUT_OF_ORDER = (
-    "As long as gradients came in one order on all ranks, it was right. Here ranks sent their buckets in different "
-    "orders, and what doesn't belong together was added up. Bucket k of the plan is sent after the buckets before it, "
-    "on every rank, even if it is full sooner."
+def _bucketed_luck(trial: Trial, run: Run) -> str | None:
+    """A bucket that left before its gradients were in it."""
+    cap_bytes, _, crossed = trial.args
+    plan = PLANS[cap_bytes]
+    for rank, trained in enumerate(run):
+        for name, (went_out, _) in trained.steps[0].changed.items():
+            if not any(went_out):
+                number = next(number for number, names in enumerate(plan) if name in names)
+                return (
+                    f"on rank {rank}, bucket {number} of {plan} left before the gradient of {name} "
+                    "had come.\nWhat counts is how many gradients of this bucket have come, not "
+                    "how many of all."
+                )
+        layers = _layers(crossed, rank)
+        for number, step in enumerate(trained.steps, start=1):
+            for begun, could in zip(step.begun, sendable(plan, layers), strict=True):
+                if could < begun <= step.begun[-1] <= len(plan) and not crossed:
+                    return (
+                        f"in step {number}, rank {rank} had sent {begun} when "
+                        f"{_count(could, 'bucket')} had all their gradients.\nA bucket leaves when "
+                        "the last of its gradients has come in this step: what came in the step "
+                        "before doesn't count."
+                    )
+    return _luck(trial, run)
+
+
+def _explain_bucketed(trial: Trial, rank: int, expected: Trained, got: Trained) -> str:
+    cap_bytes, _, crossed = trial.args
+    buckets = len(PLANS[cap_bytes]) * len(got.steps)
+    sent = got.gradients.messages
+    if 0 < sent < buckets:
+        again = (
+            "When one leaves, the next may be full already: `while`, not `if`." if crossed else ""
+        )
+        if got.steps[-1].begun[-1] == 0:
+            again = "In step 2 it sent nothing: does it still hold the handles of the step before?"
+        return (
+            f"Rank {rank} called all_reduce {sent} times for {_count(buckets, 'bucket')}: which "
+            f"was never sent? Each has its turn, full or not, and in every step. {again}".rstrip()
+        )
+    name = wrong_ones(expected.gradients, got.gradients)[0]
+    if not crossed and sent and got.gradients.gradients[name] is not None:
+        if not any(got.gradients.gradients[name]):
+            return f"{name}.grad is 0. Did you replace it before you had copied it into its view?"
+        if got.steps[-1].homes[name] is None:
+            return f"{name}.grad doesn't lie in the bucket that was sent. {NOT_THE_VIEW}"
+    return _explain(trial, rank, expected, got)
+
+
+NOT_THE_VIEW = (
+    "zero_grad() drops the view, and backward makes a new tensor. Whenever the hook finds a "
+    "gradient that isn't its view, it copies it there, and makes the view the gradient."
 )
 
 
-def _bucketed_cause(trial: Trial, rank: int, expected: Trained, got: Trained):
-    plan, between, crossed = trial.args
-    return (
-        _nothing_sent(expected)
-        or _left_behind(rank, expected, got.steps, plan, crossed)
-        or _never_copied(expected, got)
-        or (OUT_OF_ORDER if crossed else None)
-        or _beside_the_bucket(expected, got, between)
-        or _explain(trial, rank, expected, got, between)
-    )
-
-
-def _too_early(trial: Trial, run: Run) -> str | None:
-    """A bucket that left before its gradients were in it."""
-    plan, _, crossed = trial.args
-    for rank, trained in enumerate(run):
-        for name, (went_out, _) in trained.steps[0].touched.items():
-            if not any(went_out):
-                bucket = next(number for number, names in enumerate(plan) if name in names)
-                return (
-                    f"on rank {rank}, bucket {bucket} of {plan} left before the gradient of {name} had come.\n"
-                    "What counts is how many gradients of this bucket have come, not how many of all."
-                )
-    for rank, trained in enumerate(run if not crossed else ()):  # crossed: it may be full, and another one's turn
-        for number, step in enumerate(trained.steps, start=1):
-            for begun, sendable in zip(step.begun, _sendable(plan, LAYERS), strict=True):
-                if sendable < begun and step.begun[-1] <= len(plan):  # else there are too many messages
-                    return (
-                        f"in step {number}, rank {rank} had sent {begun} when {_count(sendable, 'bucket')} had all "
-                        "their gradients.\nA bucket leaves when the last of its gradients has come in this step: what "
-                        "came in the step before doesn't count."
-                    )
-    return None
-
-
-def _left_behind(rank: int, expected: Trained, steps: list[Step], plan: list[list[str]], crossed: bool) -> str | None:
-    """A bucket that was never sent."""
-    sent = sum(record.op == "all_reduce" for record in expected.left.said)
-    if sent >= len(steps) * len(plan):
-        return None
-    if sent == len(plan) and steps[-1].begun[-1] == 0:
-        return (
-            f"In step {len(steps)}, rank {rank} sent nothing. Does self.under_way still hold the handles of the step "
-            "before? Clear it when synchronize() has waited for them."
-        )
-    calls = f"Rank {rank} called all_reduce {sent} times for {_count(len(steps) * len(plan), 'bucket')}"
-    if crossed:
-        return f"{calls}: when one leaves, the next may be full already. `while`, not `if`."
-    return f"{calls}: which was never sent? Also the last one, full or not, has its turn, and in every step."
-
-
-def _never_copied(expected: Trained, got: Trained) -> str | None:
-    """A view that became the gradient as empty as it was."""
-    name = _wrong(expected.left, got.left)[0]
-    gradient = got.left.gradients[name]
-    if gradient is None or any(gradient):
-        return None
-    return f"{name}.grad is 0. Did you replace it before you had copied it into its view?"
-
-
-def _beside_the_bucket(expected: Trained, got: Trained, between: str | None) -> str | None:
-    """A gradient that isn't where the mean came to be."""
-    name = _wrong(expected.left, got.left)[0]
-    buffer, _ = got.steps[-1].homes.get(name, (None, 0))
-    if buffer is not None or got.left.gradients[name] is None:
-        return None
-    dropped = "zero_grad(set_to_none=True) dropped the view, and backward made a new tensor. "
-    return (
-        f"{name}.grad doesn't lie in the bucket that was sent. {dropped if ZEROED.get(between) else ''}Whenever the "
-        "hook finds a gradient that isn't its view, it copies it there, and makes the view the gradient: "
-        "parameter.grad = view."
-    )
-
-
 def _bucketed_wire(trial: Trial, run: Run) -> str | None:
-    plan, _, crossed = trial.args
-    return _overlap(run, plan, "bucket", crossed) or _volume(run, plan, "bucket") or _homes(run, plan)
+    cap_bytes, _, crossed = trial.args
+    plan = PLANS[cap_bytes]
+    return (
+        _overlap(run, plan, "bucket", crossed) or _volume(run, plan, "bucket") or _views(run, plan)
+    )
 
 
-def _homes(run: Run, plan: list[list[str]]) -> str | None:
+def _views(run: Run, plan: list[list[str]]) -> str | None:
     """Whether gradients are views of what was sent, and of the same tensors in every step."""
     for rank, (trained, records) in enumerate(zip(run, run.wire, strict=True)):
-        sent = [record.memory and record.memory[0] for record in records if record.op == "all_reduce"]
+        sent = [record.memory[0] for record in records if record.op == "all_reduce"]
         for number, step in enumerate(trained.steps):
             for names, buffer in zip(plan, sent[number * len(plan) :], strict=False):
-                apart = [name for name in names if step.homes[name][0] != buffer]
+                apart = [name for name in names if step.homes[name] != buffer]
                 if apart:
                     return (
-                        f"the values are right, but on rank {rank} {apart[0]}.grad isn't a view of the bucket that was "
-                        "sent: the mean was copied once more.\nparameter.grad = view, and the mean is in place."
+                        f"the values are right, but on rank {rank} {apart[0]}.grad isn't a view of "
+                        "the bucket that was sent: the mean was copied once more.\n"
+                        "parameter.grad = view, and the mean is in place."
                     )
             if step.homes != trained.steps[0].homes:
                 return (
-                    f"the values are right, but rank {rank} made new buckets in the second step.\nMake them once, in "
-                    "add_bucket, and use them in every step: memory costs time to get, and the peak counts."
+                    f"the values are right, but rank {rank} made new buckets in the second step.\n"
+                    "Make them once, in add_bucket, and use them in every step: memory costs time "
+                    "to get, and the peak counts."
                 )
     return None
 
 
-def _bucketed_praise(trial: Trial, run: Run) -> str:
-    *_, early, every = run[0].steps[-1].begun
-    return (
-        f"right on 2 and 4 ranks: {every} all_reduces for {len(READY)} gradients, {early} of them on their way before "
-        "backward came to the last layer. Buckets leave in one order on all ranks, and no gradient is copied back."
-    )
-
+BY_NUMBERS = (
+    "`in`, index and == with tensors in a list compare the tensors' numbers. Look parameters up in "
+    "a set or a dict, or compare with `is`."
+)
 
 BucketedDDP = Exercise(
-    BucketedDDP,
-    _bucketed_trials,
-    [
-        "add_bucket: one torch.zeros for all numbers of a bucket, of their dtype; flat.split(sizes) gives views, and "
-        "part.view_as(parameter) their shape.",
-        "ready: view.copy_(parameter.grad) unless it is the view already, parameter.grad = view, note that it arrived.",
-        "ready, then: from bucket number len(self.under_way) on, send each that is full, up to the first that isn't.",
-        "synchronize: wait() for each handle, divide its bucket, then clear what was noted: the next step begins anew.",
-    ],
-    _bucketed_praise,
-    _bucketed_cause,
-    _bucketed_wire,
-    races=lambda trial, run: _too_early(trial, run) or _matter_of_luck(trial, run),
-    note="# ddpkit.ddp.BucketedDDP makes the plan, too, and learns the order of gradients from the first backward.",
+    reference=ddp.BucketedDDP,
+    trials=_bucketed_trials,
+    hints={
+        "start": "add_bucket: one torch.zeros for all numbers of a bucket, of their dtype; "
+        "flat.split(sizes) gives views, and part.view_as(parameter) their shape.",
+        "values": "ready: view.copy_(parameter.grad) unless it is the view already, parameter.grad "
+        "= view, note that it arrived. synchronize: wait() for each handle, divide its bucket, "
+        "then clear what was noted.",
+        "wire": "ready, then: from bucket number len(self.works) on, send each that is full, up to "
+        "the first that isn't.",
+        "error": BY_NUMBERS,
+    },
+    praise=_praise,
+    explain=_explain_bucketed,
+    wire=_bucketed_wire,
+    races=_bucketed_luck,
+    note="It also names a second backward without synchronize, and serves no_sync and groups.",
     given=("__init__", "forward"),
+    mistakes=mistakes(f"""
+by_arrival: range(len(self.works), len(self.plan)) → range(len(self.plan))
+    if not self.arrived → if parameter not in set(self.plan[number]) or not self.arrived
+    break → continue
+    {OUT_OF_ORDER}
+after_backward: parameter.register_post_accumulate_grad_hook(self.ready) → pass
+    rank 0 had begun no all_reduce
+waits_in_the_hook: self.works.append(work) → self.works.append(work)⏎work.wait()
+    rank 0 waited for 3 all_reduces before backward was over
+one_behind: self.arrived.issuperset(self.plan[number]) → self.arrived.issuperset(
+    ⏎    sum(self.plan[: number + 2], [])
+    ⏎)
+    when backward came to third.weight, rank 0 had 1 bucket complete and 0 sent
+never_waits: work.wait() → pass
+    never waited for it
+sends_again: range(len(self.works), len(self.plan)) → range(len(self.plan))
+    strict=True):⏎work → strict=False):⏎    work
+    in step 1, rank 0 sent message 0 5 times
+if_not_while: self.works.append(work) → self.works.append(work)⏎break
+    strict=True):⏎work → strict=False):⏎    work
+    Rank 0 called all_reduce 4 times for 5 buckets. When one leaves, the next may be full already:
+    `while`, not `if`.
+leaves_the_last: len(self.plan)): → len(self.plan) - 1):
+    strict=True):⏎work → strict=False):⏎    work
+    Rank 0 called all_reduce 2 times for 3 buckets: the last one, full or not, has its turn, too.
+counts_all: self.arrived.issuperset(self.plan[number]) → len(self.arrived) > number
+    left before the gradient of
+looks_in_lists: self.arrived.issuperset(self.plan[number]) → all(
+    ⏎    each in list(self.arrived) for each in self.plan[number]
+    ⏎)
+    {BY_NUMBERS}
+finds_by_numbers: view = self.views[parameter] → view = self.views[parameter]
+    ⏎next(each for each in self.plan if parameter in each)
+    {BY_NUMBERS}
+replaces_first: view.copy_(parameter.grad) → parameter.grad = view
+    tokens.weight.grad is 0. Did you replace it before you had copied it into its view?
+views_once: view.copy_(parameter.grad)⏎parameter.grad = view → pass
+    = part.view_as(parameter) → = parameter.grad = part.view_as(parameter)
+    .grad doesn't lie in the bucket that was sent. {NOT_THE_VIEW}
+no_way_back: parameter.grad = view → pass
+    .grad doesn't lie in the bucket that was sent. {NOT_THE_VIEW}
+adds_up: view.copy_(parameter.grad) → view.add_(parameter.grad)
+    It still has the first step's mean in it: copy, don't add. zero_grad(set_to_none=True) left the
+    view as it was.
+takes_once: view.copy_(parameter.grad) → view.any() or view.copy_(parameter.grad)
+    It is still the mean of the first step: what was sent in the second one isn't what .grad was.
+copies_back: parameter.grad = view → pass
+    self.arrived.clear() → self.arrived.clear()
+    ⏎for parameter, view in self.views.items():
+    ⏎    parameter.grad.copy_(view)
+    isn't a view of the bucket that was sent: the mean was copied once more
+made_anew: view = self.views[parameter] → if not self.arrived:
+    ⏎    plan, self.plan, self.flats = self.plan, [], []
+    ⏎    for parameters in plan:
+    ⏎        self.add_bucket(parameters)
+    ⏎view = self.views[parameter]
+    rank 0 made new buckets in the second step
+sums: flat /= dist.get_world_size(self.group) → pass
+    That is the sum over the ranks: divide by the number of ranks.
+divides_twice: work = dist.all_reduce( → self.flats[number] /= dist.get_world_size()
+    ⏎work = dist.all_reduce(
+    It was divided by 4, on 2 ranks. Twice, before the all_reduce and after it?
+divides_on_the_way: self.works.append(work) → self.works.append(work)
+    ⏎self.flats[number] /= dist.get_world_size()
+    flat /= dist.get_world_size(self.group) → pass
+    before anybody had waited for it
+uses_the_result: work = dist.all_reduce( → work = self.flats[number] = dist.all_reduce(
+    async_op=True → async_op=False
+    all_reduce works in place and returns None, or with async_op=True a handle: the sum is in the
+    bucket itself.
+forgets_nothing: raise RuntimeError(TWICE) → pass
+    self.arrived.clear() → pass
+    in step 2, rank 0 had sent 3 when 1 bucket had all their gradients
+keeps_the_handles: self.works.clear() → pass
+    In step 2 it sent nothing: does it still hold the handles of the step before?
+one_part: = part.view_as(parameter) → = flat[: parameter.numel()].view_as(parameter)
+    Two gradients are in one place: cut a bucket into parts that follow each other, flat.split(...).
+all_float32: dtype=first.dtype → dtype=torch.float32
+    a bucket has the dtype of its gradients: parameters[0].dtype
+of_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
+    tokens.weight.grad holds tokens.weight itself. The hook is given the parameter, not its .grad.
+"""),
 )
 
 
@@ -750,65 +779,41 @@ class Switched(nn.Module):
     def __init__(self):
         super().__init__()
         self.module = nn.Linear(1, 1, bias=False)
-        self.syncing, self.under_way, self.synchronized = True, [], 0
+        self.syncing, self.works, self.synchronized = True, [], 0
         self.module.weight.register_post_accumulate_grad_hook(self.ready)
 
     def ready(self, weight: nn.Parameter):
         if self.syncing:
-            self.under_way.append(dist.all_reduce(weight.grad, async_op=True))
+            self.works.append(dist.all_reduce(weight.grad, async_op=True))
 
     def synchronize(self):
         self.synchronized += 1
         if self.syncing:
-            for work in self.under_way:
+            for work in self.works:
                 work.wait()
                 self.module.weight.grad /= dist.get_world_size()
-            self.under_way.clear()
+            self.works.clear()
 
     def backward(self, times: int):
         """Add to the gradient: on rank r, times * W * 10**r."""
         x = torch.full((1,), float(times * dist.get_world_size() * 10 ** dist.get_rank()))
         self.module(x).sum().backward()
 
-    def seen(self) -> int | None:
-        """The gradient, if there is one."""
-        gradient = self.module.weight.grad
-        return None if gradient is None else int(gradient.item())
-
-
-@contextlib.contextmanager
-def no_sync(model):
-    before, model.syncing = model.syncing, False
-    try:
-        yield
-    finally:
-        model.syncing = before
-
-
-ONCE = (
-    "yield once, on every way through no_sync: what stands before it is done on the way into the `with`, what follows "
-    "on the way out"
-)
-IN_NO_SYNC = {
-    **dict.fromkeys(("is not an iterator", "generator didn't"), ONCE),
-    "context manager": "`with no_sync(model):` needs a context manager: decorate it with @contextlib.contextmanager, "
-    "and yield once",
-    "does not require grad": "inside no_sync, gradients are still computed and added up: leave autograd as it is",
-}
-
 
 def _after_a_step(model: Switched) -> dict:
     """One micro-batch more, this one to be sent."""
     model.backward(3)
     model.synchronize()
-    return {"sent": len(_said()), "gradient": model.seen(), "synchronized": model.synchronized}
+    sent, gradient = len(_all_reduces()), model.module.weight.grad
+    gradient = None if gradient is None else int(gradient.item())
+    return {"sent": sent, "gradient": gradient, "synchronized": model.synchronized}
 
 
 def _run_micro_batches(answer):
     model = Switched()
-    with _explaining(IN_NO_SYNC), answer(model):
+    with answer(model):
         model.backward(1)
-        inside = len(_said())
+        inside = len(_all_reduces())
     return {"sent inside": inside, **_after_a_step(model)}
 
 
@@ -818,7 +823,7 @@ def _run_nested(answer):
         with answer(model):
             model.backward(1)
         model.backward(1)
-        inside = len(_said())
+        inside = len(_all_reduces())
     return {"sent inside": inside, **_after_a_step(model)}
 
 
@@ -836,39 +841,72 @@ def _no_sync_trials():
     after = {"sent": 1, "gradient": 33, "synchronized": 1}
     for world_size, program, expected, what in (
         (2, _run_micro_batches, {"sent inside": 0, **after, "gradient": 44}, "2 micro-batches"),
-        (2, _run_nested, {"sent inside": 0, **after, "gradient": 55}, "one no_sync inside another"),
+        (2, _run_nested, {"sent inside": 0, **after, "gradient": 55}, "one inside another"),
         (2, _run_exception, {"exception came out": True, **after}, "an exception inside"),
         (4, _run_micro_batches, {"sent inside": 0, **after, "gradient": 4444}, "2 micro-batches"),
     ):
         yield Trial(world_size, program, (), [expected] * world_size, what=what)
 
 
-def _no_sync_cause(trial: Trial, rank: int, expected: dict, got: dict):
+def _explain_no_sync(trial: Trial, rank: int, expected: dict, got: dict) -> str:
     wrong = next(what for what in expected if got[what] != expected[what])
-    if wrong == "sent inside":
-        nested = "The inner one switched the outer one off, too: put back what `syncing` was before."
-        return nested if trial.program is _run_nested else "Set model.syncing to False before `yield`."
     if wrong == "sent" and got["sent"] == 0:
-        passed = " An exception passed: only `finally` is done then, too." if trial.program is _run_exception else ""
-        return f"After no_sync nothing is sent any more: put back what `syncing` was before.{passed}"
+        return "After no_sync nothing is sent any more: put back what `syncing` was before."
+    if wrong == "sent inside" and trial.program is _run_nested:
+        return "The inner one switched the outer one off, too: put back what `syncing` was before."
     return {
-        "exception came out": "The exception ended in no_sync, who trains never hears of it: `finally`, no `except`.",
-        "sent": "Gradients that added up travel once, with the last micro-batch: no_sync itself sends nothing.",
-        "gradient": "The gradient of the first micro-batch is missing: no_sync leaves gradients as they are.",
-        "synchronized": "no_sync itself calls synchronize(). Leave that to who trains, after the last micro-batch.",
+        "sent inside": "Set model.syncing to False before `yield`.",
+        "exception came out": "The exception ended in no_sync: `finally`, no `except`.",
+        "sent": "What added up is sent once, with the last micro-batch: no_sync itself sends "
+        "nothing.",
+        "gradient": "The gradient of the first micro-batch is missing: no_sync leaves it as it is.",
+        "synchronized": "no_sync itself calls synchronize(). Leave that to who trains.",
     }[wrong]
 
 
+ONCE = (
+    "`with no_sync(model):` needs a context manager: decorate it with @contextlib.contextmanager, "
+    "and yield once, on every way through no_sync."
+)
+
 no_sync = Exercise(
-    no_sync,
-    _no_sync_trials,
-    [
-        "@contextlib.contextmanager: what stands before `yield` is done on the way in, what follows it on the way out.",
-        "try: yield, finally: ... is done on the way out, also if an exception passes.",
-        "Note what model.syncing was before you set it to False, and put that back: one no_sync may be inside another.",
-    ],
-    "off inside, on again afterwards, also after an exception; gradients that added up travelled once.",
-    _no_sync_cause,
-    lambda trial, run: None,
-    note="# In ddpkit.ddp each wrapper has it as a method.",
+    reference=ddp.DataParallel.no_sync,
+    trials=_no_sync_trials,
+    hints={
+        "start": "@contextlib.contextmanager: what stands before `yield` is done on the way in, "
+        "what follows it on the way out.",
+        "values": "try: yield, finally: ... is done on the way out, also if an exception passes. "
+        "Note what model.syncing was before you set it to False, and put that back.",
+        "error": ONCE,
+    },
+    praise="off inside, on again afterwards, also after an exception; what added up was sent once.",
+    explain=_explain_no_sync,
+    wire=lambda *_: None,
+    note="A method of each wrapper: self is the model.",
+    mistakes=mistakes(f"""
+does_nothing: self.syncing, False → self.syncing, True
+    Set model.syncing to False before `yield`.
+without_finally: finally: → except ZeroDivisionError:⏎    pass⏎else:
+    After no_sync nothing is sent any more. An exception passed: only `finally` is done then, too.
+always_on_again: self.syncing = before → self.syncing = True
+    The inner one switched the outer one off, too: put back what `syncing` was before.
+for_ever: self.syncing = before → pass
+    After no_sync nothing is sent any more: put back what `syncing` was before.
+swallows: finally: → except InterruptedError:⏎    pass⏎finally:
+    The exception ended in no_sync: `finally`, no `except`.
+zeroes: self.syncing = before → self.syncing = before⏎self.zero_grad()
+    The gradient of the first micro-batch is missing: no_sync leaves it as it is.
+sends_at_the_end: self.syncing = before → self.syncing = before
+    ⏎for parameter in self.parameters():
+    ⏎    parameter.grad is None or dist.all_reduce(parameter.grad)
+    What added up is sent once, with the last micro-batch: no_sync itself sends nothing.
+without_autograd: self.syncing, False → self.syncing, torch.set_grad_enabled(False)
+    Inside no_sync, gradients are still computed and added up: leave autograd as it is.
+undecorated: @contextlib.contextmanager →
+    {ONCE}
+never_yields: yield → pass
+    {ONCE}
+synchronizes: self.syncing = before → self.syncing = before⏎self.synchronize()
+    no_sync itself calls synchronize(). Leave that to who trains.
+"""),
 )

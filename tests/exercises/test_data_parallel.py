@@ -1,0 +1,78 @@
+"""The exercises of notebook 03."""
+
+import torch
+import torch.distributed as dist
+from answers import data_parallel as answers
+
+from ddpkit import data_parallel, launch
+from ddpkit import exercises as check
+
+from .every import *  # noqa: F403
+
+
+def test_the_solution_is_the_librarys():
+    assert check.average_gradients.reference is data_parallel.average_gradients
+
+
+def test_other_ways_to_average_get_a_word_of_their_own():
+    ways = {
+        "the tied weight too": data_parallel.average_gradients,
+        "notebook 04 begins with that": answers.average_gradients_in_one_message,
+        "ReduceOp.AVG divides on the way": answers.average_gradients_by_avg,
+    }
+    for word, way in ways.items():
+        assert word in check.average_gradients(way).text
+
+
+def test_a_replay_of_the_hook_as_found_shows_that_parameters_are_sent():
+    as_found = check.HookedDDP.mistakes[0]
+    found = check.HookedDDP(as_found.applied_to(check.HookedDDP.reference)).text
+    assert "still empty" not in found  # synchronize is, and the reference's is, too
+    steps = check.HookedDDP.replay().text.splitlines()
+    assert sorted(step.partition(": ")[2] for step in steps) == [
+        "[5] on every rank → [10] on every rank",
+        "[7] on every rank → [14] on every rank",
+    ]
+
+
+def test_what_no_mistake_does_is_read_from_the_values():
+    def by_guess(module, reduction, rows):
+        module.body.bias.grad += 7
+        dist.all_reduce(module.body.bias.grad)
+
+    assert "of one process with all 4 rows" in check.sum_or_mean(by_guess).text
+
+    def only_weights(module):
+        for parameter in module.parameters():
+            if parameter.grad is not None and parameter.dim() > 1:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size() ** 2
+
+    assert "was divided by 4, on 2 ranks" in check.average_gradients(only_weights).text
+
+
+SPLIT = [3, 1, 2]  # rows of each rank
+
+
+def _gradients(rows, targets, reduction, sum_or_mean=None):
+    """Of a line; with sum_or_mean, of this rank's share, put right."""
+    if sum_or_mean:
+        rows, targets = rows.split(SPLIT)[dist.get_rank()], targets.split(SPLIT)[dist.get_rank()]
+    line = torch.nn.Linear(2, 1, dtype=torch.float64)
+    torch.nn.init.ones_(line.weight)
+    torch.nn.init.zeros_(line.bias)
+    loss = torch.nn.functional.mse_loss(line(rows).squeeze(1), targets, reduction=reduction)
+    loss.backward()
+    if sum_or_mean:
+        sum_or_mean(line, reduction, len(rows))
+    return line.weight.grad, line.bias.grad
+
+
+def test_sum_or_mean_gives_the_gradients_of_one_process():
+    rows = torch.arange(12, dtype=torch.float64).view(6, 2)
+    targets = torch.arange(6, dtype=torch.float64) ** 2
+    for reduction in ("sum", "mean"):
+        expected = _gradients(rows, targets, reduction)
+        args = rows, targets, reduction, check.sum_or_mean.reference
+        for got in launch(_gradients, *args, world_size=3):
+            torch.testing.assert_close(got, expected)
