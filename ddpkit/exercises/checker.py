@@ -344,7 +344,7 @@ class Exercise:
         """
         if isinstance(outcome, LaunchError):
             return str(outcome).partition("\n")[0]
-        if self.races(trial, outcome):
+        if forgotten_handle(outcome) or self.races(trial, outcome):
             return "a matter of luck"  # says so itself, and its values mean nothing
         if list(outcome) != _expected(trial, outcome):
             return [getattr(value, "symptom", value.__repr__)() for value in outcome]
