@@ -180,15 +180,6 @@ def test_nothing_exposed():
     assert alone.figure.axes[0].texts[-1].get_text() == "nothing exposed"
 
 
-def test_timelines_from_one_bucket_to_a_hundred():
-    ready_s = [1e-3 * number for number in range(100)]
-    one = drawn([list(range(100))], ready_s)
-    many = drawn([[number] for number in range(100)], ready_s)
-    assert ("1 bucket," in repr(one), "100 buckets," in repr(many)) == (True, True)
-    assert one.svg[:900].split(b"viewBox")[1][:20] == many.svg[:900].split(b"viewBox")[1][:20]
-    assert drawn([[0]], [0.0], model=cost.CostModel(0.0, 1e30)).svg  # no time at all
-
-
 def points(sizes, world_sizes=(2, 4), wrong=1.0):
     return [
         cost.Measurement(

@@ -8,7 +8,7 @@ from test_figures import has_colour
 
 from ddpkit.lesson import figures
 from ddpkit.lesson import float_explorer as module
-from ddpkit.lesson.float_explorer import FIELD_COLOURS, float_bits, float_explorer, parse
+from ddpkit.lesson.float_explorer import FIELD_COLOURS, float_explorer, parse
 from ddpkit.tools import floats
 
 TENTH = """\
@@ -68,17 +68,6 @@ def test_every_button_turns_its_own_bit(monkeypatch):
             assert (
                 button.tooltip == f"bit {format.bits - 1 - place}, {floats.field_of(place, format)}"
             )
-
-
-def test_one_nan_can_be_turned_into_another():
-    explorer = float_explorer("nan", "fp16")
-    before = explorer.caption.value, explorer.number.pattern
-    explorer.buttons.children[-1].value = False
-    assert math.isnan(explorer.number.value)
-    assert (shown(explorer), explorer.number.pattern) == ("0111111111111110", before[1] - 1)
-    assert explorer.caption.value != before[0]
-    other = floats.describe(before[1], floats.FP16)
-    assert float_bits([explorer.number]).svg != float_bits([other]).svg
 
 
 def test_typed_numbers():

@@ -77,7 +77,7 @@ class Holdings:
         for at, value in enumerate(contents):
             if at in arriving:
                 known.values[at] = None if new else known.values[at]
-            elif value != known.values[at]:
+            elif _changed(value, known.values[at]):
                 known.values[at], known.owners[at] = value, writer
 
     def _awaits(self, which, at: int, moment: float) -> bool:
@@ -125,6 +125,10 @@ class Holdings:
         if known is None or len(known.values) != len(contents):
             known = self.buffers[which] = Cells(list(contents), [self.rank] * len(contents))
         known.values[slice_of(record)], known.owners[slice_of(record)] = after, owners
+
+
+def _changed(now, then) -> bool:
+    return now != then and not (now != now and then != then)  # one NaN is like another
 
 
 def place(record: Record) -> range:
@@ -229,6 +233,6 @@ def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
         cells, values = next(iter(buffers.values()), None), flat(returned)
         if cells and values and len(values) == len(cells.values):
             for at, value in enumerate(values):
-                if value != cells.values[at]:
+                if _changed(value, cells.values[at]):
                     cells.values[at], cells.owners[at] = value, None
     return memory

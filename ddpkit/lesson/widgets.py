@@ -12,7 +12,7 @@ Each works on a function that returns (caption, Picture): that is what tests cal
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from . import page
@@ -95,24 +95,11 @@ class StepThrough(Live):
         telling: int | None = None,
         play: bool = True,
     ):
-        self._look, self._label, self._steps, self._play = look, label, steps, play
+        self._label, self._steps, self._play = label, steps, play
         self._start = steps[0] if start is None else start
-        self._found: dict[int, Look] = {}
-        self._telling = self._start if telling is None else telling
-        self._text = text
-
-    def look(self, step: int) -> Look:
-        if step not in self._found:
-            self._found[step] = self._look(step)
-        return self._found[step]
-
-    @property
-    def text(self) -> str:
-        return self.look(self._start)[0] if self._text is None else self._text
-
-    @property
-    def telling(self) -> Picture | None:
-        return self.look(self._telling)[1]
+        self.look = cache(look)
+        self.text = self.look(self._start)[0] if text is None else text
+        self.telling = self.look(self._start if telling is None else telling)[1]
 
     @property
     def slider(self):
@@ -243,19 +230,15 @@ class Calculator(Panel):
     def __init__(
         self, function: Callable[..., Look], controls: dict[str, Slider | Toggle], text: str | None
     ):
-        self._function, self._all, self._text = function, controls, text
+        self._function, self._all, self._text = cache(function), controls, text
         self._values = {name: control.value for name, control in controls.items()}
-        self._found: dict[tuple, Look] = {}
-        for name, value in self._values.items():
-            controls[name].check(value)
+        for control in controls.values():
+            control.check(control.value)
         self.widgets: dict = {}
         self.look()  # a function that can't even answer for its defaults says so here
 
     def look(self) -> Look:
-        key = tuple(self._values.values())
-        if key not in self._found:
-            self._found[key] = self._function(**self._values)
-        return self._found[key]
+        return self._function(**self._values)
 
     @property
     def text(self) -> str:
