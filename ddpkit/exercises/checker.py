@@ -8,6 +8,7 @@ trial, and the one that fails in the same way says what is probably wrong.
 import contextlib
 import dis
 import inspect
+import linecache
 import re
 import sys
 import textwrap
@@ -96,7 +97,9 @@ class Mistake:
             source = source[:start] + new.replace("⏎", f"\n{indent}") + source[stop:]
         namespace = dict(vars(sys.modules[reference.__module__]))
         namespace["__name__"] = f"mistake_{self.name}"  # unknown, so it travels to ranks by value
-        exec(compile(source, f"<{self.name}>", "exec"), namespace)
+        file = f"<{reference.__name__}: {self.name}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        exec(compile(source, file, "exec"), namespace)
         return namespace[reference.__name__]
 
     def _place(self, source: str, old: str) -> tuple[int, int]:

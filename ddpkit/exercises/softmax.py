@@ -1,23 +1,22 @@
-"""Checkers of notebook 08: online_softmax, in two passes over a row, and merge, of two parts' maximum and sum.
+"""Checkers of notebook 08: online_softmax, in two passes over a row, and merge.
 
-Rows are logarithms of small whole numbers, so that the results are simple fractions: softmax of 0, ln 2, ln 5 is
-1/8, 2/8, 5/8. For each usual mistake the result it leads to is computed, and compared with the answer's.
+Rows are logarithms of small whole numbers, so that the results are simple fractions: softmax of
+0, ln 2, ln 5 is 1/8, 2/8, 5/8.
 """
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from ddpkit.runtime.launch import Run
+from ddpkit import softmax
 
-from .old_checker import Exercise, Trial, _short
+from .checker import Exercise, Mistake, Trial, mistakes, short
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -25,413 +24,409 @@ INF = math.inf
 LN2, LN3, LN4, LN5 = map(math.log, (2, 3, 4, 5))
 
 
-class Case(Trial):
-    """A trial that is named by what it tries; of ranks it speaks only where there are several."""
+class Cases(Trial):
+    """A trial of several cases in one run, named by what it tries; right is None."""
 
     def __str__(self):
         return super().__str__() if self.world_size > 1 else self.what
 
 
-def _beside(expected: object, got: object) -> str:
-    verb = "raised" if isinstance(got, Numbers) and got.failed else "returned"
-    return f"it {verb} {_short(got)}, expected {_short(expected)}."
+@dataclass
+class Wrong:
+    """The first case in which an answer was wrong, what it should have given, and what it gave.
+
+    why: what the case says of anything that is no number there.
+    """
+
+    case: str
+    expected: object
+    got: object
+    why: str = ""
+
+    def symptom(self) -> str:
+        return f"{self.case}: {getattr(self.got, 'symptom', self.got.__repr__)()}"
+
+
+def told(_: None, wrong: Wrong) -> str:
+    verb = "raised" if isinstance(wrong.got, Numbers) and wrong.got.failed else "returned"
+    return f"{wrong.case}: it {verb} {short(wrong.got)}, expected {short(wrong.expected)}."
 
 
 @dataclass
 class Numbers:
-    """What an answer returned, or how it failed. Others are equal if they differ by rounding only; NaN equals nothing.
-
-    passes: how often it went over the row.
-    kept: whether the results were made of something else than the last pass and the first one's sums.
-    """
+    """What an answer returned, or how it failed. Equal if all differ by rounding; NaN never is."""
 
     values: list[float]
     failed: str = ""
-    passes: int = field(default=0, compare=False)
-    kept: bool = field(default=False, compare=False)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Numbers) and not self.failed and self._matches(other, math.isclose)
+        if not isinstance(other, Numbers) or self.failed or len(self.values) != len(other.values):
+            return False
+        pairs = zip(self.values, other.values, strict=True)
+        return all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6) for a, b in pairs)
 
     def __repr__(self):
-        return self.failed or str([float(f"{value:.6g}") for value in self.values])
-
-    def looks_like(self, mistake: list[float]) -> bool:
-        """Whether a mistake leads to these numbers; to NaN, too."""
-        return not self.failed and self._matches(Numbers(mistake), _close_or_both_nan)
-
-    def _matches(self, other: "Numbers", close: Callable[..., bool]) -> bool:
-        pairs = zip(self.values, other.values, strict=False)
-        return len(self.values) == len(other.values) and all(close(a, b, rel_tol=1e-5, abs_tol=1e-6) for a, b in pairs)
+        return self.failed or str([float(f"{value:.5g}") for value in self.values])
 
     @property
-    def has_nan(self) -> bool:
-        return any(map(math.isnan, self.values))
+    def are_none(self) -> bool:
+        """Whether it failed, or has NaN in it, or zeros only."""
+        return bool(self.failed) or any(map(math.isnan, self.values)) or not any(self.values)
 
 
-def _close_or_both_nan(a: float, b: float, **tolerances: float) -> bool:
-    return math.isclose(a, b, **tolerances) or (math.isnan(a) and math.isnan(b))
-
-
-def _numbers(call: Callable[[], Sequence], passes: Callable[[], int] = lambda: 0) -> object:
-    """What `call` returns, as Numbers, also if it overflows; as it is, if it isn't a sequence of numbers."""
+def numbers(answer: Callable, *args: object) -> object:
+    """What `answer` returns, as Numbers; as it is, if it isn't a sequence of numbers."""
     try:
-        returned = call()
+        returned = answer(*args)
     except (OverflowError, ZeroDivisionError) as error:
         return Numbers([], f"{type(error).__name__}: {error}")
     try:
-        return Numbers([float(value) for value in returned], passes=passes())
+        return Numbers([float(value) for value in returned])
     except (TypeError, ValueError):
         return returned
 
 
-def _exp(exponent: float) -> float:
-    """As torch's, infinite where it is too large."""
-    return torch.tensor(exponent, dtype=torch.float64).exp().item()
+def exact_pair(values: list[float]) -> tuple[float, float]:
+    """The specification: m and ℓ, with all numbers at hand, and an exact sum."""
+    m = max(values, default=-INF)
+    return m, math.fsum(math.exp(x - m) for x in values if x > -INF)
 
 
-def _share(x: float, m: float) -> float:
-    return 0.0 if x == -INF else _exp(x - m)
-
-
-def _quotient(total: float, d: float) -> float:
-    """As torch's: NaN for 0/0."""
-    return (torch.tensor(total, dtype=torch.float64) / d).item()
+def exact_softmax(values: list[float]) -> list[float]:
+    m, ell = exact_pair(values)
+    return [math.exp(x - m) / ell if x > -INF else 0.0 for x in values]
 
 
 # online_softmax(row)
 
+FIRST = (
+    "For the first number, m_before is -inf: exp(m_before - m) is 0, exp(m - m_before) is infinite."
+)
+OVERFLOWS = (
+    "exp(1000) overflows. Subtract m, the largest number, and no exponent is above 0: exp(x - m)."
+)
+BELOW_0 = (
+    "exp(-1000) is 0, and so is ℓ. m is the maximum of the row: it starts at -inf. From 0 it would "
+    "stay 0 where all numbers are below."
+)
+TOO_HIGH = "All are below the m that you start with: start at -inf, which no number is below."
+A_MASKED = "exp(-inf - m) is 0: a masked number among others changes neither m nor ℓ."
+BEGINS_MASKED = "Before the first number that isn't masked, m and x are -inf: add nothing then."
+ALL_MASKED = "A row of only -inf is all masked: ℓ stays 0. Give zeros, not 0/0."
 
-def online_softmax(row):
-    m, d = -math.inf, 0.0
-    for x in row:
-        if x > m:
-            d *= math.exp(m - x)  # the sum so far, for the new maximum
-            m = x
-        if x > -math.inf:  # else nothing to add, and -inf - -inf is NaN
-            d += math.exp(x - m)
-    return [math.exp(x - m) / d if d else 0.0 for x in row]
+ROWS = [  # a row, and what an answer hears that gives no numbers for it
+    ("ln 5, ln 2, ln 1", [LN5, LN2, 0.0], FIRST),
+    ("ln 1, ln 2, ln 5", [0.0, LN2, LN5], FIRST),
+    ("0, 1000", [0.0, 1000.0], OVERFLOWS),
+    ("-1000, -1000 + ln 3", [-1000.0, -1000 + LN3], BELOW_0),
+    ("-1e308, -5e307", [-1e308, -5e307], TOO_HIGH),
+    ("0, -inf, ln 3", [0.0, -INF, LN3], A_MASKED),
+    ("-inf, 0, ln 3", [-INF, 0.0, LN3], BEGINS_MASKED),
+    ("-inf, -inf", [-INF, -INF], ALL_MASKED),
+]
+LONG = [math.log(17 * at % 61) if at % 7 else -INF for at in range(1, 61)]
 
 
-class Row(Sequence):
-    """A row of numbers that remembers in which order they were read.
+READS_NOTHING = {"__get__", "__len__", "size", "dim", "numel", "is_floating_point"}
+READS_NOTHING |= {"new_zeros", "new_full", "new_empty", "zeros_like", "full_like", "empty_like"}
 
-    fades: all that is read for the second time is halved, in its power: less by ln 2.
+
+class Row(Tensor):
+    """A row that counts how often each number is read: x[i], a slice of it, or all at once.
+
+    Twice in a row is once. fades: what is read again is halved, in its power: less by ln 2.
     """
 
-    def __init__(self, values: list[float], fades: bool = False):
-        self._values = [torch.tensor(value, dtype=torch.float64) for value in values]
-        self._fades = fades
-        self._places: list[int] = []
+    @staticmethod
+    def __new__(cls, values: list[float], fades: bool = False):
+        row = torch.tensor(values, dtype=torch.float64).as_subclass(cls)
+        row.fades, row.times, row.last = fades, [0] * len(values), None
+        return row
 
-    def __len__(self):
-        return len(self._values)
-
-    def __getitem__(self, place):
-        read = range(len(self))[place]  # IndexError past the end, which is what ends a loop
-        return [self._read(each) for each in read] if isinstance(place, slice) else self._read(read)
-
-    def _read(self, place: int) -> Tensor:
-        again = place in self._places and place != self._places[-1]
-        if self._fades and again:
-            self._values[place] = self._values[place] - LN2
-        self._places.append(place)
-        return self._values[place]
-
-    def passes(self) -> int:
-        """How often somebody came back to the number that was read most; twice in a row is once."""
-        return max(Counter(place for place, _ in groupby(self._places)).values(), default=0)
-
-
-def _run_online(answer, values):
-    row, fading = Row(values), Row(values, fades=True)
-    got = _numbers(lambda: answer(row), row.passes)
-    if isinstance(got, Numbers) and got.passes == 2 and len(values) > LONG:
-        got.kept = _numbers(lambda: answer(fading)) != Numbers([share / 2 for share in _softmax(values)])
-    return got
-
-
-def _softmax(values: list[float]) -> list[float]:
-    """The specification: all numbers at hand, sums exact."""
-    m = max(values)
-    shares = [_share(x, m) for x in values]
-    return [share / math.fsum(shares) if m > -INF else 0.0 for share in shares]
-
-
-LONG = 10  # numbers, from where on passes are judged: all that can be wrong with the numbers has been said by then
-ROWS = {
-    "the row ln 5, ln 2, ln 1": [LN5, LN2, 0.0],
-    "the row ln 1, ln 2, ln 5": [0.0, LN2, LN5],
-    "the row 0, 1000": [0.0, 1000.0],
-    "the row -1000, -1000 + ln 3": [-1000.0, -1000 + LN3],
-    "the row -2e9, -2e9 + ln 3": [-2e9, -2e9 + LN3],
-    "the row 0, -inf, ln 3": [0.0, -INF, LN3],
-    "the row -inf, 0, ln 3": [-INF, 0.0, LN3],
-    "the row -inf, -inf": [-INF, -INF],
-    "a row of 60 numbers, every seventh -inf": [math.log(17 * at % 61) if at % 7 else -INF for at in range(1, 61)],
-}
-
-
-def _online_trials():
-    for what, values in ROWS.items():
-        yield Case(1, _run_online, (values,), [Numbers(_softmax(values))], what=what)
-
-
-def _with_sum(values: list[float], d: float, m: float) -> list[float]:
-    return [_quotient(_share(x, m), d) for x in values]
-
-
-def _online(values: list[float], step: Callable[[float, float, float, float], float]) -> list[float]:
-    """Two passes, of which the first makes d from d, x, and the maxima before and after x."""
-    m, d = values[0], 1.0
-    for x in values[1:]:
-        m_before, m = m, max(m, x)
-        d = step(d, x, m_before, m)
-    return _with_sum(values, d, m)
-
-
-def _running(values: list[float]) -> list[float]:
-    """Each number over the sum so far, for the maximum so far."""
-    starts = [values[: at + 1] for at in range(len(values))]
-    return [_softmax(start)[-1] for start in starts]
-
-
-ONLINE_MISTAKES: list[tuple[Callable[[list[float]], list[float]], str]] = [
-    (
-        lambda row: _online(row, lambda d, x, m_before, m: d + _share(x, m)),
-        "The sum d wasn't corrected when the maximum grew: what it has so far is for the maximum before. d = d * "
-        "exp(m_before - m) + exp(x - m).",
-    ),
-    (
-        lambda row: _online(row, lambda d, x, m_before, m: d * _exp(m - m_before) + _share(x, m)),
-        "The correction has the wrong sign: a larger maximum makes the sum smaller, exp(m_before - m).",
-    ),
-    (
-        lambda row: _online(row, lambda d, x, m_before, m: (d + _share(x, m)) * _share(m_before, m)),
-        "The correction belongs to the sum before: the new number's exp(x - m) is for the new maximum already.",
-    ),
-    (
-        lambda row: _online(row, lambda d, x, m_before, m: d * _share(m_before, m) + _exp(x - m_before)),
-        "The new number's exponent is x - m, with the maximum that has seen it, not the one before.",
-    ),
-    (
-        _running,
-        "Each number was divided by the sum so far. It takes the last m and the last d, in a second pass.",
-    ),
-    (
-        lambda row: _with_sum(row, *_pair(row[: [*row, -INF].index(-INF)])[::-1]),
-        "The sum ends at the first -inf. A masked number adds nothing, but those behind it do.",
-    ),
-    (
-        lambda row: [_share(x, max(row)) for x in row],
-        "exp(x - m) is right, and has to be divided by d.",
-    ),
-    (
-        lambda row: _with_sum(row, math.fsum(_share(x, max(row)) for x in [row[0], *row]), max(row)),
-        "The first number is in the sum twice.",
-    ),
-]
-
-
-def _online_cause(trial: Trial, rank: int, expected: Numbers, got: object) -> str:
-    values = trial.args[0]
-    if not isinstance(got, Numbers):
-        return "Return a list with one number for each of the row's."
-    if not got.failed and len(got.values) != len(values):
-        return f"{len(got.values)} numbers for a row of {len(values)}: return a list with one for each."
-    masked, nothing = -INF in values, max(values) == -INF
-    if nothing:
-        instead = ", not 0/0" if got.failed or got.has_nan else ""
-        return f"A row of only -inf is all masked: d stays 0. Give zeros{instead}."
-    if got.failed or got.has_nan or not any(got.values):
-        if masked and values[0] == -INF:
-            return "Before the first number that isn't masked, m is -inf, and -inf - -inf is NaN: add nothing then."
-        if masked:
-            return "exp(-inf - m) is 0: a masked number among others changes neither m nor d."
-        if max(values) >= 1000:
-            return "exp(1000) overflows. Subtract m, the largest number, and no exponent is above 0: exp(x - m)."
-        if values[0] <= -1e9:
-            return "All of them are below the m you start with: start at -inf, which no number is below."
-        if values[0] <= -1000:
-            return (
-                "exp(-1000) is 0, and so is d. m is the maximum of the row: it starts at -inf. From 0 it would stay 0 "
-                "where all numbers are below."
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__getitem__:
+                places = torch.arange(len(args[0]))[args[1]]
+                return args[0].read(places)
+            reads = func.__name__ not in READS_NOTHING
+            everything = (args, kwargs or {})
+            args, kwargs = tree_map(
+                lambda x: x.whole(reads) if isinstance(x, Row) else x, everything
             )
-    for mistake, sentence in ONLINE_MISTAKES:
-        if got.looks_like(mistake(values)):
-            return sentence
-    if got.has_nan:
-        return "For the first number, m_before is -inf: exp(m_before - m) is 0, exp(m - m_before) is infinite."
-    return (
-        f"They add up to {math.fsum(got.values):.6g}. First pass: m_before, m = m, max(m, x), then d = d * "
-        "exp(m_before - m) + exp(x - m); second pass: exp(x - m) / d."
-    )
+            return func(*args, **kwargs)
+
+    def __iter__(self):
+        return (self[place] for place in range(len(self)))
+
+    def whole(self, reads: bool) -> Tensor:
+        return self.read(torch.arange(len(self))) if reads else self.as_subclass(Tensor)
+
+    def read(self, places: Tensor) -> Tensor:
+        if places.dim() or places != self.last:
+            for place in places.flatten().tolist():
+                self.times[place] += 1
+        self.last = None if places.dim() else places
+        faded = [LN2 * max(0, self.times[place] - 1) for place in places.flatten().tolist()]
+        values = self.as_subclass(Tensor)[places]
+        return values - torch.tensor(faded).double().view(places.shape) if self.fades else values
 
 
-def _online_passes(trial: Trial, run: Run) -> str | None:
-    passes = run[0].passes
-    if len(trial.args[0]) <= LONG:
-        return None
-    if passes > 2:
-        return (
-            f"the numbers are right, but the row was read in {passes} passes.\nKeep m and d in the same loop: when m "
-            "grows, d is corrected."
-        )
-    if passes < 2:
-        return (
-            "the numbers are right, but the row was read only once: was it kept somewhere?\nA row may be longer than "
-            "the memory for a copy: read it again for the second pass."
-        )
-    if run[0].kept:
-        return (
-            "the numbers are right, and the row was read twice, but a copy of it was kept, or of its powers.\nA row "
-            "may be longer than the memory for that. First pass: m and d, no more; second pass: exp(x - m) / d."
-        )
+@dataclass
+class Passes:
+    """How often a row was read; kept: whether results were made of anything else than the last."""
+
+    times: int
+    kept: bool = False
+
+    def __repr__(self):
+        return f"in {self.times} passes{', and kept what was read' if self.kept else ''}"
+
+
+def _run_rows(answer: Callable) -> Wrong | None:
+    for row, values, why in ROWS:
+        expected, got = Numbers(exact_softmax(values)), numbers(answer, Row(values))
+        if got != expected:
+            return Wrong(f"row {row}", expected, got, why)
     return None
 
 
+def _run_long(answer: Callable) -> Wrong | None:
+    row, fading, expected = Row(LONG), Row(LONG, fades=True), exact_softmax(LONG)
+    got, faded = numbers(answer, row), numbers(answer, fading)
+    if got != Numbers(expected):
+        return Wrong("numbers", Numbers(expected), got)
+    passes = Passes(max(row.times))
+    passes.kept = passes.times == 2 and faded != Numbers([share / 2 for share in expected])
+    return None if passes == Passes(2) else Wrong("the numbers are right", Passes(2), passes)
+
+
+def _online_trials():
+    yield Cases(1, _run_rows, (), [None], what="short rows")
+    yield Cases(1, _run_long, (), [None], what="a row of 60 numbers, every seventh -inf")
+
+
+def _explain_online(trial: Trial, rank: int, _: None, wrong: Wrong) -> str:
+    got = wrong.got
+    if isinstance(got, Passes):
+        return KEPT if got.kept else THREE_PASSES if got.times > 2 else READ_ONCE
+    if not isinstance(got, Numbers):
+        return "Return a list or a tensor with one number for each of the row's."
+    expected = len(wrong.expected.values)
+    if not got.failed and len(got.values) != expected:
+        return f"{len(got.values)} numbers for a row of {expected}: return one for each."
+    if wrong.why and (got.are_none or wrong.why == ALL_MASKED):
+        return wrong.why
+    return (
+        f"They add up to {math.fsum(got.values):.6g}. First pass: m_before, m = m, max(m, x), then "
+        "ell = ell * exp(m_before - m) + exp(x - m); second pass: exp(x - m) / ell."
+    )
+
+
+THREE_PASSES = (
+    "It takes two. Keep m and ℓ in the same loop: when m grows, ℓ is corrected, and needs no pass "
+    "of its own."
+)
+READ_ONCE = (
+    "Was the row kept somewhere? It may be longer than the memory for a copy: read it again for "
+    "the second pass."
+)
+KEPT = (
+    "A copy of the row was kept, or of its powers. A row may be longer than the memory for that. "
+    "First pass: m and ℓ, no more; second pass: exp(x - m) / ell."
+)
+
+
+def keeps_the_powers(x: Tensor) -> Tensor:
+    m = max(x)
+    powers = [torch.exp(x_i - m) if x_i > -INF else 0.0 * m.clamp(0, 0) for x_i in x]
+    return torch.stack(powers) / (sum(powers) or 1)
+
+
+def of_a_copy(x: Tensor) -> Tensor:
+    return softmax.safe_softmax(x.clone())
+
+
 online_softmax = Exercise(
-    online_softmax,
-    _online_trials,
-    [
-        "d holds the sum of exp(x - m) so far, for the maximum so far. What changes in each term if m grows to m_new?",
-        "exp(x - m_new) = exp(x - m) · exp(m - m_new): one factor for the whole sum. m starts at -inf, d at 0.",
-        "A number that is -inf adds nothing: skip it while m is -inf, or exp(-inf - -inf) is NaN. If d is 0 at the "
-        "end, all were masked.",
+    reference=softmax.online_softmax,
+    helpers=(softmax._start, softmax._power, softmax.normalize),
+    note="Ours, for many rows at a time: x[..., i] is number i of every row.",
+    trials=_online_trials,
+    hints={
+        "start": "ℓ is the sum of exp(x - m) so far, for the maximum so far. What changes in each "
+        "term if m grows to m_new?",
+        "values": "exp(x - m_new) = exp(x - m) · exp(m - m_new): one factor for the whole sum. m "
+        "starts at -inf, ℓ at 0.",
+        "error": "A number that is -inf adds nothing: skip it while m is -inf, or exp(-inf - -inf) "
+        "is NaN. If ℓ is 0 at the end, all were masked.",
+    },
+    praise="the row was read twice, where safe softmax reads it three times, for the same numbers.",
+    explain=_explain_online,
+    wire=lambda trial, run: None,
+    beside=told,
+    mistakes=[
+        *mistakes(f"""
+without_a_correction: ell * _power(m_before, m) + → ell +
+    The sum ℓ wasn't corrected when the maximum grew: what it has so far is for the maximum before.
+    ell = ell * exp(m_before - m) + exp(x - m).
+wrong_sign: ell * _power(m_before, m) → (ell * torch.exp(m - m_before)).nan_to_num(0)
+    The correction has the wrong sign: a larger maximum makes the sum smaller, exp(m_before - m).
+wrong_sign_from_the_start: _power(m_before, m) → torch.exp(m - m_before)
+    {FIRST}
+corrects_the_new_number_too: ell = ell * → ell = (ell + _power(x_i, m)) *
+    _power(m_before, m) + _power(x_i, m) → (_power(m_before, m) if i else 1)
+    The correction belongs to the sum before: the new number's exp(x - m) is for the new maximum
+    already.
+with_the_maximum_before: + _power(x_i, m) → + torch.exp(x_i - (m_before if i else m))
+    The new number's exponent is x - m, with the maximum that has seen it, not the one before.
+divides_by_the_sum_so_far: + _power(x_i, m) → + _power(x_i, m)
+    ⏎a[..., i] = normalize(_power(x_i, m), ell)
+    for i in range(x.shape[-1]):⏎a[..., i] = → for i in []:⏎    a[..., i] =
+    Each number was divided by the sum so far. It takes the last m and the last ℓ, in a second pass.
+not_divided: normalize(_power(x[..., i], m), ell) → _power(x[..., i], m)
+    exp(x - m) is right, and has to be divided by ℓ.
+first_twice: (m, ell), a = _start(x), → m, ell, a = x[..., 0], torch.ones_like(x[..., 0]),
+    The first number is in the sum twice.
+from_0: (m, ell), a = _start(x), → (_, ell), m, a = _start(x), x.new_zeros(()),
+    {BELOW_0}
+from_minus_1e300: (m, ell), a = _start(x), → (_, ell), m, a = _start(x), x.new_full((), -1e300),
+    {TOO_HIGH}
+no_maximum: torch.maximum(m, x_i) → torch.zeros_like(m)
+    {OVERFLOWS}
+ends_at_a_masked_number: x_i = x[..., i] → x_i = x[..., i]⏎if x_i == -math.inf: break
+    The sum ends at the first -inf. A masked number adds nothing, but those behind it do.
+masked_number_is_nan: _power(x[..., i], m) → _power(x[..., i] + 0 * x[..., i], m)
+    {A_MASKED}
+begins_masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
+    {BEGINS_MASKED}
+masked_row_is_nan: ell.masked_fill(ell == 0, 1) → ell
+    {ALL_MASKED}
+masked_row_is_even: return a → return torch.where(ell == 0, 1 / x.shape[-1], a)
+    {ALL_MASKED}
+one_number_for_the_row: return a → return ell
+    Return a list or a tensor
+its_statistics: return a → return m, ell
+    2 numbers for a row of 3
+"""),
+        Mistake.written(softmax.safe_softmax, THREE_PASSES),
+        Mistake.written(of_a_copy, READ_ONCE),
+        Mistake.written(keeps_the_powers, KEPT),
     ],
-    "the row was read twice, where safe softmax reads it three times, for the same numbers.",
-    _online_cause,
-    _online_passes,
-    beside=_beside,
-    note="# Ours, for one row. ddpkit.softmax.online_softmax does the same with tensors of any shape.",
 )
 
 
 # merge(a, b)
 
-
-def merge(a, b):
-    (m_a, d_a), (m_b, d_b) = a, b
-    m = max(m_a, m_b)
-    if m == -math.inf:
-        return m, 0.0  # two parts that are all masked
-    return m, d_a * math.exp(m_a - m) + d_b * math.exp(m_b - m)
-
-
-def _pair(values: list[float]) -> tuple[float, float]:
-    """The specification: (m, d) of all the numbers."""
-    m = max(values, default=-INF)
-    return m, math.fsum(_share(x, m) for x in values)
-
-
-def _run_merge(answer, parts):
-    """Merge the pairs of all parts: on one rank all are there, on several each brings its own, and all are gathered."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    pairs = [torch.tensor(_pair(part), dtype=torch.float64) for part in parts]
-    if world_size > 1:
-        mine, pairs = pairs[rank], [torch.empty_like(pair) for pair in pairs]
-        dist.all_gather(pairs, mine)
-    return _numbers(lambda: functools.reduce(answer, [tuple(pair.unbind()) for pair in pairs]))
+MERGE_OVERFLOWS = (
+    "exp(1000) overflows, and exp(-1000) is 0: use only differences of maxima, exp(m_a - m), which "
+    "are never above 0."
+)
+BOTH_MASKED = (
+    "Both parts are all masked: m is -inf, and -inf - -inf is NaN. Together they are (-inf, 0)."
+)
+FORMULA = "m = max(m_a, m_b), and ell = ell_a * exp(m_a - m) + ell_b * exp(m_b - m)."
+PARTS = [  # two parts, and what an answer hears that gives no numbers for them
+    ("parts (ln 4, 1) and (0, 2)", [[LN4], [0.0, 0.0]], FORMULA),
+    ("parts (0, 2) and (ln 4, 1)", [[0.0, 0.0], [LN4]], FORMULA),
+    ("parts (0, 2) and (0, 3)", [[0.0] * 2, [0.0] * 3], FORMULA),
+    ("parts (1000, 2) and (1000 + ln 2, 1)", [[1000.0] * 2, [1000 + LN2]], MERGE_OVERFLOWS),
+    ("parts (-inf, 0) and (0, 2)", [[-INF], [0.0, 0.0]], BEGINS_MASKED),
+    ("parts (-inf, 0) and (-inf, 0)", [[-INF], [-INF]], BOTH_MASKED),
+]
+BY_RANK = [[LN2, 0.0], [LN5, LN3, 0.0], [-INF, -INF], [LN4]]
 
 
-PARTS = {
-    "parts (ln 4, 1) and (0, 2)": [[LN4], [0.0, 0.0]],
-    "parts (0, 2) and (ln 4, 1)": [[0.0, 0.0], [LN4]],
-    "parts (0, 2) and (0, 3)": [[0.0] * 2, [0.0] * 3],
-    "parts (1000, 2) and (1000 + ln 2, 1)": [[1000.0] * 2, [1000 + LN2]],
-    "parts (-inf, 0) and (0, 2)": [[-INF], [0.0, 0.0]],
-    "parts (-inf, 0) and (-inf, 0)": [[-INF], [-INF]],
-}
-SHARED_OUT = [[LN2, 0.0], [LN5, LN3, 0.0], [-INF, -INF], [LN4]]  # by rank
+def _merged(answer: Callable, case: str, parts: list, pairs: list[Tensor], why: str):
+    expected = Numbers(list(exact_pair([x for part in parts for x in part])))
+    got = numbers(functools.reduce, answer, [tuple(pair.unbind()) for pair in pairs])
+    return None if got == expected else Wrong(case, expected, got, why)
+
+
+def _run_parts(answer: Callable) -> Wrong | None:
+    for case, parts, why in PARTS:
+        pairs = [torch.tensor(exact_pair(part), dtype=torch.float64) for part in parts]
+        wrong = _merged(answer, case, parts, pairs, why)
+        if wrong:
+            return wrong
+    return None
+
+
+def _run_ranks(answer: Callable) -> Wrong | None:
+    mine = torch.tensor(exact_pair(BY_RANK[dist.get_rank()]), dtype=torch.float64)
+    pairs = [torch.empty_like(mine) for _ in BY_RANK]
+    dist.all_gather(pairs, mine)
+    return _merged(answer, "all parts", BY_RANK, pairs, FORMULA)
 
 
 def _merge_trials():
-    for what, parts in PARTS.items():
-        yield Case(1, _run_merge, (parts,), [_merged(parts)], what=what)
-    world_size = len(SHARED_OUT)
-    what = "a part of a row on each, their pairs gathered, then merged one after the other"
-    yield Case(world_size, _run_merge, (SHARED_OUT,), [_merged(SHARED_OUT)] * world_size, what=what)
+    yield Cases(1, _run_parts, (), [None], what="two parts")
+    yield Cases(4, _run_ranks, (), [None] * 4, what="a part of a row on each, their pairs gathered")
 
 
-def _merged(parts: list[list[float]]) -> Numbers:
-    return Numbers(list(_pair([x for part in parts for x in part])))
-
-
-def _merge_mistake(choose: Callable, correct_a: Callable, correct_b: Callable) -> Callable:
-    """A wrong merge. choose: m from both maxima. correct_a, correct_b: from m_a, m_b, m, the factors of d_a and d_b."""
-
-    def merge(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
-        (m_a, d_a), (m_b, d_b) = a, b
-        m = choose(m_a, m_b)
-        return m, d_a * correct_a(m_a, m_b, m) + d_b * correct_b(m_a, m_b, m)
-
-    return merge
-
-
-MERGE_MISTAKES: list[tuple[Callable, str]] = [
-    (
-        _merge_mistake(max, lambda m_a, m_b, m: 1.0, lambda m_a, m_b, m: 1.0),
-        "The part with the smaller maximum brought its sum as it is: that is for its own maximum. Correct both: d_a * "
-        "exp(m_a - m) + d_b * exp(m_b - m).",
-    ),
-    (
-        _merge_mistake(min, lambda m_a, m_b, m: _exp(m_a - m), lambda m_a, m_b, m: _exp(m_b - m)),
-        "m is the smaller maximum, and should be the larger: max(m_a, m_b). Then no exponent is above 0.",
-    ),
-    (
-        _merge_mistake(max, lambda m_a, m_b, m: _exp(m_b - m), lambda m_a, m_b, m: _exp(m_a - m)),
-        "The corrections are swapped: d_a goes with exp(m_a - m), d_b with exp(m_b - m).",
-    ),
-    (
-        _merge_mistake(max, lambda m_a, m_b, m: _exp(m - m_a), lambda m_a, m_b, m: _exp(m - m_b)),
-        "The corrections have the wrong sign: for a larger maximum a sum is smaller, exp(m_a - m).",
-    ),
-    (
-        _merge_mistake(max, lambda m_a, m_b, m: float(m_a == m), lambda m_a, m_b, m: float(m_a != m)),
-        "That is the part with the larger maximum alone: the other's numbers are missing from the sum.",
-    ),
-    (
-        _merge_mistake(max, lambda m_a, m_b, m: _exp(m_a - m) / 2, lambda m_a, m_b, m: _exp(m_b - m) / 2),
-        "The sums were averaged. d counts both parts: add them.",
-    ),
-]
-
-
-def _merge_cause(trial: Trial, rank: int, expected: Numbers, got: object) -> str:
-    pairs = [_pair(part) for part in trial.args[0]]
-    maxima = [m for m, _ in pairs]
+def _explain_merge(trial: Trial, rank: int, _: None, wrong: Wrong) -> str:
+    got = wrong.got
     if not isinstance(got, Numbers) or (not got.failed and len(got.values) != 2):
-        return "Return a pair, (m, d): what comes out must go in again, for the next part."
-    if got.failed or got.has_nan:
-        if max(maxima) == -INF:
-            return "Both parts are all masked: m is -inf, and -inf - -inf is NaN. Together they are (-inf, 0)."
-        if abs(maxima[0]) >= 1000:
-            return (
-                "exp(1000) overflows, and exp(-1000) is 0: use only differences of maxima, exp(m_a - m), which are "
-                "never above 0."
-            )
-    if got.values[::-1] == expected.values:
-        return "The other way round: the maximum comes first, (m, d)."
-    if max(maxima) == -INF:
-        return "Both parts are all masked: together they are (-inf, 0)."
-    for mistake, sentence in MERGE_MISTAKES:
-        if got.looks_like(list(functools.reduce(mistake, pairs))):
-            return sentence
-    return "m = max(m_a, m_b), and d = d_a * exp(m_a - m) + d_b * exp(m_b - m)."
+        return PAIR
+    if got.values[::-1] == wrong.expected.values:
+        return OTHER_WAY_ROUND
+    masked = wrong.why == BOTH_MASKED
+    return wrong.why if masked or got.failed or any(map(math.isnan, got.values)) else FORMULA
 
+
+PAIR = "Return a pair, (m, ℓ): what comes out must go in again, for the next part."
+OTHER_WAY_ROUND = "The other way round: the maximum comes first, (m, ℓ)."
 
 merge = Exercise(
-    merge,
-    _merge_trials,
-    [
-        "Which maximum does the row have that consists of both parts?",
-        "d_a is the sum of exp(x - m_a). Which factor makes it the sum of exp(x - m)? The same for d_b.",
-        "A part that is all masked, (-inf, 0), must change nothing, and two of them are (-inf, 0): look at m before "
-        "you subtract it.",
-    ],
-    "ranks that share a row need to gather two numbers each, no more.",
-    _merge_cause,
-    lambda trial, run: None,
-    beside=_beside,
-    note="# Ours, for one row. ddpkit.softmax.merge takes tensors, and (m, d, o) too.",
+    reference=softmax.merge,
+    helpers=(softmax._power,),
+    note="Ours, for tensors of pairs, and for triples (m, ℓ, o), too.",
+    trials=_merge_trials,
+    hints={
+        "start": "Which maximum does the row have that consists of both parts?",
+        "values": "ell_a is the sum of exp(x - m_a). Which factor makes it the sum of exp(x - m)? "
+        "The same for ell_b.",
+        "error": "A part that is all masked, (-inf, 0), must change nothing, and two of them are "
+        "(-inf, 0): look at m before you subtract it.",
+    },
+    praise="ranks that share a row need to gather two numbers each, no more.",
+    explain=_explain_merge,
+    wire=lambda trial, run: None,
+    beside=told,
+    mistakes=mistakes(f"""
+adds_the_sums: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b
+    The part with the smaller maximum brought its sum as it is: that is for its own maximum. Correct
+    both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
+corrects_the_first_only: ell_a * correct_a + ell_b * correct_b → ell_a * correct_a + ell_b
+    The part with the smaller maximum brought its sum as it is: that is for its own maximum. Correct
+    both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
+corrects_the_second_only: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b * correct_b
+    The part with the smaller maximum brought its sum as it is: that is for its own maximum. Correct
+    both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
+smaller_maximum: torch.maximum(m_a, m_b) → torch.minimum(m_a, m_b)
+    m is the smaller maximum, and should be the larger: max(m_a, m_b). Then no exponent is above 0.
+first_maximum: torch.maximum(m_a, m_b) → m_a
+    m is the smaller maximum, and should be the larger: max(m_a, m_b). Then no exponent is above 0.
+swapped: _power(m_a, m), _power(m_b, m) → _power(m_b, m), _power(m_a, m)
+    The corrections are swapped: ell_a goes with exp(m_a - m), ell_b with exp(m_b - m).
+wrong_sign: _power(m_a, m), _power(m_b, m) → torch.exp(m - m_a), torch.exp(m - m_b)
+    The corrections have the wrong sign: for a larger maximum a sum is smaller, exp(m_a - m).
+larger_part_alone: ell_a * correct_a + ell_b * correct_b → torch.where(m_a < m_b, ell_b, ell_a)
+    That is the part with the larger maximum alone: the other's numbers are missing from the sum.
+averages: ell_a * correct_a + ell_b * correct_b → (ell_a * correct_a + ell_b * correct_b) / 2
+    The sums were averaged. ℓ counts both parts: add them.
+multiplies: ell_a * correct_a + ell_b * correct_b → ell_a * ell_b
+    {FORMULA}
+overflows: _power(m_a, m), _power(m_b, m) → torch.exp(m_a) / m.exp(), m_b.exp() / m.exp()
+    {MERGE_OVERFLOWS}
+two_masked_parts_are_nan: m.masked_fill(m == -math.inf, 0) → m
+    {BOTH_MASKED}
+two_masked_parts_are_0: torch.maximum(m_a, m_b) → torch.maximum(m_a, m_b).clamp(-1e30)
+    {BOTH_MASKED}
+two_masked_parts_have_a_sum: if not o_a: → ell = ell.masked_fill(m == -math.inf, 1)⏎if not o_a:
+    {BOTH_MASKED}
+other_way_round: if not o_a:⏎return m, ell → if not o_a:⏎    return ell, m
+    {OTHER_WAY_ROUND}
+the_sum_alone: if not o_a:⏎return m, ell → if not o_a:⏎    return ell
+    {PAIR}
+"""),
 )
