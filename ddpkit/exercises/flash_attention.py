@@ -182,7 +182,7 @@ def _run_large(answer: Callable) -> Wrong | None:
     """Whether it is done tile by tile, in one pass, and in the memory of a tile."""
     queries, keys, D = LARGE
     q, k, v, _ = _tensors(*LARGE)
-    with watch(nn.Module()) as timeline, Products() as products:
+    with watch(nn.Module(), buckets=(q, k, v)) as timeline, Products() as products:
         answer(q, k, v, 4, False)
     case, alive = "the values are right", max(timeline.totals) - timeline.totals[0]
     if alive >= queries * keys * q.itemsize:
