@@ -5,16 +5,16 @@
     print(describe(0x3DCD, BF16))      # its fields, spacing and neighbours
     round_to(x, TF32)                  # a tensor, every element the nearest number of the format
 
-A pattern is a whole number whose bits are, from the highest: one of sign, `exponent_bits`, `fraction_bits`. It means
+A pattern is a whole number. Its bits, from the highest: sign, exponent, fraction. It means
 
     (-1)^sign × 2^(exponent - bias) × 1.fraction      if exponent is not 0   (normal)
     (-1)^sign × 2^(1 - bias)        × 0.fraction      if exponent is 0       (subnormal, and zero)
 
-and, where all bits of the exponent are set, infinity or NaN. fp8 e4m3 has no infinity, and NaN only where all bits of
-the fraction are set too, so it reaches 448 rather than 240.
+and, where all bits of the exponent are set, infinity or NaN. fp8 e4m3 has no infinity, and NaN only
+where all bits of the fraction are set too, so it reaches 448 rather than 240.
 
-IEEE 754-2019, sections 3 and 4; Kalamkar et al. 2019 (bf16); NVIDIA A100 whitepaper 2020 (tf32); Micikevicius et al.
-2022, table 1 (fp8). Notebook 05.
+In PyTorch: torch.finfo. IEEE 754-2019, sections 3 and 4; Kalamkar et al. 2019 (bf16); NVIDIA A100
+whitepaper 2020 (tf32); Micikevicius et al. 2022, table 1 (fp8). Notebook 05.
 """
 
 import math
@@ -94,18 +94,22 @@ def fields(pattern: int, format: Format) -> tuple[int, int, int]:
     """
     if not 0 <= pattern < 2**format.bits:
         expected = f"expected a pattern of {format.bits} bits, 0 to {2**format.bits - 1:#x}"
-        raise ValueError(f"{expected}, got {pattern:#x}: is it of another format than {format.name}?")
+        raise ValueError(
+            f"{expected}, got {pattern:#x}: is it of another format than {format.name}?"
+        )
     sign, magnitude = divmod(pattern, 2 ** (format.bits - 1))
     return sign, *divmod(magnitude, 2**format.fraction_bits)
 
 
 def field_of(place: int, format: Format) -> str:
-    """'sign', 'exponent' or 'fraction': what the bit at a place belongs to, counted from 0, the highest."""
-    return "sign" if place == 0 else "exponent" if place <= format.exponent_bits else "fraction"
+    """What the bit at a place, counted from the highest, belongs to: 'sign', 'exponent', …"""
+    if place == 0:
+        return "sign"
+    return "exponent" if place <= format.exponent_bits else "fraction"
 
 
 def decode(pattern: int, format: Format) -> float:
-    """The number that a pattern stands for, exactly: Python's floats have more bits than any format here.
+    """The number that a pattern stands for, exactly: Python's floats have more bits.
 
     ValueError as in `fields`.
     """
@@ -116,19 +120,22 @@ def decode(pattern: int, format: Format) -> float:
     elif magnitude > format._overflow:
         value = math.nan
     elif exponent:
-        value = math.ldexp(2**format.fraction_bits + fraction, exponent - format.bias - format.fraction_bits)
+        power = exponent - format.bias - format.fraction_bits
+        value = math.ldexp(2**format.fraction_bits + fraction, power)
     else:
         value = math.ldexp(fraction, 1 - format.bias - format.fraction_bits)
     return math.copysign(value, -1.0 if sign else 1.0)
 
 
-def encode(value: float | Fraction, format: Format, rounding: Callable[[Fraction], int] = round) -> int:
+def encode(
+    value: float | Fraction, format: Format, rounding: Callable[[Fraction], int] = round
+) -> int:
     """The pattern for a value: a float, an integer or a Fraction, rounded once, and exactly.
 
-    rounding: how the value in units of the spacing there, a Fraction of 0 or more, becomes whole. Python's own `round`
-    takes the nearest, of two equally near the even one; `math.floor` rounds towards zero; see also `stochastically`.
-    What is too large when rounded becomes infinity, but in e4m3 the largest number, as infinity does there; torch 2.13
-    does the same, older ones made NaN of it on CPUs (pull request 178817). NaN becomes one of the patterns of NaN.
+    rounding: of the value in units of the spacing there, 0 or more. Python's own `round` takes the
+    nearest, of two equally near the even one; `math.floor` rounds towards zero; see also
+    `stochastically`. What is too large becomes infinity, in e4m3 the largest number, as in torch
+    2.13 (older ones made NaN of it on CPUs: pull request 178817).
     """
     if isinstance(value, float) and math.isnan(value):
         return format._nan
@@ -139,7 +146,7 @@ def encode(value: float | Fraction, format: Format, rounding: Callable[[Fraction
     magnitude = abs(Fraction(value))
     exponent = max(_floor_log2(magnitude), 1 - format.bias) if magnitude else 1 - format.bias
     significand = rounding(magnitude / Fraction(2) ** (exponent - format.fraction_bits))
-    # A significand that rounding has made too long for its field carries into the exponent, which is as it should be.
+    # A significand that rounding has made too long carries into the exponent, as it should.
     pattern = ((exponent - 1 + format.bias) << format.fraction_bits) + significand
     return sign + min(pattern, format._overflow)
 
@@ -151,9 +158,9 @@ def _floor_log2(magnitude: Fraction) -> int:
 
 
 def stochastically(generator: random.Random) -> Callable[[Fraction], int]:
-    """A rounding for `encode`: up with a probability of what is cut off, otherwise down.
+    """A rounding for `encode`: up with a probability of what is cut off, else down.
 
-    So the mean of many roundings is the value itself: what is too small to change a number changes it now and then.
+    The mean of many roundings is the value itself: what is too small to count counts now and then.
     """
     return lambda exact: math.floor(exact + Fraction(generator.random()))
 
@@ -162,7 +169,7 @@ def stochastically(generator: random.Random) -> Callable[[Fraction], int]:
 class Number:
     """A pattern and all there is to say about it.
 
-    spacing: from one number to the next where this one is, `ulp`. below, above: its neighbours. None: there is none.
+    spacing: to the next number, `ulp`. below, above: its neighbours. None: there is none.
     """
 
     format: Format
@@ -179,24 +186,25 @@ class Number:
     @property
     def bits(self) -> str:
         """'0 01111 1000000000'."""
-        format = self.format
-        return f"{self.sign} {self.exponent:0{format.exponent_bits}b} {self.fraction:0{format.fraction_bits}b}"
+        exponent = f"{self.exponent:0{self.format.exponent_bits}b}"
+        return f"{self.sign} {exponent} {self.fraction:0{self.format.fraction_bits}b}"
 
     @property
     def formula(self) -> str:
         """'2^0 × 1.5', and for what isn't a product of the two, its name."""
         if self.kind not in ("normal", "subnormal"):
             return self.kind
-        leading = self.kind == "normal"
+        leading = 1 if self.kind == "normal" else 0
         significand = leading + self.fraction * self.format.epsilon
-        return f"{'-' * self.sign}2^{max(self.exponent, 1) - self.format.bias} × {significand}"
+        sign = "-" if self.sign else ""
+        return f"{sign}2^{max(self.exponent, 1) - self.format.bias} × {significand}"
 
     def __str__(self):
-        said = f"{self.format.name}: {self.bits} is {self.value}, {self.kind}"
+        text = f"{self.format.name}: {self.bits} is {self.value}, {self.kind}"
         if self.spacing is None:
-            return said
+            return text
         below, above = ("nothing" if each is None else each for each in (self.below, self.above))
-        return f"{said}; spacing {self.spacing}, between {below} and {above}"
+        return f"{text}; spacing {self.spacing}, between {below} and {above}"
 
 
 def describe(pattern: int, format: Format) -> Number:
@@ -213,7 +221,7 @@ def describe(pattern: int, format: Format) -> Number:
 
 
 def _next(pattern: int, format: Format, step: int) -> float | None:
-    """The neighbour above (step 1) or below (-1). In order of their magnitudes, patterns are whole numbers in a row."""
+    """The neighbour above (step 1) or below (-1): patterns are ordered as magnitudes are."""
     half = 2 ** (format.bits - 1)
     sign, magnitude = divmod(pattern, half)
     place = (-magnitude if sign else magnitude) + step
@@ -228,43 +236,50 @@ def _next(pattern: int, format: Format, step: int) -> float | None:
 def round_to(x: Tensor, format: Format) -> Tensor:
     """Every element as the nearest number of the format, of two equally near the even one.
 
-    x: any floating dtype, shape and device; it stays as it is. Returns a tensor of the format's dtype (tf32: float32)
-    that autograd doesn't follow. Overflow as in `encode`. ValueError: x is not floating. Cost: some passes over x in
-    double precision.
+    x: any floating dtype, shape and device; it stays as it is. Returns the format's dtype (tf32:
+    float32), without a graph. Overflow as in `encode`. ValueError: x is not floating. Cost: some
+    passes over x in double precision.
     """
     return _onto_grid(x, format, torch.round)
 
 
-def round_stochastically(x: Tensor, format: Format, generator: torch.Generator | None = None) -> Tensor:
-    """Every element as one of the two numbers of the format around it, the nearer the likelier; numbers of it stay.
+def round_stochastically(
+    x: Tensor, format: Format, generator: torch.Generator | None = None
+) -> Tensor:
+    """Every element as one of the two numbers around it, the nearer the likelier.
 
-    x, result, errors and cost as for `round_to`; what lies between the largest number and the next power of two may
-    become infinite. generator: on the device of x (None: torch's own).
+    x, result, errors and cost as for `round_to`; what lies beyond the largest number may become
+    infinite. generator: on the device of x (None: torch's own).
 
-    The mean is the element itself, within 2⁻⁵³ of the spacing: so many bits the random numbers have. It is what lets
-    bf16 weights learn from updates below half their spacing. Gupta et al. 2015. Notebook 05.
+    In the mean it is the element itself, so bf16 weights learn from updates below half their
+    spacing. Gupta et al. 2015. Notebook 05.
     """
 
     def up_or_down(exact: Tensor) -> Tensor:
-        chance = torch.rand(exact.shape, dtype=exact.dtype, device=exact.device, generator=generator)
+        chance = torch.rand(
+            exact.shape, dtype=exact.dtype, device=exact.device, generator=generator
+        )
         return exact.floor() + (chance < exact - exact.floor())
 
     return _onto_grid(x, format, up_or_down)
 
 
 def _onto_grid(x: Tensor, format: Format, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-    """As `encode`, but the numbers instead of their patterns; rounding: of what is 0 or more, in units of spacing."""
+    """As `encode`, but numbers instead of patterns."""
     if not x.is_floating_point():
-        raise ValueError(f"expected a floating dtype to round to {format.name}, got {x.dtype}: say x.float()")
+        expected = f"expected a floating dtype to round to {format.name}"
+        raise ValueError(f"{expected}, got {x.dtype}: say x.float()")
     exact = x.detach().double()
-    exponent = torch.frexp(exact).exponent - 1  # frexp has its mantissas from 0.5 to 1, IEEE from 1 to 2
+    exponent = (
+        torch.frexp(exact).exponent - 1
+    )  # frexp has its mantissas from 0.5 to 1, IEEE from 1 to 2
     spacing = _power_of_two(exponent.clamp(min=1 - format.bias) - format.fraction_bits)
     magnitude = rounding(exact.abs() / spacing) * spacing
-    too_large = magnitude > format.largest  # not left to `to`: what torch does for e4m3 depends on its version
+    too_large = magnitude > format.largest  # for e4m3, `to` depends on torch's version
     magnitude = magnitude.masked_fill(too_large, math.inf if format.has_inf else format.largest)
     return magnitude.copysign(exact).to(format.dtype or torch.float32)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2.0 ** exponent, written as a double's bits: torch's own powers aren't exact on every device."""
+    """2.0 ** exponent, as a double's bits: torch's own powers aren't exact on every device."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)

@@ -1,12 +1,12 @@
-"""What training keeps in memory: model states, activations, and the peak of a step; predicted and measured.
+"""What training keeps in memory: model states, activations and the peak of a step.
 
-Model states are parameters, gradients and what the optimizer remembers: so many bytes for each parameter, whatever the
-batch. Activations are what forward keeps for backward: so many bytes for each token, whatever the optimizer. For both
-there is a formula (`model_states`, `block_activations`) and a count of the tensors that exist (`count_states`,
-`measure_saved`). `watch` follows every tensor through a step and says what is alive after each operation, by kind.
+Model states are parameters, gradients and what the optimizer remembers: so many bytes a parameter,
+whatever the batch. Activations are what forward keeps for backward: so many bytes a token, whatever
+the optimizer. For both there is a formula (`model_states`, `block_activations`) and a count of the
+tensors that exist (`count_states`, `measure_saved`). `watch` follows every tensor through a step.
 
-GB is 10**9 bytes, GiB 2**30. s is the length of a sequence, b the batch, d the width, H the number of heads, as in
-Korthikanti et al. 2022. Notebooks 06 and 07.
+Letters as in Korthikanti et al. 2022: s tokens, b sequences, width d, H heads. In PyTorch:
+torch.cuda.memory. Notebooks 05 to 07.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +28,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .checks import check_counts
+
 # Model states
 
 
 class Precision(NamedTuple):
-    """Bytes of one number: of a parameter, of its gradient, of the optimizer's copy of it, of each of its moments."""
+    """Bytes of a parameter, of its gradient, of its master copy, of each of its moments."""
 
     parameter: int
     gradient: int
@@ -44,7 +48,7 @@ PRECISIONS = {
     "mixed, fp32 gradients": Precision(2, 4, 4, 4),
     "bf16": Precision(2, 2, 0, 2),
 }
-MOMENTS = {"adam": 2, "momentum": 1, "sgd": 0}  # numbers that the optimizer remembers of each parameter
+MOMENTS = {"adam": 2, "momentum": 1, "sgd": 0}  # numbers that are remembered of a parameter
 
 
 class ModelStates(NamedTuple):
@@ -60,25 +64,31 @@ class ModelStates(NamedTuple):
 
 
 def model_states(
-    parameters: int, stage: int = 0, world_size: int = 1, optimizer: str = "adam", precision: str = "mixed"
+    parameters: int,
+    stage: int = 0,
+    world_size: int = 1,
+    optimizer: str = "adam",
+    precision: str = "mixed",
 ) -> ModelStates:
-    """The bytes that model states take on a rank, of the ranks the one with the most.
+    """The bytes that model states take on the rank that has the most.
 
-    parameters: how many numbers are trained. stage: of ZeRO. From stage 1 on a rank has 1/W of the optimizer's state,
-    from 2 on 1/W of the gradients, in stage 3 also 1/W of the parameters. optimizer: of `MOMENTS`. precision: of
-    `PRECISIONS`; the master copy counts as the optimizer's. ValueError: any of them isn't what it should be.
+    parameters: how many numbers are trained. stage: of ZeRO. From stage 1 on a rank has 1/W of the
+    optimizer's state, from 2 on 1/W of the gradients, in 3 also 1/W of the parameters. optimizer:
+    of `MOMENTS`. precision: of `PRECISIONS`; a master copy counts as the optimizer's.
+    ValueError: there is no such stage, optimizer, precision or count.
 
-    With "mixed" and "adam" the optimizer has K = 12 bytes a parameter, and all is 16. Rajbhandari et al. 2020, figure 1
-    and section 3.1.
+    With "mixed" and "adam" the optimizer has K = 12 bytes a parameter, and all is 16. Rajbhandari
+    et al. 2020, figure 1 and section 3.1.
     """
-    _check_counts(parameters=parameters, world_size=world_size)
+    check_counts(parameters=parameters, world_size=world_size)
     for name, value, known in (
         ("stage", stage, range(4)),
         ("optimizer", optimizer, MOMENTS),
         ("precision", precision, PRECISIONS),
     ):
         if value not in known:
-            raise ValueError(f"expected {name} to be one of {', '.join(map(repr, known))}, got {value!r}: choose one")
+            choices = ", ".join(map(repr, known))
+            raise ValueError(f"expected {name} to be one of {choices}, got {value!r}: choose one")
     size = PRECISIONS[precision]
     shard = -(-parameters // world_size)
     return ModelStates(
@@ -89,10 +99,10 @@ def model_states(
 
 
 def count_states(model: nn.Module, optimizer: Optimizer | None = None) -> ModelStates:
-    """The bytes of model states as they are now, counted from the tensors that exist; a tensor under two names once.
+    """The bytes of the tensors that exist; a tensor under two names once.
 
-    Parameters in the optimizer that aren't the model's are master copies and count as the optimizer's. Some optimizers
-    also count their steps, in 4 bytes a parameter tensor: no formula has them.
+    Parameters in the optimizer that aren't the model's are master copies and count as the
+    optimizer's. AdamW also counts steps, in 4 bytes a parameter tensor: no formula has them.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -106,8 +116,8 @@ def _remembered(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     own = {id(parameter) for parameter in model.parameters()}
     masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     gradients = [master.grad for master in masters if master.grad is not None]
-    state = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [*masters, *gradients, *state]
+    state = [value for state in optimizer.state.values() for value in state.values()]
+    return [*masters, *gradients, *(value for value in state if isinstance(value, Tensor))]
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -116,54 +126,50 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """The same number for all tensors that share memory; on the meta device, too, where nothing has an address."""
+    """The same number for all tensors that share memory, on the meta device, too."""
     return tensor.untyped_storage()._cdata
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"expected {name} to be 1 or more, got {value!r}: give a whole number")
 
 
 # A model that is only feed-forward blocks, and how many GPUs it needs
 
 
 def feed_forward_parameters(width: int, hidden: int, blocks: int) -> int:
-    """The parameters of `blocks` times two linear layers without biases, from `width` to `hidden` and back."""
-    _check_counts(width=width, hidden=hidden, blocks=blocks)
+    """Of `blocks` times two linear layers without biases, from `width` to `hidden` and back."""
+    check_counts(width=width, hidden=hidden, blocks=blocks)
     return blocks * 2 * width * hidden
 
 
 def feed_forward_token_bytes(width: int, hidden: int, blocks: int, itemsize: int = 2) -> int:
-    """The bytes of activations that these layers keep for each token: the input of each."""
-    _check_counts(width=width, hidden=hidden, blocks=blocks, itemsize=itemsize)
+    """What these layers keep for each token: the input of each."""
+    check_counts(width=width, hidden=hidden, blocks=blocks, itemsize=itemsize)
     return blocks * (width + hidden) * itemsize
 
 
-def gpus_needed(state_bytes: int, capacity_bytes: int, activation_bytes: int = 0, sharded: float = 0.5) -> int:
-    """The fewest GPUs W on which all model states fit, if they are sharded, and activations are in part.
+def gpus_needed(
+    state_bytes: int, capacity_bytes: int, activation_bytes: int = 0, sharded: float = 0.5
+) -> int:
+    """The fewest GPUs W that hold all model states, sharded, and activations, in part sharded.
 
-    state_bytes, activation_bytes: without sharding, on one GPU. capacity_bytes: of a GPU. sharded: which part of the
-    activations each GPU has only 1/W of; the others it has all of.
+    capacity_bytes: of a GPU. sharded: which part of the activations each GPU has 1/W of; the others
+    it has all of. From state / W + activations · (1 - sharded + sharded / W) <= capacity.
     ValueError: what every GPU must have doesn't fit, however many there are.
-
-    From state / W + activations · (1 - sharded + sharded / W) <= capacity.
     """
-    _check_counts(state_bytes=state_bytes, capacity_bytes=capacity_bytes)
+    check_counts(state_bytes=state_bytes, capacity_bytes=capacity_bytes)
     shared = Fraction(sharded) * activation_bytes
-    left = capacity_bytes - (activation_bytes - shared)
-    if left <= 0:
-        got = f"{float(activation_bytes - shared):.4g} bytes of activations that aren't sharded"
-        raise ValueError(f"expected less than the {capacity_bytes} bytes of a GPU, got {got}: take a smaller batch")
-    return math.ceil((state_bytes + shared) / left)
+    whole = activation_bytes - shared
+    if whole >= capacity_bytes:
+        raise ValueError(
+            f"expected less than the {capacity_bytes} bytes of a GPU, got {float(whole):.4g} bytes "
+            "of activations that aren't sharded: take a smaller batch"
+        )
+    return math.ceil((state_bytes + shared) / (capacity_bytes - whole))
 
 
 # Activations of a block, predicted
 
 
 class Term(NamedTuple):
-    """Something that a block keeps for backward: `coefficient` bytes for each `unit`, for example 2 for each sbd."""
+    """Something kept for backward: `coefficient` bytes for each `unit`, say 2 for each sbd."""
 
     name: str
     coefficient: int
@@ -198,21 +204,22 @@ def block_activations(
     mask_bytes: int = 1,
     statistic_bytes: int = 4,
 ) -> list[Term]:
-    """What a block of `ddpkit.models.GPT` keeps for backward, in the order in which forward comes by it.
+    """What a block of `ddpkit.models.GPT` keeps for backward, in the order of forward.
 
-    itemsize: bytes of a number. attention: "materialised" keeps the matrix of attention weights; "flash" keeps two
-    numbers for each row of it, made into one. dropout: behind each half; attention_dropout: of the attention weights,
-    which flash attention needn't keep.
-    mask_bytes: of each number that dropout decided about. On a GPU 1; on a CPU nn.Dropout keeps a mask of numbers, so
-    `itemsize`. statistic_bytes: of each mean and each 1/standard deviation of a norm. On a GPU 4, on a CPU `itemsize`.
-    ValueError: an attention that there isn't, or a size that is less than 1.
+    itemsize: bytes of a number. attention: "materialised" keeps the matrix of attention weights,
+    "flash" one number (4 bytes) for each row of it. dropout: behind each half; attention_dropout:
+    of the attention weights, which flash attention needn't keep. mask_bytes: of each number that
+    dropout decided about; nn.Dropout on a CPU keeps a mask of numbers, so `itemsize`.
+    statistic_bytes: of each mean and 1/deviation of a norm; on a CPU `itemsize`.
+    ValueError: there is no such attention, or a size is less than 1.
 
-    The defaults are the paper's setting: 34sbd + 5bs²H, and 16sb for the norms, which the paper leaves out. Korthikanti
-    et al. 2022, section 4.1 and equation 2. Notebook 06.
+    The defaults are the paper's setting: 34sbd + 5bs²H, and 16sb for the norms, which it leaves
+    out. Korthikanti et al. 2022, section 4.1 and equation 2. Notebook 06.
     """
-    _check_counts(batch=batch, length=length, width=width, heads=heads, itemsize=itemsize)
+    check_counts(batch=batch, length=length, width=width, heads=heads, itemsize=itemsize)
     if attention not in ("materialised", "flash"):
-        raise ValueError(f"expected attention to be 'materialised' or 'flash', got {attention!r}: choose one")
+        expected = "expected attention to be 'materialised' or 'flash'"
+        raise ValueError(f"{expected}, got {attention!r}: choose one")
     token, weight = "sbd", "bs²H"
     units = {
         token: batch * length * width,
@@ -222,14 +229,17 @@ def block_activations(
     }
     weights = [("attention weights, of softmax", itemsize, weight)]
     if attention_dropout:
-        weights += [("mask of their dropout", mask_bytes, weight), ("weights after dropout", itemsize, weight)]
+        weights.append(("mask of their dropout", mask_bytes, weight))
+        weights.append(("weights after dropout", itemsize, weight))
     mask = [("mask of dropout", mask_bytes, token)] if dropout else []
+    if attention == "flash":
+        weights = [("log-sum-exp of each row", 4, "bsH")]
     kept = [
         ("input of the norm before attention", itemsize, token),
         ("mean and 1/deviation of each token", 2 * statistic_bytes, "sb"),
         ("input of the layer qkv", itemsize, token),
         ("queries, keys and values", 3 * itemsize, token),
-        *(weights if attention == "materialised" else [("log-sum-exp of each row", 4, "bsH")]),
+        *weights,
         ("input of the layer out", itemsize, token),
         *mask,
         ("input of the norm before the MLP", itemsize, token),
@@ -239,32 +249,36 @@ def block_activations(
         ("input of the MLP's second layer", 4 * itemsize, token),
         *mask,
     ]
-    return [Term(name, coefficient, unit, coefficient * units[unit]) for name, coefficient, unit in kept]
+    return [Term(name, each, unit, each * units[unit]) for name, each, unit in kept]
 
 
 def checkpointed_activations(
-    batch: int, length: int, width: int, itemsize: int = 2, selective: bool = False, random_state_bytes: int = 5056
+    batch: int,
+    length: int,
+    width: int,
+    itemsize: int = 2,
+    selective: bool = False,
+    random_state_bytes: int = 5056,
 ) -> list[Term]:
-    """What the same block keeps under `ddpkit.checkpointing`, with dropout or without, and whatever its attention.
+    """What the same block keeps under `ddpkit.checkpointing`, whatever its attention and dropout.
 
-    selective: the results of its four linear layers are kept, too. random_state_bytes: on a CPU; 16 more for a GPU.
-    ValueError: a size that is less than 1.
+    selective: the results of its four linear layers are kept, too. random_state_bytes: on a CPU; 16
+    more with a GPU. ValueError: a size that is less than 1.
     """
-    _check_counts(batch=batch, length=length, width=width, itemsize=itemsize)
-    results = [("queries, keys and values", 3), ("result of the layer out", 1)]
-    results += [("result of the MLP's first layer", 4), ("result of the MLP's second layer", 1)]
-    token = batch * length * width
-    return [
-        Term("state of the random numbers", random_state_bytes, "", random_state_bytes),
-        *(
-            Term(name, times * itemsize, "sbd", times * itemsize * token)
-            for name, times in [("input of the block", 1), *(results if selective else [])]
-        ),
-    ]
+    check_counts(batch=batch, length=length, width=width, itemsize=itemsize)
+    kept = [("input of the block", 1)]
+    if selective:
+        kept += [("queries, keys and values", 3), ("result of the layer out", 1)]
+        kept += [("result of the MLP's first layer", 4), ("result of the MLP's second layer", 1)]
+    terms = [Term("state of the random numbers", random_state_bytes, "", random_state_bytes)]
+    for name, times in kept:
+        each = times * itemsize
+        terms.append(Term(name, each, "sbd", each * batch * length * width))
+    return terms
 
 
 def coefficients(terms: Iterable[Term]) -> dict[str, int]:
-    """The formula that the terms add up to: {"sbd": 34, "sb": 16, "bs²H": 5} is 34sbd + 16sb + 5bs²H."""
+    """What the terms add up to: {"sbd": 34, "sb": 16, "bs²H": 5} is 34sbd + 16sb + 5bs²H."""
     total = Counter()
     for term in terms:
         total[term.unit] += term.coefficient
@@ -272,7 +286,7 @@ def coefficients(terms: Iterable[Term]) -> dict[str, int]:
 
 
 class ByteDropout(nn.Module):
-    """Dropout whose mask has one byte for each number, on a CPU, too, as in the paper and on every GPU."""
+    """Dropout whose mask has a byte for each number, on a CPU, too, as on every GPU."""
 
     def __init__(self, p: float):
         super().__init__()
@@ -283,9 +297,9 @@ class ByteDropout(nn.Module):
 
 
 class MaterialisedAttention(nn.Module):
-    """Attention as in textbooks: the whole matrix of weights, softmaxed, dropped out, and kept for backward.
+    """Attention as in textbooks: the whole matrix of weights is made, and kept for backward.
 
-    As `ddpkit.models.torch_attention`: q, k, v (..., N, D); the result, too. Cost: N² numbers for each head.
+    q, k, v and the result: (..., N, D), as for `ddpkit.models.torch_attention`. Cost: N² a head.
     """
 
     def __init__(self, dropout: nn.Module):
@@ -295,7 +309,8 @@ class MaterialisedAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         if causal:
-            scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)  # a sum keeps nothing for backward
+            mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)
+            scores = scores + mask  # a sum keeps nothing for backward
         return self.dropout(scores.softmax(-1)) @ v
 
 
@@ -305,8 +320,8 @@ class MaterialisedAttention(nn.Module):
 class Saved(NamedTuple):
     """A piece of memory that is kept for backward.
 
-    where: the module, or where there is none the function, that keeps it. shape, dtype: of the first tensor there that
-    is kept. nbytes: of all of the memory, which may be more than that tensor's: it can't be given back in parts.
+    where: the module, or else the function, that keeps it. shape, dtype: of the first tensor there.
+    nbytes: of all of the memory, since it can't be given back in parts.
     """
 
     where: str
@@ -318,18 +333,19 @@ class Saved(NamedTuple):
 def measure_saved(fn: Callable, *args) -> list[Saved]:
     """Call `fn(*args)`, and list what autograd keeps of it for backward, in order.
 
-    fn: a module, whose parts are then named as in `named_modules`, or any function. Parameters are left out: they would
-    be there anyway. Memory that several operations keep is listed once, where it was first kept.
+    fn: a module, whose parts are then named as in `named_modules`, or any function. Parameters are
+    left out: they would be there anyway. Memory that several operations keep is listed once.
 
-    It works on the meta device, too, where nothing is computed and a layer of any size fits.
+    Also on the meta device, where nothing is computed and a layer of any size fits.
     """
-    names = {id(part): name for name, part in fn.named_modules()} if isinstance(fn, nn.Module) else {}
-    kept: dict[int, tuple[Tensor, Saved]] = {}  # the tensor is held, so that its memory isn't given to another
+    modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
+    names = {id(part): name for name, part in modules}
+    kept: dict[int, tuple[Tensor, Saved]] = {}  # holds the tensor, or others would get its memory
 
     def keep(x: Tensor) -> Tensor:
         if not _is_parameter(x) and _address(x) not in kept:
-            nbytes = x.untyped_storage().nbytes()
-            kept[_address(x)] = x.detach(), Saved(_where(names), tuple(x.shape), x.dtype, nbytes)
+            saved = Saved(_where(names), tuple(x.shape), x.dtype, x.untyped_storage().nbytes())
+            kept[_address(x)] = x.detach(), saved
         return x
 
     with saved_tensors_hooks(keep, lambda x: x):
@@ -343,7 +359,7 @@ def _is_parameter(x: Tensor) -> bool:
 
 
 def _where(names: dict[int, str]) -> str:
-    """Who is at work: the innermost module, or public function outside of torch, that called the caller's caller."""
+    """Who is at work: the innermost module, or public function that isn't torch's, above us."""
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_locals.get("self")
@@ -365,10 +381,9 @@ KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "othe
 
 @dataclass
 class Timeline:
-    """What was alive after each operation of a step.
+    """What was alive after each operation of a step; entry 0 is before the first.
 
-    by_kind: {kind: bytes after each operation}; entry 0 is before the first. ops: the operation's name, "" for entry 0.
-    marks: [(entry from which on, what one said)]. Pure numbers, to draw or to compare.
+    by_kind: {kind: bytes}. ops: names of operations. marks: [(entry from which on, text)].
     """
 
     by_kind: dict[str, list[int]] = field(default_factory=dict)
@@ -376,7 +391,7 @@ class Timeline:
     marks: list[tuple[int, str]] = field(default_factory=list)
 
     def mark(self, text: str) -> None:
-        """Note that from the next operation on something else goes on: "forward", "backward", "step"."""
+        """Note what begins with the next operation: "forward", "backward", "step"."""
         self.marks.append((len(self.ops), text))
 
     @property
@@ -422,7 +437,7 @@ class _Watcher(TorchDispatchMode):
         return made
 
     def meet(self, tensor: Tensor, kind: str = "other", born: int | None = None) -> None:
-        """Follow its memory from now on, unless that is done already; the first to say what kind it is, is right."""
+        """Follow its memory from now on; the first kind that isn't "other" stays."""
         address = _address(tensor)
         if address not in self.alive:
             storage = tensor.untyped_storage()
@@ -438,36 +453,31 @@ class _Watcher(TorchDispatchMode):
 
     def tally(self) -> None:
         """Stop watching, and write into the timeline what was alive when."""
-        for life in list(self.alive.values()):  # some may go meanwhile: threads of a backend let go of tensors, too
+        alive = list(self.alive.values())  # a copy: a backend's threads let go of tensors, too
+        for life in alive:
             life.ends.detach()
-        entries = range(len(self.timeline.ops))
         for kind in KINDS:
-            lives = [life for life in self.lives if life.kind == kind]
             changes = Counter()
-            for life in lives:
-                changes[life.born] += life.nbytes
-                changes[life.died] -= life.nbytes
-            self.timeline.by_kind[kind] = list(_running_total(changes[entry] for entry in entries))
-
-
-def _running_total(changes: Iterable[int]) -> Iterator[int]:
-    total = 0
-    for change in changes:
-        total += change
-        yield total
+            for life in self.lives:
+                if life.kind == kind:
+                    changes[life.born] += life.nbytes
+                    changes[life.died] -= life.nbytes
+            entries = range(len(self.timeline.ops))
+            self.timeline.by_kind[kind] = list(accumulate(changes[entry] for entry in entries))
 
 
 @contextlib.contextmanager
-def watch(model: nn.Module, optimizer: Optimizer | None = None, buckets: Iterable[Tensor] = ()) -> Iterator[Timeline]:
-    """Follow the memory of every tensor that is made inside, and say afterwards how much was alive when.
+def watch(
+    model: nn.Module, optimizer: Optimizer | None = None, buckets: Iterable[Tensor] = ()
+) -> Iterator[Timeline]:
+    """Follow the memory of every tensor that is made inside; the timeline is filled at the end.
 
-    buckets: flat tensors in which a data-parallel wrapper has its gradients; a gradient in one of them counts there.
-    Gives a `Timeline`, which is empty until the end of the block. Buffers of the model count as parameters. An input of
-    the model counts if it is kept for backward, as an activation; "other" is what comes and goes: results that nobody
-    keeps, gradients of activations.
+    buckets: flat tensors of a data-parallel wrapper; a gradient in one of them counts there.
+    Buffers of the model count as parameters, an input that is kept for backward as an activation.
+    "other" comes and goes: results that nobody keeps, gradients of activations.
 
-    Works on every device; on a GPU the allocator (`allocator_peak`) has the last word: what an operation takes for
-    itself while it runs, or the allocator by rounding up, isn't seen here. Each operation costs some microseconds more.
+    On every device, at some microseconds an operation. What an operation takes for itself while it
+    runs isn't seen, nor what an allocator rounds up: on a GPU see `allocator_peak`.
     """
     timeline = Timeline()
     watcher = _Watcher(timeline)
@@ -478,16 +488,23 @@ def watch(model: nn.Module, optimizer: Optimizer | None = None, buckets: Iterabl
 
     def label() -> None:
         parameters = list(model.parameters())
-        there = {"buckets": buckets, "parameters": [*parameters, *model.buffers()]}
-        there["gradients"] = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for kind, tensors in (there | {"optimizer": _remembered(model, optimizer)}).items():
+        there = {  # the order counts: a gradient in a bucket is the bucket's
+            "buckets": buckets,
+            "parameters": [*parameters, *model.buffers()],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer": _remembered(model, optimizer),
+        }
+        for kind, tensors in there.items():
             for tensor in tensors:
                 watcher.meet(tensor, kind)
 
     buckets = list(buckets)
     label()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(lambda p: watcher.meet(p.grad, "gradients")) for p in trained]
+    hooks = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            met = partial(_meet_gradient, watcher)
+            hooks.append(parameter.register_post_accumulate_grad_hook(met))
     try:
         with watcher, saved_tensors_hooks(keep, lambda x: x):
             yield timeline
@@ -498,11 +515,15 @@ def watch(model: nn.Module, optimizer: Optimizer | None = None, buckets: Iterabl
         watcher.tally()
 
 
+def _meet_gradient(watcher: _Watcher, parameter: Tensor) -> None:
+    watcher.meet(parameter.grad, "gradients")
+
+
 class AllocatorPeak(NamedTuple):
     """What PyTorch's allocator on a GPU had at most, in bytes.
 
-    allocated: in blocks that were handed out, each a multiple of 512. reserved: taken from the GPU; beyond `allocated`
-    it is kept for later, or cut into pieces that are too small.
+    allocated: in blocks that were handed out, each a multiple of 512. reserved: taken from the GPU;
+    beyond `allocated` it is kept for later, or cut into pieces that are too small.
     """
 
     allocated: int
@@ -510,7 +531,7 @@ class AllocatorPeak(NamedTuple):
 
 
 def allocator_peak(fn: Callable[[], object]) -> AllocatorPeak:
-    """Call `fn` and ask the allocator of the current GPU what it had at most meanwhile, what was there before included.
+    """Call `fn`; what the current GPU's allocator had at most, with what was there before.
 
     ValueError: there is no GPU. It resets the allocator's own record of the peak.
     """
