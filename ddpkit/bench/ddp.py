@@ -14,7 +14,6 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 
@@ -145,11 +144,6 @@ def like_in_seed(cap_mb: int, module: nn.Module, group: ProcessGroup) -> nn.Modu
 
 
 # What was found
-
-
-@dataclass(frozen=True)
-class Step(Result):
-    predicted_s: float | None = None
 
 
 class Steps(Results):
