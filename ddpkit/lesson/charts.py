@@ -7,6 +7,7 @@ stand in the tables.
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..tools import cost, memory
@@ -63,7 +64,7 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
     title = _title(what, shown)
     figure, (axes,) = chart(title)
     ceilings, ticks = set(), {}
-    width = 0.86 / max(sum(each.nbytes == nbytes for each in shown) for nbytes in sizes)
+    width = 0.86 / max(Counter(each.nbytes for each in shown).values())
     for place, nbytes in enumerate(sizes):
         group = [(n, each) for n, of in backends.items() for each in of if each.nbytes == nbytes]
         for number, (backend, result) in enumerate(group):
@@ -297,7 +298,8 @@ def byte_bars(
     rows: {name: {kind of `ddpkit.memory.KINDS`: bytes}}. chosen: the row that stands out. text:
     what the picture says.
     """
-    kinds = [kind for kind in memory.KINDS if any(row.get(kind) for row in rows.values())]
+    used = set().union(*rows.values())
+    kinds = [kind for kind in memory.KINDS if kind in used]
     figure, (axes,) = chart(title, 170 + 64 * len(rows))
     ends = [0] * len(rows)
     for kind in kinds:

@@ -122,12 +122,19 @@ def find_owners(before: list[list | None], after: list[list | None]) -> list[lis
 
 def sent_bytes(run) -> list[int]:
     """Bytes that each rank sent, message by message; torch's own collectives keep theirs inside."""
-    return [sum(record.bytes for record in records if record.op == "send") for records in run.wire]
+    return _bytes(run, "send")
 
 
 def received_bytes(run) -> list[int]:
     """Bytes that each rank received, message by message."""
-    return [sum(record.bytes for record in records if record.op == "recv") for records in run.wire]
+    return _bytes(run, "recv")
+
+
+def _bytes(run, op: str) -> list[int]:
+    found = [0] * len(run.wire)
+    for rank, records in enumerate(run.wire):
+        found[rank] = sum(record.bytes for record in records if record.op == op)
+    return found
 
 
 def _named(run_or_runs) -> dict[str, object]:

@@ -31,7 +31,8 @@ def timelines(watched: Mapping[str, Timeline], title: str = "Bytes alive during 
     watched: {name: as `ddpkit.memory.watch` gives it}. A circle: the peak. Dashed: marks.
     Notebook 06.
     """
-    kinds = [kind for kind in KINDS if any(any(each.by_kind[kind]) for each in watched.values())]
+    used = [kind for each in watched.values() for kind in KINDS if any(each.by_kind[kind])]
+    kinds = [kind for kind in KINDS if kind in used]
     height = min(page.TALLEST, 150 + 200 * len(watched))
     figure, panels = chart(title, height, len(watched), sharex=True, sharey=True)
     said = [f"{title}."]

@@ -172,8 +172,11 @@ class Stage:
     def _tall_meeting(self, event: Event) -> float:
         if event.kind != "meet":
             return 0
-        rows = [before_after(rank, record) for rank, record in event.records.items()]
-        return max(44 + 34 + LINE * sum(self.lines(len(r or " ")) for r in pair) for pair in rows)
+        tall = 0
+        for rank, record in event.records.items():
+            before, after = before_after(rank, record)
+            tall = max(tall, self.lines(len(before or " ")) + self.lines(len(after or " ")))
+        return 44 + 34 + LINE * tall
 
     def row(self, rank: int) -> int:
         return 1 if self.two_rows and rank >= self.columns else 0

@@ -157,12 +157,12 @@ def _met(records: dict[int, Record]) -> Event:
         return Event("meet", f"{who} form a group", records)
     if first.op == "barrier":
         return Event("meet", f"{who} met at a barrier", records)
-    pairs = {rank: before_after(rank, records[rank]) for rank in ranks}
+    before, after = {}, {}
+    for rank in ranks:
+        before[rank], after[rank] = before_after(rank, records[rank])
     world_size = len(ranks) if first.group == "world" and len(ranks) > 1 else None
-    before, after = (
-        _said({rank: pair[side] for rank, pair in pairs.items()}, world_size) for side in (0, 1)
-    )
-    return Event("meet", f"{first.call}: {before} → {after}", records)
+    text = f"{first.call}: {_said(before, world_size)} → {_said(after, world_size)}"
+    return Event("meet", text, records)
 
 
 def before_after(rank: int, record: Record) -> tuple[list | None, list | None]:
