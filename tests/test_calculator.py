@@ -6,7 +6,7 @@ import torch
 from ddpkit import ddp
 from ddpkit.lesson import charts, figures
 from ddpkit.lesson.calculator import bucket_calculator, bucket_plans, zero_calculator
-from ddpkit.lesson.widgets import Slider, StepThrough, Toggle, calculator
+from ddpkit.lesson.widgets import Calculator, Slider, StepThrough, Toggle
 from ddpkit.tools import cost
 
 CAPS = Slider("bucket cap", [1, 2, 4, 8], 4, "{} MiB".format)
@@ -20,7 +20,7 @@ def words(cap, kind, up):
 
 def worlds(**values):
     controls = {"cap": CAPS, "kind": Slider("kind", ["drawn", "said"], "drawn"), "up": Toggle("up")}
-    return calculator(words, **controls, **values)
+    return Calculator(words, **controls, **values)
 
 
 def gradients(count=12):
@@ -102,9 +102,9 @@ def test_errors_while_stepping_are_shown_on_their_page():
 
 def test_errors_at_first_are_raised():
     with pytest.raises(ValueError, match="no <eight>"):
-        calculator(words, cap=Slider("cap", [8], 8), kind=Toggle("kind"), up=Toggle("up"))
+        Calculator(words, cap=Slider("cap", [8], 8), kind=Toggle("kind"), up=Toggle("up"))
     with pytest.raises(ValueError, match="expected 'cap' to be one of 1, 2, got 3"):
-        calculator(lambda cap: (cap, None), cap=Slider("cap", [1, 2], 3))
+        Calculator(lambda cap: (cap, None), cap=Slider("cap", [1, 2], 3))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from ..tools import cost, memory
 from ..tools.units import binary_size, count, duration, size
 from . import charts
 from .page import Picture
-from .widgets import Calculator, Slider, calculator
+from .widgets import Calculator, Slider
 
 LATENCIES_S = (1e-3, 3e-3, 10e-3)
 
@@ -46,7 +46,7 @@ def bucket_calculator(
         return caption, charts.bucket_timeline(plan, ready_s, sizes, wire, world_size, longest_s)
 
     middle = list(plans)[len(plans) // 2]
-    return calculator(
+    return Calculator(
         step,
         charts.describe_buckets(plans[middle]),
         cap_bytes=Slider("bucket cap", list(plans), middle, binary_size),
@@ -77,7 +77,7 @@ CAPACITY_BYTES = 80 * 10**9
 
 def zero_calculator() -> Calculator:
     """What a rank keeps and sends in ZeRO's stages, in mixed precision with AdamW. Notebook 07."""
-    return calculator(
+    return Calculator(
         zero_stage,
         model=Slider("model", list(MODELS), "7.5B"),
         world_size=Slider("ranks", [2**power for power in range(11)], 64),

@@ -18,7 +18,7 @@ from ..tools.units import size
 from . import page
 from .charts import KIND_COLOURS, byte_bars
 from .page import Picture, chart, legend, patch, stroke
-from .widgets import Calculator, Slider, Toggle, calculator
+from .widgets import Calculator, Slider, Toggle
 
 PEAK = {"marker": "o", "ms": 13, "mfc": "none", "mec": "black", "mew": 2.5, "ls": ""}
 
@@ -176,7 +176,7 @@ def memory_calculator() -> Calculator:
     """A GPT of any shape: the bytes of its training, with checkpoints and without. Notebook 06."""
     widths = [768, 1024, 1600, 2048, 3584, 4096, 5120, 8192, 16384]
     powers = [2**power for power in range(18)]
-    return calculator(
+    return Calculator(
         training,
         width=Slider("width", widths, 3584),
         head_width=Slider("width of a head", [64, 128, 256], 128),

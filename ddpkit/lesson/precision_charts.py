@@ -11,7 +11,7 @@ from torch import Tensor
 from ..tools.floats import FP16
 from . import page
 from .page import Picture, chart, legend, stroke
-from .widgets import Calculator, Slider, calculator
+from .widgets import Calculator, Slider
 
 STYLES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 EVERY = 10  # steps whose mean is a point
@@ -143,4 +143,4 @@ def scale_calculator(gradients: Tensor) -> Calculator:
         return f"loss × 2^{power} = {2**power:,}. {said}", picture
 
     powers = Slider("loss scale", list(range(41)), 0, lambda power: f"2^{power}")
-    return calculator(scaled, scaled(0)[1].text, power=powers)
+    return Calculator(scaled, scaled(0)[1].text, power=powers)

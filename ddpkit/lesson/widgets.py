@@ -1,7 +1,7 @@
 """Widgets: `Live` is any of them, `StepThrough` a row of pictures, `Calculator` a function with a
 control for each of its arguments.
 
-    calculator(
+    Calculator(
         lambda bucket_mib: (f"{gradients_mib / bucket_mib:.0f} messages", None),
         bucket_mib=Slider("bucket cap (MiB)", [1, 2, 4, 8], 4),
     )
@@ -225,10 +225,21 @@ class Toggle:
 
 
 class Calculator(Panel):
-    """Controls over a function. `value` and `set` read and move them, in a browser or without."""
+    """A control for each argument of `function`. `value` and `set` read and move them.
+
+    function: called with the controls' values, by name; returns (caption, Picture or None), always
+    the same for the same values. What it raises later is shown as the caption. text: what stands
+    for the widget where nothing is live and is compared in tests; by default the caption, which
+    must not hold a number that was measured.
+    ValueError: a control has no such value as it starts with; what `function` raises for those.
+    """
 
     def __init__(
-        self, function: Callable[..., Look], controls: dict[str, Slider | Toggle], text: str | None
+        self,
+        function: Callable[..., Look],
+        /,
+        text: str | None = None,
+        **controls: Slider | Toggle,
     ):
         self._function, self._all, self._text = cache(function), controls, text
         self._values = {name: control.value for name, control in controls.items()}
@@ -270,17 +281,3 @@ class Calculator(Panel):
     def _move(self, name: str, value) -> None:
         self._values[name] = value
         self.show()
-
-
-def calculator(
-    function: Callable[..., Look], /, text: str | None = None, **controls: Slider | Toggle
-) -> Calculator:
-    """A widget with a control for each argument of `function`.
-
-    function: called with the controls' values, by name; returns (caption, Picture or None), always
-    the same for the same values. What it raises later is shown as the caption. text: what stands
-    for the widget where nothing is live and is compared in tests; by default the caption, which
-    must not hold a number that was measured.
-    ValueError: a control has no such value as it starts with; what `function` raises for those.
-    """
-    return Calculator(function, controls, text)
