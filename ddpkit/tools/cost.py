@@ -128,9 +128,6 @@ class CostModel:
         return f"{duration(self.latency_s)} a hop, {rate(self.bytes_per_s)}"
 
 
-Model = CostModel  # its name before; goes when nobody calls it so
-
-
 def crossover(first: str, second: str, world_size: int, model: CostModel) -> float | None:
     """The bytes from which on `second` is faster than `first`; ValueError as in `volume`.
 
