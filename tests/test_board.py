@@ -131,7 +131,7 @@ def rewrite(path: str, for_s: float):
 def test_a_record_that_is_written_again_never_looks_different(board, tmp_path):
     """Else another rank would see a call that nobody made, and report a mismatch."""
     writer = multiprocessing.get_context("spawn").Process(
-        target=rewrite, args=(str(tmp_path / "board"), 1.0)
+        target=rewrite, args=(str(tmp_path / "board"), 0.3)
     )
     writer.start()
     while not board.calls(0):

@@ -414,7 +414,7 @@ def say(
         "a.py",
         3,
         "f",
-        1.0,
+        1.0 + seq,
     )
     record.done = done
     board.put(rank, index, record)
@@ -453,6 +453,14 @@ def test_waiting_for_someone_who_waits_for_someone_free_is_no_deadlock(board):
     assert stuck(board) == []
     board.set_state(2, RETURNED)
     assert stuck(board) == [0, 1]
+
+
+def test_one_free_rank_is_enough_for_a_receive_from_any(board):
+    say(board, 0, "recv", channel="0 ?", ranks=(0, 1, 2))
+    board.set_state(1, RETURNED)
+    assert stuck(board) == []
+    board.set_state(2, RETURNED)
+    assert stuck(board) == [0]
 
 
 def test_a_second_thread_makes_a_rank_free(board):

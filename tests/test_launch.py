@@ -81,60 +81,27 @@ LOCK = threading.Lock()
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("args", "options", "says"),
     [
-        (
-            lambda: launch(3),
-            "launch expected a function to call on every rank, got 3: pass launch(f), not",
-        ),
-        (lambda: launch(None), "got None: pass launch(f), not launch(f())"),
-        (
-            lambda: launch(print, world_size=0),
-            "expected world_size from 1 to 64 on one machine, got 0",
-        ),
-        (
-            lambda: launch(print, world_size=65),
-            "expected world_size from 1 to 64 on one machine, got 65",
-        ),
-        (lambda: launch(print, world_size=-1), "got -1"),
-        (lambda: launch(print, world_size=2.0), "got 2.0"),
-        (lambda: launch(print, world_size="2"), "got '2'"),
-        (lambda: launch(print, world_size=True), "got True"),
-        (
-            lambda: launch(print, backend="mpi"),
-            "launch expected backend 'auto', 'gloo' or 'nccl', got 'mpi'",
-        ),
-        (
-            lambda: launch(print, link=1e9),
-            "launch expected a Link, got 1000000000.0: for example link=Link.preset(",
-        ),
-        (
-            lambda: launch(print, link=Link(0, 1e9), backend="nccl"),
-            "expected 'gloo' or 'auto', only Gloo's wire is",
-        ),
-        (lambda: launch(print, timeout=0), "expected timeout > 0, got 0. Give seconds"),
-        (lambda: launch(print, timeout="1"), "expected timeout > 0, got '1'. Give seconds"),
-        (lambda: launch(print, hang_after=None), "expected hang_after > 0, got None. Give seconds"),
-        (lambda: launch(print, hang_after=-1), "got -1"),
-        (lambda: launch(print, count(3)), "got a generator as argument 0: pass list(...) of it"),
-        (
-            lambda: launch(print, sep=count(3)),
-            "got a generator as argument sep=: pass list(...) of it",
-        ),
-        (
-            lambda: launch(print, LOCK),
-            "got argument 0 (TypeError: cannot pickle '_thread.lock' object). Make it inside",
-        ),
-        (
-            lambda: launch(lambda: LOCK),
-            "got the variable 'LOCK' that the function uses (TypeError: cannot pickle",
-        ),
-        (lambda: launch(print, sys.stdout), "got argument 0 ("),
+        ([3], {}, "a function to call on every rank, got 3: pass launch(f), not launch(f())"),
+        ([print], {"world_size": 0}, "world_size from 1 to 64 on one machine, got 0"),
+        ([print], {"world_size": 65}, "world_size from 1 to 64 on one machine, got 65"),
+        ([print], {"world_size": 2.0}, "got 2.0"),
+        ([print], {"world_size": True}, "got True"),
+        ([print], {"backend": "mpi"}, "backend 'auto', 'gloo' or 'nccl', got 'mpi'"),
+        ([print], {"link": 1e9}, "a Link, got 1000000000.0: for example link=Link.preset("),
+        ([print], {"link": Link(0, 1e9), "backend": "nccl"}, "only Gloo's wire is emulated"),
+        ([print], {"timeout": 0}, "expected timeout > 0, got 0. Give seconds"),
+        ([print], {"hang_after": None}, "expected hang_after > 0, got None. Give seconds"),
+        ([print, count(3)], {}, "a generator as argument 0: pass list(...) of it"),
+        ([print], {"sep": count(3)}, "a generator as argument sep=: pass list(...) of it"),
+        ([print, LOCK], {}, "argument 0 (TypeError: cannot pickle '_thread.lock' object). Make it"),
+        ([lambda: LOCK], {}, "the variable 'LOCK' that the function uses (TypeError: cannot"),
     ],
 )
-def test_bad_arguments_start_no_process(no_process, call, says):
+def test_bad_arguments_start_no_process(no_process, args, options, says):
     with pytest.raises(ValueError, match="expected") as caught:
-        call()
+        launch(*args, **options)
     assert says in str(caught.value)
 
 

@@ -149,8 +149,11 @@ def test_transfers_of_one_rank_queue_behind_each_other():
         if dist.get_rank() == 0:
             for work in [dist.isend(torch.ones(5000), dst) for dst in (1, 2)]:
                 work.wait()
+            for work in [dist.irecv(torch.empty(5000), src) for src in (1, 2)]:
+                work.wait()
         else:
             dist.recv(torch.empty(5000), 0)
+            dist.send(torch.ones(5000), 0)
 
     run = launch(at_once, world_size=3, link=SLOW)
     one = SLOW.seconds("all_reduce", 20_000, 3)
@@ -158,7 +161,8 @@ def test_transfers_of_one_rank_queue_behind_each_other():
         assert wire[2].done - wire[0].issued >= 3 * one
         for earlier, later in itertools.pairwise(wire[:3]):
             assert later.started >= earlier.started + one
-    first, second = run.wire[0][3:]
+    first, second, one_in, other_in = run.wire[0][3:]
+    assert other_in.started >= one_in.started + SLOW.seconds("recv", 20_000, 3)
     assert second.started >= first.started + 20_000 / 1e6
     assert run.wire[2][3].done >= first.issued + 2 * 20_000 / 1e6 + SLOW.latency_s
 

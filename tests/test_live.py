@@ -119,17 +119,16 @@ def test_an_exception_keeps_the_world_when_the_ranks_are_in_step(cell, fails, ma
     assert cell("kept") == "rank 0: 7\nrank 1: 7\n"
 
 
-def test_the_same_exception_on_all_ranks(fails):
+def test_what_fails_on_all_ranks_is_told_with_its_line(fails, cell):
     assert fails(RankError, "1 / 0") == [
         "rank 0 raised ZeroDivisionError: division by zero",
         "  line 2 of the cell: 1 / 0",
         "Rank 1 failed in the same way.",
     ]
-
-
-def test_syntax_errors_are_told_with_their_line(fails, cell):
     lines = fails(RankError, "x = 1\nfor")
     assert lines[:2] == ["rank 0 raised SyntaxError: invalid syntax", "  line 3 of the cell: for"]
+    lines = fails(RankError, "class Bad:\n    def __repr__(self): raise ValueError('shy')\nBad()")
+    assert lines[0] == "rank 0 raised ValueError: shy"
     assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
 
 
@@ -191,12 +190,6 @@ def test_leaving_a_cell_is_an_error_like_others(fails, cell, magic, leave):
     assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
 
 
-def test_a_value_that_cannot_be_shown(fails, cell):
-    lines = fails(RankError, "class Bad:\n    def __repr__(self): raise ValueError('shy')\nBad()")
-    assert lines[0] == "rank 0 raised ValueError: shy"
-    assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
-
-
 def test_an_interrupt_ends_the_world_and_says_so(cell, magic, capfd):
     import threading
 
@@ -223,18 +216,12 @@ def test_another_size_is_another_world_and_says_so(cell):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (
-            "two",
-            "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS], got 'two'",
-        ),
+        ("two", "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS], got"),
         ("0", "%%ranks expected 1 to 64 ranks on one machine, got 0"),
         ("65", "%%ranks expected 1 to 64 ranks on one machine, got 65"),
         ("2 --on 2", "--on expected ranks from 0 to 1, got '2': there are 2 ranks"),
-        ("2 --on -1", "expected "),
         ("2 --on a,b", "--on expected ranks separated by commas, as in --on 0,2, got 'a,b'"),
-        ("2 --on", "got '2 --on': "),
         ("2 --fast", "got '2 --fast': --fast means nothing here"),
-        ("2 3", "got '2 3': 3 means nothing here"),
         ("2 --timeout soon", "got '2 --timeout soon'"),
         ("2 --timeout 0", "expected --timeout in seconds, more than 0, got 0"),
         ("2 --hang-after -1", "expected --hang-after in seconds, more than 0, got -1"),

@@ -63,11 +63,6 @@ class Record:
         return f"{self.op}({self.detail})"
 
     @property
-    def agreement(self) -> str:
-        """The old name of `fingerprint`."""
-        return self.fingerprint
-
-    @property
     def place(self) -> tuple[str, int, str]:
         """(file, line, function) of the reader's own code that made the call."""
         return self.file, self.line, self.function

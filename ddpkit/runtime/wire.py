@@ -299,28 +299,15 @@ class WireGroup(dist.ProcessGroup):
 
     def _record(self, op: str, tensors, channel: str | None, fingerprint: str, detail: str):
         """channel: None for the group's own."""
-        now = time.perf_counter()
-        file, line, function = call_site()
         if self._label != "world" and op != "new_group":
             detail = f"{detail}, {self._label}" if detail else self._label
-        return Record(
-            op=op,
-            group=self._label,
-            ranks=self.ranks,
-            channel=channel or self._name,
-            seq=0,
-            fingerprint=fingerprint,
-            detail=detail,
-            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            peer=None,
-            shape=tuple(tensors[0].shape) if tensors else (),
-            dtype=_dtype(tensors),
-            file=file,
-            line=line,
-            function=function,
-            issued=now,
-            started=now,
-        )
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        shape = tuple(tensors[0].shape) if tensors else ()
+        said = (self._label, self.ranks, channel or self._name, 0, fingerprint, detail)
+        now = time.perf_counter()
+        record = Record(op, *said, nbytes, None, shape, _dtype(tensors), *call_site(), issued=now)
+        record.started = now
+        return record
 
     # What torch.distributed asks of a group besides.
 
