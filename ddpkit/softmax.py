@@ -54,13 +54,13 @@ def naive_softmax(x: Tensor) -> Tensor:
 
 def safe_softmax(x: Tensor) -> Tensor:
     """e^(x−m) / Σ e^(x−m), no exponent above 0: passes for the maximum, the sum, the result."""
-    (m, ell), a = _start(x), torch.empty_like(x)
+    (m, ell), a = start(x), torch.empty_like(x)
     for i in range(x.shape[-1]):
         m = torch.maximum(m, x[..., i])
     for i in range(x.shape[-1]):
-        ell = ell + _power(x[..., i], m)
+        ell = ell + power(x[..., i], m)
     for i in range(x.shape[-1]):
-        a[..., i] = normalize(_power(x[..., i], m), ell)
+        a[..., i] = normalize(power(x[..., i], m), ell)
     return a
 
 
@@ -69,13 +69,13 @@ def online_softmax(x: Tensor) -> Tensor:
 
     When the maximum grows, the sum so far is corrected. Milakov and Gimelshein 2018, algorithm 3.
     """
-    (m, ell), a = _start(x), torch.empty_like(x)
+    (m, ell), a = start(x), torch.empty_like(x)
     for i in range(x.shape[-1]):
         x_i = x[..., i]
         m_before, m = m, torch.maximum(m, x_i)
-        ell = ell * _power(m_before, m) + _power(x_i, m)
+        ell = ell * power(m_before, m) + power(x_i, m)
     for i in range(x.shape[-1]):
-        a[..., i] = normalize(_power(x[..., i], m), ell)
+        a[..., i] = normalize(power(x[..., i], m), ell)
     return a
 
 
@@ -85,12 +85,12 @@ def online_weighted_mean(x: Tensor, v: Tensor) -> Tensor:
     v: (..., N, D), a value for each number. Returns (..., D) in the dtype of v; zeros for a masked
     row. The sum of the values is corrected as ℓ is, and divided by it at the end. Notebook 09, too.
     """
-    m, ell = _start(x)
+    m, ell = start(x)
     o = ell.unsqueeze(-1).expand(*ell.shape, v.shape[-1])  # zeros
     for i in range(x.shape[-1]):
         x_i, v_i = x[..., i], v[..., i, :]
         m_before, m = m, torch.maximum(m, x_i)
-        correction, weight = _power(m_before, m), _power(x_i, m)
+        correction, weight = power(m_before, m), power(x_i, m)
         ell = ell * correction + weight
         o = o * correction.unsqueeze(-1) + weight.unsqueeze(-1) * v_i
     mean = torch.empty_like(o, dtype=v.dtype)
@@ -107,10 +107,10 @@ def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
     x: (..., n), n may be 0. v: (..., n, D), multiplied as by torch.matmul, so that several rows
     (..., q, n) share their values. Returns m and ℓ of shape (...), o of shape (..., D).
     """
-    m, _ = _start(x)
+    m, _ = start(x)
     if x.shape[-1]:
         m = x.amax(-1).to(m.dtype)
-    weights = _power(x, m.unsqueeze(-1))
+    weights = power(x, m.unsqueeze(-1))
     ell = weights.sum(-1)
     return (m, ell) if v is None else (m, ell, weights @ v.to(weights.dtype))
 
@@ -123,7 +123,7 @@ def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """
     (m_a, ell_a, *o_a), (m_b, ell_b, *o_b) = a, b
     m = torch.maximum(m_a, m_b)
-    correct_a, correct_b = _power(m_a, m), _power(m_b, m)
+    correct_a, correct_b = power(m_a, m), power(m_b, m)
     ell = ell_a * correct_a + ell_b * correct_b
     if len(a) != len(b):
         raise ValueError(f"expected two pairs or two triples, got {len(a)} and {len(b)} tensors")
@@ -143,8 +143,8 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
     """Softmax of rows that are read `block` numbers at a time: online, from block to block."""
     if block < 1:
         raise ValueError(f"expected a block of at least 1 number, got {block}. Try 128.")
-    a, pair = torch.empty_like(x), _start(x)
-    blocks = [slice(start, start + block) for start in range(0, x.shape[-1], block)]
+    a, pair = torch.empty_like(x), start(x)
+    blocks = [slice(first, first + block) for first in range(0, x.shape[-1], block)]
     for part in blocks:
         pair = merge(pair, summarize(x[..., part]))
     for part in blocks:
@@ -178,14 +178,14 @@ def _check(x: Tensor) -> None:
         raise ValueError(f"expected rows of floating-point numbers, (..., N), got {got}: float()?")
 
 
-def _start(x: Tensor) -> tuple[Tensor, Tensor]:
+def start(x: Tensor) -> tuple[Tensor, Tensor]:
     """(-inf, 0) for each row: m and ℓ before any of its numbers was read."""
     _check(x)
     ell = x.new_zeros(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
     return torch.full_like(ell, -math.inf), ell
 
 
-def _power(x: Tensor, m: Tensor) -> Tensor:
+def power(x: Tensor, m: Tensor) -> Tensor:
     """e^(x−m) for x ≤ m; 0 where both are -inf, as -inf - -inf is NaN: masked weighs nothing."""
     return torch.exp(x - m.masked_fill(m == -math.inf, 0))
 
@@ -197,4 +197,4 @@ def normalize(x: Tensor, ell: Tensor) -> Tensor:
 
 def _softmax(x: Tensor, m: Tensor, ell: Tensor) -> Tensor:
     """That of a part of the row whose pair this is."""
-    return normalize(_power(x, m.unsqueeze(-1)), ell.unsqueeze(-1))
+    return normalize(power(x, m.unsqueeze(-1)), ell.unsqueeze(-1))

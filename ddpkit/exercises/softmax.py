@@ -249,7 +249,7 @@ def of_a_copy(x: Tensor) -> Tensor:
 
 online_softmax = Exercise(
     reference=softmax.online_softmax,
-    helpers=(softmax._start, softmax._power, softmax.normalize),
+    helpers=(softmax.start, softmax.power, softmax.normalize),
     note="Ours, for many rows at a time: x[..., i] is number i of every row.",
     trials=_online_trials,
     hints={
@@ -266,36 +266,36 @@ online_softmax = Exercise(
     beside=told,
     mistakes=[
         *mistakes(f"""
-without_a_correction: ell * _power(m_before, m) + → ell +
+without_a_correction: ell * power(m_before, m) + → ell +
     The sum ℓ wasn't corrected when the maximum grew: what it has so far is for the maximum before.
     ell = ell * exp(m_before - m) + exp(x - m).
-wrong_sign: ell * _power(m_before, m) → (ell * torch.exp(m - m_before)).nan_to_num(0)
+wrong_sign: ell * power(m_before, m) → (ell * torch.exp(m - m_before)).nan_to_num(0)
     The correction has the wrong sign: a larger maximum makes the sum smaller, exp(m_before - m).
-wrong_sign_from_the_start: _power(m_before, m) → torch.exp(m - m_before)
+wrong_sign_from_the_start: power(m_before, m) → torch.exp(m - m_before)
     {FIRST}
-corrects_the_new_number_too: ell = ell * → ell = (ell + _power(x_i, m)) *
-    _power(m_before, m) + _power(x_i, m) → (_power(m_before, m) if i else 1)
+corrects_the_new_number_too: ell = ell * → ell = (ell + power(x_i, m)) *
+    power(m_before, m) + power(x_i, m) → (power(m_before, m) if i else 1)
     The correction belongs to the sum before: the new number's exp(x - m) is for the new maximum
     already.
-with_the_maximum_before: + _power(x_i, m) → + torch.exp(x_i - (m_before if i else m))
+with_the_maximum_before: + power(x_i, m) → + torch.exp(x_i - (m_before if i else m))
     The new number's exponent is x - m, with the maximum that has seen it, not the one before.
-divides_by_the_sum_so_far: + _power(x_i, m) → + _power(x_i, m)
-    ⏎a[..., i] = normalize(_power(x_i, m), ell)
+divides_by_the_sum_so_far: + power(x_i, m) → + power(x_i, m)
+    ⏎a[..., i] = normalize(power(x_i, m), ell)
     for i in range(x.shape[-1]):⏎a[..., i] = → for i in []:⏎    a[..., i] =
     Each number was divided by the sum so far. It takes the last m and the last ℓ, in a second pass.
-not_divided: normalize(_power(x[..., i], m), ell) → _power(x[..., i], m)
+not_divided: normalize(power(x[..., i], m), ell) → power(x[..., i], m)
     exp(x - m) is right, and has to be divided by ℓ.
-first_twice: (m, ell), a = _start(x), → m, ell, a = x[..., 0], torch.ones_like(x[..., 0]),
+first_twice: (m, ell), a = start(x), → m, ell, a = x[..., 0], torch.ones_like(x[..., 0]),
     The first number is in the sum twice.
-from_0: (m, ell), a = _start(x), → (_, ell), m, a = _start(x), x.new_zeros(()),
+from_0: (m, ell), a = start(x), → (_, ell), m, a = start(x), x.new_zeros(()),
     {BELOW_0}
-from_minus_1e300: (m, ell), a = _start(x), → (_, ell), m, a = _start(x), x.new_full((), -1e300),
+from_minus_1e300: (m, ell), a = start(x), → (_, ell), m, a = start(x), x.new_full((), -1e300),
     {TOO_HIGH}
 no_maximum: torch.maximum(m, x_i) → torch.zeros_like(m)
     {OVERFLOWS}
 ends_at_a_masked_number: x_i = x[..., i] → x_i = x[..., i]⏎if x_i == -math.inf: break
     The sum ends at the first -inf. A masked number adds nothing, but those behind it do.
-masked_number_is_nan: _power(x[..., i], m) → _power(x[..., i] + 0 * x[..., i], m)
+masked_number_is_nan: power(x[..., i], m) → power(x[..., i] + 0 * x[..., i], m)
     {A_MASKED}
 begins_masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
     {BEGINS_MASKED}
@@ -378,7 +378,7 @@ OTHER_WAY_ROUND = "The other way round: the maximum comes first, (m, ℓ)."
 
 merge = Exercise(
     reference=softmax.merge,
-    helpers=(softmax._power,),
+    helpers=(softmax.power,),
     note="Ours, for tensors of pairs, and for triples (m, ℓ, o), too.",
     trials=_merge_trials,
     hints={
@@ -406,9 +406,9 @@ smaller_maximum: torch.maximum(m_a, m_b) → torch.minimum(m_a, m_b)
     m is the smaller maximum, and should be the larger: max(m_a, m_b). Then no exponent is above 0.
 first_maximum: torch.maximum(m_a, m_b) → m_a
     m is the smaller maximum, and should be the larger: max(m_a, m_b). Then no exponent is above 0.
-swapped: _power(m_a, m), _power(m_b, m) → _power(m_b, m), _power(m_a, m)
+swapped: power(m_a, m), power(m_b, m) → power(m_b, m), power(m_a, m)
     The corrections are swapped: ell_a goes with exp(m_a - m), ell_b with exp(m_b - m).
-wrong_sign: _power(m_a, m), _power(m_b, m) → torch.exp(m - m_a), torch.exp(m - m_b)
+wrong_sign: power(m_a, m), power(m_b, m) → torch.exp(m - m_a), torch.exp(m - m_b)
     The corrections have the wrong sign: for a larger maximum a sum is smaller, exp(m_a - m).
 larger_part_alone: ell_a * correct_a + ell_b * correct_b → torch.where(m_a < m_b, ell_b, ell_a)
     That is the part with the larger maximum alone: the other's numbers are missing from the sum.
@@ -416,7 +416,7 @@ averages: ell_a * correct_a + ell_b * correct_b → (ell_a * correct_a + ell_b *
     The sums were averaged. ℓ counts both parts: add them.
 multiplies: ell_a * correct_a + ell_b * correct_b → ell_a * ell_b
     {FORMULA}
-overflows: _power(m_a, m), _power(m_b, m) → torch.exp(m_a) / m.exp(), m_b.exp() / m.exp()
+overflows: power(m_a, m), power(m_b, m) → torch.exp(m_a) / m.exp(), m_b.exp() / m.exp()
     {MERGE_OVERFLOWS}
 two_masked_parts_are_nan: m.masked_fill(m == -math.inf, 0) → m
     {BOTH_MASKED}
