@@ -45,7 +45,7 @@ RING = '''
 from .collectives import _exchange, reduce
 
 
-def ring(x: list, hops: int) -> list:
+def ring(x: list[dict[str, list[tuple[int, ...]]]], hops: int | None) -> list[dict[str, list]]:
     """One docstring."""
     total = 0
     for hop in range(hops):
@@ -79,6 +79,11 @@ def turned(values, count):
 
 Ring.turn = turned
 setattr(Ring, "other", Ring()._turn())
+
+
+class Wired(Ring):
+    def turn_twice(self):
+        return self._turn(), self._turn()  # a base's own
 '''
 
 
