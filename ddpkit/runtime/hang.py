@@ -252,13 +252,17 @@ def _numbered_calls(board: Board) -> list[dict[int, str]]:
     calls = [board.calls(rank) for rank in range(board.world_size)]
     if max(calls) > SLOTS and collectives:
         channel = max(collectives, key=lambda r: len(r.ranks)).channel
-        return [_by_number((r.seq, r) for r in its if r.channel == channel) for its in records]
+        return [_by_number(_by_seq(its, channel)) for its in records]
     if max(calls) <= SLOTS:
         calls = [len(its) for its in records]
     return [
         _by_number(enumerate(its, start=its_calls - len(its)))
         for its, its_calls in zip(records, calls, strict=True)
     ]
+
+
+def _by_seq(records: list[Record], channel: str) -> list[tuple[int, Record]]:
+    return [(record.seq, record) for record in records if record.channel == channel]
 
 
 def _by_number(numbered) -> dict[int, str]:
