@@ -194,14 +194,13 @@ def _right_steps(rank, plan) -> list[str]:
 
 
 def _scaler_trials():
-    in_the_middle = [OK, INF, OK, OK, OK]
+    second = [OK, INF, OK, OK, OK]
     for world_size, odd, plan, looks, what in (
         (2, 0, [OK, OK], True, "gradients looked at before the step"),
         (2, 0, [OK, OK, OK, OK, OK], False, f"five steps, growth_interval {INTERVAL}"),
-        (2, 1, [INF, OK], False, "an inf on rank 1 in the first step"),
-        (2, 1, [NAN, INF, MINUS_INF, INF, OK], True, "NaN, inf, -inf, inf on rank 1"),
-        (3, 0, in_the_middle, True, "an inf on rank 0 in the second step"),
-        (1, 0, in_the_middle, False, "an inf in the second step"),
+        (2, 1, second, False, "an inf on rank 1 in the second step"),
+        (3, 0, [NAN, MINUS_INF, INF, MINUS_INF, OK], True, "NaN, -inf, inf, -inf on rank 0"),
+        (1, 0, second, True, "an inf in the second step"),
     ):
         expected = [_right_steps(rank, plan) for rank in range(world_size)]
         yield Trial(world_size, _run_scaler, (plan, odd, looks), expected, what=what)
