@@ -100,7 +100,8 @@ def train(module, optimizer, ranks, steps=range(STEPS), accumulation=1, clip=Non
             group["lr"] = 0.02 / (1 + (step % 4) * (number + 1))
         optimizer.zero_grad(**options)
         for number in range(accumulation):
-            quiet = number < accumulation - 1 and hasattr(optimizer, "no_sync")
+            last = number == accumulation - 1 and not (accumulation > 2 and step % 2)
+            quiet = not last and hasattr(optimizer, "no_sync")  # now and then all of them
             with optimizer.no_sync() if quiet else contextlib.nullcontext():
                 (loss_of(module, step, number, ranks) / accumulation).backward()
         norms.append(gradient_norm(module, optimizer))

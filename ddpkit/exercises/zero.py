@@ -38,10 +38,13 @@ def _planned(numels: tuple[int, ...], world_size: int) -> list[list[tuple]]:
 
 def _run_plan(answer, numels):
     plan = answer(list(numels), dist.get_world_size())
+    shards = []
     try:
-        return [[(int(p), int(start), int(stop)) for p, start, stop in shard] for shard in plan]
+        for shard in plan:
+            shards.append([(int(p), int(start), int(stop)) for p, start, stop in shard])
     except (TypeError, ValueError):
         return plan
+    return shards
 
 
 def _plan_trials():
@@ -67,8 +70,7 @@ def _explain_plan(trial: Trial, rank: int, expected: list, got: object) -> str:
     if missing:
         all_of_them = f"{len(missing)} of {sum(numels)} elements"
         return f"{all_of_them} have no owner, and would never be updated."
-    sizes = [sum(stop - start for _, start, stop in shard) for shard in got]
-    return f"The ranks own {sizes} elements. Each rank's are to lie together in the flat buffer."
+    return "Each element has one owner. But each rank's are to lie together in the flat buffer."
 
 
 def by_parameter(numels, world_size):
@@ -245,7 +247,7 @@ def _explain_step(trial: Trial, rank: int, expected: Stepped, got: Stepped) -> s
         if got.state == [NUMEL]:
             return NOT_SHARDED
         return (
-            "The parameters are right. Keep one tensor in `state`, the momentum of the shard: it is "
+            "The parameters are right. Keep one tensor in `state`, the shard's momentum: it is "
             "all that the next step needs."
         )
     if got.steps[0] == expected.steps[0]:
@@ -254,7 +256,7 @@ def _explain_step(trial: Trial, rank: int, expected: Stepped, got: Stepped) -> s
     own = slice(rank * length, (rank + 1) * length)
     if got.steps[0][own] == expected.steps[0][own]:
         return (
-            f"Rank {rank}'s own shard is right, what the others own is not. Update the shard alone, "
+            f"Rank {rank}'s own shard is right, what others own is not. Update the shard alone, "
             "then ring_all_gather(parameters)."
         )
     return SIZE
