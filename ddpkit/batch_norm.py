@@ -1,30 +1,30 @@
-"""Batch norm across ranks: every rank normalizes its rows with the mean and variance of the whole batch.
+"""Batch norm across ranks: rows are normalized with mean and variance of the whole batch.
 
     model = NaiveDDP(convert(model))
 
-Ranks with a part of the batch each, and ordinary batch norm, compute something else than one process with all of it.
-Here they compute the same, for one all-reduce in forward and one in backward. C is the number of channels, N the number
-of values of a channel in the whole batch (rows, times places in an image), all ranks together.
+Ranks with a part of the batch each, and ordinary batch norm, compute something else than one
+process with all of it. Here they compute the same, for one all-reduce in forward and one in
+backward. C is the number of channels, N the number of values of a channel in the whole batch
+(rows, times places in an image), all ranks together.
 
-Forward. Mean and variance need three sums: the count, Σx and Σx² of each channel. They travel in one vector.
+Forward. Mean and variance need three sums: the count, Σx and Σx² of each channel, in one vector.
 
     μ = Σx / N      σ² = Σx²/N - μ² + ε      x̂ = (x - μ) / σ      y = w x̂ + b
 
-Σx²/N - μ² subtracts two numbers that are nearly equal when the mean is large, and loses a factor μ²/σ² of precision.
-So the sums are float64: with a mean of 10⁴ standard deviations the error is about 10⁻⁸ of the variance, less than a
-float32 shows. (In float32 nothing would be left.)
+Σx²/N - μ² subtracts two numbers that are nearly equal when the mean is large, and loses a factor
+μ²/σ² of precision. So the sums are float64: with a mean of 10⁴ standard deviations the error is
+about 10⁻⁸ of the variance. (In float32 nothing would be left.)
 
-Backward. Let L be the sum of the losses of all ranks and g = ∂L/∂y. A value moves its own x̂, and through μ and σ
-everybody's:
+Backward. Let L be the sum of the losses of all ranks and g = ∂L/∂y. A value moves its own x̂, and
+through μ and σ everybody's:
 
     ∂x̂ⱼ/∂xᵢ = (δᵢⱼ - 1/N - x̂ᵢ x̂ⱼ/N) / σ      so      ∂L/∂xᵢ = w/σ (gᵢ - Σg/N - x̂ᵢ Σ(g x̂)/N)
 
-with two sums over the whole batch, again in one vector. ∂L/∂b = Σg and ∂L/∂w = Σ(g x̂) are left as this rank's part of
-these sums: `ddpkit.ddp` averages them with all other gradients. The mean over ranks is the gradient of L/W. With equal
-shares and each loss a mean over its share, L/W is the mean over the batch; with uneven shares multiply each rank's loss
-by W times its share of the rows, so that it is one.
+with two sums over the whole batch, in one vector. ∂L/∂b = Σg and ∂L/∂w = Σ(g x̂) stay this rank's
+part of these sums: the wrapper averages them with all other gradients. With uneven shares multiply
+each rank's loss by W times its share of the rows (`data_parallel.join`).
 
-Ioffe and Szegedy 2015. Notebook 03.
+Ioffe and Szegedy 2015; PyTorch's SyncBatchNorm. Notebook 03.
 """
 
 import torch
@@ -35,16 +35,16 @@ from torch.distributed import ProcessGroup
 
 
 class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """nn.BatchNorm1d, 2d and 3d in one, over the rows of all ranks of `group` (None: all) while training.
+    """nn.BatchNorm1d, 2d and 3d in one, over the rows of all ranks of `group` while training.
 
-    Arguments, parameters and buffers are nn.BatchNorm's. Running statistics are the same on all ranks, those of one
-    process with the whole batch. With `eval()` it is nn.BatchNorm, and nothing is sent.
+    Arguments, parameters and buffers are nn.BatchNorm's. Running statistics are the same on all
+    ranks, those of one process with the whole batch. With `eval()` it is nn.BatchNorm.
 
-    input: (n, C) or (n, C, ...), C as on all ranks; n may differ, and be 0. All ranks must take part: one without data
-    brings 0 rows, forward and backward, or the others wait.
-    ValueError: on this rank, an input of other shape; on every rank, fewer than 2 values a channel in the whole batch.
+    input: (n, C) or (n, C, ...), C as on all ranks; n may differ, and be 0: a rank without data
+    takes part with 0 rows, forward and backward, or the others wait.
+    ValueError: on this rank, an input of other shape; on every rank, fewer than 2 values a channel.
 
-    Cost: forward 2C+1 float64 in one all-reduce, backward 2C numbers in one. No backward of backward. Notebook 03.
+    Cost: forward 2C+1 float64 in one all-reduce, backward 2C numbers in one; no double backward.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics towards those of a batch; `momentum` None: the mean over all batches so far."""
+        """Move running statistics towards a batch's; momentum None: the mean over all so far."""
         self.num_batches_tracked += 1
         share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
@@ -80,14 +80,16 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
             got = f"rank {dist.get_rank()} brought {tuple(input.shape)} to batch norm"
-            raise ValueError(f"{got}, expected (n, {self.num_features}, ...): channels are the second axis")
+            raise ValueError(
+                f"{got}, expected (n, {self.num_features}, ...): channels are the second axis"
+            )
 
 
 def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[float, Tensor, Tensor]:
-    """Count, mean and (biased) variance of each channel over the rows of all ranks; the two float64, (C,).
+    """Count, mean and (biased) variance of each channel over the rows of all ranks.
 
-    x: (n, C, ...), n may be 0. ValueError, on every rank: fewer than 2 values a channel.
-    Cost: one all-reduce of 2C+1 float64; the same bits on every rank. Notebook 03.
+    x: (n, C, ...), n may be 0. Returns float64, (C,), with the same bits on every rank.
+    ValueError, on every rank: fewer than 2 values a channel. Cost: an all-reduce of 2C+1 float64.
     """
     wide = x.detach().double()
     sums = torch.cat([_sum(wide), _sum(wide.square()), wide.new_tensor([x.numel() / x.shape[1]])])
@@ -95,18 +97,17 @@ def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[floa
     count = sums[-1].item()
     if count < 2:
         got = f"batch norm got {count:g} values a channel in the whole batch"
-        raise ValueError(
-            f"{got}, expected at least 2: a mean of one leaves no variance. Use a larger batch, or eval()."
-        )
+        remedy = "A mean of one leaves no variance: use a larger batch, or eval()."
+        raise ValueError(f"{got}, expected at least 2. {remedy}")
     mean, mean_square = (sums[:-1] / count).chunk(2)
     return count, mean, (mean_square - mean.square()).clamp(min=0)
 
 
 class Normalize(torch.autograd.Function):
-    """y = w (x - mean) · scale + b, where mean and scale are those of all ranks' x, and backward knows it.
+    """y = w (x - mean) · scale + b, with mean and scale of all ranks' x; backward knows it.
 
-    x: (n, C, ...). weight, bias: (C,) or None. mean, scale: (C,), count: values of a channel, the same on all ranks.
-    Cost: none in forward; in backward one all-reduce of 2C numbers, if x requires a gradient. Notebook 03.
+    x: (n, C, ...). weight, bias: (C,) or None. mean, scale: (C,), count: values of a channel, the
+    same on all ranks. Cost: in backward one all-reduce of 2C numbers, if x requires a gradient.
     """
 
     @staticmethod
@@ -147,10 +148,11 @@ class Normalize(torch.autograd.Function):
 
 
 def convert(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
-    """Replace every nn.BatchNorm1d, 2d and 3d in `module` by a GlobalBatchNorm with the same parameters and buffers.
+    """Replace every nn.BatchNorm1d, 2d and 3d in `module` by a GlobalBatchNorm with its tensors.
 
-    In place; returns `module`, or its replacement if it is itself a batch norm. Parameters stay the same objects, so an
-    optimizer that has them goes on; hooks on a replaced module are lost. Notebook 03.
+    In place; returns `module`, or its replacement if it is itself a batch norm. Parameters stay the
+    same objects, so an optimizer that has them goes on; hooks on a replaced module are lost.
+    PyTorch's `convert_sync_batchnorm`. Notebook 03.
     """
     made: dict[nn.Module, GlobalBatchNorm] = {}
     for path, child in list(module.named_modules(remove_duplicate=False)):
@@ -164,7 +166,8 @@ def convert(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
 
 
 def _global(norm: nn.Module, group: ProcessGroup | None) -> GlobalBatchNorm:
-    new = GlobalBatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, group)
+    options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
+    new = GlobalBatchNorm(norm.num_features, *options, group)
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
         setattr(new, name, getattr(norm, name))
     return new.train(norm.training)

@@ -483,7 +483,7 @@ def _explain_plan(trial: Trial, rank: int, expected: list[list[int]], got) -> st
     sizes, _ = trial.args
     planned = got if isinstance(got, list) else [got]
     buckets = [bucket if isinstance(bucket, list) else ["?"] for bucket in planned]
-    dealt = sum(buckets, [])
+    dealt = [number for bucket in buckets for number in bucket]
     if not all(isinstance(number, int) for number in dealt):
         return "Return a list of buckets, each a list of gradients' numbers: [[0, 1], [2]]."
     if [] in buckets:
@@ -903,6 +903,9 @@ sends_at_the_end: self.syncing = before → self.syncing = before
 without_autograd: self.syncing, False → self.syncing, torch.set_grad_enabled(False)
     Inside no_sync, gradients are still computed and added up: leave autograd as it is.
 undecorated: @contextlib.contextmanager →
+    {ONCE}
+returns: @contextlib.contextmanager →
+    yield → pass
     {ONCE}
 never_yields: yield → pass
     {ONCE}

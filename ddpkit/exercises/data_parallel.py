@@ -158,6 +158,12 @@ def wrong_mean(
                 f"{name}.grad is {whose} {other}'s own: the mean of all must end up in .grad "
                 "itself, in place. Every parameter that is trained has its turn, biases too."
             )
+    for other, others_mean in expected.gradients.items():
+        if value == (others_mean or [])[: len(value)]:
+            return (
+                f"{name}.grad holds the mean of {other}.grad. Are the parts of one message cut out "
+                "in the order in which they were put in?"
+            )
     return f"Is {name}.grad what all ranks' gradients add up to, divided by {world_size} once?"
 
 
