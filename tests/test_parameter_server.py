@@ -28,7 +28,7 @@ PSI = 8 * (
 
 
 def model(seed=0):
-    """A GPT with a tied weight, a frozen one and a buffer, float64; other numbers for every seed."""
+    """A GPT with a tied weight, a frozen one and a buffer, float64; others for every seed."""
     torch.manual_seed(seed)
     gpt = GPT(vocabulary=7, context=5, width=8, heads=2, layers=1).double()
     gpt.count(torch.arange(7).repeat_interleave(torch.randint(1, 9, (7,))))
