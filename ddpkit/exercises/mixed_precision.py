@@ -70,9 +70,8 @@ def _master_trials():
 def _beside(expected: Weights, got: Weights) -> str:
     lines = [got.problem or "wrong numbers", f"  {'':9}{'yours':35}expected"]
     for name in ("weights", "masters"):
-        yours, right = (
-            "  ".join(f"{value:.8g}" for value in getattr(side, name)) for side in (got, expected)
-        )
+        yours = "  ".join(f"{value:.8g}" for value in getattr(got, name))
+        right = "  ".join(f"{value:.8g}" for value in getattr(expected, name))
         lines.append(f"  {name:9}{yours:35}{right}")
     return "\n".join(lines)
 
@@ -359,9 +358,17 @@ def _count(precision: str, optimizer: str) -> dict[str, int]:
     moments = []
     for state in stepper.state.values():
         moments += [value for value in state.values() if torch.is_tensor(value) and value.dim()]
-    weights, gradients = [model.weight], [model.weight.grad]
-    kinds = dict(weights=weights, gradients=gradients, masters=masters, moments=moments)  # noqa: C408
-    return {k: sum(t.nbytes for t in tensors) // PARAMETERS for k, tensors in kinds.items()}
+    return {
+        "weights": _nbytes([model.weight]),
+        "gradients": _nbytes([model.weight.grad]),
+        "masters": _nbytes(masters),
+        "moments": _nbytes(moments),
+    }
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    """For each parameter."""
+    return sum(tensor.nbytes for tensor in tensors) // PARAMETERS
 
 
 class Predicted(NamedTuple):
