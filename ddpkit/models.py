@@ -1,8 +1,9 @@
 """Two small models to train in parallel: a GPT, and an MLP with batch norm.
 
-Between them they have what data parallelism stumbles over: a weight used twice, a parameter that isn't trained, buffers
-that are counted and not learned, and statistics over the batch. Both draw their weights from torch's generator:
-`torch.manual_seed` first, where ranks or runs must start alike.
+Between them they have what data parallelism stumbles over: a weight used twice, a parameter that
+isn't trained, buffers that are counted and not learned, and statistics over the batch. Both draw
+their weights from torch's generator: `torch.manual_seed` first, where ranks or runs must start
+alike.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,8 @@ Attention = Callable[..., Tensor]  # attention(q, k, v, causal=...)
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """PyTorch's attention, with the arguments of the one that notebook 09 builds.
 
-    q, k, v: (..., N, D). Returns (..., N, D): for each query a mean of the values, softmax(q·kᵀ/√D)·v. With `causal`,
-    place i sees only the places up to i.
+    q, k, v: (..., N, D). Returns (..., N, D): for each query a mean of the values,
+    softmax(q·kᵀ/√D)·v. With `causal`, place i sees only the places up to i.
     """
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
@@ -29,29 +30,35 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
     logits: (..., classes). targets: (...), int64. Returns one number, in float32 at least.
 
-    A rank without data so has a loss, and gradients that are zeros: it can take its part in the step. A mean of nothing
-    would be NaN, on all ranks as soon as they average.
+    A rank without data so has a loss, and gradients that are zeros: it can take its part in the
+    step. A mean of nothing would be NaN, on all ranks as soon as they average.
     """
     at_least_float32 = torch.promote_types(logits.dtype, torch.float32)
-    total = F.cross_entropy(logits.flatten(0, -2).to(at_least_float32), targets.flatten(), reduction="sum")
+    total = F.cross_entropy(
+        logits.flatten(0, -2).to(at_least_float32), targets.flatten(), reduction="sum"
+    )
     return total / max(1, targets.numel())
 
 
 class GPT(nn.Module):
-    """Predict each next token from those before it. Radford et al. 2019 (GPT-2), but for `positions` and `prior`.
+    """Predict each next token from those before it. Radford et al. 2019 (GPT-2), but for
+    `positions` and `prior`.
 
-    vocabulary: number of tokens. context: longest sequence. width: numbers for each token between the layers.
-    heads: must divide `width`, ValueError otherwise. dropout: of the embeddings and of what each half block adds.
-    attention: as `torch_attention`, always called with causal=True, on (n, heads, length, width / heads).
+    vocabulary: number of tokens. context: longest sequence. width: numbers for each token between
+    the layers. heads: must divide `width`, ValueError otherwise. dropout: of the embeddings and of
+    what each half block adds. attention: as `torch_attention`, always called with causal=True, on
+    (n, heads, length, width / heads).
 
-    head.weight is tokens.weight, one parameter under two names: tokens that are alike when read are alike when written
-    (Press and Wolf 2017).
+    head.weight is tokens.weight, one parameter under two names: tokens that are alike when read are
+    alike when written (Press and Wolf 2017).
 
-    positions: (context, width), a parameter but frozen, a random vector for each place. Places need only be told apart,
-    and random vectors differ; Vaswani et al. 2017, table 3, row E, lose nothing with vectors that aren't learned.
+    positions: (context, width), a parameter but frozen, a random vector for each place. Places need
+    only be told apart, and random vectors differ; Vaswani et al. 2017, table 3, row E, lose nothing
+    with vectors that aren't learned.
 
-    prior: (vocabulary,), a buffer, added to the logits. Zeros, so that at first all tokens are about equally likely and
-    the loss is about ln(vocabulary), until `count` puts there how frequent each token is. Notebook 03.
+    prior: (vocabulary,), a buffer, added to the logits. Zeros, so that at first all tokens are
+    about equally likely and the loss is about ln(vocabulary), until `count` puts there how frequent
+    each token is. Notebook 03.
     """
 
     def __init__(
@@ -66,7 +73,9 @@ class GPT(nn.Module):
     ):
         super().__init__()
         if width % heads != 0:
-            raise ValueError(f"width {width} can't be shared among {heads} heads: make it a multiple of `heads`")
+            raise ValueError(
+                f"width {width} can't be shared among {heads} heads: make it a multiple of `heads`"
+            )
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.empty(context, width), requires_grad=False)
         self.dropout = nn.Dropout(dropout)
@@ -79,7 +88,8 @@ class GPT(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: (n, length), int64. Returns the logits of each next token, (n, length, vocabulary).
+        """tokens: (n, length), int64. Returns the logits of each next token, (n, length,
+        vocabulary).
 
         ValueError: more tokens than the context has places.
         """
@@ -94,7 +104,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def count(self, tokens: Tensor) -> None:
-        """Set `prior` to the log of each token's share of `tokens`, so that training starts from there.
+        """Set `prior` to the log of each token's share of `tokens`, so that training starts from
+        there.
 
         tokens: 1-D, integers. Each token counts one more than it occurs: none is impossible.
         """
@@ -103,17 +114,21 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of GPT: tokens look at those before them, then each by itself goes through an MLP. (n, length, width)."""
+    """A layer of GPT: tokens look at those before them, then each by itself goes through an MLP.
+    (n, length, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float, attention: Attention):
         super().__init__()
         self.heads, self.attention = heads, attention
         self.attention_norm = nn.LayerNorm(width)
-        # No bias: softmax doesn't see the keys', so its gradient would be rounding errors, and Adam would follow them.
+        # No bias: softmax doesn't see the keys', so its gradient would be rounding errors, and Adam
+        # would follow them.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,16 +136,19 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
     def attend(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
         return self.out(self.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Sequential):
     """Linear, batch norm and ReLU, `layers` times, and a last Linear: (n, inputs) to (n, outputs).
 
-    While training, batch norm takes mean and variance over the n rows that it is given. Ranks with a share of the batch
-    each so compute something else than one process with all of it. It needs at least 2 rows; torch raises ValueError
-    otherwise. Notebook 03.
+    While training, batch norm takes mean and variance over the n rows that it is given. Ranks with
+    a share of the batch each so compute something else than one process with all of it. It needs at
+    least 2 rows; torch raises ValueError otherwise. Notebook 03.
     """
 
     def __init__(self, inputs: int = 16, width: int = 32, outputs: int = 4, layers: int = 2):

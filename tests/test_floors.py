@@ -1,4 +1,5 @@
-"""Who may import whom (README, "What is where"), read from the source, and `import ddpkit` kept light."""
+"""Who may import whom (README, "What is where"), read from the source, and `import ddpkit` kept
+light."""
 
 import ast
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 
-# From the ground up: a subject imports only torch, the standard library, tools and subjects before it in this list.
+# From the ground up: a subject imports only torch, the standard library, tools and subjects before
+# it in this list.
 SUBJECTS = [
     "transport",
     "softmax",
@@ -32,7 +34,11 @@ SUBJECTS = [
     "models",
     "train",
 ]
-RE_EXPORTS = {"cost": "tools", "memory": "tools", "flash_triton": "fast"}  # public names of what lives elsewhere
+RE_EXPORTS = {
+    "cost": "tools",
+    "memory": "tools",
+    "flash_triton": "fast",
+}  # public names of what lives elsewhere
 BELOW = {"runtime", "subjects", "fast", "tools"}
 MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "tools": set(),
@@ -70,7 +76,11 @@ def imports(tree: ast.Module, package: list[str]) -> list[tuple[str, bool]]:
             else:
                 found.append((module, at_load))
         for child in ast.iter_child_nodes(node):
-            visit(child, at_load and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            visit(
+                child,
+                at_load
+                and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda),
+            )
 
     visit(tree, True)
     return found
@@ -114,17 +124,27 @@ def test_the_test_can_fail(tmp_path, monkeypatch):
     for name in ("ring", "collectives", "zero"):
         (tmp_path / f"ddpkit/{name}.py").touch()
     source = {
-        "ddpkit/ring.py": "import torch, matplotlib\nfrom ddpkit import launch, collectives, zero\n",
-        "ddpkit/runtime/live.py": "import IPython\nfrom ..lesson import player\nfrom .launch import launch\n",
-        "ddpkit/runtime/worker.py": "def f():\n    import IPython\nfrom ddpkit.ring import ring_all_reduce\n",
+        "ddpkit/ring.py": "import torch, matplotlib\n"
+        "from ddpkit import launch, collectives, zero\n",
+        "ddpkit/runtime/live.py": "import IPython\nfrom ..lesson import player\n"
+        "from .launch import launch\n",
+        "ddpkit/runtime/worker.py": "def f():\n    import IPython\n"
+        "from ddpkit.ring import ring_all_reduce\n",
     }
     found = {}
     for name, text in source.items():
         (tmp_path / name).write_text(text)
         found[name] = complaints(tmp_path / name)
     assert found == {
-        "ddpkit/ring.py": ["imports matplotlib", "imports ddpkit.launch", "imports ddpkit.zero, a subject above it"],
-        "ddpkit/runtime/live.py": ["imports IPython when loaded, not when used", "imports ddpkit.lesson"],
+        "ddpkit/ring.py": [
+            "imports matplotlib",
+            "imports ddpkit.launch",
+            "imports ddpkit.zero, a subject above it",
+        ],
+        "ddpkit/runtime/live.py": [
+            "imports IPython when loaded, not when used",
+            "imports ddpkit.lesson",
+        ],
         "ddpkit/runtime/worker.py": ["imports ddpkit.ring"],
     }
 
@@ -140,12 +160,15 @@ print(sorted(name for name in sys.modules if name.startswith("ddpkit.lesson")))
 
 
 def test_importing_ddpkit_needs_no_jupyter():
-    done = subprocess.run([sys.executable, "-W", "error", "-c", LIGHT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LIGHT], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n"
 
 
 def test_importing_ddpkit_loads_no_jupyter():
-    code = "import ddpkit, sys; print([n for n in ('IPython', 'ipywidgets', 'matplotlib') if n in sys.modules])"
+    jupyters = "('IPython', 'ipywidgets', 'matplotlib')"
+    code = f"import ddpkit, sys; print([n for n in {jupyters} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -415,9 +415,7 @@ def skip():
 
 
 def test_a_rank_that_skips_the_call_is_named():
-    with pytest.raises(
-        HangError, match=r"deadlock: .* wait in .* for rank 1, which has returned"
-    ):
+    with pytest.raises(HangError, match=r"deadlock: .* wait in .* for rank 1, which has returned"):
         launch(skip, world_size=3, timeout=40)
 
 

@@ -1,7 +1,7 @@
 """Checkers of notebook 06: block_bytes, held against a real block, and Checkpoint, against its
 function alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 

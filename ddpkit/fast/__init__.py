@@ -1,4 +1,5 @@
 """The subjects again, with the same names and signatures, made for speed or for harder conditions.
 
-Each file says first what it adds to its subject, and what that gained. Fast forms import subjects, never the reverse.
+Each file says first what it adds to its subject, and what that gained. Fast forms import subjects,
+never the reverse.
 """

@@ -17,7 +17,7 @@ def test_the_solution_is_the_librarys():
 
 
 def test_how_many_buckets_can_have_left_when_backward_comes_to_each_layer():
-    """From the last layer to the first, and when it is over; tokens.weight is complete only then."""
+    """From the last layer to the first, and at the end; tokens.weight is complete only then."""
     layers = ("tokens.weight", "a", "b", "head.weight")
     for plan, counts in (
         ([["b"], ["a"], ["tokens.weight"]], [0, 0, 1, 2, 3]),
