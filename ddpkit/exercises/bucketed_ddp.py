@@ -493,8 +493,11 @@ def _explain_plan(trial: Trial, rank: int, expected: list[list[int]], got) -> st
         return f"Gradient {missing[0]} is in no bucket. What isn't full in the end is one, too."
     if sorted(dealt) != list(range(len(sizes))):
         return "Each gradient's number is in one bucket, once; here one is twice, or too large."
-    if any(len({sizes[number][1] for number in bucket}) > 1 for bucket in buckets):
-        return "A bucket has two dtypes, and a tensor has one: keep an open bucket for each dtype."
+    for bucket in buckets:
+        if len({sizes[number][1] for number in bucket}) > 1:
+            return (
+                "A bucket has two dtypes, and a tensor has one: keep an open bucket for each dtype."
+            )
     return (
         "Deal gradients out in the order in which they become ready, each into the open bucket of "
         "its dtype, which is closed once it has reached its cap, by however much."

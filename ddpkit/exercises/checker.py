@@ -351,7 +351,9 @@ class Exercise:
             return "a matter of luck"  # says so itself, and its values mean nothing
         if list(outcome) != _expected(trial, outcome):
             return [getattr(value, "symptom", value.__repr__)() for value in outcome]
-        said = [sorted((r.op, str(r.peer), r.bytes) for r in records) for records in outcome.wire]
+        said = []
+        for records in outcome.wire:
+            said.append(sorted((r.op, str(r.peer), r.bytes) for r in records))
         return said, (self.wire or check_wire)(trial, outcome)
 
     def _next_hint(self) -> str:

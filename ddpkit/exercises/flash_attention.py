@@ -31,7 +31,10 @@ class Results:
         return self.said(list(self.tensors)) or "something else"
 
     def symptom(self) -> str:
-        return str({name: [f"{x:.4g}" for x in t.flatten()] for name, t in self.tensors.items()})
+        shown = {}
+        for name, tensor in self.tensors.items():
+            shown[name] = [f"{x:.4g}" for x in tensor.flatten()]
+        return str(shown)
 
     def said(self, names: Iterable[str]) -> str:
         """Shapes, and the first numbers."""
