@@ -5,6 +5,8 @@ TORCH_INDEX ?=
 
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
+# Every launch starts fresh ranks: without .pyc files each would compile what it imports.
+export PYTHONDONTWRITEBYTECODE :=
 .PHONY: lab test test-all bench refresh
 
 lab: .venv/ready

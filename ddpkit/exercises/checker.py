@@ -202,7 +202,8 @@ class Exercise:
     _stages: list[str] = field(default_factory=list, init=False)  # whose hints come next
     _outcome: Run | LaunchError | None = field(default=None, init=False)
     _passed: bool = field(default=False, init=False)
-    _symptoms: dict = field(default_factory=dict, init=False)  # of known mistakes, by trial
+    # Of known mistakes by name: how many trials they pass, and how they fail the next one
+    _tried: dict[str, tuple[int, object]] = field(default_factory=dict, init=False)
 
     @property
     def name(self) -> str:
@@ -219,12 +220,12 @@ class Exercise:
             which = f": {', '.join(empty)}" if inspect.isclass(answer) else ""
             return Verdict(None, f"{self.name}: not written yet{which}")
         largest = None
-        for trial in self.trials():
+        for number, trial in enumerate(self.trials()):
             self._outcome = _run(answer, trial)
             problem = self._problem(trial, self._outcome)
             self._passed = problem is None
             if problem:
-                return self._refuse(trial, problem, empty)
+                return self._refuse(number, trial, problem, empty)
             if largest is None or trial.world_size >= largest[0].world_size:
                 largest = trial, self._outcome
         self._failures = 0
@@ -252,15 +253,21 @@ class Exercise:
             return Verdict(None, f"{self.name}: {why}")
         return player(self._outcome)
 
-    def known(self, trial: Trial, outcome: Run | LaunchError) -> Mistake | None:
-        """The mistake of the table that fails on this trial in the same way."""
-        symptom = self._symptom(trial, outcome)
+    def known(self, number: int, outcome: Run | LaunchError) -> Mistake | None:
+        """The mistake of the table that passes the trials before this one, and fails it alike."""
+        trials = list(self.trials())
+        symptom = self._symptom(trials[number], outcome)
         for mistake in self.mistakes:
-            key = mistake.name, trial.program, str(trial)
-            if key not in self._symptoms:
-                wrong = _run(mistake.applied_to(self.reference, self.helpers), trial)
-                self._symptoms[key] = self._symptom(trial, wrong)
-            if self._symptoms[key] == symptom:
+            passed, failed = self._tried.get(mistake.name, (0, None))
+            while failed is None and passed <= number:
+                answer = mistake.applied_to(self.reference, self.helpers)
+                wrong = _run(answer, trials[passed])
+                if self._problem(trials[passed], wrong):
+                    failed = self._symptom(trials[passed], wrong)
+                else:
+                    passed += 1
+            self._tried[mistake.name] = passed, failed
+            if (passed, failed) == (number, symptom):
                 return mistake
         return None
 
@@ -309,13 +316,13 @@ class Exercise:
             return self.beside(expected, got)
         return f"rank {rank} has {short(got)}, expected {short(expected)}."
 
-    def _refuse(self, trial: Trial, problem: Problem, empty: list[str]) -> Verdict:
+    def _refuse(self, number: int, trial: Trial, problem: Problem, empty: list[str]) -> Verdict:
         """Say what is wrong, why, and what to do."""
         self._failures += 1
         stages = [stage for stage in ("start", *self.hints) if stage != problem.stage]
         self._stages = [stage for stage in (problem.stage, *stages) if stage in self.hints]
         lines = [f"✗ {self.name} on {trial}: {problem.text}"]
-        cause = None if problem.named else self._cause(trial, problem)
+        cause = None if problem.named else self._cause(number, trial, problem)
         if cause and cause not in problem.text:
             lines.append(cause)
         if empty:
@@ -326,9 +333,9 @@ class Exercise:
         lines.append(f"More: check.{self.name}.hint(){replay} · .solution()")
         return Verdict(False, "\n".join(lines))
 
-    def _cause(self, trial: Trial, problem: Problem) -> str | None:
+    def _cause(self, number: int, trial: Trial, problem: Problem) -> str | None:
         """Why it went wrong: as a known mistake, by what the values say, or by Python's error."""
-        mistake = self.known(trial, self._outcome)
+        mistake = self.known(number, self._outcome)
         if mistake:
             return mistake.says
         if problem.stage == "values":
