@@ -88,7 +88,7 @@ def comparable(outputs: list[NotebookNode], also: str | None = None) -> list[str
         if "image/png" not in parts:  # digits and units inside a picture mean nothing
             for regex, replacement in patterns:
                 text = re.sub(regex, replacement, text)
-        found.append(re.sub(r"\s+", " ", text))
+        found.append(re.sub(r"[ \t]+", " ", text))
     return found
 
 

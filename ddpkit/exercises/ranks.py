@@ -93,6 +93,7 @@ def _out_of_order(trial: Trial, run: Run):
     if list(run) != trial.expected:
         return None  # wrong words are told first
     for rank in range(1, trial.world_size):
+        between = f"It must wait after rank {rank - 1} has printed, and before it prints itself."
         before, mine = run[rank - 1].at, run[rank].at
         heard = [record.done for record in run.wire[rank] if record.done and record.op != "send"]
         if any(before < done < mine for done in heard):
@@ -101,18 +102,17 @@ def _out_of_order(trial: Trial, run: Run):
             return (
                 f"the order came out right, but rank {rank} heard nothing between rank "
                 f"{rank - 1}'s line and its own: it waited by the clock.\n"
-                "On a busy machine any sleep is too short. A message or a barrier is certain."
+                "On a busy machine any sleep is too short: a message or a barrier is certain. "
+                f"{between}"
             )
         told = (
             f"rank {rank} printed before rank {rank - 1} did; low ranks were slowed on purpose.\n"
         )
         if not heard:
-            return f"{told}Nothing makes a rank wait for the one before it. A barrier does."
+            nothing = "Nothing makes a rank wait for the one before it"
+            return f"{told}{nothing}: a message or a barrier is certain."
         where = "before anybody printed" if max(heard) < mine else "after it had printed"
-        return (
-            f"{told}Rank {rank} did wait, but {where}. It must wait after rank {rank - 1} has "
-            "printed, and before it prints itself."
-        )
+        return f"{told}Rank {rank} did wait, but {where}. {between}"
     return None
 
 
@@ -133,7 +133,7 @@ say_hello = Exercise(
     wire=lambda trial, run: None,
     mistakes=mistakes("""
 no_barrier: dist.barrier() → pass
-    Nothing makes a rank wait for the one before it. A barrier does.
+    a message or a barrier is certain.
 by_the_clock: if turn == rank: → if turn == rank:⏎    time.sleep(0.4 * rank)
     dist.barrier() → pass
     it waited by the clock
@@ -142,9 +142,9 @@ barrier_then_clock: for turn → dist.barrier()⏎time.sleep(0.4 * rank)⏎for t
     it waited by the clock
 barrier_first: for turn → dist.barrier()⏎for turn
     dist.barrier() → pass
-    Rank 1 did wait, but before anybody printed.
+    has printed, and before it prints itself.
 barrier_last: dist.barrier() → if turn == world_size - 1: dist.barrier()
-    Rank 1 did wait, but after it had printed.
+    has printed, and before it prints itself.
 all_from_rank_0: if turn == rank: → if rank == 0:
     {rank} → {turn}
     Rank 0 speaks for all. Every rank must print its own line, only when it is its turn.
