@@ -41,12 +41,17 @@ class Said(str):
 
 
 class _Listener(io.StringIO):
-    """Stands in for a rank's standard output and notes when it first printed something."""
+    """Stands in for a rank's standard output, and notes when it first printed something.
+
+    Low ranks print late, so that an order that comes by luck doesn't come.
+    """
 
     printed_at = None
 
     def write(self, text):
-        self.printed_at = self.printed_at or time.perf_counter()
+        if self.printed_at is None:
+            _high_ranks_first()
+            self.printed_at = time.perf_counter()
         return super().write(text)
 
 
@@ -61,8 +66,7 @@ def _high_ranks_first():
 
 
 def _listen(answer):
-    """Call the answer with the low ranks late, so that an order that comes by luck doesn't come."""
-    _high_ranks_first()
+    """Call the answer, and listen to what it prints."""
     listener, real = _Listener(), sys.stdout
     sys.stdout = listener
     try:
@@ -133,7 +137,7 @@ say_hello = Exercise(
     wire=lambda trial, run: None,
     mistakes=mistakes("""
 no_barrier: dist.barrier() → pass
-    a message or a barrier is certain.
+    Nothing makes a rank wait for the one before it: a message or a barrier is certain.
 by_the_clock: if turn == rank: → if turn == rank:⏎    time.sleep(0.4 * rank)
     dist.barrier() → pass
     it waited by the clock
@@ -142,9 +146,9 @@ barrier_then_clock: for turn → dist.barrier()⏎time.sleep(0.4 * rank)⏎for t
     it waited by the clock
 barrier_first: for turn → dist.barrier()⏎for turn
     dist.barrier() → pass
-    has printed, and before it prints itself.
+    Rank 1 did wait, but before anybody printed.
 barrier_last: dist.barrier() → if turn == world_size - 1: dist.barrier()
-    has printed, and before it prints itself.
+    Rank 1 did wait, but after it had printed.
 all_from_rank_0: if turn == rank: → if rank == 0:
     {rank} → {turn}
     Rank 0 speaks for all. Every rank must print its own line, only when it is its turn.
