@@ -18,7 +18,7 @@ from ddpkit.runtime.launch import Run
 from ddpkit.runtime.wire import recorder
 
 from .checker import Exercise, Trial, mistakes, rank_1_comes_last
-from .data_parallel import Gradients, brief, never_waited, numbers, wrong_mean, wrong_ones
+from .data_parallel import Gradients, brief, numbers, wrong_mean, wrong_ones
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -214,9 +214,6 @@ def _luck(trial: Trial, run: Run) -> str | None:
                     "while it was still on its way.\nHow many have left already tells where to "
                     "go on."
                 )
-    never = never_waited(trial, run)
-    if never:
-        return never
     for rank, trained in enumerate(run):
         for step in trained.steps:
             for name, (went_out, changed) in step.changed.items():
@@ -516,7 +513,6 @@ plan_buckets = Exercise(
     praise="right for what divides and what doesn't, for gradients larger than the cap, and for "
     "two dtypes.",
     explain=_explain_plan,
-    wire=lambda *_: None,
     mistakes=mistakes("""
 large_closes: bucket = filling → if sizes[number][0] > cap_bytes and filling.get(dtype):
     ⏎    full.append(filling.pop(dtype))
@@ -884,7 +880,6 @@ no_sync = Exercise(
     },
     praise="off inside, on again afterwards, also after an exception; what added up was sent once.",
     explain=_explain_no_sync,
-    wire=lambda *_: None,
     note="A method of each wrapper: self is the model.",
     mistakes=mistakes(f"""
 does_nothing: self.syncing, False → self.syncing, True

@@ -47,7 +47,8 @@ ERRORS = {  # what Python says, and what it means here
 class Trial:
     """One run of the answer on real ranks, and what must come out of it.
 
-    program: called on every rank with the answer and `args`; returns plain data.
+    program: called on every rank with the answer and `args`; returns plain data, or a dict of what
+        it saw, the most telling first: {"gradients": ..., "calls": 3}.
     expected: what it must return, by rank, from a specification that shares no code with the
         library; or a function that counts it on the wire of the run.
     sent_bytes: what all ranks together may send; None: any number.
@@ -178,6 +179,8 @@ class Exercise:
         most ranks and its run, and returns that.
     note: stands above the solution.
     given: the methods of a class that the notebook gives; the reader writes the others.
+    says: where a trial's program returns a dict, the sentence for each of its entries that isn't
+        as expected, with {rank}, {expected} and {got}.
     explain: called with a trial, the rank with a wrong result, what it should have and what it has;
         reads the values, where no known mistake has them, or returns None.
     races: called with a trial and its run; returns what makes the values a matter of luck, or None.
@@ -194,9 +197,10 @@ class Exercise:
     helpers: tuple[Callable, ...] = ()
     note: str = ""
     given: tuple[str, ...] = ("__init__",)
+    says: dict[str, str] = field(default_factory=dict)
     explain: Callable[[Trial, int, object, object], str | None] = lambda *_: None
     races: Callable[[Trial, Run], str | None] = lambda *_: None
-    wire: Callable[[Trial, Run], str | None] | None = None
+    wire: Callable[[Trial, Run], str | None] = lambda *_: None
     beside: Callable[[object, object], str] | None = None
     _failures: int = field(default=0, init=False)
     _stages: list[str] = field(default_factory=list, init=False)  # whose hints come next
@@ -209,8 +213,11 @@ class Exercise:
     def name(self) -> str:
         return self.reference.__name__
 
-    def __call__(self, answer: Callable) -> Verdict:
+    def __call__(self, answer: "Callable | Mistake") -> Verdict:
         """Run `answer`; the verdict is a few lines: right, not written yet, or what is wrong."""
+        mistake = answer if isinstance(answer, Mistake) else None
+        if mistake:
+            answer = mistake.applied_to(self.reference, self.helpers)
         unfit = self._unfit(answer)
         if unfit:
             return Verdict(False, f"✗ {self.name}: {unfit}")
@@ -224,6 +231,8 @@ class Exercise:
             self._outcome = _run(answer, trial)
             problem = self._problem(trial, self._outcome)
             self._passed = problem is None
+            if problem and mistake:  # so that it isn't run again, to be compared with itself
+                self._tried[mistake.name] = number, self._symptom(trial, self._outcome)
             if problem:
                 return self._refuse(number, trial, problem, empty)
             if largest is None or trial.world_size >= largest[0].world_size:
@@ -301,20 +310,25 @@ class Exercise:
         if isinstance(outcome, LaunchError):
             stage = "hang" if isinstance(outcome, HangError) else "error"
             return Problem(stage, str(outcome))
-        luck = forgotten_handle(outcome) or self.races(trial, outcome) or _overwritten(outcome)
+        luck = never_waited(outcome) or self.races(trial, outcome) or _overwritten(outcome)
         if luck:
             return Problem("values", luck, named=True)
         expected = _expected(trial, outcome)
         for rank, (should, got) in enumerate(zip(expected, outcome, strict=True)):
             if got != should:
                 return Problem("values", self._tell(rank, should, got))
-        wrong = (self.wire or check_wire)(trial, outcome)
+        wrong = self.wire(trial, outcome)
         return Problem("wire", wrong) if wrong else None
 
     def _tell(self, rank: int, expected: object, got: object) -> str:
         if self.beside:
             return self.beside(expected, got)
-        return f"rank {rank} has {short(got)}, expected {short(expected)}."
+        sentence = "rank {rank} has {got}, expected {expected}."
+        if isinstance(expected, dict) and isinstance(got, dict):
+            what = next(what for what in expected if got.get(what) != expected[what])
+            expected, got = expected[what], got.get(what)
+            sentence = self.says.get(what, f"{what} on rank {{rank}}: {{got}}, not {{expected}}.")
+        return sentence.format(rank=rank, got=short(got), expected=short(expected))
 
     def _refuse(self, number: int, trial: Trial, problem: Problem, empty: list[str]) -> Verdict:
         """Say what is wrong, why, and what to do."""
@@ -354,14 +368,14 @@ class Exercise:
         """
         if isinstance(outcome, LaunchError):
             return str(outcome).partition("\n")[0]
-        if forgotten_handle(outcome) or self.races(trial, outcome):
+        if never_waited(outcome) or self.races(trial, outcome):
             return "a matter of luck"  # says so itself, and its values mean nothing
         if list(outcome) != _expected(trial, outcome):
             return [getattr(value, "symptom", value.__repr__)() for value in outcome]
         said = []
         for records in outcome.wire:
             said.append(sorted((r.op, str(r.peer), r.bytes) for r in records))
-        return said, (self.wire or check_wire)(trial, outcome)
+        return said, self.wire(trial, outcome)
 
     def _next_hint(self) -> str:
         stages = self._stages or list(self.hints)
@@ -455,14 +469,16 @@ def place(record) -> str:
     return describe_place((record.file, record.line, record.function))
 
 
-def forgotten_handle(run: Run) -> str | None:
-    """A message that was begun with isend or irecv, and that nobody waited for."""
+def never_waited(run: Run) -> str | None:
+    """A message or a collective that was begun in the background, and that nobody waited for."""
     for rank, records in enumerate(run.wire):
         for record in records:
-            if record.op in ("send", "recv") and record.waited is None:
+            if record.waited is None:
+                begun_by = f"i{record.op}" if record.op in ("send", "recv") else "async_op=True"
                 return (
                     f"rank {rank} began {record.call} and never waited for it ({place(record)}).\n"
-                    f"Keep what i{record.op} returns, and call wait() on it."
+                    f"Keep what {begun_by} returns, and call wait() on it: until then nobody knows "
+                    "what is in the tensor."
                 )
     return None
 

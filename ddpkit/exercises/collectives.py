@@ -10,7 +10,7 @@ from torch import Tensor
 from ddpkit import collectives
 from ddpkit.collectives import by_rank, exchange, members
 
-from .checker import Exercise, Trial, mistakes, read_sum, who_is_in
+from .checker import Exercise, Trial, check_wire, mistakes, read_sum, who_is_in
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -104,6 +104,7 @@ def _explain_broadcast(trial: Trial, rank: int, expected: Held, got: Held):
 
 broadcast = Exercise(
     reference=collectives.broadcast,
+    wire=check_wire,
     helpers=(members,),
     trials=_broadcast_trials,
     hints={
@@ -169,6 +170,7 @@ def _explain_all_reduce(trial: Trial, rank: int, expected: Held, got: Held):
 
 all_reduce = Exercise(
     reference=collectives.all_reduce,
+    wire=check_wire,
     helpers=(members, collectives.reduce, collectives.broadcast),
     trials=_all_reduce_trials,
     hints={
@@ -250,6 +252,7 @@ def _explain_all_gather(trial: Trial, rank: int, expected: Held, got: Held):
 
 all_gather = Exercise(
     reference=collectives.all_gather,
+    wire=check_wire,
     helpers=(members, by_rank, exchange),
     trials=_all_gather_trials,
     hints={
@@ -332,6 +335,7 @@ def _explain_reduce_scatter(trial: Trial, rank: int, expected: Held, got: Held):
 
 reduce_scatter = Exercise(
     reference=collectives.reduce_scatter,
+    wire=check_wire,
     helpers=(members, by_rank, exchange),
     trials=_reduce_scatter_trials,
     hints={

@@ -15,7 +15,7 @@ from ddpkit import data_parallel
 from ddpkit.runtime.launch import Run
 from ddpkit.runtime.wire import recorder
 
-from .checker import Exercise, Mistake, Trial, mistakes, place
+from .checker import Exercise, Mistake, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -97,19 +97,6 @@ def _small(scale: int, body: int | None = None) -> Gradients:
 
 
 # What can go wrong with any average
-
-
-def never_waited(trial: Trial, run: Run) -> str | None:
-    """A collective that was begun with async_op=True, and that nobody waited for."""
-    for rank, records in enumerate(run.wire):
-        for record in records:
-            if record.waited is None:
-                return (
-                    f"rank {rank} began {record.call} and never waited for it ({place(record)}).\n"
-                    "With async_op=True it goes on in the background: until wait() has returned on "
-                    "its handle, the gradient is neither the old one nor the sum."
-                )
-    return None
 
 
 def wrong_ones(expected: Gradients, got: Gradients) -> list[str]:
@@ -273,7 +260,6 @@ average_gradients = Exercise(
     praise=_average_praise,
     explain=_explain_average,
     wire=_average_wire,
-    races=never_waited,
     note="NaiveDDP calls it, and complains where a gradient is missing on the way.",
     mistakes=[
         *mistakes("""
@@ -405,8 +391,6 @@ sum_or_mean = Exercise(
     praise="right on 2 and 3 ranks with different numbers of rows, none among them, for the sum "
     "and for the mean.",
     explain=_explain_sum_or_mean,
-    wire=lambda *_: None,
-    races=never_waited,
     note="Ours. Yours may look different: the check looks at what it does.",
     mistakes=mistakes("""
 leaves_means_alone: dist.all_reduce(parameter.grad) → if reduction == "sum":
@@ -574,7 +558,6 @@ HookedDDP = Exercise(
     "gradients and the parameters that one process would have, to the bit.",
     explain=_explain_hooked,
     wire=_hooked_wire,
-    races=never_waited,
     note="Two lines of the hook, mended. ddpkit.ddp.OverlapDDP goes on from here.",
     mistakes=mistakes("""
 as_found: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data

@@ -255,7 +255,6 @@ flash_forward = Exercise(
     },
     praise="o and lse, from one tile of scores at a time.",
     explain=_explain,
-    wire=lambda trial, run: None,
     beside=_told,
     mistakes=[
         *mistakes(f"""
@@ -386,7 +385,6 @@ flash_backward = Exercise(
     },
     praise="dq, dk and dv from q, k, v, o, do and one number for each row.",
     explain=_explain,
-    wire=lambda trial, run: None,
     beside=_told,
     mistakes=[
         *mistakes(f"""

@@ -116,7 +116,6 @@ block_bytes = Exercise(
     praise="within 1 % of what a real block keeps, in three sizes. The rest are the norms' means "
     "and deviations.",
     explain=_explain_block_bytes,
-    wire=lambda *_: None,
     beside=_beside_bytes,
     note="ddpkit.tools.memory.block_activations has it term by term.",
     mistakes=mistakes("""
@@ -355,7 +354,6 @@ Checkpoint = Exercise(
     praise="the same gradients to the last bit, random numbers included, and nothing is kept but "
     "the inputs. fn is called a second time for it.",
     explain=_explain_checkpoint,
-    wire=lambda *_: None,
     beside=_beside_seen,
     note="With a GPU's random numbers and autocast. ddpkit.checkpointing.checkpoint calls it.",
     mistakes=[

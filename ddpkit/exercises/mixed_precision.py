@@ -91,7 +91,6 @@ master_step = Exercise(
         "Gradients to fp32, divided by scale, into each master.grad; "
         "optimizer.step(); then the masters, rounded, into the weights."
     ),
-    wire=lambda *_: None,
     beside=_beside,
     note="ddpkit.mixed_precision.MixedPrecisionOptimizer does this in its step.",
     mistakes=mistakes("""
@@ -416,7 +415,6 @@ predict_bytes = Exercise(
         "Weight and gradient in the precision of the model; master copy, if there "
         "is one, and moments in fp32."
     ),
-    wire=lambda *_: None,
     beside=_beside_bytes,
     note="ddpkit.tools.memory.model_states has the table for larger models, and for ZeRO.",
     mistakes=mistakes("""

@@ -134,7 +134,6 @@ say_hello = Exercise(
     praise="in rank order, also when low ranks are slow.",
     explain=_explain_hello,
     races=_out_of_order,
-    wire=lambda trial, run: None,
     mistakes=mistakes("""
 no_barrier: dist.barrier() → pass
     Nothing makes a rank wait for the one before it: a message or a barrier is certain.
@@ -208,7 +207,6 @@ neighbours = Exercise(
     },
     praise="the ring closes in every world from 1 to 4.",
     explain=_explain_neighbours,
-    wire=lambda trial, run: None,
     mistakes=mistakes("""
 open: (rank - 1) % world_size, (rank + 1) % world_size → rank - 1, rank + 1
     There is no such rank: the ring must close. The remainder, %, brings it round.

@@ -198,9 +198,9 @@ def _praise(trial: Trial, run: Run) -> str:
 # What goes wrong in a hop, whatever is done with the chunks
 IN_A_HOP = mistakes("""
 never_waits_for_the_receive: for work in works:⏎work.wait() → works[0].wait()
-    Keep what irecv returns, and call wait() on it.
+    Keep what irecv returns, and call wait() on it
 never_waits_for_the_send: for work in works:⏎work.wait() → works[1].wait()
-    Keep what isend returns, and call wait() on it.
+    Keep what isend returns, and call wait() on it
 send_send: works = dist.batch_isend_irecv([send, receive]) → works = []
     for work in works:⏎work.wait() → dist.send(outgoing, right)⏎dist.recv(incoming, left)
     both with isend and irecv
@@ -550,7 +550,6 @@ ring_cost = Exercise(
     },
     praise="the formula gives what the wire counted, on 1 to 6 ranks.",
     explain=_explain_ring_cost,
-    wire=lambda *_: None,
     note="ddpkit.tools.cost.volume knows this of every algorithm of the course.",
     mistakes=mistakes("""
 of_one_half: 2 * (world_size - 1) → world_size - 1

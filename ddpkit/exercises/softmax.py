@@ -262,7 +262,6 @@ online_softmax = Exercise(
     },
     praise="the row was read twice, where safe softmax reads it three times, for the same numbers.",
     explain=_explain_online,
-    wire=lambda trial, run: None,
     beside=told,
     mistakes=[
         *mistakes(f"""
@@ -390,7 +389,6 @@ merge = Exercise(
     },
     praise="ranks that share a row need to gather two numbers each, no more.",
     explain=_explain_merge,
-    wire=lambda trial, run: None,
     beside=told,
     mistakes=mistakes(f"""
 adds_the_sums: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b

@@ -91,7 +91,6 @@ shard_plan = Exercise(
     },
     praise="every element has one owner, and no shard is longer than n/W, rounded up.",
     explain=_explain_plan,
-    wire=lambda *_: None,
     mistakes=[
         *mistakes("""
 loses_the_remainder: -(-sum(numels) // world_size) → sum(numels) // world_size

@@ -28,7 +28,7 @@ def test_solution_is_the_source_of_the_reference(exercise):
 
 
 def test_mistake_hears_its_sentence(exercise, mistake):
-    verdict = exercise(mistake.applied_to(exercise.reference, exercise.helpers))
+    verdict = exercise(mistake)
     assert verdict.passed is False, f"{mistake.name} passed"
     assert mistake.says in verdict.text
 

@@ -74,6 +74,21 @@ def test_an_answer_that_fails_like_a_known_mistake_hears_its_sentence():
     ]
 
 
+def test_of_what_was_seen_the_first_that_differs_is_told():
+    def saw(answer, x):
+        return {"doubled": answer(x), "left alone": x}
+
+    ours = exercise(says={"doubled": "{got} on rank {rank} is not twice {expected}."})
+    expected = [{"doubled": 2, "left alone": 3}]
+    ours.trials = lambda: [Trial(1, saw, (1,), expected)]
+    assert "7 on rank 0 is not twice 2." in ours(lambda x: 7).text
+    assert "left alone on rank 0: 1, not 3." in ours(double).text
+
+
+def test_a_mistake_of_the_table_is_an_answer():
+    assert "Add x itself." in exercise()(TABLE[0]).text
+
+
 def test_what_no_known_mistake_does_is_explained_or_gets_the_hint_of_its_stage():
     ours = exercise()
     assert "Hint" not in ours(lambda x: 7).text
