@@ -408,21 +408,21 @@ def imported_before_training() -> bool:
 @forks
 def test_slow_imports_are_made_once_and_the_server_that_knew_less_ends():
     """A rank that makes an optimizer imports for a second; later ranks begin with that."""
-    processes._servers()[0] = processes._new_server(processes.PRELOAD)  # as in a fresh notebook
+    processes._server.cache_clear()  # as in a fresh notebook
     launch(print, world_size=1)
-    old = processes._servers()[0]
+    old = processes._server()._forkserver_pid
     assert list(launch(imported_before_training, world_size=1)) == [False]
-    first = processes._servers()[0]
-    assert first is not old
+    new = processes._server()._forkserver_pid
+    assert new != old
     assert list(launch(imported_before_training, world_size=2)) == [True, True]
-    assert processes._servers()[0] is first
-    wait_until(lambda: not psutil.pid_exists(old._forkserver_pid))
+    assert processes._server()._forkserver_pid == new
+    wait_until(lambda: not psutil.pid_exists(old))
 
 
 @forks
 def test_a_server_that_died_is_replaced():
     launch(print, world_size=1)
-    pid = processes._servers()[0]._forkserver_pid
+    pid = processes._server()._forkserver_pid
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert list(launch(dist.get_rank, world_size=2)) == [0, 1]

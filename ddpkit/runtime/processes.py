@@ -8,7 +8,6 @@ from one to the next, and a crash costs nothing.
 
 import contextlib
 import functools
-import io
 import linecache
 import multiprocessing.spawn
 import os
@@ -20,9 +19,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
-from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 
 import torch.multiprocessing as mp
@@ -32,6 +30,7 @@ from .backends import Choice
 from .board import Board
 
 PRELOAD = ["ddpkit.runtime.worker"]
+LAST = "ddpkit.runtime.cheap_forks"
 _starting = threading.Lock()
 
 
@@ -43,11 +42,12 @@ class Rank:
         self.assignment = assignment
         self.pipe, theirs = mp.Pipe()
         lifeline, self._lifeline = mp.Pipe(duplex=False)
-        kind = mp.get_context("spawn").Process if start_method() == "spawn" else _ForkedRank
-        name = f"rank {assignment.rank}"
-        self.process = kind(target=target, args=(assignment, theirs, lifeline), name=name)
+        kind = mp.get_context(start_method()).Process
+        self.process = kind(target=target, args=(assignment, theirs, lifeline))
+        # A rank starts its own children as this process does: on Linux, a DataLoader forks workers.
+        self.process._start_method = None
         try:
-            with _starting, _without_main():
+            with _starting, _our_way():
                 self.process.start()
         finally:
             theirs.close()
@@ -62,17 +62,12 @@ class Rank:
         """End the rank and its children, at once, also children that outlived it."""
         self._lifeline.close()
         if os.name == "posix":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # no group yet, or gone
                 os.killpg(self.process.pid, signal.SIGKILL)
-        else:
-            self.process.kill()
+        self.process.kill()
 
-    def wait_gone(self, timeout: float = 2.0):
-        """Wait until the process is gone; a stubborn one is killed by its number."""
-        self.process.join(timeout)
-        if self.process.exitcode is None:
-            self.process.kill()
-            self.process.join(timeout)
+    def wait_gone(self):
+        self.process.join(4.0)
         self.pipe.close()
         with contextlib.suppress(ValueError):
             self.process.close()
@@ -205,22 +200,15 @@ def start_method() -> str:
 def warm_up():
     """Start the fork server without waiting for it, so that the first launch need not."""
     if start_method() == "forkserver":
-        with _starting, _without_main():
-            _running_server()
+        with _starting, _our_way():
+            pass
 
 
 @functools.cache
-def _servers() -> list[forkserver.ForkServer]:
-    """The fork server in use, alone.
-
-    Our own: multiprocessing's may already serve the user, without torch preloaded.
-    """
-    return [_new_server(PRELOAD)]
-
-
-def _new_server(modules: list[str]) -> forkserver.ForkServer:
+def _server() -> forkserver.ForkServer:
+    """Our own: multiprocessing's may already serve the user, without torch preloaded."""
     server = forkserver.ForkServer()
-    server.set_forkserver_preload(modules)
+    server.set_forkserver_preload([*PRELOAD, LAST])
     return server
 
 
@@ -230,72 +218,31 @@ def preload(modules: Iterable[str]):
     A new fork server imports them meanwhile; the next launch waits for it if it comes soon. The old
     one ends when its last rank has.
     """
-    if start_method() != "forkserver":
-        return
+    server = _server()
     with _starting:
-        old = _servers()[0]
-        new = set(modules).difference(old._preload_modules)
-        if not new:
+        new = sorted(set(modules).difference(server._preload_modules))
+        if not new or start_method() != "forkserver":
             return
-        _servers()[0] = _new_server([*old._preload_modules, *sorted(new)])
-    os.close(old._forkserver_alive_fd)
-    reap = threading.Thread(target=os.waitpid, args=(old._forkserver_pid, 0), daemon=True)
-    reap.start()
+        server.set_forkserver_preload([*server._preload_modules[:-1], *new, LAST])
+        os.close(server._forkserver_alive_fd)
+        old = server._forkserver_pid, 0
+        threading.Thread(target=os.waitpid, args=old, daemon=True).start()
+        server._forkserver_pid = server._forkserver_alive_fd = None
     warm_up()
 
 
-def _running_server() -> forkserver.ForkServer:
-    """The server; if it has to be started, with SIGINT blocked: no Ctrl-C while it imports."""
-    resource_tracker.ensure_running()  # would unblock SIGINT if the server started it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        _servers()[0].ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return _servers()[0]
-
-
-class _Popen(popen_forkserver.Popen):
-    """multiprocessing's way to start a process through a fork server, with a server of our own."""
-
-    def _launch(self, process_obj):
-        data = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(multiprocessing.spawn.get_preparation_data(process_obj._name), data)
-            reduction.dump(process_obj, data)
-        finally:
-            set_spawning_popen(None)
-        self.sentinel, writes = _running_server().connect_to_new_process(self._fds)
-        fds = os.dup(writes), self.sentinel
-        self.finalizer = multiprocessing.util.Finalize(self, multiprocessing.util.close_fds, fds)
-        with open(writes, "wb") as pipe:
-            pipe.write(data.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
-
-
-_served = "forkserver" in mp.get_all_start_methods()
-
-
-class _ForkedRank(mp.get_context("forkserver").Process if _served else mp.Process):
-    # A rank starts its own children as this process does: on Linux, a DataLoader forks its workers.
-    _start_method = None
-
-    @staticmethod
-    def _Popen(process_obj):
-        return _Popen(process_obj)
-
-
 @contextlib.contextmanager
-def _without_main():
-    """Keep multiprocessing from running the user's script again in the ranks: they don't need it.
+def _our_way():
+    """Have multiprocessing start a rank from our server, which runs by now.
 
-    Only for this thread; a pool that the user starts elsewhere at the moment gets its script.
+    And keep it from running the user's script again in the rank, which doesn't need it. Only for
+    this thread; a pool that the user starts elsewhere at the moment gets its script.
     """
-    original, thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
+    prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process
+    thread = threading.get_ident()
 
     def without_main(name):
-        data = original(name)
+        data = prepare(name)
         if threading.get_ident() == thread:
             data.pop("init_main_from_name", None)
             data.pop("init_main_from_path", None)
@@ -303,6 +250,20 @@ def _without_main():
 
     multiprocessing.spawn.get_preparation_data = without_main
     try:
+        if start_method() == "forkserver":
+            _start_server()
+            forkserver.connect_to_new_process = _server().connect_to_new_process
         yield
     finally:
-        multiprocessing.spawn.get_preparation_data = original
+        forkserver.connect_to_new_process = connect
+        multiprocessing.spawn.get_preparation_data = prepare
+
+
+def _start_server():
+    """If it doesn't run, with SIGINT blocked: no Ctrl-C while it imports."""
+    resource_tracker.ensure_running()  # would unblock SIGINT if the server started it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        _server().ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import linecache
 import multiprocessing
 import os
@@ -130,10 +129,10 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     capture_output(assignment.path("output"))
     # What multiprocessing makes in its temporary folder goes with ours.
     multiprocessing.current_process()._config["tempdir"] = assignment.folder
-    os.environ.clear()
-    os.environ.update(assignment.environ)
+    if os.environ != assignment.environ:
+        os.environ.clear()
+        os.environ.update(assignment.environ)
     linecache.cache.update(assignment.cells)
-    importlib.invalidate_caches()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     stacks = open(assignment.path("stack"), "w")  # stays open: the parent may ask at any time
     if hasattr(faulthandler, "register"):
