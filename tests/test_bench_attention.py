@@ -9,20 +9,10 @@ import torch
 
 from ddpkit.bench import attention as bench
 from ddpkit.bench import results
-from ddpkit.bench.attention import (
-    CUDNN,
-    EFFICIENT,
-    FLASH,
-    OURS,
-    PLAIN,
-    PRODUCT,
-    TRITON,
-    Attentions,
-    Case,
-)
-from ddpkit.bench.results import AGAIN
+from ddpkit.bench.attention import CUDNN, EFFICIENT, FLASH, OURS, PLAIN, PRODUCT, TRITON, Case
+from ddpkit.bench.results import AGAIN, Results, judge
 
-SMALL = Case(length=32, heads=2, head_size=16, causal=True)
+SMALL = Case(head_size=16, causal=True, length=32, heads=2)
 TIMES = {FLASH: (1.0, 2.0), PLAIN: (3.0, 4.0), OURS: (1.1, 2.5)}  # forward and backward, in seconds
 
 
@@ -31,10 +21,10 @@ def made_up(case, **changed):
     times = TIMES | changed
     first = next(iter(times))
     turns = {("", PRODUCT): (4.0, 4.0)}
-    for name in (*times, first + AGAIN):
-        forward, backward = times[name.removesuffix(AGAIN)]
-        turns["forward", name], turns["backward", name] = (2 * forward,) * 2, (2 * backward,) * 2
-    return bench.together(case, turns, dict.fromkeys(turns, 2), 4 * 10**12)
+    for place, part in enumerate(bench.PARTS):
+        for name in (*times, first + AGAIN):
+            turns[part, name] = (2 * times[name.removesuffix(AGAIN)][place],) * 2
+    return Results(bench.together(case, turns, dict.fromkeys(turns, 2), 4 * 10**12))
 
 
 @pytest.mark.parametrize(
@@ -131,23 +121,17 @@ def test_a_wrong_answer_gets_no_time(wrong):
 
 
 def test_times_of_calls_and_work():
-    found = made_up(Case(8, 3, 16, False))
-    ours = [each for each in found if each.variant == OURS]
+    ours = [each for each in made_up(Case(16, False, 8, 3)) if each.variant == OURS]
     assert [(each.operation, each.seconds) for each in ours] == [
         ("forward, D 16, N 8", (1.1, 1.1)),
         ("backward, D 16, N 8", (2.5, 2.5)),
     ]
-    work = 2 * 2 * 3 * 8 * 8 * 16  # a multiplication and an addition, in two products
-    assert [each.flop for each in ours] == [work, 2.5 * work]
-    assert {each.ceiling_flops for each in found} == {2e12}
-    causal = made_up(Case(8, 3, 16, True))
-    assert causal[0].flop == work / 2
-    assert causal[0].operation == "forward, D 16, causal, N 8"
+    assert made_up(Case(16, True, 8, 3))[0].operation == "forward, D 16, causal, N 8"
 
 
 def test_table():
-    found = made_up(Case(4096, 2, 64, False), **{OURS: (4.294967296e-3, 1.0)})
-    lines = [" ".join(line.split()) for line in repr(Attentions(found)).splitlines()]
+    found = made_up(Case(64, False, 4096, 2), **{OURS: (4.294967296e-3, 2.5 * 4.294967296e-3)})
+    lines = [" ".join(line.split()) for line in repr(found).splitlines()]
     assert lines[:5] == [
         "forward, D 64, N 4096",
         "Time (ms) TFLOP/s Ceiling Speed [95 %]",
@@ -156,28 +140,33 @@ def test_table():
         # 4 · 2 · 4096² · 64 operations in 4.294967296 ms are 2 TFLOP/s
         "flash_attention 4.295 2 100 % 232.83 [232.83–232.83] faster",
     ]
+    assert " ".join(lines[10].split()[:4]) == "flash_attention 10.74 2 100"  # backward is more work
+    causal = made_up(Case(64, True, 4096, 2), **{OURS: (4.294967296e-3, 1.0)})
+    assert "  4.295        1     50 %  " in repr(causal)  # and a mask leaves half
 
 
 def verdicts(case, **changed):
-    return [each["met"] for each in bench.judged(Attentions(made_up(case, **changed)), [case])]
+    return [each["met"] for each in judge(bench.GOALS, made_up(case, **changed))]
 
 
 def test_goals():
     """As fast as PyTorch's: forward 0.8, backward 0.75; as plain: 2.5 from 4096 on, and 1."""
     for causal in (False, True):
-        assert verdicts(Case(512, 2, 64, causal)) == []
-        assert verdicts(Case(1024, 2, 64, causal)) == ["yes"] * 3
-        assert verdicts(Case(4096, 2, 64, causal)) == ["yes"] * 4
+        assert verdicts(Case(64, causal, 512, 2)) == []
+        assert verdicts(Case(64, causal, 1024, 2)) == ["yes"] * 3
+        assert verdicts(Case(64, causal, 4096, 2)) == ["yes"] * 4
     slow = {OURS: (1.3, 4.1)}
-    assert verdicts(Case(4096, 2, 64, False), **slow) == ["NO", "NO", "NO", "NO"]
+    assert verdicts(Case(64, False, 4096, 2), **slow) == ["NO", "NO", "NO", "NO"]
 
 
 @pytest.mark.parametrize(("head_size", "least"), [(64, 0.9), (128, 0.75)])
 def test_goals_on_a_gpu(head_size, least):
-    case = Case(4096, 2, head_size, False)
+    case = Case(head_size, False, 16384, 2)
     for factor, verdict in ((1.01, "yes"), (0.99, "NO")):
         times = {CUDNN: (1.0, 1.0), TRITON: (1 / least / factor, 1 / 0.45 / factor)}
-        assert verdicts(case, **times)[-2:] == [verdict] * 2
+        goals = [goal for goal in bench.GOALS if goal.variant == TRITON]
+        judged = judge(goals, made_up(case, **times))
+        assert [each["met"] for each in judged] == [verdict] * 2
 
 
 def test_measure_and_report(tmp_path, monkeypatch, capsys):
@@ -186,7 +175,7 @@ def test_measure_and_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "TURN_S", 0)
     monkeypatch.setattr(bench, "cases", lambda kind: [SMALL])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    bench.main()
+    bench.main("attention")
     assert "backward, D 16, causal, N 32" in capsys.readouterr().out
     kept = json.loads((tmp_path / "attention.json").read_text())["results"]
     assert {each["variant"] for each in kept} == {FLASH, PLAIN, OURS, FLASH + AGAIN}

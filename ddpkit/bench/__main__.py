@@ -1,9 +1,10 @@
 """`python -m ddpkit.bench NAME ...` runs these benchmarks; without a name, all that there are."""
 
 import argparse
-import importlib
+from importlib import import_module
 
 BENCHMARKS = "launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision", "attention"
+MODULES = {"all_reduce": "collectives", "reduce_scatter": "collectives"}  # others: their names'
 
 
 def main(arguments: list[str] | None = None):
@@ -11,13 +12,12 @@ def main(arguments: list[str] | None = None):
     what = "Measure what ddpkit does on this machine."
     parser = argparse.ArgumentParser("python -m ddpkit.bench", description=what)
     parser.add_argument("names", metavar="NAME", nargs="*", help=", ".join(BENCHMARKS))
-    names = parser.parse_args(arguments).names or BENCHMARKS
+    names = parser.parse_args(arguments).names
     for name in names:
         if name not in BENCHMARKS:
-            there = f"there are {', '.join(BENCHMARKS)}"
-            parser.error(f"no benchmark is called {name!r}; {there}")
-    for name in names:
-        importlib.import_module(f"{__package__}.{name}").main()
+            parser.error(f"no benchmark is called {name!r}; there are {', '.join(BENCHMARKS)}")
+    for name in names or BENCHMARKS:
+        import_module(f"{__package__}.{MODULES.get(name, name)}").main(name)
 
 
 if __name__ == "__main__":

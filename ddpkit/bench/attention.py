@@ -12,8 +12,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..fast.attention import flash_attention
 from ..flash_attention import attention
-from .interleave import Contest, race, synchronize
-from .results import AGAIN, SPEED, Goal, Result, Results, judge, report
+from .interleave import Contest, race, synchronize, wrong
+from .results import AGAIN, SPEED, Goal, Result, Results, report
 
 ROUNDS = 12
 TRITON_MODULE = "ddpkit.fast.triton_attention"  # loading it changes how Triton runs without a GPU
@@ -32,31 +33,38 @@ TURN_S = 0.02  # a turn has as many calls as fill this: one, on a GPU, is too sh
 FORMATS = {"cpu": torch.float32, "cuda": torch.bfloat16}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the norm: some roundings
 SQUARE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrix whose product is the ceiling
+NUMEL = {"cpu": 2**19, "cuda": 2**25}  # of q: the longer the sequences the fewer
+SIZES = {  # head sizes D, lengths N
+    "cpu": ([64], [256, 512, 1024, 2048, 4096]),
+    "cuda": ([64, 128], [1024, 2048, 4096, 8192, 16384]),
+}
 PLAIN, OURS, TRITON = "plain attention", "flash_attention", "flash_attention_triton"
 CUDNN, FLASH, EFFICIENT, PRODUCT = "SDPA, cuDNN", "SDPA, flash", "SDPA, efficient", "matrix product"
 BACKENDS = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
 BACKENDS |= {EFFICIENT: SDPBackend.EFFICIENT_ATTENTION}
 PARTS = {"forward": 1.0, "backward": 2.5}  # of forward's work: 5 products of N × N × D instead of 2
-GOALS = [  # part, D, from which N on
-    ("forward", 64, 1024, Goal(OURS, FLASH, 0.8)),
-    ("backward", 64, 1024, Goal(OURS, FLASH, 0.75)),
-    ("forward", 64, 4096, Goal(OURS, PLAIN, 2.5)),
-    ("backward", 64, 1024, Goal(OURS, PLAIN, 1.0)),
-    ("forward", 64, 4096, Goal(TRITON, CUDNN, 0.9)),
-    ("forward", 128, 4096, Goal(TRITON, CUDNN, 0.75)),
-    ("backward", 64, 4096, Goal(TRITON, CUDNN, 0.45)),
-    ("backward", 128, 4096, Goal(TRITON, CUDNN, 0.45)),
+GOALS = [
+    Goal(OURS, FLASH, 0.8, r"forward, D 64,.* N \d{4}"),
+    Goal(OURS, FLASH, 0.75, r"backward, D 64,.* N \d{4}"),
+    Goal(OURS, PLAIN, 2.5, r"forward, D 64,.* N (4096|8192|16384)"),
+    Goal(OURS, PLAIN, 1.0, r"backward, D 64,.* N \d{4}"),
+    Goal(TRITON, CUDNN, 0.9, "forward, D 64,.* N (4096|8192|16384)"),
+    Goal(TRITON, CUDNN, 0.75, "forward, D 128,.* N (4096|8192|16384)"),
+    Goal(TRITON, CUDNN, 0.45, "backward, .* N (4096|8192|16384)"),
 ]
+LEGEND = f"""\
+Time: the median. TFLOP/s: of the same work for all, backward 2.5 × forward's.
+Ceiling: how much that is of a matrix product's.
+{SPEED}"""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """length: N, of queries and of keys. heads: of all sequences together. head_size: D."""
 
-    length: int
-    heads: int
     head_size: int
     causal: bool
+    length: int
+    heads: int
 
     def inputs(self, kind: str) -> list[Tensor]:
         """q, k, v and the gradient of the result."""
@@ -65,17 +73,16 @@ class Case:
         q, k, v, upstream = torch.randn(shape, device=kind, dtype=FORMATS[kind])
         return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), upstream]
 
+    def title(self, part: str) -> str:
+        mask = ", causal" if self.causal else ""
+        return f"{part}, D {self.head_size}{mask}, N {self.length}"
+
 
 def cases(kind: str) -> list[Case]:
-    """The longer the sequences the fewer: q is always of one size. kind: "cpu" or "cuda"."""
-    numel, head_sizes, lengths = 2**19, [64], [256, 512, 1024, 2048, 4096]
-    if kind == "cuda":
-        numel, head_sizes, lengths = 2**25, [64, 128], [1024, 2048, 4096, 8192, 16384]
-    found = []
-    for head_size in head_sizes:
-        for causal in (False, True):
-            found += [Case(n, numel // (n * head_size), head_size, causal) for n in lengths]
-    return found
+    """kind: "cpu" or "cuda"."""
+    head_sizes, lengths = SIZES[kind]
+    shapes = product(head_sizes, (False, True), lengths)
+    return [Case(d, causal, n, NUMEL[kind] // (n * d)) for d, causal, n in shapes]
 
 
 def device() -> str:
@@ -121,14 +128,16 @@ def make_contest(case: Case, plain: ProcessGroup) -> Contest:
     """Of (part, variant); `found` tells how many calls a turn has."""
     kind = device()
     *qkv, upstream = inputs = case.inputs(kind)
-    calls = {}
-    for name, (attend, o) in choose(attentions(kind), inputs, case.causal).items():
-        calls["forward", name] = Often(partial(attend, *qkv, causal=case.causal))
-        backward = partial(torch.autograd.grad, o, qkv, upstream, retain_graph=True)
-        calls["backward", name] = Often(backward)
     square = torch.randn(SQUARE[kind], SQUARE[kind]).to(qkv[0])
-    calls["", PRODUCT] = Often(lambda: square @ square)
-    return Contest(calls, found=lambda: {which: call.times for which, call in calls.items()})
+    calls = {("", PRODUCT): partial(torch.matmul, square, square)}
+    able = choose(attentions(kind), inputs, case.causal)
+    for name, (attend, _) in able.items():
+        calls["forward", name] = partial(attend, *qkv, causal=case.causal)
+    for name, (_, o) in able.items():
+        backward = partial(torch.autograd.grad, o, qkv, upstream, retain_graph=True)
+        calls["backward", name] = backward
+    often = {which: Often(call) for which, call in calls.items()}
+    return Contest(often, found=lambda: {which: call.times for which, call in often.items()})
 
 
 def choose(
@@ -153,8 +162,7 @@ def choose(
         for what, x, y in zip(("o", "dq", "dk", "dv"), found, right, strict=True):
             off = ((x - y).norm() / y.norm()).item()
             if not off <= TOLERANCE[y.dtype]:
-                wrong = f"{name}: {what} is off by {off:.1e} of {next(iter(able))}'s"
-                raise RuntimeError(f"{wrong}: its time would mean nothing")
+                raise wrong(f"{name}: {what} is off by {off:.1e} of {next(iter(able))}'s")
     first = next(iter(able))
     return able | {first + AGAIN: able[first]}
 
@@ -162,69 +170,34 @@ def choose(
 # What was found
 
 
-@dataclass(frozen=True)
-class Timed(Result):
-    """flop: what is due. ceiling_flops: of the product, per second."""
-
-    flop: float = 0.0
-    ceiling_flops: float = 0.0
-
-
-class Attentions(Results):
-    columns = "Time (ms)", "TFLOP/s", "Ceiling"
-    legend = "Time: the median. TFLOP/s: of the same work for all, backward 2.5 × forward's.\n"
-    legend += "Ceiling: how much that is of a matrix product's.\n" + SPEED
-
-    def title(self) -> str:
-        return self[0].operation
-
-    def cells(self, timed: Timed) -> tuple[str, ...]:
-        flops = timed.flop / timed.median_s
-        part = f"{100 * flops / timed.ceiling_flops:.0f} %"
-        return f"{timed.median_s * 1e3:.4g}", f"{flops / 1e12:.3g}", part
-
-
-def measure(what: list[Case], rounds: int = ROUNDS) -> Attentions:
+def measure(what: list[Case], rounds: int) -> Results:
     """Time every attention in every case. ValueError: no round."""
-    found = Attentions()
+    found = Results(legend=LEGEND)
     for case in what:
         turns, (times,) = race(partial(make_contest, case), rounds)
         found += together(case, turns, times, 2 * SQUARE[device()] ** 3)
     return found
 
 
-def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Timed]:
+def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Result]:
     """turns, times: {(part, variant): seconds of each round, or the calls in it}."""
-    product_s = statistics.median(turns["", PRODUCT]) / times["", PRODUCT]
+    seconds = {which: tuple(s / times[which] for s in turns[which]) for which in turns}
+    ceiling = product_flop / statistics.median(seconds.pop(("", PRODUCT)))
     scores = case.heads * case.length**2 / (2 if case.causal else 1)
     found = []
-    for (part, name), of_rounds in sorted(turns.items(), key=lambda each: each[0][0], reverse=True):
-        if name != PRODUCT:
-            flop = PARTS[part] * 4 * scores * case.head_size
-            seconds = tuple(each / times[part, name] for each in of_rounds)
-            about = {"flop": flop, "ceiling_flops": product_flop / product_s}
-            found.append(Timed(case_name(part, case), name, 1, 4, seconds, **about))
+    for (part, name), of_rounds in seconds.items():
+        median_s = statistics.median(of_rounds)
+        flops = PARTS[part] * 4 * scores * case.head_size / median_s
+        columns = {
+            "Time (ms)": f"{median_s * 1e3:.4g}",
+            "TFLOP/s": f"{flops / 1e12:.3g}",
+            "Ceiling": f"{100 * flops / ceiling:.0f} %",
+        }
+        found.append(Result(case.title(part), name, 1, 0, of_rounds, columns=columns))
     return found
 
 
-def case_name(part: str, case: Case) -> str:
-    mask = ", causal" if case.causal else ""
-    return f"{part}, D {case.head_size}{mask}, N {case.length}"
-
-
-def judged(found: Attentions, what: list[Case]) -> list[dict[str, str]]:
-    lines = []
-    for case in what:
-        for part, head_size, least, goal in GOALS:
-            if head_size == case.head_size and case.length >= least:
-                about = case_name(part, case)
-                lines += judge([goal], Attentions(e for e in found if e.operation == about))
-    return lines
-
-
-def main():
+def main(name: str):
     kind = device()
-    what = cases(kind)
-    found = measure(what, ROUNDS)
     where = torch.cuda.get_device_name() if kind == "cuda" else "one core"
-    report("attention", f"{where}, {FORMATS[kind]}", found, judged(found, what))
+    report(name, f"{where}, {FORMATS[kind]}", measure(cases(kind), ROUNDS), GOALS)

@@ -10,22 +10,16 @@ import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..lesson import charts
 from ..runtime.launch import launch
 from ..runtime.link import Link
 from ..tools.checks import check_counts
-from .results import AGAIN, Goal, Result, Results, judge, report
 
 WARM_UP = 2  # rounds that don't count: connections are made, memory is touched, a GPU wakes up
-FEWEST_ROUNDS, MOST_ROUNDS = 12, 100
 
 
 @dataclass
@@ -70,18 +64,13 @@ def _take_turns(make: Callable, rounds: int, warm_up: int) -> tuple[dict, object
     for number in range(warm_up + rounds):
         for variant in turns if number % 2 == 0 else reversed(turns):
             contest.before(variant)
-            turns[variant].append(timed(contest.calls[variant], plain))
+            synchronize()
+            dist.barrier(plain)
+            begun = time.perf_counter()
+            contest.calls[variant]()
+            synchronize()
+            turns[variant].append((begun, time.perf_counter()))
     return {variant: times[warm_up:] for variant, times in turns.items()}, contest.found()
-
-
-def timed(call: Callable, group: ProcessGroup) -> tuple[float, float]:
-    """(when it began, when it was done), behind a barrier of `group`."""
-    synchronize()
-    dist.barrier(group)
-    begun = time.perf_counter()
-    call()
-    synchronize()
-    return begun, time.perf_counter()
 
 
 def synchronize() -> None:
@@ -116,112 +105,9 @@ def pin_to_a_core() -> None:
             os.sched_setaffinity(int(thread), {cores[dist.get_rank()]})
 
 
-# Collectives
-
-
-class Variant(NamedTuple):
-    """One way to do the work, on one rank.
-
-    tensor: what it works on; filled with 1 before each call, outside the time.
-    call: does it once; returns the tensor that must then hold `value` everywhere.
-    ceiling: the variant that moves as many bytes in the plainest way.
-    """
-
-    tensor: Tensor
-    call: Callable[[], Tensor]
-    value: float
-    ceiling: str = ""
-
-
-def measure(
-    operation: str,
-    make: Callable[[int, ProcessGroup], dict[str, Variant]],
-    sizes: Sequence[int],
-    world_sizes: Sequence[int] = (2, 4),
-    rounds: int | None = None,
-) -> Results:
-    """Time every variant with every size in every world.
-
-    operation: in the words of `cost.bus_bandwidth`. sizes: bytes. rounds: None: `usual_rounds`.
-    make: called on every rank with the number of float32 elements (a multiple of W) and the group;
-        returns {name: variant}, the baseline first.
-    ValueError: less than one element for a rank, no round. RuntimeError: a wrong sum.
-    """
-    found = Results()
-    for world_size in world_sizes:
-        for nbytes in sizes:
-            numel = nbytes // 4 // world_size * world_size
-            check_counts(numel=numel)
-            many = usual_rounds(nbytes) if rounds is None else rounds
-            contest = partial(_collectives, partial(make, numel))
-            seconds, ranks = race(contest, many, world_size=world_size)
-            for name, ceiling in ranks[0].items():
-                found.append(Result(operation, name, world_size, nbytes, seconds[name], ceiling))
-    return found
-
-
-def _collectives(
-    make: Callable[[ProcessGroup], dict[str, Variant]], plain: ProcessGroup
-) -> Contest:
-    variants = make(plain)
-    baseline = next(iter(variants))
-    variants[baseline + AGAIN] = variants[baseline]
-
-    def before(name: str) -> None:
-        variants[name].tensor.fill_(1)
-
-    def found() -> dict[str, str]:
-        for name, variant in variants.items():
-            before(name)
-            if not (variant.call() == variant.value).all():
-                wrong = f"{name} gave wrong numbers on rank {dist.get_rank()}"
-                raise RuntimeError(f"{wrong}: its time would mean nothing")
-        return {name: variant.ceiling for name, variant in variants.items()}
-
-    return Contest({name: each.call for name, each in variants.items()}, before, found)
-
-
-def usual_rounds(nbytes: int) -> int:
-    """More where the tensor is small and a round short."""
-    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, 200_000_000 // nbytes))
-
-
-def memcpy(x: Tensor, place: Tensor) -> Variant:
-    """Copy `x` to another place in this rank's own memory, on all ranks at once."""
-    return Variant(x, lambda: place.copy_(x), 1)
-
-
-def loopback(x: Tensor, landing: Tensor, messages: int, group: ProcessGroup) -> Variant:
-    """Send `x` to the right so often, and receive as many from the left, on all ranks at once."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-
-    def call() -> Tensor:
-        works = []
-        for _ in range(messages):
-            works.append(dist.irecv(landing, group=group, group_src=left))
-        for _ in range(messages):
-            works.append(dist.isend(x, group=group, group_dst=right))
-        for work in works:
-            work.wait()
-        return landing
-
-    return Variant(x, call, 1)
-
-
-def nccl_group() -> ProcessGroup | None:
-    """A plain NCCL group, this rank on the GPU of its number; None without a GPU for each rank."""
-    if not dist.is_nccl_available() or torch.cuda.device_count() < dist.get_world_size():
-        return None
-    torch.cuda.set_device(dist.get_rank())
-    return dist.new_group(backend="nccl")
-
-
-def report_collective(name: str, found: Results, goals: Sequence[Goal]) -> None:
-    def draw() -> dict:
-        return {"time": charts.average_time(found), "bandwidth": charts.bandwidth(found)}
-
-    report(name, where(), found, judge(goals, found), draw)
+def wrong(what: str) -> RuntimeError:
+    """The error of a variant that isn't right."""
+    return RuntimeError(f"{what}: its time would mean nothing")
 
 
 def where() -> str:

@@ -5,8 +5,6 @@ the same parameters.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,18 +14,13 @@ from torch.nn.utils import parameters_to_vector
 
 from ..models import GPT, mean_loss
 from ..runtime.link import Link
+from ..tools.memory import count_states
 from ..tools.text import Batches, encode, text
-from .interleave import Contest, race
+from .interleave import Contest, race, wrong
 
 WARM_UP = 3  # steps that don't count: buckets are planned anew, state is made
 COMPUTE = "compute alone"
-
-
-class Task(NamedTuple):
-    """build: makes the module, alike each time. loss: of that module on this rank's data."""
-
-    build: Callable[[], nn.Module]
-    loss: Callable[[nn.Module], Tensor]
+Task = tuple[nn.Module, Callable[[nn.Module], Tensor]]  # a module, alike each time, and its loss
 
 
 def gpt(layers: int = 6, width: int = 256, sequences: int = 8) -> Task:
@@ -35,23 +28,17 @@ def gpt(layers: int = 6, width: int = 256, sequences: int = 8) -> Task:
     tokens = encode(text()[: 65 * sequences * world_size])
     batches = Batches(tokens, sequences * world_size, 64, rank=rank, world_size=world_size)
     inputs, targets = next(iter(batches))
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return GPT(layers=layers, width=width, heads=8)
-
-    return Task(build, lambda model: mean_loss(model(inputs), targets))
+    torch.manual_seed(0)
+    model = GPT(layers=layers, width=width, heads=8)
+    return model, lambda wrapped: mean_loss(wrapped(inputs), targets)
 
 
 def linears(layers: int = 12, width: int = 1024, rows: int = 128) -> Task:
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs, targets = torch.randn(2, rows, width, generator=generator)
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-
-    return Task(build, lambda model: (model(inputs) - targets).square().mean())
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    return model, lambda wrapped: (wrapped(inputs) - targets).square().mean()
 
 
 def itself(module: nn.Module) -> nn.Module:
@@ -61,11 +48,11 @@ def itself(module: nn.Module) -> nn.Module:
 class Replica:
     """A model, wrapped or not, and its optimizer; None where a step only computes."""
 
-    def __init__(self, task: Task, wrap: Callable, optimize: Callable | None):
-        self.module = task.build()
+    def __init__(self, make: Callable[[], Task], wrap: Callable, optimize: Callable | None):
+        self.module, self.loss = make()
         self.trained = [each for each in self.module.parameters() if each.requires_grad]
         self.optimizer = optimize(self.trained) if optimize else None
-        self.wrapped, self.loss = wrap(self.module), task.loss
+        self.wrapped = wrap(self.module)
 
     def step(self) -> None:
         self.module.zero_grad()
@@ -76,22 +63,11 @@ class Replica:
             self.optimizer.step()
 
     def state_bytes(self) -> int:
-        """Of all tensors in the optimizer's state but counters."""
+        """Of the optimizer's state."""
         if hasattr(self.optimizer, "state_bytes"):  # ZeroOptimizer
             return self.optimizer.state_bytes()
-        inner, total = getattr(self.optimizer, "optim", self.optimizer), 0  # inside torch's ZeRO
-        for state in inner.state.values() if inner else ():
-            tensors = [each for each in state.values() if isinstance(each, Tensor) and each.dim()]
-            total += sum(each.nbytes for each in tensors)
-        return total
-
-
-@dataclass
-class Seen:
-    """What one rank has in the end. sizes: bytes of each gradient."""
-
-    state_bytes: dict[str, int]
-    sizes: list[int]
+        inner = getattr(self.optimizer, "optim", self.optimizer)  # torch's ZeRO has one inside
+        return count_states(self.module, inner).optimizer
 
 
 def race_replicas(
@@ -99,25 +75,26 @@ def race_replicas(
     rounds: int,
     world_size: int,
     link: Link | None = None,
-) -> tuple[dict[str, tuple[float, ...]], list[Seen]]:
-    """Time a step of each, on torch's own wire or on an emulated link; see `interleave.race`.
+) -> tuple[dict[str, tuple[float, ...]], int, dict[str, int]]:
+    """({variant: seconds of its steps}, bytes of the gradients, {variant: bytes of its state}).
 
-    make: called on every rank with the group to talk in; one replica only computes.
+    make: called on every rank with the group to talk in, torch's own or that of an emulated link;
+    one replica only computes. State: of the rank that has most.
     """
-    if world_size < 2:
-        raise ValueError(f"expected 2 ranks or more, got {world_size}: one has no partner")
 
     def contest(plain: ProcessGroup) -> Contest:
         replicas = make(dist.group.WORLD if link else plain)
 
-        def found() -> Seen:
+        def found() -> tuple[int, dict[str, int]]:
             check_alike(replicas, plain)
-            state_bytes = {name: replica.state_bytes() for name, replica in replicas.items()}
-            return Seen(state_bytes, [each.nbytes for each in replicas[COMPUTE].trained])
+            nbytes = sum(each.nbytes for each in replicas[COMPUTE].trained)
+            return nbytes, {name: replica.state_bytes() for name, replica in replicas.items()}
 
         return Contest({name: each.step for name, each in replicas.items()}, found=found)
 
-    return race(contest, rounds, WARM_UP, world_size, link)
+    seconds, ranks = race(contest, rounds, WARM_UP, world_size, link)
+    state_bytes = {name: max(states[name] for _, states in ranks) for name in seconds}
+    return seconds, ranks[0][0], state_bytes
 
 
 def check_alike(replicas: dict[str, Replica], group: ProcessGroup) -> None:
@@ -127,5 +104,4 @@ def check_alike(replicas: dict[str, Replica], group: ProcessGroup) -> None:
     for name, replica in replicas.items():
         found = parameters_to_vector(replica.module.parameters()).detach()
         if name != COMPUTE and not (found - right).norm() <= 1e-5 * right.norm():
-            wrong = f"{name} learned something else on rank {dist.get_rank()}"
-            raise RuntimeError(f"{wrong}: its time would mean nothing")
+            raise wrong(f"{name} learned something else on rank {dist.get_rank()}")
