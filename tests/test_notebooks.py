@@ -132,7 +132,7 @@ def test_code_cells_are_short(code):
 def test_prose_cells_are_short(notebook):
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            words = re.findall(r"\S*\w\S*", re.sub(r"\]\([^)]*\)", "]", cell.source))
+            words = re.findall(r"\S*\w\S*", re.sub(r"\]\([^)]*\)|\$[^$]+\$", "]", cell.source))
             assert len(words) <= 120, (len(words), cell.source[:80])
 
 
