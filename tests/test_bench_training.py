@@ -75,7 +75,7 @@ def syncs(**changed):
     seconds = {COMPUTE: (1.0, 3.0)}
     for name, s in (SYNC | changed).items():
         seconds[name] = (1 + s, 3 + 2 * s)  # computing alone is taken off round by round
-    states, sent = dict.fromkeys(seconds, 16 * 10**6), dict.fromkeys(seconds, 8e6)
+    states, sent = dict.fromkeys(seconds, 16 * 10**6), [dict.fromkeys(seconds, 8e6)] * 2
     return Results(zero.together("GPT", 2, seconds, 4000, states, sent))
 
 

@@ -181,7 +181,9 @@ def measure(what: list[Case], rounds: int) -> Results:
 
 def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Result]:
     """turns, times: {(part, variant): seconds of each round, or the calls in it}."""
-    seconds = {which: tuple(s / times[which] for s in turns[which]) for which in turns}
+    seconds = {}
+    for which, of_rounds in turns.items():
+        seconds[which] = tuple(each / times[which] for each in of_rounds)
     ceiling = product_flop / statistics.median(seconds.pop(("", PRODUCT)))
     scores = case.heads * case.length**2 / (2 if case.causal else 1)
     found = []

@@ -93,7 +93,9 @@ def race_replicas(
         return Contest({name: each.step for name, each in replicas.items()}, found=found)
 
     seconds, ranks = race(contest, rounds, WARM_UP, world_size, link)
-    state_bytes = {name: max(states[name] for _, states in ranks) for name in seconds}
+    state_bytes = {}
+    for name in seconds:
+        state_bytes[name] = max(states[name] for _, states in ranks)
     return seconds, ranks[0][0], state_bytes
 
 

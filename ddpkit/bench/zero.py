@@ -107,23 +107,23 @@ def measure(
     for model, make in models.items():
         raced = race_replicas(partial(make_replicas, make), rounds, world_size)
         ranks = launch(count_sent, make, world_size=world_size, backend="gloo")
-        sent = {name: statistics.mean(rank[name] for rank in ranks) for name in ranks[0]}
-        found += together(model, world_size, *raced, sent)
+        found += together(model, world_size, *raced, list(ranks))
     return found
 
 
 def together(
-    model: str, world_size: int, seconds: dict, nbytes: int, state_bytes: dict, sent: dict
+    model: str, world_size: int, seconds: dict, nbytes: int, state_bytes: dict, sent: list[dict]
 ) -> list[Result]:
-    """The results of one case; all but nbytes, of the gradients, by variant."""
+    """The results of one case; nbytes: of the gradients; sent: of each rank; all by variant."""
     found = []
     for name, steps in seconds.items():
         if name != COMPUTE:
+            mean = statistics.mean(rank[name] for rank in sent)
             sync_s = tuple(map(operator.sub, steps, seconds[COMPUTE]))
             columns = {
                 "Step (ms)": f"{statistics.median(steps) * 1e3:.1f}",
                 "Sync (ms)": f"{statistics.median(sync_s) * 1e3:.1f}",
-                "Sent": f"{sent[name] / 1e6:.4g}",
+                "Sent": f"{mean / 1e6:.4g}",
                 "State": f"{state_bytes[name] / 1e6:.4g}",
             }
             found.append(Result(model, name, world_size, nbytes, sync_s, columns=columns))
