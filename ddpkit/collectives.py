@@ -1,20 +1,19 @@
-"""The nine collectives of `torch.distributed`, written with nothing but send and receive.
+"""The nine collectives of `torch.distributed`, from nothing but send and receive. Notebook 01.
 
 Names, arguments and results are torch's: `src` and `dst` are ranks of the world, also where `group`
 is only a part of it; a list has an entry for each rank of the group, in its order, and these may
 differ in size. Tensors are contiguous. All is over when a call returns: there is no `async_op`.
-ValueError: this rank isn't in the group, or a list is too short or too long. Notebook 01.
+ValueError: this rank isn't in the group, a list is too short or long, or `op` isn't in COMBINE.
 
 W is the number of ranks of the group, Φ the bytes of the tensor, or of all parts in the list.
 
-    collective                sent by all ranks    in and out of the busiest rank    hops
-    broadcast, reduce         (W-1)Φ               (W-1)Φ, the root                  W-1
-    the same as trees         (W-1)Φ               ⌈log₂ W⌉Φ, the root               ⌈log₂ W⌉
-    all_reduce                2(W-1)Φ              2(W-1)Φ, the first rank           2(W-1)
-    gather, scatter           (W-1)/W Φ            (W-1)/W Φ, the root               W-1
-    all_gather, all_to_all    (W-1)Φ               2(W-1)/W Φ, all alike             1
-    reduce_scatter            (W-1)Φ               2(W-1)/W Φ, all alike             1
-    barrier                   W⌈log₂ W⌉ bytes      2⌈log₂ W⌉ bytes, all alike        ⌈log₂ W⌉
+    collective                              sent by all ranks  busiest rank, in and out    hops
+    broadcast, reduce                       (W-1)Φ             (W-1)Φ, the root            W-1
+    the same as trees                       (W-1)Φ             ⌈log₂ W⌉Φ, the root         ⌈log₂ W⌉
+    all_reduce                              2(W-1)Φ            2(W-1)Φ, the first rank     2(W-1)
+    gather, scatter                         (W-1)/W Φ          (W-1)/W Φ, the root         W-1
+    all_gather, all_to_all, reduce_scatter  (W-1)Φ             2(W-1)/W Φ, all alike       1
+    barrier                                 W⌈log₂ W⌉ bytes    2⌈log₂ W⌉ bytes, all alike  ⌈log₂ W⌉
 
 Trees: Thakur, Rabenseifner, Gropp 2005, section 4. Barrier: Hensgen, Finkel, Manber 1988.
 """
@@ -24,16 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from .tools.checks import check_in_group
+from .tools.checks import check_in_group, mistake
 
 Group = ProcessGroup | None  # None: all ranks
 SUM = ReduceOp.SUM
-COMBINE = {  # op: total = f(total, part)
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-}
+COMBINE = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
 
 
 def broadcast(tensor: Tensor, src: int, group: Group = None) -> None:
@@ -61,17 +55,14 @@ def tree_broadcast(tensor: Tensor, src: int, group: Group = None) -> None:
 
 @torch.no_grad()
 def reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) -> None:
-    """Combine the `tensor` of all ranks in that of rank `dst`; the others keep theirs.
-
-    op: SUM, PRODUCT, MIN or MAX, for dtypes that torch can combine so; always in the same order.
-    """
-    ranks = members(group)
+    """Combine the `tensor` of all ranks in that of rank `dst`, always in one order."""
+    ranks, combine = members(group), combined_by(op)
     if dist.get_rank() == dst:
         part = torch.empty_like(tensor)
         for peer in ranks:
             if peer != dst:
                 dist.recv(part, peer, group)
-                COMBINE[op](tensor, part, out=tensor)
+                combine(tensor, part, out=tensor)
     else:
         dist.send(tensor, dst, group)
 
@@ -80,6 +71,7 @@ def reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) ->
 def tree_reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) -> None:
     """`reduce` in which, in each hop, half of those who still hold a part hand it on."""
     ranks, place = counted_from(dst, group)
+    combine = combined_by(op)
     total = tensor if place == 0 else tensor.clone()
     part, distance = torch.empty_like(tensor), 1
     while distance < len(ranks):
@@ -88,7 +80,7 @@ def tree_reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = Non
             return
         if place + distance < len(ranks):
             dist.recv(part, ranks[place + distance], group)
-            COMBINE[op](total, part, out=total)
+            combine(total, part, out=total)
         distance *= 2
 
 
@@ -142,12 +134,12 @@ def reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: ReduceOp = SUM, group: Group = None
 ) -> None:
     """Combine, in the `output` of each rank, what the `input_list` of every rank has for it."""
-    chunks = by_rank(input_list, group)
+    chunks, combine = by_rank(input_list, group), combined_by(op)
     output.copy_(chunks.pop(dist.get_rank()))
     arrived = {peer: torch.empty_like(output) for peer in chunks}
     exchange(chunks, arrived, group)
     for chunk in arrived.values():
-        COMBINE[op](output, chunk, out=output)
+        combine(output, chunk, out=output)
 
 
 @torch.no_grad()
@@ -190,6 +182,14 @@ def members(group: Group) -> list[int]:
 def by_rank(tensors: list[Tensor], group: Group) -> dict[int, Tensor]:
     """{rank of the group: its tensor}."""
     return dict(zip(members(group), tensors, strict=True))
+
+
+def combined_by(op: ReduceOp):
+    """How two tensors become one: f(total, part, out=total)."""
+    if op.name not in COMBINE:
+        remedy = "For an average, sum, and divide by the number of ranks."
+        raise mistake("a collective", f"op={op.name}", f"one of {', '.join(COMBINE)}", remedy)
+    return COMBINE[op.name]
 
 
 def counted_from(root: int, group: Group) -> tuple[list[int], int]:

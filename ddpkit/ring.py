@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .tools import checks
+from .collectives import exchange
+from .tools.checks import check_in_group, mistake
 
 
 def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -97,11 +98,10 @@ def flat(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
     ValueError: it has gaps, or this rank isn't in `group`.
     """
-    checks.check_in_group("ddpkit.ring", group)
+    check_in_group("ddpkit.ring", group)
     if not x.is_contiguous():
-        raise checks.mistake(
-            "ddpkit.ring", "a tensor with gaps", "a contiguous one", "Give it x.contiguous()."
-        )
+        remedy = "Give it x.contiguous()."
+        raise mistake("ddpkit.ring", "a tensor with gaps", "a contiguous one", remedy)
     return x.detach().view(-1)
 
 
@@ -150,36 +150,25 @@ def doubling_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     times. Thakur, Rabenseifner and Gropp 2005, section 4. Notebook 02.
     """
     ours = flat(x, group)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    power = 1 << (world_size.bit_length() - 1)  # the largest power of two
-    if rank >= power:
-        _send_and_receive(rank - power, ours, None, group)
-        _send_and_receive(rank - power, None, ours, group)
-        return x
     theirs = torch.empty_like(ours)
-    if rank + power < world_size:
-        _send_and_receive(rank + power, None, theirs, group)
+    ranks = dist.get_process_group_ranks(group)
+    me, world_size = dist.get_rank(group), len(ranks)
+    power = 1 << (world_size.bit_length() - 1)  # the largest power of two
+    if me >= power:
+        partner = ranks[me - power]
+        exchange({partner: ours}, {}, group)
+        exchange({}, {partner: ours}, group)
+        return x
+    if me + power < world_size:
+        exchange({}, {ranks[me + power]: theirs}, group)
         ours += theirs
     distance = 1
     while distance < power:
-        peer = rank ^ distance
-        _send_and_receive(peer, ours, theirs, group)
-        low, high = (ours, theirs) if rank < peer else (theirs, ours)
+        peer = me ^ distance
+        exchange({ranks[peer]: ours}, {ranks[peer]: theirs}, group)
+        low, high = (ours, theirs) if me < peer else (theirs, ours)
         torch.add(low, high, out=ours)  # both in one order: the same bits, also of a NaN
         distance *= 2
-    if rank + power < world_size:
-        _send_and_receive(rank + power, ours, None, group)
+    if me + power < world_size:
+        exchange({ranks[me + power]: ours}, {}, group)
     return x
-
-
-def _send_and_receive(
-    peer: int, outgoing: Tensor | None, incoming: Tensor | None, group: ProcessGroup | None
-) -> None:
-    """Swap with one rank, or only send, or only receive, in one batch."""
-    batch = []
-    if outgoing is not None:
-        batch.append(dist.P2POp(dist.isend, outgoing, group=group, group_peer=peer))
-    if incoming is not None:
-        batch.append(dist.P2POp(dist.irecv, incoming, group=group, group_peer=peer))
-    for work in dist.batch_isend_irecv(batch):
-        work.wait()

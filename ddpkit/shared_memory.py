@@ -8,13 +8,14 @@ W is the number of ranks, n the bytes of a slot. For an all-reduce every rank re
 writes n, whatever W: the speed is that of copying memory. Notebook 02.
 """
 
-import contextlib
 import os
 import socket
 import tempfile
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ CALLS = ("all_reduce", "reduce_scatter", "all_gather")
 PAGE = 4096  # bytes before the slots, for the ranks' marks
 SPINS = 100  # how often a waiting rank looks at the others before it naps between looks
 NAP_S = 50e-6
+_let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 class SharedBuffer:
@@ -57,9 +59,8 @@ class SharedBuffer:
         self._marks = memory[: 8 * world_size].view(torch.int64)  # see _meet
         slots = memory[PAGE:].view(dtype).view(world_size, numel)
         self.local = slots[self._rank]
-        self._chunks = slots.tensor_split(world_size, dim=1)[
-            self._rank
-        ].unbind()  # one in each slot
+        mine = slots.tensor_split(world_size, dim=1)[self._rank]
+        self._chunks = mine.unbind()  # this rank's chunk, in every slot
         self._marks[self._rank] = len(CALLS)  # one meeting: that of `_map_together`
         weakref.finalize(self, _leave, self._marks, self._rank)
 
@@ -117,40 +118,31 @@ class SharedBuffer:
         meeting = int(self._marks[self._rank]) // len(CALLS) + 1
         # Yielding gives up the interpreter's lock, which also puts memory in order: who sees a mark
         # sees all that was written before it.
-        _yield_to_others()
+        _let_others_run()
         self._marks[self._rank] = meeting * len(CALLS) + CALLS.index(call)
         looks = 0
         while any(abs(mark) // len(CALLS) < meeting for mark in self._marks.tolist()):
-            self._check_they_can_come(call, meeting)
+            self._check_others(call, meeting)
             looks += 1
             if looks < SPINS:
-                _yield_to_others()
+                _let_others_run()
             else:
                 time.sleep(NAP_S)
-        self._check_same_call(call, meeting)
+        self._check_others(call, meeting)
 
-    def _check_they_can_come(self, call: str, meeting: int) -> None:
+    def _check_others(self, call: str, meeting: int) -> None:
+        """RuntimeError: another rank is here for something else, or will never come."""
+        me = f"rank {self._ranks[self._rank]}"
         for rank, mark in zip(self._ranks, self._marks.tolist(), strict=True):
-            if mark < 0 and -mark // len(CALLS) < meeting:
-                me = f"rank {self._ranks[self._rank]} waits in SharedBuffer.{call} for rank {rank}"
+            meetings, number = divmod(abs(mark), len(CALLS))
+            if meetings == meeting and CALLS[number] != call:
+                theirs = f"{me} called SharedBuffer.{call}, rank {rank} called {CALLS[number]}"
+                raise RuntimeError(
+                    f"{theirs}: all ranks must make the same calls in the same order"
+                )
+            if meetings < meeting and mark < 0:
                 why = "which has let go of its buffer. Did it return early, or skip the call?"
-                raise RuntimeError(f"{me}, {why}")
-
-    def _check_same_call(self, call: str, meeting: int) -> None:
-        for rank, mark in zip(self._ranks, self._marks.tolist(), strict=True):
-            theirs = CALLS[abs(mark) % len(CALLS)]
-            if abs(mark) // len(CALLS) == meeting and theirs != call:
-                me = f"rank {self._ranks[self._rank]} called SharedBuffer.{call}"
-                remedy = "all ranks must make the same calls in the same order"
-                raise RuntimeError(f"{me}, rank {rank} called {theirs}: {remedy}")
-
-
-def _yield_to_others() -> None:
-    """Let another process run, if one wants to."""
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
-    else:
-        time.sleep(0)
+                raise RuntimeError(f"{me} waits in SharedBuffer.{call} for rank {rank}, {why}")
 
 
 def _leave(marks: Tensor, rank: int) -> None:
@@ -159,24 +151,16 @@ def _leave(marks: Tensor, rank: int) -> None:
 
 def _map_together(nbytes: int, group: ProcessGroup | None) -> Tensor:
     """The same `nbytes` of memory, zero at first, on every rank of the group, as uint8."""
-    with contextlib.ExitStack() as stack:
-        path = [stack.enter_context(_short_lived_file()) if dist.get_rank(group) == 0 else None]
+    path, file = [None], nullcontext()
+    if dist.get_rank(group) == 0:
+        if hasattr(os, "memfd_create"):  # Linux can do it without a disk
+            file = open(os.memfd_create("ddpkit"))
+            path = [f"/proc/{os.getpid()}/fd/{file.fileno()}"]
+        else:
+            file = tempfile.TemporaryDirectory(prefix="ddpkit-", ignore_cleanup_errors=True)
+            path = [os.path.join(file.name, "shared")]
+    with file:
         dist.broadcast_object_list(path, group=group, group_src=0)
         memory = torch.from_file(path[0], shared=True, size=nbytes, dtype=torch.uint8)
         dist.barrier(group)  # all have it: it lives as long as somebody holds it, and no longer
     return memory
-
-
-@contextlib.contextmanager
-def _short_lived_file() -> Iterator[str]:
-    """The path of an empty file that is gone afterwards; in memory, where Linux can do that."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("ddpkit")
-        try:
-            yield f"/proc/{os.getpid()}/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
-    else:
-        prefix = "ddpkit-"
-        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
-            yield os.path.join(folder, "shared")

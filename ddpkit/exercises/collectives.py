@@ -188,12 +188,12 @@ new_tensor: first = members(group)[0] → first, tensor = members(group)[0], ten
 without_sharing: broadcast(tensor, first, group) → pass
     Only rank 0 has the sum. It must end up in `tensor` of every rank: send it back.
 overwrites: dist.recv(part, peer, group) → dist.recv(tensor, peer, group)
-    COMBINE[op](tensor, part, out=tensor) → pass
+    combine(tensor, part, out=tensor) → pass
     Rank 0's numbers are missing, and all but the last that came: receive into a second tensor,
     then add.
 rank_0_twice: part = torch.empty_like(tensor) → tensor += tensor⏎part = torch.empty_like(tensor)
     Rank 0's numbers are in it twice. Add each rank's own numbers once.
-adds_the_last_twice: COMBINE[op](tensor, part, out=tensor) → tensor += part⏎tensor += part
+adds_the_last_twice: combine(tensor, part, out=tensor) → tensor += part⏎tensor += part
     What rank 0 received is in it twice. Add each rank's own numbers once.
 everyone_to_everyone: reduce(tensor, first, op, group) → every = [tensor.clone() for _ in ranks]
     broadcast(tensor, first, group) → all_gather(every, tensor)⏎tensor.copy_(sum(every))
@@ -352,7 +352,7 @@ reduce_scatter = Exercise(
 without_own: output.copy_(chunks.pop(dist.get_rank())) → chunks.pop(dist.get_rank())⏎output.zero_()
     This rank's own chunk is missing from it: start with it, and add those that come.
 own_twice: output.copy_(chunks.pop( → mine = output.copy_(chunks.pop(
-    COMBINE[op](output, chunk, out=output) → output += chunk + input_list[dist.get_rank()]
+    combine(output, chunk, out=output) → output += chunk + input_list[dist.get_rank()]
     This rank's own chunk is in it more than once.
 off_by_one: by_rank(input_list, group) → by_rank(input_list[1:] + input_list[:1], group)
     The sum of another chunk: rank r must hold the sum of chunk r, and be sent no other.
@@ -365,7 +365,7 @@ adds_to_what_was_there: output.copy_( → output.add_(
 new_output: output.copy_(chunks.pop(dist.get_rank())) → output = chunks.pop(dist.get_rank()).clone()
     Nothing has been written into `output`: a new tensor of that name is not the caller's.
 changes_its_input: output.copy_(chunks.pop(dist.get_rank())) → mine = chunks.pop(dist.get_rank())
-    COMBINE[op](output, chunk, out=output) → mine += chunk⏎output.copy_(mine)
+    combine(output, chunk, out=output) → mine += chunk⏎output.copy_(mine)
     Leave input_list as it is: add up in `output`, or in a tensor of your own.
 via_all_reduce: chunks = by_rank(input_list, group) → for number, chunk in enumerate(input_list):
     ⏎    total = chunk.clone()⏎    all_reduce(total)

@@ -20,13 +20,13 @@ AHEAD = 4  # receives posted before they are needed
 
 def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """As `ddpkit.ring.ring_reduce_scatter`: the same bytes, in more and shorter messages."""
-    Trip(x, _reduce_hops(group), group).wait()
+    Trip(x, group, gather=False).wait()
     return flat(x, group).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """As `ddpkit.ring.ring_all_gather`: the same bytes, in more and shorter messages."""
-    Trip(x, _gather_hops(group), group).wait()
+    Trip(x, group, reduce=False).wait()
     return x
 
 
@@ -37,8 +37,7 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """
     if dist.get_world_size(group) == 2 and x.nbytes < AHEAD * SEGMENT_BYTES:
         return doubling_all_reduce(x, group)
-    hops = range(_reduce_hops(group).start, _gather_hops(group).stop)
-    Trip(x, hops, group).wait()
+    Trip(x, group).wait()
     return x
 
 
@@ -55,54 +54,47 @@ class RingTransport:
 
     def start_reduce_scatter(self, flat: Tensor, group: ProcessGroup | None = None) -> "Trip":
         """Send the first chunk of `ring_reduce_scatter`; wait() does the rest."""
-        return self._start(flat, _reduce_hops(group), group)
+        return self._start(flat, group, gather=False)
 
     def start_all_gather(self, flat: Tensor, group: ProcessGroup | None = None) -> "Trip":
         """Send the first chunk of `ring_all_gather`; wait() does the rest."""
-        return self._start(flat, _gather_hops(group), group)
+        return self._start(flat, group, reduce=False)
 
-    def _start(self, flat: Tensor, hops: range, group: ProcessGroup | None) -> "Trip":
+    def _start(self, flat: Tensor, group: ProcessGroup | None, **halves: bool) -> "Trip":
         self._last.wait()
-        self._last = Trip(flat, hops, group)
+        self._last = Trip(flat, group, **halves)
         return self._last
 
 
-def _reduce_hops(group: ProcessGroup | None) -> range:
-    return range(1, dist.get_world_size(group))
-
-
-def _gather_hops(group: ProcessGroup | None) -> range:
-    world_size = dist.get_world_size(group)
-    return range(world_size, 2 * world_size - 1)
-
-
 class Trip:
-    """Some hops round the ring: making it sends the first chunk, `wait()` does the rest.
+    """One half of the ring, or both: making it sends the first chunk, `wait()` does the rest.
 
-    In hop h rank r sends chunk r-h to the right and receives chunk r-h-1 from the left, modulo W.
-    What arrives in the first W-1 hops is added, what arrives later stored. Leave `x` alone, and
-    send nothing else round the ring, until `wait()` has returned.
+    In hop h, from 1 on, rank r sends chunk r-h to the right and receives chunk r-h-1 from the left,
+    modulo W. What arrives in the first W-1 hops is added, what arrives later stored. Leave `x`
+    alone, and send nothing else round the ring, until `wait()` has returned.
     """
 
-    def __init__(self, x: Tensor, hops: range, group: ProcessGroup | None):
+    def __init__(self, x: Tensor, group: ProcessGroup | None, reduce=True, gather=True):
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        first_hop = 1 if reduce else world_size
+        self.last_hop = 2 * world_size - 2 if gather else world_size - 1
         self.right, self.left, self.group = (rank + 1) % world_size, (rank - 1) % world_size, group
         self.chunks = flat(x, group).tensor_split(world_size)
-        self.last_hop, self.world_size = hops.stop - 1, world_size
+        self.world_size = world_size
         self.longest, self.ahead = max(1, len(self.chunks[0])), 1
         if x.is_cpu:
             self.longest = min(self.longest, SEGMENT_BYTES // x.element_size())
             self.ahead = AHEAD
 
         self.arrivals = []  # (hop, segment of x), in the order in which they come
-        for hop in hops:
+        for hop in range(first_hop, self.last_hop + 1):
             segments = self.chunks[(rank - hop - 1) % world_size].split(self.longest)
             self.arrivals += [(hop, segment) for segment in segments]
         self.places = self._places_to_receive(x)
         # Kept to the end: letting a handle go makes Gloo wait for its own thread.
         self.sending, self.receiving = [], []
         if self.arrivals:
-            first = self.chunks[(rank - hops.start) % world_size].split(self.longest)
+            first = self.chunks[(rank - first_hop) % world_size].split(self.longest)
             self._start(first, self.places[: self.ahead])
 
     def _places_to_receive(self, x: Tensor) -> list[Tensor]:
