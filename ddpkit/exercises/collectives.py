@@ -1,11 +1,9 @@
 """Checkers of notebook 01: broadcast, all_reduce, all_gather, reduce_scatter from messages."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ddpkit import collectives
 from ddpkit.collectives import by_rank, exchange, members
@@ -15,91 +13,82 @@ from .checker import Exercise, Trial, check_wire, mistakes, read_sum, who_is_in
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 JUNK = -1  # what a buffer holds before it is filled
-SIMPLE, OTHER = ((3,), torch.int64), ((2, 2), torch.float64)  # shapes and dtypes
+SIMPLE, OTHER = (1, (3,), torch.int64), (2, (2, 2), torch.float64)  # calls, shape, dtype
+REPLACED = "new tensors in the list"
 
 
-@dataclass
-class Held:
-    """What the caller's tensors hold after a call, and what it did that it should not have done."""
-
-    values: list
-    besides: str = ""
-
-    def __repr__(self):
-        return f"{self.values}, and {self.besides}" if self.besides else f"{self.values}"
-
-    def first(self) -> list[int]:
-        """The first number of each tensor."""
-        tensors = self.values if isinstance(self.values[0], list) else [self.values]
-        return [int(torch.tensor(tensor).flatten()[0]) for tensor in tensors]
-
-
-def _trials(program: Callable, expected: Callable, messages: Callable, sources: bool = False):
+def _trials(brings: Callable, after: Callable, messages: Callable, src: str = ""):
     """Calls on 2, 3 and 4 ranks; two calls in another shape and dtype; 1 rank last.
 
-    expected: of rank, world size and source: the number that the tensor, or each tensor of the
-    list, is full of. messages: of a world size: how many are sent. sources: from several.
+    brings, after: called with rank, world size and source; {argument: what number its tensor is
+    full of, or each tensor of the list}, before and after the call. messages: how many are sent, by
+    the world size. src: how the source is told, which the answer then gets too.
     """
-    for world_size, calls, (shape, dtype), src in (
-        (2, 1, SIMPLE, 0),
-        (2, 1, SIMPLE, 1),
-        (3, 1, SIMPLE, 1),
-        (4, 1, SIMPLE, 3),
-        (3, 2, OTHER, 2),
-        (1, 1, SIMPLE, 0),
+    for world_size, source, case in (
+        (2, 1, SIMPLE),
+        (3, 0, SIMPLE),
+        (4, 3, SIMPLE),
+        (3, 2, OTHER),
+        (1, 0, SIMPLE),
     ):
-        if src == 1 and world_size == 2 and not sources:
-            continue
-        what = f"src={src}" if sources else ""
+        calls, shape, dtype = case
+        told = [src.format(source)] if src else []
         if calls == 2:
-            what += f"{', ' if what else ''}called twice, {dtype} of shape {shape}"
-        held = []
+            told.append(f"called twice, {dtype} of shape {shape}")
+        brought, expected = [], []
         for rank in range(world_size):
-            numbers = expected(rank, world_size, src)
-            many = isinstance(numbers, list)
-            full = [_full(number, shape, dtype) for number in (numbers if many else [numbers])]
-            held.append(Held([x.tolist() for x in full] if many else full[0].tolist()))
-        nbytes = calls * messages(world_size) * _full(0, shape, dtype).nbytes
-        arguments = (calls, shape, dtype, src) if sources else (calls, shape, dtype)
-        yield Trial(world_size, program, arguments, held, nbytes, what)
+            brought.append(brings(rank, world_size, source))
+            held = {}
+            for name, numbers in after(rank, world_size, source).items():
+                held[name] = _values(_tensors(numbers, shape, dtype))
+            expected.append({REPLACED: [], **held})
+        nbytes = calls * messages(world_size) * _tensors(0, shape, dtype).nbytes
+        arguments = (brought, *case, [source] if src else [])
+        yield Trial(world_size, _run, arguments, expected, nbytes, ", ".join(told))
 
 
-def _full(number: int, shape, dtype) -> Tensor:
-    return torch.full(shape, number, dtype=dtype)
+def _run(answer, brought, calls, shape, dtype, src):
+    """Call the answer; what the caller's tensors hold afterwards, and which aren't the caller's."""
+    for times in range(calls, 0, -1):  # 1 in the last call
+        mine, given = {}, []
+        for name, numbers in brought[dist.get_rank()].items():
+            mine[name] = _tensors(numbers, shape, dtype, times)
+            given.append(list(mine[name]) if isinstance(numbers, list) else mine[name])
+        answer(*given, *src)
+    replaced = []
+    for ours, theirs in zip(mine.values(), given, strict=True):
+        if isinstance(ours, list):
+            pairs = enumerate(zip(ours, theirs, strict=False))
+            replaced += [place for place, (old, new) in pairs if old is not new]
+    return {REPLACED: replaced, **{name: _values(tensors) for name, tensors in mine.items()}}
 
 
-def _changed(given: list[Tensor], was: list[Tensor], name: str) -> str:
-    """In words, which of the tensors isn't as it was."""
-    for place, (tensor, before) in enumerate(zip(given, was, strict=True)):
-        if not torch.equal(tensor, before):
-            return f"{name.format(place)} was changed"
-    return ""
+def _tensors(numbers, shape, dtype, times=1):
+    """A tensor full of a number; of several, a list."""
+    if isinstance(numbers, list):
+        return [_tensors(number, shape, dtype, times) for number in numbers]
+    return torch.full(shape, times * numbers, dtype=dtype)
+
+
+def _values(tensors):
+    return [x.tolist() for x in tensors] if isinstance(tensors, list) else tensors.tolist()
+
+
+def _first(values) -> int:
+    return int(torch.tensor(values).flatten()[0])
 
 
 # broadcast(tensor, src)
 
 
-def _run_broadcast(answer, calls, shape, dtype, src):
-    for last in range(calls, 0, -1):  # 1 in the last call: then rank r brings 10**r
-        tensor = _full(last * 10 ** dist.get_rank(), shape, dtype)
-        answer(tensor, src)
-    return Held(tensor.tolist())
-
-
 def _broadcast_trials():
-    def sources(rank, world_size, src):
-        return 10**src
+    def brings(rank, world_size, src):
+        return {"tensor": 10**rank}
 
-    return _trials(_run_broadcast, sources, lambda W: W - 1, sources=True)
+    def after(rank, world_size, src):
+        return {"tensor": 10**src}
 
-
-def _explain_broadcast(trial: Trial, rank: int, expected: Held, got: Held):
-    src = trial.args[3]
-    if rank == src:
-        return "The source's own tensor must stay as it is."
-    if got.first() == [10**rank]:
-        return f"Rank {rank} still has its own numbers: receive into `tensor` itself."
-    return "Who sends to this rank, and what?"
+    return _trials(brings, after, lambda W: W - 1, "src={}")
 
 
 broadcast = Exercise(
@@ -115,7 +104,6 @@ broadcast = Exercise(
         "hang": "Every send needs a recv on the other rank, and every recv a send.",
     },
     praise="right on 1 to 4 ranks from every source tried, and no byte too many.",
-    explain=_explain_broadcast,
     mistakes=mistakes("""
 new_tensor: dist.recv(tensor, src, group) → dist.recv(torch.empty_like(tensor), src, group)
     What arrives must end up in `tensor` itself: receive into it, not into a new tensor.
@@ -145,27 +133,19 @@ all_receive: if dist.get_rank() == src: → dist.recv(tensor, src)
 # all_reduce(tensor)
 
 
-def _run_all_reduce(answer, calls, shape, dtype):
-    for last in range(calls, 0, -1):
-        tensor = _full(last * 10 ** dist.get_rank(), shape, dtype)
-        answer(tensor)
-    return Held(tensor.tolist())
-
-
 def _all_reduce_trials():
-    def total(rank, world_size, src):
-        return sum(10**r for r in range(world_size))
+    def brings(rank, world_size, src):
+        return {"tensor": 10**rank}
 
-    return _trials(_run_all_reduce, total, lambda W: 2 * (W - 1))
+    def after(rank, world_size, src):
+        return {"tensor": sum(10**r for r in range(world_size))}
+
+    return _trials(brings, after, lambda W: 2 * (W - 1))
 
 
-def _explain_all_reduce(trial: Trial, rank: int, expected: Held, got: Held):
-    if got.first() == [10**rank]:
-        return f"Rank {rank} still has its own number: the sum must end up in `tensor` itself."
-    told = read_sum(got.first()[0], trial.world_size)
-    if not told:
-        return "Rank 0 adds up what it receives, then sends the sum to all."
-    return f"Read the digits: {told}."
+def _explain_all_reduce(trial: Trial, rank: int, expected: dict, got: dict):
+    told = read_sum(_first(got["tensor"]), trial.world_size)
+    return f"Read the digits: {told}." if told else None
 
 
 all_reduce = Exercise(
@@ -214,40 +194,14 @@ uses_what_it_returns: broadcast(tensor, first, group) → tensor += dist.all_red
 # all_gather(tensor_list, tensor)
 
 
-def _run_all_gather(answer, calls, shape, dtype):
-    for last in range(calls, 0, -1):
-        tensor = _full(last * 10 ** dist.get_rank(), shape, dtype)
-        buffers = [_full(JUNK, shape, dtype) for _ in range(dist.get_world_size())]
-        given, was = list(buffers), tensor.clone()
-        answer(given, tensor)
-    besides = _changed([tensor], [was], "`tensor`")
-    for place, (mine, theirs) in enumerate(zip(buffers, given, strict=False)):
-        if mine is not theirs and not besides:
-            besides = f"tensor_list[{place}] is a new tensor"
-    return Held([buffer.tolist() for buffer in buffers], besides)
-
-
 def _all_gather_trials():
-    def parts(rank, world_size, src):
-        return [10**r for r in range(world_size)]
+    def brings(rank, world_size, src):
+        return {"tensor_list": [JUNK] * world_size, "tensor": 10**rank}
 
-    return _trials(_run_all_gather, parts, lambda W: W * (W - 1))
+    def after(rank, world_size, src):
+        return {"tensor_list": [10**r for r in range(world_size)], "tensor": 10**rank}
 
-
-def _explain_all_gather(trial: Trial, rank: int, expected: Held, got: Held):
-    if got.besides.endswith("new tensor"):
-        return (
-            "The caller keeps the tensors that were in the list, and never sees a new one: receive "
-            "straight into them, or copy_."
-        )
-    if got.besides:
-        return "Leave `tensor` as it is: it is only sent."
-    empty = [place for place, number in enumerate(got.first()) if number == JUNK]
-    if len(empty) == trial.world_size:
-        return "Nothing has been written into the tensors of the list that was given."
-    if empty:
-        return f"tensor_list[{empty[0]}] was never filled: all must send to all, and receive."
-    return "tensor_list[r] must hold what rank r brought, and nothing of what was in it before."
+    return _trials(brings, after, lambda W: W * (W - 1))
 
 
 all_gather = Exercise(
@@ -263,7 +217,13 @@ all_gather = Exercise(
         "all isends and irecvs, keep what they return, and wait for each at the end.",
     },
     praise="right on 1 to 4 ranks, every part sent once to each rank that needs it.",
-    explain=_explain_all_gather,
+    says={
+        REPLACED: "rank {rank} put new tensors into tensor_list, at {got}. The caller keeps those "
+        "that were in it, and never sees a new one.",
+        "tensor_list": "tensor_list on rank {rank} is {got}, expected {expected}. Before, it was "
+        f"full of {JUNK}.",
+        "tensor": "Leave `tensor` as it is: it is only sent. On rank {rank} it became {got}.",
+    },
     mistakes=mistakes("""
 without_own: .copy_(tensor) →
     Its own part is missing: copy `tensor` into tensor_list[rank]; no message brings it.
@@ -297,39 +257,28 @@ by_torch: parts = by_rank(tensor_list, group) → return dist.all_gather(tensor_
 # reduce_scatter(output, input_list). Chunk k of rank r is 10**(W·r + k): a digit of its own.
 
 
-def _run_reduce_scatter(answer, calls, shape, dtype):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for last in range(calls, 0, -1):
-        powers = [10 ** (world_size * rank + chunk) for chunk in range(world_size)]
-        input_list = [_full(last * power, shape, dtype) for power in powers]
-        was = [chunk.clone() for chunk in input_list]
-        output = _full(JUNK, shape, dtype)
-        answer(output, input_list)
-    return Held(output.tolist(), _changed(input_list, was, "input_list[{}]"))
-
-
 def _reduce_scatter_trials():
-    def total(rank, world_size, src):
-        return sum(10 ** (world_size * r + rank) for r in range(world_size))
+    def brings(rank, world_size, src):
+        powers = [10 ** (world_size * rank + chunk) for chunk in range(world_size)]
+        return {"output": JUNK, "input_list": powers}
 
-    return _trials(_run_reduce_scatter, total, lambda W: W * (W - 1))
+    def after(rank, world_size, src):
+        total = sum(10 ** (world_size * r + rank) for r in range(world_size))
+        return brings(rank, world_size, src) | {"output": total}
+
+    return _trials(brings, after, lambda W: W * (W - 1))
 
 
-def _explain_reduce_scatter(trial: Trial, rank: int, expected: Held, got: Held):
-    if got.besides:
-        return "Leave input_list as it is: add up in `output`, or in a tensor of your own."
-    [value], world_size = got.first(), trial.world_size
-    if value == JUNK:
-        return "Nothing has been written into `output`."
+def _explain_reduce_scatter(trial: Trial, rank: int, expected: dict, got: dict):
+    value, world_size = _first(got["output"]), trial.world_size
     if value % 10 == 9:
         return "What was in `output` before is still in it: copy_ the first chunk, then add."
     for digit, times in enumerate(who_is_in(value, world_size**2)):
         other, chunk = divmod(digit, world_size)
         if times and chunk != rank:
             return f"Rank {other}'s chunk {chunk} is in it. Rank {rank} sums chunk {rank} of all."
-        if chunk == rank and times != 1:
-            how = f"is in it {times} times" if times else "is missing from it"
-            return f"Rank {other}'s chunk {how}. Each rank's, this one's too, is added once."
+        if times != 1 and chunk == rank:
+            return f"Rank {other}'s chunk is in it {times} times. Each rank's is added once."
     return None
 
 
@@ -347,6 +296,10 @@ reduce_scatter = Exercise(
         "wait for the isends.",
     },
     praise="right on 1 to 4 ranks, with (W-1)/W of the input sent by each.",
+    says={
+        "input_list": "Leave input_list as it is: add up in `output`, or in a tensor of your own. "
+        "On rank {rank} it became {got}.",
+    },
     explain=_explain_reduce_scatter,
     mistakes=mistakes("""
 without_own: output.copy_(chunks.pop(dist.get_rank())) → chunks.pop(dist.get_rank())⏎output.zero_()
@@ -367,7 +320,7 @@ new_output: output.copy_(chunks.pop(dist.get_rank())) → output = chunks.pop(di
 changes_its_input: output.copy_(chunks.pop(dist.get_rank())) → mine = chunks.pop(dist.get_rank())
     combine(output, chunk, out=output) → mine += chunk⏎output.copy_(mine)
     Leave input_list as it is: add up in `output`, or in a tensor of your own.
-via_all_reduce: chunks = by_rank(input_list, group) → for number, chunk in enumerate(input_list):
+via_all_reduce: chunks, combine = by_rank(input_list, group), combined_by(op) → total = None
     ⏎    total = chunk.clone()⏎    all_reduce(total)
     ⏎    if number == dist.get_rank():⏎        output.copy_(total)
     ⏎return
