@@ -1,6 +1,7 @@
 """Checkers of notebook 01: broadcast, all_reduce, all_gather, reduce_scatter from messages."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,34 +18,29 @@ SIMPLE, OTHER = (1, (3,), torch.int64), (2, (2, 2), torch.float64)  # calls, sha
 REPLACED = "new tensors in the list"
 
 
-def _trials(brings: Callable, after: Callable, messages: Callable, src: str = ""):
+CASES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (3, 2, OTHER), (1, 0, SIMPLE)]
+
+
+def _trials(of_rank: Callable, messages: Callable, from_source: bool = False):
     """Calls on 2, 3 and 4 ranks; two calls in another shape and dtype; 1 rank last.
 
-    brings, after: called with rank, world size and source; {argument: what number its tensor is
-    full of, or each tensor of the list}, before and after the call. messages: how many are sent, by
-    the world size. src: how the source is told, which the answer then gets too.
+    of_rank: called with rank, world size and source; what the rank brings, and what it then has, as
+    {argument: what its tensor is full of, or each tensor of the list}. messages: how many are sent,
+    by the world size. from_source: the answer is given the source.
     """
-    for world_size, source, case in (
-        (2, 1, SIMPLE),
-        (3, 0, SIMPLE),
-        (4, 3, SIMPLE),
-        (3, 2, OTHER),
-        (1, 0, SIMPLE),
-    ):
-        calls, shape, dtype = case
-        told = [src.format(source)] if src else []
+    for world_size, src, (calls, shape, dtype) in CASES:
+        what = [f"src={src}"] if from_source else []
         if calls == 2:
-            told.append(f"called twice, {dtype} of shape {shape}")
+            what.append(f"called twice, {dtype} of shape {shape}")
         brought, expected = [], []
         for rank in range(world_size):
-            brought.append(brings(rank, world_size, source))
-            held = {}
-            for name, numbers in after(rank, world_size, source).items():
-                held[name] = _values(_tensors(numbers, shape, dtype))
-            expected.append({REPLACED: [], **held})
+            brings, has = of_rank(rank, world_size, src)
+            brought.append(brings)
+            held = {name: _values(_tensors(numbers, shape, dtype)) for name, numbers in has.items()}
+            expected.append({REPLACED: []} | held)
         nbytes = calls * messages(world_size) * _tensors(0, shape, dtype).nbytes
-        arguments = (brought, *case, [source] if src else [])
-        yield Trial(world_size, _run, arguments, expected, nbytes, ", ".join(told))
+        arguments = (brought, calls, shape, dtype, [src] if from_source else [])
+        yield Trial(world_size, _run, arguments, expected, nbytes, ", ".join(what))
 
 
 def _run(answer, brought, calls, shape, dtype, src):
@@ -60,7 +56,7 @@ def _run(answer, brought, calls, shape, dtype, src):
         if isinstance(ours, list):
             pairs = enumerate(zip(ours, theirs, strict=False))
             replaced += [place for place, (old, new) in pairs if old is not new]
-    return {REPLACED: replaced, **{name: _values(tensors) for name, tensors in mine.items()}}
+    return {REPLACED: replaced} | {name: _values(tensors) for name, tensors in mine.items()}
 
 
 def _tensors(numbers, shape, dtype, times=1):
@@ -81,21 +77,15 @@ def _first(values) -> int:
 # broadcast(tensor, src)
 
 
-def _broadcast_trials():
-    def brings(rank, world_size, src):
-        return {"tensor": 10**rank}
-
-    def after(rank, world_size, src):
-        return {"tensor": 10**src}
-
-    return _trials(brings, after, lambda W: W - 1, "src={}")
+def _broadcast(rank, world_size, src):
+    return {"tensor": 10**rank}, {"tensor": 10**src}
 
 
 broadcast = Exercise(
     reference=collectives.broadcast,
     wire=check_wire,
     helpers=(members,),
-    trials=_broadcast_trials,
+    trials=partial(_trials, _broadcast, lambda W: W - 1, from_source=True),
     hints={
         "start": "Two roles: the rank that is `src` sends, all others receive. What does each "
         "call, and how often?",
@@ -133,14 +123,8 @@ all_receive: if dist.get_rank() == src: → dist.recv(tensor, src)
 # all_reduce(tensor)
 
 
-def _all_reduce_trials():
-    def brings(rank, world_size, src):
-        return {"tensor": 10**rank}
-
-    def after(rank, world_size, src):
-        return {"tensor": sum(10**r for r in range(world_size))}
-
-    return _trials(brings, after, lambda W: 2 * (W - 1))
+def _all_reduce(rank, world_size, src):
+    return {"tensor": 10**rank}, {"tensor": sum(10**r for r in range(world_size))}
 
 
 def _explain_all_reduce(trial: Trial, rank: int, expected: dict, got: dict):
@@ -152,7 +136,7 @@ all_reduce = Exercise(
     reference=collectives.all_reduce,
     wire=check_wire,
     helpers=(members, collectives.reduce, collectives.broadcast),
-    trials=_all_reduce_trials,
+    trials=partial(_trials, _all_reduce, lambda W: 2 * (W - 1)),
     hints={
         "start": "Two phases: everything to rank 0, which adds it up; then the sum from rank 0 to "
         "everyone.",
@@ -194,21 +178,17 @@ uses_what_it_returns: broadcast(tensor, first, group) → tensor += dist.all_red
 # all_gather(tensor_list, tensor)
 
 
-def _all_gather_trials():
-    def brings(rank, world_size, src):
-        return {"tensor_list": [JUNK] * world_size, "tensor": 10**rank}
-
-    def after(rank, world_size, src):
-        return {"tensor_list": [10**r for r in range(world_size)], "tensor": 10**rank}
-
-    return _trials(brings, after, lambda W: W * (W - 1))
+def _all_gather(rank, world_size, src):
+    parts = [10**r for r in range(world_size)]
+    brings = {"tensor_list": [JUNK] * world_size, "tensor": 10**rank}
+    return brings, brings | {"tensor_list": parts}
 
 
 all_gather = Exercise(
     reference=collectives.all_gather,
     wire=check_wire,
     helpers=(members, by_rank, exchange),
-    trials=_all_gather_trials,
+    trials=partial(_trials, _all_gather, lambda W: W * (W - 1)),
     hints={
         "start": "Every rank sends the same tensor to all others. Its own entry of the list it "
         "fills itself, with copy_.",
@@ -257,16 +237,12 @@ by_torch: parts = by_rank(tensor_list, group) → return dist.all_gather(tensor_
 # reduce_scatter(output, input_list). Chunk k of rank r is 10**(W·r + k): a digit of its own.
 
 
-def _reduce_scatter_trials():
-    def brings(rank, world_size, src):
-        powers = [10 ** (world_size * rank + chunk) for chunk in range(world_size)]
-        return {"output": JUNK, "input_list": powers}
-
-    def after(rank, world_size, src):
-        total = sum(10 ** (world_size * r + rank) for r in range(world_size))
-        return brings(rank, world_size, src) | {"output": total}
-
-    return _trials(brings, after, lambda W: W * (W - 1))
+def _reduce_scatter(rank, world_size, src):
+    powers = [10 ** (world_size * rank + chunk) for chunk in range(world_size)]
+    brings = {"output": JUNK, "input_list": powers}
+    return brings, brings | {
+        "output": sum(10 ** (world_size * r + rank) for r in range(world_size))
+    }
 
 
 def _explain_reduce_scatter(trial: Trial, rank: int, expected: dict, got: dict):
@@ -286,7 +262,7 @@ reduce_scatter = Exercise(
     reference=collectives.reduce_scatter,
     wire=check_wire,
     helpers=(members, by_rank, exchange),
-    trials=_reduce_scatter_trials,
+    trials=partial(_trials, _reduce_scatter, lambda W: W * (W - 1)),
     hints={
         "start": "Which chunk does rank k want? Number k, of everybody. So send input_list[k] to "
         "rank k.",
@@ -320,10 +296,10 @@ new_output: output.copy_(chunks.pop(dist.get_rank())) → output = chunks.pop(di
 changes_its_input: output.copy_(chunks.pop(dist.get_rank())) → mine = chunks.pop(dist.get_rank())
     combine(output, chunk, out=output) → mine += chunk⏎output.copy_(mine)
     Leave input_list as it is: add up in `output`, or in a tensor of your own.
-via_all_reduce: chunks, combine = by_rank(input_list, group), combined_by(op) → total = None
-    ⏎    total = chunk.clone()⏎    all_reduce(total)
-    ⏎    if number == dist.get_rank():⏎        output.copy_(total)
-    ⏎return
+via_all_reduce: chunks, combine = by_rank(input_list, group), combined_by(op) → me = dist.get_rank()
+    ⏎totals = [chunk.clone() for chunk in input_list]
+    ⏎for total in totals:⏎    all_reduce(total)
+    ⏎return output.copy_(totals[me])
     more than the
 send_first: exchange(chunks, arrived, group) → for peer, chunk in chunks.items():
     ⏎    dist.send(chunk, peer)
