@@ -1,8 +1,6 @@
-"""Checkers of notebook 02: ring_reduce_scatter and ring_all_gather, hop by hop, and ring_cost."""
+"""Checkers of notebook 02: the two halves of the ring, hop by hop, the whole, and ring_cost."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from fractions import Fraction
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,114 +8,76 @@ import torch.distributed as dist
 from ddpkit import ring
 from ddpkit.lesson.figures import hop_numbers
 from ddpkit.runtime.launch import Run
+from ddpkit.runtime.wire import recorder
 
 from .checker import (
     Exercise,
-    Mistake,
     Trial,
+    check_wire,
     messages,
     mistakes,
     place,
     rank_1_comes_last,
-    ready_made,
     unwritten_memory_shows,
+    who_is_in,
 )
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
-ELEMENT_BYTES = torch.tensor([0]).element_size()  # the trials use torch's default integers
+LENGTHS = [(2, 4), (2, 5), (3, 6), (3, 2), (4, 10), (1, 3)]  # ranks, elements
 
 
-# The specification: which elements a chunk has, what each rank brings, and what comes out
+def _trials(sums: bool, returns: str, halves: int = 1):
+    """Calls with lengths that divide and that don't.
 
-
-def _bounds(chunk: int, world_size: int, numel: int) -> tuple[int, int]:
-    """First and last+1 element of a chunk: the first numel % W chunks have one element more."""
-    size, longer = divmod(numel, world_size)
-    start = chunk * size + min(chunk, longer)
-    return start, start + size + (chunk < longer)
-
-
-def _brings(rank: int, world_size: int, numel: int) -> list[int]:
-    """Rank r's x. Every chunk of every rank has a digit of its own, so that sums can be read."""
-    values = []
-    for chunk in range(world_size):
-        start, stop = _bounds(chunk, world_size, numel)
-        values += [10 ** (world_size * rank + chunk)] * (stop - start)
-    return values
-
-
-def _total(world_size: int, numel: int) -> list[int]:
-    parts = [_brings(rank, world_size, numel) for rank in range(world_size)]
-    return [sum(column) for column in zip(*parts, strict=True)]
-
-
-def _name(start: int, stop: int, numel: int) -> str:
-    return "x" if stop - start == numel else f"x[{start}:{stop}]"
-
-
-@dataclass
-class Returned:
-    """What an answer returned, and all of x afterwards, which helps to say why.
-
-    place: "x" or "x[2:4]" for a view of x; in words for anything else. values: None if no tensor.
+    sums: whether the chunks are added up. Then chunk c of rank r is full of 10**(W·r + c), so that
+    each has a digit of its own in the sum; otherwise it is full of 10**r. returns: "x" or "chunk",
+    the part of x that is right in the end. halves: how many halves of the ring are needed.
     """
+    for world_size, numel in LENGTHS:
+        x = torch.arange(numel)
+        chunks = x.tensor_split(world_size)
+        number = torch.cat([torch.full_like(chunk, c) for c, chunk in enumerate(chunks)])
+        brought, expected = [], []
+        for rank in range(world_size):
+            brought.append(
+                10 ** (world_size * rank + number) if sums else 10 ** (rank + 0 * number)
+            )
+        after = sum(brought) if sums else 10**number
+        for part in chunks if returns == "chunk" else [x] * world_size:
+            right = {"x": after[part].tolist(), "returned": _place(part, x)}
+            expected.append({"said": world_size > 1} | right)
+        nbytes = halves * (world_size - 1) * x.nbytes
+        yield Trial(world_size, _run, (brought, returns), expected, nbytes, f"{numel} elements")
 
-    place: str
-    values: list | None
-    x: list = field(default_factory=list, compare=False)
 
-    def __repr__(self):
-        return self.place if self.values is None else f"{self.place} = {self.values}"
-
-    def symptom(self):
-        return f"{self}, x = {self.x}"
-
-
-def _call(answer: Callable, x: torch.Tensor) -> Returned:
+def _run(answer, brought, returns):
+    x = brought[dist.get_rank()].clone()
     rank_1_comes_last()
     with unwritten_memory_shows():
         got = answer(x)
+    part = x if returns == "x" else x.tensor_split(dist.get_world_size())[dist.get_rank()]
+    said = bool(recorder().records)
+    return {"said": said, "x": part.tolist(), "returned": _place(got, x)}
+
+
+def _place(got: object, x: torch.Tensor) -> str:
+    """Which part of x was returned, if any."""
     if not isinstance(got, torch.Tensor):
-        return Returned(f"returned {got!r}", None, x.tolist())
-    where = "a new tensor"
-    if got.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-        where = _name(got.storage_offset(), got.storage_offset() + got.numel(), len(x))
-    return Returned(where, got.flatten().tolist(), x.tolist())
-
-
-# What can go wrong in both halves of the ring
-
-
-def _not_x(expected: Returned, got: Returned) -> str:
-    """The usual cause if the answer returned something else than it should."""
-    if got.values is None:
-        return f"Return {expected.place}: the caller wants the tensor."
-    if got.place == "a new tensor":
-        return (
-            f"The result belongs into {expected.place} itself. The chunks of "
-            "x.tensor_split(world_size) are views of x, and += writes into x; clone(), + and a new "
-            "entry in a list of them make new tensors."
-        )
-    return f"Return {expected.place}."
-
-
-TOO_EARLY = (
-    "Memory that nobody has written yet is in it: until wait() on the irecv has returned, its "
-    "buffer holds whatever lay there."
-)
+        return repr(got)
+    if got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+        return "a new tensor"
+    start, stop = got.storage_offset(), got.storage_offset() + got.numel()
+    return "x" if stop - start == len(x) else f"x[{start}:{stop}]"
 
 
 def _races(trial: Trial, run: Run) -> str | None:
-    """A message that was passed on before the rank had waited for it."""
-    world_size, (numel,) = trial.world_size, trial.args
-    if numel < world_size:  # empty chunks: which message is whose can't be told
-        return None
+    """A chunk that was passed on before the rank had waited for it."""
     for rank, records in enumerate(run.wire):
         sends = [record for record in records if record.op == "send"]
         receives = [record for record in records if record.op == "recv"]
-        if len(sends) != world_size - 1 or len({record.peer for record in sends}) != 1:
-            continue  # no ring
+        if len({record.peer for record in sends}) != 1 or not all(r.bytes for r in records):
+            continue  # no ring, or it isn't certain which message belongs to which hop
         for receive, send in zip(receives, sends[1:], strict=False):
             if send.issued < receive.done:
                 return (
@@ -127,59 +87,28 @@ def _races(trial: Trial, run: Run) -> str | None:
     return None
 
 
-def _ring_wire(trial: Trial, run: Run, stays: Callable[[int, int], int]) -> str | None:
-    """Each rank talks to one neighbour, sends every chunk but one, and each once.
+def _ring_wire(trial: Trial, run: Run) -> str | None:
+    """Each rank talks to one neighbour, and sends every chunk but one, each once and whole.
 
-    stays: called with a rank and the rank it sends to; the chunk that it has no need to send. Going
-    round the other way is as good.
+    Going round the other way is as good.
     """
-    by_torch = ready_made(run)
-    if by_torch:
-        return by_torch
-    world_size, (numel,) = trial.world_size, trial.args
     for rank, records in enumerate(run.wire):
-        right = (rank + 1) % world_size
-        sent = [record for record in records if record.op == "send" and record.bytes]
-        peers = sorted({record.peer for record in sent}) or [right]
-        if len(peers) > 1 or peers[0] not in (right, (rank - 1) % world_size):
+        peers = sorted({record.peer for record in records if record.op == "send" and record.bytes})
+        if len(peers) > 1:
             return (
-                f"the values are right, but rank {rank} sent to "
-                f"{' and '.join(f'rank {peer}' for peer in peers)}. In a ring it sends to rank "
-                f"{right} only: what goes further is passed on from neighbour to neighbour."
+                f"the values are right, but rank {rank} sent to ranks {peers}. In a ring it sends "
+                "to its right neighbour only: what goes further is passed on from neighbour to "
+                "neighbour."
             )
-        needed = []
-        for chunk in range(world_size):
-            start, stop = _bounds(chunk, world_size, numel)
-            if stop > start and chunk != stays(rank, peers[0]):
-                needed.append((stop - start) * ELEMENT_BYTES)
-        problem = _too_much(rank, [record.bytes for record in sent], needed, numel * ELEMENT_BYTES)
-        if problem:
-            return problem
-    return None
-
-
-def _too_much(rank: int, sent: list[int], needed: list[int], nbytes: int) -> str | None:
-    """sent, needed: the bytes of each message; nbytes: those of x."""
-    if sum(sent) == sum(needed) and len(sent) == len(needed):
-        return None
-    if sum(sent) == sum(needed):
-        return (
-            f"the values and the bytes are right, but rank {rank} sent {len(sent)} messages, and "
-            f"the ring needs {len(needed)}: one a hop, the whole chunk."
-        )
-    problem = (
-        f"the values are right, but rank {rank} sent {sum(sent)} bytes where the ring needs "
-        f"{sum(needed)}: {Fraction(sum(sent), nbytes)} × the buffer instead of "
-        f"{Fraction(sum(needed), nbytes)} ×."
+    sent = sum(message.bytes > 0 for message in messages(run))
+    needed = (trial.world_size - 1) * min(trial.world_size, len(trial.args[0][0]))
+    problem = check_wire(trial, run)
+    if problem or sent == needed:
+        return problem
+    return (
+        f"the values and the bytes are right, but all ranks together sent {sent} messages, and the "
+        f"ring needs {needed}: one a hop, the whole chunk."
     )
-    if nbytes in sent:
-        return (
-            f"{problem}\nA message held the whole of x. In each hop a rank sends one chunk of it."
-        )
-    if len(sent) > len(needed):
-        enough = f"W-1 hops are enough, here {len(needed)}"
-        return f"{problem}\nIt sent {len(sent)} messages: {enough}."
-    return f"{problem}\nReplay it: which message holds what its receiver had already?"
 
 
 def _praise(trial: Trial, run: Run) -> str:
@@ -195,6 +124,14 @@ def _praise(trial: Trial, run: Run) -> str:
     )
 
 
+SAYS = {
+    "said": "rank {rank} sent nothing. In each of W-1 hops it sends a chunk.",
+    "x": "what rank {rank} should have in x is {got}, expected {expected}.",
+    "returned": "rank {rank} returned {got}, expected {expected} itself.\nThe chunks of "
+    "x.tensor_split(world_size) are views of x, and += writes into x; clone(), + and a new entry "
+    "in a list of them make new tensors.",
+}
+
 # What goes wrong in a hop, whatever is done with the chunks
 IN_A_HOP = mistakes("""
 never_waits_for_the_receive: for work in works:⏎work.wait() → works[0].wait()
@@ -207,81 +144,35 @@ send_send: works = dist.batch_isend_irecv([send, receive]) → works = []
 to_the_left: right, left = (rank + 1) → left, right = (rank + 1)
     It goes round to the left, but the chunks are counted as if it went round to the right.
 one_hop_too_many: (1, world_size) → (1, world_size + 1)
-    W-1 hops are enough
+    W-1 hops are enough: in each of them a chunk comes one rank nearer to its last.
+loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
+    chunks of n // W lose the remainder: x.tensor_split(world_size) makes the first ones longer.
 """)
 
-LENGTHS = [(2, 4), (2, 5), (3, 6), (3, 2), (4, 10), (1, 3)]  # ranks, elements
-
+TOO_EARLY = (
+    "Memory that nobody has written yet is in it: until wait() on the irecv has returned, its "
+    "buffer holds whatever lay there."
+)
 
 # ring_reduce_scatter(x)
 
 
-def _run_reduce_scatter(answer, numel):
-    x = torch.tensor(_brings(dist.get_rank(), dist.get_world_size(), numel))
-    return _call(answer, x)
-
-
-def _reduce_scatter_trials():
-    for world_size, numel in LENGTHS:
-        total, expected = _total(world_size, numel), []
-        for rank in range(world_size):
-            start, stop = _bounds(rank, world_size, numel)
-            expected.append(Returned(_name(start, stop, numel), total[start:stop]))
-        what = f"{numel} elements"
-        yield Trial(world_size, _run_reduce_scatter, (numel,), expected, what=what)
-
-
-def _explain_reduce_scatter(trial: Trial, rank: int, expected: Returned, got: Returned):
+def _explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
     """Every chunk of every rank has its digit."""
-    if got.place != expected.place:
-        return _not_x(expected, got)
-    world_size, value, held = trial.world_size, got.values[0], []
-    for place_ in range(world_size**2):
-        other, chunk = divmod(place_, world_size)
-        times = value // 10**place_ % 10
-        if times:
-            held.append(f"rank {other}'s chunk {chunk}" + (f" {times} times" if times > 1 else ""))
+    world_size, value = trial.world_size, (got["x"] or [0])[0]
     if not 0 <= value < 10 ** (world_size**2):
         return TOO_EARLY
-    return (
-        f"Read the digits. It holds {', '.join(held)}; and should hold every rank's chunk {rank}."
-    )
-
-
-def overwrites_what_it_sends(x):
-    """On 2 ranks it depends on who is faster; on 3, rank 1 is late for rank 0's first message."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chunks = x.tensor_split(world_size)
-    passed_on, arrived = x.new_zeros(2, len(chunks[0]))
-    passed_on[: len(chunks[rank - 1])] = chunks[rank - 1]
-    for hop in range(1, world_size):
-        outgoing, mine = chunks[(rank - hop) % world_size], chunks[(rank - hop - 1) % world_size]
-        sending = dist.isend(passed_on[: len(outgoing)], (rank + 1) % world_size)
-        dist.recv(arrived[: len(mine)], (rank - 1) % world_size)
-        mine += arrived[: len(mine)]
-        passed_on[: len(mine)] = mine
-        sending.wait()
-    return chunks[rank]
-
-
-def straight_to_the_owner(x):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chunks = x.tensor_split(world_size)
-    others = [other for other in range(world_size) if other != rank]
-    works = [dist.isend(chunks[other], other) for other in others]
-    for other in others:
-        arrived = torch.empty_like(chunks[rank])
-        dist.recv(arrived, other)
-        chunks[rank].add_(arrived)
-    for work in works:
-        work.wait()
-    return chunks[rank]
+    held = []
+    for digit, times in enumerate(who_is_in(value, world_size**2)):
+        other, chunk = divmod(digit, world_size)
+        held += [f"rank {other}'s chunk {chunk}"] * times
+    return f"Read the digits. It holds {', '.join(held)}."
 
 
 ring_reduce_scatter = Exercise(
     reference=ring.ring_reduce_scatter,
     helpers=(ring.send_right_receive_left,),
-    trials=_reduce_scatter_trials,
+    trials=partial(_trials, sums=True, returns="chunk"),
     hints={
         "start": "Cut x with x.tensor_split(world_size). Each hop: a chunk to the right, another "
         "one from the left.",
@@ -292,17 +183,16 @@ ring_reduce_scatter = Exercise(
         "and only then chunk += arrived.",
     },
     praise=_praise,
-    explain=_explain_reduce_scatter,
+    says=SAYS,
+    explain=_explain_sum,
     races=_races,
-    wire=lambda trial, run: _ring_wire(trial, run, stays=lambda rank, peer: rank),  # comes home
-    mistakes=[
-        *mistakes("""
+    wire=_ring_wire,
+    mistakes=IN_A_HOP
+    + mistakes("""
 whole_buffers: chunks[(rank - hop) % world_size] → arrived if hop > 1 else x.clone()
     torch.empty_like(mine) → torch.empty_like(x)
     mine += arrived → x.add_(arrived)
     A message held the whole of x. In each hop a rank sends one chunk of it.
-loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
-    chunks of n // W lose the remainder: x.tensor_split(world_size) makes the first ones longer.
 adds_before_wait: send_right_receive_left(passed_on, arrived, group) → mine += arrived
     mine += arrived → send_right_receive_left(passed_on, arrived, group)
     Memory that nobody has written yet is in it: until wait() on the irecv has returned, its buffer
@@ -343,68 +233,26 @@ returns_x: return chunks[rank] → return x
 element_by_element: send_right_receive_left(passed_on, arrived, group) → for a in range(len(mine)):
     mine += arrived →     send_right_receive_left(passed_on[a : a + 1], arrived[a : a + 1], group)
     return → x.tensor_split(world_size)[rank].add_(arrived)⏎return
-    rank 0 sent 2 messages, and the ring needs 1
+    In each hop a rank sends its chunk whole, in one message.
+overwrites_what_it_sends: for work in works:⏎work.wait() → works[1].wait()⏎return works[0]
+    send_right_receive_left(passed_on, → sending = send_right_receive_left(passed_on,
+    mine += arrived → mine += arrived⏎passed_on.zero_()⏎sending.wait()
+    Somebody wrote into it on the way
+straight_to_the_owner: chunks[(rank - hop - 1) % world_size] → chunks[rank]
+    send_right_receive_left(passed_on, arrived, group) → to, by = rank - hop, rank + hop
+    mine += → exchange({to % world_size: passed_on}, {by % world_size: arrived}, group)⏎mine +=
+    In a ring it sends to its right neighbour only
 """),
-        *IN_A_HOP,
-        Mistake.written(overwrites_what_it_sends, "Somebody wrote into it on the way"),
-        Mistake.written(straight_to_the_owner, "rank 0 sent to rank 1 and rank 2"),
-    ],
 )
 
 
 # ring_all_gather(x)
 
 
-def _run_all_gather(answer, numel):
-    return _call(answer, torch.full((numel,), 10 ** dist.get_rank()))
-
-
-def _all_gather_trials():
-    for world_size, numel in LENGTHS:
-        gathered = []
-        for chunk in range(world_size):
-            start, stop = _bounds(chunk, world_size, numel)
-            gathered += [10**chunk] * (stop - start)
-        expected = [Returned("x", gathered)] * world_size
-        yield Trial(world_size, _run_all_gather, (numel,), expected, what=f"{numel} elements")
-
-
-def _explain_all_gather(trial: Trial, rank: int, expected: Returned, got: Returned):
-    if got.place != expected.place:
-        return _not_x(expected, got)
-    for chunk in range(trial.world_size):
-        start, stop = _bounds(chunk, trial.world_size, trial.args[0])
-        if got.x[start:stop] != expected.values[start:stop]:
-            return f"Chunk {chunk} of x should be rank {chunk}'s: 10**{chunk} everywhere."
-    return None
-
-
-def passes_on_too_early(x):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chunks, works = x.tensor_split(world_size), []
-    for hop in range(1, world_size):
-        works.append(dist.isend(chunks[(rank - hop + 1) % world_size], (rank + 1) % world_size))
-        works.append(dist.irecv(chunks[(rank - hop) % world_size], (rank - 1) % world_size))
-    for work in works:
-        work.wait()
-    return x
-
-
-def straight_to_all(x):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chunks = x.tensor_split(world_size)
-    others = [other for other in range(world_size) if other != rank]
-    works = [dist.isend(chunks[rank], other) for other in others]
-    works += [dist.irecv(chunks[other], other) for other in others]
-    for work in works:
-        work.wait()
-    return x
-
-
 ring_all_gather = Exercise(
     reference=ring.ring_all_gather,
     helpers=(ring.send_right_receive_left,),
-    trials=_all_gather_trials,
+    trials=partial(_trials, sums=False, returns="x"),
     hints={
         "start": "In hop 1 every rank sends the chunk it has finished, its own. What has it to "
         "pass on in hop 2?",
@@ -414,11 +262,12 @@ ring_all_gather = Exercise(
         "hang": "isend and irecv first, then both wait(), and only then the next hop. Return x.",
     },
     praise=_praise,
-    explain=_explain_all_gather,
+    says=SAYS
+    | {"x": "x is {got} on rank {rank}, expected {expected}: chunk c is rank c's, full of 10**c."},
     races=_races,
-    wire=lambda trial, run: _ring_wire(trial, run, stays=lambda rank, peer: peer),  # has its own
-    mistakes=[
-        *mistakes("""
+    wire=_ring_wire,
+    mistakes=IN_A_HOP
+    + mistakes("""
 starts_like_reduce_scatter: (rank - hop + 1) → (rank - hop)
     place = chunks[(rank - hop) → place = chunks[(rank - hop - 1)
     A rank's own chunk is finished from the start: in hop 1 rank r sends it, and receives chunk r-1.
@@ -427,8 +276,6 @@ adds: send_right_receive_left(passed_on, place, group) → arrived = torch.empty
     Nothing is added here: receive straight into the chunk.
 own_chunk_every_hop: chunks[(rank - hop + 1) % world_size] → chunks[rank]
     From hop 2 on a rank passes on what came in the hop before, not its own chunk again.
-loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
-    chunks of n // W lose the remainder: x.tensor_split(world_size) makes the first ones longer.
 one_hop_too_few: (1, world_size) → (1, world_size - 1)
     The last chunk never came: W-1 hops are needed, and each fills another chunk of x.
 whole_buffers: chunks[(rank - hop + 1) % world_size] → arrived if hop > 1 else x.clone()
@@ -445,44 +292,30 @@ returns_its_chunk: return x → return chunks[rank]
     x is right: return all of it.
 returns_a_new_tensor: flat(x, group) → flat(x := x.clone(), group)
     The result belongs into x itself.
+passes_on_too_early: for work in works:⏎work.wait() → return works
+    for hop → begun = []⏎for hop
+    send_right_receive_left(passed_on, → begun += send_right_receive_left(passed_on,
+    return x → for work in begun:⏎    work.wait()⏎return x
+    What a rank sends in a hop came in the hop before: wait() for that first.
+straight_to_all: send_right_receive_left(passed_on, place, group) → to, by = rank + hop, rank - hop
+    return x →     exchange({to % world_size: chunks[rank]}, {by % world_size: place}, group)
+    ⏎return x
+    In a ring it sends to its right neighbour only
 """),
-        *IN_A_HOP,
-        Mistake.written(passes_on_too_early, "rank 0 passed a chunk on before it was there"),
-        Mistake.written(straight_to_all, "In a ring it sends to rank 1 only"),
-    ],
 )
 
 
 # ring_all_reduce(x)
 
 
-def _all_reduce_trials():
-    for world_size, numel in LENGTHS:
-        expected = [Returned("x", _total(world_size, numel))] * world_size
-        what = f"{numel} elements"
-        yield Trial(world_size, _run_reduce_scatter, (numel,), expected, what=what)
-
-
-def _all_reduce_wire(trial: Trial, run: Run) -> str | None:
-    world_size, (numel,) = trial.world_size, trial.args
-    needed = 2 * (world_size - 1) * numel * ELEMENT_BYTES
-    sent = sum(record.bytes for record in messages(run))
-    if ready_made(run) or sent == needed:
-        return ready_made(run)
-    return (
-        f"the values are right, but all ranks together sent {sent} bytes where 2(W-1) times the "
-        f"buffer is enough: {needed}."
-    )
-
-
 ring_all_reduce = Exercise(
     reference=ring.ring_all_reduce,
     helpers=(ring.ring_reduce_scatter, ring.ring_all_gather, ring.send_right_receive_left),
-    trials=_all_reduce_trials,
+    trials=partial(_trials, sums=True, returns="x", halves=2),
     hints={"start": "First one half, then the other.", "values": "Both halves work on x itself."},
     praise="right on 1 to 4 ranks; each sends 2(W-1)/W of x.",
-    explain=lambda trial, rank, expected, got: _not_x(expected, got),
-    wire=_all_reduce_wire,
+    says=SAYS,
+    wire=check_wire,
     mistakes=mistakes("""
 only_the_first_half: return ring_all_gather(x, group) → return x
     Every rank has its own chunk of the sum: the finished chunks must go round once more.
@@ -492,7 +325,7 @@ the_wrong_way_round: ring_reduce_scatter(x, group)⏎return → ring_all_gather(
     return ring_all_gather(x, group) → return ring_reduce_scatter(x, group)
     First the reduce-scatter, then the all-gather.
 twice: return ring_all_gather(x, group) → ring_all_gather(x, group)⏎return ring_all_gather(x, group)
-    2(W-1) times the buffer is enough
+    Each half once: all ranks together need to send 2(W-1) times the buffer.
 returns_nothing: return ring_all_gather(x, group) → ring_all_gather(x, group)
     Return x: the caller wants the tensor.
 """),
@@ -501,55 +334,45 @@ returns_nothing: return ring_all_gather(x, group) → ring_all_gather(x, group)
 
 # ring_cost(world_size, nbytes)
 
-COST_NUMEL = 12  # divides by every world size tried
 
-
-def _run_ring_cost(answer, numel):
+def _run_cost(answer, numel):
     """Go round for real, for the wire to count, and ask the answer what it expects."""
-    x = torch.full((numel,), 10 ** dist.get_rank())
+    x = torch.ones(numel)
     ring.ring_all_reduce(x)
     cost = answer(dist.get_world_size(), x.nbytes)
-    if not (isinstance(cost, tuple | list) and len(cost) == 2):
-        return cost
-    return tuple(round(part, 6) if isinstance(part, float) else part for part in cost)
+    hops, nbytes, *more = cost if isinstance(cost, tuple | list) else (cost, None, None)
+    return {"numbers": 2 + len(more), "hops": hops, "bytes": nbytes}
 
 
-def _counted(run: Run) -> list[tuple[int, int]]:
-    """(hops of the run, bytes sent) of each rank, as the wire saw them."""
+def _counted(run: Run) -> list[dict]:
+    """What the wire of the run counted, on each rank."""
     hops, counted = max(hop_numbers(run).values(), default=0), []
     for records in run.wire:
-        counted.append((hops, sum(record.bytes for record in records if record.op == "send")))
+        nbytes = sum(record.bytes for record in records if record.op == "send")
+        counted.append({"numbers": 2, "hops": hops, "bytes": nbytes})
     return counted
 
 
-def _ring_cost_trials():
+def _cost_trials():
     for world_size in (6, 4, 3, 2, 1):  # in small worlds many wrong formulas give right numbers
-        what = f"{COST_NUMEL * ELEMENT_BYTES} bytes"
-        yield Trial(world_size, _run_ring_cost, (COST_NUMEL,), _counted, what=what)
-
-
-def _explain_ring_cost(trial: Trial, rank: int, expected, got):
-    if not (isinstance(got, tuple) and len(got) == 2):
-        return "Return two numbers: hops, bytes sent by each rank."
-    hops, nbytes = expected
-    counted = f"The wire of a real ring counted {hops} hops, and {nbytes} bytes sent by each rank."
-    if got[0] != hops:
-        return (
-            f"{counted} How many ranks must a chunk visit in the reduce-scatter, and how many in "
-            "the all-gather?"
-        )
-    return f"{counted} How many hops are there, and which part of the buffer is sent in each?"
+        yield Trial(world_size, _run_cost, (24,), _counted, what="96 bytes")
 
 
 ring_cost = Exercise(
     reference=ring.ring_cost,
-    trials=_ring_cost_trials,
+    trials=_cost_trials,
     hints={
         "start": "An all-reduce is a reduce-scatter, then an all-gather. How many hops has each?",
         "values": "In every hop every rank sends one chunk. How many bytes has a chunk?",
     },
     praise="the formula gives what the wire counted, on 1 to 6 ranks.",
-    explain=_explain_ring_cost,
+    says={
+        "numbers": "Return two numbers: hops, bytes sent by each rank.",
+        "hops": "The wire of a real ring counted {expected} hops, yours are {got}. How many ranks "
+        "must a chunk visit in the reduce-scatter, and how many in the all-gather?",
+        "bytes": "The wire of a real ring counted {expected} bytes sent by each rank, yours are "
+        "{got}. How many hops are there, and which part of the buffer is sent in each?",
+    },
     note="ddpkit.tools.cost.volume knows this of every algorithm of the course.",
     mistakes=mistakes("""
 of_one_half: 2 * (world_size - 1) → world_size - 1
