@@ -278,7 +278,7 @@ def test_a_rank_that_returns_early_is_named(calls):
 def test_a_rank_that_has_come_may_go(check):
     """Rank 0 comes first to the last meeting; when it looks closer, rank 1 has come and gone."""
     last = 3
-    pieces, check_they_can_come = SharedBuffer._pieces, SharedBuffer._check_they_can_come
+    pieces, check_others = SharedBuffer._pieces, SharedBuffer._check_others
 
     def finish_late(buffer):
         if dist.get_rank() == 1:
@@ -288,9 +288,9 @@ def test_a_rank_that_has_come_may_go(check):
     def look_late(buffer, call, meeting):
         if dist.get_rank() == 0 and meeting == last:
             wait_until(lambda: buffer._marks[1] < 0)
-        check_they_can_come(buffer, call, meeting)
+        check_others(buffer, call, meeting)
 
-    with patch.multiple(SharedBuffer, _pieces=finish_late, _check_they_can_come=look_late):
+    with patch.multiple(SharedBuffer, _pieces=finish_late, _check_others=look_late):
         result = filled(SharedBuffer(2), dist.get_rank() + 1.0).all_reduce().tolist()
     check.same(result, [3.0, 3.0], "all_reduce")
 
@@ -302,10 +302,10 @@ def test_ranks_that_make_different_calls_are_told(check):
         return
     buffer = SharedBuffer(41, group=group)
     buffer.all_reduce()
-    mine, other, theirs = "reduce_scatter", 2, "all_gather"
+    mine, theirs = "reduce_scatter", "rank 2 called all_gather: all ranks must"
     if rank == 2:
-        mine, other, theirs = "all_gather", 1, "reduce_scatter"
-    says = f"rank {rank} called SharedBuffer.{mine}, rank {other} called {theirs}: all ranks must"
+        mine, theirs = "all_gather", "called reduce_scatter: all ranks must"
+    says = (f"rank {rank} called SharedBuffer.{mine}, rank ", theirs)
     check.refused(getattr(buffer, mine), says=says, error=RuntimeError)
 
 
