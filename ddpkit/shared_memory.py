@@ -52,7 +52,8 @@ class SharedBuffer:
         if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
             remedy = "Give it x.numel(), for example."
             raise mistake("SharedBuffer", f"numel={numel!r}", "a whole number from 0", remedy)
-        check_same("SharedBuffer", group, numel=numel, dtype=dtype, machine=socket.gethostname())
+        mine = f"numel={numel}", str(dtype), f"machine {socket.gethostname()}"
+        check_same("SharedBuffer", mine, group)
         self._rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
         memory = _map_together(PAGE + world_size * numel * dtype.itemsize, group)

@@ -18,18 +18,19 @@ def _on_ranks():
     pair = dist.new_group([0, 2])
     outside = _refused(checks.check_in_group, "barrier", pair)
     checks.check_in_group("barrier", None)
-    same = _refused(checks.check_same, "SharedBuffer", None, dtype="float32", numel=4)
+    same = _refused(checks.check_same, "SharedBuffer", ["float32", "numel=4"], None)
     among_two = None
     if dist.get_rank() != 1:
-        among_two = _refused(checks.check_same, "SharedBuffer", pair, numel=4 + dist.get_rank())
+        mine = ["float32", *(["numel=4"] * dist.get_rank())]
+        among_two = _refused(checks.check_same, "SharedBuffer", mine, pair)
     return outside, same, among_two
 
 
 def test_group_and_ranks_are_named():
     run = launch(_on_ranks, world_size=3, backend="gloo")
     differ = (
-        "SharedBuffer expected the same numel on every rank, got rank 0 4, rank 2 6. "
-        "Give all ranks the same."
+        "expected the same SharedBuffer on every rank, got numel=4 on rank 2, nothing in its place "
+        "on rank 0. Build it alike on all."
     )
     outside = (
         "rank 1 called barrier with a group that it isn't in, expected one of its own. "

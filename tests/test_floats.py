@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 import struct
 from fractions import Fraction
 
@@ -22,8 +21,6 @@ from ddpkit.tools.floats import (
     encode,
     fields,
     round_stochastically,
-    round_to,
-    stochastically,
 )
 
 SMALL = [BF16, FP16, E4M3, E5M2]
@@ -72,15 +69,13 @@ def ties(format) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("format", SMALL, ids=names)
-def test_every_pattern_is_torchs_number(format):
-    for pattern, value in enumerate(patterns(format).double().tolist()):
-        assert same(decode(pattern, format), value), f"{pattern:#x}"
-
-
-@pytest.mark.parametrize("format", SMALL, ids=names)
-def test_every_number_has_its_pattern(format):
-    for pattern in range(2**format.bits):
+def test_patterns_are_torchs_numbers(format):
+    """All of 8 bits; of 16 a part, odd so that it has even and odd ones, and the ends."""
+    step = 1 if format.bits == 8 else 37
+    values = patterns(format).double().tolist()
+    for pattern in {*range(0, len(values), step), 0, len(values) // 2, len(values) - 1}:
         value = decode(pattern, format)
+        assert same(value, values[pattern]), f"{pattern:#x}"
         assert math.isnan(value) or encode(value, format) == pattern
     assert math.isnan(decode(encode(math.nan, format), format))
 
@@ -88,55 +83,30 @@ def test_every_number_has_its_pattern(format):
 @pytest.mark.parametrize("format", SMALL, ids=names)
 def test_ties_go_where_torchs_go(format):
     x = ties(format)
-    x = x[
-        :: 1 if format.bits == 8 else 17
-    ]  # of 16 bits a part, odd so that it has even and odd ones; all of them below
+    x = x[:: 1 if format.bits == 8 else 67]
     for value, torchs in zip(x.tolist(), cast(x, format).tolist(), strict=True):
         assert same(decode(encode(value, format), format), torchs), value
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("format", SMALL, ids=names)
-def test_tensors_are_rounded_as_torch_casts_them(format, device):
-    x = torch.cat([ties(format), torch.tensor([math.nan])])
-    rounded = round_to(x.to(device), format)
-    assert (rounded.dtype, rounded.device.type) == (format.dtype, device)
-    torch.testing.assert_close(
-        rounded.cpu().double(), cast(x, format), rtol=0, atol=0, equal_nan=True
-    )
-    assert rounded.cpu().double().signbit()[:-1].equal(x.signbit()[:-1])  # of zeros too
-
-
-def fp32_of(bits: torch.Tensor) -> torch.Tensor:
-    return bits.to(torch.int32).view(torch.float32)
-
-
 def test_tf32_is_fp32_without_its_last_13_bits():
     """Against arithmetic on fp32's bits: add just under half, 1 more if the last bit is odd."""
-    bits = torch.randint(
-        0, 0x7F800000, (20_000,), generator=torch.Generator().manual_seed(1), dtype=torch.int64
-    )
-    bits = torch.cat(
-        [bits, bits // 2**13 * 2**13 + 2**12, torch.tensor([0, 1, 2**12, 3 * 2**12, 0x7F7FFFFF])]
-    )
-    kept = (bits + 2**12 - 1 + (bits >> 13 & 1)) >> 13 << 13
-    x, expected = fp32_of(bits), fp32_of(kept)
-    assert round_to(x, TF32).equal(expected)
-    assert round_to(-x, TF32).equal(-expected)
-    assert round_to(x, TF32).dtype == torch.float32
-    for value, pattern in zip(x[::40].tolist(), kept[::40].tolist(), strict=True):
-        assert encode(value, TF32) == pattern >> 13
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(0, 0x7F800000, (400,), generator=generator, dtype=torch.int64)
+    ties = bits // 2**13 * 2**13 + 2**12
+    bits = torch.cat([bits, ties, torch.tensor([0, 1, 2**12, 3 * 2**12, 0x7F7FFFFF])])
+    kept = (bits + 2**12 - 1 + (bits >> 13 & 1)) >> 13
+    values = bits.to(torch.int32).view(torch.float32)
+    for value, pattern in zip(values.tolist(), kept.tolist(), strict=True):
+        assert encode(value, TF32) == pattern
 
 
 def test_fp32_is_rounded_as_c_does():
-    rng = random.Random(2)
-    values = [math.ldexp(rng.uniform(-1, 1), rng.randint(-160, 127)) for _ in range(2000)]
+    x = torch.randn(500, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    values = (x * 2.0 ** torch.arange(500).sub(300).div(2)).tolist()
     for value in [*values, 0.1, -0.0, 1 + 2**-24, 1 + 3 * 2**-24, 2.0**-150, 2.0**-149]:
         pattern = encode(value, FP32)
         assert pattern == int.from_bytes(struct.pack(">f", value))
         assert same(decode(pattern, FP32), struct.unpack(">f", struct.pack(">f", value))[0])
-    doubles = torch.tensor(values, dtype=torch.float64)
-    assert round_to(doubles, FP32).equal(doubles.float())
 
 
 def test_values_are_rounded_once():
@@ -164,15 +134,6 @@ def test_extremes_are_torchs(format):
     assert (format.bits, format.largest) == (info.bits, info.max)
     assert (format.smallest_normal, format.epsilon) == (info.smallest_normal, info.eps)
     assert format.smallest_subnormal == decode(1, format)
-
-
-def test_rounding_towards_zero():
-    for value in (0.1, -0.1, 1e-9, 70000.0, -3.999):
-        nearer = decode(encode(value, BF16, math.floor), BF16)
-        assert (
-            abs(nearer) <= abs(value) < abs(nearer) + describe(encode(nearer, BF16), BF16).spacing
-        )
-        assert math.copysign(1, nearer) == math.copysign(1, value)
 
 
 def test_describe():
@@ -215,7 +176,7 @@ def test_formulas(pattern, format, formula):
         assert abs(number.value) == 2.0 ** int(power) * float(significand)
 
 
-@pytest.mark.parametrize("format", [FP16, E4M3, E5M2], ids=names)
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=names)
 def test_neighbours_are_the_next_numbers_in_order(format):
     numbers = [describe(pattern, format) for pattern in range(2**format.bits)]
     numbers = sorted(
@@ -233,83 +194,41 @@ def test_neighbours_are_the_next_numbers_in_order(format):
 def test_patterns_of_another_format(pattern):
     with pytest.raises(
         ValueError,
-        match=rf"8 bits, 0 to 0xff, got {pattern:#x}: is it of another format than fp8 e4m3",
+        match=rf"8 bits for fp8 e4m3, got {pattern:#x}: is it of another",
     ):
         decode(pattern, E4M3)
 
 
 # By chance. Each rounding is up with probability p or down. By Hoeffding's inequality the mean of n
-# is further than t spacings from the value with a probability below 2 exp(-2nt²): 1e-9 here. Seeds
-# are fixed.
-
-MANY = 20_000
-WITHIN = 0.0232
-
-VALUES = [1 + 2**-12, -1.001, 0.1, -3.3e-6, 1e-7, 5e-8, 2e-9, 65000.0, 3.14159, -0.00012345]
-
-
-def spacing_at(value: float, format) -> float:
-    return describe(encode(value, format, math.floor), format).spacing
-
-
-@pytest.mark.parametrize("format", FORMATS, ids=names)
-def test_scalar_chance_is_fair(format):
-    rounding = stochastically(random.Random(3))
-    for value in (0.7 * format.smallest_subnormal, -1 - 0.3 * format.epsilon):
-        found = [decode(encode(value, format, rounding), format) for _ in range(MANY)]
-        spacing = spacing_at(value, format)
-        assert len(set(found)) == 2
-        assert all(abs(each - value) < spacing for each in found)
-        assert (
-            abs(sum(Fraction(each) for each in found) / MANY - Fraction(value)) < WITHIN * spacing
-        )
+# is further than t spacings from the value with a probability below 2 exp(-2nt²): 1e-9 here.
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("format", [BF16, FP16], ids=names)
-def test_tensor_chance_is_fair(format, device):
-    x = torch.tensor(VALUES, dtype=torch.float64, device=device).expand(MANY, -1)
-    rounded = round_stochastically(x, format, torch.Generator(device).manual_seed(4))
-    assert rounded.dtype == format.dtype
-    spacing = torch.tensor(
-        [spacing_at(value, format) for value in VALUES], dtype=torch.float64, device=device
-    )
-    assert ((rounded.double() - x).abs() < spacing).all()
-    assert ((rounded.double() - x).mean(0).abs() < WITHIN * spacing).all()
+def test_chance_is_fair(device):
+    values = [1 + 2**-12, -1.001, 0.1, -3.3e-6, 1e-30, 65000.0, 3.14159, -0.00012345, 1e-39]
+    x = torch.tensor(values, device=device).expand(20_000, -1)
+    rounded = round_stochastically(x, torch.Generator(device).manual_seed(4))
+    assert rounded.dtype == torch.bfloat16
+    below = (x.view(torch.int32) & -(2**16)).view(torch.float32).double()  # towards 0
+    above = (below.float().view(torch.int32) + 2**16).view(torch.float32).double()
+    assert ((rounded.double() == below) | (rounded.double() == above)).all()
+    assert ((rounded.double() - x).mean(0).abs() < 0.0232 * (above - below).abs()).all()
 
 
-@pytest.mark.parametrize("format", [BF16, FP16, E4M3], ids=names)
-def test_chance_leaves_numbers_of_the_format_alone(format):
-    numbers = patterns(format)
-    rounded = round_stochastically(numbers.float(), format)
-    torch.testing.assert_close(
-        rounded.double(), cast(numbers.float(), format), rtol=0, atol=0, equal_nan=True
-    )
-    known = ~numbers.float().isnan()
-    assert rounded.float()[known].signbit().equal(numbers.float()[known].signbit())
-
-
-def test_chance_comes_from_the_generator():
-    x = torch.rand(1000, generator=torch.Generator().manual_seed(5))
-    before = torch.get_rng_state()
+def test_chance_leaves_bf16_and_its_argument_alone():
+    numbers = patterns(BF16).float()
+    numbers = numbers[~numbers.isnan()]
+    assert round_stochastically(numbers).float().view(torch.int32).equal(numbers.view(torch.int32))
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    before, was = torch.get_rng_state(), x.detach().clone()
     first, again, other = (
-        round_stochastically(x, BF16, torch.Generator().manual_seed(seed)) for seed in (6, 6, 7)
+        round_stochastically(x, torch.Generator().manual_seed(seed)) for seed in (6, 6, 7)
     )
     assert first.equal(again)
     assert not first.equal(other)
     assert torch.get_rng_state().equal(before)
-    assert not round_stochastically(x, BF16).equal(round_stochastically(x, BF16))
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_shapes_and_dtypes(shape):
-    for dtype in (torch.float64, torch.float32, torch.float16):
-        x = torch.full(shape, 1.1, dtype=dtype, requires_grad=True)
-        for rounded in (round_to(x, BF16), round_stochastically(x, BF16)):
-            assert (rounded.shape, rounded.requires_grad) == (x.shape, False)
-        assert x.equal(torch.full(shape, 1.1, dtype=dtype))
-    with pytest.raises(
-        ValueError,
-        match=r"expected a floating dtype to round to bf16, got torch.int64: say x.float",
-    ):
-        round_to(torch.ones(shape, dtype=torch.int64), BF16)
+    assert not round_stochastically(x).equal(round_stochastically(x))
+    assert x.equal(was)
+    assert not first.requires_grad
+    with pytest.raises(ValueError, match=r"expected float32 .*got torch.float64: say x.float"):
+        round_stochastically(x.double())

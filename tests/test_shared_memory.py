@@ -312,13 +312,13 @@ def test_ranks_that_make_different_calls_are_told(check):
 @on_ranks(3)
 def test_every_rank_hears_that_they_disagree(check):
     rank = dist.get_rank()
-    says = ("same numel", "rank 0 41, rank 1 42, rank 2 41")
+    says = ("same SharedBuffer", "numel=42 on rank 1, numel=41 in its place on rank 0")
     check.refused(SharedBuffer, 41 + rank % 2, says=says)
     dtype = torch.float64 if rank == 2 else torch.float32
-    says = ("same dtype", "rank 1 torch.float32, rank 2 torch.float64")
+    says = "torch.float64 on rank 2, torch.float32 in its place on rank 0"
     check.refused(SharedBuffer, 41, dtype, says=says)
     with patch("socket.gethostname", lambda: f"node{rank // 2}"):
-        says = ("same machine", "rank 0 node0, rank 1 node0, rank 2 node1")
+        says = "machine node1 on rank 2, machine node0 in its place on rank 0"
         check.refused(SharedBuffer, 41, says=says)
     for numel in (-1, 2.0, True, None):
         says = f"rank {rank} called SharedBuffer with numel={numel!r}, expected a whole number"

@@ -374,7 +374,7 @@ def _times_n(factor: float) -> str:
 
 
 def fitted(
-    fit: cost.Fit,
+    fit: cost.CostModel,
     measured: Iterable[cost.Measurement],
     held_out: Iterable[cost.Measurement],
     title: str = "",
@@ -394,9 +394,7 @@ def fitted(
     looks = zip(itertools.cycle(page.RANK_COLOURS), itertools.cycle(page.MARKERS))
     for (curve, points), (fill, marker) in zip(curves.items(), looks, strict=False):
         sizes = between([each.nbytes for each in points])
-        axes.plot(
-            sizes, [fit.model.seconds(curve[0], n, curve[1]) for n in sizes], color=fill, lw=2.5
-        )
+        axes.plot(sizes, [fit.seconds(curve[0], n, curve[1]) for n in sizes], color=fill, lw=2.5)
         for part, face in ((measured, fill), (held_out, "white")):
             seen = [each for each in part if (each.algorithm, each.world_size) == curve]
             _points(axes, seen, mec=fill, mfc=face, marker=marker)
@@ -404,7 +402,7 @@ def fitted(
     _log_axes(axes)
     errors = [f"{100 * fit.error(points):.0f} %" for points in (measured, held_out)]
     note = (
-        f"model: {fit.model}\nmedian error: {errors[0]} on the points it was fitted to,\n"
+        f"model: {fit}\nmedian error: {errors[0]} on the points it was fitted to,\n"
         f"{errors[1]} on those held out"
     )
     axes.set_ylim(bottom=axes.get_ylim()[0] / 3)  # room for the note

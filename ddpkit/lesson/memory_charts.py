@@ -229,11 +229,10 @@ def training_bytes(
     gradients are taken to be there, as they are from the second micro-batch on. Left out is what
     comes and goes.
     """
-    itemsize, tokens = PRECISIONS[precision].parameter, batch * length
+    itemsize, tokens = PRECISIONS[precision].parameters, batch * length
     states = model_states(gpt_parameters(width, layers), precision=precision)._asdict()
     sizes = batch, length, width
-    options = {"dropout": dropout, "attention": attention, "attention_dropout": dropout}
-    terms = block_activations(*sizes, heads, itemsize, **options)
+    terms = block_activations(*sizes, heads, itemsize, dropout, attention)
     kept = {term.name: term.nbytes for term in terms}
     block = _total(terms)
     there = kept["input of the norm before attention"]

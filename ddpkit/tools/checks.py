@@ -25,46 +25,32 @@ def check_in_group(name: str, group: ProcessGroup | None) -> None:
         raise mistake(name, "a group that it isn't in", "one of its own", remedy)
 
 
-def check_same(name: str, group: ProcessGroup | None, **values: object) -> None:
-    """The same ValueError on every rank of `group`, unless each value is equal on all of them.
+def check_same(what: str, mine: Iterable[str], group: ProcessGroup | None) -> None:
+    """The same ValueError on every rank of `group`, unless all have the same, in the same order.
 
-    values: anything that can be pickled, by the name it has for the user.
-    One all_gather_object: every rank of the group must call.
+    what: what it is for the user, "module". mine: what makes it up on this rank, in words. One
+    all_gather_object: every rank of the group must call.
     """
     ranks = dist.get_process_group_ranks(group)
     everyones: list = [None] * len(ranks)
-    dist.all_gather_object(everyones, values, group=group)
-    for what in values:
-        by_rank = {rank: theirs[what] for rank, theirs in zip(ranks, everyones, strict=True)}
-        if any(value != everyones[0][what] for value in by_rank.values()):
-            got = ", ".join(f"rank {rank} {value}" for rank, value in by_rank.items())
-            expected = f"{name} expected the same {what} on every rank"
-            raise ValueError(f"{expected}, got {got}. Give all ranks the same.")
+    dist.all_gather_object(everyones, list(mine), group=group)
+    for rank, theirs in zip(ranks, everyones, strict=True):
+        for each, firsts in zip_longest(theirs, everyones[0], fillvalue="nothing"):
+            if each != firsts:
+                got = f"{each} on rank {rank}, {firsts} in its place on rank {ranks[0]}"
+                expected = f"expected the same {what} on every rank"
+                raise ValueError(f"{expected}, got {got}. Build it alike on all.")
 
 
 def check_same_on_all_ranks(
     what: str, tensors: Iterable[tuple[str, Tensor]], group: ProcessGroup | None
 ) -> None:
-    """The same ValueError on every rank of `group`, unless all have named tensors alike.
-
-    Alike: names, shapes, dtypes, which of them are trained, and in which order they come; numbers
-    may differ. what: what they are for the user, "module". One all_gather_object.
-    """
-    mine = [_fingerprint(name, tensor) for name, tensor in tensors]
-    ranks = dist.get_process_group_ranks(group)
-    everyones: list = [None] * len(ranks)
-    dist.all_gather_object(everyones, mine, group=group)
-    for rank, theirs in zip(ranks, everyones, strict=True):
-        for tensor, firsts in zip_longest(theirs, everyones[0], fillvalue="nothing"):
-            if tensor != firsts:
-                got = f"{tensor} on rank {rank}, {firsts} in its place on rank {ranks[0]}"
-                expected = f"expected the same {what} on every rank"
-                raise ValueError(f"{expected}, got {got}. Build it alike on all.")
-
-
-def _fingerprint(name: str, tensor: Tensor) -> str:
-    trained = "trained" if tensor.requires_grad else "not trained"
-    return f"{name} ({tensor.dtype}, {tuple(tensor.shape)}, {trained})"
+    """As `check_same`, of named tensors: names, shapes, dtypes, which are trained; not numbers."""
+    mine = []
+    for name, x in tensors:
+        trained = "trained" if x.requires_grad else "not trained"
+        mine.append(f"{name} ({x.dtype}, {tuple(x.shape)}, {trained})")
+    check_same(what, mine, group)
 
 
 def check_positive(remedy: str, **values: float) -> None:

@@ -6,7 +6,7 @@ Every message costs a latency α, whatever is in it, and every byte the time β:
 
 `volume` counts the two for an algorithm, a size and a world; `CostModel` multiplies; `fit` finds α
 and β from measurements; `crossover` says from which size on one algorithm beats another; `timeline`
-says how much of it hides behind backward. Here are numbers only: nothing is sent.
+says how much of it hides behind backward. Nothing is sent here.
 
 The model leaves out ranks that share a core, caches that are full, the time of adding up. Where a
 prediction is wrong, look for these first.
@@ -31,49 +31,42 @@ from .units import count, duration, rate
 # Counting
 
 
-@dataclass(frozen=True)
-class Volume:
-    """The messages and bytes of one call. Bytes are exact: Fractions where W doesn't divide n.
+class Volume(NamedTuple):
+    """The messages and bytes of one call that follow one another.
 
-    hops: messages that follow one another, as a rank can't begin the next before one is done.
-    sent: bytes of the busiest rank; of the root, where there is one.
-    in_turn: bytes that follow one another: over all hops, the sum of the most that a rank sends or
-        receives in each. More than `sent` where a rank can send only after it has received.
-    total: bytes that all ranks send together.
+    hops: messages, where a rank can't begin the next before one is done.
+    in_turn: bytes: over all hops, the sum of the most that a rank sends or receives in each.
+        Exact: a Fraction where W doesn't divide n.
     """
 
     hops: int
-    sent: int | Fraction
     in_turn: int | Fraction
-    total: int | Fraction
 
 
-def _table(world_size: int) -> dict[str, tuple]:
-    """{algorithm: its volume, with bytes in units of n}; those of the barrier are in bytes."""
+def _table(world_size: int) -> dict[str, tuple[int, int | Fraction]]:
+    """{algorithm: its hops, its bytes in turn in units of n}; the barrier's are bytes."""
     others, tree = world_size - 1, (world_size - 1).bit_length()  # tree: log₂ W, rounded up
     share = Fraction(others, world_size)
     swaps = world_size.bit_length() - 1  # log₂ W, rounded down
-    extra = world_size - 2**swaps  # ranks that doubling can't pair
-    fold = min(extra, 1)  # one hop to take in what they bring, one to tell them the total
-    hops = swaps + 2 * fold
+    unpaired = world_size > 2**swaps
+    doubling = swaps + 2 * unpaired  # a hop to take in what those without a partner bring, one back
     return {
-        # hops, sent, in turn, total
-        "broadcast": (others, others, others, others),
-        "tree_broadcast": (tree, tree, tree, others),
-        "reduce": (others, 0, others, others),
-        "tree_reduce": (tree, 0, tree, others),
-        "scatter": (others, share, share, share),
-        "gather": (others, 0, share, share),
-        "all_reduce": (2 * others, others, 2 * others, 2 * others),
-        "all_gather": (min(others, 1), share, share, others),
-        "reduce_scatter": (min(others, 1), share, share, others),
-        "all_to_all": (min(others, 1), share, share, others),
-        "barrier": (tree, tree, tree, world_size * tree),
-        "ring_reduce_scatter": (others, share, share, others),
-        "ring_all_gather": (others, share, share, others),
-        "ring_all_reduce": (2 * others, 2 * share, 2 * share, 2 * others),
-        "whole_ring_all_reduce": (others, others, others, world_size * others),
-        "doubling_all_reduce": (hops, swaps + fold, hops, 2**swaps * swaps + 2 * extra),
+        "broadcast": (others, others),
+        "tree_broadcast": (tree, tree),
+        "reduce": (others, others),
+        "tree_reduce": (tree, tree),
+        "scatter": (others, share),
+        "gather": (others, share),
+        "all_reduce": (2 * others, 2 * others),
+        "all_gather": (min(others, 1), share),
+        "reduce_scatter": (min(others, 1), share),
+        "all_to_all": (min(others, 1), share),
+        "barrier": (tree, tree),
+        "ring_reduce_scatter": (others, share),
+        "ring_all_gather": (others, share),
+        "ring_all_reduce": (2 * others, 2 * share),
+        "whole_ring_all_reduce": (others, others),
+        "doubling_all_reduce": (doubling, doubling),
     }
 
 
@@ -84,8 +77,7 @@ def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
     """The messages and bytes of one call of `algorithm`, when `nbytes` is the whole.
 
     algorithm: one of `ALGORITHMS`. nbytes: of the tensor of an all_reduce or broadcast, of all
-    parts of a gather or scatter together; a barrier has none. Where W doesn't divide n, chunks
-    differ by an element, and so does what is sent.
+    parts of a gather or scatter together; a barrier has none.
     ValueError: no such algorithm, fewer than 0 bytes, fewer than 1 rank.
     """
     check_counts(world_size=world_size)
@@ -93,13 +85,21 @@ def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
         raise ValueError(f"no algorithm is called {algorithm!r}, only {', '.join(ALGORITHMS)}")
     if not 0 <= nbytes < math.inf:
         raise ValueError(f"expected nbytes >= 0, got {nbytes}: give the bytes of the whole tensor")
-    hops, *parts = _table(world_size)[algorithm]
-    unit = Fraction(1 if algorithm == "barrier" else nbytes)
-    exact = [part * unit for part in parts]
-    return Volume(hops, *(int(part) if part.denominator == 1 else part for part in exact))
+    hops, parts = _table(world_size)[algorithm]
+    in_turn = parts * Fraction(1 if algorithm == "barrier" else nbytes)
+    return Volume(hops, int(in_turn) if in_turn.denominator == 1 else in_turn)
 
 
 # Predicting
+
+
+class Measurement(NamedTuple):
+    """That one call of `algorithm` took `seconds`; the first three as in `volume`."""
+
+    algorithm: str
+    world_size: int
+    nbytes: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -108,21 +108,29 @@ class CostModel:
 
     latency_s: α, seconds for each message that has to wait for another.
     bytes_per_s: 1/β, bytes a rank sends each second; it receives as many at the same time.
-    ValueError: a negative or infinite latency, a speed that isn't positive.
     """
 
     latency_s: float
     bytes_per_s: float
 
-    def __post_init__(self):
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"expected latency_s >= 0, got {self.latency_s}: give seconds")
-        check_positive("Give bytes per second: 1e9 for 1 GB/s.", bytes_per_s=self.bytes_per_s)
-
     def seconds(self, algorithm: str, nbytes: float, world_size: int) -> float:
         """The time of one call; arguments and errors as those of `volume`."""
         cost = volume(algorithm, nbytes, world_size)
         return cost.hops * self.latency_s + cost.in_turn / self.bytes_per_s
+
+    def error(self, measurements: Iterable[Measurement]) -> float:
+        """The median distance between prediction and measurement, as a share of the latter.
+
+        measurements: such that `fit` has not seen; only those tell whether the model predicts or
+        remembers. ValueError: none given; others as in `fit`.
+        """
+        errors = []
+        for algorithm, world_size, nbytes, seconds in _checked(measurements):
+            predicted = self.seconds(algorithm, nbytes, world_size)
+            errors.append(abs(predicted - seconds) / seconds)
+        if not errors:
+            raise ValueError("expected measurements, got none: measure a new size")
+        return statistics.median(errors)
 
     def __str__(self):
         return f"{duration(self.latency_s)} a hop, {rate(self.bytes_per_s)}"
@@ -151,37 +159,7 @@ def _line(algorithm: str, world_size: int, model: CostModel) -> tuple[float, flo
 # Learning from measurements
 
 
-class Measurement(NamedTuple):
-    """That one call of `algorithm` took `seconds`; the first three as in `volume`."""
-
-    algorithm: str
-    world_size: int
-    nbytes: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A model that was made from measurements."""
-
-    model: CostModel
-
-    def error(self, held_out: Iterable[Measurement]) -> float:
-        """The median distance between prediction and measurement, as a share of the latter.
-
-        held_out: measurements that `fit` has not seen; only those tell whether the model predicts
-        or remembers. ValueError: none given; others as in `fit`.
-        """
-        errors = []
-        for algorithm, world_size, nbytes, seconds in _checked(held_out):
-            predicted = self.model.seconds(algorithm, nbytes, world_size)
-            errors.append(abs(predicted - seconds) / seconds)
-        if not errors:
-            raise ValueError("expected held-out measurements, got none: measure a new size")
-        return statistics.median(errors)
-
-
-def fit(measurements: Iterable[Measurement]) -> Fit:
+def fit(measurements: Iterable[Measurement]) -> CostModel:
     """The model that comes closest to the measurements, by least squares of relative errors.
 
     Relative, so that 4 kB count as much as 100 MB, and a measurement that took much too long by
@@ -193,15 +171,14 @@ def fit(measurements: Iterable[Measurement]) -> Fit:
     counts = torch.tensor([(v.hops, float(v.in_turn)) for v in volumes], dtype=torch.float64)
     seconds = torch.tensor([each.seconds for each in measurements], dtype=torch.float64)
     rows = counts.view(-1, 2) / seconds[:, None]
-    # Hops are few and bytes are many: bring them near, or one drowns in the other's rounding.
-    lengths = rows.norm(dim=0).clamp(min=torch.finfo(rows.dtype).tiny)
+    lengths = rows.norm(dim=0)  # hops are few, bytes many: bring them near before rounding
     if torch.linalg.matrix_rank(rows / lengths, rtol=1e-9) < 2:
         sizes = count(len({each.nbytes for each in measurements}), "size")
         expected = "measurements that tell latency and bytes apart"
         got = f"{len(measurements)} of {sizes}"
         raise ValueError(f"fit expected {expected}, got {got}: measure at least 2 sizes")
     alpha, beta = (_least_squares(rows / lengths) / lengths).tolist()
-    return Fit(CostModel(alpha, 1 / beta if beta else math.inf))
+    return CostModel(alpha, 1 / beta if beta else math.inf)
 
 
 def _least_squares(rows: Tensor) -> Tensor:
@@ -215,24 +192,12 @@ def _least_squares(rows: Tensor) -> Tensor:
 
 def _checked(measurements: Iterable[Measurement]) -> list[Measurement]:
     measurements = list(measurements)
-    for number, each in enumerate(measurements):
-        if not 0 < each.seconds < math.inf:
-            got = f"{each.seconds} in measurement {number}, {each}"
-            raise ValueError(f"expected seconds > 0, got {got}: measure it again")
+    for each in measurements:
+        check_positive(f"Measure it again: {each}.", seconds=each.seconds)
     return measurements
 
 
 # Bandwidth
-
-
-def algorithm_bandwidth(nbytes: float, seconds: float) -> float:
-    """Bytes per second as the caller sees it: the whole over the time. nccl-tests' algbw.
-
-    ValueError: seconds that aren't positive.
-    """
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"expected seconds > 0, got {seconds}: give the time of one call")
-    return nbytes / seconds
 
 
 def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int) -> float:
@@ -248,18 +213,16 @@ def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int
     factors |= {"broadcast": 1.0, "reduce": 1.0}
     if operation not in factors:
         raise ValueError(f"no bus bandwidth for {operation!r}, only for {', '.join(factors)}")
-    return factors[operation] * algorithm_bandwidth(nbytes, seconds)
+    check_positive("Give the time of one call.", seconds=seconds)
+    return factors[operation] * nbytes / seconds
 
 
 # Buckets of gradients
 
-Plan = Sequence[
-    Sequence[int]
-]  # for each bucket, the numbers of its gradients; see ddp.plan_buckets
+Plan = Sequence[Sequence[int]]  # for each bucket, the numbers of its gradients: ddp.plan_buckets
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     """When the buckets of a plan travel, in seconds after backward began.
 
     started, done: of each bucket's all-reduce. backward_s: when the last gradient was ready.
@@ -304,9 +267,11 @@ def caps(sizes: Sequence[int]) -> list[float]:
 
     Not every plan there is: neighbours would differ by less than a model is wrong by.
     """
-    least, most = max(1, min(sizes)), sum(sizes)
-    steps = max(0, math.ceil(math.log(most / least, 1.2)))
-    return [*(least * 1.2**step for step in range(steps)), most]
+    found, cap, most = [], max(1, min(sizes)), sum(sizes)
+    while cap < most:
+        found.append(cap)
+        cap *= 1.2
+    return [*found, most]
 
 
 def best_cap(
@@ -321,13 +286,10 @@ def best_cap(
     plans: {cap: plan_buckets(gradients, cap) for cap in caps(sizes)}, for example. The rest, and
     ValueError, as in `timeline`; also for no plan at all.
     """
-    if not plans:
-        raise ValueError("expected plans to choose from, got none: plan for each of caps(sizes)")
-
-    def exposed_s(cap: float) -> float:
-        return timeline(plans[cap], ready_s, sizes, model, world_size).exposed_s
-
-    return min(plans, key=lambda cap: (exposed_s(cap), -cap))
+    exposed_s = {}
+    for cap, plan in plans.items():
+        exposed_s[cap] = timeline(plan, ready_s, sizes, model, world_size).exposed_s
+    return min(plans, key=lambda cap: (exposed_s[cap], -cap))
 
 
 # Batches
@@ -340,10 +302,7 @@ def accumulation_for(batch: int, micro_batch: int, data_parallel: int) -> int:
     forward of one rank. ValueError: one is less than 1, or the batch doesn't divide. Notebook 03.
     """
     check_counts(batch=batch, micro_batch=micro_batch, data_parallel=data_parallel)
-    at_once = micro_batch * data_parallel
-    accumulation, left = divmod(batch, at_once)
-    if left:
-        expected = f"a multiple of {micro_batch} × {data_parallel} = {at_once} sequences at a time"
-        change = f"change it by {-left} or {at_once - left:+}, or change the micro-batch"
-        raise ValueError(f"expected a batch of {expected}, got {batch}: {change}")
-    return accumulation
+    if batch % (micro_batch * data_parallel):
+        expected = f"expected a multiple of {micro_batch} × {data_parallel} sequences"
+        raise ValueError(f"{expected}, got {batch}: change the batch or the micro-batch")
+    return batch // (micro_batch * data_parallel)

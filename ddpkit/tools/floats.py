@@ -3,7 +3,7 @@
     decode(0x3E00, FP16)               # 1.5: the number that these bits stand for
     encode(0.1, BF16)                  # 0x3DCD: the bits of the nearest number
     print(describe(0x3DCD, BF16))      # its fields, spacing and neighbours
-    round_to(x, TF32)                  # a tensor, every element the nearest number of the format
+    round_stochastically(x)            # a tensor in bf16, rounded up or down by chance
 
 A pattern is a whole number. Its bits, from the highest: sign, exponent, fraction. It means
 
@@ -18,8 +18,6 @@ whitepaper 2020 (tf32); Micikevicius et al. 2022, table 1 (fp8). Notebook 05.
 """
 
 import math
-import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -93,10 +91,8 @@ def fields(pattern: int, format: Format) -> tuple[int, int, int]:
     ValueError: the format has no such pattern.
     """
     if not 0 <= pattern < 2**format.bits:
-        expected = f"expected a pattern of {format.bits} bits, 0 to {2**format.bits - 1:#x}"
-        raise ValueError(
-            f"{expected}, got {pattern:#x}: is it of another format than {format.name}?"
-        )
+        expected = f"expected a pattern of {format.bits} bits for {format.name}"
+        raise ValueError(f"{expected}, got {pattern:#x}: is it of another format?")
     sign, magnitude = divmod(pattern, 2 ** (format.bits - 1))
     return sign, *divmod(magnitude, 2**format.fraction_bits)
 
@@ -127,15 +123,12 @@ def decode(pattern: int, format: Format) -> float:
     return math.copysign(value, -1.0 if sign else 1.0)
 
 
-def encode(
-    value: float | Fraction, format: Format, rounding: Callable[[Fraction], int] = round
-) -> int:
-    """The pattern for a value: a float, an integer or a Fraction, rounded once, and exactly.
+def encode(value: float | Fraction, format: Format) -> int:
+    """The pattern of the number nearest to a value, of two equally near the even one.
 
-    rounding: of the value in units of the spacing there, 0 or more. Python's own `round` takes the
-    nearest, of two equally near the even one; `math.floor` rounds towards zero; see also
-    `stochastically`. What is too large becomes infinity, in e4m3 the largest number, as in torch
-    2.13 (older ones made NaN of it on CPUs: pull request 178817).
+    value: a float, an integer or a Fraction, rounded once, and exactly. What is too large becomes
+    infinity, in e4m3 the largest number, as in torch 2.13 (older ones made NaN of it on CPUs: pull
+    request 178817).
     """
     if isinstance(value, float) and math.isnan(value):
         return format._nan
@@ -145,7 +138,7 @@ def encode(
         return sign + format._overflow
     magnitude = abs(Fraction(value))
     exponent = max(_floor_log2(magnitude), 1 - format.bias) if magnitude else 1 - format.bias
-    significand = rounding(magnitude / Fraction(2) ** (exponent - format.fraction_bits))
+    significand = round(magnitude / Fraction(2) ** (exponent - format.fraction_bits))
     # A significand that rounding has made too long carries into the exponent, as it should.
     pattern = ((exponent - 1 + format.bias) << format.fraction_bits) + significand
     return sign + min(pattern, format._overflow)
@@ -155,14 +148,6 @@ def _floor_log2(magnitude: Fraction) -> int:
     """The exponent of the largest power of two that is not larger than a magnitude above 0."""
     exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
     return exponent if magnitude >= Fraction(2) ** exponent else exponent - 1
-
-
-def stochastically(generator: random.Random) -> Callable[[Fraction], int]:
-    """A rounding for `encode`: up with a probability of what is cut off, else down.
-
-    The mean of many roundings is the value itself: what is too small to count counts now and then.
-    """
-    return lambda exact: math.floor(exact + Fraction(generator.random()))
 
 
 @dataclass(frozen=True)
@@ -233,53 +218,19 @@ def _next(pattern: int, format: Format, step: int) -> float | None:
 # Tensors
 
 
-def round_to(x: Tensor, format: Format) -> Tensor:
-    """Every element as the nearest number of the format, of two equally near the even one.
+def round_stochastically(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Every element as one of the two bf16 numbers around it, the nearer the likelier.
 
-    x: any floating dtype, shape and device; it stays as it is. Returns the format's dtype (tf32:
-    float32), without a graph. Overflow as in `encode`. ValueError: x is not floating. Cost: some
-    passes over x in double precision.
-    """
-    return _onto_grid(x, format, torch.round)
+    x: float32, any shape and device; it stays as it is. generator: on the device of x (None:
+    torch's own). ValueError: another dtype.
 
-
-def round_stochastically(
-    x: Tensor, format: Format, generator: torch.Generator | None = None
-) -> Tensor:
-    """Every element as one of the two numbers around it, the nearer the likelier.
-
-    x, result, errors and cost as for `round_to`; what lies beyond the largest number may become
-    infinite. generator: on the device of x (None: torch's own).
-
-    In the mean it is the element itself, so bf16 weights learn from updates below half their
+    bf16 is the upper half of fp32: the lower half, as a part of 2^16, is the chance to be carried
+    over. In the mean it is the element itself, so bf16 weights learn from updates below half their
     spacing. Gupta et al. 2015. Notebook 05.
     """
-
-    def up_or_down(exact: Tensor) -> Tensor:
-        chance = torch.rand(
-            exact.shape, dtype=exact.dtype, device=exact.device, generator=generator
-        )
-        return exact.floor() + (chance < exact - exact.floor())
-
-    return _onto_grid(x, format, up_or_down)
-
-
-def _onto_grid(x: Tensor, format: Format, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-    """As `encode`, but numbers instead of patterns."""
-    if not x.is_floating_point():
-        expected = f"expected a floating dtype to round to {format.name}"
-        raise ValueError(f"{expected}, got {x.dtype}: say x.float()")
-    exact = x.detach().double()
-    exponent = (
-        torch.frexp(exact).exponent - 1
-    )  # frexp has its mantissas from 0.5 to 1, IEEE from 1 to 2
-    spacing = _power_of_two(exponent.clamp(min=1 - format.bias) - format.fraction_bits)
-    magnitude = rounding(exact.abs() / spacing) * spacing
-    too_large = magnitude > format.largest  # for e4m3, `to` depends on torch's version
-    magnitude = magnitude.masked_fill(too_large, math.inf if format.has_inf else format.largest)
-    return magnitude.copysign(exact).to(format.dtype or torch.float32)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2.0 ** exponent, as a double's bits: torch's own powers aren't exact on every device."""
-    return ((exponent.long() + 1023) << 52).view(torch.float64)
+    if x.dtype != torch.float32:
+        raise ValueError(f"expected float32 to round to bf16, got {x.dtype}: say x.float()")
+    options = {"dtype": torch.int32, "device": x.device, "generator": generator}
+    carry = torch.randint(0, 2**16, x.shape, **options)
+    upper = x.detach().view(torch.int32) + carry & -(2**16)
+    return upper.view(torch.float32).bfloat16()

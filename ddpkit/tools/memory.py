@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -31,24 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .checks import check_counts
 
 # Model states
-
-
-class Precision(NamedTuple):
-    """Bytes of a parameter, of its gradient, of its master copy, of each of its moments."""
-
-    parameter: int
-    gradient: int
-    master: int
-    moment: int
-
-
-PRECISIONS = {
-    "fp32": Precision(4, 4, 0, 4),  # the parameter is its own master copy
-    "mixed": Precision(2, 2, 4, 4),
-    "mixed, fp32 gradients": Precision(2, 4, 4, 4),
-    "bf16": Precision(2, 2, 0, 2),
-}
-MOMENTS = {"adam": 2, "momentum": 1, "sgd": 0}  # numbers that are remembered of a parameter
 
 
 class ModelStates(NamedTuple):
@@ -63,39 +44,34 @@ class ModelStates(NamedTuple):
         return sum(self)
 
 
+PRECISIONS = {  # bytes a number that is trained; the optimizer: AdamW, with its master copy
+    "fp32": ModelStates(4, 4, 8),  # the parameter is its own master copy
+    "mixed": ModelStates(2, 2, 12),
+    "mixed, fp32 gradients": ModelStates(2, 4, 12),
+    "bf16": ModelStates(2, 2, 4),
+}
+
+
 def model_states(
-    parameters: int,
-    stage: int = 0,
-    world_size: int = 1,
-    optimizer: str = "adam",
-    precision: str = "mixed",
+    parameters: int, stage: int = 0, world_size: int = 1, precision: str = "mixed"
 ) -> ModelStates:
-    """The bytes that model states take on the rank that has the most.
+    """The bytes that model states take, with AdamW, on the rank that has the most.
 
     parameters: how many numbers are trained. stage: of ZeRO. From stage 1 on a rank has 1/W of the
-    optimizer's state, from 2 on 1/W of the gradients, in 3 also 1/W of the parameters. optimizer:
-    of `MOMENTS`. precision: of `PRECISIONS`; a master copy counts as the optimizer's.
-    ValueError: there is no such stage, optimizer, precision or count.
+    optimizer's state, from 2 on 1/W of the gradients, in 3 also 1/W of the parameters. precision:
+    of `PRECISIONS`. ValueError: there is no such stage, precision or count.
 
-    With "mixed" and "adam" the optimizer has K = 12 bytes a parameter, and all is 16. Rajbhandari
-    et al. 2020, figure 1 and section 3.1.
+    With "mixed" the optimizer has K = 12 bytes a parameter, and all is 16. Rajbhandari et al. 2020,
+    figure 1 and section 3.1.
     """
     check_counts(parameters=parameters, world_size=world_size)
-    for name, value, known in (
-        ("stage", stage, range(4)),
-        ("optimizer", optimizer, MOMENTS),
-        ("precision", precision, PRECISIONS),
-    ):
-        if value not in known:
-            choices = ", ".join(map(repr, known))
-            raise ValueError(f"expected {name} to be one of {choices}, got {value!r}: choose one")
-    size = PRECISIONS[precision]
+    if stage not in range(4) or precision not in PRECISIONS:
+        expected = f"expected a stage from 0 to 3 and a precision of {', '.join(PRECISIONS)}"
+        raise ValueError(f"{expected}, got {stage!r} and {precision!r}: choose one of each")
     shard = -(-parameters // world_size)
-    return ModelStates(
-        size.parameter * (shard if stage >= 3 else parameters),
-        size.gradient * (shard if stage >= 2 else parameters),
-        (size.master + size.moment * MOMENTS[optimizer]) * (shard if stage >= 1 else parameters),
-    )
+    numbers = [shard if stage >= sharded_from else parameters for sharded_from in (3, 2, 1)]
+    each = PRECISIONS[precision]
+    return ModelStates(*(n * nbytes for n, nbytes in zip(numbers, each, strict=True)))
 
 
 def count_states(model: nn.Module, optimizer: Optimizer | None = None) -> ModelStates:
@@ -130,19 +106,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# A model that is only feed-forward blocks, and how many GPUs it needs
-
-
-def feed_forward_parameters(width: int, hidden: int, blocks: int) -> int:
-    """Of `blocks` times two linear layers without biases, from `width` to `hidden` and back."""
-    check_counts(width=width, hidden=hidden, blocks=blocks)
-    return blocks * 2 * width * hidden
-
-
-def feed_forward_token_bytes(width: int, hidden: int, blocks: int, itemsize: int = 2) -> int:
-    """What these layers keep for each token: the input of each."""
-    check_counts(width=width, hidden=hidden, blocks=blocks, itemsize=itemsize)
-    return blocks * (width + hidden) * itemsize
+# How many GPUs a model needs
 
 
 def gpus_needed(
@@ -154,7 +118,6 @@ def gpus_needed(
     it has all of. From state / W + activations · (1 - sharded + sharded / W) <= capacity.
     ValueError: what every GPU must have doesn't fit, however many there are.
     """
-    check_counts(state_bytes=state_bytes, capacity_bytes=capacity_bytes)
     shared = Fraction(sharded) * activation_bytes
     whole = activation_bytes - shared
     if whole >= capacity_bytes:
@@ -166,6 +129,9 @@ def gpus_needed(
 
 
 # Activations of a block, predicted
+
+
+RANDOM_STATE_BYTES = 5056  # on a CPU; 16 more with a GPU
 
 
 class Term(NamedTuple):
@@ -200,77 +166,70 @@ def block_activations(
     itemsize: int = 2,
     dropout: bool = True,
     attention: str = "materialised",
-    attention_dropout: bool = True,
     mask_bytes: int = 1,
     statistic_bytes: int = 4,
 ) -> list[Term]:
     """What a block of `ddpkit.models.GPT` keeps for backward, in the order of forward.
 
     itemsize: bytes of a number. attention: "materialised" keeps the matrix of attention weights,
-    "flash" one number (4 bytes) for each row of it. dropout: behind each half; attention_dropout:
-    of the attention weights, which flash attention needn't keep. mask_bytes: of each number that
-    dropout decided about; nn.Dropout on a CPU keeps a mask of numbers, so `itemsize`.
-    statistic_bytes: of each mean and 1/deviation of a norm; on a CPU `itemsize`.
-    ValueError: there is no such attention, or a size is less than 1.
+    "flash" one number (4 bytes) for each row of it. dropout: behind each half, and of attention
+    weights that are materialised. mask_bytes: of each number that dropout decided about; nn.Dropout
+    on a CPU keeps a mask of numbers, so `itemsize`. statistic_bytes: of each mean and 1/deviation
+    of a norm; on a CPU `itemsize`. ValueError: no such attention, or a size is less than 1.
 
     The defaults are the paper's setting: 34sbd + 5bs²H, and 16sb for the norms, which it leaves
     out. Korthikanti et al. 2022, section 4.1 and equation 2. Notebook 06.
     """
     check_counts(batch=batch, length=length, width=width, heads=heads, itemsize=itemsize)
-    if attention not in ("materialised", "flash"):
-        expected = "expected attention to be 'materialised' or 'flash'"
-        raise ValueError(f"{expected}, got {attention!r}: choose one")
-    token, weight = "sbd", "bs²H"
     units = {
-        token: batch * length * width,
-        weight: batch * length**2 * heads,
+        "sbd": batch * length * width,
+        "bs²H": batch * length**2 * heads,
         "sb": batch * length,
         "bsH": batch * length * heads,
     }
-    weights = [("attention weights, of softmax", itemsize, weight)]
-    if attention_dropout:
-        weights.append(("mask of their dropout", mask_bytes, weight))
-        weights.append(("weights after dropout", itemsize, weight))
-    mask = [("mask of dropout", mask_bytes, token)] if dropout else []
-    if attention == "flash":
+    mask = [("mask of dropout", mask_bytes, "sbd")] if dropout else []
+    if attention == "materialised":
+        weights = [("attention weights, of softmax", itemsize, "bs²H")]
+        if dropout:
+            weights.append(("mask of their dropout", mask_bytes, "bs²H"))
+            weights.append(("weights after dropout", itemsize, "bs²H"))
+    elif attention == "flash":
         weights = [("log-sum-exp of each row", 4, "bsH")]
+    else:
+        expected = "expected attention to be 'materialised' or 'flash'"
+        raise ValueError(f"{expected}, got {attention!r}: choose one")
     kept = [
-        ("input of the norm before attention", itemsize, token),
+        ("input of the norm before attention", itemsize, "sbd"),
         ("mean and 1/deviation of each token", 2 * statistic_bytes, "sb"),
-        ("input of the layer qkv", itemsize, token),
-        ("queries, keys and values", 3 * itemsize, token),
+        ("input of the layer qkv", itemsize, "sbd"),
+        ("queries, keys and values", 3 * itemsize, "sbd"),
         *weights,
-        ("input of the layer out", itemsize, token),
+        ("input of the layer out", itemsize, "sbd"),
         *mask,
-        ("input of the norm before the MLP", itemsize, token),
+        ("input of the norm before the MLP", itemsize, "sbd"),
         ("mean and 1/deviation of each token", 2 * statistic_bytes, "sb"),
-        ("input of the MLP's first layer", itemsize, token),
-        ("input of GELU", 4 * itemsize, token),
-        ("input of the MLP's second layer", 4 * itemsize, token),
+        ("input of the MLP's first layer", itemsize, "sbd"),
+        ("input of GELU", 4 * itemsize, "sbd"),
+        ("input of the MLP's second layer", 4 * itemsize, "sbd"),
         *mask,
     ]
     return [Term(name, each, unit, each * units[unit]) for name, each, unit in kept]
 
 
 def checkpointed_activations(
-    batch: int,
-    length: int,
-    width: int,
-    itemsize: int = 2,
-    selective: bool = False,
-    random_state_bytes: int = 5056,
+    batch: int, length: int, width: int, itemsize: int = 2, selective: bool = False
 ) -> list[Term]:
     """What the same block keeps under `ddpkit.checkpointing`, whatever its attention and dropout.
 
-    selective: the results of its four linear layers are kept, too. random_state_bytes: on a CPU; 16
-    more with a GPU. ValueError: a size that is less than 1.
+    selective: the results of its four linear layers are kept, too. ValueError: a size that is less
+    than 1.
     """
     check_counts(batch=batch, length=length, width=width, itemsize=itemsize)
     kept = [("input of the block", 1)]
     if selective:
         kept += [("queries, keys and values", 3), ("result of the layer out", 1)]
         kept += [("result of the MLP's first layer", 4), ("result of the MLP's second layer", 1)]
-    terms = [Term("state of the random numbers", random_state_bytes, "", random_state_bytes)]
+    terms = [Term("state of the random numbers", RANDOM_STATE_BYTES, "", RANDOM_STATE_BYTES)]
     for name, times in kept:
         each = times * itemsize
         terms.append(Term(name, each, "sbd", each * batch * length * width))
@@ -320,7 +279,7 @@ class MaterialisedAttention(nn.Module):
 class Saved(NamedTuple):
     """A piece of memory that is kept for backward.
 
-    where: the module, or else the function, that keeps it. shape, dtype: of the first tensor there.
+    where: the module that keeps it, "" in a function. shape, dtype: of the first tensor there.
     nbytes: of all of the memory, since it can't be given back in parts.
     """
 
@@ -359,20 +318,15 @@ def _is_parameter(x: Tensor) -> bool:
 
 
 def _where(names: dict[int, str]) -> str:
-    """Who is at work: the innermost module, or public function that isn't torch's, above us."""
+    """Who is at work: the innermost of these modules."""
     frame = sys._getframe(2)
     while frame is not None:
-        module = frame.f_locals.get("self")
-        if frame.f_code.co_name == "forward" and isinstance(module, nn.Module):
-            return names.get(id(module)) or type(module).__name__
-        name = frame.f_code.co_qualname
-        if not name.startswith("_") and not Path(frame.f_code.co_filename).is_relative_to(TORCH):
-            return name
+        module = id(frame.f_locals.get("self"))
+        if frame.f_code.co_name == "forward" and module in names:
+            return names[module]
         frame = frame.f_back
-    return "?"
+    return ""
 
-
-TORCH = Path(torch.__file__).parent
 
 # The peak of a step
 
@@ -410,6 +364,8 @@ class Timeline:
 
 @dataclass
 class _Life:
+    """Of a piece of memory: the entries between which it is there."""
+
     nbytes: int
     born: int
     ends: weakref.finalize
@@ -453,17 +409,15 @@ class _Watcher(TorchDispatchMode):
 
     def tally(self) -> None:
         """Stop watching, and write into the timeline what was alive when."""
-        alive = list(self.alive.values())  # a copy: a backend's threads let go of tensors, too
-        for life in alive:
+        for life in list(self.alive.values()):  # a copy: a backend's threads let go of tensors, too
             life.ends.detach()
-        for kind in KINDS:
-            changes = Counter()
-            for life in self.lives:
-                if life.kind == kind:
-                    changes[life.born] += life.nbytes
-                    changes[life.died] -= life.nbytes
-            entries = range(len(self.timeline.ops))
-            self.timeline.by_kind[kind] = list(accumulate(changes[entry] for entry in entries))
+        changes = {kind: Counter() for kind in KINDS}
+        for life in self.lives:
+            changes[life.kind][life.born] += life.nbytes
+            changes[life.kind][life.died] -= life.nbytes
+        entries = range(len(self.timeline.ops))
+        for kind, of in changes.items():
+            self.timeline.by_kind[kind] = list(accumulate(of[entry] for entry in entries))
 
 
 @contextlib.contextmanager
@@ -533,10 +487,8 @@ class AllocatorPeak(NamedTuple):
 def allocator_peak(fn: Callable[[], object]) -> AllocatorPeak:
     """Call `fn`; what the current GPU's allocator had at most, with what was there before.
 
-    ValueError: there is no GPU. It resets the allocator's own record of the peak.
+    It resets the allocator's own record of the peak. Without a GPU, `watch` is the instrument.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("allocator_peak expected a GPU, got a machine without: use watch() there")
     torch.cuda.reset_peak_memory_stats()
     fn()
     torch.cuda.synchronize()

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .checks import check_counts
+
 
 def text() -> str:
-    """Python's own reference manual, as `help()` shows it: about half a million characters of
-    English and code.
+    """Python's own reference manual, as `help()` shows it: half a million characters of text.
 
     Every version of Python brings its own edition: curves of two machines are alike only if their
     Pythons are. ModuleNotFoundError: this Python came without its manual.
@@ -22,13 +23,9 @@ def text() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        remedy = (
-            "Install a Python from conda or python.org; on Debian and Ubuntu python3, "
-            "not only python3-minimal."
-        )
-        raise ModuleNotFoundError(
-            f"this Python has no pydoc_data.topics, its manual. {remedy}"
-        ) from error
+        missing = "this Python has no pydoc_data.topics, its manual"
+        remedy = "Install one from conda or python.org; on Debian python3, not python3-minimal."
+        raise ModuleNotFoundError(f"{missing}. {remedy}") from error
     return "\n".join(topics[name] for name in sorted(topics))
 
 
@@ -38,8 +35,7 @@ def encode(text: str) -> Tensor:
 
 
 def decode(tokens: Tensor) -> str:
-    """The text of which `tokens` are the bytes; bytes that are no text, as a model may write them,
-    become �.
+    """The text of which `tokens` are the bytes; what is no text, as a model may write, becomes �.
 
     tokens: 1-D, any integer dtype, 0 to 255; ValueError otherwise.
     """
@@ -52,8 +48,7 @@ class Batches:
 
     tokens: 1-D, as `encode` gives them; kept, not copied. batch_size: sequences in a batch, all
     ranks together. length: tokens in a sequence. seed: of the order, which is another in every
-    epoch and the same on every rank. ValueError: a rank outside the world, or not enough tokens for
-    one batch.
+    epoch and the same on every rank. ValueError: a rank outside the world, or too few tokens.
 
     Yields `inputs` and `targets`, int64, (sequences of this rank, length), on the device of
     `tokens`. A target is the token that follows: `targets[:, :-1]` equals `inputs[:, 1:]`. Every
@@ -67,11 +62,10 @@ class Batches:
 
     The last batch of an epoch is what is left. If that is less than a sequence for each rank, some
     get (0, length), and must still take their part in the step: the others wait for them in every
-    collective. `drop_last` leaves out a batch that isn't full; if W divides `batch_size`, all
-    shares are then equal, and `weight` is 1.
+    collective.
 
-    `epoch` and `step` say which batch comes next, and are all there is to save. A run may be
-    resumed with another `world_size`. Notebook 03.
+    `epoch` and `step` say which batch comes next, and are all there is to save: set them to resume,
+    also with another `world_size`. Notebook 03.
     """
 
     def __init__(
@@ -83,38 +77,25 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        drop_last: bool = False,
     ):
+        check_counts(batch_size=batch_size, length=length)
         if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank {rank} of {world_size}: expected a rank from 0 to {world_size - 1}"
-            )
-        if batch_size < 1 or length < 1:
-            raise ValueError(
-                f"batch_size {batch_size} and length {length}: expected at least 1 of each"
-            )
+            raise ValueError(f"rank {rank} of {world_size}: expected 0 to {world_size - 1}")
         sequences = max(0, len(tokens) - 1) // length
-        if sequences < (batch_size if drop_last else 1):
-            got = (
-                f"{len(tokens)} tokens are {sequences} sequences of {length}, with a "
-                "target for each token"
-            )
-            raise ValueError(
-                f"{got}: not enough for a batch. Bring more text, or make length or "
-                "batch_size smaller."
-            )
+        if sequences == 0:
+            expected = f"expected more than {length} tokens, a sequence with its targets"
+            raise ValueError(f"{expected}, got {len(tokens)}: bring more text, or a smaller length")
         used = sequences * length
         self._inputs = tokens[:used].view(sequences, length)
         self._targets = tokens[1 : used + 1].view(sequences, length)
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
-        self._seed, self._drop_last = seed, drop_last
+        self._seed = seed
         self.epoch, self.step = 0, 0
         self.weight = 1.0
 
     def __len__(self) -> int:
         """Batches in a whole epoch: the same on every rank."""
-        whole, left = divmod(len(self._inputs), self._batch_size)
-        return whole if self._drop_last or left == 0 else whole + 1
+        return -(-len(self._inputs) // self._batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         epoch, order = self.epoch, self._order()
@@ -123,35 +104,11 @@ class Batches:
             batch = order[start : start + self._batch_size]
             share = batch.tensor_split(self._world_size)[self._rank]
             self.weight = self._world_size * len(share) / len(batch)
-            # Before the yield: a state saved while a batch is worked on says what comes after it.
+            # Before the yield: what is saved while a batch is worked on says what comes after it.
             self.epoch, self.step = divmod(self.epoch * len(self) + self.step + 1, len(self))
             yield self._inputs[share].long(), self._targets[share].long()
 
     def _order(self) -> Tensor:
-        """The sequences' order in this epoch, from a generator of its own: torch's own stays as it
-        is."""
-        seed = (
-            1_000_003 * self._seed + self.epoch
-        )  # not the sum: seed 1 would repeat seed 0, an epoch ahead
+        """The sequences' order in this epoch, from a generator of its own: torch's isn't touched."""
+        seed = 1_000_003 * self._seed + self.epoch  # not the sum: seed 1 would run an epoch ahead
         return torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))
-
-    def state_dict(self) -> dict[str, int]:
-        """Which batch comes next: `epoch` and `step`. The same on every rank."""
-        return {"epoch": self.epoch, "step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was saved, in Batches of the same tokens, batch size, length, seed
-        and `drop_last`.
-
-        ValueError: an epoch is shorter than that here.
-        """
-        if not 0 <= state["step"] < len(self):
-            got = (
-                f"step {state['step']} of epoch {state['epoch']}, but an epoch has "
-                f"{len(self)} steps here"
-            )
-            raise ValueError(
-                f"{got}: resume with the text, batch_size, length and drop_last of the run "
-                "that was saved"
-            )
-        self.epoch, self.step = state["epoch"], state["step"]
