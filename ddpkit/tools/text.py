@@ -109,6 +109,6 @@ class Batches:
             yield self._inputs[share].long(), self._targets[share].long()
 
     def _order(self) -> Tensor:
-        """The sequences' order in this epoch, from a generator of its own: torch's isn't touched."""
+        """The sequences' order in this epoch, from a generator of its own, not torch's."""
         seed = 1_000_003 * self._seed + self.epoch  # not the sum: seed 1 would run an epoch ahead
         return torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))
