@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import twin
 from on_ranks import on_ranks
-from outside import run_script, wait_until
+from outside import wait_until
 
 from ddpkit import RankError, launch, shared_memory
 from ddpkit.shared_memory import SharedBuffer
@@ -64,14 +64,14 @@ def every_call(check, parts, group=None, buffer=None):
 @on_ranks(1, 2, 3, 4)
 def test_dtypes_and_lengths(check):
     world_size = dist.get_world_size()
-    cases = [(29, dtype) for dtype in twin.DTYPES]
-    for length in sorted({0, 1, 2, 3, world_size - 1, world_size, 4 * world_size + 1}):
+    cases = [(29, dtype) for dtype in twin.DTYPES[world_size % 3 :: 3]]
+    for length in (0, 1, world_size - 1, world_size, 4 * world_size + 1):
         cases.append((length, torch.float32))
     for length, dtype in cases:
         every_call(check, [twin.whole(r, length, dtype) for r in range(world_size)])
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_sums_that_round(check):
     """In one piece and in several; NaNs of other bits on every rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -89,51 +89,40 @@ def test_sums_that_round(check):
     check.same_on_all(x, "all_reduce of NaNs")
 
 
-@on_ranks(2, 3, 6)
+@on_ranks(2, 5)
 def test_many_calls(check):
     """With new data, in a random order of calls, with random pauses, each checked to the bit."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     order, pauses = random.Random(0), random.Random(rank + 1)  # the order is the same on all
     buffers = [SharedBuffer(41), SharedBuffer(7)]
-
-    def pause():
-        if pauses.random() < 0.1:
-            time.sleep(pauses.random() * 2e-3)
-
-    for number in range(150):
+    for number in range(100):
         buffer, call = order.choice(buffers), order.choice(shared_memory.CALLS)
         parts = [twin.whole(r, len(buffer.local), salt=number) for r in range(world_size)]
-        pause()
         buffer.local.copy_(parts[rank])
+        if pauses.random() < 0.1:
+            time.sleep(pauses.random() * 2e-3)
         result = getattr(buffer, call)()
-        pause()
-        total = twin.total(parts)
-        expected = {
-            "all_reduce": total,
-            "reduce_scatter": total.tensor_split(world_size)[rank],
-            "all_gather": torch.cat(
-                [part.tensor_split(world_size)[r] for r, part in enumerate(parts)]
-            ),
-        }[call]
+        if pauses.random() < 0.1:
+            time.sleep(pauses.random() * 2e-3)
+        if call == "all_gather":
+            chunks = [part.tensor_split(world_size)[r] for r, part in enumerate(parts)]
+            expected = torch.cat(chunks)
+        else:
+            expected = twin.total(parts)
+            if call == "reduce_scatter":
+                expected = expected.tensor_split(world_size)[rank]
         check.same(result, expected, call, number)
-
-
-@on_ranks(1, 3)
-def test_one_call_on_the_others_result(check):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    parts = [twin.whole(r, 41) for r in range(world_size)]
-    buffer = filled(SharedBuffer(41), parts[rank])
-    buffer.reduce_scatter()
-    check.same(buffer.all_gather(), twin.total(parts), "reduce_scatter and all_gather")
-    check.same(buffer.all_reduce(), twin.total(parts) * world_size, "and all_reduce of that")
 
 
 @on_ranks(3)
 def test_several_buffers(check):
     """One in place of one that is gone; two at once; `local` without the buffer it belongs to."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    buffer = filled(SharedBuffer(41), twin.whole(rank, 41))
-    buffer.all_reduce()
+    parts = [twin.whole(r, 41) for r in range(world_size)]
+    buffer = filled(SharedBuffer(41), parts[rank])
+    buffer.reduce_scatter()
+    check.same(buffer.all_gather(), twin.total(parts), "reduce_scatter and all_gather")
+    check.same(buffer.all_reduce(), twin.total(parts) * world_size, "and all_reduce of that")
     del buffer
     gc.collect()
     first, second = SharedBuffer(41), SharedBuffer(41)
@@ -235,14 +224,11 @@ def who_maps() -> list[int]:
 
 
 @on_linux
-@pytest.mark.parametrize("says", ["was killed by SIGKILL", "raised KeyError: 'mine'"])
-def test_a_rank_that_dies_inside_is_named_and_the_memory_is_free(tmp_path, says):
+def test_a_rank_that_dies_inside_is_named_and_the_memory_is_free(tmp_path):
     """Rank 1 goes when all have met, and the others wait for it to finish its chunk."""
 
     def die():
-        if "KILL" in says:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise KeyError("mine")
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def die_inside():
         buffer = SharedBuffer(41)
@@ -251,18 +237,15 @@ def test_a_rank_that_dies_inside_is_named_and_the_memory_is_free(tmp_path, says)
             buffer._pieces = die
         buffer.all_reduce()
 
-    with pytest.raises(RankError, match=f"^rank 1 {says}"):
+    with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL"):
         launch(die_inside, world_size=3, timeout=40)
     assert "memfd:ddpkit" in (tmp_path / "seen").read_text()
     wait_until(lambda: not who_maps())
 
 
-@pytest.mark.parametrize("calls", [0, 1])
-def test_a_rank_that_returns_early_is_named(calls):
+def test_a_rank_that_returns_early_is_named():
     def leave_early():
         buffer = SharedBuffer(41)
-        for _ in range(calls):
-            buffer.all_reduce()
         if dist.get_rank() != 1:
             buffer.all_gather()
 
@@ -324,34 +307,3 @@ def test_every_rank_hears_that_they_disagree(check):
         says = f"rank {rank} called SharedBuffer with numel={numel!r}, expected a whole number"
         check.refused(SharedBuffer, numel, says=says)
     every_call(check, [twin.whole(r, 41) for r in range(3)])  # nothing of it stays
-
-
-# Elsewhere
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
-
-SCRIPT = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-import twin
-from ddpkit.shared_memory import SharedBuffer
-
-dist.init_process_group("gloo")
-rank, check = dist.get_rank(), twin.Complaints()
-buffer = SharedBuffer(1000)
-for salt in range(3):
-    parts = [twin.whole(r, 1000, salt=salt) for r in range(3)]
-    buffer.local.copy_(parts[rank])
-    check.same(buffer.all_reduce(), twin.total(parts), "all_reduce", salt)
-with open(f"rank.{rank}", "w") as file:
-    print(check, file=file)
-dist.destroy_process_group()
-"""
-
-
-def test_under_torchrun_alone(tmp_path):
-    """In a world that ddpkit didn't make."""
-    folder = str(Path(__file__).parent)
-    run_script(tmp_path, SCRIPT, folder, command=TORCHRUN, OMP_NUM_THREADS="1")
-    assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(3)] == ["[]\n"] * 3
