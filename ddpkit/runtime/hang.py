@@ -7,7 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 
 from ..tools.units import name_ranks
-from .board import DISAGREES, IDLE, RETURNED, SLOTS, STARTING, Board, Record
+from .board import DISAGREES, IDLE, RETURNED, STARTING, Board, Record
 
 LAST_CALLS = 5
 ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
@@ -32,7 +32,7 @@ class _Calls:
     def __init__(self, board: Board):
         self.ranks = range(board.world_size)
         self.records = [board.records(rank) for rank in self.ranks]
-        self._reached = [_last_seq(records) for records in self.records]
+        self._reached = [{r.channel: r.seq for r in records} for records in self.records]
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
         """The members of `call`, which `rank` made, that have not come to it."""
@@ -47,10 +47,6 @@ class _Calls:
             if (record.channel, record.seq) == (call.channel, call.seq) and record.dropped:
                 return record
         return None
-
-
-def _last_seq(records: list[Record]) -> dict[str, int]:
-    return {record.channel: record.seq for record in records}
 
 
 def situations(board: Board) -> list[Situation]:
@@ -118,12 +114,11 @@ def mismatch(board: Board) -> dict[int, Record] | None:
         for record in board.records(rank):
             if record.fingerprint:
                 said.setdefault((record.channel, record.seq), {})[rank] = record
-    different = [each for each in said.values() if _disagree(each)]
+    different = []
+    for by_rank in said.values():
+        if len({record.fingerprint for record in by_rank.values()}) > 1:
+            different.append(by_rank)
     return min(different, key=lambda each: min(r.issued for r in each.values()), default=None)
-
-
-def _disagree(by_rank: dict[int, Record]) -> bool:
-    return len({record.fingerprint for record in by_rank.values()}) > 1
 
 
 def in_step(board: Board) -> bool:
@@ -212,70 +207,39 @@ def report(headline: str, advice: str, now: list[Situation], board: Board) -> st
 
 def _last_calls(board: Board) -> list[str]:
     """The last calls in columns, one for all ranks alike, marked where they first differ."""
-    columns = _numbered_calls(board)
+    columns = [_numbered_calls(board, rank) for rank in range(board.world_size)]
     last = max((number for column in columns for number in column), default=0)
     if last == 0:
         return ["No rank has made a call."]
-    oldest = max((min(column) for column in columns if column), default=1)
-    exchanges = any(call.startswith(MESSAGES) for its in columns for call in its.values())
+    oldest = max(min(column, default=1) for column in columns)
     differs = last + 1
-    if not exchanges:  # ranks that exchange messages rightly make different calls
-        unlike = (n for n in range(oldest, last + 1) if not _alike(columns, n))
-        differs = next(unlike, differs)
+    messages = any(call.startswith(MESSAGES) for column in columns for call in column.values())
+    if not messages:  # ranks that exchange messages rightly make different calls
+        calls = {n: {column.get(n) for column in columns} for n in range(oldest, last + 1)}
+        differs = next((n for n in calls if len(calls[n]) > 1), differs)
     first = max(oldest, min(differs + 2, last + 1) - LAST_CALLS)
     shown = range(first, min(first + LAST_CALLS, last + 1))
     alike: dict[tuple, list[int]] = {}
     for rank, column in enumerate(columns):
         alike.setdefault(tuple(column.get(number, "-") for number in shown), []).append(rank)
     rows = [("call", *map(name_ranks, alike.values()), "")]
-    for row, number in enumerate(shown):
-        mark = "<- they differ here" if number == differs else ""
-        rows.append((str(number), *(calls[row] for calls in alike), mark))
+    for number, *calls in zip(shown, *alike, strict=True):
+        rows.append((str(number), *calls, "<- they differ here" if number == differs else ""))
     which = "Their calls" if first == 1 else "Their last calls"
     return [f"{which}, one row each:", _table(rows)]
 
 
-def _alike(columns: list[dict[int, str]], number: int) -> bool:
-    return len({column.get(number) for column in columns}) == 1
-
-
-def _numbered_calls(board: Board) -> list[dict[int, str]]:
-    """For each rank {number, from 1: call}.
-
-    Where the board no longer holds all calls, only those of the largest group, whose numbers are
-    the same on all ranks.
-    """
-    records = []
-    for rank in range(board.world_size):
-        records.append([r for r in board.records(rank) if r.op != "new_group"])
-    collectives = [r for its in records for r in its if r.op not in MESSAGES]
-    calls = [board.calls(rank) for rank in range(board.world_size)]
-    if max(calls) > SLOTS and collectives:
-        channel = max(collectives, key=lambda r: len(r.ranks)).channel
-        return [_by_number(_by_seq(its, channel)) for its in records]
-    if max(calls) <= SLOTS:
-        calls = [len(its) for its in records]
-    return [
-        _by_number(enumerate(its, start=its_calls - len(its)))
-        for its, its_calls in zip(records, calls, strict=True)
-    ]
-
-
-def _by_seq(records: list[Record], channel: str) -> list[tuple[int, Record]]:
-    return [(record.seq, record) for record in records if record.channel == channel]
-
-
-def _by_number(numbered) -> dict[int, str]:
-    return {number + 1: record.call for number, record in numbered}
+def _numbered_calls(board: Board, rank: int) -> dict[int, str]:
+    """{number, from 1: call}; the board remembers only the last ones."""
+    records = board.records(rank)
+    forgotten = board.calls(rank) - len(records)
+    calls = (record.call for record in records if record.op != "new_group")
+    return dict(enumerate(calls, start=forgotten + 1))
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def describe_place(place: tuple[str, int, str]) -> str:
