@@ -223,8 +223,8 @@ def test_another_size_is_another_world_and_says_so(cell):
         ("2 --on a,b", "--on expected ranks separated by commas, as in --on 0,2, got 'a,b'"),
         ("2 --fast", "got '2 --fast': --fast means nothing here"),
         ("2 --timeout soon", "got '2 --timeout soon'"),
-        ("2 --timeout 0", "expected --timeout in seconds, more than 0, got 0"),
-        ("2 --hang-after -1", "expected --hang-after in seconds, more than 0, got -1"),
+        ("2 --timeout 0", "expected timeout > 0, got 0"),
+        ("2 --hang-after -1", "expected hang_after > 0, got -1"),
         ("2 'unclosed", 'got "2 \'unclosed": '),
     ],
 )

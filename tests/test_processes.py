@@ -363,18 +363,6 @@ def test_trap_21_the_notebook_dies_while_the_server_or_ranks_start(tmp_path, mom
         assert script.left() == []
 
 
-@linux
-def test_folders_of_killed_notebooks_are_swept(tmp_path, monkeypatch):
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for owner in (gone.pid, os.getpid(), 1, "x"):
-        (tmp_path / f"ddpkit-{owner}-abc").mkdir()
-    processes._sweep.__wrapped__()
-    stay = {f"ddpkit-{owner}-abc" for owner in (os.getpid(), 1, "x")}
-    assert {path.name for path in tmp_path.iterdir()} == stay
-
-
 # The notebook's own multiprocessing goes on as before.
 
 POOLS = PREAMBLE + (

@@ -1,6 +1,7 @@
 """The call as bytes: a function from a cell, with all that it uses, and its arguments."""
 
 import contextlib
+import inspect
 import types
 import warnings
 
@@ -34,19 +35,10 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
 
 def _used(fn) -> dict[str, object]:
     """The globals and closure variables that travel with `fn`."""
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return {}
-    names, pending = set(), [code]
-    while pending:
-        code = pending.pop()
-        names.update(code.co_names)
-        pending.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
-    found = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            found[name] = cell.cell_contents
-    return found
+    with contextlib.suppress(TypeError, ValueError):  # no function; a variable not assigned yet
+        used = inspect.getclosurevars(fn)
+        return used.globals | used.nonlocals
+    return {}
 
 
 def _unpicklable(fn, arguments: dict[str, object]) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import linecache
 import shlex
 
+from ..tools.checks import check_positive
 from . import hang, processes, worker
 from .backends import choose_backend
 from .errors import LaunchError, RankError
@@ -128,9 +129,9 @@ def _parse(line: str) -> argparse.Namespace:
     if options.n is not None and not 1 <= options.n <= MOST_RANKS:
         fit = f"1 to {MOST_RANKS} ranks on one machine"
         raise ValueError(f"%%ranks expected {fit}, got {options.n}")
-    for name, seconds in (("--timeout", options.timeout), ("--hang-after", options.hang_after)):
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"%%ranks expected {name} in seconds, more than 0, got {seconds:g}")
+    check_positive("Give seconds.", hang_after=options.hang_after)
+    if options.timeout is not None:
+        check_positive("Give seconds.", timeout=options.timeout)
     return options
 
 

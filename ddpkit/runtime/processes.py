@@ -18,9 +18,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.multiprocessing as mp
@@ -96,27 +96,16 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
 
     Yields (ranks, board).
     """
-    _sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
     ranks: list[Rank] = []
     board = Board(folder / "board", world_size, create=True)
-    environ, cells = {**os.environ, **choice.environ}, _cell_texts()
+    environ = {**os.environ, **choice.environ}
+    rest = str(folder), choice, link, keep_values, environ, _cell_texts()
     try:
         (folder / "call").write_bytes(call)
         for rank in range(world_size):
-            assignment = worker.Assignment(
-                rank=rank,
-                world_size=world_size,
-                folder=str(folder),
-                backend=choice.backend,
-                gpus=choice.gpus,
-                link=link,
-                keep_values=keep_values,
-                environ=environ,
-                cells=cells,
-            )
             with interrupts_deferred():
-                ranks.append(Rank(assignment, target))
+                ranks.append(Rank(worker.Assignment(rank, world_size, *rest), target))
         yield ranks, board
     finally:
         with interrupts_deferred():
@@ -150,33 +139,21 @@ def interrupts_deferred():
             before(*came[0])
 
 
-@functools.cache
-def _sweep():
-    """Remove the folders of notebooks that were killed before they could tidy up; Linux."""
-    if not Path("/proc/self").exists():
-        return
-    for folder in Path(tempfile.gettempdir()).glob("ddpkit-*-*"):
-        owner = folder.name.split("-")[1]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 # What ranks say, and whether they work.
 
 
-def wait_for_word(ranks: list[Rank], seconds: float) -> list[Rank]:
-    """The ranks that have sent something or ended, as soon as there are any, within `seconds`."""
+def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
+    """What ranks say, ("exit", code) for one that has died, as soon as there is any."""
     by_object = {rank.pipe: rank for rank in ranks}
     by_object |= {rank.process.sentinel: rank for rank in ranks}
-    return list(dict.fromkeys(by_object[o] for o in wait(list(by_object), seconds)))
-
-
-def receive(pipe: Connection):
-    """The next word from a rank, or None if there is none or it died while speaking."""
-    try:
-        return pipe.recv() if pipe.poll() else None
-    except (EOFError, OSError):
-        return None
+    for rank in dict.fromkeys(by_object[o] for o in wait(list(by_object), seconds)):
+        word = None
+        with contextlib.suppress(EOFError, OSError):  # it may die while it speaks
+            word = rank.pipe.recv() if rank.pipe.poll() else None
+        if word is not None:
+            yield rank, word
+        elif rank.exit_code is not None:
+            yield rank, ("exit", rank.exit_code)
 
 
 def cpu_ticks(pid: int) -> int | None:

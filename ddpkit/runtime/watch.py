@@ -6,7 +6,7 @@ import sys
 import time
 
 from . import hang, processes, worker
-from .board import Board, Record
+from .board import Board
 from .errors import HangError, LaunchError, RankError
 from .output import Output, label, shorten
 from .records import is_library
@@ -47,8 +47,8 @@ class Watch:
         begun = quiet_since = looked = time.perf_counter()
         events = None
         while self.pending:
-            for rank in processes.wait_for_word(self.pending, TICK_S):
-                self._hear(rank)
+            for rank, (word, said) in processes.listen(self.pending, TICK_S):
+                self._hear(rank, word, said)
             if self.live:
                 self._show_new_lines()
             now = time.perf_counter()
@@ -67,26 +67,21 @@ class Watch:
         """RankError if a rank has died while nobody listened."""
         for rank in self.ranks:
             if rank.exit_code is not None:
-                self._raise_failure(rank)
+                self._raise_failure(rank, rank.exit_code)
 
-    def _hear(self, rank: processes.Rank):
-        word = processes.receive(rank.pipe)
-        if word is None and rank.exit_code is not None:
-            self._raise_failure(rank)
-        elif word is not None and word[0] == "failed":
-            self._raise_failure(rank, word[1])
-        elif word is not None and word[0] == "disagrees":
+    def _hear(self, rank: processes.Rank, word: str, said):
+        if word in ("exit", "failed"):
+            self._raise_failure(rank, said)
+        elif word == "disagrees":
             self._settle({rank.rank: None})
-            self._raise_mismatch(word[1])
-        elif word is not None:
-            self.replies[rank.rank] = word[1]
+            self._raise_hang(*hang.explain_mismatch(hang.mismatch(self.board) or said))
+        else:
+            self.replies[rank.rank] = said
             self.pending.remove(rank)
 
     # Hangs.
 
     def _look_for_hang(self, quiet_s: float):
-        if hang.mismatch(self.board):
-            self._raise_mismatch()
         now = hang.situations(self.board)
         for hidden in hang.abandoned(now, self.board):
             if self._sleeps(hidden.rank):
@@ -126,10 +121,6 @@ class Watch:
                     seconds += link.seconds(r.op, r.whole_bytes, len(r.ranks))
         return seconds
 
-    def _raise_mismatch(self, told: dict[int, Record] | None = None):
-        """told: what a rank saw, in case the board has moved on since."""
-        self._raise_hang(*hang.explain_mismatch(hang.mismatch(self.board) or told))
-
     def _raise_hang(self, headline: str, advice: str, now: list[hang.Situation] | None = None):
         self.fail(HangError, self._report(headline, advice, now))
 
@@ -167,25 +158,21 @@ class Watch:
             if time.perf_counter() - begun > (SETTLE_S if cause_known else LOST_PEER_S):
                 return
             rest = [rank for rank in self.pending if rank.rank not in fallen]
-            for rank in processes.wait_for_word(rest, 0.02) if rest else []:
-                word = processes.receive(rank.pipe)
-                if word is None and rank.exit_code is not None:
-                    fallen[rank.rank] = rank.exit_code
-                elif word is not None:
-                    fallen[rank.rank] = word[1] if word[0] == "failed" else None
+            for rank, (word, said) in processes.listen(rest, 0.02) if rest else ():
+                fallen[rank.rank] = said if word in ("exit", "failed") else None
             before, events = events, self.board.events()
             now = hang.situations(self.board)
             still = all(rank.rank in fallen or now[rank.rank].state == "waiting" for rank in rest)
             if events == before and still and (cause_known or not rest):
                 return
 
-    def _raise_failure(self, rank: processes.Rank, failure: worker.Failure | None = None):
+    def _raise_failure(self, rank: processes.Rank, how: worker.Failure | int):
         """RankError for the rank that failed by itself; a mismatch, if that is the cause."""
-        fallen = {rank.rank: rank.exit_code if failure is None else failure}
+        fallen = {rank.rank: how}
         self._settle(fallen)
         self.pending = [rank for rank in self.pending if rank.rank not in fallen]
         if hang.mismatch(self.board):
-            self._raise_mismatch()
+            self._raise_hang(*hang.explain_mismatch(hang.mismatch(self.board)))
         fallen = {r: how for r, how in sorted(fallen.items()) if how is not None}
         first = min(fallen, key=lambda r: (_lost_peer(fallen[r]), getattr(fallen[r], "at", 0.0)))
         culprit, *alike = (r for r in fallen if r == first or _same(fallen[r], fallen[first]))

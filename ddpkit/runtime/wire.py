@@ -8,13 +8,11 @@ handed through untouched: results are bit-identical.
 
 import contextlib
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -85,19 +83,11 @@ class WireWork(Work):
     def is_completed(self) -> bool:
         return (self._delivered.done if self._delivered else self.inner.is_completed)()
 
-    def is_success(self) -> bool:
-        return self.inner.is_success()
-
-    def exception(self):
-        return self.inner.exception()
-
     def result(self):
         return self.inner.result()
 
-    def source_rank(self) -> int:
+    def _source_rank(self) -> int:
         return self.inner._source_rank()
-
-    _source_rank = source_rank
 
 
 def _hold_back(recorder: Recorder, record: Record):
@@ -160,7 +150,7 @@ class WireGroup(dist.ProcessGroup):
         self.inner, self.ranks, self.recorder, self.device = inner, ranks, recorder, device
         self._name = name
         self._label = "world" if not recorder.joined else f"group {list(ranks)}"
-        self._link_queue: queue.SimpleQueue | None = None
+        self._deliveries = ThreadPoolExecutor(1)  # of the emulated link: one after the other
 
     @contextlib.contextmanager
     def joining(self):
@@ -170,8 +160,13 @@ class WireGroup(dist.ProcessGroup):
             self.recorder.joined = True
             return
         record = self._record("new_group", [], f"new {self._name}", "", str(list(self.ranks)))
-        with self._blocking(record):
+        self.recorder.issue(record)
+        self.recorder.waiting(record)
+        try:
             yield
+        finally:
+            self.recorder.waited()
+        self.recorder.done(record)
 
     # Collectives: what torch.distributed calls, our name for it, what goes in, what comes out.
 
@@ -202,19 +197,7 @@ class WireGroup(dist.ProcessGroup):
         return self._collective("barrier", "barrier", (opts or dist.BarrierOptions(),), [], [])
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
-        with self._blocking(self._record("barrier", [], None, "barrier", "monitored")):
-            self.inner.monitored_barrier(timeout, wait_all_ranks)
-
-    @contextlib.contextmanager
-    def _blocking(self, record: Record):
-        """A call that returns when it is done."""
-        self.recorder.issue(record)
-        self.recorder.waiting(record)
-        try:
-            yield
-        finally:
-            self.recorder.waited()
-        self.recorder.done(record)
+        self.barrier().wait()  # whoever doesn't come is named in the report of the hang
 
     def _collective(
         self, op: str, method: str, args: tuple, sent: list, arriving: list
@@ -229,21 +212,12 @@ class WireGroup(dist.ProcessGroup):
         inner = getattr(self.inner, method)(*args)
         if self.recorder.link is not None:
             delivered = torch.futures.Future()
-            self._deliveries().put((inner, record, arriving, delivered))
+            self._deliveries.submit(_deliver, self.recorder, inner, record, arriving, delivered)
             return WireWork(inner, record, self.recorder, arriving, delivered)
         if getattr(opts, "asyncOp", True):
             with contextlib.suppress(RuntimeError):  # Gloo's reduce_scatter gives no future
                 inner.get_future().add_done_callback(lambda _: self.recorder.done(record, arriving))
         return WireWork(inner, record, self.recorder, arriving)
-
-    def _deliveries(self) -> queue.SimpleQueue:
-        """What the emulated link has to deliver; its thread takes one after the other."""
-        if self._link_queue is None:
-            self._link_queue = queue.SimpleQueue()
-            # Of the queue, not of the group: a group that is destroyed must end Gloo's threads.
-            target = partial(_deliver_all, self._link_queue, self.recorder)
-            threading.Thread(target=target, daemon=True, name="ddpkit link").start()
-        return self._link_queue
 
     # Point to point.
 
@@ -323,9 +297,6 @@ class WireGroup(dist.ProcessGroup):
     def shutdown(self):
         self.inner.shutdown()
 
-    def abort(self):
-        self.inner.abort()
-
     @property
     def _device_types(self):
         return [torch.device(self.device.type)]
@@ -336,14 +307,6 @@ class WireGroup(dist.ProcessGroup):
 
     def _get_backend(self, device):
         return self.inner._get_backend(device)
-
-    def _get_sequence_number_for_group(self):
-        return self.inner._get_sequence_number_for_group()
-
-
-def _deliver_all(deliveries: queue.SimpleQueue, recorder: Recorder):
-    while True:
-        _deliver(recorder, *deliveries.get())
 
 
 def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, delivered):

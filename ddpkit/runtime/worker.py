@@ -22,6 +22,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from .backends import Choice
 from .board import IDLE, RETURNED, RUNNING, STARTING, Board
 from .link import Link
 from .records import Recorder
@@ -38,8 +39,7 @@ class Assignment:
     rank: int
     world_size: int
     folder: str
-    backend: str  # "gloo" or "nccl"
-    gpus: int  # GPUs that the ranks share out among themselves; 0: all on the CPU
+    choice: Choice  # of the backend
     link: Link | None
     keep_values: bool
     environ: dict[str, str]
@@ -50,7 +50,8 @@ class Assignment:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", self.rank % self.gpus) if self.gpus else torch.device("cpu")
+        gpus = self.choice.gpus
+        return torch.device("cuda", self.rank % gpus) if gpus else torch.device("cpu")
 
 
 @dataclass
@@ -208,9 +209,9 @@ def join(assignment: Assignment, recorder: Recorder):
     name to resolve, nothing that another user of this machine could reach.
     """
     rank, world_size = assignment.rank, assignment.world_size
-    if assignment.gpus:
+    if assignment.choice.gpus:
         torch.cuda.set_device(assignment.device)  # object collectives use the current device
-    register_wire(recorder, assignment.backend, assignment.device, one_machine=True)
+    register_wire(recorder, assignment.choice.backend, assignment.device, one_machine=True)
     store = dist.FileStore(str(Path(assignment.folder) / "store"), world_size)
     dist.init_process_group("ddpkit", store=store, rank=rank, world_size=world_size)
     recorder.board.set_state(rank, RUNNING)
