@@ -1,10 +1,13 @@
 """What a test sees of other processes: scripts it runs, and what they leave behind."""
 
 import contextlib
+import itertools
+import linecache
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import uuid
 from pathlib import Path
@@ -12,6 +15,17 @@ from pathlib import Path
 import psutil
 
 FREEZE_S = 90  # no test waits longer for a process that should long be done
+cell_numbers = itertools.count()
+
+
+def cell(source: str, names: dict | None = None) -> dict:
+    """Run `source` as a notebook cell: in `__main__`, from a file that doesn't exist."""
+    names = {"__name__": "__main__"} if names is None else names
+    source = textwrap.dedent(source)
+    file = f"/tmp/ipykernel_1/{next(cell_numbers)}.py"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), names)
+    return names
 
 
 class Script:
@@ -69,6 +83,10 @@ class Script:
                 if marked and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
+
+    def sleeping(self) -> list[int]:
+        """Those of its family that are the command `sleep`."""
+        return [process.pid for process in self.family() if process.name() == "sleep"]
 
     def left(self) -> list[psutil.Process]:
         """Who is still there after a long time; [] as soon as nobody is."""

@@ -12,11 +12,12 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from test_board import call
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import HangError, launch
 from ddpkit.runtime import hang
-from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, Board, Record
+from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, SLOTS, Board
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
@@ -235,15 +236,6 @@ def test_trap_16_and_17_mismatches(one, other, says, advice):
     assert text.splitlines()[-1].startswith(advice)
 
 
-def test_sizes_may_differ_where_torch_allows_it():
-    def through_objects():
-        found = [None, None]
-        dist.all_gather_object(found, "x" * dist.get_rank() * 1000)
-        return [len(text) for text in found]
-
-    assert list(launch(through_objects, world_size=2)) == [[0, 1000]] * 2
-
-
 # Slow is not hung (trap 19).
 
 
@@ -386,38 +378,9 @@ def board(tmp_path):
     board.close()
 
 
-def say(
-    board,
-    rank,
-    op="all_reduce",
-    seq=0,
-    wait=True,
-    channel="0",
-    ranks=(0, 1, 2),
-    done=None,
-    fingerprint=None,
-):
+def say(board, rank, *args, wait=True, ranks=(0, 1, 2), **said):
     index = board.calls(rank)
-    said = fingerprint if fingerprint is not None else op
-    record = Record(
-        op,
-        "world",
-        ranks,
-        channel,
-        seq,
-        said,
-        "8 float32",
-        32,
-        None,
-        (8,),
-        "float32",
-        "a.py",
-        3,
-        "f",
-        1.0 + seq,
-    )
-    record.done = done
-    board.put(rank, index, record)
+    board.put(rank, index, call(*args, ranks=ranks, **said))
     if wait:
         board.set_waiting(rank, index)
 
@@ -426,69 +389,54 @@ def stuck(board):
     return hang.deadlocked(hang.situations(board), board)
 
 
-def test_who_computes_may_still_come(board):
+def test_who_computes_may_still_come_who_returned_never_does(board):
     say(board, 0)
     say(board, 1)
-    assert [s.state for s in hang.situations(board)] == ["waiting", "waiting", "computing"]
-    assert hang.situations(board)[0].missing == (2,)
+    now = hang.situations(board)
+    assert [s.state for s in now] == ["waiting", "waiting", "computing"]
+    assert now[0].missing == (2,)
     assert stuck(board) == []
-
-
-def test_who_returned_never_comes(board):
-    say(board, 0)
-    say(board, 1)
     board.set_state(2, RETURNED)
     assert stuck(board) == [0, 1]
+    board.set_threads(0, 2)  # a second thread of rank 0 may free the first
+    assert stuck(board) == [1]
 
 
-def test_a_call_to_which_all_came_is_under_way(board):
+def test_a_call_to_which_all_came_goes_on(board):
     for rank in range(3):
         say(board, rank)
     assert stuck(board) == []
 
 
 def test_waiting_for_someone_who_waits_for_someone_free_is_no_deadlock(board):
-    say(board, 0, "recv", channel="1>0", ranks=(1, 0))
-    say(board, 1, "recv", channel="2>1", ranks=(2, 1))
+    say(board, 0, 0, "recv", channel="1>0", ranks=(1, 0))
+    say(board, 1, 0, "recv", channel="2>1", ranks=(2, 1))
     assert stuck(board) == []
     board.set_state(2, RETURNED)
     assert stuck(board) == [0, 1]
 
 
 def test_one_free_rank_is_enough_for_a_receive_from_any(board):
-    say(board, 0, "recv", channel="0 ?", ranks=(0, 1, 2))
+    say(board, 0, 0, "recv", channel="0 ?")
     board.set_state(1, RETURNED)
     assert stuck(board) == []
     board.set_state(2, RETURNED)
     assert stuck(board) == [0]
 
 
-def test_a_second_thread_makes_a_rank_free(board):
-    say(board, 0)
-    board.set_state(1, RETURNED)
-    board.set_threads(0, 2)
-    assert stuck(board) == []
-
-
-def test_a_call_begun_but_not_waited_for_is_found(board):
+@pytest.mark.parametrize(("done", "found"), [(None, [(0, (1, 2))]), (2.0, [])])
+def test_a_call_begun_but_not_waited_for_is_found_if_it_is_open(board, done, found):
     """DistributedDataParallel waits in C++, where no mark is left."""
-    say(board, 0, wait=False)
+    say(board, 0, wait=False, done=done)
     board.set_state(1, RETURNED)
-    assert [(s.rank, s.missing) for s in hang.abandoned(hang.situations(board), board)] == [
-        (0, (1, 2))
-    ]
-
-
-def test_what_is_done_is_no_open_call(board):
-    say(board, 0, wait=False, done=2.0)
-    board.set_state(1, RETURNED)
-    assert hang.abandoned(hang.situations(board), board) == []
+    hidden = hang.abandoned(hang.situations(board), board)
+    assert [(s.rank, s.missing) for s in hidden] == found
 
 
 def test_the_first_mismatch_is_the_one_named(board):
     for seq, (one, other) in enumerate([("a", "a"), ("b", "c"), ("d", "e")]):
-        say(board, 0, seq=seq, fingerprint=one)
-        say(board, 1, seq=seq, fingerprint=other)
+        say(board, 0, seq, fingerprint=one)
+        say(board, 1, seq, fingerprint=other)
     assert {rank: r.fingerprint for rank, r in hang.mismatch(board).items()} == {0: "b", 1: "c"}
 
 
@@ -503,6 +451,12 @@ def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
     assert hang.in_step(board)
     board.set_state(1, RUNNING)
     assert not hang.in_step(board)
+
+
+def test_calls_keep_their_numbers_when_the_board_forgets_the_first(board):
+    for number in range(SLOTS + 7):
+        say(board, 0, number, detail=str(number))
+    assert hang._numbered_calls(board, 0)[SLOTS + 7] == f"all_reduce({SLOTS + 6})"
 
 
 def test_places_name_no_machine_path_and_no_cell_number():

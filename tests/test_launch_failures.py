@@ -1,14 +1,14 @@
 """Ranks that raise, exit or are killed: which one is named first, and what is shown of it."""
 
-import itertools
-import linecache
+import ctypes
 import os
 import pickle
 import re
 import signal
 import sys
-import textwrap
+import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,22 +16,13 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from outside import cell
 
 from ddpkit import HangError, LaunchError, RankError, launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 NAME = Path(__file__).name
-cell_numbers = itertools.count(1000)
-
-
-def cell(source: str) -> dict:
-    """Run `source` as a notebook cell: in `__main__`, from a file that doesn't exist."""
-    names, source = {"__name__": "__main__"}, textwrap.dedent(source)
-    file = f"/tmp/ipykernel_1/{next(cell_numbers)}.py"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), names)
-    return names
 
 
 def failure(fn, *args, world_size=3, times=2, **options) -> RankError:
@@ -71,9 +62,10 @@ def after():
 """
 
 
-def test_trap_14_a_rank_raises_before_a_collective():
+def test_trap_14_a_rank_raises_before_in_and_after_a_collective():
+    names = cell(CELL)
     call = "all_reduce(8 float32, sum), before, line 7: dist.all_reduce(inner(torch.ones(8)))"
-    assert message(cell(CELL)["before"]) == [
+    assert message(names["before"]) == [
         "rank 1 raised ValueError: the batch {} is 100% empty",
         "  before, line 7: dist.all_reduce(inner(torch.ones(8)))",
         '  inner, line 4: raise ValueError("the batch {} is 100% empty")',
@@ -81,28 +73,17 @@ def test_trap_14_a_rank_raises_before_a_collective():
         f"  Rank 0 was in {call}",
         f"  Rank 2 was in {call}",
     ]
-
-
-def test_trap_14_a_rank_raises_in_a_collective():
-    lines = message(cell(CELL)["inside"])
-    assert lines[0].startswith("rank 1 raised TypeError: ")
-    assert (
+    first, *_, place, others, _, last = message(names["inside"])
+    assert first.startswith("rank 1 raised TypeError: ")
+    line_9 = (
         '  inside, line 9: dist.all_reduce(torch.ones(8) if dist.get_rank() != 1 else "a tensor")'
-        in lines
     )
-    assert lines[-3] == "The others were ended:"
-    assert lines[-1].startswith("  Rank 2 was in all_reduce(8 float32, sum), inside, line 9: ")
-
-
-def test_trap_14_a_rank_raises_after_a_collective():
-    lines = message(cell(CELL)["after"])
-    assert lines[0] == "rank 1 raised ValueError: the batch {} is 100% empty"
-    assert lines[1] == "  after, line 13: inner(x)"
-    assert lines[3:] == [
-        "The others were ended:",
-        "  Rank 0 had returned.",
-        "  Rank 2 had returned.",
-    ]
+    assert (place, others) == (line_9, "The others were ended:")
+    assert last.startswith("  Rank 2 was in all_reduce(8 float32, sum), inside, line 9: ")
+    first, place, _, others, *ended = message(names["after"])
+    assert first == "rank 1 raised ValueError: the batch {} is 100% empty"
+    assert place == "  after, line 13: inner(x)"
+    assert ended == ["  Rank 0 had returned.", "  Rank 2 had returned."]
 
 
 def test_trap_14_the_one_that_raised_comes_first_though_its_peers_fall_too():
@@ -152,12 +133,6 @@ def test_ranks_that_fail_differently_are_all_told():
     }
 
 
-class Chained(Exception):
-    def __init__(self):
-        super().__init__("no number")
-        self.__cause__ = ValueError("invalid literal")
-
-
 class Unspeakable(Exception):
     def __str__(self):
         raise RuntimeError("no words")
@@ -166,47 +141,39 @@ class Unspeakable(Exception):
 class Unpicklable(Exception):
     def __init__(self):
         super().__init__("held")
-        self.lock = __import__("threading").Lock()
+        self.lock = threading.Lock()
 
 
-def test_exceptions_of_every_kind_are_reported():
-    def throw(kind):
-        if kind == "interrupt":
-            raise KeyboardInterrupt
-        if kind == "deep":
-            return throw_deep(0)
-        raise {
-            "chained": Chained,
-            "unspeakable": Unspeakable,
-            "unpicklable": Unpicklable,
-            "group": Several,
-        }[kind]()
+def chained():
+    raise ValueError("no number") from KeyError("invalid literal")
 
-    def throw_deep(n):
-        return throw_deep(n + 1) + 1
 
-    class Several(ExceptionGroup):
-        def __new__(cls):
-            return super().__new__(cls, "several", [ValueError(1)])
+def throw(error):
+    raise error
 
-    def first(kind):
-        return message(throw, kind, world_size=1, times=1)[0]
 
-    cause = " (because of ValueError: invalid literal)"
-    assert first("chained") == f"rank 0 raised Chained: no number{cause}"
-    assert first("interrupt") == "rank 0 raised KeyboardInterrupt: "
-    assert first("unpicklable") == "rank 0 raised Unpicklable: held"
-    assert first("unspeakable").startswith("rank 0 raised Unspeakable: ")
-    assert first("group").startswith("rank 0 raised Several: several (1 sub-exception)")
-    assert first("deep").startswith(
-        "rank 0 raised RecursionError: maximum recursion depth exceeded"
-    )
-    assert len(message(throw, "deep", world_size=1, times=1)) < 40
+def deep(n=0):
+    return deep(n + 1) + 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (chained, "ValueError: no number (because of KeyError: 'invalid literal')"),
+        (lambda: throw(KeyboardInterrupt), "KeyboardInterrupt: "),
+        (lambda: throw(Unpicklable()), "Unpicklable: held"),
+        (lambda: throw(Unspeakable), "Unspeakable: (its text can't be had: RuntimeError in "),
+        (lambda: throw(ExceptionGroup("two", [OSError()])), "ExceptionGroup: two (1 sub-exc"),
+        (deep, "RecursionError: maximum recursion depth exceeded"),
+    ],
+)
+def test_exceptions_of_every_kind_are_reported(fn, says):
+    lines = message(fn, world_size=1, times=1)
+    assert lines[0].startswith(f"rank 0 raised {says}")
+    assert len(lines) < 40
 
 
 def test_a_module_that_the_ranks_cannot_import():
-    import types
-
     module = types.ModuleType("only_here")
     sys.modules["only_here"] = module
     exec("def f(): return 1", vars(module))
@@ -218,7 +185,7 @@ def test_a_module_that_the_ranks_cannot_import():
         del sys.modules["only_here"]
 
 
-def test_the_error_brings_the_output_and_the_records():
+def test_the_error_brings_the_output_which_is_shown_too_and_the_records(capfd):
     def talk():
         print("\n".join(f"line {n}" for n in range(8)))
         dist.barrier()
@@ -232,20 +199,12 @@ def test_the_error_brings_the_output_and_the_records():
         *(f"  line {n}" for n in range(3, 8)),
     ]
     assert error.output[0] == "".join(f"line {n}\n" for n in range(8))
+    assert capfd.readouterr().out.startswith("rank 0 | line 0\nrank 0 | line 1\n")
     assert [[r.op for r in wire] for wire in error.wire] == [
         ["barrier", "all_reduce"],
         ["barrier"],
         ["barrier", "all_reduce"],
     ]
-
-
-def test_what_the_ranks_printed_is_shown_before_the_error(capfd):
-    def talk():
-        print("so far")
-        raise ValueError
-
-    failure(talk, world_size=1, times=1)
-    assert capfd.readouterr().out == "rank 0 | so far\n"
 
 
 def test_errors_are_values_that_travel():
@@ -270,40 +229,19 @@ def end_in_the_middle(how):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        (lambda: os._exit(3), "rank 1 exited with code 3, in the middle of its work."),
-        (lambda: os._exit(0), "rank 1 exited with code 0, in the middle of its work."),
-        (lambda: sys.exit(), "rank 1 raised SystemExit: sys.exit() was called"),
-        (lambda: sys.exit(3), "rank 1 raised SystemExit: sys.exit(3) was called"),
-        (lambda: sys.exit("why"), "rank 1 raised SystemExit: sys.exit('why') was called"),
-        (
-            lambda: os.kill(os.getpid(), signal.SIGKILL),
-            "rank 1 was killed by SIGKILL. Something outside killed it",
-        ),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), "rank 1 was killed by SIGTERM."),
-        (
-            lambda: os.abort(),
-            "rank 1 was killed by SIGABRT. Compiled code gave up; its last output says why.",
-        ),
-        (
-            lambda: __import__("ctypes").string_at(0),
-            "rank 1 was killed by SIGSEGV. It touched memory that isn't its own",
-        ),
-    ],
-    ids=[
-        "_exit 3",
-        "_exit 0",
-        "exit",
-        "exit 3",
-        "exit why",
-        "SIGKILL",
-        "SIGTERM",
-        "SIGABRT",
-        "SIGSEGV",
+        (lambda: os._exit(0), "exited with code 0, in the middle of its work."),
+        (lambda: os._exit(3), "exited with code 3, in the middle of its work."),
+        (sys.exit, "raised SystemExit: sys.exit() was called"),
+        (lambda: sys.exit("why"), "raised SystemExit: sys.exit('why') was called"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL. Something outside"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "was killed by SIGTERM."),
+        (os.abort, "was killed by SIGABRT. Compiled code gave up; its last output says why."),
+        (lambda: ctypes.string_at(0), "was killed by SIGSEGV. It touched memory that isn't its"),
     ],
 )
 def test_trap_15_exits_and_signals(how, says):
     lines = message(end_in_the_middle, how, times=1)
-    assert " ".join(line.strip() for line in lines).startswith(says)
+    assert " ".join(line.strip() for line in lines).startswith(f"rank 1 {says}")
     line = end_in_the_middle.__code__.co_firstlineno + 4
     place = f"{NAME}:{line} in end_in_the_middle: dist.all_reduce(torch.ones(8))"
     assert [line for line in lines if line.startswith("  Rank ")][-2:] == [
@@ -313,8 +251,6 @@ def test_trap_15_exits_and_signals(how, says):
 
 def test_trap_15_killed_in_the_middle_of_an_all_reduce_and_the_next_launch_works():
     def killed():
-        import threading
-
         if dist.get_rank() == 1:
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGKILL]).start()
         while True:

@@ -213,10 +213,12 @@ def test_trap_8_which_systems_spawn(monkeypatch):
         assert processes.start_method() == method
 
 
-# Traps 18 and 20: interrupts.
+# Traps 18, 20 and 21: interrupts, and no orphans.
 
 WORK = PREAMBLE + (
     """
+from ddpkit.runtime.live import LiveWorld
+
 def compute():
     while True:
         pass
@@ -238,14 +240,13 @@ def ignore_signals():
 
 WORK = [hang_in_a_collective, hold_the_lock_in_c, compute, sleep, ignore_signals]
 
-def work(fn):
+def work(*fns):
     os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
     print("ready", flush=True)
-    fn()
+    fns[dist.get_rank() % len(fns)]()
 """
 )
 INTERRUPTED = """
-import psutil
 print("start", flush=True)
 try:
     while True:
@@ -262,29 +263,48 @@ for fn in WORK:
                 time.sleep(0.1)
             except KeyboardInterrupt:
                 pass
-    print([p for p in psutil.Process().children(recursive=True) if p.name() == "sleep"], flush=True)
-print(list(launch(total, world_size=2)))
+"""
+KILLED = """
+world = LiveWorld(1)
+world.run("import os; os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '1000')", [0])
+launch(work, *WORK, world_size=int(sys.argv[1]), live=True)
 """
 
 
-def test_trap_18_and_20_interrupts(tmp_path):
+def kill_while_it_works(script, world_size):
+    """The ranks of a launch, a rank that stays, and a child of each: none outlives the notebook."""
+    ready = {script.line() for _ in range(world_size)}
+    assert ready == {f"rank {rank} | ready" for rank in range(world_size)}
+    assert len(script.sleeping()) == world_size + 1
+    script.signal(signal.SIGKILL)
+    script.process.wait(FREEZE_S)
+    assert script.left() == []
+
+
+def test_trap_18_20_and_21_interrupts_and_a_kill(tmp_path):
     """While ranks start, and in all that they do; once, and twice in a row: nothing is left."""
     names = ["hang_in_a_collective", "hold_the_lock_in_c", "compute", "sleep", "ignore_signals"]
-    with Script(tmp_path, WORK + INTERRUPTED) as script:
+    with Script(tmp_path, WORK + INTERRUPTED + KILLED, "5") as script:
         assert script.line() == "start"
         time.sleep(0.05)  # the fork server imports torch
         script.interrupt_group()
         assert script.line() == "interrupted the start"
         for number, name in enumerate(names):
             assert {script.line(), script.line()} == {"rank 0 | ready", "rank 1 | ready"}
+            assert len(script.sleeping()) == 2  # none of the launch before
             for _ in range(1 + number % 2):
                 script.interrupt_group()
                 time.sleep(0.005)
             assert script.line() == f"interrupted {name}"
             assert script.line() == f"interrupted {name}"
-            assert script.line() == "[]"
-        assert script.result() == (0, "[2.0, 2.0]\n", "")
-        assert script.left() == []
+        kill_while_it_works(script, 5)
+
+
+@linux
+@pytest.mark.slow
+def test_trap_21_spawned_ranks_do_not_outlive_the_notebook(tmp_path):
+    with Script(tmp_path, WORK + KILLED, "2", DDPKIT_START_METHOD="spawn") as script:
+        kill_while_it_works(script, 2)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no process groups here")
@@ -307,36 +327,6 @@ def test_interrupts_are_deferred_not_lost():
     with pytest.raises(KeyboardInterrupt):
         deferred()
     assert reached
-
-
-# Trap 21: no orphans.
-
-ORPHANS = WORK + (
-    """
-from ddpkit.runtime.live import LiveWorld
-world = LiveWorld(1)
-world.run("import os; os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '1000')", [0])
-launch(lambda: work(WORK[dist.get_rank()]), world_size=int(sys.argv[1]), live=True)
-"""
-)
-
-
-@linux
-@pytest.mark.parametrize(
-    ("start_method", "world_size"),
-    [("forkserver", 5), pytest.param("spawn", 2, marks=pytest.mark.slow)],
-)
-def test_trap_21_no_rank_outlives_the_notebook(tmp_path, start_method, world_size):
-    """The ranks of a launch, ranks that stay, and children of both."""
-    environ = {"DDPKIT_START_METHOD": start_method}
-    with Script(tmp_path, ORPHANS, str(world_size), **environ) as script:
-        ready = {script.line() for _ in range(world_size)}
-        assert ready == {f"rank {rank} | ready" for rank in range(world_size)}
-        sleeping = [process for process in script.family() if process.name() == "sleep"]
-        assert len(sleeping) == world_size + 1
-        script.signal(signal.SIGKILL)
-        script.process.wait(FREEZE_S)
-        assert script.left() == []
 
 
 STARTING = PREAMBLE + (
@@ -363,54 +353,25 @@ def test_trap_21_the_notebook_dies_while_the_server_or_ranks_start(tmp_path, mom
         assert script.left() == []
 
 
-# The notebook's own multiprocessing goes on as before.
-
-POOLS = PREAMBLE + (
-    """
-import multiprocessing
-def double(x): return 2 * x
-if __name__ == "__main__":
-    print(launch(total, world_size=1))
-    for method in ("fork", "spawn"):
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            print(pool.map(double, [1, 2]))
-    print(launch(total, world_size=1))
-"""
-)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_pools_of_the_user_beside_launch(tmp_path):
-    assert run_script(tmp_path, POOLS) == "rank 0: 1.0\n[2, 4]\n[2, 4]\nrank 0: 1.0\n"
-
-
 # The fork server.
 
 
-def imported_before_training() -> bool:
+def before_training() -> tuple[int, bool]:
+    """The number of the server, and whether it had imported what an optimizer imports."""
     was_there = "torch._dynamo" in sys.modules
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # imports it
-    return was_there
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    return os.getppid(), was_there
 
 
 @forks
-def test_slow_imports_are_made_once_and_the_server_that_knew_less_ends():
+def test_a_server_that_died_is_replaced_and_so_is_one_that_knows_too_little():
     """A rank that makes an optimizer imports for a second; later ranks begin with that."""
-    processes._server.cache_clear()  # as in a fresh notebook
-    launch(print, world_size=1)
-    old = processes._server()._forkserver_pid
-    assert list(launch(imported_before_training, world_size=1)) == [False]
-    new = processes._server()._forkserver_pid
-    assert new != old
-    assert list(launch(imported_before_training, world_size=2)) == [True, True]
-    assert processes._server()._forkserver_pid == new
+    died = launch(os.getppid, world_size=1)[0]
+    processes._server().set_forkserver_preload([*processes.PRELOAD, processes.LAST])
+    os.kill(died, signal.SIGKILL)
+    os.waitid(os.P_PID, died, os.WEXITED | os.WNOWAIT)
+    ((old, was_there),) = launch(before_training, world_size=1)
+    assert (old != died, was_there) == (True, False)
+    one, other = launch(before_training, world_size=2)
+    assert one == other == (processes._server()._forkserver_pid, True)
     wait_until(lambda: not psutil.pid_exists(old))
-
-
-@forks
-def test_a_server_that_died_is_replaced():
-    launch(print, world_size=1)
-    pid = processes._server()._forkserver_pid
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert list(launch(dist.get_rank, world_size=2)) == [0, 1]

@@ -1,12 +1,13 @@
 """Under torchrun, `launch` joins the world that runs: the same Run on every rank, records too."""
 
+import os
 import sys
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from outside import Script, run_script
+from outside import run_script
 
 from ddpkit import launch
 
@@ -67,17 +68,6 @@ dist.destroy_process_group()
 tell(cpp_threads() - before)
 """
 
-OWN_WORLD = """
-def fail():
-    if dist.get_rank() == 1:
-        raise ValueError("on rank 1")
-    dist.barrier()
-
-dist.init_process_group("gloo")
-tell_run(launch(work, 4.0))
-launch(fail)
-"""
-
 
 def run_under_torchrun(folder, source, **options) -> list[list[str]]:
     """What each rank wrote into its file."""
@@ -103,16 +93,18 @@ def test_trap_9_the_same_function_under_torchrun(tmp_path):
     assert threads == "0"
 
 
-def test_a_world_of_the_scripts_own_is_used_as_it_is_and_a_rank_that_raises_ends_it(tmp_path):
-    source = WORK + TELL + OWN_WORLD
-    with Script(tmp_path, source, command=TORCHRUN, OMP_NUM_THREADS="1") as script:
-        code, _, err = script.result()
-        assert code == 1
-        assert "ValueError: on rank 1" in err
-        assert script.left() == []
-    own_world, own_backend = (tmp_path / "run.0").read_text().splitlines()
-    assert own_world == repr(([9.0, 9.0], [[], []], ["", ""], True))  # not over our wire
-    assert own_backend == "gloo: in the world that torchrun started"
+def test_a_world_of_the_scripts_own_is_used_as_it_is(tmp_path):
+    def torchruns_rank():
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{tmp_path}/store", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        os.environ["TORCHELASTIC_RUN_ID"] = "mine"
+        run = launch(lambda: dist.get_rank() + 10)
+        return list(run), run.wire, run.backend
+
+    expected = [10, 11], [[], []], "gloo: in the world that torchrun started"  # not over our wire
+    assert list(launch(torchruns_rank, world_size=2)) == [expected] * 2
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")

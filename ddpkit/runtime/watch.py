@@ -73,7 +73,7 @@ class Watch:
         if word in ("exit", "failed"):
             self._raise_failure(rank, said)
         elif word == "disagrees":
-            self._settle({rank.rank: None})
+            self._settle({rank.rank: None}, cause_known=True)
             self._raise_hang(*hang.explain_mismatch(hang.mismatch(self.board) or said))
         else:
             self.replies[rank.rank] = said
@@ -146,7 +146,7 @@ class Watch:
 
     # Failures.
 
-    def _settle(self, fallen: dict[int, worker.Failure | int | None]):
+    def _settle(self, fallen: dict[int, worker.Failure | int | None], cause_known: bool = False):
         """Let the others fail too, so that the report doesn't depend on who was faster.
 
         fallen: {rank: how, None if it returned} so far; added to. As long as all of them only lost
@@ -154,7 +154,8 @@ class Watch:
         """
         begun, events = time.perf_counter(), None
         while True:
-            cause_known = any(how is not None and not _lost_peer(how) for how in fallen.values())
+            if any(how is not None and not _lost_peer(how) for how in fallen.values()):
+                cause_known = True
             if time.perf_counter() - begun > (SETTLE_S if cause_known else LOST_PEER_S):
                 return
             rest = [rank for rank in self.pending if rank.rank not in fallen]
