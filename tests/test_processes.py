@@ -275,7 +275,7 @@ def kill_while_it_works(script, world_size):
     """The ranks of a launch, a rank that stays, and a child of each: none outlives the notebook."""
     ready = {script.line() for _ in range(world_size)}
     assert ready == {f"rank {rank} | ready" for rank in range(world_size)}
-    assert len(script.sleeping()) == world_size + 1
+    wait_until(lambda: len(script.sleeping()) == world_size + 1)
     script.signal(signal.SIGKILL)
     script.process.wait(FREEZE_S)
     assert script.left() == []
@@ -291,7 +291,7 @@ def test_trap_18_20_and_21_interrupts_and_a_kill(tmp_path):
         assert script.line() == "interrupted the start"
         for number, name in enumerate(names):
             assert {script.line(), script.line()} == {"rank 0 | ready", "rank 1 | ready"}
-            assert len(script.sleeping()) == 2  # none of the launch before
+            wait_until(lambda: len(script.sleeping()) == 2)  # none of the launch before
             for _ in range(1 + number % 2):
                 script.interrupt_group()
                 time.sleep(0.005)

@@ -32,7 +32,7 @@ class _Calls:
     def __init__(self, board: Board):
         self.ranks = range(board.world_size)
         self.records = [board.records(rank) for rank in self.ranks]
-        self._reached = [{r.channel: r.seq for r in records} for records in self.records]
+        self._reached = [dict(map(_channel_and_seq, records)) for records in self.records]
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
         """The members of `call`, which `rank` made, that have not come to it."""
@@ -47,6 +47,10 @@ class _Calls:
             if (record.channel, record.seq) == (call.channel, call.seq) and record.dropped:
                 return record
         return None
+
+
+def _channel_and_seq(record: Record) -> tuple[str, int]:
+    return record.channel, record.seq
 
 
 def situations(board: Board) -> list[Situation]:
@@ -215,8 +219,9 @@ def _last_calls(board: Board) -> list[str]:
     differs = last + 1
     messages = any(call.startswith(MESSAGES) for column in columns for call in column.values())
     if not messages:  # ranks that exchange messages rightly make different calls
-        calls = {n: {column.get(n) for column in columns} for n in range(oldest, last + 1)}
-        differs = next((n for n in calls if len(calls[n]) > 1), differs)
+        for number in range(last, oldest - 1, -1):
+            if any(column.get(number) != columns[0].get(number) for column in columns):
+                differs = number
     first = max(oldest, min(differs + 2, last + 1) - LAST_CALLS)
     shown = range(first, min(first + LAST_CALLS, last + 1))
     alike: dict[tuple, list[int]] = {}
