@@ -51,19 +51,15 @@ def ring_attention(
             receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=left)
             works = dist.batch_isend_irecv([send, receive])
         if owner <= rank or not causal:  # computed while the next block is on its way
-            part = attend_block(q, *here, diagonal=causal and owner == rank)
+            keys, values = here
+            scores = tile_scores(*in_fp32(q, keys), 0, causal and owner == rank)
+            part = summarize(scores, values)
             triple = part if triple is None else merge(triple, part)
         for work in works:
             work.wait()  # only now may `here` be overwritten and `arriving` be read
         here, arriving = arriving, here
     _, ell, o = triple
     return normalize(o, ell.unsqueeze(-1)).to(q.dtype)
-
-
-def attend_block(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> tuple[Tensor, ...]:
-    """(m, ℓ, o) of each query over these keys; on the diagonal, over those not after it."""
-    q, k = in_fp32(q, k)
-    return summarize(tile_scores(q, k, 0, diagonal), v)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None) -> None:

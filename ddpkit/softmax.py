@@ -118,15 +118,13 @@ def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
 def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Of two parts' (m, ℓ), that of both together; of two (m, ℓ, o), likewise.
 
-    m, ℓ: any shape, the same or one that broadcasts. o: one axis more. ValueError: a pair and a
-    triple. Order and brackets change no more than the last bits; (-inf, 0) changes nothing.
+    m, ℓ: any shape, the same or one that broadcasts. o: one axis more. Order and
+    brackets change no more than the last bits; (-inf, 0) changes nothing.
     """
     (m_a, ell_a, *o_a), (m_b, ell_b, *o_b) = a, b
     m = torch.maximum(m_a, m_b)
     correct_a, correct_b = power(m_a, m), power(m_b, m)
     ell = ell_a * correct_a + ell_b * correct_b
-    if len(a) != len(b):
-        raise ValueError(f"expected two pairs or two triples, got {len(a)} and {len(b)} tensors")
     if not o_a:
         return m, ell
     return m, ell, o_a[0] * correct_a.unsqueeze(-1) + o_b[0] * correct_b.unsqueeze(-1)

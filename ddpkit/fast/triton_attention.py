@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..flash_attention import check_shapes
+
 _imported_before = "triton" in sys.modules  # by the first optimizer, for example
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -59,7 +61,7 @@ def _tune(own: str, others: str, tiles: list[tuple[int, int, int, int]]):
         tiles = [(32, 16, 4, 1)]
     configs = [triton.Config({own: m, others: n}, w, stages) for m, n, w, stages in tiles]
     prune = {"early_config_prune": _smallest_in_fp32}
-    return triton.autotune(configs, ["octave", "GROUPS", "D", "CAUSAL"], prune_configs_by=prune)
+    return triton.autotune(configs, ["octave", "D", "CAUSAL"], prune_configs_by=prune)
 
 
 def _smallest_in_fp32(configs: list, arguments: dict, **_) -> list:
@@ -136,21 +138,19 @@ def _attend(
 @triton.jit
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, Nq, Nk, scale, octave,
-    GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one query tile of one head."""
     head, tile = _head_and_tile(tl.cdiv(Nq, BLOCK_Q), CAUSAL)
     q_ptr, o_ptr, lse_ptr = q_ptr + head * Nq * D, o_ptr + head * Nq * D, lse_ptr + head * Nq
-    k_ptr, v_ptr = k_ptr + head // GROUPS * Nk * D, v_ptr + head // GROUPS * Nk * D
+    k_ptr, v_ptr = k_ptr + head * Nk * D, v_ptr + head * Nk * D
 
     queries = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     q = _load_tile(q_ptr, queries, Nq, D, BLOCK_D, True)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     ell = tl.zeros((BLOCK_Q,), tl.float32)
-    m = tl.full(
-        (BLOCK_Q,), float("-inf"), tl.float32
-    )  # of scores in base 2, as lse: p = 2^(s - lse)
+    m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)  # m and lse in base 2: p = 2^(s - lse)
     full, last = _key_range(tile * BLOCK_Q, Nk, CAUSAL, BLOCK_Q, BLOCK_K)
     c = scale * LOG2E
     acc, ell, m = _attend(
@@ -227,13 +227,15 @@ def _gather_dkdv(
 @triton.jit
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, Nq, Nk, scale, octave,
-    GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one key tile of one head: the sum over the GROUPS heads of q that share it."""
+    """dk and dv of one key tile of one head."""
     head, tile = _head_and_tile(tl.cdiv(Nk, BLOCK_K), False)
-    start = head * Nk * D
-    k_ptr, v_ptr, dk_ptr, dv_ptr = k_ptr + start, v_ptr + start, dk_ptr + start, dv_ptr + start
+    q_ptr, do_ptr = q_ptr + head * Nq * D, do_ptr + head * Nq * D
+    lse_ptr, delta_ptr = lse_ptr + head * Nq, delta_ptr + head * Nq
+    k_ptr, v_ptr = k_ptr + head * Nk * D, v_ptr + head * Nk * D
+    dk_ptr, dv_ptr = dk_ptr + head * Nk * D, dv_ptr + head * Nk * D
 
     keys = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     # Beyond the end the last key again: a key of zeros could make p infinite.
@@ -243,21 +245,18 @@ def _dkdv_kernel(
     dv = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     first, full, tail = _query_range(tile * BLOCK_K, Nq, CAUSAL, BLOCK_Q, BLOCK_K)
     c = scale * LOG2E
-    for q_head in range(head * GROUPS, (head + 1) * GROUPS):
-        heads_q, heads_do = q_ptr + q_head * Nq * D, do_ptr + q_head * Nq * D
-        heads_lse, heads_delta = lse_ptr + q_head * Nq, delta_ptr + q_head * Nq
-        dk, dv = _gather_dkdv(
-            dk, dv, k, v, heads_q, heads_do, heads_lse, heads_delta, keys, first, full, Nq, c,
-            D, BLOCK_D, BLOCK_Q, CAUSAL, True,
-        )  # fmt: skip
-        dk, dv = _gather_dkdv(
-            dk, dv, k, v, heads_q, heads_do, heads_lse, heads_delta, keys, full, tail, Nq, c,
-            D, BLOCK_D, BLOCK_Q, CAUSAL, False,
-        )  # fmt: skip
-        dk, dv = _gather_dkdv(
-            dk, dv, k, v, heads_q, heads_do, heads_lse, heads_delta, keys, tail, Nq, Nq, c,
-            D, BLOCK_D, BLOCK_Q, CAUSAL, True,
-        )  # fmt: skip
+    dk, dv = _gather_dkdv(
+        dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, keys, first, full, Nq, c,
+        D, BLOCK_D, BLOCK_Q, CAUSAL, True,
+    )  # fmt: skip
+    dk, dv = _gather_dkdv(
+        dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, keys, full, tail, Nq, c,
+        D, BLOCK_D, BLOCK_Q, CAUSAL, False,
+    )  # fmt: skip
+    dk, dv = _gather_dkdv(
+        dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, keys, tail, Nq, Nq, c,
+        D, BLOCK_D, BLOCK_Q, CAUSAL, True,
+    )  # fmt: skip
 
     _store_tile(dk_ptr, keys, dk * scale, Nk, D, BLOCK_D)
     _store_tile(dv_ptr, keys, dv, Nk, D, BLOCK_D)
@@ -300,13 +299,13 @@ def _gather_dq(
 @triton.jit
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, Nq, Nk, scale, octave,
-    GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dq of one query tile of one head."""
     head, tile = _head_and_tile(tl.cdiv(Nq, BLOCK_Q), CAUSAL)
     q_ptr, do_ptr, dq_ptr = q_ptr + head * Nq * D, do_ptr + head * Nq * D, dq_ptr + head * Nq * D
-    k_ptr, v_ptr = k_ptr + head // GROUPS * Nk * D, v_ptr + head // GROUPS * Nk * D
+    k_ptr, v_ptr = k_ptr + head * Nk * D, v_ptr + head * Nk * D
     lse_ptr, delta_ptr = lse_ptr + head * Nq, delta_ptr + head * Nq
 
     queries = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -362,9 +361,8 @@ class FlashAttentionTriton(torch.autograd.Function):
 def flash_attention_triton(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Attention tile by tile, as `ddpkit.flash_attention.flash_attention`, on a GPU.
 
-    q, k, v: as there, but in fp16, bf16 or fp32, D at most 256; and k and v may have fewer heads
-    (their last leading axis), each then serves as many neighbouring heads of q. Sums are fp32, the
-    factors of every product have q's dtype. Returns (..., Nq, D), contiguous, of q's dtype.
+    q, k, v: as there, but in fp16, bf16 or fp32, D at most 256. Sums are fp32, the factors of every
+    product have q's dtype. Returns (..., Nq, D), contiguous, of q's dtype.
     ValueError: shapes, dtypes or devices that don't fit; bf16 in the interpreter, which multiplies
     it wrongly. RuntimeError: neither a GPU of compute capability 8.0 or higher nor the interpreter.
 
@@ -382,7 +380,6 @@ def _sizes(q: Tensor, k: Tensor, causal: bool) -> dict[str, float]:
         "Nk": Nk,
         "scale": D**-0.5,
         "octave": max(Nq, Nk).bit_length(),
-        "GROUPS": q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1,
         "D": D,
         "BLOCK_D": max(16, triton.next_power_of_2(D)),  # tl.dot takes 16 at least, in powers of two
         "CAUSAL": bool(causal),
@@ -398,21 +395,18 @@ def _programs(x: Tensor, block: str):
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_device(q)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    dtypes = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
-    expected = None
-    if q.ndim < 2 or q.ndim != k.ndim or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
-        expected, got = "q (..., Nq, D), k and v (..., Nk, D), no axis missing or swapped", shapes
-    elif 0 in q.shape or 0 in k.shape or q.shape[-1] > 256:
-        expected, got = "D of 1 to 256 and nothing empty", shapes
-    elif q.shape[:-3] != k.shape[:-3] or (q.ndim > 2 and q.shape[-3] % k.shape[-3]):
-        expected, got = "leading axes alike, but for q's heads, a multiple of k's", shapes
-    elif q.dtype not in DTYPES or len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
-        expected, got = "float16, bfloat16 or float32, alike, on one device", dtypes
-    elif INTERPRETED and q.dtype == torch.bfloat16:
-        expected, got = "float16 or float32 in Triton's interpreter", dtypes
-    if expected:
-        raise ValueError(f"expected {expected}, got {got}: convert, or use ddpkit.flash_attention")
+    check_shapes(q, k, v)
+    fits = {
+        "nothing empty, and D of at most 256": 0 not in q.shape and q.shape[-1] <= 256,
+        "float16, bfloat16 or float32": q.dtype in DTYPES,
+        "no bfloat16 in Triton's interpreter": not (INTERPRETED and q.dtype == torch.bfloat16),
+        "all on one device": q.device == k.device == v.device,
+    }
+    got = f"q {tuple(q.shape)}, {q.dtype}, on {q.device}, k on {k.device}, v on {v.device}"
+    remedy = "convert, or use ddpkit.flash_attention"
+    for expected, true in fits.items():
+        if not true:
+            raise ValueError(f"expected {expected}, got {got}: {remedy}")
 
 
 def _check_device(q: Tensor) -> None:

@@ -19,7 +19,7 @@ def test_an_overflow_in_plain_python_is_told_as_what_came_out():
         return [math.exp(x) / ell for x in row]
 
     said = check.online_softmax(without_a_maximum).text
-    assert "row 0, 1000: it raised OverflowError: math range error, expected [0.0, 1.0]" in said
+    assert "row 0, 1000 on rank 0: OverflowError('math range error'), not [0, 1]." in said
     assert "exp(1000) overflows" in said
     assert "the ranks sent nothing" in check.online_softmax.replay().text
 
@@ -28,12 +28,4 @@ def test_torchs_own_softmax_reads_the_row_once():
     def by_torch(row):
         return row.softmax(-1).nan_to_num(0)
 
-    assert "was the row kept somewhere?" in check.online_softmax(by_torch).text.lower()
-
-
-def test_any_wrong_numbers_are_read():
-    def divides_by_the_length(row):
-        m = max(row)
-        return [math.exp(x - m) / len(row) for x in row]
-
-    assert "They add up to 0.533333." in check.online_softmax(divides_by_the_length).text
+    assert "Was the row kept somewhere?" in check.online_softmax(by_torch).text
