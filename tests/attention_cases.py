@@ -1,8 +1,5 @@
 """What the tests of all attentions share: the textbook's, and how far from it rounding may be."""
 
-import itertools
-import random
-
 import torch
 from torch import Tensor
 
@@ -13,19 +10,15 @@ def randn(*shape, seed=0, dtype=torch.float64, device="cpu", grad=False) -> Tens
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """softmax(q·kᵀ/√D)·v as in textbooks, in the dtype of q. k and v may have fewer heads."""
-    return _weights(q, k, causal) @ _for_heads_of(q, v)
+    """softmax(q·kᵀ/√D)·v as in textbooks, in the dtype of q."""
+    return _weights(q, k, causal) @ v
 
 
 def _weights(q, k, causal):
-    s = q @ _for_heads_of(q, k).mT * q.shape[-1] ** -0.5
+    s = q @ k.mT * q.shape[-1] ** -0.5
     if causal:
         s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
     return s.softmax(-1)
-
-
-def _for_heads_of(q, x):
-    return x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) if q.ndim > 2 else x
 
 
 def output_and_gradients(attend, q, k, v, do, causal=False) -> dict[str, Tensor]:
@@ -65,34 +58,13 @@ def _magnitudes(q, k, v, do, causal) -> dict[str, Tensor]:
     A weight's relative error is that of its exponent, so |q|·|k|ᵀ/√D counts, too; dp and delta, of
     which ds is the difference, are sums of their own.
     """
-    scale, heads = q.shape[-1] ** -0.5, k.shape[-3:-2]
-    p = _weights(q, k, causal)
-    q, k, v, do = q.abs(), _for_heads_of(q, k).abs(), _for_heads_of(q, v).abs(), do.abs()
+    scale, p = q.shape[-1] ** -0.5, _weights(q, k, causal)
+    q, k, v, do = q.abs(), k.abs(), v.abs(), do.abs()
     p = p * (1 + q @ k.mT * scale)
     dp = do @ v.mT
     ds = p * (dp + (p * dp).sum(-1, keepdim=True)) * scale
-    by_group = (lambda x: x.unflatten(-3, (*heads, -1)).sum(-3)) if heads else (lambda x: x)
-    return {"o": p @ v, "dq": ds @ k, "dk": by_group(ds.mT @ q), "dv": by_group(p.mT @ do)}
+    return {"o": p @ v, "dq": ds @ k, "dk": ds.mT @ q, "dv": p.mT @ do}
 
 
 def _rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
-
-
-def pairwise(**axes) -> list[dict]:
-    """Few cases in which any two values of any two axes meet; greedily chosen."""
-    draw, names = random.Random(0), list(axes)
-
-    def pairs(case):
-        return set(itertools.combinations(case.items(), 2))
-
-    missing = set()
-    for a, b in itertools.combinations(names, 2):
-        missing |= {((a, x), (b, y)) for x in axes[a] for y in axes[b]}
-    cases = []
-    while missing:
-        pair = dict(min(missing, key=str))
-        tries = [{name: draw.choice(axes[name]) for name in names} | pair for _ in range(30)]
-        cases.append(max(tries, key=lambda case: len(pairs(case) & missing)))
-        missing -= pairs(cases[-1])
-    return cases

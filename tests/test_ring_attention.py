@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from attention_cases import exact, randn
 from on_ranks import on_ranks
-from outside import run_script
 
 from ddpkit import launch
 from ddpkit import ring_attention as module
+from ddpkit.flash_attention import tile_scores
 from ddpkit.lesson.figures import received_bytes, sent_bytes
 from ddpkit.ring_attention import ring_attention
+from ddpkit.runtime.wire import recorder
 
 for its in (sys.modules[__name__], attention_cases):  # as functions of a notebook travel
     cloudpickle.register_pickle_by_value(its)
@@ -82,50 +83,33 @@ def test_groups(check):
 # The wire
 
 
-def attend(causal, dtype):
-    ring_attention(*torch.ones(3, 2, 3, 6, 4, dtype=dtype), causal)
+def attend():
+    for causal, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        ring_attention(*torch.ones(3, 2, 3, 6, 4, dtype=dtype), causal)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_bytes_and_hops(world_size):
     """2(W-1) slices, of k and v, in W-1 messages to the right neighbour; no other call."""
-    for causal, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        run = launch(attend, causal, dtype, world_size=world_size)
-        expected = 2 * (world_size - 1) * 2 * 3 * 6 * 4 * dtype.itemsize
-        assert sent_bytes(run) == received_bytes(run) == [expected] * world_size
-        for rank, records in enumerate(run.wire):
-            right, left = (rank + 1) % world_size, (rank - 1) % world_size
-            hops = [("send", right), ("recv", left)] * (world_size - 1)
-            assert [(r.op, r.peer) for r in records] == hops
+    run = launch(attend, world_size=world_size)
+    expected = 2 * (world_size - 1) * 2 * 3 * 6 * 4 * (4 + 2)
+    assert sent_bytes(run) == received_bytes(run) == [expected] * world_size
+    for rank, records in enumerate(run.wire):
+        right, left = (rank + 1) % world_size, (rank - 1) % world_size
+        hops = [("send", right), ("recv", left)] * 2 * (world_size - 1)
+        assert [(r.op, r.peer) for r in records] == hops
 
 
 def blocks_computed(causal):
     """By key, which blocks were computed, and how many messages were on their way meanwhile."""
-    seen, on_their_way = [], 0
-    attend_block, batch = module.attend_block, dist.batch_isend_irecv
+    seen = []
 
-    class Counted:
-        def __init__(self, work):
-            self.work = work
+    def watched(q, keys, first, diagonal):
+        waited_for_by_none = [record for record in recorder().records if record.waited is None]
+        seen.append((int(keys[0, 0]), diagonal, len(waited_for_by_none)))
+        return tile_scores(q, keys, first, diagonal)
 
-        def wait(self):
-            nonlocal on_their_way
-            on_their_way -= 1
-            self.work.wait()
-
-    def counting_batch(operations):
-        nonlocal on_their_way
-        on_their_way += len(operations)
-        return [Counted(work) for work in batch(operations)]
-
-    def watched_block(q, k, v, diagonal):
-        seen.append((int(k[0, 0]), diagonal, on_their_way))
-        return attend_block(q, k, v, diagonal)
-
-    with (
-        patch.object(module, "attend_block", watched_block),
-        patch.object(dist, "batch_isend_irecv", counting_batch),
-    ):
+    with patch.object(module, "tile_scores", watched):
         x = torch.full((2, 1), float(dist.get_rank()))
         ring_attention(x, x, x, causal)
     return seen
@@ -165,35 +149,3 @@ def test_mistakes_are_named(check):
         check.refused(ring_attention, *shapes, says=says)
     says = (me, "shapes (2,), (2,), (2,)", "(..., n, D)")
     check.refused(ring_attention, x[0], x[0], x[0], says=says)
-
-
-# Elsewhere
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
-
-SCRIPT = """
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from ddpkit.ring_attention import ring_attention
-from ddpkit.softmax import softmax_across_ranks
-
-dist.init_process_group()
-rank = dist.get_rank()
-q, k, v = torch.randn(3, 2, 12, 4, generator=torch.Generator().manual_seed(0))
-for causal in (False, True):
-    whole = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    part = ring_attention(*(tensor.chunk(3, dim=-2)[rank] for tensor in (q, k, v)), causal)
-    torch.testing.assert_close(part, whole.chunk(3, dim=-2)[rank])
-row = q.flatten()
-torch.testing.assert_close(softmax_across_ranks(row.chunk(3)[rank]), row.softmax(0).chunk(3)[rank])
-with open(f"rank.{rank}", "w") as file:
-    file.write("compared")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun_alone(tmp_path):
-    run_script(tmp_path, SCRIPT, command=TORCHRUN, OMP_NUM_THREADS="1")
-    assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(3)] == ["compared"] * 3
