@@ -475,10 +475,12 @@ def never_waited(run: Run) -> str | None:
         for record in records:
             if record.waited is None:
                 begun_by = f"i{record.op}" if record.op in ("send", "recv") else "async_op=True"
+                future = ", not on its get_future(), which leaves no mark"
+                future = future if record.by_future else ""
                 return (
                     f"rank {rank} began {record.call} and never waited for it ({place(record)}).\n"
-                    f"Keep what {begun_by} returns, and call wait() on it: until then nobody knows "
-                    "what is in the tensor."
+                    f"Keep what {begun_by} returns, and call wait() on it{future}: until then "
+                    "nobody knows what is in the tensor."
                 )
     return None
 

@@ -4,247 +4,161 @@ Gradients are chosen so that the mean reads like a tally, each digit a rank: 11 
 on four.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddpkit import data_parallel
-from ddpkit.runtime.launch import Run
+from ddpkit.runtime.board import Record
 from ddpkit.runtime.wire import recorder
 
-from .checker import Exercise, Mistake, Trial, mistakes
+from .checker import Exercise, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
-class Small(nn.Module):
-    """A weight under two names, a bias, and a parameter that isn't trained; never called."""
+# The module whose gradients are averaged, here and in notebook 04
 
-    def __init__(self):
-        super().__init__()
-        self.positions = nn.Parameter(torch.full((2,), 7.0), requires_grad=False)
-        self.tokens = nn.Embedding.from_pretrained(torch.full((2, 2), 7.0), freeze=False)
-        self.body = nn.Linear(2, 2)
-        self.head = nn.Linear(2, 2, bias=False)
-        self.head.weight = self.tokens.weight
-        nn.init.constant_(self.body.weight, 7.0)
-        nn.init.constant_(self.body.bias, 7.0)
+WEIGHT = 7.0  # of all parameters; no gradient that is sent is that
+# What gradients are multiples of, by parameter in the order of forward; none is 2, 3 or 4 times
+# another. tokens.weight is head.weight, too
+GRADIENTS = {"tokens.weight": 17.0, "first.weight": 3.0, "first.bias": 5.0}
+GRADIENTS |= {"second.weight": 13.0, "norm.weight": 11.0}
+FACTORS = GRADIENTS | {"tokens.weight": 1.0, "head.weight": 16.0}
 
 
-# Of the trained ones, and what their gradients are multiples of: a sum is no other's mean
-FACTORS = {"tokens.weight": 1, "body.weight": 3, "body.bias": 5}
-NUMELS = {"tokens.weight": 4, "body.weight": 4, "body.bias": 2}
+class Stack(nn.Module):
+    """Layers one after the other, to which backward comes from the last to the first.
 
-
-def _backward(module: nn.Module, scale: int, names: tuple[str, ...] = tuple(FACTORS)) -> None:
-    """Leave `scale` times its factor in the gradient of each of these parameters."""
-    parameters = dict(module.named_parameters())
-    sum((scale * FACTORS[name] * parameters[name]).sum() for name in names).backward()
-
-
-@dataclass
-class Gradients:
-    """What an answer left in a module, by parameter; None for one that has no gradient.
-
-    parameters: their values. messages: all_reduces that this rank began; itself: whether one of
-    them had a parameter in it.
+    A weight is used twice: its gradient is complete only when backward has been through both.
+    positions isn't trained, and used by nobody.
     """
 
-    gradients: dict[str, list | None]
-    parameters: dict[str, list]
-    messages: int = field(default=0, compare=False)
-    itself: bool = field(default=False, compare=False)
+    def __init__(self, norm: torch.dtype = torch.float32):
+        super().__init__()
+        self.positions = nn.Parameter(torch.empty(2), requires_grad=False)
+        self.tokens = nn.Embedding(2, 2)
+        self.first, self.second = nn.Linear(1, 3), nn.Linear(3, 1, bias=False)
+        self.norm = nn.LayerNorm(2, bias=False, dtype=norm)
+        self.head = nn.Linear(2, 2, bias=False)
+        self.head.weight = self.tokens.weight
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, WEIGHT)
 
-    @classmethod
-    def of(cls, module: nn.Module) -> "Gradients":
-        gradients, parameters = {}, {}
-        for name, parameter in module.named_parameters():
-            parameters[name] = numbers(parameter)
-            gradients[name] = None if parameter.grad is None else numbers(parameter.grad)
-        records = recorder().records if dist.is_initialized() else []
-        sent = [record.values for record in records if record.op == "all_reduce"]
-        itself = any(values in sent for values in parameters.values())
-        return cls(gradients, parameters, len(sent), itself)
-
-    def __repr__(self):
-        present = {name: values for name, values in self.gradients.items() if values is not None}
-        shown = [f"{name}.grad {brief(values)}" for name, values in present.items()]
-        return ", ".join(shown) or "no gradients"
-
-    def symptom(self):
-        return f"{self.gradients} {self.parameters} {self.messages > 0} {self.itself}"
-
-
-def numbers(tensor: torch.Tensor) -> list:
-    return tensor.detach().flatten().tolist()
+    def forward(
+        self,
+        scale: int,
+        layers: Sequence[str] = tuple(FACTORS),
+        at_layer: Callable = lambda _: None,
+    ) -> torch.Tensor:
+        """Its gradients are `scale` times GRADIENTS; backward calls `at_layer` before each."""
+        x = torch.zeros(())
+        for name in layers:
+            x = x + scale * FACTORS[name] * self.get_parameter(name).sum()
+            x.register_hook(at_layer)
+        return x
 
 
-def brief(values: list) -> str:
-    """One number, if all are alike."""
-    shown = [f"{value:.6g}" for value in values]
-    return shown[0] if len(set(shown)) == 1 else f"[{', '.join(shown)}]"
+def tally(world_size: int) -> int:
+    """Each rank once: 11, 1111. Rank r brings W times 10**r, so this is the mean."""
+    return sum(10**rank for rank in range(world_size))
 
 
-def _small(scale: int, body: int | None = None) -> Gradients:
-    """Small, untouched but for gradients of `scale` (in body, `body`) times their factors."""
-    scales = {name: scale if body is None or name == "tokens.weight" else body for name in FACTORS}
-    gradients = {name: [scales[name] * FACTORS[name]] * NUMELS[name] for name in FACTORS}
-    parameters = {name: [7] * numel for name, numel in {"positions": 2, **NUMELS}.items()}
-    return Gradients({"positions": None, **gradients}, parameters)
+def all_reduces() -> list[Record]:
+    """Those that this rank has begun."""
+    return [record for record in recorder().records if record.op == "all_reduce"]
 
 
-# What can go wrong with any average
+def left_in(module: nn.Module) -> dict[str, object]:
+    """Gradients and parameters, each as one number if all its numbers are alike."""
+    gradients, parameters = {}, {}
+    for name, parameter in module.named_parameters():
+        parameters[name] = _brief(parameter)
+        gradients[f"{name}.grad"] = None if parameter.grad is None else _brief(parameter.grad)
+    itself = any(WEIGHT in (record.values or []) for record in all_reduces())
+    return gradients | parameters | {"parameters sent": itself}
 
 
-def wrong_ones(expected: Gradients, got: Gradients) -> list[str]:
-    """The names of the parameters whose gradients aren't what they should be."""
-    return [name for name, values in expected.gradients.items() if got.gradients[name] != values]
+def _brief(tensor: torch.Tensor) -> float | list:
+    numbers = tensor.flatten().tolist()
+    return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
-def beside_the_average(expected: Gradients, got: Gradients) -> str | None:
-    """What no way of averaging explains: a parameter touched, a gradient gone or too many."""
-    for name, before in expected.parameters.items():
-        after = got.parameters[name]
-        if after != before:
-            return (
-                f"{name} itself was {brief(before)} and is {brief(after)}: leave the parameters to "
-                "the optimizer, and work on .grad."
-            )
-    wrong = wrong_ones(expected, got)
-    if expected.gradients[wrong[0]] is None:
-        return f"{wrong[0]} isn't trained and has no gradient: leave it so (requires_grad tells)."
-    if got.gradients[wrong[0]] is None:
-        return f"{wrong[0]}.grad is gone: the optimizer looks for it there."
-    return None
+def should_be_left(mean: int, elsewhere: int | None = None) -> dict[str, object]:
+    """In a Stack: gradients of `mean` times GRADIENTS; `elsewhere` for all but tokens."""
+    left = {}
+    for name, factor in GRADIENTS.items():
+        left[f"{name}.grad"] = factor * (
+            mean if elsewhere is None or "tokens" in name else elsewhere
+        )
+    parameters = dict.fromkeys(("positions", *GRADIENTS), WEIGHT)
+    return left | parameters | {"positions.grad": None, "parameters sent": False}
 
 
-def wrong_mean(
-    trial: Trial,
-    rank: int,
-    expected: Gradients,
-    got: Gradients,
-    own: Callable[[int], Gradients],
-) -> str:
-    """What a gradient says that isn't the mean. own: what a rank has if nobody averages."""
-    beside = beside_the_average(expected, got)
-    if beside:
-        return beside
-    name = wrong_ones(expected, got)[0]
-    mean, value, world_size = expected.gradients[name], got.gradients[name], trial.world_size
-    if value == [world_size * each for each in mean]:
-        return f"{name}.grad is the sum over the ranks: divide by the number of ranks."
-    if value == [each / world_size for each in mean]:
-        return f"{name}.grad was divided by {world_size**2}, on {world_size} ranks."
-    for other in range(world_size):
-        if value == own(other).gradients[name]:
-            whose = "still rank" if other == rank else "rank"
-            return (
-                f"{name}.grad is {whose} {other}'s own: the mean of all must end up in .grad "
-                "itself, in place. Every parameter that is trained has its turn, biases too."
-            )
-    for other, others_mean in expected.gradients.items():
-        if value == (others_mean or [])[: len(value)]:
-            return (
-                f"{name}.grad holds the mean of {other}.grad. Are the parts of one message cut out "
-                "in the order in which they were put in?"
-            )
-    return f"Is {name}.grad what all ranks' gradients add up to, divided by {world_size} once?"
+def read_mean(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
+    """What the first wrong gradient is, if it isn't the mean."""
+    what = next(what for what in expected if got.get(what) != expected[what])
+    mean, value, world_size = expected[what], got.get(what), trial.world_size
+    if f"{what}.grad" in expected:
+        return "Leave the parameters to the optimizer, and work on .grad."
+    if not what.endswith(".grad") or None in (mean, value):
+        return None
+    if value == world_size * mean:
+        return f"{what} is the sum over the ranks: divide by the number of ranks."
+    if value == mean / world_size:
+        return f"{what} was divided by {world_size**2}, on {world_size} ranks."
+    own = [mean * world_size * 10**other / tally(world_size) for other in range(world_size)]
+    if value in own:
+        return (
+            f"{what} is rank {own.index(value)}'s own: the mean of all must end up in .grad "
+            "itself, in place. Every parameter that is trained has its turn, biases too."
+        )
+    return f"Is {what} what all ranks' gradients add up to, divided by {world_size} once?"
+
+
+# What can go wrong with any mean
+IN_A_MEAN = mistakes("""
+sums: /= dist.get_world_size( → /= 1 + 0 * dist.get_world_size(
+    That is the sum over the ranks: divide by the number of ranks.
+divides_twice: /= dist.get_world_size( → /= dist.get_world_size() * dist.get_world_size(
+    It was divided by 4, on 2 ranks. Twice, before the all_reduce and after it? Or by a number of
+    your own? dist.get_world_size() knows how many there are.
+divides_by_2: /= dist.get_world_size( → /= 2 + 0 * dist.get_world_size(
+    It was divided by 2, on 4 ranks: dist.get_world_size() knows how many there are.
+""")
 
 
 # average_gradients(module)
 
-UNUSED = "rank 1 has no gradient in one layer"
-
-
-def _before(rank: int, world_size: int) -> int:
-    """What rank r's gradients are multiples of: means are multiples of 11 on two ranks."""
-    return world_size * 10**rank
-
 
 def _run_average(answer, unused):
-    module = Small()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    used = ("tokens.weight",) if unused and rank == 1 else tuple(FACTORS)
-    _backward(module, _before(rank, world_size), used)
+    module, rank = Stack(), dist.get_rank()
+    layers = ("tokens.weight", "head.weight") if unused and rank == 1 else tuple(FACTORS)
+    module(dist.get_world_size() * 10**rank, layers).backward()
     answer(module)
-    return Gradients.of(module)
+    # Who has a gradient may be agreed on before: messages of zeros and ones don't count
+    sent = [r for r in recorder().records if not set(r.values or [2]) <= {0, 1}]
+    gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return {
+        **left_in(module),
+        "anything sent": bool(sent),
+        "bytes too many": max(0, sum(r.bytes for r in sent) - sum(g.nbytes for g in gradients)),
+        "calls too many": max(0, len(sent) - len(gradients)),
+    }
 
 
 def _average_trials():
+    wire = {"anything sent": True, "bytes too many": 0, "calls too many": 0}
     for world_size in (2, 4, 1):
-        mean = sum(10**rank for rank in range(world_size))
-        yield Trial(world_size, _run_average, (False,), [_small(mean)] * world_size)
+        expected = [should_be_left(tally(world_size)) | wire] * world_size
+        yield Trial(world_size, _run_average, (False,), expected)
         if world_size == 4:
-            yield Trial(2, _run_average, (True,), [_small(11, body=1)] * 2, what=UNUSED)
+            expected = [should_be_left(11, elsewhere=1) | wire] * 2
+            what = "rank 1 has no gradient in one layer"
+            yield Trial(2, _run_average, (True,), expected, what=what)
 
-
-def _explain_average(trial: Trial, rank: int, expected: Gradients, got: Gradients):
-    own = [_small(_before(other, trial.world_size)) for other in range(trial.world_size)]
-    return wrong_mean(trial, rank, expected, got, own.__getitem__)
-
-
-def _average_wire(trial: Trial, run: Run) -> str | None:
-    """Each gradient goes out once, in as many messages as there are parameters, or fewer.
-
-    Who has a gradient may be agreed on before: messages of zeros and ones don't count.
-    """
-    nbytes, count = 4 * sum(NUMELS.values()), len(NUMELS)
-    for rank, records in enumerate(run.wire):
-        sent = [record for record in records if not set(record.values or [2]) <= {0, 1}]
-        if sum(record.bytes for record in sent) > nbytes:
-            return (
-                f"the values are right, but rank {rank} sent {sum(r.bytes for r in sent)} bytes "
-                f"where its gradients have {nbytes}.\nDoes a weight with two names go out twice? "
-                "module.parameters() gives it once. Replay it: what does an all_reduce of each "
-                "gradient not do already?"
-            )
-        if len(sent) > count:
-            return (
-                f"the values and the bytes are right, but rank {rank} made {len(sent)} calls for "
-                f"{count} gradients: an all_reduce takes a whole tensor."
-            )
-    return None
-
-
-def _average_praise(trial: Trial, run: Run) -> str:
-    right = "right on 1, 2 and 4 ranks, also where one has no gradient"
-    if len(run.wire[0]) < len(NUMELS):
-        return f"{right}, in fewer messages than parameters: notebook 04 begins with that."
-    if "avg" in run.wire[0][0].detail:
-        return f"{right}, each gradient sent once, and ReduceOp.AVG divides on the way."
-    return f"{right}, each gradient sent once, the tied weight too."
-
-
-def mixes_up_the_parts(module):
-    tokens, weight, bias = [p for p in module.parameters() if p.requires_grad]
-    flat = torch.cat([p.grad.flatten() for p in (tokens, weight, bias)]) / dist.get_world_size()
-    dist.all_reduce(flat)
-    for parameter, part in zip((weight, tokens, bias), flat.split([4, 4, 2]), strict=True):
-        parameter.grad.copy_(part.view_as(parameter))
-
-
-def sends_tied_twice(module):
-    for layer in module.modules():
-        for parameter in layer.parameters(recurse=False):
-            if parameter.requires_grad:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-
-
-def adds_tied_twice(module):
-    for layer in module.modules():
-        for parameter in layer.parameters(recurse=False):
-            if parameter.requires_grad:
-                dist.all_reduce(parameter.grad)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad /= dist.get_world_size()
-
-
-TIED_TWICE = "tokens.weight is head.weight, too: did it have its turn twice?"
 
 average_gradients = Exercise(
     reference=data_parallel.average_gradients,
@@ -257,22 +171,14 @@ average_gradients = Exercise(
         "hang": "Every rank must make the same calls. Where parameter.grad is None, put zeros "
         "there: torch.zeros_like(parameter).",
     },
-    praise=_average_praise,
-    explain=_explain_average,
-    wire=_average_wire,
+    praise="right on 1, 2 and 4 ranks, also where one has no gradient, and nothing was sent twice, "
+    "the tied weight neither.",
+    explain=read_mean,
     note="NaiveDDP calls it, and complains where a gradient is missing on the way.",
-    mistakes=[
-        *mistakes("""
-sums: /= dist.get_world_size(group) → /= 1
-    That is the sum over the ranks: divide by the number of ranks.
-divides_twice: dist.all_reduce( → parameter.grad /= dist.get_world_size()
-    ⏎dist.all_reduce(
-    It was divided by 4, on 2 ranks. Twice, before the all_reduce and after it? Or by a number of
-    your own? dist.get_world_size() knows how many there are.
+    mistakes=IN_A_MEAN
+    + mistakes("""
 divides_by_4: dist.get_world_size(group) → 4
     Or by a number of your own?
-divides_by_2: dist.get_world_size(group) → 2
-    It was divided by 2, on 4 ranks: dist.get_world_size() knows how many there are.
 divides_on_rank_0: dist.get_world_size(group) → 1 if dist.get_rank() else dist.get_world_size()
     Rank 0 has the mean, the others the sum: every rank must divide.
 averages_the_parameters: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
@@ -280,13 +186,13 @@ averages_the_parameters: dist.all_reduce(parameter.grad → dist.all_reduce(para
     What all_reduce was given is the parameter itself. Average the gradients: parameter.grad.
 adds_up_the_parameters: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
     parameter.grad /= dist.get_world_size(group) → pass
-    tokens.weight itself was 7 and is 14: leave the parameters to the optimizer, and work on .grad.
+    That adds up the parameters: leave the parameters to the optimizer, and work on .grad.
 broadcasts: dist.all_reduce(parameter.grad, → dist.broadcast(parameter.grad, 0,
     parameter.grad /= dist.get_world_size(group) → pass
     That is rank 0's gradient: what the others learned from their data is lost. A mean needs all of
     them: dist.all_reduce.
 skips_biases: if parameter.requires_grad: → if parameter.requires_grad and parameter.dim() > 1:
-    body.bias.grad is still rank 0's own: every parameter that is trained has its turn, biases too.
+    first.bias.grad is still rank 0's own: every parameter that is trained has its turn, biases too.
 does_nothing: for parameter in module.parameters(): → for parameter in ():
     Nothing has changed: each rank still has its own gradients. dist.all_reduce(parameter.grad) adds
     them up, in place.
@@ -313,24 +219,27 @@ sends_none: parameter.grad = torch.zeros_like(parameter) → pass
     Rank 1 has no gradient in one layer, and None can't be sent: zeros can, and leave the sum as it
     is.
 never_waits: dist.all_reduce( → dist.all_reduce(async_op=True, tensor=
-    never waited for it
+    call wait() on it: until then nobody knows what is in the tensor
 number_by_number: dist.all_reduce(parameter.grad, group=group) → for one in parameter.grad.view(-1):
     ⏎    dist.all_reduce(one)
-    made 10 calls for 3 gradients
+    Not number by number: an all_reduce takes a whole tensor.
 reduces: dist.all_reduce(parameter.grad → dist.reduce(parameter.grad, 0
     Only rank 0 has the sum: you called dist.reduce. All ranks need it: dist.all_reduce.
 reduces_and_broadcasts: dist.all_reduce( → dist.reduce(parameter.grad, 0)
     ⏎dist.broadcast(src=0, tensor=
-    what does an all_reduce of each gradient not do
+    Replay it: what does an all_reduce of each gradient not do already?
+mixes_up_the_parts: parameter.grad /= dist → if parameter is module.second.weight:
+    ⏎    first, second = module.first.weight, module.second.weight
+    ⏎    first.grad, second.grad = second.grad.view(3, 1), first.grad.view(1, 3)
+    ⏎parameter.grad /= dist
+    Cut parts out of a message in the order in which they were put in: this is the mean of another.
+sends_tied_twice: in module.parameters(): → in (*module.parameters(), module.head.weight):
+    Does a weight with two names go out twice? module.parameters() gives it once.
+adds_tied_twice: dist.all_reduce( → if parameter is module.head.weight:
+    ⏎    dist.all_reduce(parameter.grad)
+    ⏎dist.all_reduce(
+    tokens.weight is head.weight, too: did it have its turn twice?
 """),
-        Mistake.written(
-            mixes_up_the_parts,
-            "Cut parts out of a message in the order in which "
-            "they were put in: tokens.weight.grad holds the mean of body.weight.grad.",
-        ),
-        Mistake.written(sends_tied_twice, "Does a weight with two names go out twice?"),
-        Mistake.written(adds_tied_twice, TIED_TWICE),
-    ],
 )
 
 
@@ -354,28 +263,21 @@ def _run_sum_or_mean(answer, reduction, rows):
 
     So both end as the same number, whose digits are the rows of each rank: 13, 314.
     """
-    module, rank = Small(), dist.get_rank()
+    module, rank = Stack(), dist.get_rank()
     times = rows[rank] if reduction == "sum" else sum(rows) * (rows[rank] > 0)
-    _backward(module, 10**rank * times)
+    module(10**rank * times).backward()
     answer(module, reduction, rows[rank])
-    return Gradients.of(module)
+    return left_in(module)
 
 
 def _sum_or_mean_trials():
     for rows in ROWS:
-        world_size = len(rows)
-        whole = _small(sum(count * 10**rank for rank, count in enumerate(rows)))
+        digits = sum(count * 10**rank for rank, count in enumerate(rows))
+        expected = [should_be_left(digits)] * len(rows)
         who = f"{', '.join(map(str, rows[:-1]))} and {rows[-1]} rows"
         for reduction in ("sum", "mean"):
-            args, what = (reduction, rows), f"{reduction} over {who}"
-            yield Trial(world_size, _run_sum_or_mean, args, [whole] * world_size, what=what)
-
-
-def _explain_sum_or_mean(trial: Trial, rank: int, expected: Gradients, got: Gradients):
-    beside = beside_the_average(expected, got)
-    name, rows = wrong_ones(expected, got)[0], sum(trial.args[1])
-    question = f"Write down {name}.grad of one process with all {rows} rows. What does a row weigh?"
-    return beside or question
+            what = f"{reduction} over {who}"
+            yield Trial(len(rows), _run_sum_or_mean, (reduction, rows), expected, what=what)
 
 
 sum_or_mean = Exercise(
@@ -390,7 +292,9 @@ sum_or_mean = Exercise(
     },
     praise="right on 2 and 3 ranks with different numbers of rows, none among them, for the sum "
     "and for the mean.",
-    explain=_explain_sum_or_mean,
+    explain=lambda *_: (
+        "Write down the gradient of one process with the rows of all ranks. What does a row weigh?"
+    ),
     note="Ours. Yours may look different: the check looks at what it does.",
     mistakes=mistakes("""
 leaves_means_alone: dist.all_reduce(parameter.grad) → if reduction == "sum":
@@ -461,86 +365,40 @@ class HookedDDP(torch.nn.Module):
         return self.module(*inputs)
 
 
-class Line(nn.Module):
-    """weight * x + bias, in float64: exact, in whatever order ranks add up."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([7.0], dtype=torch.float64))
-        self.bias = nn.Parameter(torch.tensor([5.0], dtype=torch.float64))
-
-    def forward(self, x):
-        return self.weight * x + self.bias
-
-
-def _loss(line: nn.Module, rank: int, world_size: int) -> torch.Tensor:
-    """Half the squared error of rank r's only point, x = r+1, which a new Line misses."""
-    x = rank + 1
-    y = 7 * x + 5 - world_size * 10**rank
-    return (line(x) - y).square().sum() / 2
-
-
-def _train(line: nn.Module, loss: Callable[[], torch.Tensor], steps: int) -> Gradients:
-    """What the last of some backwards left, before the last step of SGD, which hides no factor."""
-    optimizer = torch.optim.SGD(line.parameters(), lr=1 / 16)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss().backward()
-        gradients = Gradients.of(line)
-        optimizer.step()
-    return gradients
+X, LR = 2.0, 1 / 16  # every rank's only point; of SGD, which hides no factor
 
 
 def _run_hooked(answer, steps):
-    line, rank, world_size = Line(), dist.get_rank(), dist.get_world_size()
+    """Half the squared error of a line that starts 10**r times W above each rank's point."""
+    line = nn.Linear(1, 1, dtype=torch.float64)  # exact, in whatever order ranks add up
+    line.weight.data.fill_(WEIGHT)
+    line.bias.data.fill_(WEIGHT)
     model = answer(line)
-    return _train(line, lambda: _loss(model, rank, world_size), steps)
+    y = X * WEIGHT + WEIGHT - dist.get_world_size() * 10 ** dist.get_rank()
+    for _ in range(steps):
+        line.zero_grad()
+        ((model(torch.tensor([X], dtype=torch.float64)) - y).square().sum() / 2).backward()
+        left = left_in(line) | {"bytes": sum(record.bytes for record in all_reduces())}
+        for parameter in line.parameters():
+            parameter.data -= LR * parameter.grad
+    return left
 
 
-def _serial(ranks: range, world_size: int, steps: int) -> Gradients:
-    """What one process that has these ranks' points is left with."""
-    line = Line()
-
-    def mean_loss():
-        return sum(_loss(line, rank, world_size) for rank in ranks) / len(ranks)
-
-    return _train(line, mean_loss, steps)
+def _serial(world_size: int, steps: int) -> dict:
+    """What one process with all points has before its last step, worked out by hand."""
+    weight = bias = WEIGHT
+    for _ in range(steps):
+        error = X * (weight - WEIGHT) + (bias - WEIGHT) + tally(world_size)
+        left = {"weight.grad": X * error, "bias.grad": error, "weight": weight, "bias": bias}
+        weight, bias = weight - LR * X * error, bias - LR * error
+    return left | {"parameters sent": False, "bytes": steps * 2 * 8}
 
 
 def _hooked_trials():
     for world_size, steps in ((2, 1), (2, 3), (4, 1)):
-        expected = [_serial(range(world_size), world_size, steps)] * world_size
-        what = f"{steps} step{'s' if steps > 1 else ''}"
+        expected = [_serial(world_size, steps)] * world_size
+        what = "1 step" if steps == 1 else f"{steps} steps, of which the first is right"
         yield Trial(world_size, _run_hooked, (steps,), expected, what=what)
-
-
-def _explain_hooked(trial: Trial, rank: int, expected: Gradients, got: Gradients):
-    if not got.messages:
-        return "Nothing was sent. Did a hook run? It must be on the module's own parameters."
-    if trial.args[0] > 1:
-        return (
-            "The first step was right. Does the hook average in every step, and leave the "
-            "parameters alone?"
-        )
-
-    def own(other: int) -> Gradients:
-        return _serial(range(other, other + 1), trial.world_size, 1)
-
-    return wrong_mean(trial, rank, expected, got, own)
-
-
-def _hooked_wire(trial: Trial, run: Run) -> str | None:
-    """Each gradient goes out once a step; what is sent at the start is no concern here."""
-    needed = trial.args[0] * sum(parameter.nbytes for parameter in Line().parameters())
-    for rank, records in enumerate(run.wire):
-        nbytes = sum(record.bytes for record in records if record.op == "all_reduce")
-        if nbytes != needed:
-            return (
-                f"the values are right, but rank {rank} handed {nbytes} bytes to all_reduce where "
-                f"its gradients have {needed}.\nIf gradients are averaged, and all began alike, "
-                "parameters stay alike by themselves: send nothing else."
-            )
-    return None
 
 
 HookedDDP = Exercise(
@@ -556,10 +414,10 @@ HookedDDP = Exercise(
     },
     praise="gradients are the mean over the ranks. In the third step each rank still has the "
     "gradients and the parameters that one process would have, to the bit.",
-    explain=_explain_hooked,
-    wire=_hooked_wire,
+    explain=read_mean,
     note="Two lines of the hook, mended. ddpkit.ddp.OverlapDDP goes on from here.",
-    mistakes=mistakes("""
+    mistakes=IN_A_MEAN
+    + mistakes("""
 as_found: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
     parameter.grad /= → parameter.data /=
     What your hook gave to all_reduce is 7, on every rank alike. Gradients of different data never
@@ -567,21 +425,15 @@ as_found: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
 averages_both: dist.all_reduce(parameter.grad) → dist.all_reduce(parameter.grad)
     ⏎dist.all_reduce(parameter.data)
     ⏎parameter.data /= dist.get_world_size()
-    handed 32 bytes to all_reduce where its gradients have 16
-forgets_to_divide: parameter.grad /= dist.get_world_size() → pass
-    That is the sum over the ranks: divide by the number of ranks.
-divides_twice: dist.all_reduce( → parameter.grad /= dist.get_world_size()
-    ⏎dist.all_reduce(
-    It was divided twice, before the all_reduce and after it.
-for_two_ranks: dist.get_world_size() → 2
-    It was divided by 2, on 4 ranks: dist.get_world_size() knows how many there are.
+    If gradients are averaged, and all began alike, parameters stay alike by themselves: send
+    nothing else.
 uses_the_result: dist.all_reduce( → parameter.grad = dist.all_reduce(
     all_reduce works in place and returns None: call it, then divide parameter.grad.
 steps_itself: parameter.grad /= dist.get_world_size() → parameter.grad /= dist.get_world_size()
     ⏎parameter.data -= parameter.grad
-    weight itself was 7 and is -14: leave the parameters to the optimizer, and work on .grad.
+    The step is the optimizer's: leave the parameters to it, and work on .grad.
 does_not_wait: dist.all_reduce(parameter.grad) → dist.all_reduce(parameter.grad, async_op=True)
-    never waited for it
+    call wait() on it: until then nobody knows what is in the tensor
 on_the_last: if parameter.requires_grad: → if parameter is module.bias:
     weight.grad is still rank 0's own: every parameter has its turn.
 for_one_step: dist.all_reduce(parameter.grad) → self.averaged = getattr(self, "averaged", 0) + 1
