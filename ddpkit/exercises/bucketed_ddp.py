@@ -7,6 +7,7 @@ tally, as in notebook 03.
 
 import operator
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,20 +15,10 @@ from torch import nn
 
 from ddpkit import ddp
 from ddpkit.runtime.board import Record
-from ddpkit.runtime.launch import Run
 from ddpkit.runtime.wire import recorder
 
 from .checker import Exercise, Trial, mistakes, rank_1_comes_last
-from .data_parallel import (
-    FACTORS,
-    IN_A_MEAN,
-    Stack,
-    all_reduces,
-    left_in,
-    read_mean,
-    should_be_left,
-    tally,
-)
+from .data_parallel import IN_A_MEAN, LAYERS, Stack, all_reduces, ideal, left_in, read_mean, tally
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -36,21 +27,16 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 ZEROED, KEPT = "zero_grad()", "no zero_grad()"
 BEGUN = "all_reduces begun when backward came to each layer, and when it was over,"
-CHANGED = (
-    "An all_reduce works in this memory until wait() has returned, and what comes out is a matter "
-    "of luck: change it before you send it, or after wait()."
-)
 # By the cap of a bucket: how many have begun when backward comes to head, norm, second, first's
 # bias, first's weight and tokens, and when it is over; and the bytes of each
 ONE_EACH = [0, 0, 1, 2, 3, 4, 5], [16, 12, 12, 12, 16]
 WIRE = {None: ONE_EACH, 12: ONE_EACH, 16: ([0, 0, 1, 1, 2, 2, 3], [16, 24, 28])}
-# The same on ranks with other orders of layers. Buckets of 12 bytes are alike: sums of what doesn't
-# belong together are no error
-FIRST = "tokens.weight", "first.bias"
-LAST = "norm.weight", "head.weight"
+# The same on two ranks whose layers come in another order. Buckets of 12 bytes are alike: to add up
+# what doesn't belong together is no error
+BEFORE, AFTER = ("tokens.weight", "first.bias"), ("norm.weight", "head.weight")
 CROSSED = [
-    ((*FIRST, "first.weight", "second.weight", *LAST), [0, 0, 1, 2, 2, 4, 5]),
-    ((*FIRST, "second.weight", "first.weight", *LAST), [0, 0, 1, 1, 2, 4, 5]),
+    ((*BEFORE, "first.weight", "second.weight", *AFTER), [0, 0, 1, 2, 2, 4, 5]),
+    ((*BEFORE, "second.weight", "first.weight", *AFTER), [0, 0, 1, 1, 2, 4, 5]),
 ]
 
 
@@ -74,13 +60,9 @@ def _train(answer, cap_bytes, between, by_rank):
         at_layer(None)
         sent = all_reduces()[len(earlier) :]
         waited = sum(record.waited is not None for record in sent)
-        # Until rank 0 waits, rank 1 sends nothing: nobody else can have changed this
+        # Until rank 0 waits, rank 1 sends nothing: nobody else can have changed rank 0's gradients
         alone = (rank, world_size, waited) == (0, 2, 0)
-        memory = {buffer: numbers for buffer, _, numbers in _memory(sent if alone else [])}
-        changed = []
-        for name, numbers, buffer, start in _homes(stack):
-            if buffer in memory and memory[buffer][start : start + len(numbers)] != numbers:
-                changed.append(name)
+        changed = _changed(stack, sent) if alone else []
         model.synchronize()
     seen = {BEGUN: begun, "changed": changed}
     if changed or any(map(operator.gt, begun, in_time)):
@@ -90,16 +72,17 @@ def _train(answer, cap_bytes, between, by_rank):
     seen["waits for handles of step 1 in step 2"] = sum(r.waits for r in earlier) - waits
     seen["bytes of each all_reduce"] = [r.bytes for r in all_reduces()[len(earlier) :]]
     if cap_bytes:
-        buckets = {buffer for buffer, _, _ in _memory(sent)}
-        new = buckets.difference(buffer for buffer, _, _ in _memory(earlier))
+        buckets = _memory(sent).keys()
         apart = [name for name, _, buffer, _ in _homes(stack) if buffer not in buckets]
         seen["gradients that aren't views of a bucket"] = apart
-        seen["buckets made anew in step 2"] = len(new) if between else 0
+        new = buckets - _memory(earlier).keys() if between else ()
+        seen["buckets made anew in step 2"] = len(new)
     return seen
 
 
-def _memory(sent: list[Record]) -> list[tuple[int, int, list]]:
-    return [record.memory for record in sent if record.memory]
+def _memory(sent: list[Record]) -> dict[int, list]:
+    """What each buffer held when it was sent."""
+    return {record.memory[0]: record.memory[2] for record in sent if record.memory}
 
 
 def _homes(stack: Stack) -> Iterator[tuple[str, list, int | None, int]]:
@@ -110,13 +93,22 @@ def _homes(stack: Stack) -> Iterator[tuple[str, list, int | None, int]]:
             yield f"{name}.grad", parameter.grad.flatten().tolist(), *home
 
 
+def _changed(stack: Stack, sent: list[Record]) -> list[str]:
+    """Gradients that aren't any more what was sent."""
+    changed, memory = [], _memory(sent)
+    for name, numbers, buffer, start in _homes(stack):
+        if buffer in memory and memory[buffer][start : start + len(numbers)] != numbers:
+            changed.append(name)
+    return changed
+
+
 def _trial(world_size: int, cap_bytes: int | None, between: str = "", crossed=False) -> Trial:
     what = f"2 steps, {between} between them" if between else "1 step"
     begun, nbytes = WIRE[cap_bytes]
-    by_rank = [(tuple(FACTORS), begun)] * world_size
+    by_rank = [(LAYERS, begun)] * world_size
     if crossed:
         by_rank, what = CROSSED, "gradients come in another order on rank 1 than on rank 0"
-    seen = should_be_left(tally(world_size) * {"": 1, ZEROED: 3, KEPT: 1 + 3}[between])
+    seen = ideal(tally(world_size) * {"": 1, ZEROED: 3, KEPT: 1 + 3}[between])
     seen |= {"waited for before backward was over": 0, "waits for handles of step 1 in step 2": 0}
     seen["bytes of each all_reduce"] = nbytes
     if cap_bytes:
@@ -125,16 +117,22 @@ def _trial(world_size: int, cap_bytes: int | None, between: str = "", crossed=Fa
     return Trial(world_size, _train, (cap_bytes, between, by_rank), expected, what=what)
 
 
-def _praise(trial: Trial, run: Run) -> str:
-    *_, early, every = run[0][BEGUN]
-    return (
-        f"right on 1, 2 and 4 ranks. {early} of {every} all_reduces were on their way before "
-        "backward came to the last layer, and none was waited for until backward was over."
-    )
+def _trials(cap_bytes: int | None) -> Iterator[Trial]:
+    for between in ("", ZEROED, KEPT):
+        yield _trial(2, cap_bytes, between)
+    if cap_bytes:
+        yield _trial(2, 12, crossed=True)
+    yield _trial(4, cap_bytes)
+    yield _trial(1, cap_bytes)
 
 
+CHANGED = (
+    "An all_reduce works in this memory until wait() has returned, and what comes out is a matter "
+    "of luck: change it before you send it, or after wait()."
+)
 IN_BOTH = {
-    "praise": _praise,
+    "praise": "right on 1, 2 and 4 ranks. All all_reduces but the last were on their way before "
+    "backward came to the last layer, and none was waited for until it was over.",
     "explain": read_mean,
     "says": {"changed": "on rank {rank}, {got} changed after it was sent.\n" + CHANGED},
     "note": "It also names a second backward without synchronize, and serves no_sync and groups.",
@@ -153,67 +151,50 @@ never_waits: work.wait() → pass
 
 # OverlapDDP(module)
 
-
-def _overlap_trials():
-    for world_size, between in ((2, ""), (2, ZEROED), (2, KEPT), (4, ""), (1, "")):
-        yield _trial(world_size, None, between)
-
-
 OverlapDDP = Exercise(
     reference=ddp.OverlapDDP,
-    trials=_overlap_trials,
+    trials=partial(_trials, None),
     hints={
         "start": "dist.all_reduce(tensor, async_op=True) returns at once, with a handle. Where can "
         "the hook leave it?",
         "values": "ready: divide parameter.grad by the number of ranks, begin its all_reduce, keep "
         "the handle in self.works.",
-        "wire": "synchronize: wait() for every handle in self.works, then clear it for the next "
-        "step.",
+        "wire": "synchronize: wait() for every handle in self.works, then clear it.",
     },
     **IN_BOTH,
     mistakes=WITH_HOOKS
     + mistakes(f"""
 all_at_the_last: if self.syncing: → if parameter is self.module.tokens.weight or len(self.works):
     All wait for the last gradient. Send each as soon as it is complete.
-waits_for_the_one_before: work = dist.all_reduce( → for earlier in self.works.values():
-    ⏎    earlier.wait()
-    ⏎work = dist.all_reduce(
-    The hook waits for the all_reduce before it: that is for synchronize() to do.
+waits_for_others: if self.syncing: → if self.syncing and all(w.wait() for w in self.works.values()):
+    The hook waits for the all_reduces before it: that is for synchronize() to do.
 by_futures: work.wait() → work.get_future().wait()
     call wait() on it, not on its get_future(), which leaves no mark
 keeps_all_handles: self.works[parameter] = work → self.works[len(self.works)] = work
     self.ready(parameter) → pass
     self.works.clear() → pass
-    Forget them at the end of synchronize().
+    Handles pile up with every step: forget them at the end of synchronize().
 waits_for_the_last: in self.works.values(): → in list(self.works.values())[-1:]:
     call wait() on it: until then nobody knows what is in the tensor
 divides_again: parameter.grad /= dist.get_world_size(self.group) → pass
     self.works[parameter] = work → self.works[len(self.works)] = work, parameter
     self.ready(parameter) → pass
     work.wait() → work[0].wait()
-    self.works.clear() → for _, parameter in self.works.values():
-    ⏎    parameter.grad /= dist.get_world_size()
-    It was divided once more in the second step. Are the handles of the first one forgotten when
-    synchronize() is over?
+    self.works.clear() → for _, one in self.works.values():⏎    one.grad /= dist.get_world_size()
+    It was divided once more in the second step. Are the handles of the first one forgotten?
 uses_the_result: work = dist.all_reduce( → work = parameter.grad = dist.all_reduce(
     async_op=True → async_op=False
-    all_reduce works in place and returns None, or with async_op=True a handle: the sum is in
-    parameter.grad itself.
+    all_reduce works in place and returns None, or with async_op=True a handle.
 divides_on_the_way: parameter.grad /= dist.get_world_size(self.group) → pass
-    self.works[parameter] = work → self.works[parameter] = work
-    ⏎parameter.grad /= dist.get_world_size()
+    ] = work → ] = work⏎parameter.grad /= dist.get_world_size()
     {CHANGED}
 in_the_first_step: raise RuntimeError(TWICE) → return
     self.works.clear() → pass
-    That is rank 0's own in the second step; in the first one it was averaged. Is everything that
-    the first one noted forgotten when synchronize() is over?
+    In step 2 it sent nothing. Is everything that step 1 noted forgotten when synchronize() is over?
 parameters: parameter.grad /= dist.get_world_size(self.group) → pass
     dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
-    self.works[parameter] = work → self.works[parameter] = work
-    ⏎work.wait()
-    ⏎parameter.data /= dist.get_world_size()
-    What all_reduce was given is the parameter itself: you averaged the parameters. Average their
-    gradients: parameter.grad.
+    ] = work → ] = work⏎work.wait()⏎parameter.data /= dist.get_world_size()
+    What all_reduce was given is the parameter itself. Average the gradients: parameter.grad.
 of_a_copy: parameter.grad /= dist → mean = parameter.grad / dist
     dist.all_reduce(parameter.grad → dist.all_reduce(mean
     Each rank still has its own gradients: the mean must end up in .grad itself, in place.
@@ -252,8 +233,7 @@ def _plan_trials():
         ([], 8, []),
     ):
         sizes = [(each, torch.bfloat16 if each == 2 else torch.float32) for each in nbytes]
-        what = f"gradients of {nbytes} bytes, 2 of them in bfloat16, cap {cap_bytes}"
-        what = what if 2 in nbytes else what.replace(", 2 of them in bfloat16", "")
+        what = f"gradients of {nbytes} bytes (2: bfloat16), cap {cap_bytes}"
         yield Trial(1, _run_plan, (sizes, cap_bytes), [plan], what=what)
 
 
@@ -269,31 +249,23 @@ plan_buckets = Exercise(
     praise="right for what divides and what doesn't, for gradients larger than the cap, and for "
     "two dtypes.",
     explain=lambda *_: (
-        "Deal gradients out in the order in which they become ready, each into the "
-        "open bucket of its dtype, which is closed once it has reached its cap, by however much."
+        "Each gradient goes into the open bucket of its dtype, in the order in which "
+        "they become ready; a bucket is closed once it has reached its cap, by however much."
     ),
     mistakes=mistakes("""
 large_closes: bucket = filling → if sizes[number][0] > cap_bytes and filling.get(dtype):
-    ⏎    full.append(filling.pop(dtype))
-    ⏎bucket = filling
+    ⏎    full.append(filling.pop(dtype))⏎bucket = filling
     Gradient 1 is larger than the cap, and still joins the open bucket: together they are full.
 loses_the_rest: full + list(filling.values()) → full
     Gradient 4 is in no bucket. What isn't full in the end is one, too.
-stays_below: bucket.append(number) → nbytes = [sizes[each][0] for each in [*bucket, number]]
-    ⏎if sum(nbytes) > cap_bytes:
-    ⏎    full.extend([bucket] if bucket else [])
-    ⏎    bucket = filling[dtype] = []
-    ⏎bucket.append(number)
-    >= cap_bytes → > 1000
-    A bucket was closed below the cap, though another gradient follows: a bucket is closed once it
-    has reached its cap, by however much.
+stays_below: >= cap_bytes → + sizes[min(number + 1, len(sizes) - 1)][0] > cap_bytes
+    It was closed below the cap. A bucket is closed once it has reached its cap, by however much.
 goes_over: >= cap_bytes → > cap_bytes
     A bucket that has reached its cap is closed: here another gradient came into it.
 mixes_dtypes: filling.setdefault(dtype → filling.setdefault(0
     filling.pop(dtype) → filling.pop(0)
     A bucket has two dtypes, and a tensor has one: keep an open bucket for each dtype.
-closes_at_another_dtype: bucket = filling → for other in set(filling) - {dtype}:
-    ⏎    full.append(filling.pop(other))
+closes_at_another_dtype: bucket = filling → full += [filling.pop(d) for d in {*filling} - {dtype}]
     ⏎bucket = filling
     A bucket was closed below the cap when another dtype came: both stay open side by side.
 counts_on: for each in bucket) → for each in range(number + 1))
@@ -302,8 +274,7 @@ leaves_one_open: full.append(filling.pop(dtype)) → full.append(bucket)⏎filli
     bucket[-1]) → bucket[-1:])
     A bucket is empty: begin one only for a gradient that needs it.
 by_first: bucket[-1]) → bucket[0])
-    The right buckets in another order: a bucket can be sent when its last gradient is ready, so
-    they come in the order of their last gradients.
+    Another order: a bucket can be sent when its last gradient is ready, so that one counts.
 backwards: bucket[-1]) → -bucket[-1])
     The right buckets in another order: the one that can be sent first comes first.
 backwards_inside: bucket.append(number) → bucket.insert(0, number)
@@ -321,26 +292,16 @@ flat: return sorted( → return list(range(len(sizes))) or sorted(
 
 NOT_THE_VIEW = (
     ".grad doesn't lie in the bucket that was sent. zero_grad() drops the view, and backward makes "
-    "a new tensor: whenever the hook finds a gradient that isn't its view, it copies it there, and "
-    "makes the view the gradient."
+    "a new tensor: the hook copies it into the view, and makes the view the gradient."
 )
 BY_NUMBERS = (
     "`in`, index and == with tensors in a list compare the tensors' numbers. Look parameters up in "
     "a set or a dict, or compare with `is`."
 )
 
-
-def _bucketed_trials():
-    for between in ("", ZEROED, KEPT):
-        yield _trial(2, 16, between)
-    yield _trial(2, 12, crossed=True)
-    yield _trial(4, 16)
-    yield _trial(1, 16)
-
-
 BucketedDDP = Exercise(
     reference=ddp.BucketedDDP,
-    trials=_bucketed_trials,
+    trials=partial(_trials, 16),
     hints={
         "start": "add_bucket: one torch.zeros for all numbers of a bucket, of their dtype; "
         "flat.split(sizes) gives views, and part.view_as(parameter) their shape.",
@@ -358,32 +319,23 @@ by_arrival: range(len(self.works), len(self.plan)) → range(len(self.plan))
     if not self.arrived → if parameter not in set(self.plan[number]) or not self.arrived
     break → continue
     Ranks sent their buckets in different orders, and what doesn't belong together was added up.
-    Bucket k of the plan is sent after the buckets before it, on every rank, even if it is full
-    sooner.
-one_behind: self.arrived.issuperset(self.plan[number]) → self.arrived.issuperset(
-    ⏎    sum(self.plan[: number + 2], [])
-    ⏎)
-    Each bucket waits for the next one to be full: send it as soon as it is full itself.
+    Even if it is full sooner, bucket k of the plan is sent after the buckets before it.
+one_behind: self.arrived.issuperset(self.plan[number]) → len(self.arrived) > len(self.plan[number])
+    Each bucket waits for the next one: send it as soon as it is full itself.
 sends_again: range(len(self.works), len(self.plan)) → range(len(self.plan))
-    in zip(self.works, self.flats, strict=True):⏎work → in zip(self.works, self.flats * 9):⏎    work
-    Buckets were sent again while they were still on their way. How many have left already tells
-    where to go on.
+    self.flats, strict=True): → self.flats * 9):
+    Buckets were sent again, still on their way. How many have left tells where to go on.
 if_not_while: self.works.append(work) → self.works.append(work)⏎break
-    strict=True):⏎work → strict=False):⏎    work
-    Rank 0 called all_reduce 4 times for 5 buckets. When one leaves, the next may be full already:
-    `while`, not `if`.
+    self.flats, strict=True): → self.flats):
+    Which was never sent? When one leaves, the next may be full already: `while`, not `if`.
 leaves_the_last: len(self.plan)): → len(self.plan) - 1):
-    strict=True):⏎work → strict=False):⏎    work
-    Rank 0 called all_reduce 2 times for 3 buckets: the last one, full or not, has its turn, too.
+    self.flats, strict=True): → self.flats):
+    Which was never sent? The last bucket, full or not, has its turn, too.
 counts_all: self.arrived.issuperset(self.plan[number]) → len(self.arrived) > number
-    A bucket left before its gradients had come. What counts is how many gradients of this bucket
-    have come, not how many of all.
-looks_in_lists: self.arrived.issuperset(self.plan[number]) → all(
-    ⏎    each in list(self.arrived) for each in self.plan[number]
-    ⏎)
+    A bucket left too early. How many of its own gradients have come counts, not how many of all.
+looks_in_lists: self.arrived.issuperset(self → all(p in list(self.arrived) for p in self
     {BY_NUMBERS}
-finds_by_numbers: view = self.views[parameter] → view = self.views[parameter]
-    ⏎next(each for each in self.plan if parameter in each)
+finds_by_numbers: view = self → next(each for each in self.plan if parameter in each)⏎view = self
     {BY_NUMBERS}
 replaces_first: view.copy_(parameter.grad) → parameter.grad = view
     The gradient is 0. Did you replace it before you had copied it into its view?
@@ -393,39 +345,30 @@ views_once: view.copy_(parameter.grad)⏎parameter.grad = view → pass
 no_way_back: parameter.grad = view → pass
     {NOT_THE_VIEW}
 adds_up: view.copy_(parameter.grad) → view.add_(parameter.grad)
-    It still has the first step's mean in it: copy, don't add. zero_grad(set_to_none=True) left the
-    view as it was.
+    The first step's mean is still in it: zero_grad() left the view as it was. Copy, don't add.
 takes_once: view.copy_(parameter.grad) → view.any() or view.copy_(parameter.grad)
     It is still the mean of the first step: what was sent in the second one isn't what .grad was.
 copies_back: parameter.grad = view → pass
-    self.arrived.clear() → self.arrived.clear()
-    ⏎for parameter, view in self.views.items():
-    ⏎    parameter.grad.copy_(view)
-    parameter.grad = view, and the mean is in place.
-made_anew: view = self.views[parameter] → if not self.arrived:
-    ⏎    plan, self.plan, self.flats = self.plan, [], []
-    ⏎    for parameters in plan:
-    ⏎        self.add_bucket(parameters)
-    ⏎view = self.views[parameter]
-    Make them once, in add_bucket, and use them in every step
-divides_on_the_way: self.works.append(work) → self.works.append(work)
-    ⏎self.flats[number] /= dist.get_world_size()
+    self.arrived.clear() → [p.grad.copy_(v) for p, v in self.views.items()]⏎self.arrived.clear()
+    The mean was copied once more: parameter.grad = view, and it is in place.
+made_anew: self.works.clear() → self.works.clear()⏎plan, self.plan, self.flats = self.plan, [], []
+    ⏎for parameters in plan:⏎    self.add_bucket(parameters)
+    Make them once, in add_bucket: memory costs time to get, and the peak counts.
+divides_on_the_way: (work) → (work)⏎self.flats[number] /= dist.get_world_size()
     flat /= dist.get_world_size(self.group) → pass
     {CHANGED}
 uses_the_result: work = dist.all_reduce( → work = self.flats[number] = dist.all_reduce(
     async_op=True → async_op=False
-    all_reduce works in place and returns None, or with async_op=True a handle: the sum is in the
-    bucket itself.
+    all_reduce works in place and returns None, or with async_op=True a handle.
 forgets_nothing: raise RuntimeError(TWICE) → pass
     self.arrived.clear() → pass
-    In step 2, buckets left before their gradients had come: what came in the step before doesn't
-    count. Forget it at the end of synchronize().
+    In step 2, buckets left before their gradients had come: forget at the end what step 1 noted.
 keeps_the_handles: self.works.clear() → pass
     In step 2 it sent nothing: does it still hold the handles of the step before?
 one_part: = part.view_as(parameter) → = flat[: parameter.numel()].view_as(parameter)
     Two gradients are in one place: cut a bucket into parts that follow each other, flat.split(...).
 all_float32: dtype=first.dtype → dtype=torch.float32
-    a bucket has the dtype of its gradients: parameters[0].dtype
+    A bucket has the dtype of its gradients: parameters[0].dtype
 of_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
     The gradient is the parameter itself. The hook is given the parameter, not its .grad.
 """),
@@ -434,26 +377,26 @@ of_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
 
 # no_sync(model)
 
+NESTED, INTERRUPTED = "one inside another", "an exception inside"
 
-def _run_no_sync(answer, nested, interrupted):
+
+def _run_no_sync(answer, case):
     model, came_out = ddp.OverlapDDP(nn.Linear(1, 1, bias=False)), False
-
-    def backward():
-        model(torch.full((1,), float(dist.get_world_size() * 10 ** dist.get_rank()))).backward()
-
+    x = torch.full((1,), float(dist.get_world_size() * 10 ** dist.get_rank()))
     try:
         with answer(model):
-            if nested:
+            model(x).backward()
+            if case == NESTED:
                 with answer(model):
-                    backward()
-            backward()
+                    model(x).backward()
+                model(x).backward()
             inside = len(all_reduces())
-            if interrupted:
+            if case == INTERRUPTED:
                 raise InterruptedError
     except InterruptedError:
         came_out = True
     if not inside:
-        backward()
+        model(x).backward()
     model.synchronize()
     return {
         "all_reduces inside no_sync": inside,
@@ -464,14 +407,10 @@ def _run_no_sync(answer, nested, interrupted):
 
 
 def _no_sync_trials():
-    for what, nested, interrupted in (
-        ("2 micro-batches", False, False),
-        ("one inside another", True, False),
-        ("an exception inside", False, True),
-    ):
-        expected = {"all_reduces inside no_sync": 0, "the exception came out": interrupted}
-        expected |= {"all_reduces in all": 1, "gradient": 33 if nested else 22}
-        yield Trial(2, _run_no_sync, (nested, interrupted), [expected] * 2, what=what)
+    for case, mean in (("2 micro-batches", 22), (NESTED, 44), (INTERRUPTED, 22)):
+        expected = {"all_reduces inside no_sync": 0, "the exception came out": case == INTERRUPTED}
+        expected |= {"all_reduces in all": 1, "gradient": mean}
+        yield Trial(2, _run_no_sync, (case,), [expected] * 2, what=case)
 
 
 ONCE = (
@@ -504,8 +443,7 @@ swallows: finally: → except InterruptedError:⏎    pass⏎finally:
     The exception ended in no_sync: `finally`, no `except`.
 zeroes: self.syncing = before → self.syncing = before⏎self.zero_grad()
     The gradient of the first micro-batch is missing: no_sync leaves it as it is.
-sends_at_the_end: self.syncing = before → self.syncing = before
-    ⏎for parameter in self.parameters():
+sends_at_the_end: self.syncing = before → self.syncing = before⏎for parameter in self.parameters():
     ⏎    parameter.grad is None or dist.all_reduce(parameter.grad)
     What added up is sent once, with the last micro-batch: no_sync itself sends nothing.
 without_autograd: self.syncing, False → self.syncing, torch.set_grad_enabled(False)

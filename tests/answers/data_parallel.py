@@ -28,15 +28,6 @@ def average_gradients_by_avg(module):
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
 
-def average_gradients_all_at_once(module):
-    works = []
-    for parameter in reversed(_trained(module)):
-        parameter.grad = _or_zeros(parameter) / dist.get_world_size()
-        works.append(dist.all_reduce(parameter.grad, async_op=True))
-    for work in works:
-        work.wait()
-
-
 def average_gradients_by_flags(module):
     """Agree first on who has a gradient; what nobody has stays without."""
     flags = [0.0 if parameter.grad is None else 1.0 for parameter in module.parameters()]
@@ -82,7 +73,6 @@ class HookedOnTensors(torch.nn.Module):
 RIGHT = [
     ("average_gradients", average_gradients_in_one_message),
     ("average_gradients", average_gradients_by_avg),
-    ("average_gradients", average_gradients_all_at_once),
     ("average_gradients", average_gradients_by_flags),
     ("sum_or_mean", sum_or_mean_by_parameter),
     ("HookedDDP", HookedOnTensors),
