@@ -1,111 +1,68 @@
-"""Checkers of notebook 06: block_bytes, held against a real block, and Checkpoint, against its
-function alone."""
+"""Checkers of notebook 06: block_bytes, held against a real block, and Checkpoint, against
+PyTorch's."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from functools import cache, partial
 
 import torch
 from torch import nn
+from torch.utils import checkpoint as pytorchs
+from torch.utils._pytree import tree_leaves
 
 from ddpkit import checkpointing
 from ddpkit.models import Block
-from ddpkit.runtime.launch import Run
+from ddpkit.runtime.processes import preload
 from ddpkit.tools import memory
 from ddpkit.tools.memory import ByteDropout, MaterialisedAttention, measure_saved
 
-from .checker import Exercise, Mistake, Trial, is_stub, mistakes
+from .checker import Exercise, Mistake, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 # block_bytes(batch, length, width, heads)
 
-# Batch, length, width, heads. Width and length × heads have 32 as common factor, and else 10 and 7,
-# 11 and 7, 13 and 15: so a sum of sbd, bs²H and a few sb is that in one way only.
-SIZES = (2, 56, 320, 4), (3, 112, 352, 2), (1, 60, 416, 8)
+SIZES = (2, 56, 320, 4), (3, 112, 352, 2), (1, 60, 416, 8)  # batch, length, width, heads
 TOLERANCE = 0.01  # the norms' means and deviations are less, and not in the formula; 1sbd is more
 
 
-@dataclass
-class Bytes:
-    """What an answer predicts; right if it is at most 1 % from what is measured."""
-
-    sizes: tuple[int, int, int, int]
-    predicted: object
-    measured: int
-
-    @property
-    def right(self) -> bool:
-        if isinstance(self.predicted, bool) or not isinstance(self.predicted, int | float):
-            return False
-        return abs(self.predicted - self.measured) <= TOLERANCE * self.measured
-
-
-def _run_block_bytes(answer):
-    found = []
-    for sizes in SIZES:
-        batch, length, width, heads = sizes
+@cache
+def _measured(batch: int, length: int, width: int, heads: int) -> int:
+    """What a real block keeps, in bytes."""
+    with torch.random.fork_rng(devices=[]):
         block = Block(width, heads, 0.0, MaterialisedAttention(ByteDropout(0.1))).bfloat16()
         block.dropout = ByteDropout(0.1)
         x = torch.randn(batch, length, width, dtype=torch.bfloat16, requires_grad=True)
-        measured = sum(saved.nbytes for saved in measure_saved(block, x))
-        found.append(Bytes(sizes, answer(*sizes), measured))
-    return found
+        return sum(saved.nbytes for saved in measure_saved(block, x))
 
 
-def _measured(run: Run) -> list[list[Bytes]]:
-    return [[each if each.right else None for each in run[0]]]
+def _predict(answer, measured):
+    """What the answer predicts; where that is near enough, what was measured."""
+    seen = {"a number": True}
+    for sizes, right in measured.items():
+        predicted = answer(*sizes)
+        if not isinstance(predicted, int | float):
+            return {"a number": False}
+        near = abs(predicted - right) <= TOLERANCE * right
+        seen[sizes] = right if near else predicted
+    return seen
 
 
-def _first_wrong(got: list[Bytes]) -> Bytes:
-    return next(each for each in got if not each.right)
+def _block_trials():
+    measured = {sizes: _measured(*sizes) for sizes in SIZES}
+    yield Trial(1, _predict, (measured,), [{"a number": True, **measured}], what="three blocks")
 
 
-def _beside_bytes(expected: list[Bytes], got: list[Bytes]) -> str:
-    wrong = _first_wrong(got)
-    batch, length, width, heads = wrong.sizes
+def _block_says(batch: int, length: int, width: int, heads: int) -> str:
     return (
-        f"{wrong.predicted} bytes for batch {batch}, {length} tokens, width {width}, {heads} "
-        f"heads; a real block keeps {wrong.measured}."
-    )
-
-
-def _read(nbytes: float, token: int, pair: int) -> tuple[int, int] | None:
-    """How many sbd and bs²H it is, if it is that exactly."""
-    for pairs in range(10):
-        tokens, left = divmod(nbytes - pairs * pair, token)
-        if left == 0 and 0 <= tokens <= 80:
-            return int(tokens), pairs
-    return None
-
-
-def _explain_block_bytes(trial: Trial, rank: int, expected, got: list[Bytes]) -> str:
-    wrong = _first_wrong(got)
-    batch, length, width, heads = wrong.sizes
-    if not isinstance(wrong.predicted, int | float):
-        return "Return a number of bytes."
-    token, pair = batch * length * width, batch * length**2 * heads
-    read = _read(wrong.predicted, token, pair)
-    if read is None:
-        return f"sbd is {token} and bs²H is {pair}. How many of each does the block keep, in bytes?"
-    tokens, pairs = read
-    yours = f"Yours is {tokens}sbd + {pairs}bs²H."
-    if pairs != 5:
-        return (
-            f"{yours} Look at the attention weights again, the bs²H. Who keeps them for backward: "
-            "softmax, their dropout, the product with the values? As numbers or as a mask?"
-        )
-    if tokens < 34:
-        return f"{yours} {34 - tokens}sbd are missing. Who needs what for backward?"
-    return (
-        f"{yours} {tokens - 34}sbd are too many. What is added or given to dropout isn't kept, and "
-        "what one layer gives and the next is given is one thing."
+        f"{{got}} bytes for batch {batch}, {length} tokens, width {width}, {heads} heads; a real "
+        f"block keeps {{expected}}. sbd is {batch * length * width} and bs²H is "
+        f"{batch * length**2 * heads}: how many of each does it keep, in bytes?"
     )
 
 
 block_bytes = Exercise(
     reference=memory.block_bytes,
-    trials=lambda: [Trial(1, _run_block_bytes, (), _measured, what="three blocks")],
+    trials=_block_trials,
+    says={"a number": "Return a number of bytes."} | {each: _block_says(*each) for each in SIZES},
     hints={
         "start": "A linear layer keeps its input, a norm its input, GELU its input, softmax its "
         "result, a product both factors.",
@@ -115,8 +72,6 @@ block_bytes = Exercise(
     },
     praise="within 1 % of what a real block keeps, in three sizes. The rest are the norms' means "
     "and deviations.",
-    explain=_explain_block_bytes,
-    beside=_beside_bytes,
     note="ddpkit.tools.memory.block_activations has it term by term.",
     mistakes=mistakes("""
 tokens_only: return 2 * numbers + masks → return 34 * tokens
@@ -177,37 +132,6 @@ in_words: return 2 * numbers + masks → return "34sbd"
 # Checkpoint: a torch.autograd.Function
 
 
-class Directly:
-    """In place of an answer: the function alone."""
-
-    @staticmethod
-    def apply(fn, *inputs):
-        return fn(*inputs)
-
-
-@dataclass
-class Seen:
-    """What came of a function and its backward.
-
-    calls: how often it was called in forward, and in backward. random: the random number that comes
-    next. kept_bytes: for backward. attribute_bytes: of tensors that are attributes of ctx.
-    direct: what comes of the function alone, but for the call and the bytes of a checkpoint.
-    """
-
-    case: str
-    y: list | None
-    x_grad: list | None
-    weight_grad: list | None
-    calls: tuple[int, int]
-    random: int
-    kept_bytes: int
-    attribute_bytes: int = 0
-    direct: "Seen | None" = field(default=None, compare=False, repr=False)
-
-
-GRADIENT = 10.0  # of what comes out
-
-
 def _one_input(call, x, weight):
     return call(lambda x: (x * weight).square(), x)
 
@@ -228,20 +152,19 @@ def _two_functions(call, x, weight):
 
 
 CASES = {
-    "one input": (_one_input, 8),
-    "a second input, of whole numbers": (_whole_numbers, 8 + 16),
-    "a function that draws random numbers": (_random, 8),
-    "two functions, each in a checkpoint": (_two_functions, 8 + 8),
+    "one input": _one_input,
+    "a second input, of whole numbers": _whole_numbers,
+    "a function that draws random numbers": _random,
+    "two functions, each in a checkpoint": _two_functions,
 }
 
 
-def _observe(answer, case: str) -> Seen:
-    """Compute it on x = 3 with weight = 5, once to see what comes, once to see what is kept."""
+def _observe(apply, program) -> dict:
+    """Compute it on x = 3 with weight = 5 and 7, to see what comes, then to see what is kept."""
     torch.manual_seed(20_261_122)  # a seed that nobody guesses, and not its first numbers
     torch.rand(7)
-    program, kept = CASES[case]
     x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
-    weight = nn.Parameter(torch.tensor([5.0], dtype=torch.float64))
+    weight = nn.Parameter(torch.tensor([5.0, 7.0], dtype=torch.float64))
     calls, contexts, phase = [0, 0], [], 0
 
     def call(fn, *inputs):
@@ -249,40 +172,30 @@ def _observe(answer, case: str) -> Seen:
             calls[phase] += 1
             return fn(*inputs)
 
-        made = answer.apply(counted, *inputs)
-        contexts.append((getattr(made, "grad_fn", None), inputs))
+        made = apply(counted, *inputs)
+        contexts.append(getattr(made.grad_fn, "__dict__", {}))
         return made
 
     y, phase = program(call, x, weight), 1
     torch.rand(1)  # as layers behind it would
-    if isinstance(y, torch.Tensor) and not is_stub(getattr(answer, "backward", None)):
-        y.backward(torch.full_like(y, GRADIENT))
-    random, made = int(torch.randint(1000, (1,))), tuple(calls)
-    numbers = [None if each is None else each.tolist() for each in (y, x.grad, weight.grad)]
-    # Apart from the above: hooks give backward other tensors, to which a forgotten detach does no
-    # harm.
+    y.backward(torch.full_like(y, 10.0))
+    seen = {
+        "y": y.tolist(),
+        "calls of fn, in forward and in backward,": list(calls),
+        "the gradient of x": _numbers(x.grad),
+        "the gradient of weight": _numbers(weight.grad),
+        "the next random number": int(torch.randint(1000, (1,))),
+    }
+    # Once more: hooks give backward other tensors, to which a forgotten detach does no harm.
     contexts.clear()
     saved = measure_saved(lambda: program(call, x, weight))
-    own, attributes = {x.data_ptr(), weight.data_ptr()}, {}
-    for context, inputs in contexts:
-        own |= {each.data_ptr() for each in inputs}
-        if answer is not Directly:
-            found = _tensors(getattr(context, "__dict__", None))
-            attributes |= {each.data_ptr(): each for each in found}
-    besides = [each for place, each in attributes.items() if place not in own]
-    if answer is Directly:
-        return Seen(case, *numbers, (made[0], made[0]), random, kept)
-    kept = _bytes(chain(saved, besides))
-    return Seen(case, *numbers, made, random, kept, _bytes(attributes.values()))
+    attributes = {id(each): each for each in tree_leaves(contexts) if torch.is_tensor(each)}
+    kept = [_bytes(saved), _bytes(attributes.values())]
+    return {**seen, "bytes kept by autograd, and as attributes of ctx,": kept}
 
 
-def _tensors(kept: object) -> Iterator[torch.Tensor]:
-    """All in it, if it is a tensor, or a list of such, a dict or a tuple."""
-    if isinstance(kept, torch.Tensor):
-        yield kept
-    elif isinstance(kept, dict | list | tuple | set):
-        for each in kept.values() if isinstance(kept, dict) else kept:
-            yield from _tensors(each)
+def _numbers(gradient: torch.Tensor | None) -> list[float] | None:
+    return None if gradient is None else gradient.tolist()
 
 
 def _bytes(kept) -> int:
@@ -290,43 +203,27 @@ def _bytes(kept) -> int:
     return sum(each.nbytes for each in kept if each.dtype != torch.uint8)
 
 
-def _run_checkpoint(answer):
-    """Case after case, up to the first that isn't as without a checkpoint."""
-    found = []
-    for case in CASES:
-        direct, seen = (_observe(each, case) for each in (Directly, answer))
-        seen.direct = direct
-        found.append(seen)
-        if seen != direct:
+def _run_checkpoint(answer, right=None):
+    """Case after case, up to the first that isn't right."""
+    seen = {}
+    for case, program in CASES.items():
+        for what, value in _observe(answer.apply, program).items():
+            seen[f"{case}: {what}"] = value
+        if right and any(right[what] != value for what, value in seen.items()):
             break
-    return found
+    return seen
 
 
-def _directly(run: Run) -> list[list[Seen]]:
-    return [[seen.direct for seen in run[0]]]
+class PyTorchs:
+    apply = partial(pytorchs.checkpoint, use_reentrant=True)  # the one that is a Function
 
 
-def _beside_seen(expected: list[Seen], got: list[Seen]) -> str:
-    lines = [f"{got[-1].case}:"]
-    for name, right in vars(expected[-1]).items():
-        found = getattr(got[-1], name)
-        if name != "direct" and found != right:
-            lines.append(f"  {name.replace('_', ' ')}: {found}, expected {right}")
-    return "\n".join(lines)
-
-
-def _explain_checkpoint(trial: Trial, rank: int, expected: list[Seen], got: list[Seen]) -> str:
-    right, found = expected[-1], got[-1]
-    if found.y != right.y:
-        return "y isn't what fn gives: forward returns fn(*inputs), and draws as fn alone would."
-    if found.calls != right.calls:
-        return "fn is called once in forward, and once more in backward."
-    if found.kept_bytes > right.kept_bytes:
-        return "Keep nothing but the inputs: no result, no graph."
-    return (
-        "Backward: fn again, on detached inputs, with a graph, with the random numbers of forward; "
-        "then backward(gradient) from there, and the generator back where it was."
-    )
+def _checkpoint_trials():
+    # backward(gradient) imports it, in fresh ranks each time: half a second for each known mistake.
+    preload(["torch.fx.experimental.symbolic_shapes"])
+    with torch.random.fork_rng(devices=[]):
+        right = _run_checkpoint(PyTorchs)
+    yield Trial(1, _run_checkpoint, (right,), [right], what="up to four cases")
 
 
 def checkpoint_as_a_function(fn, *inputs):
@@ -340,7 +237,7 @@ Checkpoint = Exercise(
         checkpointing.random_state,
         checkpointing.set_random_state,
     ),
-    trials=lambda: [Trial(1, _run_checkpoint, (), _directly, what="up to four cases")],
+    trials=_checkpoint_trials,
     hints={
         "start": "Forward: ctx.fn = fn, ctx.save_for_backward(*inputs), and return fn(*inputs). No "
         "graph is recorded there.",
@@ -353,8 +250,11 @@ Checkpoint = Exercise(
     },
     praise="the same gradients to the last bit, random numbers included, and nothing is kept but "
     "the inputs. fn is called a second time for it.",
-    explain=_explain_checkpoint,
-    beside=_beside_seen,
+    explain=lambda *_: (
+        "Forward: fn, and keep its inputs. Backward: fn again, on detached inputs, with a graph, "
+        "with the random numbers of forward; then backward(gradient) from there, and the generator "
+        "back where it was."
+    ),
     note="With a GPU's random numbers and autocast. ddpkit.checkpointing.checkpoint calls it.",
     mistakes=[
         *mistakes("""
@@ -370,7 +270,7 @@ leaves_the_random_state: set_random_state(before) → pass
     without a checkpoint: put the generator's state back when fn was called, for example with
     torch.random.fork_rng().
 seeds: ctx.fn, ctx.autocast = → torch.manual_seed(7)⏎ctx.fn, ctx.autocast =
-    y isn't what fn gives: forward draws as ever. Leave the generator alone there.
+    Forward draws as ever: leave the generator alone there.
 forks_in_forward: return fn(*inputs) → with torch.random.fork_rng(devices=[]):
         ⏎    return fn(*inputs)
     The random numbers after forward aren't those that would come without a checkpoint: fork_rng()
@@ -418,7 +318,7 @@ keeps_attributes: ctx.save_for_backward(random_state(), *inputs) →
 keeps_attributes_too: return fn(*inputs) → ctx.kept = {"inputs": [inputs]}⏎return fn(*inputs)
     But inputs kept as attributes of ctx aren't seen by autograd: ctx.save_for_backward is enough.
 keeps_the_result: return fn(*inputs) → ctx.out = fn(*inputs)⏎return ctx.out
-    Forward keeps 16 bytes, and the inputs have 8. Keep nothing else, no result either.
+    Forward keeps 16 bytes more than the inputs. Keep nothing else, no result either.
 hides_the_inputs: ctx.save_for_backward(random_state(), *inputs) → state = random_state()
         ⏎ctx.saved = lambda: (state, *inputs)
     ctx.saved_tensors → ctx.saved()
