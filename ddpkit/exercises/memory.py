@@ -2,10 +2,11 @@
 PyTorch's."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torch.utils import checkpoint as pytorchs
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from ddpkit import checkpointing
@@ -36,33 +37,28 @@ def _measured(batch: int, length: int, width: int, heads: int) -> int:
 
 def _predict(answer, measured):
     """What the answer predicts; where that is near enough, what was measured."""
-    seen = {"a number": True}
+    seen = {}
     for sizes, right in measured.items():
         predicted = answer(*sizes)
-        if not isinstance(predicted, int | float):
-            return {"a number": False}
-        near = abs(predicted - right) <= TOLERANCE * right
-        seen[sizes] = right if near else predicted
+        if isinstance(predicted, int | float) and abs(predicted - right) <= TOLERANCE * right:
+            predicted = right
+        seen[sizes] = predicted
     return seen
 
 
 def _block_trials():
     measured = {sizes: _measured(*sizes) for sizes in SIZES}
-    yield Trial(1, _predict, (measured,), [{"a number": True, **measured}], what="three blocks")
-
-
-def _block_says(batch: int, length: int, width: int, heads: int) -> str:
-    return (
-        f"{{got}} bytes for batch {batch}, {length} tokens, width {width}, {heads} heads; a real "
-        f"block keeps {{expected}}. sbd is {batch * length * width} and bs²H is "
-        f"{batch * length**2 * heads}: how many of each does it keep, in bytes?"
-    )
+    what = "bytes by (batch, length, width, heads)"
+    yield Trial(1, _predict, (measured,), [measured], what=what)
 
 
 block_bytes = Exercise(
     reference=memory.block_bytes,
     trials=_block_trials,
-    says={"a number": "Return a number of bytes."} | {each: _block_says(*each) for each in SIZES},
+    explain=lambda *_: (
+        "Return a number of bytes: how often sbd, batch * length * width, and how often bs²H, "
+        "batch * length**2 * heads?"
+    ),
     hints={
         "start": "A linear layer keeps its input, a norm its input, GELU its input, softmax its "
         "result, a product both factors.",
@@ -132,70 +128,60 @@ in_words: return 2 * numbers + masks → return "34sbd"
 # Checkpoint: a torch.autograd.Function
 
 
-def _one_input(call, x, weight):
-    return call(lambda x: (x * weight).square(), x)
+def _square(weight, x):
+    return (x * weight).square()
 
 
-def _whole_numbers(call, x, weight):
-    places = torch.tensor([0, 0])
-    return call(lambda x, places: (x * weight)[places].square(), x, places)
+def _pick(weight, x, places):
+    return (x * weight)[places].square()
 
 
-def _random(call, x, weight):
-    return call(lambda x: x * weight * torch.randint(1, 1000, (1,)), x)
+def _draw(weight, x):
+    return x * weight * torch.randint(1, 1000, (1,))
 
 
-def _two_functions(call, x, weight):
-    y = call(lambda x: x * weight * torch.randint(1, 1000, (1,)), x)
-    torch.rand(3)
-    return call(lambda x: (x + weight).square(), y)
-
-
-CASES = {
-    "one input": _one_input,
-    "a second input, of whole numbers": _whole_numbers,
-    "a function that draws random numbers": _random,
-    "two functions, each in a checkpoint": _two_functions,
+# The one of PyTorch's checkpoints that is a Function, too
+PYTORCHS = SimpleNamespace(apply=partial(checkpoint.checkpoint, use_reentrant=True))
+CASES = {  # functions, one after the other, each with further inputs
+    "one input": [(_square,)],
+    "a second input, of whole numbers": [(_pick, torch.tensor([0, 0]))],
+    "a function that draws random numbers": [(_draw,)],
+    "two functions, each in a checkpoint": [(_draw,), (_square,)],
 }
 
 
-def _observe(apply, program) -> dict:
+def _observe(apply, functions) -> dict:
     """Compute it on x = 3 with weight = 5 and 7, to see what comes, then to see what is kept."""
     torch.manual_seed(20_261_122)  # a seed that nobody guesses, and not its first numbers
     torch.rand(7)
     x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
     weight = nn.Parameter(torch.tensor([5.0, 7.0], dtype=torch.float64))
-    calls, contexts, phase = [0, 0], [], 0
+    calls, contexts = [], []
 
-    def call(fn, *inputs):
-        def counted(*inputs):
-            calls[phase] += 1
-            return fn(*inputs)
+    def counted(function, *inputs):
+        calls.append(function)
+        return function(weight, *inputs)
 
-        made = apply(counted, *inputs)
-        contexts.append(getattr(made.grad_fn, "__dict__", {}))
-        return made
+    def forward():
+        y = x
+        for function, *others in functions:
+            y = apply(partial(counted, function), y, *others)
+            contexts.append(getattr(y.grad_fn, "__dict__", {}))
+            torch.rand(1)  # as layers behind it would
+        return y
 
-    y, phase = program(call, x, weight), 1
-    torch.rand(1)  # as layers behind it would
+    y, in_forward = forward(), len(calls)
     y.backward(torch.full_like(y, 10.0))
-    seen = {
-        "y": y.tolist(),
-        "calls of fn, in forward and in backward,": list(calls),
-        "the gradient of x": _numbers(x.grad),
-        "the gradient of weight": _numbers(weight.grad),
-        "the next random number": int(torch.randint(1000, (1,))),
-    }
+    tensors = {"y": y, "the gradient of x": x.grad, "the gradient of weight": weight.grad}
+    seen = {what: None if each is None else each.tolist() for what, each in tensors.items()}
+    seen["calls of fn, in forward and in backward,"] = [in_forward, len(calls) - in_forward]
+    seen["the next random number"] = int(torch.randint(1000, (1,)))
     # Once more: hooks give backward other tensors, to which a forgotten detach does no harm.
     contexts.clear()
-    saved = measure_saved(lambda: program(call, x, weight))
+    saved = measure_saved(forward)
     attributes = {id(each): each for each in tree_leaves(contexts) if torch.is_tensor(each)}
     kept = [_bytes(saved), _bytes(attributes.values())]
     return {**seen, "bytes kept by autograd, and as attributes of ctx,": kept}
-
-
-def _numbers(gradient: torch.Tensor | None) -> list[float] | None:
-    return None if gradient is None else gradient.tolist()
 
 
 def _bytes(kept) -> int:
@@ -206,23 +192,19 @@ def _bytes(kept) -> int:
 def _run_checkpoint(answer, right=None):
     """Case after case, up to the first that isn't right."""
     seen = {}
-    for case, program in CASES.items():
-        for what, value in _observe(answer.apply, program).items():
+    for case, functions in CASES.items():
+        for what, value in _observe(answer.apply, functions).items():
             seen[f"{case}: {what}"] = value
         if right and any(right[what] != value for what, value in seen.items()):
             break
     return seen
 
 
-class PyTorchs:
-    apply = partial(pytorchs.checkpoint, use_reentrant=True)  # the one that is a Function
-
-
 def _checkpoint_trials():
     # backward(gradient) imports it, in fresh ranks each time: half a second for each known mistake.
     preload(["torch.fx.experimental.symbolic_shapes"])
     with torch.random.fork_rng(devices=[]):
-        right = _run_checkpoint(PyTorchs)
+        right = _run_checkpoint(PYTORCHS)
     yield Trial(1, _run_checkpoint, (right,), [right], what="up to four cases")
 
 

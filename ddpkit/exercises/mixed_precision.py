@@ -4,7 +4,8 @@ All numbers are powers of two, or few of them: what an answer leaves is right to
 """
 
 import math
-from typing import NamedTuple
+from functools import cache
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import nn
 
 from ddpkit import mixed_precision
 from ddpkit.mixed_precision import MixedPrecisionOptimizer
-from ddpkit.runtime.launch import Run
+from ddpkit.runtime.records import recorder
 
 from .checker import Exercise, Trial, mistakes
 
@@ -24,56 +25,48 @@ SCALE = 2.0**14
 LEARNING_RATE = 2.0**8
 UPDATE = 2.0**-12  # of each step: 1 - 2**-12 is 1 in fp16, whose numbers below 1 are 2**-11 apart
 SMALL = UPDATE / LEARNING_RATE / 2**6  # the second weight's gradient: 2**-26, nothing in fp16
-STEPS = (1, 2, 8)
+STEPS = 8
 
 
-class Weights(NamedTuple):
-    """What an answer left. problem: why the weights aren't the model's any more, if they aren't."""
-
-    weights: list[float]
-    masters: list[float]
-    problem: str = ""
-
-
-def _run_master_step(answer, steps):
-    """Three weights: gradients are small, or too small for fp16 (None at last), or always None."""
+def _run_master_step(answer):
+    """Three weights: gradients are small, or too small for fp16 (once None), or always None."""
     values = torch.tensor([1.0, 2.0**-6, 0.5], dtype=torch.float16)
     weights = [nn.Parameter(value.view(1)) for value in values]
     masters = [weight.detach().float().requires_grad_() for weight in weights]
-    before, places = list(weights), [weight.data_ptr() for weight in weights]
+    model, places = list(weights), [weight.data_ptr() for weight in weights]
     decayed = {"params": masters[2:], "weight_decay": 2.0**-10}  # also of a gradient of zero
     optimizer = torch.optim.SGD([{"params": masters[:2]}, decayed], lr=LEARNING_RATE)
-    for step in range(steps):
+    seen = {}
+    for step in range(1, STEPS + 1):
         for weight, gradient in zip(weights, (UPDATE / LEARNING_RATE, SMALL), strict=False):
-            weight.grad = torch.tensor([gradient * SCALE], dtype=torch.float16)
-        if 0 < step == steps - 1:
+            weight.grad = torch.tensor([gradient * SCALE], dtype=weight.dtype)
+        if step == 2:
             weights[1].grad = None
         answer(weights, masters, optimizer, SCALE)
-    problem = ""
-    if any(weight.dtype != torch.float16 for weight in weights):
-        problem = "weights of another dtype"
-    elif any(weight is not model for weight, model in zip(weights, before, strict=True)):
-        problem = "other tensors in the list of weights"
-    elif [weight.data_ptr() for weight in weights] != places:
-        problem = "weights in new memory"
-    return Weights([w.item() for w in weights], [m.item() for m in masters], problem)
+        seen[f"the master copies after step {step}"] = [master.item() for master in masters]
+        seen[f"the weights after step {step}"] = [weight.item() for weight in weights]
+    same = [weight is before for weight, before in zip(weights, model, strict=True)]
+    return {
+        "dtype": {str(weight.dtype) for weight in weights},
+        "the weights are the model's": all(same),
+        "the weights are in their memory": [weight.data_ptr() for weight in weights] == places,
+        **seen,
+    }
 
 
 def _master_trials():
-    for steps in STEPS:
-        masters = [1 - steps * UPDATE, 2.0**-6 - (steps - (steps > 1)) * SMALL * LEARNING_RATE, 0.5]
-        weights = torch.tensor(masters, dtype=torch.float16).tolist()
-        what = "1 step" if steps == 1 else f"{steps} steps"
-        yield Trial(1, _run_master_step, (steps,), [Weights(weights, masters)], what=what)
-
-
-def _beside(expected: Weights, got: Weights) -> str:
-    lines = [got.problem or "wrong numbers", f"  {'':9}{'yours':35}expected"]
-    for name in ("weights", "masters"):
-        yours = "  ".join(f"{value:.8g}" for value in getattr(got, name))
-        right = "  ".join(f"{value:.8g}" for value in getattr(expected, name))
-        lines.append(f"  {name:9}{yours:35}{right}")
-    return "\n".join(lines)
+    right = {
+        "dtype": {"torch.float16"},
+        "the weights are the model's": True,
+        "the weights are in their memory": True,
+    }
+    for step in range(1, STEPS + 1):
+        small = SMALL * LEARNING_RATE * (step - (step > 1))
+        masters = [1 - step * UPDATE, 2.0**-6 - small, 0.5]
+        right[f"the master copies after step {step}"] = masters
+        weights = torch.tensor(masters, dtype=torch.float16)
+        right[f"the weights after step {step}"] = weights.tolist()
+    yield Trial(1, _run_master_step, (), [right], what=f"{STEPS} steps")
 
 
 master_step = Exercise(
@@ -91,7 +84,6 @@ master_step = Exercise(
         "Gradients to fp32, divided by scale, into each master.grad; "
         "optimizer.step(); then the masters, rounded, into the weights."
     ),
-    beside=_beside,
     note="ddpkit.mixed_precision.MixedPrecisionOptimizer does this in its step.",
     mistakes=mistakes("""
 without_scale: weight.grad.float() / scale → weight.grad.float()
@@ -143,85 +135,72 @@ START, INTERVAL, GRADIENT = 8.0, 2, 3.0
 OK, INF, MINUS_INF, NAN = 0.0, math.inf, -math.inf, math.nan
 
 
-def _run_scaler(answer, plan, odd, looks):
+def _run_scaler(answer, plan, odd):
     """Steps of SGD on two weights of two numbers, in two groups, and one without a gradient.
 
     plan: what is put into a gradient of rank `odd` in each step, into another place each time.
-    looks: unscale_ is called before step.
     """
     unused, *weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     groups = [{"params": [unused, weights[0]]}, {"params": weights[1:]}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
-    scaler, seen = answer(START, INTERVAL), []
+    scaler, steps, in_place = answer(START, INTERVAL), {}, False
     for number, bad in enumerate(plan):
         optimizer.zero_grad()
         loss = 1 + sum((weight * GRADIENT).sum() for weight in weights)
         before, scaled = loss.detach().clone(), scaler.scale(loss)
-        if scaled is None:
-            return [*seen, "scale() returned None"]
-        if not torch.allclose(loss, before, equal_nan=True):
-            return [*seen, "a loss changed in place"]
+        in_place = in_place or not torch.allclose(loss, before, equal_nan=True)
         scaled.backward()
         times, start = weights[0].grad[0].item() / GRADIENT, torch.cat(weights).tolist()
         if dist.get_rank() == odd and bad != OK:
             weights[number % 2].grad[1 - number // 2 % 2] = bad
-        if looks:
-            scaler.unscale_(optimizer)
+        if number % 2 == 1:
+            scaler.unscale_(optimizer)  # to look at the gradients
         scaler.step(optimizer)
         scaler.update()
         moved = [old - new for old, new in zip(start, torch.cat(weights).tolist(), strict=True)]
-        seen.append(_step(dist.get_rank(), times, moved))
-    return seen
+        steps[f"step {number + 1}"] = _step(times, moved)
+    records = recorder().records
+    return {
+        "a loss changed in place": in_place,
+        **steps,
+        "calls": max(len(records), len(plan)),
+        "bytes": max(8, *(record.bytes for record in records)),
+    }
 
 
-def _step(rank: int, times: float, moved: list[float]) -> str:
-    return f"rank {rank}: loss × {times:g}, weights moved by {', '.join(f'{m:g}' for m in moved)}"
+def _step(times: float, moved: list[float]) -> str:
+    return f"loss × {times:g}, weights moved by {', '.join(f'{m:g}' for m in moved)}"
 
 
-def _right_steps(rank, plan) -> list[str]:
+def _right_steps(plan) -> dict:
     """From the rules, written once more: a table of scales."""
-    scale, good, steps = START, 0, []
-    for bad in plan:
-        steps.append(_step(rank, scale, 4 * [0.0 if bad else GRADIENT]))
+    scale, good, steps = START, 0, {}
+    for number, bad in enumerate(plan):
+        steps[f"step {number + 1}"] = _step(scale, 4 * [0.0 if bad else GRADIENT])
         good = 0 if bad else good + 1
         if bad:
             scale /= 2
         elif good == INTERVAL:
             scale, good = 2 * scale, 0
-    return steps
+    return {"a loss changed in place": False, **steps, "calls": len(plan), "bytes": 8}
 
 
 def _scaler_trials():
     second = [OK, INF, OK, OK, OK]
-    for world_size, odd, plan, looks, what in (
-        (2, 0, [OK, OK], True, "gradients looked at before the step"),
-        (2, 0, [OK, OK, OK, OK, OK], False, f"five steps, growth_interval {INTERVAL}"),
-        (2, 1, second, False, "an inf on rank 1 in the second step"),
-        (3, 0, [NAN, MINUS_INF, INF, MINUS_INF, OK], True, "NaN, -inf, inf, -inf on rank 0"),
-        (1, 0, second, True, "an inf in the second step"),
+    for world_size, odd, plan, what in (
+        (2, 0, [OK, OK, OK, OK, OK], f"growth_interval {INTERVAL}"),
+        (2, 1, second, "an inf on rank 1 in the second step"),
+        (3, 0, [NAN, MINUS_INF, INF, MINUS_INF, OK], "NaN, -inf, inf, -inf on rank 0"),
+        (1, 0, second, "an inf in the second step"),
     ):
-        expected = [_right_steps(rank, plan) for rank in range(world_size)]
-        yield Trial(world_size, _run_scaler, (plan, odd, looks), expected, what=what)
+        expected = [_right_steps(plan)] * world_size
+        yield Trial(world_size, _run_scaler, (plan, odd), expected, what=what)
 
 
-def _beside_steps(expected: list[str], got: list[str]) -> str:
-    number = next(n for n, step in enumerate(got) if step != expected[n])
-    return f"step {number + 1}, {got[number]}\nexpected: {expected[number]}"
-
-
-def _scaler_wire(trial: Trial, run: Run) -> str | None:
-    """One number a step."""
-    steps = len(trial.args[0])
-    for rank, records in enumerate(run.wire):
-        if len(records) > steps or any(record.bytes > 8 for record in records):
-            sent = sum(record.bytes for record in records)
-            return (
-                f"the values are right, but rank {rank} sent {sent} bytes in {len(records)} calls "
-                f"for {steps} steps.\nOne all_reduce a step is enough, of one float: add up on the "
-                "rank first whether any of its gradients overflowed."
-            )
-    return None
-
+ONE_FLOAT = (
+    "One all_reduce a step is enough, of one float: add up on the rank first whether any of its "
+    "gradients overflowed."
+)
 
 LossScaler = Exercise(
     reference=mixed_precision.LossScaler,
@@ -241,8 +220,10 @@ LossScaler = Exercise(
         f"overflow, double after {INTERVAL} good steps in a row, counted from 0. A step with an "
         "overflow is skipped, others are taken with gradients divided once."
     ),
-    wire=_scaler_wire,
-    beside=_beside_steps,
+    says={
+        "calls": f"the values are right, but rank {{rank}} sent {{got}} times. {ONE_FLOAT}",
+        "bytes": f"the values are right, but rank {{rank}} sent {{got}} bytes at once. {ONE_FLOAT}",
+    },
     mistakes=mistakes("""
 leaves_the_loss: return loss * self.factor → return loss
     scale(loss) returns loss * factor, a new tensor, whose gradients are as many times as large.
@@ -340,9 +321,11 @@ OPTIMIZERS = {
 }
 
 
+@cache
 def _count(precision: str, optimizer: str) -> dict[str, int]:
     """{kind of tensor: bytes a parameter}, counted after the backward of the second step."""
-    model = nn.Linear(21, 10, bias=False)
+    with torch.random.fork_rng(devices=[]):
+        model = nn.Linear(21, 10, bias=False)
     optimizer_cls, options = OPTIMIZERS[optimizer]
     if precision == "mixed":
         stepper = MixedPrecisionOptimizer(model.parameters(), optimizer_cls, lr=0.1, **options)
@@ -357,52 +340,43 @@ def _count(precision: str, optimizer: str) -> dict[str, int]:
     moments = []
     for state in stepper.state.values():
         moments += [value for value in state.values() if torch.is_tensor(value) and value.dim()]
-    return {
-        "weights": _nbytes([model.weight]),
-        "gradients": _nbytes([model.weight.grad]),
-        "masters": _nbytes(masters),
-        "moments": _nbytes(moments),
-    }
+    kinds = {"weights": [model.weight], "gradients": [model.weight.grad]}
+    kinds |= {"master copies": masters, "moments": moments}
+    found = {}
+    for kind, tensors in kinds.items():
+        if tensors:
+            found[kind] = sum(tensor.nbytes for tensor in tensors) // PARAMETERS
+    return found
 
 
-def _nbytes(tensors: list[torch.Tensor]) -> int:
-    """For each parameter."""
-    return sum(tensor.nbytes for tensor in tensors) // PARAMETERS
+def _run_bytes(answer, counted):
+    """What the answer predicts; where that is right, what was counted."""
+    seen = {}
+    for case, kinds in counted.items():
+        predicted = answer(PARAMETERS, *case)
+        seen[case] = kinds if predicted == PARAMETERS * sum(kinds.values()) else predicted
+    return seen
 
 
-class Predicted(NamedTuple):
-    """{(precision, optimizer): bytes} as predicted, and {kind: bytes a parameter} as counted."""
-
-    predicted: dict
-    counted: dict
+CASES = list(product(("fp32", "mixed"), OPTIMIZERS))
 
 
-def _run_bytes(answer):
-    predicted, counted = {}, {}
-    for precision in ("fp32", "mixed"):
-        for optimizer in OPTIMIZERS:
-            case = precision, optimizer
-            predicted[case], counted[case] = answer(PARAMETERS, *case), _count(*case)
-    return Predicted(predicted, counted)
+def _bytes_trials():
+    counted = {case: _count(*case) for case in CASES}
+    yield Trial(1, _run_bytes, (counted,), [counted], what=f"{PARAMETERS} parameters")
 
 
-def _counted(run: Run) -> list[Predicted]:
-    totals = {case: PARAMETERS * sum(kinds.values()) for case, kinds in run[0].counted.items()}
-    return [Predicted(totals, run[0].counted)]
-
-
-def _beside_bytes(expected: Predicted, got: Predicted) -> str:
-    case = next(case for case, right in expected.predicted.items() if got.predicted[case] != right)
-    found = got.predicted[case]
-    each = f"{found / PARAMETERS:g}" if isinstance(found, int | float) else repr(found)
-    right = " + ".join(f"{nbytes} {kind}" for kind, nbytes in got.counted[case].items() if nbytes)
-    total = sum(got.counted[case].values())
-    return f"{', '.join(case)}: {each} bytes a parameter, but counted are {right} = {total}."
+def _bytes_say(precision: str, optimizer: str) -> str:
+    return (
+        f"{precision}, {optimizer}: {{got}} bytes; for each of {PARAMETERS} parameters counted are "
+        "{expected}."
+    )
 
 
 predict_bytes = Exercise(
     reference=predict_bytes,
-    trials=lambda: [Trial(1, _run_bytes, (), _counted, what=f"{PARAMETERS} parameters")],
+    trials=_bytes_trials,
+    says={case: _bytes_say(*case) for case in CASES},
     hints={
         "start": "Four kinds of tensors: weights, gradients, master copies, moments. Which of them "
         "exist here?",
@@ -415,7 +389,6 @@ predict_bytes = Exercise(
         "Weight and gradient in the precision of the model; master copy, if there "
         "is one, and moments in fp32."
     ),
-    beside=_beside_bytes,
     note="ddpkit.tools.memory.model_states has the table for larger models, and for ZeRO.",
     mistakes=mistakes("""
 always_16: (weight_and_gradient + master + moments) → 16

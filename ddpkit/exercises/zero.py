@@ -5,13 +5,15 @@ on two ranks, 1111 on four. Element i has i + 1 times as much, so that a gradien
 shows.
 """
 
-from dataclasses import dataclass, field
+import json
+from collections import Counter
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from ddpkit import zero
-from ddpkit.runtime.launch import Run
+from ddpkit.runtime.records import recorder
 
 from .checker import Exercise, Mistake, Trial, mistakes, unwritten_memory_shows
 
@@ -22,55 +24,32 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 PLANS = [(2, (4, 4)), (2, (5, 3)), (2, (5, 4)), (3, (7, 2, 1)), (4, (1, 1, 1)), (1, (5, 2))]
 
 
-def _planned(numels: tuple[int, ...], world_size: int) -> list[list[tuple]]:
+def _planned(world_size: int, numels: tuple[int, ...]) -> list[list[list]]:
     """The specification, element by element."""
     length = (sum(numels) + world_size - 1) // world_size
     elements = [(parameter, at) for parameter, numel in enumerate(numels) for at in range(numel)]
-    shards: list[list[tuple]] = [[] for _ in range(world_size)]
+    shards: list[list[list]] = [[] for _ in range(world_size)]
     for place, (parameter, at) in enumerate(elements):
         shard = shards[place // length]
-        if shard and shard[-1][0] == parameter:
-            shard[-1] = (parameter, shard[-1][1], at + 1)
-        else:
-            shard.append((parameter, at, at + 1))
+        if not shard or shard[-1][0] != parameter:
+            shard.append([parameter, at, at])
+        shard[-1][2] = at + 1
     return shards
 
 
-def _run_plan(answer, numels):
-    plan = answer(list(numels), dist.get_world_size())
-    shards = []
-    try:
-        for shard in plan:
-            shards.append([(int(p), int(start), int(stop)) for p, start, stop in shard])
-    except (TypeError, ValueError):
-        return plan
-    return shards
+def _run_plan(answer, right):
+    """Plan after plan, up to the first that isn't right."""
+    for (world_size, numels), planned in right.items():
+        plan = answer(list(numels), world_size)
+        plan = json.loads(json.dumps(plan, default=int))  # tuples as lists, tensors as numbers
+        if plan != planned:
+            return right | {(world_size, numels): plan}
+    return right
 
 
 def _plan_trials():
-    for world_size, numels in PLANS:
-        expected = [_planned(numels, world_size)] * world_size
-        what = f"parameters of {', '.join(map(str, numels))} elements"
-        yield Trial(world_size, _run_plan, (numels,), expected, what=what)
-
-
-def _explain_plan(trial: Trial, rank: int, expected: list, got: object) -> str:
-    (numels,), world_size = trial.args, trial.world_size
-    if not isinstance(got, list) or not all(isinstance(shard, list) for shard in got):
-        return "Return a list for each rank, of tuples (parameter, start, stop)."
-    if len(got) != world_size:
-        return (
-            f"There are {len(got)} lists for {world_size} ranks: an empty one for who owns nothing."
-        )
-    owned = [(p, at) for shard in got for p, start, stop in shard for at in range(start, stop)]
-    if len(set(owned)) < len(owned):
-        parameter, at = next(element for element in owned if owned.count(element) > 1)
-        return f"Element {at} of parameter {parameter} has more than one owner."
-    missing = {(p, at) for p, numel in enumerate(numels) for at in range(numel)} - set(owned)
-    if missing:
-        all_of_them = f"{len(missing)} of {sum(numels)} elements"
-        return f"{all_of_them} have no owner, and would never be updated."
-    return "Each element has one owner. But each rank's are to lie together in the flat buffer."
+    right = {plan: _planned(*plan) for plan in PLANS}
+    yield Trial(1, _run_plan, (right,), [right], what="by (world size, elements of parameters)")
 
 
 def by_parameter(numels, world_size):
@@ -90,7 +69,10 @@ shard_plan = Exercise(
         "min((r+1) * length, first + numel); subtract `first`.",
     },
     praise="every element has one owner, and no shard is longer than n/W, rounded up.",
-    explain=_explain_plan,
+    explain=lambda *_: (
+        "Return a list for each rank, of tuples (parameter, start, stop): an empty one for who "
+        "owns nothing. Each element has one owner; each rank's lie together in the flat buffer."
+    ),
     mistakes=[
         *mistakes("""
 loses_the_remainder: -(-sum(numels) // world_size) → sum(numels) // world_size
@@ -137,97 +119,69 @@ of_this_rank_only: return shards → return shards[dist.get_rank()]
 
 # zero_step(parameters, gradients, state)
 
-NUMEL = 12  # divides by every world size tried
-START = [7.0 + at for at in range(NUMEL)]
+NUMEL = 8  # divides by every world size tried
+START = torch.arange(7.0, 7 + NUMEL, dtype=torch.float64)
 LRS, BETA = (1 / 16, 1 / 8, 1 / 4), 3 / 4  # over powers of two: all that is computed is exact
 
 
-@dataclass
-class Stepped:
-    """What an answer left, and what a checker needs to say why.
-
-    steps: the parameters after each. state: elements in memory of each tensor that it keeps.
-    borrowed: whether one of them lies in the gradients' memory. calls: what the rank sent.
-    """
-
-    steps: list[list[float]]
-    state: list[int]
-    world_size: int
-    borrowed: bool = field(default=False, compare=False)
-    calls: list[str] = field(default_factory=list, compare=False)
-
-    def __repr__(self):
-        length = NUMEL // self.world_size
-        said = []
-        for step in self.steps:  # of each the first number of each shard
-            said.append(", ".join(f"{value:g}" for value in step[::length]))
-        kept = " and ".join(map(str, self.state)) or "0"
-        return f"parameters {' → '.join(said)} and a state of {kept} elements"
-
-    def symptom(self):
-        return f"{self.steps} {self.state} {self.borrowed}"
+def _gradient(rank: int, world_size: int, step: int) -> torch.Tensor:
+    first = 16 * world_size * 10**rank * (step + 1)
+    return torch.arange(1.0, 1 + NUMEL, dtype=torch.float64) * first
 
 
-def _gradient(rank: int, world_size: int, step: int) -> float:
-    """That of element 0; element i has i + 1 times as much."""
-    return 16.0 * world_size * 10**rank * (step + 1)
+def _after(step: int, rank: int, parameters: torch.Tensor, shards: int, kept: list[int]) -> dict:
+    """kept: the elements of each tensor in `state`."""
+    return {
+        f"its shard after step {step + 1}": parameters.chunk(shards)[rank].tolist(),
+        f"the parameters after step {step + 1}": parameters.tolist(),
+        f"elements of each tensor in state after step {step + 1}": kept,
+    }
 
 
-def _run_step(answer, steps):
+def _run_step(answer, steps, needed):
+    """needed: the bytes that a rank must send."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parameters, state, found = torch.tensor(START, dtype=torch.float64), {}, []
+    parameters, state, seen = START.clone(), {}, {}
     gradients = torch.empty_like(parameters)  # one tensor for all steps, as a bucket is
     for step in range(steps):
-        gradients.copy_(torch.arange(1, NUMEL + 1) * _gradient(rank, world_size, step))
+        gradients.copy_(_gradient(rank, world_size, step))
         with unwritten_memory_shows():
             answer(parameters, gradients, state, LRS[step], BETA)
-        found.append(parameters.tolist())
-    sizes = {}  # by where they lie: a view keeps the whole storage
-    for tensor in _tensors(state):
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
-    sizes.pop(parameters.untyped_storage().data_ptr(), None)
-    borrowed = gradients.untyped_storage().data_ptr() in sizes
-    return Stepped(found, sorted(sizes.values()), world_size, borrowed)
+        kept = {}  # by where they lie: a view keeps the whole storage
+        for tensor in filter(torch.is_tensor, tree_leaves(state)):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        kept.pop(parameters.data_ptr(), None)
+        seen |= _after(step, rank, parameters, world_size, sorted(kept.values()))
+    part, sent = (world_size - 1) / world_size, Counter()
+    shares = {"send": 1, "recv": 0, "all_reduce": 2 * part, "all_gather": world_size - 1}
+    for record in recorder().records:  # collectives as if they went round a ring
+        sent[record.op] += record.bytes * shares.get(record.op, part)
+    return seen | {"bytes sent": needed if sent.total() <= needed else dict(+sent)}
 
 
-def _tensors(kept: object) -> list[torch.Tensor]:
-    """The tensors in a state, also within its dicts and lists."""
-    if isinstance(kept, torch.Tensor):
-        return [kept]
-    parts = kept.values() if isinstance(kept, dict) else kept
-    if not isinstance(kept, dict | list | tuple):
-        return []
-    return [tensor for part in parts for tensor in _tensors(part)]
-
-
-def _serial(world_size: int, steps: int) -> list[list[float]]:
-    """The specification: the parameters of one process that has all ranks' gradients."""
-    parameters, momenta, found = list(START), [0.0] * NUMEL, []
+def _serial(rank: int, world_size: int, steps: int, needed: int) -> dict:
+    """The specification: one process that has all ranks' gradients."""
+    parameters, momentum, seen = START.clone(), 0, {}
     for step in range(steps):
-        mean = sum(_gradient(rank, world_size, step) for rank in range(world_size)) / world_size
-        for at in range(NUMEL):
-            momenta[at] = BETA * momenta[at] + (at + 1) * mean
-            parameters[at] -= LRS[step] * momenta[at]
-        found.append(list(parameters))
-    return found
+        total = sum(_gradient(rank, world_size, step) for rank in range(world_size))
+        momentum = BETA * momentum + total / world_size
+        parameters -= LRS[step] * momentum
+        seen |= _after(step, rank, parameters, world_size, [NUMEL // world_size])
+    return seen | {"bytes sent": needed}
 
 
 def _step_trials():
-    for world_size, steps in ((2, 1), (2, 3), (4, 2), (1, 2)):
-        right = Stepped(_serial(world_size, steps), [NUMEL // world_size], world_size)
+    for world_size, steps in ((2, 3), (4, 2), (1, 2)):
+        needed = steps * 2 * (world_size - 1) * START.nbytes // world_size
+        right = [_serial(rank, world_size, steps, needed) for rank in range(world_size)]
         what = (
-            f"{steps} step{'s' if steps > 1 else ''} (parameters 7, 8, 9... at first; rank r's "
-            f"gradients in step s are {16 * world_size}·10ʳ·s times 1, 2, 3...; here the first "
-            "number of each shard)"
+            f"{steps} steps (parameters 7, 8, 9... at first; rank r's gradients in step s are "
+            f"{16 * world_size}·10ʳ·s times 1, 2, 3...)"
         )
-        yield Trial(world_size, _run_step, (steps,), [right] * world_size, what=what)
+        yield Trial(world_size, _run_step, (steps, needed), right, what=what)
 
 
-BORROWED = (
-    "The momentum changes between two steps: ring_reduce_scatter returns a view of `gradients`, "
-    "which the next backward overwrites. Keep a tensor of your own."
-)
 NOT_SHARDED = (
     "The parameters are right, but every rank keeps the momentum of all elements: that is the "
     "memory that ZeRO saves. Keep that of the shard alone; a view keeps its whole storage alive: "
@@ -237,52 +191,6 @@ SIZE = (
     "The update has the wrong size: momentum = beta * momentum + gradient, zero at first; then "
     "parameter -= lr * momentum, each element with its own."
 )
-
-
-def _explain_step(trial: Trial, rank: int, expected: Stepped, got: Stepped) -> str:
-    if got.borrowed:
-        return BORROWED
-    if got.steps == expected.steps:
-        if got.state == [NUMEL]:
-            return NOT_SHARDED
-        return (
-            "The parameters are right. Keep one tensor in `state`, the shard's momentum: it is "
-            "all that the next step needs."
-        )
-    if got.steps[0] == expected.steps[0]:
-        return "The first step was right. Is the momentum kept in `state`, and used in the next?"
-    length = NUMEL // trial.world_size
-    own = slice(rank * length, (rank + 1) * length)
-    if got.steps[0][own] == expected.steps[0][own]:
-        return (
-            f"Rank {rank}'s own shard is right, what others own is not. Update the shard alone, "
-            "then ring_all_gather(parameters)."
-        )
-    return SIZE
-
-
-def _step_wire(trial: Trial, run: Run) -> str | None:
-    """No more bytes than a reduce-scatter and an all-gather."""
-    world_size, whole = trial.world_size, NUMEL * 8
-    part = (world_size - 1) / world_size
-    shares = {
-        "send": 1,
-        "all_reduce": 2 * part,
-        "reduce_scatter": part,
-        "all_gather": world_size - 1,
-    }
-    needed = trial.args[0] * 2 * part * whole
-    for rank, records in enumerate(run.wire):
-        sent = sum(record.bytes * shares.get(record.op, 0) for record in records)
-        for record in records:
-            if record.op in ("broadcast", "reduce") and record.peer == rank:
-                sent += record.bytes * (world_size - 1)
-        if sent > needed:
-            return (
-                f"the values and the state are right, but rank {rank} sent {sent:g} bytes where a "
-                f"reduce-scatter and an all-gather need {needed:g}."
-            )
-    return None
 
 
 zero_step = Exercise(
@@ -299,8 +207,10 @@ zero_step = Exercise(
     praise="right on 1, 2 and 4 ranks, step after step, with 1/W of the state and 2(W-1)/W of the "
     "bytes on each.",
     note="Momentum by hand. ddpkit.zero.ZeroOptimizer does this with any elementwise optimizer.",
-    explain=_explain_step,
-    wire=_step_wire,
+    says={
+        "bytes sent": "all is right, but rank {rank} sent {got} bytes; a reduce-scatter and an "
+        "all-gather need {expected}."
+    },
     mistakes=mistakes(f"""
 sums: (gradients) / world_size → (gradients)
     The gradient is the sum over the ranks. Divide the shard by the number of ranks: it should be
@@ -391,7 +301,8 @@ keeps_a_view_of_the_gradients: (gradients) / world_size → (gradients).div_(wor
     if not state:⏎state["momentum"] = torch.zeros_like(shard) → first = not state
     ⏎state.setdefault("momentum", gradient)
     state["momentum"].mul_(beta) → first or state["momentum"].mul_(beta)
-    {BORROWED}
+    The momentum changes between two steps: ring_reduce_scatter returns a view of `gradients`,
+    which the next backward overwrites. Keep a tensor of your own.
 keeps_the_gradient_too: ring_all_gather(parameters) → state["gradient"] = gradient
     ⏎ring_all_gather(parameters)
     `state` holds more than the momentum: the gradient isn't needed again. A second tensor of the
