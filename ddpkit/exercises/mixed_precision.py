@@ -3,9 +3,9 @@
 All numbers are powers of two, or few of them: what an answer leaves is right to the bit, or wrong.
 """
 
+import itertools
 import math
-from functools import cache
-from itertools import product
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import nn
 from ddpkit import mixed_precision
 from ddpkit.mixed_precision import MixedPrecisionOptimizer
 from ddpkit.runtime.records import recorder
+from ddpkit.tools.memory import count_states
 
 from .checker import Exercise, Trial, mistakes
 
@@ -26,46 +27,39 @@ LEARNING_RATE = 2.0**8
 UPDATE = 2.0**-12  # of each step: 1 - 2**-12 is 1 in fp16, whose numbers below 1 are 2**-11 apart
 SMALL = UPDATE / LEARNING_RATE / 2**6  # the second weight's gradient: 2**-26, nothing in fp16
 STEPS = 8
+SAME = "the weights' dtype, whether they are the same tensors, and in the same memory"
+
+
+def _after(step: int, masters: list[float], weights: list[float]) -> dict:
+    return {f"master copies after step {step}": masters, f"weights after step {step}": weights}
 
 
 def _run_master_step(answer):
     """Three weights: gradients are small, or too small for fp16 (once None), or always None."""
     values = torch.tensor([1.0, 2.0**-6, 0.5], dtype=torch.float16)
-    weights = [nn.Parameter(value.view(1)) for value in values]
-    masters = [weight.detach().float().requires_grad_() for weight in weights]
-    model, places = list(weights), [weight.data_ptr() for weight in weights]
+    model = [nn.Parameter(value.view(1)) for value in values]
+    masters = [weight.detach().float().requires_grad_() for weight in model]
+    weights, places, seen = list(model), [weight.data_ptr() for weight in model], {SAME: None}
     decayed = {"params": masters[2:], "weight_decay": 2.0**-10}  # also of a gradient of zero
     optimizer = torch.optim.SGD([{"params": masters[:2]}, decayed], lr=LEARNING_RATE)
-    seen = {}
     for step in range(1, STEPS + 1):
         for weight, gradient in zip(weights, (UPDATE / LEARNING_RATE, SMALL), strict=False):
             weight.grad = torch.tensor([gradient * SCALE], dtype=weight.dtype)
         if step == 2:
             weights[1].grad = None
         answer(weights, masters, optimizer, SCALE)
-        seen[f"the master copies after step {step}"] = [master.item() for master in masters]
-        seen[f"the weights after step {step}"] = [weight.item() for weight in weights]
+        seen |= _after(step, torch.cat(masters).tolist(), torch.cat(weights).tolist())
     same = [weight is before for weight, before in zip(weights, model, strict=True)]
-    return {
-        "dtype": {str(weight.dtype) for weight in weights},
-        "the weights are the model's": all(same),
-        "the weights are in their memory": [weight.data_ptr() for weight in weights] == places,
-        **seen,
-    }
+    in_place = [weight.data_ptr() for weight in weights] == places
+    return seen | {SAME: [str(weights[0].dtype), all(same), in_place]}
 
 
 def _master_trials():
-    right = {
-        "dtype": {"torch.float16"},
-        "the weights are the model's": True,
-        "the weights are in their memory": True,
-    }
+    right = {SAME: ["torch.float16", True, True]}
     for step in range(1, STEPS + 1):
         small = SMALL * LEARNING_RATE * (step - (step > 1))
-        masters = [1 - step * UPDATE, 2.0**-6 - small, 0.5]
-        right[f"the master copies after step {step}"] = masters
-        weights = torch.tensor(masters, dtype=torch.float16)
-        right[f"the weights after step {step}"] = weights.tolist()
+        masters = torch.tensor([1 - step * UPDATE, 2.0**-6 - small, 0.5])
+        right |= _after(step, masters.tolist(), masters.half().tolist())
     yield Trial(1, _run_master_step, (), [right], what=f"{STEPS} steps")
 
 
@@ -135,6 +129,10 @@ START, INTERVAL, GRADIENT = 8.0, 2, 3.0
 OK, INF, MINUS_INF, NAN = 0.0, math.inf, -math.inf, math.nan
 
 
+def _after_step(step: int, times: float, moved: list[float]) -> dict:
+    return {f"loss in step {step}, times": times, f"weights moved in step {step} by": moved}
+
+
 def _run_scaler(answer, plan, odd):
     """Steps of SGD on two weights of two numbers, in two groups, and one without a gradient.
 
@@ -143,46 +141,38 @@ def _run_scaler(answer, plan, odd):
     unused, *weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     groups = [{"params": [unused, weights[0]]}, {"params": weights[1:]}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
-    scaler, steps, in_place = answer(START, INTERVAL), {}, False
-    for number, bad in enumerate(plan):
+    scaler, losses, seen = answer(START, INTERVAL), [], {}
+    for step, bad in enumerate(plan):
         optimizer.zero_grad()
         loss = 1 + sum((weight * GRADIENT).sum() for weight in weights)
-        before, scaled = loss.detach().clone(), scaler.scale(loss)
-        in_place = in_place or not torch.allclose(loss, before, equal_nan=True)
+        before, scaled = str(loss.item()), scaler.scale(loss)  # a NaN isn't equal to itself
+        losses.append(str(loss.item()) == before)
         scaled.backward()
-        times, start = weights[0].grad[0].item() / GRADIENT, torch.cat(weights).tolist()
+        times, start = weights[0].grad[0].item() / GRADIENT, torch.cat(weights).detach()
         if dist.get_rank() == odd and bad != OK:
-            weights[number % 2].grad[1 - number // 2 % 2] = bad
-        if number % 2 == 1:
+            weights[step % 2].grad[1 - step // 2 % 2] = bad
+        if step % 2 == 1:
             scaler.unscale_(optimizer)  # to look at the gradients
         scaler.step(optimizer)
         scaler.update()
-        moved = [old - new for old, new in zip(start, torch.cat(weights).tolist(), strict=True)]
-        steps[f"step {number + 1}"] = _step(times, moved)
+        seen |= _after_step(step, times, (start - torch.cat(weights)).tolist())
     records = recorder().records
-    return {
-        "a loss changed in place": in_place,
-        **steps,
-        "calls": max(len(records), len(plan)),
-        "bytes": max(8, *(record.bytes for record in records)),
-    }
-
-
-def _step(times: float, moved: list[float]) -> str:
-    return f"loss × {times:g}, weights moved by {', '.join(f'{m:g}' for m in moved)}"
+    seen["calls"] = max(len(records), len(plan))
+    seen["bytes"] = max(8, *(record.bytes for record in records))
+    return {"the loss itself stays as it is": all(losses)} | seen
 
 
 def _right_steps(plan) -> dict:
     """From the rules, written once more: a table of scales."""
-    scale, good, steps = START, 0, {}
-    for number, bad in enumerate(plan):
-        steps[f"step {number + 1}"] = _step(scale, 4 * [0.0 if bad else GRADIENT])
+    scale, good, right = START, 0, {"the loss itself stays as it is": True}
+    for step, bad in enumerate(plan):
+        right |= _after_step(step, scale, 4 * [0.0 if bad else GRADIENT])
         good = 0 if bad else good + 1
         if bad:
             scale /= 2
         elif good == INTERVAL:
             scale, good = 2 * scale, 0
-    return {"a loss changed in place": False, **steps, "calls": len(plan), "bytes": 8}
+    return right | {"calls": len(plan), "bytes": 8}
 
 
 def _scaler_trials():
@@ -196,11 +186,6 @@ def _scaler_trials():
         expected = [_right_steps(plan)] * world_size
         yield Trial(world_size, _run_scaler, (plan, odd), expected, what=what)
 
-
-ONE_FLOAT = (
-    "One all_reduce a step is enough, of one float: add up on the rank first whether any of its "
-    "gradients overflowed."
-)
 
 LossScaler = Exercise(
     reference=mixed_precision.LossScaler,
@@ -220,10 +205,12 @@ LossScaler = Exercise(
         f"overflow, double after {INTERVAL} good steps in a row, counted from 0. A step with an "
         "overflow is skipped, others are taken with gradients divided once."
     ),
-    says={
-        "calls": f"the values are right, but rank {{rank}} sent {{got}} times. {ONE_FLOAT}",
-        "bytes": f"the values are right, but rank {{rank}} sent {{got}} bytes at once. {ONE_FLOAT}",
-    },
+    says=dict.fromkeys(
+        ["calls", "bytes"],
+        "the values are right, but rank {rank} sent {got} times, or bytes at once, not {expected}. "
+        "One all_reduce a step is enough, of one float: add up on the rank first whether any of "
+        "its gradients overflowed.",
+    ),
     mistakes=mistakes("""
 leaves_the_loss: return loss * self.factor → return loss
     scale(loss) returns loss * factor, a new tensor, whose gradients are as many times as large.
@@ -315,38 +302,27 @@ def predict_bytes(parameters, precision, optimizer):
 
 PARAMETERS = 210
 OPTIMIZERS = {
-    "SGD": (torch.optim.SGD, {}),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "AdamW": (torch.optim.AdamW, {}),
+    "SGD": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
 }
 
 
 @cache
 def _count(precision: str, optimizer: str) -> dict[str, int]:
-    """{kind of tensor: bytes a parameter}, counted after the backward of the second step."""
+    """The bytes of the tensors that exist after the backward of the second step."""
     with torch.random.fork_rng(devices=[]):
         model = nn.Linear(21, 10, bias=False)
-    optimizer_cls, options = OPTIMIZERS[optimizer]
+    stepper = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
     if precision == "mixed":
-        stepper = MixedPrecisionOptimizer(model.parameters(), optimizer_cls, lr=0.1, **options)
-        masters = list(stepper.masters.values())
-    else:
-        stepper, masters = optimizer_cls(model.parameters(), lr=0.1, **options), []
-    for step in range(2):
+        stepper = MixedPrecisionOptimizer(model.parameters(), OPTIMIZERS[optimizer], lr=0.1)
+    for _ in range(2):
+        stepper.step()
+        stepper.zero_grad()
         model(torch.full((1, 21), 2.0**-16, dtype=model.weight.dtype)).float().sum().backward()
-        if step == 0:
-            stepper.step()
-            stepper.zero_grad()
-    moments = []
-    for state in stepper.state.values():
-        moments += [value for value in state.values() if torch.is_tensor(value) and value.dim()]
-    kinds = {"weights": [model.weight], "gradients": [model.weight.grad]}
-    kinds |= {"master copies": masters, "moments": moments}
-    found = {}
-    for kind, tensors in kinds.items():
-        if tensors:
-            found[kind] = sum(tensor.nbytes for tensor in tensors) // PARAMETERS
-    return found
+    counted = count_states(model, stepper)._asdict()
+    # Without AdamW's count of steps
+    return {kind: nbytes // PARAMETERS * PARAMETERS for kind, nbytes in counted.items()}
 
 
 def _run_bytes(answer, counted):
@@ -354,29 +330,19 @@ def _run_bytes(answer, counted):
     seen = {}
     for case, kinds in counted.items():
         predicted = answer(PARAMETERS, *case)
-        seen[case] = kinds if predicted == PARAMETERS * sum(kinds.values()) else predicted
+        seen[case] = kinds if predicted == sum(kinds.values()) else predicted
     return seen
 
 
-CASES = list(product(("fp32", "mixed"), OPTIMIZERS))
-
-
 def _bytes_trials():
-    counted = {case: _count(*case) for case in CASES}
-    yield Trial(1, _run_bytes, (counted,), [counted], what=f"{PARAMETERS} parameters")
-
-
-def _bytes_say(precision: str, optimizer: str) -> str:
-    return (
-        f"{precision}, {optimizer}: {{got}} bytes; for each of {PARAMETERS} parameters counted are "
-        "{expected}."
-    )
+    cases = itertools.product(("fp32", "mixed"), OPTIMIZERS)
+    counted = {case: _count(*case) for case in cases}
+    yield Trial(1, _run_bytes, (counted,), [counted], what=f"bytes of {PARAMETERS} parameters")
 
 
 predict_bytes = Exercise(
     reference=predict_bytes,
     trials=_bytes_trials,
-    says={case: _bytes_say(*case) for case in CASES},
     hints={
         "start": "Four kinds of tensors: weights, gradients, master copies, moments. Which of them "
         "exist here?",
