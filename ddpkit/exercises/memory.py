@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from ddpkit import checkpointing
 from ddpkit.models import Block
-from ddpkit.runtime.processes import preload
 from ddpkit.tools import memory
 from ddpkit.tools.memory import ByteDropout, MaterialisedAttention, measure_saved
 
@@ -201,8 +200,6 @@ def _run_checkpoint(answer, right=None):
 
 
 def _checkpoint_trials():
-    # backward(gradient) imports it, in fresh ranks each time: half a second for each known mistake.
-    preload(["torch.fx.experimental.symbolic_shapes"])
     with torch.random.fork_rng(devices=[]):
         right = _run_checkpoint(PYTORCHS)
     yield Trial(1, _run_checkpoint, (right,), [right], what="up to four cases")

@@ -28,7 +28,8 @@ from .link import Link
 from .records import Recorder
 from .wire import register_wire
 
-SLOW_IMPORTS = ("torch._dynamo",)  # a second or two; the first optimizer of a process imports it
+# Half a second or two: what backward(gradient) and the first optimizer of a process import
+SLOW_IMPORTS = "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
 RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 

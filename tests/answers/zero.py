@@ -32,10 +32,11 @@ def shard_plan_element_by_element(numels, world_size):
     shards = []
     for rank in range(world_size):
         mine = elements[rank * length : (rank + 1) * length]
-        spans = {
-            parameter: [at for owner, at in mine if owner == parameter] for parameter, _ in mine
-        }
-        shards.append([(parameter, span[0], span[-1] + 1) for parameter, span in spans.items()])
+        spans = {}
+        for parameter, at in mine:
+            first, _ = spans.get(parameter, (at, at))
+            spans[parameter] = first, at + 1
+        shards.append([(parameter, *span) for parameter, span in spans.items()])
     return shards
 
 
@@ -68,16 +69,10 @@ def zero_step_with_torchs_collectives(parameters, gradients, state, lr=1 / 16, b
 
 
 def zero_step_keeps_a_list_in_a_group(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
-    momentum = state.setdefault("group", {"momenta": [torch.zeros_like(_shard(parameters))]})[
-        "momenta"
-    ][0]
-    _update(
-        _shard(parameters),
-        ring_reduce_scatter(gradients) / _size(),
-        {"momentum": momentum},
-        lr,
-        beta,
-    )
+    if not state:
+        state["group"] = {"momenta": [torch.zeros_like(_shard(parameters))]}
+    kept = {"momentum": state["group"]["momenta"][0]}
+    _update(_shard(parameters), ring_reduce_scatter(gradients) / _size(), kept, lr, beta)
     ring_all_gather(parameters)
 
 
