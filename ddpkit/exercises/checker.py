@@ -122,6 +122,7 @@ def mistakes(table: str) -> list[Mistake]:
             The chunk's own numbers are in it twice: add what arrives once.
 
     Further replacements follow on lines of their own, with an arrow; what has none is the sentence.
+    Without a sentence, a mistake hears what the one above it hears.
     """
     found = []
     for block in re.split(r"\n(?=\w+: )", textwrap.dedent(table).strip()):
@@ -135,7 +136,7 @@ def mistakes(table: str) -> list[Mistake]:
                 changes.append((old.strip(), new.removeprefix(" ")))
             else:
                 says.append(line.strip())
-        found.append(Mistake(name, " ".join(says), tuple(changes)))
+        found.append(Mistake(name, " ".join(says) or found[-1].says, tuple(changes)))
     return found
 
 

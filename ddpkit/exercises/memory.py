@@ -25,13 +25,17 @@ TOLERANCE = 0.01  # the norms' means and deviations are less, and not in the for
 
 
 @cache
-def _measured(batch: int, length: int, width: int, heads: int) -> int:
-    """What a real block keeps, in bytes."""
-    with torch.random.fork_rng(devices=[]):
+@torch.random.fork_rng(devices=[])
+def _measured() -> dict[tuple, int]:
+    """What a real block keeps, in bytes, for each of SIZES."""
+    found = {}
+    for batch, length, width, heads in SIZES:
         block = Block(width, heads, 0.0, MaterialisedAttention(ByteDropout(0.1))).bfloat16()
         block.dropout = ByteDropout(0.1)
         x = torch.randn(batch, length, width, dtype=torch.bfloat16, requires_grad=True)
-        return sum(saved.nbytes for saved in measure_saved(block, x))
+        saved = measure_saved(block, x)
+        found[batch, length, width, heads] = sum(each.nbytes for each in saved)
+    return found
 
 
 def _predict(answer, measured):
@@ -46,9 +50,8 @@ def _predict(answer, measured):
 
 
 def _block_trials():
-    measured = {sizes: _measured(*sizes) for sizes in SIZES}
     what = "bytes by (batch, length, width, heads)"
-    yield Trial(1, _predict, (measured,), [measured], what=what)
+    yield Trial(1, _predict, (_measured(),), [_measured()], what=what)
 
 
 block_bytes = Exercise(
@@ -141,15 +144,14 @@ def _draw(weight, x):
 
 # The one of PyTorch's checkpoints that is a Function, too
 PYTORCHS = SimpleNamespace(apply=partial(checkpoint.checkpoint, use_reentrant=True))
-CASES = {  # functions, one after the other, each with further inputs
+CASES = {  # functions, one after the other, each with its further inputs
     "one input": [(_square,)],
     "a second input, of whole numbers": [(_pick, torch.tensor([0, 0]))],
-    "a function that draws random numbers": [(_draw,)],
-    "two functions, each in a checkpoint": [(_draw,), (_square,)],
+    "two functions in a checkpoint each, one draws random numbers": [(_draw,), (_square,)],
 }
 
 
-def _observe(apply, functions) -> dict:
+def _run_checkpoint(answer, functions):
     """Compute it on x = 3 with weight = 5 and 7, to see what comes, then to see what is kept."""
     torch.manual_seed(20_261_122)  # a seed that nobody guesses, and not its first numbers
     torch.rand(7)
@@ -164,7 +166,7 @@ def _observe(apply, functions) -> dict:
     def forward():
         y = x
         for function, *others in functions:
-            y = apply(partial(counted, function), y, *others)
+            y = answer.apply(partial(counted, function), y, *others)
             contexts.append(getattr(y.grad_fn, "__dict__", {}))
             torch.rand(1)  # as layers behind it would
         return y
@@ -179,30 +181,17 @@ def _observe(apply, functions) -> dict:
     contexts.clear()
     saved = measure_saved(forward)
     attributes = {id(each): each for each in tree_leaves(contexts) if torch.is_tensor(each)}
-    kept = [_bytes(saved), _bytes(attributes.values())]
-    return {**seen, "bytes kept by autograd, and as attributes of ctx,": kept}
-
-
-def _bytes(kept) -> int:
-    """Without generators' states, which may be kept."""
-    return sum(each.nbytes for each in kept if each.dtype != torch.uint8)
-
-
-def _run_checkpoint(answer, right=None):
-    """Case after case, up to the first that isn't right."""
-    seen = {}
-    for case, functions in CASES.items():
-        for what, value in _observe(answer.apply, functions).items():
-            seen[f"{case}: {what}"] = value
-        if right and any(right[what] != value for what, value in seen.items()):
-            break
+    for how, kept in {"by autograd": saved, "as attributes of ctx": attributes.values()}.items():
+        kept = [each.nbytes for each in kept if each.dtype != torch.uint8]  # generators' states
+        seen[f"bytes kept {how}"] = sum(kept)
     return seen
 
 
 def _checkpoint_trials():
-    with torch.random.fork_rng(devices=[]):
-        right = _run_checkpoint(PYTORCHS)
-    yield Trial(1, _run_checkpoint, (right,), [right], what="up to four cases")
+    for what, functions in CASES.items():
+        with torch.random.fork_rng(devices=[]):
+            right = _run_checkpoint(PYTORCHS, functions)
+        yield Trial(1, _run_checkpoint, (functions,), [right], what=what)
 
 
 def checkpoint_as_a_function(fn, *inputs):
@@ -262,7 +251,6 @@ without_graph: torch.enable_grad(), →
     if output.requires_grad → if True
     In backward no graph is recorded, unless it is computed inside torch.enable_grad().
 loses_outside_the_graph: output.backward(gradient) → (output * gradient).sum().backward()
-    In backward no graph is recorded, unless it is computed inside torch.enable_grad().
 no_gradients_for_weights: output.backward(gradient) →
         ⏎grads = torch.autograd.grad(output, inputs, gradient)
     (x.grad for x in inputs) → grads

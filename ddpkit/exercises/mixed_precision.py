@@ -96,8 +96,6 @@ never_rounds_back: weight.copy_(master) → pass
 rounds_back_before: weight.grad.float() / scale → weight.grad.float() / scale
         ⏎weight.data.copy_(master)
     weight.copy_(master) → pass
-    The master copies are right, but the weights are the old ones: round into them after
-    optimizer.step().
 adds_up: master.grad = None if weight.grad is None else → if weight.grad is not None:
         ⏎    master.grad = (0 if master.grad is None else master.grad) +
     The first moved too far in later steps: master.grad is set anew in each, not added to.
@@ -147,37 +145,27 @@ def _run_scaler(answer, plan, odd):
             scaler.unscale_(optimizer)  # to look at the gradients
         scaler.step(optimizer)
         scaler.update()
-        moved, in_place = (start - torch.cat(weights)).tolist(), loss._version > 0
-        seen[f"step {step + 1}"] = {"loss ×": times, "moved": moved, "loss in place": in_place}
+        moved, changed = (start - torch.cat(weights)).tolist(), loss._version > 0
+        seen[f"step {step + 1}"] = {"loss ×": times, "moved": moved, "loss changed": changed}
     records = recorder().records
-    most = max(8, *(record.bytes for record in records))
+    most = max([8, *(record.bytes for record in records)])
     return seen | {"calls and bytes": [max(len(records), len(plan)), most]}
 
 
-def _right_steps(plan) -> dict:
-    """From the rules, written once more: a table of scales."""
-    scale, good, right = START, 0, {}
-    for step, bad in enumerate(plan, 1):
-        moved = 4 * [0.0 if bad else GRADIENT]
-        right[f"step {step}"] = {"loss ×": scale, "moved": moved, "loss in place": False}
-        good = 0 if bad else good + 1
-        if bad:
-            scale /= 2
-        elif good == INTERVAL:
-            scale, good = 2 * scale, 0
-    return right | {"calls and bytes": [len(plan), 8]}
-
-
 def _scaler_trials():
-    second = [OK, INF, OK, OK, OK]
-    for world_size, odd, plan, what in (
-        (2, 0, [OK, OK, OK, OK, OK], f"growth_interval {INTERVAL}"),
-        (2, 1, second, "an inf on rank 1 in the second step"),
-        (3, 0, [NAN, MINUS_INF, INF, MINUS_INF, OK], "NaN, -inf, inf, -inf on rank 0"),
-        (1, 0, second, "an inf in the second step"),
+    second, first_four = [OK, INF, OK, OK, OK], [NAN, MINUS_INF, INF, MINUS_INF, OK]
+    for world_size, odd, plan, scales, what in (
+        (2, 0, [OK, OK, OK, OK, OK], [8, 8, 16, 16, 32], f"growth_interval {INTERVAL}"),
+        (2, 1, second, [8, 8, 4, 4, 8], "an inf on rank 1 in the second step"),
+        (3, 0, first_four, [8, 4, 2, 1, 0.5], "NaN, -inf, inf, -inf on rank 0"),
+        (1, 0, second, [8, 8, 4, 4, 8], "an inf in the second step"),
     ):
-        expected = [_right_steps(plan)] * world_size
-        yield Trial(world_size, _run_scaler, (plan, odd), expected, what=what)
+        right = {}
+        for step, (bad, scale) in enumerate(zip(plan, scales, strict=True), 1):
+            moved = 4 * [0.0 if bad else GRADIENT]
+            right[f"step {step}"] = {"loss ×": scale, "moved": moved, "loss changed": False}
+        right["calls and bytes"] = [len(plan), 8]
+        yield Trial(world_size, _run_scaler, (plan, odd), [right] * world_size, what=what)
 
 
 LossScaler = Exercise(
@@ -255,11 +243,7 @@ steps_anyhow: if self.overflow:⏎self.skipped += 1⏎else:⏎optimizer.step() �
     A gradient overflowed, and the optimizer stepped all the same. Does step() skip, and does
     unscale_ look at all numbers of all gradients in all groups?
 looks_at_the_first: get_total_norm(gradients, 1.0) → gradients[0].sum()
-    A gradient overflowed, and the optimizer stepped all the same. Does step() skip, and does
-    unscale_ look at all numbers of all gradients in all groups?
 looks_at_first_numbers: get_total_norm(gradients, 1.0) → sum(g[0] for g in gradients)
-    A gradient overflowed, and the optimizer stepped all the same. Does step() skip, and does
-    unscale_ look at all numbers of all gradients in all groups?
 forgets_one_weight: overflow = (~get_total_norm(gradients, 1.0).isfinite()).float() →
         ⏎for p in parameters:
         ⏎    if p.grad is not None and not p.grad.isfinite().all():
@@ -278,7 +262,6 @@ sends_gradients: dist.all_reduce(overflow → for _ in gradients:⏎    dist.all
 reduces_and_broadcasts: dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.group) →
         ⏎dist.broadcast(overflow, 0)
     if dist.is_initialized(): → dist.reduce(overflow, 0, dist.ReduceOp.MAX)⏎if True:
-    One all_reduce a step is enough, of one float
 """),
 )
 
@@ -327,8 +310,7 @@ def _run_bytes(answer, counted):
 
 
 def _bytes_trials():
-    cases = itertools.product(("fp32", "mixed"), OPTIMIZERS)
-    counted = {case: _count(*case) for case in cases}
+    counted = {case: _count(*case) for case in itertools.product(("fp32", "mixed"), OPTIMIZERS)}
     yield Trial(1, _run_bytes, (counted,), [counted], what=f"bytes of {PARAMETERS} parameters")
 
 
@@ -369,7 +351,6 @@ small_moments: [optimizer] → [optimizer] // (2 if precision == "mixed" else 1)
 one_moment: "AdamW": 4 + 4 → "AdamW": 4
     4 are missing: which moments does this optimizer keep? momentum one, AdamW two.
 no_momentum: "momentum": 4 → "momentum": 0
-    4 are missing: which moments does this optimizer keep? momentum one, AdamW two.
 half_of_all: (2 + 2, 4) → (2 + 2, 0)
     [optimizer] → [optimizer] // (2 if precision == "mixed" else 1)
     Half of everything isn't it: the master copy and the moments are fp32, and a master copy there

@@ -129,15 +129,6 @@ def _gradient(rank: int, world_size: int, step: int) -> torch.Tensor:
     return torch.arange(1.0, 1 + NUMEL, dtype=torch.float64) * first
 
 
-def _after(step: int, rank: int, parameters: torch.Tensor, shards: int, kept: list[int]) -> dict:
-    """kept: the elements of each tensor in `state`."""
-    return {
-        f"its shard after step {step + 1}": parameters.chunk(shards)[rank].tolist(),
-        f"the parameters after step {step + 1}": parameters.tolist(),
-        f"elements of each tensor in state after step {step + 1}": kept,
-    }
-
-
 def _run_step(answer, steps, needed):
     """needed: the bytes that a rank must send."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -152,7 +143,8 @@ def _run_step(answer, steps, needed):
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
         kept.pop(parameters.data_ptr(), None)
-        seen |= _after(step, rank, parameters, world_size, sorted(kept.values()))
+        seen[f"parameters after step {step + 1}"] = parameters.tolist()
+        seen[f"elements in state after step {step + 1}"] = sorted(kept.values())
     part, sent = (world_size - 1) / world_size, Counter()
     shares = {"send": 1, "recv": 0, "all_reduce": 2 * part, "all_gather": world_size - 1}
     for record in recorder().records:  # collectives as if they went round a ring
@@ -160,37 +152,27 @@ def _run_step(answer, steps, needed):
     return seen | {"bytes sent": needed if sent.total() <= needed else dict(+sent)}
 
 
-def _serial(rank: int, world_size: int, steps: int, needed: int) -> dict:
+def _serial(world_size: int, steps: int, needed: int) -> dict:
     """The specification: one process that has all ranks' gradients."""
-    parameters, momentum, seen = START.clone(), 0, {}
+    parameters, momentum, right = START.clone(), 0, {}
     for step in range(steps):
         total = sum(_gradient(rank, world_size, step) for rank in range(world_size))
         momentum = BETA * momentum + total / world_size
         parameters -= LRS[step] * momentum
-        seen |= _after(step, rank, parameters, world_size, [NUMEL // world_size])
-    return seen | {"bytes sent": needed}
+        right[f"parameters after step {step + 1}"] = parameters.tolist()
+        right[f"elements in state after step {step + 1}"] = [NUMEL // world_size]
+    return right | {"bytes sent": needed}
 
 
 def _step_trials():
     for world_size, steps in ((2, 3), (4, 2), (1, 2)):
         needed = steps * 2 * (world_size - 1) * START.nbytes // world_size
-        right = [_serial(rank, world_size, steps, needed) for rank in range(world_size)]
+        right = [_serial(world_size, steps, needed)] * world_size
         what = (
             f"{steps} steps (parameters 7, 8, 9... at first; rank r's gradients in step s are "
             f"{16 * world_size}·10ʳ·s times 1, 2, 3...)"
         )
         yield Trial(world_size, _run_step, (steps, needed), right, what=what)
-
-
-NOT_SHARDED = (
-    "The parameters are right, but every rank keeps the momentum of all elements: that is the "
-    "memory that ZeRO saves. Keep that of the shard alone; a view keeps its whole storage alive: "
-    "allocate the shard."
-)
-SIZE = (
-    "The update has the wrong size: momentum = beta * momentum + gradient, zero at first; then "
-    "parameter -= lr * momentum, each element with its own."
-)
 
 
 zero_step = Exercise(
@@ -211,7 +193,7 @@ zero_step = Exercise(
         "bytes sent": "all is right, but rank {rank} sent {got} bytes; a reduce-scatter and an "
         "all-gather need {expected}."
     },
-    mistakes=mistakes(f"""
+    mistakes=mistakes("""
 sums: (gradients) / world_size → (gradients)
     The gradient is the sum over the ranks. Divide the shard by the number of ranks: it should be
     the mean.
@@ -221,16 +203,12 @@ its_own_gradient: ring_reduce_scatter(gradients) / world_size → gradients.chun
     Each rank updated its shard with its own gradient: the others' is missing.
     ring_reduce_scatter(gradients) returns this rank's shard of the sum.
 its_own_share: ring_reduce_scatter(gradients) → gradients.chunk(world_size)[rank]
-    Each rank updated its shard with its own gradient: the others' is missing.
-    ring_reduce_scatter(gradients) returns this rank's shard of the sum.
 gathers_never: shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
     ⏎shard.sub_(lr * state["momentum"])
     The own shard is right, the rest is as before the step. Was ring_all_gather(parameters) left
     out, or called before the shard was updated?
 gathers_first: shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
     ⏎ring_all_gather(parameters)⏎shard.sub_(lr * state["momentum"])
-    The own shard is right, the rest is as before the step. Was ring_all_gather(parameters) left
-    out, or called before the shard was updated?
 updates_all_with_partial_sums: gradient = ring_reduce_scatter(gradients) / world_size →
     ⏎ring_reduce_scatter(gradients)⏎gradient = gradients / world_size
     parameters.chunk(world_size)[rank] → parameters
@@ -240,24 +218,21 @@ updates_all_with_partial_sums: gradient = ring_reduce_scatter(gradients) / world
     only its own shard's mean. Update the shard alone, and gather the rest.
 updates_all_with_its_shard: shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
     ⏎parameters.view(world_size, -1).sub_(lr * state["momentum"])
-    The own shard is right, what other ranks own is not: this rank updated it, too, though it has
-    only its own shard's mean. Update the shard alone, and gather the rest.
 shards_nothing: gradient = ring_reduce_scatter(gradients) / world_size →
     ⏎dist.all_reduce(gradients)⏎gradient = gradients / world_size
     parameters.chunk(world_size)[rank] → parameters
     shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
     ⏎shard.sub_(lr * state["momentum"])
-    {NOT_SHARDED}
+    The parameters are right, but every rank keeps the momentum of all elements: that is the memory
+    that ZeRO saves. Keep that of the shard alone; a view keeps its whole storage alive: allocate
+    the shard.
 keeps_state_for_all: torch.zeros_like(shard) → torch.zeros_like(parameters)
     state["momentum"].mul_ → state["momentum"].chunk(world_size)[rank].mul_
     lr * state["momentum"] → lr * state["momentum"].chunk(world_size)[rank]
-    {NOT_SHARDED}
 keeps_a_part_of_a_whole: zeros_like(shard) → zeros_like(parameters).chunk(world_size)[rank]
-    {NOT_SHARDED}
-forgets_its_momentum: if not state: → state = {{}}⏎if not state:
+forgets_its_momentum: if not state: → state = {}⏎if not state:
     The parameters are right, but `state` holds no tensor: keep the momentum there, not in a global.
-in_a_global: if not state: → state = globals().setdefault("kept", {{}})⏎if not state:
-    The parameters are right, but `state` holds no tensor: keep the momentum there, not in a global.
+in_a_global: if not state: → state = globals().setdefault("kept", {})⏎if not state:
 reduces_everything: gradient = ring_reduce_scatter(gradients) / world_size →
     ⏎dist.all_reduce(gradients)⏎gradient = gradients.chunk(world_size)[rank] / world_size
     An all_reduce gives every rank the whole sum; it needs a shard.
@@ -269,8 +244,6 @@ in_a_new_tensor: parameters.chunk(world_size)[rank] → parameters.chunk(world_s
     parameters.chunk(world_size)[rank].
 uphill: shard.sub_ → shard.add_
     The update has the wrong sign: against the gradient.
-moves_all_as_the_first: lr * state["momentum"] → lr * state["momentum"][0]
-    {SIZE}
 with_the_next_ranks_mean: gradient = ring_reduce_scatter(gradients) / world_size →
     ⏎shards = list(gradients.chunk(world_size))⏎gradient = torch.empty_like(shards[0])
     ⏎dist.reduce_scatter(gradient, shards[1:] + shards[:1])⏎gradient /= world_size
@@ -279,20 +252,18 @@ with_the_next_ranks_mean: gradient = ring_reduce_scatter(gradients) / world_size
 with_its_own_lr: lr * state["momentum"] → 1 / 16 * state["momentum"]
     The first step was right. lr and beta are arguments, and lr changes: take those of each call.
 with_its_own_beta: mul_(beta) → mul_(1 / 2)
-    The first step was right. lr and beta are arguments, and lr changes: take those of each call.
 with_its_own_lr_and_beta: lr * state["momentum"] → 1 / 16 * state["momentum"]
     mul_(beta) → mul_(1 / 2)
-    The first step was right. lr and beta are arguments, and lr changes: take those of each call.
 with_lr_in_the_momentum: add_(gradient) → add_(lr * gradient)
     lr * state["momentum"] → state["momentum"]
     The first step was right. Keep lr out of the momentum: lr changes, and counts only when it is
     used.
+moves_all_as_the_first: lr * state["momentum"] → lr * state["momentum"][0]
+    The update has the wrong size: momentum = beta * momentum + gradient, zero at first; then
+    parameter -= lr * momentum, each element with its own.
 without_lr: lr * state["momentum"] → state["momentum"]
-    {SIZE}
 by_nesterov: lr * state["momentum"] → lr * (gradient + beta * state["momentum"])
-    {SIZE}
 begins_with_a_gradient: torch.zeros_like(shard) → gradient.clone()
-    {SIZE}
 begins_with_junk: torch.zeros_like(shard) → torch.empty_like(shard)
     The momentum begins with what lay in memory: torch.zeros_like, not empty_like.
 averages_its_momentum: add_(gradient) → add_((1 - beta) * gradient)
