@@ -431,7 +431,7 @@ def watch(
     "other" comes and goes: results that nobody keeps, gradients of activations.
 
     On every device, at some microseconds an operation. What an operation takes for itself while it
-    runs isn't seen, nor what an allocator rounds up: on a GPU see `allocator_peak`.
+    runs isn't seen, nor what an allocator rounds up: for a GPU's see torch.cuda.memory_stats.
     """
     timeline = Timeline()
     watcher = _Watcher(timeline)
@@ -471,25 +471,3 @@ def watch(
 
 def _meet_gradient(watcher: _Watcher, parameter: Tensor) -> None:
     watcher.meet(parameter.grad, "gradients")
-
-
-class AllocatorPeak(NamedTuple):
-    """What PyTorch's allocator on a GPU had at most, in bytes.
-
-    allocated: in blocks that were handed out, each a multiple of 512. reserved: taken from the GPU;
-    beyond `allocated` it is kept for later, or cut into pieces that are too small.
-    """
-
-    allocated: int
-    reserved: int
-
-
-def allocator_peak(fn: Callable[[], object]) -> AllocatorPeak:
-    """Call `fn`; what the current GPU's allocator had at most, with what was there before.
-
-    It resets the allocator's own record of the peak. Without a GPU, `watch` is the instrument.
-    """
-    torch.cuda.reset_peak_memory_stats()
-    fn()
-    torch.cuda.synchronize()
-    return AllocatorPeak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
