@@ -23,14 +23,10 @@ from ddpkit.bench.results import Goal, Ratio, Result, Results, judge, paired_rat
 # The command line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["launch", "lunch"], "no benchmark is called 'lunch'"), (["-x"], "-x")],
-)
-def test_what_is_unknown_is_named_before_anything_runs(arguments, message, capsys):
+def test_what_is_unknown_is_named_before_anything_runs(capsys):
     with pytest.raises(SystemExit):
-        main(arguments)
-    assert message in capsys.readouterr().err
+        main(["launch", "lunch"])
+    assert "no benchmark is called 'lunch'; there are launch, all_" in capsys.readouterr().err
 
 
 def test_every_benchmark_there_is_can_be_asked_for(monkeypatch):
@@ -148,13 +144,10 @@ def test_without_matplotlib_only_the_pictures_are_missing(folder, monkeypatch, c
 # Times, ratios, goals
 
 
-@pytest.mark.parametrize(
-    ("seconds", "world_size", "busbw"), [(0.6571070, 2, 1.63), (1.3778717, 4, 1.17), (1.0, 1, 0.0)]
-)
-def test_bandwidths(seconds, world_size, busbw):
-    measured = result("gloo", [9.0, seconds, 0.0001], world_size, 2**30)
-    assert measured.median_s == seconds
-    assert round(measured.busbw / 1e9, 2) == busbw
+def test_bandwidth():
+    measured = result("gloo", [9.0, 1.3778717, 0.0001], 4, 2**30)
+    assert measured.median_s == 1.3778717
+    assert round(measured.busbw / 1e9, 2) == 1.17
 
 
 def test_a_ratio_is_taken_round_by_round():
@@ -214,17 +207,16 @@ def test_goals():
         assert Goal("ring", "gloo", 2.0).verdict(ratio) == met
 
 
-@pytest.mark.parametrize("operation", collectives.SIZES)
-def test_every_goal_is_about_something_that_is_measured(operation):
-    make = collectives.MAKE[operation]
-    (names,) = launch(lambda: [*make(4, dist.group.WORLD)], world_size=1)
-    found = []
-    for world_size in (2, 4):
-        for nbytes in collectives.SIZES[operation]:
-            found += [Result(operation, name, world_size, nbytes, (1.0,)) for name in names]
-    judged = [each["goal"] for each in judge(collectives.GOALS, Results(found))]
-    for goal in collectives.GOALS:
-        assert (str(goal) in judged) == (operation in goal.at), goal
+def test_every_goal_is_about_something_that_is_measured():
+    goals = []
+    for operation, sizes in collectives.SIZES.items():
+        make, found = collectives.MAKE[operation], []
+        (names,) = launch(lambda make=make: [*make(4, dist.group.WORLD)], world_size=1)
+        for world_size in (2, 4):
+            for nbytes in sizes:
+                found += [Result(operation, name, world_size, nbytes, (1.0,)) for name in names]
+        goals += [each["goal"] for each in judge(collectives.GOALS, Results(found))]
+    assert {*goals} == {*map(str, collectives.GOALS)}
 
 
 # Taking turns
@@ -252,11 +244,11 @@ def test_small_sizes_get_more_rounds():
     assert [collectives.usual_rounds(n) for n in (4096, 10**7, 10**9)] == [100, 20, 12]
 
 
-@pytest.mark.parametrize("arguments", [((4,), (2,), 2), ((4096,), (2,), 0)])
-def test_what_cannot_be_measured_is_refused_at_once(arguments, monkeypatch):
+def test_what_cannot_be_measured_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(interleave, "launch", None)
-    with pytest.raises(ValueError, match="to be 1 or more, got 0"):
-        collectives.measure("all_reduce", *arguments)
+    for arguments in (((4,), (2,), 2), ((4096,), (2,), 0)):
+        with pytest.raises(ValueError, match="to be 1 or more, got 0"):
+            collectives.measure("all_reduce", *arguments)
 
 
 # On real ranks
@@ -277,7 +269,6 @@ def test_measure():
     assert [each.nbytes for each in found] == [4096] * 8 + [4 * 10**6] * 7
     found += collectives.measure("reduce_scatter", (10_000,), (2,), 2)
     assert [each.variant for each in found[15:]] == ["gloo", "gloo, list", *rings, *rest]
-    assert all(min(each.seconds) > 0 for each in found)
     assert all(found.fraction(each) for each in found.competing)
     assert ranks_left() == before
 
