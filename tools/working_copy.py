@@ -1,0 +1,51 @@
+"""The reader's own notebooks, in my_notebooks/: without outputs, so no answer precedes its question.
+
+`make lab` makes them, git ignores them, and nothing here ever writes over one: a newer version comes
+beside it, with a word.
+"""
+
+import hashlib
+import json
+from datetime import date
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parents[1]
+OFFERED = ".offered.json"  # {notebook: fingerprint of the version that the reader has been given}
+
+
+def cleared(path: Path) -> str:
+    """The notebook as it is before anything has run."""
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return nbformat.writes(notebook)
+
+
+def copy(source: Path, target: Path, today: str) -> list[str]:
+    """Copy what is new in `source`; a line for each version that came beside an older one."""
+    target.mkdir(exist_ok=True)
+    record = target / OFFERED
+    offered = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    words = []
+    for path in sorted(source.glob("*.ipynb")):
+        text = cleared(path)
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        own = target / path.name
+        if own.exists() and offered.get(path.name) != fingerprint:
+            own = own.with_suffix(f".{today}.ipynb")
+            words.append(
+                f"{path.name} has a new version. Yours stays as it is; beside it: {own.name}"
+            )
+        if not own.exists():
+            own.write_text(text, encoding="utf-8")
+        offered[path.name] = fingerprint
+    record.write_text(json.dumps(offered, indent=1), encoding="utf-8")
+    return words
+
+
+if __name__ == "__main__":
+    for word in copy(ROOT / "notebooks", ROOT / "my_notebooks", date.today().isoformat()):
+        print(word)
