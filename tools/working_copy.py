@@ -1,7 +1,7 @@
-"""The reader's own notebooks, in my_notebooks/: without outputs, so no answer precedes its question.
+"""The reader's own notebooks, in my_notebooks/: without outputs, no answer before its question.
 
-`make lab` makes them, git ignores them, and nothing here ever writes over one: a newer version comes
-beside it, with a word.
+`make lab` makes them, git ignores them, and nothing here ever writes over one: a newer version
+comes beside it, with a word.
 """
 
 import hashlib
