@@ -12,7 +12,7 @@ from test_figures import has_colour
 
 from ddpkit import HangError, LaunchError, RankError, collectives, launch
 from ddpkit.lesson import figures, page
-from ddpkit.lesson.film import BLANK, film, hop_by_hop
+from ddpkit.lesson.film import film, hop_by_hop
 from ddpkit.lesson.player import MOST_FRAMES, player, world_explorer
 from ddpkit.lesson.replay import replay
 
@@ -278,7 +278,7 @@ def test_owners_are_not_found_by_comparing_numbers():
 def test_cells_that_wait_for_a_message_are_blank():
     frames, _ = frames_of(one_is_forgotten)
     waiting = frames[-1].memory[2]
-    assert [cells.owners for cells in waiting.values()] == [[BLANK, BLANK]]
+    assert [cells.values for cells in waiting.values()] == [[None, None]]
 
 
 def test_film_shows_no_message_before_it_arrives():
@@ -340,7 +340,7 @@ def test_hop_by_hop_falls_back_to_single_steps(fn):
 def test_every_frame_is_in_the_page():
     """The stack and the slider are linked in the browser: stepping needs no kernel."""
     replayed = player(recorded(broadcast, world_size=3))
-    slider, stack = replayed.slider, replayed.stack
+    (play, slider), stack = replayed.box.children[0].children, replayed.box.children[1]
     assert (slider.min, slider.max, slider.value, stack.selected_index) == (1, 4, 1, 1)
     assert slider.continuous_update is False
     captions = [stack.children[step].children[0].value for step in range(1, 5)]
@@ -355,7 +355,6 @@ def test_every_frame_is_in_the_page():
     sizes = {bytes(image.value).split(b"viewBox=")[1].split(b">")[0] for image in images}
     assert len(sizes) == 1  # of constant height
     links = {(link.source, link.target) for link in links_of(replayed)}
-    play = replayed.box.children[0].children[0]
     assert links == {
         ((slider, "value"), (stack, "selected_index")),
         ((play, "value"), (slider, "value")),
@@ -382,10 +381,11 @@ def test_bundle():
 
 
 def test_world_explorer():
-    widget = world_explorer(gpus=0)
+    widget = world_explorer()
     assert repr(widget) == repr(figures.worlds(4))
-    assert (widget.slider.min, widget.slider.max, widget.stack.selected_index) == (1, 8, 4)
-    assert "2 ranks are 2 processes" in widget.stack.children[2].children[0].value
+    (slider,), stack = widget.box.children[0].children, widget.box.children[1]
+    assert (slider.min, slider.max, stack.selected_index) == (1, 8, 4)
+    assert "2 ranks are 2 processes" in stack.children[2].children[0].value
 
 
 def test_values_must_be_kept():

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 from ..tools.units import size
 from . import page
-from .page import Picture, chart, legend, stroke
+from .page import Picture, chart, legend
 
 Curves = Mapping[str, Mapping[int, float]]  # {name: {length: what it takes}}
-DASHED = {"color": "black", "lw": 2.5, "ls": page.DASHES}
 
 
 def bytes_by_length(peaks: Curves, title: str = "Most bytes alive at once") -> Picture:
@@ -37,16 +36,14 @@ def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) ->
 def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, float] | None = None):
     """The figure with the curves on it."""
     figure, (axes,) = chart(title)
-    handles = []
-    for (name, curve), fill, marker in zip(
-        curves.items(), page.RANK_COLOURS, page.MARKERS, strict=False
-    ):
-        handles.append(stroke(name, fill, marker=marker, ms=11))
-        axes.plot(list(curve), list(curve.values()), color=fill, lw=3, marker=marker, ms=11)
+    looks = zip(page.RANK_COLOURS, page.MARKERS, strict=False)
+    for (name, curve), (fill, marker) in zip(curves.items(), looks, strict=False):
+        style = {"color": fill, "lw": 3, "marker": marker, "ms": 11}
+        axes.plot(list(curve), list(curve.values()), label=name, **style)
     if ceiling:
-        handles.append(stroke("matrix products alone", **DASHED))
-        axes.plot(list(ceiling), list(ceiling.values()), **DASHED)
+        style = {"color": "black", "lw": 2.5, "ls": page.DASHES}
+        axes.plot(list(ceiling), list(ceiling.values()), label="matrix products alone", **style)
     page.by_tokens(axes, sorted(set().union(*curves.values())))
     page.log_y(axes, "bytes" if unit == "B" else "time", unit)
-    legend(figure, handles)
+    legend(figure, axes.lines)
     return figure

@@ -6,9 +6,10 @@ stand in the tables.
 
 import itertools
 import math
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
 
 from ..tools import cost, memory
 from ..tools.units import binary_size, count, duration, size
@@ -36,11 +37,9 @@ def average_time(results) -> Picture:
     results: `ddpkit.bench.results.Results`. A black mark on a bar: the same bytes just moved, its
     ceiling. Notebook 02.
     """
-
-    def milliseconds(result, seconds: float) -> float:
-        return seconds * 1e3
-
-    return _grouped_bars(results, milliseconds, "Average time", "ms", scale="log")
+    heights = [1e3 * each.median_s for each in results.competing]
+    ceilings = [(results.fraction(each) or 0) * 1e3 * each.median_s for each in results.competing]
+    return _grouped_bars(results, heights, ceilings, "Average time", "ms", "log")
 
 
 def bandwidth(results) -> Picture:
@@ -48,36 +47,35 @@ def bandwidth(results) -> Picture:
 
     results and black marks: as for `average_time`. Notebook 02.
     """
+    heights = [each.busbw / 1e9 for each in results.competing]
+    fractions = [results.fraction(each) or math.inf for each in results.competing]
+    ceilings = [height / part for height, part in zip(heights, fractions, strict=True)]
+    return _grouped_bars(results, heights, ceilings, "Bus bandwidth", "GB/s", "linear")
 
-    def gigabytes_per_second(result, seconds: float) -> float:
-        return result.busbw * result.median_s / seconds / 1e9
 
-    return _grouped_bars(results, gigabytes_per_second, "Bus bandwidth", "GB/s", scale="linear")
-
-
-def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
-    """value(result, seconds): how high the bar of `result` is, had it taken `seconds`."""
+def _grouped_bars(results, heights, ceilings, what: str, unit: str, scale: str) -> Picture:
+    """heights, ceilings: of the bar of each of the results that compete; 0 for no ceiling."""
     shown = results.competing
     sizes = dict(sorted((each.nbytes, each.size) for each in shown))
-    backends = _by_backend(shown)
-    colours = colours_of(list(backends))
+    backends = _backends(shown)
+    colours = colours_of(list(dict.fromkeys(backends)))
+    rows = sorted(
+        zip(shown, backends, heights, ceilings, strict=True),
+        key=lambda row: (list(colours).index(row[1]), row[0].world_size),
+    )
     title = _title(what, shown)
     figure, (axes,) = chart(title)
-    ceilings, ticks = set(), {}
-    width = 0.86 / max(Counter(each.nbytes for each in shown).values())
+    width, ticks = 0.86 / max(Counter(each.nbytes for each in shown).values()), {}
     for place, nbytes in enumerate(sizes):
-        group = [(n, each) for n, of in backends.items() for each in of if each.nbytes == nbytes]
-        for number, (backend, result) in enumerate(group):
+        group = [row for row in rows if row[0].nbytes == nbytes]
+        for number, (result, backend, height, ceiling) in enumerate(group):
             x = place + width * (number + 0.5 - len(group) / 2)
             ticks[x] = result.world_size
-            height = value(result, result.median_s)
             axes.bar(x, height, width, color=colours[backend], ec="black")
-            if results.fraction(result):
-                ceiling = value(result, results.fraction(result) * result.median_s)
-                ceilings.add(result.ceiling)
-                for fill, line in (("white", 6), ("black", 3.5)):
-                    ends = x - 0.46 * width, x + 0.46 * width
-                    axes.hlines(ceiling, *ends, color=fill, lw=line, zorder=3)
+            if ceiling:
+                ends = x - 0.46 * width, x + 0.46 * width
+                axes.hlines(ceiling, *ends, color="white", lw=6, zorder=3)
+                axes.hlines(ceiling, *ends, color="black", lw=3.5, zorder=3)
     axes.set_xticks(list(ticks), list(ticks.values()), minor=True, fontsize=page.SMALL)
     axes.set_xticks(range(len(sizes)), sizes.values())
     axes.tick_params(axis="x", which="both", length=0)
@@ -88,14 +86,18 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
     axes.set_ylabel(f"{what} ({unit})")
     axes.grid(axis="y", color=page.FAINT, lw=0.6)
     handles = [patch(name, fill) for name, fill in colours.items()]
-    marks = f"the same bytes just moved, by {' or '.join(sorted(ceilings))}"
-    legend(figure, [*handles, stroke(marks, lw=3.5)] if ceilings else handles)
     worlds = sorted({each.world_size for each in shown})
     said = (
-        f"{title}. By size: {', '.join(sizes.values())}; by backend: {'; '.join(backends)}; "
+        f"{title}. By size: {', '.join(sizes.values())}; by backend: {'; '.join(colours)}; "
         f"by number of processes: {', '.join(map(str, worlds))}."
     )
-    return Picture(figure, f"{said} Black marks: {marks}." if ceilings else said)
+    movers = sorted({each.ceiling for each in shown if results.fraction(each)})
+    if movers:
+        marks = f"the same bytes just moved, by {' or '.join(movers)}"
+        handles.append(stroke(marks, lw=3.5))
+        said = f"{said} Black marks: {marks}."
+    legend(figure, handles)
+    return Picture(figure, said)
 
 
 def _title(what: str, results: Sequence) -> str:
@@ -105,16 +107,15 @@ def _title(what: str, results: Sequence) -> str:
     return f"{what} of {operations}{emulated}"
 
 
-def _by_backend(results: Sequence) -> dict[str, list]:
-    """{backend: its results, fewest processes first}; where links differ, with the emulated one."""
+def _backends(results: Sequence) -> list[str]:
+    """What each of the results is shown as; where links differ, with the emulated one."""
     several = len({result.emulated for result in results}) > 1
-    found: dict[str, list] = {}
-    for result in results:
-        name = result.variant
-        if several and result.emulated:
-            name = f"{name} (emulated: {result.emulated})"
-        found.setdefault(name, []).append(result)
-    return {name: sorted(each, key=lambda r: r.world_size) for name, each in found.items()}
+    return [
+        f"{result.variant} (emulated: {result.emulated})"
+        if several and result.emulated
+        else result.variant
+        for result in results
+    ]
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
@@ -131,33 +132,21 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     """The time of a step of each variant beside that of computing alone, a line through all.
 
     seconds: {name: of each round}; drawn are the median and the middle half of the rounds.
-    compute: the one that sends nothing. link: the emulated link, if they ran on one. ValueError: no
-    such variant, or one without a round. Notebook 04.
+    compute: the one that sends nothing. link: the emulated link, if they ran on one. Notebook 04.
     """
-    if compute not in seconds:
-        got = f"only {', '.join(seconds) or 'none'}"
-        raise ValueError(
-            f"variants expected times of {compute!r}, got {got}: time it as the others"
-        )
-    empty = [name for name, rounds in seconds.items() if not rounds]
-    if empty:
-        names = ", ".join(empty)
-        raise ValueError(
-            f"variants expected a time at least, got none for {names}: measure a round"
-        )
-    medians = [1e3 * statistics.median(rounds) for rounds in seconds.values()]
-    alone = medians[list(seconds).index(compute)]
+    quartiles = {name: middle_half(rounds) for name, rounds in seconds.items()}
+    alone = quartiles[compute][1]
     title = "Time of a training step"
     if link:
         title += f", emulated link: {link}"
     figure, (axes,) = chart(title, 180 + 54 * len(seconds))
-    blue, orange = ([min(took, alone) for took in medians], [max(0, t - alone) for t in medians])
-    axes.barh(list(seconds), blue, 0.7, color=page.BLUE, ec="black")
-    axes.barh(list(seconds), orange, 0.7, left=alone, color=page.ORANGE, ec="black")
-    for place, (median, rounds) in enumerate(zip(medians, seconds.values(), strict=True)):
-        low, high = (1e3 * end for end in middle_half(rounds))
-        axes.plot((low, high), (place, place), color="black", lw=2.5, marker="|", ms=14, mew=2.5)
-        page.write_after(axes, max(high, median), place, f"{median:.4g} ms")
+    for name, (low, median, high) in quartiles.items():
+        axes.barh(name, min(median, alone), 0.7, color=page.BLUE, ec="black")
+        more = max(0, median - alone)
+        axes.barh(name, more, 0.7, left=alone, color=page.ORANGE, ec="black")
+        error = [[median - low], [high - median]]
+        axes.errorbar(median, name, xerr=error, color="black", lw=2.5, capsize=7, capthick=2.5)
+        page.write_after(axes, high, name, f"{median:.4g} ms")
     axes.axvline(alone, color="black", lw=1.5, ls=page.DASHES)
     axes.invert_yaxis()
     axes.margins(x=0.16)  # room for the numbers
@@ -174,12 +163,10 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     )
 
 
-def middle_half(rounds: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile."""
-    if len(rounds) == 1:
-        return rounds[0], rounds[0]
-    first, _, third = statistics.quantiles(rounds, n=4, method="inclusive")
-    return first, third
+def middle_half(seconds: Sequence[float]) -> list[float]:
+    """First quartile, median and third, in milliseconds."""
+    milliseconds = 1e3 * torch.tensor(seconds, dtype=torch.float64)
+    return milliseconds.quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
 
 
 # One step, bucket by bucket
@@ -199,24 +186,27 @@ def bucket_timeline(
     long the scale is at least, so that several pictures can have the same. Notebook 04.
     """
     line = cost.timeline(plan, ready_s, sizes, model, world_size)
-    longest_ms = 1e3 * max(line.done[-1], longest_s) or 1.0
-    backward_ms, end_ms = 1e3 * line.backward_s, 1e3 * line.done[-1]
+    backward, end = 1e3 * line.backward_s, 1e3 * line.done[-1]
+    longest = max(end, 1e3 * longest_s) or 1.0
     title = f"{count(len(plan), 'bucket')}, {count(world_size, 'rank')}, predicted"
     figure, (axes,) = chart(title, 400)
-    axes.broken_barh([(0, backward_ms)], (-0.4, 0.8), fc=page.PALE, ec="black")
+    axes.broken_barh([(0, backward)], (-0.4, 0.8), fc=page.PALE, ec="black")
     for number, bucket in enumerate(plan):
         fill = (page.ORANGE, page.BLUE)[number % 2]
         axes.vlines([1e3 * ready_s[gradient] for gradient in bucket], -0.36, 0.36, fill, lw=2.5)
-        start, done = 1e3 * line.started[number], 1e3 * line.done[number]
-        wide = (done - start) / longest_ms * 850  # about so many pixels
-        edge = 1.5 if wide > 8 else 0.4
-        axes.broken_barh([(start, done - start)], (0.6, 0.8), fc=fill, ec="black", lw=edge)
+        start, length = 1e3 * line.started[number], 1e3 * (line.done[number] - line.started[number])
+        edge = "black" if length > longest / 100 else "none"
+        axes.broken_barh([(start, length)], (0.6, 0.8), fc=fill, ec=edge)
         label = binary_size(sum(sizes[gradient] for gradient in bucket))
-        if wide > 11 * len(label):
-            page.write_on(axes, (start + done) / 2, 1, label, fill)
-    axes.axvline(backward_ms, color="black", lw=1.5, ls=page.DASHES)
-    _draw_exposed(axes, backward_ms, end_ms, longest_ms, line.exposed_s)
-    axes.set(xlim=(0, longest_ms), ylim=(2.4, -0.6))
+        if length > longest * len(label) / 77:  # letters that the width has room for
+            page.write_on(axes, start + length / 2, 1, label, fill)
+    axes.axvline(backward, color="black", lw=1.5, ls=page.DASHES)
+    axes.broken_barh([(backward, end - backward)], (1.55, 0.15), fc=page.WRONG)
+    said = f"exposed: {duration(line.exposed_s)}" if line.exposed_s else "nothing exposed"
+    at, align = (backward, "left") if backward < longest / 2 else (end, "right")
+    style = {"color": page.WRONG, "weight": "bold", "bbox": page.WHITE}
+    axes.text(at, 1.82, said, ha=align, va="top", fontsize=page.NORMAL, **style)
+    axes.set(xlim=(0, longest), ylim=(2.4, -0.6))
     axes.set_yticks((0, 1), ("backward", "all-reduces"), fontsize=page.NORMAL)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"time (ms), with {model}")
@@ -224,18 +214,6 @@ def bucket_timeline(
     travels = [patch("the all-reduce of its bucket", page.ORANGE), patch("the next one", page.BLUE)]
     legend(figure, ready + travels + [stroke("exposed", page.WRONG, lw=8)])
     return Picture(figure, describe_buckets(plan))
-
-
-def _draw_exposed(axes, begin: float, end: float, longest: float, exposed_s: float):
-    """How long training waits: a bar, and beside it the time."""
-    said = f"exposed: {duration(exposed_s)}" if exposed_s else "nothing exposed"
-    if exposed_s:
-        axes.broken_barh([(begin, end - begin)], (1.55, 0.15), fc=page.WRONG)
-    middle = (begin + end) / 2
-    align = "left" if middle < longest / 6 else "right" if middle > longest * 5 / 6 else "center"
-    at = {"left": begin, "right": end, "center": middle}[align]
-    style = {"color": page.WRONG, "weight": "bold", "bbox": page.WHITE}
-    axes.text(at, 1.82, said, ha=align, va="top", fontsize=page.NORMAL, **style)
 
 
 def describe_buckets(plan: cost.Plan) -> str:
@@ -348,17 +326,16 @@ def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
     counts: {name: (numbers read, numbers written)}, in multiples of N. Notebook 08.
     """
     figure, (axes,) = chart("Numbers moved", 150 + 58 * len(counts))
-    reads, writes = zip(*counts.values(), strict=True)
-    axes.barh(list(counts), reads, 0.7, color=page.BLUE, ec="black")
-    bars = axes.barh(
-        list(counts), writes, 0.7, left=reads, color=page.lighter(page.BLUE), ec="black"
-    )
+    names, (reads, writes) = list(counts), zip(*counts.values(), strict=True)
+    axes.barh(names, reads, 0.7, color=page.BLUE, ec="black")
+    pale = page.lighter(page.BLUE)
+    bars = axes.barh(names, writes, 0.7, left=reads, color=pale, ec="black")
     totals = [_times_n(sum(pair)) for pair in counts.values()]
     axes.bar_label(bars, totals, padding=8, fontsize=page.NORMAL, weight="bold")
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("multiples of N")
-    legend(figure, [patch("read", page.BLUE), patch("written", page.lighter(page.BLUE))])
+    legend(figure, [patch("read", page.BLUE), patch("written", pale)])
     said = [
         f"{name} reads {_times_n(read)}, writes {_times_n(written)}"
         for name, (read, written) in counts.items()
@@ -377,7 +354,7 @@ def fitted(
     fit: cost.CostModel,
     measured: Iterable[cost.Measurement],
     held_out: Iterable[cost.Measurement],
-    title: str = "",
+    title: str = "Measured and predicted time",
 ) -> Picture:
     """Times by size, both logarithmic: what was measured, and the lines of the model.
 
@@ -385,22 +362,20 @@ def fitted(
     hollow. title: says "emulated" where the times are those of an emulated link. Notebook 02.
     """
     measured, held_out = list(measured), list(held_out)
-    title = title or "Measured and predicted time"
-    curves: dict[tuple[str, int], list] = {}
-    for each in measured + held_out:
-        curves.setdefault((each.algorithm, each.world_size), []).append(each)
+    points = measured + held_out
+    curves = dict.fromkeys((each.algorithm, each.world_size) for each in points)
+    names = [f"{algorithm}, {world_size} ranks" for algorithm, world_size in curves]
+    sizes = between([each.nbytes for each in points])
     figure, (axes,) = chart(title)
     handles = []
-    looks = zip(itertools.cycle(page.RANK_COLOURS), itertools.cycle(page.MARKERS))
-    for (curve, points), (fill, marker) in zip(curves.items(), looks, strict=False):
-        sizes = between([each.nbytes for each in points])
-        axes.plot(sizes, [fit.seconds(curve[0], n, curve[1]) for n in sizes], color=fill, lw=2.5)
-        for part, face in ((measured, fill), (held_out, "white")):
-            seen = [each for each in part if (each.algorithm, each.world_size) == curve]
-            _points(axes, seen, mec=fill, mfc=face, marker=marker)
-        handles.append(stroke(f"{curve[0]}, {curve[1]} ranks", fill, marker=marker, ms=11))
+    for number, (algorithm, world_size) in enumerate(curves):
+        look = {"color": colour(number), "marker": page.MARKERS[number % len(page.MARKERS)]}
+        _line(axes, fit, algorithm, sizes, world_size, look["color"])
+        for part, face in ((measured, look["color"]), (held_out, "white")):
+            _points(axes, part, algorithm, world_size, mfc=face, **look)
+        handles.append(stroke(names[number], ms=11, lw=2.5, **look))
     _log_axes(axes)
-    errors = [f"{100 * fit.error(points):.0f} %" for points in (measured, held_out)]
+    errors = [f"{100 * fit.error(part):.0f} %" for part in (measured, held_out)]
     note = (
         f"model: {fit}\nmedian error: {errors[0]} on the points it was fitted to,\n"
         f"{errors[1]} on those held out"
@@ -411,7 +386,6 @@ def fitted(
     dots = {"marker": "o", "ms": 11, "mew": 2.5, "ls": "none"}
     handles += [stroke("fitted to", **dots), stroke("held out", mfc="white", **dots)]
     legend(figure, [*handles, stroke("model")])
-    names = [f"{algorithm}, {world_size} ranks" for algorithm, world_size in curves]
     return Picture(
         figure,
         f"{title}. Time by size for {'; '.join(names)}: {count(len(measured), 'point')} that the "
@@ -431,21 +405,17 @@ def crossing(
     measured: drawn as points, those of these algorithms and this `world_size`. title: as in
     `fitted`. Notebook 02.
     """
-    title = title or f"Predicted time with {world_size} ranks"
-    points = [each for each in measured if each.world_size == world_size]
+    title, measured = title or f"Predicted time with {world_size} ranks", list(measured)
     changes = takeovers(model, algorithms, world_size)
     around = [nbytes * factor for nbytes, _, _ in changes for factor in (1 / 30, 30)]
-    sizes = between([1e3, 1e7, *around, *(p.nbytes for p in points if p.algorithm in algorithms)])
+    sizes = between([1e3, 1e7, *around, *(each.nbytes for each in measured)])
     figure, (axes,) = chart(title)
     handles = []
     looks = zip(colours_of(algorithms).items(), itertools.cycle(page.MARKERS), strict=False)
     for (algorithm, fill), marker in looks:
-        axes.plot(
-            sizes, [model.seconds(algorithm, n, world_size) for n in sizes], color=fill, lw=2.5
-        )
-        seen = [each for each in points if each.algorithm == algorithm]
-        _points(axes, seen, mec=fill, mfc=fill, marker=marker)
-        handles.append(stroke(algorithm, fill, marker=marker if seen else None, ms=11))
+        _line(axes, model, algorithm, sizes, world_size, fill)
+        _points(axes, measured, algorithm, world_size, color=fill, marker=marker)
+        handles.append(stroke(algorithm, fill, marker=marker if measured else None, ms=11))
     for number, (nbytes, _, after) in enumerate(changes):
         axes.axvline(nbytes, color="black", lw=1.5, ls=page.DASHES)
         seconds = model.seconds(after, nbytes, world_size)
@@ -455,10 +425,9 @@ def crossing(
         axes.text(*place, said, fontsize=page.SMALL, **style)
     _log_axes(axes)
     lines = f"size of the tensor; lines: {model}"
-    axes.set_xlabel(f"{lines}; points: measured" if points else lines)
+    axes.set_xlabel(f"{lines}; points: measured" if measured else lines)
     legend(figure, handles)
-    fastest = [before for _, before, _ in changes[:1]] + [after for _, _, after in changes]
-    fastest = fastest or [_fastest(model, algorithms, world_size, sizes[0])]
+    fastest = [_fastest(model, algorithms, world_size, sizes[0])] + [new for *_, new in changes]
     return Picture(
         figure,
         f"{title}. By size, for {', '.join(algorithms)}; "
@@ -487,8 +456,17 @@ def _fastest(
     return min(algorithms, key=lambda algorithm: model.seconds(algorithm, nbytes, world_size))
 
 
-def _points(axes, points: Sequence[cost.Measurement], **style):
-    x, y = [each.nbytes for each in points], [each.seconds for each in points]
+def _line(axes, model: cost.CostModel, algorithm: str, sizes, world_size: int, fill: str):
+    """What the model predicts."""
+    seconds = [model.seconds(algorithm, nbytes, world_size) for nbytes in sizes]
+    axes.plot(sizes, seconds, color=fill, lw=2.5)
+
+
+def _points(axes, measured: Sequence[cost.Measurement], algorithm: str, world_size: int, **style):
+    """What was measured of one algorithm in one world."""
+    curve = algorithm, world_size
+    seen = [each for each in measured if (each.algorithm, each.world_size) == curve]
+    x, y = [each.nbytes for each in seen], [each.seconds for each in seen]
     axes.plot(x, y, ls="none", ms=11, mew=2.5, zorder=3, **style)
 
 

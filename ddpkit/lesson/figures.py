@@ -4,8 +4,8 @@ Each shows one thing and says it in words too; the words hold no time that was m
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..tools.units import DECIMAL, count, name_ranks, numbers, size
 from . import page
@@ -23,58 +23,57 @@ def before_after(
     or tensor of any length, or None for nothing yet. owners: by rank, for each number after, whose
     data it is (None: of several); found by comparing, unless given. Notebook 01.
     """
-    before, after = [], []
-    for first, then in pairs:
-        before.append(flat(first))
-        after.append(flat(then))
+    before, after = zip(*((flat(first), flat(then)) for first, then in pairs), strict=True)
     owners = owners or find_owners(before, after)
-    own = [[rank] * len(row or ()) for rank, row in enumerate(before)]
-    cell, gap, top = page.cell_width(*before, *after), 120, 56 if title else 10
-    left, right = _Grid("before", before, own, cell), _Grid("after", after, owners, cell)
-    height = max(left.height, right.height)
+    change = Change(dict(enumerate(zip(before, after, owners, strict=True))))
+    top, ranks = 86 if title else 46, range(len(before))
     mixed = 34 if any(None in row for row in owners) else 0
-    canvas = Canvas(left.width + gap + right.width + 30, top + height + 6 + mixed)
-    middle = top + 18 + height / 2
-    canvas.arrow((left.width + 35, middle), (left.width + gap - 10, middle), line=10)
+    tall = [page.ROW * change.lines(rank) + 12 for rank in ranks]
+    canvas = Canvas(max(400, 130 + change.width), top + sum(tall) + mixed)
     if title:
         canvas.text(canvas.width / 2, 28, title, page.LARGE, bold=True)
-    left.draw(canvas, 10, top)
-    right.draw(canvas, 10 + left.width + gap, top)
+    for x, heading in zip(change.middles, ("before", "after"), strict=True):
+        canvas.text(110 + x, top - 22, heading, page.NORMAL)
+    for rank in ranks:
+        y = top + sum(tall[:rank])
+        canvas.badge(10, y, rank)
+        change.draw(canvas, 110, y, rank)
     if mixed:
-        mixed_key(canvas)
+        canvas.mixed_key()
     said = f"before, {_say_rows(before)}; after, {_say_rows(after)}."
     return canvas.picture(f"{title}: {said}" if title else said)
 
 
-def mixed_key(canvas: Canvas):
-    """What grey means, at the foot of the canvas."""
-    canvas.key(16, canvas.height - 32, page.MIXED, "a sum, or data of several ranks")
+class Change:
+    """What ranks hold before and after something: numbers, an arrow, numbers.
 
+    by_rank: {rank: (before, after, whose data is after)}.
+    """
 
-class _Grid:
-    """What all ranks hold at one moment: a heading and a row of numbers for each rank."""
+    ARROW = 84
 
-    LABEL, LINE = 100, 36
+    def __init__(self, by_rank: Mapping[int, tuple]):
+        self.by_rank = by_rank
+        before, after, _ = zip(*by_rank.values(), strict=True)
+        self.cell = page.cell_width(*before, *after)
+        most = int(410 // self.cell)
+        self.per_line = [min(most, max(len(row or " ") for row in s)) for s in (before, after)]
+        left, right = (self.cell * per_line for per_line in self.per_line)
+        self.width = left + self.ARROW + right
+        self.middles = left / 2, left + self.ARROW + right / 2
 
-    def __init__(self, heading: str, rows: list[list | None], owners: Sequence, cell: float):
-        self.heading, self.rows, self.owners, self.cell = heading, rows, owners, cell
-        longest = max(len(row or " ") for row in rows)
-        self.per_line = min(longest, int((page.WIDEST / 2 - 75 - self.LABEL) // cell))
-        self.width = self.LABEL + self.per_line * cell
-        self.height = 44 + sum(map(self._tall, rows))
+    def lines(self, rank: int) -> int:
+        """How many lines its longer side takes."""
+        sides = zip(self.by_rank[rank], self.per_line, strict=False)
+        return max(math.ceil(len(row or " ") / per_line) for row, per_line in sides)
 
-    def _tall(self, row: list | None) -> float:
-        return self.LINE * math.ceil(len(row or " ") / self.per_line) + 12
-
-    def draw(self, canvas: Canvas, x: float, y: float):
-        canvas.text(x + (self.LABEL + self.width) / 2, y + 18, self.heading, page.NORMAL)
-        y += 40
-        for rank, row in enumerate(self.rows):
-            canvas.badge(x, y, rank)
-            values, owners = (row, self.owners[rank]) if row else ([None], [None])
-            left = x + self.LABEL
-            canvas.cells(left, y, values, owners, self.cell, self.LINE, self.per_line)
-            y += self._tall(row)
+    def draw(self, canvas: Canvas, x: float, y: float, rank: int) -> None:
+        before, after, owners = self.by_rank[rank]
+        own = [rank] * len(before or ())
+        canvas.cells(x, y, before, own, self.cell, self.per_line[0])
+        x, middle = x + self.cell * self.per_line[0], y + page.ROW / 2
+        canvas.arrow((x + 16, middle), (x + self.ARROW - 16, middle), line=5)
+        canvas.cells(x + self.ARROW, y, after, owners, self.cell, self.per_line[1])
 
 
 def flat(values) -> list | None:
@@ -91,19 +90,27 @@ def flat(values) -> list | None:
     return found
 
 
-def _say_rows(rows: list[list | None]) -> str:
+def _say_rows(rows: Sequence[list | None]) -> str:
     """'rank 0 has [1, 2], ranks 1 and 2 have nothing'."""
-    alike: dict[str, list[int]] = {}
-    for rank, row in enumerate(rows):
-        alike.setdefault(numbers(row or None), []).append(rank)
     said = []
-    for text, ranks in alike.items():
-        who = name_ranks(ranks, len(rows) if len(rows) > 1 else None)
+    for who, text in alike(numbers(row or None) for row in rows):
         said.append(f"{who} {'have' if who.startswith('ranks') else 'has'} {text}")
     return ", ".join(said)
 
 
-def find_owners(before: list[list | None], after: list[list | None]) -> list[list[int | None]]:
+def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """(who, text), from a text for each rank: those with the same are named together."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        by_text.setdefault(text, []).append(rank)
+    ranks = sum(map(len, by_text.values()))
+    whole = ranks if ranks > 1 else None
+    return [(name_ranks(who, whole), text) for text, who in by_text.items()]
+
+
+def find_owners(
+    before: Sequence[list | None], after: Sequence[list | None]
+) -> list[list[int | None]]:
     """By rank and number after: the rank that keeps its own or alone had it before; else None."""
     found = []
     for rank, row in enumerate(after):
@@ -271,28 +278,27 @@ def timeline(run_or_runs, after: str | None = None) -> Picture:
     wire that is busy under a program that computes. after: begin where each rank has made its last
     call of that name, say "broadcast".
     """
-    parts = {name: Part.of(run, after) for name, run in _named(run_or_runs).items()}
-    parts = {name: part for name, part in parts.items() if any(part.wire)}
-    ranks = [len(part.wire) for part in parts.values()]
-    longest = max([part.end - part.start for part in parts.values()], default=0) or 1e-3
+    parts = {name: Part(run, after) for name, run in _named(run_or_runs).items()}
+    said = [f"{name}: {part.calls}" if name else part.calls for name, part in parts.items()]
+    shown = {name: part for name, part in parts.items() if any(part.wire)}
+    ranks = [len(part.wire) for part in shown.values()]
+    longest = max((part.end - part.start for part in shown.values()), default=1e-3)
     tall = min(64, (page.TALLEST - 110 - 36 * len(ranks)) / max(1, sum(ranks)))  # pixels of a rank
     height = max(260, 110 + 36 * len(ranks) + tall * sum(ranks))
     options = {"sharex": True, "height_ratios": ranks or None}
     figure, panels = chart("", height, max(1, len(ranks)), **options)
-    said = []
-    for axes, (name, part) in zip(panels, parts.items(), strict=False):
-        axes.set_title(part.heading(name), fontsize=page.NORMAL, weight="bold", loc="left")
+    for axes, (name, part) in zip(panels, shown.items(), strict=False):
+        heading = ", ".join(filter(None, (name, part.link)))
+        axes.set_title(heading, fontsize=page.NORMAL, weight="bold", loc="left")
         axes.set(xlim=(0, 1e3 * longest), ylim=(len(part.wire) - 0.45, -0.55))
-        axes.set_yticks(range(len(part.wire)))
+        axes.set_yticks(range(len(part.wire)), [f"rank {r}" for r in range(len(part.wire))])
         axes.tick_params(axis="y", length=0)
-        for rank, label in enumerate(
-            axes.set_yticklabels(f"rank {r}" for r in range(len(part.wire)))
-        ):
+        for rank, label in enumerate(axes.get_yticklabels()):
             label.set(color=ink(colour(rank)), weight="bold")
             label.set_bbox({"fc": colour(rank), "ec": "black", "boxstyle": "round,pad=0.15"})
-            _draw_program(axes, part, rank)
-            _draw_wire(axes, part, rank, longest, named=tall > 48)
-        said.append(f"{name}: {part.calls()}" if name else part.calls())
+            if part.wire[rank]:
+                _draw_program(axes, part, rank)
+                _draw_wire(axes, part, rank, longest, named=tall > 48)
     panels[-1].set_xlabel("time (ms)")
     wire = patch("its calls on the wire, in its colour", colour(0))
     waits = patch("it waits", page.EMPTY, page.GREY)
@@ -300,159 +306,95 @@ def timeline(run_or_runs, after: str | None = None) -> Picture:
     return Picture(figure, f"Timeline. {'. '.join(said)}.")
 
 
-@dataclass
 class Part:
-    """Some of the records of a run, and when each rank began with them."""
+    """What the ranks of `run` said after their last call of `after`.
 
-    wire: list[list]
-    begun: list[float | None]
-    link: object
+    wire: by rank, the records. begun: by rank, the end of that call, or the first call's begin.
+    start, end: of all ranks. link: the words for an emulated one. calls: how many of which, by rank
+    and in the order of their first use.
+    """
 
-    @classmethod
-    def of(cls, run, after: str | None = None) -> "Part":
-        """What the ranks of `run` said after their last call of `after`."""
-        wire, begun = [], []
+    def __init__(self, run, after: str | None):
+        self.wire, self.begun = [], []
         for records in run.wire:
             last = max((at for at, record in enumerate(records) if record.op == after), default=-1)
-            wire.append(records[last + 1 :])
-            if last >= 0:
-                begun.append(records[last].done)
-            else:
-                begun.append(records[0].issued if records else None)
-        return cls(wire, begun, getattr(run, "link", None))
+            self.wire.append(records[last + 1 :])
+            first = records[0].issued if records else math.inf
+            self.begun.append(records[last].done if last >= 0 else first)
+        self.start = min(self.begun)
+        self.end = max((last_known(records) for records in self.wire if records), default=0.0)
+        link = getattr(run, "link", None)
+        self.link = f"emulated link: {link}" if link else ""
+        made = [Counter(record.op for record in records) for records in self.wire]
+        counted = [", ".join(count(many, op) for op, many in each.items()) for each in made]
+        said = alike(text or "no calls" for text in counted)
+        self.calls = "; ".join(f"{who}: {text}" for who, text in said)
 
-    @property
-    def start(self) -> float:
-        return min(begun for begun in self.begun if begun is not None)
-
-    @property
-    def end(self) -> float:
-        return max(_last(records) for records in self.wire if records)
-
-    def heading(self, name: str) -> str:
-        link = f"emulated link: {self.link}" if self.link else ""
-        return ", ".join(filter(None, (name, link)))
-
-    def calls(self) -> str:
-        """'rank 0: 3 sends, 1 recv; rank 1: ...': by rank, in the order of their first use."""
-        said: dict[str, list[int]] = {}
-        for rank, records in enumerate(self.wire):
-            made: dict[str, int] = {}
-            for record in records:
-                made[record.op] = made.get(record.op, 0) + 1
-            calls = [count(many, op) for op, many in made.items()]
-            said.setdefault(", ".join(calls) or "no calls", []).append(rank)
-        world_size = len(self.wire) if len(self.wire) > 1 else None
-        return "; ".join(
-            f"{name_ranks(ranks, world_size)}: {calls}" for calls, ranks in said.items()
-        )
+    def spans(self, times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        """(begin, length) in milliseconds from the start, of times from and to."""
+        return [(1e3 * (begin - self.start), 1e3 * (end - begin)) for begin, end in times]
 
 
-def _last(records: Sequence) -> float:
+def last_known(records: Sequence) -> float:
     """When the last that is known of these calls happened."""
     return max(max(r.issued, r.done or 0.0, r.waited or 0.0) for r in records)
-
-
-def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of time without overlaps, in order."""
-    joined: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def in_flight(records: Sequence) -> list[tuple[float, float, object]]:
-    """(begin, end, record) for each call of one rank, in the order in which they were done.
-
-    Calls of one channel travel one after the other: each begins when it was issued, or later, when
-    the one before it was done; unless it overtook that one. A call that was never done ends with
-    the last that is known of the rank.
-    """
-    last, free, spans = _last(records), {}, []
-    for record in records:
-        begin, end = record.issued, record.done or last
-        before = free.get(record.channel, 0.0)
-        spans.append((before if begin < before < end else begin, end, record))
-        free[record.channel] = max(before, end)
-    return sorted(spans, key=lambda span: span[1])
 
 
 def _draw_program(axes, part: Part, rank: int):
     """The upper lane of a rank: grey where it computes, white where it waits."""
     records = part.wire[rank]
-    if not records:
-        return
-    last = _last(records)
-    waits = [
-        (record.waited, record.done or last) for record in records if record.waited is not None
-    ]
-    waits = merged((begin, end) for begin, end in waits if begin < end)
+    last = last_known(records)
+    waits = [(r.waited, r.done or last) for r in records if r.waited is not None]
+    waits = [(begin, end) for begin, end in waits if begin < end]
     whole = [(part.begun[rank], last)]
-    for spans, fill, edge in ((whole, page.FAINT, "none"), (waits, page.EMPTY, page.GREY)):
-        bars = [(1e3 * (begin - part.start), 1e3 * (end - begin)) for begin, end in spans]
-        axes.broken_barh(bars, (rank - 0.42, 0.4), fc=fill, ec=edge, lw=0.8)
+    for times, fill, edge in (
+        (whole, page.FAINT, "none"),
+        (waits, page.EMPTY, "none"),
+        (whole, "none", page.GREY),
+    ):
+        axes.broken_barh(part.spans(times), (rank - 0.42, 0.4), fc=fill, ec=edge, lw=0.8)
 
 
 def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
-    """The lower lane: a box for each call; of those that overlap, the later shows where it outlasts
-    the earlier. named: with their names, where there is room.
+    """The lower lane: a box for each call. Of calls that overlap, the one that is done first lies
+    above: what is seen of the later is where it outlasts the earlier. named: with their names,
+    where there is room.
     """
-    fill, per_second = colour(rank), 850 / longest  # about so many pixels
-    bars, edges, shown_from = [], [], 0.0
-    for begin, end, record in in_flight(part.wire[rank]) if part.wire[rank] else ():
-        bars.append((1e3 * (begin - part.start), 1e3 * (end - begin)))
+    records, fill, per_second = part.wire[rank], colour(rank), 850 / longest  # about so many pixels
+    last, shown_from = last_known(records), 0.0
+    calls = sorted(((r.done or last, r.issued, r.op) for r in records), key=lambda call: call[0])
+    edges = []
+    for end, begin, op in calls:
         edges.append("white" if (end - begin) * per_second > 6 else "none")
         seen, shown_from = max(begin, shown_from), end
-        if named and (end - seen) * per_second > 9 * len(record.op):
-            middle = 1e3 * ((seen + end) / 2 - part.start)
-            style = {"color": ink(fill), "ha": "center", "va": "center", "fontsize": page.SMALL}
-            axes.text(
-                middle, rank + 0.2, record.op, bbox={"fc": fill, "ec": "none", "pad": 1}, **style
-            )
-    axes.broken_barh(bars[::-1], (rank, 0.4), fc=fill, ec=edges[::-1], lw=0.8)
+        if named and (end - seen) * per_second > 9 * len(op):
+            page.write_on(axes, 1e3 * ((seen + end) / 2 - part.start), rank + 0.2, op, fill)
+    bars = part.spans((begin, end) for end, begin, _ in reversed(calls))
+    axes.broken_barh(bars, (rank, 0.4), fc=fill, ec=edges[::-1], lw=0.8)
 
 
 # Where ranks live
 
 
-def worlds(world_size: int, gpus: int = 0) -> Picture:
-    """Which of up to 8 ranks sits where on a machine with so many GPUs: a process each."""
-    devices = [f"GPU {at}" for at in range(gpus)] or ["CPU"]
+def worlds(world_size: int) -> Picture:
+    """Which of up to 8 ranks sits where on this machine: a process each."""
     width, ground = 970, 266  # the same for every world
-    step, device_step = min(230, (width - 50) / world_size), (width - 50) / len(devices)
+    step = min(230, (width - 50) / world_size)
     canvas = Canvas(width, ground + 120)
     canvas.box(10, 10, width - 20, canvas.height - 20, page.PALE, "black", 2, round=14)
     title = f"this machine: a world of {count(world_size, 'rank')}"
     canvas.text(30, 36, title, page.LARGE, "left", bold=True)
-    for at, name in enumerate(devices):
-        x, middle = 31 + device_step * at, 25 + device_step * (at + 0.5)
-        ranks = range(at, world_size, len(devices))
-        canvas.box(x, ground, device_step - 12, 84, page.EMPTY, "black", 2.5)
-        canvas.text(middle, ground + 26, name, page.NORMAL, bold=True)
-        canvas.text(middle, ground + 58, name_ranks(ranks) if ranks else "free")
+    canvas.box(31, ground, width - 62, 84, page.EMPTY, "black", 2.5)
+    canvas.text(width / 2, ground + 26, "CPU", page.NORMAL, bold=True)
+    canvas.text(width / 2, ground + 58, name_ranks(range(world_size)))
     for rank in range(world_size):
         middle = width / 2 + step * (rank - world_size / 2 + 0.5)
         canvas.box(middle - step / 2 + 5, 64, step - 10, 120, page.EMPTY, colour(rank), 3, round=8)
         canvas.badge(middle - 42, 74, rank)
         canvas.text(middle, 130, "process")
         canvas.text(middle, 158, "memory", ink=page.GREY)
-        left = 25 + device_step * (rank % len(devices))
-        target = min(max(middle, left + 24), left + device_step - 24)
-        canvas.arrow((middle, 186), (target, ground - 2), colour(rank), 3)
-    return canvas.picture(_said_world(world_size, gpus))
-
-
-def _said_world(world_size: int, gpus: int) -> str:
-    whole = f"{world_size} ranks are {world_size} processes, each with its own memory"
+        canvas.arrow((middle, 186), (middle, ground - 2), colour(rank))
     if world_size == 1:
-        whole = "1 rank is 1 process with its own memory"
-    if not gpus:
-        return f"{whole}; {'all compute' if world_size > 1 else 'it computes'} on the CPU."
-    used = min(gpus, world_size)
-    homes = [f"{name_ranks(range(gpu, world_size, gpus))} on GPU {gpu}" for gpu in range(used)]
-    if gpus > used:
-        homes[-1] += f"; {count(gpus - used, 'GPU')} free"
-    return f"{whole}; {', '.join(homes)}."
+        return canvas.picture("1 rank is 1 process with its own memory; it computes on the CPU.")
+    processes = f"{world_size} ranks are {world_size} processes, each with its own memory"
+    return canvas.picture(f"{processes}; all compute on the CPU.")

@@ -7,6 +7,7 @@ with each other.
 """
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -15,13 +16,12 @@ from ..runtime.errors import LaunchError
 from .figures import flat, hop_numbers
 from .replay import Event, before_after, key
 
-BLANK = "blank"  # the owner of cells that wait for their message
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 
 @dataclass
 class Cells:
-    """A buffer: its numbers, and for each the rank whose data it is, None for several, or BLANK."""
+    """A buffer: its numbers, None where one isn't known yet, and whose data each is: None of several."""
 
     values: list
     owners: list
@@ -50,61 +50,44 @@ class Holdings:
 
     def __init__(self, rank: int, records: list[Record]):
         self.rank, self.buffers, self.heard = rank, {}, False
-        self._records = [record for record in records if record.memory is not None]
-        for record in records:  # before anything reaches it
-            if record.op != "send":
-                break
-            if record.memory is not None and record.memory[0] not in self.buffers:
-                self.look(record, record.issued)
+        self._coming = [r for r in records if r.op == "recv" and r.memory is not None]
+        for record in itertools.takewhile(lambda record: record.op == "send", records):
+            self.look(record, record.issued)  # what it has before anything reaches it
 
-    def look(self, record: Record, moment: float, coming: range = range(0)) -> None:
-        """Bring a buffer up to date with what `record` shows, save where a message is arriving.
+    def look(self, record: Record, moment: float) -> None:
+        """Bring a buffer up to date with what `record` shows, save where a message may be arriving.
 
-        moment: when it was so, by the clock of this rank. coming: cells to leave alone, too.
+        moment: when it was so, by the clock of this rank. A buffer that is first seen as something
+        arrives is empty but for that.
         """
         if record.memory is None:
             return
         which, _, contents = record.memory
         known, writer = self.buffers.get(which), None if self.heard else self.rank
-        new = known is None or len(known.values) != len(contents)
-        if new:
-            owners = [writer] * len(contents)
-            for at in range(len(contents)):
-                if self._awaits(which, at, moment):
-                    owners[at] = BLANK
-            known = self.buffers[which] = Cells(list(contents), owners)
-        arriving = set(coming).union(*self._arriving(which, moment))
-        for at, value in enumerate(contents):
-            if at in arriving:
-                known.values[at] = None if new else known.values[at]
-            elif _changed(value, known.values[at]):
-                known.values[at], known.owners[at] = value, writer
-
-    def _awaits(self, which, at: int, moment: float) -> bool:
-        """Whether the next message of this rank that this cell is part of is one it receives."""
-        for record in self._records:
-            past = record.done is not None and record.done < moment
-            if record.memory[0] == which and at in place(record) and not past:
-                return record.op == "recv"
-        return False
-
-    def _arriving(self, which, moment: float):
-        """Where in a buffer messages may be arriving."""
-        for record in self._records:
-            begun = record.op == "recv" and record.issued < moment
-            past = record.done is not None and record.done <= moment
-            if record.memory[0] == which and begun and not past:
-                yield place(record)
+        if known is None or len(known.values) != len(contents):
+            owner = self.rank if record.op == "recv" else writer
+            self.buffers[which] = Cells([None] * len(contents), [owner] * len(contents))
+            if record.op == "recv":
+                return
+            known = self.buffers[which]
+        arriving = [r for r in self._coming if r.memory[0] == which and r.issued < moment]
+        hidden = set().union(*map(place, arriving))
+        for at, (value, before) in enumerate(zip(contents, known.values, strict=True)):
+            if at not in hidden and _changed(value, before):
+                known.values[at] = value
+                known.owners[at] = known.owners[at] if before is None else writer
 
     def take(self, record: Record, owners: list) -> None:
         """Put a message that arrived into its place."""
-        if record.memory is not None:
-            self.look(record, record.done, place(record))
-            which, _, contents = record.memory
-            cells, values = self.buffers[which], record.result or contents[slice_of(record)]
-            cells.values[slice_of(record)] = values
-            cells.owners[slice_of(record)] = (owners + [None] * len(values))[: len(values)]
         self.heard = True
+        if record.memory is None:
+            return
+        self.look(record, record.done)
+        self._coming.remove(record)
+        which, _, contents = record.memory
+        cells, values = self.buffers[which], record.result or contents[slice_of(record)]
+        cells.values[slice_of(record)] = values
+        cells.owners[slice_of(record)] = (owners + [None] * len(values))[: len(values)]
 
     def owners_of(self, record: Record) -> list:
         """Whose data a message is that this rank sends."""
@@ -114,9 +97,9 @@ class Holdings:
 
     def share(self, record: Record, after: list | None, owners: list) -> None:
         """What a collective leaves here."""
-        self.heard = True
         if not after:
             return
+        self.heard = True
         if record.op not in IN_PLACE or record.memory is None:
             self.buffers[record.op] = Cells(list(after), owners)
             return
@@ -168,7 +151,7 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
             wrong.append(event)
             status |= {r: said for r, said in event.status.items() if status.get(r) != "failed"}
             for rank, record in event.records.items():
-                ranks[rank].look(record, -math.inf)  # nothing arrives any more
+                ranks[rank].look(record, math.inf)
         memory = [copy.deepcopy(rank.buffers) for rank in ranks]
         frames.append(Frame(event, memory, flying, dict(status), list(wrong), marked, whose))
     return frames

@@ -3,6 +3,7 @@
 Only the tile in work has numbers: those before it are forgotten, those after it don't exist yet.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Tile:
 
     @property
     def cells(self) -> set[tuple[int, int]]:
-        return {(row, column) for row in self.rows for column in self.columns}
+        return set(itertools.product(self.rows, self.columns))
 
     def row(self, at: int) -> dict[str, str]:
         """What its row number `at` knows, by column of the picture."""
@@ -72,12 +73,10 @@ def flash_player(scores: Tensor, tile: int = 2, causal: bool = False) -> StepThr
     anything else.
     """
     fits = scores.ndim == 2 and min(scores.shape) > 0 and max(scores.shape) <= LARGEST
-    if not fits or not scores.isfinite().all():
+    if not fits or not scores.isfinite().all() or tile < 1:
+        got = f"shape {tuple(scores.shape)}, tile {tile}"
         expected = f"flash_player expected finite scores of 1 to {LARGEST} queries and keys"
-        raise ValueError(f"{expected}, got some of shape {tuple(scores.shape)}: take few")
-    if tile < 1:
-        expected = "flash_player expected a tile of at least 1 query and key"
-        raise ValueError(f"{expected}, got {tile}. Try 2.")
+        raise ValueError(f"{expected}, and a tile of at least one, got {got}: take few")
     scores = scores.float()
     if causal:
         later = scores.new_ones(scores.shape).triu(1).bool()
@@ -119,44 +118,35 @@ def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
     queries, keys = scores.shape
     canvas = Canvas(page.WIDEST, TOP + TALL * queries + 70)
     canvas.text(LEFT + keys * CELL / 2, TOP - 50, "scores", page.NORMAL, bold=True)
-    gone, ever = _cells(done[:-1]), _cells(steps)
+    fills = dict.fromkeys(_cells(steps), page.EMPTY)
+    fills |= dict.fromkeys(_cells(done), GONE) | dict.fromkeys(now.cells, IN_WORK)
     for key in range(keys):
         canvas.text(LEFT + (key + 0.5) * CELL, TOP - 18, f"key {key}")
-    for row in range(queries):
-        y = TOP + row * TALL
-        canvas.text(LEFT - 12, y + TALL / 2, f"query {row}", align="right")
-        for column in range(keys):
-            x, cell = LEFT + column * CELL, (row, column)
-            fill = GONE if cell in gone else page.EMPTY if cell in ever else SKIPPED
-            if cell in now.cells:
-                fill = IN_WORK
-            canvas.box(x, y, CELL, TALL, fill, page.GREY, 1)
-            if cell in now.cells:
-                canvas.text(x + CELL / 2, y + TALL / 2, _typeset(scores[cell].item()))
+    for row, column in itertools.product(range(queries), range(keys)):
+        x, y = LEFT + column * CELL, TOP + row * TALL
+        canvas.box(x, y, CELL, TALL, fills.get((row, column), SKIPPED), page.GREY, 1)
+        if (row, column) in now.cells:
+            score = _typeset(scores[row, column].item())
+            canvas.text(x + CELL / 2, y + TALL / 2, score)
     corner = LEFT + now.columns.start * CELL, TOP + now.rows.start * TALL
     canvas.box(*corner, len(now.columns) * CELL, len(now.rows) * TALL, "none", "black", 4)
-    _draw_rows(canvas, done, queries)
-    x, y = 30, TOP + TALL * queries + 24
-    looks = {"the tile in work": IN_WORK, "used and forgotten": GONE, "not computed yet": "white"}
-    if len(ever) < queries * keys:
-        looks["in the future, skipped"] = SKIPPED
-    for said, fill in looks.items():
-        canvas.key(x, y, fill, said)
-        x += 66 + 11 * len(said)
-    return canvas.picture(text)
-
-
-def _cells(tiles: Iterable[Tile]) -> set[tuple[int, int]]:
-    return set().union(*(tile.cells for tile in tiles))
-
-
-def _draw_rows(canvas: Canvas, done: list[Tile], queries: int):
-    """What each row knows; in bold, what this tile has changed."""
     known = {row: {"m": "−∞", "ℓ": "0"} for row in range(queries)}
     for tile in done:
         known |= {row: tile.row(at) for at, row in enumerate(tile.rows)}
     for what, x in COLUMNS.items():
         canvas.text(x, TOP - 18, what, page.NORMAL, bold=True)
-        for row, shown in known.items():
-            y, bold = TOP + (row + 0.5) * TALL, row in done[-1].rows
-            canvas.text(x, y, shown.get(what, ""), bold=bold)
+    for row, shown in known.items():
+        y = TOP + (row + 0.5) * TALL
+        canvas.text(LEFT - 12, y, f"query {row}", align="right")
+        for what, said in shown.items():  # in bold, what this tile has changed
+            canvas.text(COLUMNS[what], y, said, bold=row in now.rows)
+    looks = {"the tile in work": IN_WORK, "used and forgotten": GONE, "not computed yet": "white"}
+    if len(fills) < queries * keys:
+        looks["in the future, skipped"] = SKIPPED
+    for at, (said, fill) in enumerate(looks.items()):
+        canvas.key(30 + 250 * at, canvas.height - 46, fill, said)
+    return canvas.picture(text)
+
+
+def _cells(tiles: Iterable[Tile]) -> set[tuple[int, int]]:
+    return set().union(*(tile.cells for tile in tiles))

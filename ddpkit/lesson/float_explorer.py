@@ -4,54 +4,44 @@ Notebook 05.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cached_property
 
 from ..tools import floats
 from . import page
 from .page import Canvas, Picture
-from .widgets import Panel, named
+from .widgets import Live, named, show, view
 
 BY_NAME = {format.name: format for format in floats.FORMATS}
 FIELD_COLOURS = {"sign": page.PINK, "exponent": page.ORANGE, "fraction": page.SKY}
 
 
-class FloatExplorer(Panel):
+class FloatExplorer(Live):
     """A number in every format, and a button for each of its bits in one of them.
 
-    `set` does what a hand does; `number` is what the buttons show. `entry`, `choice` and `buttons`
-    are the widgets.
+    number: what the buttons show. `entry`, `choice` and `buttons` are the widgets.
     """
 
     def __init__(self, value: str, format: str):
-        self._wrong: ValueError | None = None
-        self._moving = False
-        self.entry = self.choice = self.buttons = None
-        self.set(value, format)
-
-    def set(
-        self, value: str | None = None, format: str | None = None, pattern: int | None = None
-    ) -> None:
-        """Another number, as typed; another format, by name; or a pattern in place of a number.
-
-        ValueError: no number, no such format or pattern.
-        """
-        if format is not None and format not in BY_NAME:
+        if format not in BY_NAME:
             raise ValueError(f"no format is called {format!r}; there are {', '.join(BY_NAME)}")
-        chosen = BY_NAME[format] if format else self.number.format
-        if pattern is not None:
+        self._following = False
+        self._set(value, format)
+        super().__init__(*self.look())
+
+    def _set(self, value: str, format: str, pattern: int | None = None) -> None:
+        """A number as it was typed, in a format; or a pattern in place of the number."""
+        chosen = BY_NAME[format]
+        if pattern is None:
+            self._exact, self._typed = parse(value), value
+            pattern = floats.encode(self._exact, chosen)
+        else:
             self._exact = floats.decode(pattern, chosen)
             self._typed = str(self._exact)
-        elif value is not None:
-            self._exact, self._typed = parse(value), value
-        if pattern is None:
-            pattern = floats.encode(self._exact, chosen)
-        self.number, self._wrong = floats.describe(pattern, chosen), None
-        self._follow()
+        self.number = floats.describe(pattern, chosen)
 
     def look(self) -> tuple[str, Picture]:
-        if self._wrong:
-            raise self._wrong
         found = {}
         for format in floats.FORMATS:
             found[format] = floats.describe(floats.encode(self._exact, format), format)
@@ -60,62 +50,63 @@ class FloatExplorer(Panel):
         said += map(str, found.values())
         return "\n".join(said), float_bits(list(found.values()), number)
 
-    def controls(self) -> list:
+    @cached_property
+    def box(self):
         import ipywidgets
 
         self.entry = ipywidgets.Text(continuous_update=False, **named("number"))
         self.entry.tooltip = "a number, such as 0.1, 1e-8, 1/3, inf; then Enter"
         # Not a Dropdown, which doesn't answer the arrow keys in JupyterLab.
-        self.choice = ipywidgets.SelectionSlider(
-            options=list(BY_NAME), continuous_update=False, **named("format")
-        )
-        self.buttons = ipywidgets.HBox(layout={"flex_flow": "row wrap"})
-        self._follow()
-        self.entry.observe(lambda change: self._move(value=change.new), "value")
-        self.choice.observe(lambda change: self._move(format=change.new), "value")
-        return [self.entry, self.choice, self.buttons]
+        looks = {"continuous_update": False} | named("format")
+        self.choice = ipywidgets.SelectionSlider(options=list(BY_NAME), **looks)
+        wrapped = {"flex_flow": "row wrap"}
+        self.buttons = ipywidgets.HBox(layout=wrapped)
+        shown = view(self.look)
 
-    def _move(self, **values) -> None:
-        """What a hand did to a widget."""
-        if self._moving:
-            return
-        try:
-            self.set(**values)
-        except ValueError as error:
-            self._wrong = error
-            self.show()
+        def move(*_, pattern: int | None = None):
+            """What a hand did to a widget: bring the others and the picture to it."""
 
-    def _follow(self) -> None:
-        """Bring the widgets, if there are any, to what the number is now."""
-        if self.buttons is None:
-            return
-        self._moving = True  # the widgets report these changes too
+            def changed():
+                self._set(self.entry.value, self.choice.value, pattern)
+                self._follow(move)
+                return self.look()
+
+            if not self._following:
+                show(shown, changed)
+
+        self._follow(move)
+        self.entry.observe(move, "value")
+        self.choice.observe(move, "value")
+        controls = ipywidgets.HBox([self.entry, self.choice, self.buttons], layout=wrapped)
+        return ipywidgets.VBox([controls, shown])
+
+    def _follow(self, move: Callable) -> None:
+        """Bring the widgets to what the number is now."""
+        self._following = True  # the widgets report these changes too
         try:
-            self.entry.value, self.choice.value = self._typed, self.number.format.name
-            if not self.buttons.children or self._of is not self.number.format:
-                self.buttons.children, self._of = self._new_buttons(), self.number.format
+            format = self.number.format
+            self.entry.value, self.choice.value = self._typed, format.name
+            places = [floats.field_of(place, format) for place in range(format.bits)]
+            if [button.tooltip for button in self.buttons.children] != places:
+                self.buttons.children = [self._button(at, move) for at in range(format.bits)]
             bits = self.number.bits.replace(" ", "")
             for button, bit in zip(self.buttons.children, bits, strict=True):
                 button.value, button.description = bit == "1", bit
         finally:
-            self._moving = False
-        self.show()
+            self._following = False
 
-    def _new_buttons(self) -> list:
+    def _button(self, place: int, move: Callable):
+        """One that turns over a bit."""
         import ipywidgets
 
-        format, buttons = self.number.format, []
-        for place in range(format.bits):
-            field, power = floats.field_of(place, format), format.bits - 1 - place
-            edge = f"6px solid {FIELD_COLOURS[field]}"
-            layout = {"width": "27px", "margin": "1px", "padding": "0", "border_bottom": edge}
-            button = ipywidgets.ToggleButton(tooltip=f"bit {power}, {field}", layout=layout)
-            button.observe(lambda change, bit=1 << power: self._turn(bit), "value")
-            buttons.append(button)
-        return buttons
-
-    def _turn(self, bit: int) -> None:
-        self._move(pattern=self.number.pattern ^ bit)
+        format = self.number.format
+        field = floats.field_of(place, format)
+        edge = f"6px solid {FIELD_COLOURS[field]}"
+        layout = {"width": "27px", "margin": "1px", "padding": "0", "border_bottom": edge}
+        button = ipywidgets.ToggleButton(tooltip=field, layout=layout)
+        bit = 1 << (format.bits - 1 - place)
+        button.observe(lambda _: move(pattern=self.number.pattern ^ bit), "value")
+        return button
 
 
 def float_explorer(value: str = "0.1", format: str = "bf16") -> FloatExplorer:
@@ -140,7 +131,7 @@ def parse(text: str) -> float | Fraction:
         raise ValueError(f"{expected}: type one such as 0.1, 1e-8, 1/3, inf, nan") from error
 
 
-def float_bits(numbers: Sequence[floats.Number], chosen: floats.Number | None = None) -> Picture:
+def float_bits(numbers: Sequence[floats.Number], chosen: floats.Number) -> Picture:
     """The bits of numbers in their formats, a row for each, the same places under one another.
 
     chosen: the one of them whose row stands out.
@@ -148,7 +139,7 @@ def float_bits(numbers: Sequence[floats.Number], chosen: floats.Number | None = 
     cell, left, row = 25, 120, 74
     point = left + cell * (1 + max(number.format.exponent_bits for number in numbers))
     right = point + cell * max(number.format.fraction_bits for number in numbers)
-    canvas = Canvas(max(right, left + 640) + 20, 56 + row * len(numbers))
+    canvas = Canvas(right + 20, 56 + row * len(numbers))
     for at, (name, fill) in enumerate(FIELD_COLOURS.items()):
         canvas.key(left + 150 * at, 14, fill, name)
     said = []

@@ -18,7 +18,7 @@ from ..tools.units import size
 from . import page
 from .charts import KIND_COLOURS, byte_bars
 from .page import Picture, chart, legend, patch, stroke
-from .widgets import Calculator, Slider, Toggle
+from .widgets import Calculator, Slider
 
 PEAK = {"marker": "o", "ms": 13, "mfc": "none", "mec": "black", "mew": 2.5, "ls": ""}
 
@@ -59,26 +59,14 @@ def timelines(watched: Mapping[str, Timeline], title: str = "Bytes alive during 
 
 
 def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
-    """Dashed lines with their words above; those without room of their own stand together."""
-    marks, letter = list(marks), longest / 80
-    for entry, _ in marks:
-        axes.axvline(entry, color="black", lw=1.5, ls=page.DASHES)
-    for entry, text in joined(marks, letter):
-        right = entry + letter * len(text) > longest
-        place, align = (longest, "right") if right else (entry, "left")
-        style = {"transform": axes.get_xaxis_transform(), "fontsize": page.SMALL}
-        axes.text(place, 1.03, text, ha=align, **style)
-
-
-def joined(marks: Iterable[tuple[int, str]], letter: float) -> list[tuple[int, str]]:
-    """What has no room after the mark before is written with it. letter: how many entries wide."""
-    found: list[tuple[int, str]] = []
+    """Dashed lines with their words above, each after those before it."""
+    letter, free = longest / 80, 0.0
     for entry, text in marks:
-        if found and entry - found[-1][0] < letter * (len(found[-1][1]) + len(text)):
-            entry, before = found.pop()
-            text = f"{before}, {text}"
-        found.append((entry, text))
-    return found
+        axes.axvline(entry, color="black", lw=1.5, ls=page.DASHES)
+        place = max(entry, free)
+        free = place + letter * (len(text) + 1)
+        style = {"transform": axes.get_xaxis_transform(), "fontsize": page.SMALL}
+        axes.text(place, 1.03, text, **style)
 
 
 def _said_peak(name: str, timeline: Timeline) -> str:
@@ -92,66 +80,34 @@ def _said_peak(name: str, timeline: Timeline) -> str:
 
 # What grows with the length
 
-PARTS = {  # of a block, by words of its terms' names, the first that fits
-    "weights": "attention weights",
-    "their dropout": "attention weights",
-    "log-sum-exp": "attention weights",
-    "mask of dropout": "masks of dropout",
-    "norm": "norms",
-    "deviation": "norms",
-    "MLP": "MLP",
-    "GELU": "MLP",
-    "": "queries, keys, values, inputs of their layers",
-}
-PART_COLOURS = {
-    "attention weights": page.ORANGE,
-    "masks of dropout": page.PINK,
-    "norms": page.MIXED,
-    "MLP": page.SKY,
-    "queries, keys, values, inputs of their layers": page.BLUE,
-}
-
-
-def parts(terms: Iterable[Term]) -> dict[str, int]:
-    """{part of the block: bytes}."""
-    found = dict.fromkeys(reversed(PART_COLOURS), 0)
-    for term in terms:
-        found[next(part for words, part in PARTS.items() if words in term.name)] += term.nbytes
-    return found
-
-
-def growth(
-    terms_of: Callable[[int], list[Term]],
-    lengths: Sequence[int],
-    title: str = "Share of what a block keeps, by length",
-) -> Picture:
-    """The share of each part of a block in what it keeps, by the length of the sequences.
+def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
+    """The share of attention weights in what a block keeps, by the length of the sequences.
 
     terms_of(length): as `ddpkit.memory.block_activations` gives them. Notebook 06.
     """
-    by_length = {length: parts(terms_of(length)) for length in lengths}
-    totals = [sum(each.values()) for each in by_length.values()]
-    shares: dict[str, list[float]] = {}
-    for name in PART_COLOURS:
-        amounts = [each[name] for each in by_length.values()]
-        if any(amounts):
-            pairs = zip(amounts, totals, strict=True)
-            shares[name] = [100 * amount / total for amount, total in pairs]
-    shares = dict(reversed(shares.items()))  # attention on top
+    title = "Share of what a block keeps, by length"
+    totals = [total(terms_of(length)) for length in lengths]
+    weights = [total(attention_weights(terms_of(length))) for length in lengths]
+    shares = [part / whole for part, whole in zip(weights, totals, strict=True)]
+    colours = {"everything else": page.SKY, "attention weights": page.ORANGE}
     figure, (axes,) = chart(title, 520)
-    colours = [PART_COLOURS[name] for name in shares]
-    axes.stackplot(lengths, list(shares.values()), colors=colours, ec="black", lw=0.8)
+    areas = [[100 - 100 * share for share in shares], [100 * share for share in shares]]
+    axes.stackplot(lengths, areas, colors=colours.values(), ec="black", lw=0.8)
+    axes.axhline(50, color="black", lw=1.5, ls=page.DASHES)
     page.by_tokens(axes, lengths)
     axes.set(xlim=(lengths[0], lengths[-1]), ylim=(0, 100), ylabel="share of the bytes (%)")
-    legend(figure, [patch(name, PART_COLOURS[name]) for name in shares])
-    ends = [_said_shares(length, by_length[length]) for length in (lengths[0], lengths[-1])]
-    return Picture(figure, "\n".join([f"{title}.", *ends]))
+    legend(figure, [patch(*each) for each in colours.items()])
+    said = [f"{title}."]
+    for at in (0, -1):
+        whole = f"{lengths[at]:,} tokens, {size(totals[at])}"
+        said.append(f"{whole}: attention weights {shares[at]:.0%}.")
+    return Picture(figure, "\n".join(said))
 
 
-def _said_shares(length: int, by_part: Mapping[str, int]) -> str:
-    total = sum(by_part.values())
-    shares = [f"{name} {nbytes / total:.0%}" for name, nbytes in by_part.items() if nbytes]
-    return f"{length:,} tokens, {size(total)}: {'; '.join(shares)}."
+def attention_weights(terms: Iterable[Term]) -> list[Term]:
+    """What attention keeps of its matrix: all of it, or a number for each row."""
+    names = "weights", "their dropout", "log-sum-exp"
+    return [term for term in terms if any(name in term.name for name in names)]
 
 
 # What fits
@@ -185,7 +141,7 @@ def memory_calculator() -> Calculator:
         length=Slider("length", powers[8:], 4096),
         precision=Slider("precision", list(PRECISIONS), "mixed"),
         attention=Slider("attention", ["materialised", "flash"], "materialised"),
-        dropout=Toggle("dropout", True),
+        dropout=Slider("dropout", [False, True], True),
     )
 
 
@@ -234,11 +190,11 @@ def training_bytes(
     sizes = batch, length, width
     terms = block_activations(*sizes, heads, itemsize, dropout, attention)
     kept = {term.name: term.nbytes for term in terms}
-    block = _total(terms)
+    block = total(terms)
     there = kept["input of the norm before attention"]
     products = kept["queries, keys and values"] + kept["input of GELU"]
-    selective = _total(checkpointed_activations(*sizes, itemsize, selective=True))
-    whole = _total(checkpointed_activations(*sizes, itemsize))
+    selective = total(checkpointed_activations(*sizes, itemsize, selective=True))
+    whole = total(checkpointed_activations(*sizes, itemsize))
     # The last norm keeps its input and two numbers a token, the head its input, the loss the log of
     # each chance.
     head = tokens * (2 * width * itemsize + 8 + 4 * VOCABULARY)
@@ -252,5 +208,5 @@ def training_bytes(
     return dict(zip(WAYS, rows, strict=True))
 
 
-def _total(terms: Iterable[Term]) -> int:
+def total(terms: Iterable[Term]) -> int:
     return sum(term.nbytes for term in terms)

@@ -3,9 +3,7 @@
 A rank has one colour and one label everywhere. No text is smaller than 14 pt.
 """
 
-import colorsys
 import io
-import itertools
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -35,19 +33,14 @@ def colour(rank: int | None) -> str:
     return MIXED if rank is None else RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
-def _parts(fill: str) -> list[int]:
-    return [int(fill[at : at + 2], 16) for at in (1, 3, 5)]
-
-
 def ink(fill: str) -> str:
     """Black or white, whichever is easier to read on `fill`."""
-    red, green, blue = (part / 255 for part in _parts(fill))
-    return "white" if colorsys.rgb_to_yiq(red, green, blue)[0] < 0.4 else "black"
+    return "white" if fill in (BLUE, BLACK, WRONG) else "black"
 
 
-def lighter(fill: str) -> str:
+def lighter(fill: str) -> tuple[str, float]:
     """The same hue, most of the way to white."""
-    return "#" + "".join(f"{255 - (255 - part) * 3 // 10:02X}" for part in _parts(fill))
+    return fill, 0.3
 
 
 class Picture:
@@ -105,8 +98,12 @@ def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, *
     return figure, list(grid.flat)
 
 
-def legend(figure, handles: Sequence) -> None:
-    """Say below the axes what is what, in as many columns as there is room for."""
+def legend(figure, handles: Sequence = ()) -> None:
+    """Say below the axes what is what, in as many columns as there is room for.
+
+    handles: by default all that was drawn with a label.
+    """
+    handles = handles or figure.axes[0].get_legend_handles_labels()[0]
     for columns in range(len(handles), 0, -1):
         style = {"loc": "outside lower center", "frameon": False, "fontsize": SMALL}
         made = figure.legend(handles=handles, ncols=columns, **style)
@@ -170,9 +167,11 @@ def by_tokens(axes, lengths: Sequence[int]) -> None:
 
 # The canvas: what has no axes is placed in pixels.
 
+ROW = 36  # pixels that a line of numbers is high
+
 
 class Canvas:
-    """A white page measured in pixels from its upper left corner."""
+    """A white page measured in pixels from its upper left corner; later things lie above."""
 
     def __init__(self, width: float, height: float):
         from matplotlib.figure import Figure
@@ -182,7 +181,6 @@ class Canvas:
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, width), ylim=(height, 0))
         self.axes.set_axis_off()
-        self._layers = itertools.count(1)  # what is drawn later lies above
 
     def picture(self, text: str) -> Picture:
         return Picture(self.figure, text)
@@ -192,64 +190,59 @@ class Canvas:
 
         shape = f"round,pad=0,rounding_size={round}" if round else "square,pad=0"
         style = {"fc": fill, "ec": edge, "lw": line, "ls": DASHES if dashed else "solid"}
-        self._add(FancyBboxPatch((x, y), width, height, shape, **style))
-
-    def _add(self, shape):
-        shape.set_zorder(next(self._layers))
-        self.axes.add_patch(shape)
+        self.axes.add_patch(FancyBboxPatch((x, y), width, height, shape, zorder=1, **style))
 
     def text(self, x, y, text, points=SMALL, align="center", ink="black", bold=False):
         style = {"fontsize": points, "ha": align, "va": "center_baseline", "color": ink}
         weight = "bold" if bold else "normal"
-        self.axes.text(x, y, text, zorder=next(self._layers), weight=weight, **style)
+        self.axes.text(x, y, text, zorder=1, weight=weight, **style)
 
     def line(self, points, ink="black", line=1.5, dashed=False):
         style = {"color": ink, "lw": line, "ls": DASHES if dashed else "solid"}
-        x, y = zip(*points, strict=True)
-        self.axes.plot(x, y, zorder=next(self._layers), solid_joinstyle="round", **style)
+        self.axes.plot(*zip(*points, strict=True), zorder=1, **style)
 
     def arrow(self, start, end, ink="black", line=3.0, dashed=False):
         from matplotlib.patches import FancyArrowPatch
 
-        if dashed:
-            shape = f"->,head_length={2 * line},head_width={1.4 * line}"
-            style = {"lw": line, "ls": DASHES}
-        else:
-            shape = f"simple,head_length={4 * line},head_width={4 * line},tail_width={line}"
-            style = {"lw": 0}
-        style |= {"arrowstyle": shape, "color": ink, "shrinkA": 0, "shrinkB": 0}
-        self._add(FancyArrowPatch(start, end, **style))
+        style = {"color": ink, "lw": line, "ls": DASHES if dashed else "solid", "zorder": 1}
+        shape = {"arrowstyle": "-|>", "mutation_scale": 10 + 3 * line, "shrinkA": 0, "shrinkB": 0}
+        self.axes.add_patch(FancyArrowPatch(start, end, **shape, **style))
 
-    def badge(self, x, y, rank, width=84, height=36):
-        """The label of a rank, in its colour."""
+    def badge(self, x, y, rank):
+        """The label of a rank, in its colour, 84 pixels wide."""
         fill = colour(rank)
-        self.box(x, y, width, height, fill, round=6)
-        self.text(x + width / 2, y + height / 2, f"rank {rank}", ink=ink(fill), bold=True)
+        self.box(x, y, 84, ROW, fill, round=6)
+        self.text(x + 42, y + ROW / 2, f"rank {rank}", ink=ink(fill), bold=True)
 
     def key(self, x, y, fill, text):
         """A box of a legend and what it says."""
         self.box(x, y, 30, 20, fill)
         self.text(x + 40, y + 10, text, align="left")
 
-    def cells(self, x, y, values, owners, width, height=36, per_line=None, marked=()):
-        """Numbers side by side in the colours of their owners; None is an empty box.
+    def mixed_key(self):
+        """What grey means, at the foot of the page."""
+        self.key(16, self.height - 32, MIXED, "a sum, or data of several ranks")
 
-        marked: the indices of those that are framed, in order.
+    def cells(self, x, y, values, owners, width, per_line=None, marked=()):
+        """Numbers side by side in the colours of their owners; an empty box for None or no number.
+
+        marked: the indices of those that are framed.
         """
+        if not values:
+            values, owners = [None], [None]
         per_line = per_line or len(values)
-        for index, (value, owner) in enumerate(zip(values, owners, strict=True)):
-            left, top = x + index % per_line * width, y + index // per_line * height
+        places = range(len(values))
+        for index in sorted(places, key=lambda index: index in marked):  # frames lie above
+            value, owner = values[index], owners[index]
+            left, top = x + index % per_line * width, y + index // per_line * ROW
             known = value is not None
-            fill = colour(owner) if known and owner != "blank" else EMPTY
-            edge = FAINT
-            if known:
-                edge = "black" if ink(fill) == "black" else GREY
-            self.box(left, top, width, height, fill, edge, 1.2, dashed=not known)
-            self.text(left + width / 2, top + height / 2, number(value), ink=ink(fill))
-        for line, group in itertools.groupby(marked, lambda index: index // per_line):
-            indices = list(group)
-            left, top = x + indices[0] % per_line * width, y + line * height
-            self.box(left, top, len(indices) * width, height, "none", "black", 4)
+            fill = colour(owner) if known else EMPTY
+            edge = GREY if ink(fill) == "white" else "black" if known else FAINT
+            line = 1.2
+            if index in marked:
+                edge, line = "black", 4
+            self.box(left, top, width, ROW, fill, edge, line, dashed=not known)
+            self.text(left + width / 2, top + ROW / 2, number(value), ink=ink(fill))
 
 
 def cell_width(*rows: Sequence | None) -> float:

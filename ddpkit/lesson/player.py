@@ -12,13 +12,12 @@ import textwrap
 from ..tools.units import count
 from . import figures, page
 from .film import Cells, Frame, film, hop_by_hop, meeting
-from .page import Canvas, Picture, cell_width, colour, ink
-from .replay import Event, before_after, replay
+from .page import Canvas, Picture, cell_width, colour
+from .replay import Event, replay
 from .widgets import StepThrough
 
 MOST_FRAMES = 120
 WIDTH = 1040
-PAD, LINE, GAP = 12, 36, 24  # pixels in a rank's box, of its numbers, between two boxes
 
 
 def player(run, by_hop: bool = False) -> StepThrough:
@@ -90,119 +89,90 @@ def _whence(event: Event) -> str:
     return f" ({where}: {code})" if code else f" ({where})"
 
 
-def world_explorer(*, gpus: int = 0, value: int = 4) -> StepThrough:
-    """A slider over the world size: which rank sits where on a machine with so many GPUs.
-
-    Notebook 00.
-    """
+def world_explorer() -> StepThrough:
+    """A slider over the world size: a process for each rank. Notebook 00."""
 
     def look(world_size: int) -> tuple[str, Picture]:
-        picture = figures.worlds(world_size, gpus)
+        picture = figures.worlds(world_size)
         return picture.text, picture
 
-    return StepThrough(look, "world size", range(1, 9), start=value, play=False)
+    return StepThrough(look, "world size", range(1, 9), start=4, play=False)
 
 
 # Pictures
 
+LEFT, ARROWS = 106, 800  # where a rank's numbers begin, and the arrows of messages
+PAD, GAP, FOOT = 10, 46, 36  # pixels around numbers, between two rows at most, and at the bottom
+
 
 class Stage:
-    """Where everything stands, the same for all frames of a film."""
+    """Where everything stands, the same for all frames of a film: a row for each rank.
+
+    What has no room on a page of `page.TALLEST` pixels is left out.
+    """
 
     def __init__(self, frames: list[Frame], world_size: int):
         self.world_size = world_size
-        self.two_rows = world_size > 4 or _is_ring(frames, world_size)
-        self.columns = math.ceil(world_size / 2) if self.two_rows else world_size
-        self.column = WIDTH / self.columns
         self.cell = cell_width(*_all_numbers(frames))
-        self.buffers = [self._buffers_of(frames, rank) for rank in range(world_size)]
-        longest = max(1, *(max(lengths.values(), default=1) for lengths in self.buffers))
-        room = max(1, int((self.column - GAP - 2 * PAD) // self.cell))
-        self.per_line = math.ceil(longest / math.ceil(longest / room))
-        self.box_width = self.column - GAP
-        self.spots = [self._flow(lengths) for lengths in self.buffers]
-        tall = [y + LINE * self.lines(n) for spots in self.spots for _, y, n in spots.values()]
-        tall += [self._tall_meeting(frame.event) for frame in frames]
-        self.box_height = max(LINE, *tall) + 8 + PAD
-        self.chip_line = int(560 // self.cell)  # numbers of a message in a line
-        self.lane = self._lane(frames)
-        status = [said.count("\n") for frame in frames for said in frame.status.values()]
-        self.below = 14 + 22 * (1 + max(status)) if status else 0
-        self.title = 14 + 28 * max(len(_title(frame, 100)) for frame in frames)
-        rows = 2 if self.two_rows else 1
-        lanes = 3 if self.two_rows else 1
-        self.height = self.title + lanes * self.lane + rows * (self.box_height + self.below) + 46
-
-    def _lane(self, frames: list[Frame]) -> float:
-        """Room for the arrows of messages."""
-        longest = 0
-        for frame in frames:
-            for event in (each.event for each in frame.messages):
-                if event.rank is not None and event.peer is not None:
-                    lengths = [len(r.values or r.result or " ") for r in event.records.values()]
-                    longest = max(longest, 1, *lengths)
-        return 58 + LINE * min(3, math.ceil(longest / self.chip_line)) if longest else 16
-
-    def _buffers_of(self, frames: list[Frame], rank: int) -> dict[object, int]:
-        """{buffer: length}, those most used in this film."""
-        lengths: dict[object, int] = {}
-        touched: dict[object, int] = {}
-        for frame in frames:
-            for which, cells in frame.memory[rank].items():
-                lengths[which] = max(lengths.get(which, 0), len(cells.values))
-            which, _ = frame.marked.get(rank, (None, None))
-            touched[which] = touched.get(which, 0) + 1
-        kept = sorted(lengths, key=lambda which: -touched.get(which, 0))[: max(6, self.world_size)]
-        return {which: length for which, length in lengths.items() if which in kept}
+        self.per_line = int((ARROWS - LEFT - PAD) // self.cell)
+        self.title = 24 + 28 * max(len(_title(frame, 100)) for frame in frames)
+        self.said = 26 if any(frame.status for frame in frames) else 0
+        self.changes = [_change(frame.event) for frame in frames]
+        room = (page.TALLEST - self.title - FOOT) / world_size - self.said
+        self.spots = [self._place(_lengths(frames, r), room - 2 * PAD) for r in range(world_size)]
+        tall = [page.ROW]
+        for spots in self.spots:
+            tall += [y + page.ROW * self.lines(length) for _, y, length in spots.values()]
+        for change in filter(None, self.changes):
+            tall += [page.ROW * change.lines(rank) for rank in change.by_rank]
+        self.tall = min(room, max(tall) + 2 * PAD)
+        self.pitch = self.tall + self.said + min(GAP, room - self.tall)
+        self.height = self.title + world_size * self.pitch + FOOT
 
     def lines(self, length: int) -> int:
         return math.ceil(length / self.per_line)
 
-    def _flow(self, lengths: dict[object, int]) -> dict[object, tuple[float, float, int]]:
-        """{buffer: x, y, length}: side by side where they fit, the first beside the label."""
-        spots, x, y, below = {}, 84 + PAD, 0, LINE
+    def _place(self, lengths: dict[object, int], room: float) -> dict[object, tuple]:
+        """{buffer: (pixels from the left, from above, length)}: side by side where they fit."""
+        spots, x, y, below = {}, 0.0, 0, 0
         for which, length in lengths.items():
-            width = min(length, self.per_line) * self.cell
-            if x + width > self.box_width - 2 * PAD and (x, y) != (0, 0):
-                x, y = 0, below + 10
-            spots[which] = x, y, length
-            x, below = x + width + PAD, max(below, y + self.lines(length) * LINE)
+            wide = self.cell * min(length, self.per_line)
+            if x + wide > ARROWS - LEFT - PAD:
+                x, y = 0.0, below
+            lines = min(self.lines(length), int((room - y) // page.ROW))
+            if lines > 0:
+                spots[which] = x, y, min(length, lines * self.per_line)
+                below = max(below, y + lines * page.ROW + PAD)
+            x += wide + PAD
         return spots
 
-    def _tall_meeting(self, event: Event) -> float:
-        if event.kind != "meet":
-            return 0
-        tall = 0
-        for rank, record in event.records.items():
-            before, after = before_after(rank, record)
-            tall = max(tall, self.lines(len(before or " ")) + self.lines(len(after or " ")))
-        return 44 + 34 + LINE * tall
+    def top(self, rank: int) -> float:
+        return self.title + rank * self.pitch
 
-    def row(self, rank: int) -> int:
-        return 1 if self.two_rows and rank >= self.columns else 0
+    def middle(self, rank: int) -> float:
+        return self.top(rank) + self.tall / 2
 
-    def place(self, rank: int) -> tuple[float, float]:
-        """The upper left corner of a rank's box.
-
-        In two rows the ranks go round, so that a ring has no long way.
-        """
-        y = self.title + self.lane
-        if not self.row(rank):
-            return self.column * rank + GAP / 2, y
-        column = self.world_size - 1 - rank
-        return self.column * column + GAP / 2, y + self.box_height + self.below + self.lane
+    def way(self, src: int, dst: int) -> float:
+        """Where between left and right an arrow goes: no two that pass each other share a place."""
+        far = max(1, abs(dst - src))
+        place = far * (far - 1) + 2 * (min(src, dst) % far) + (dst < src)
+        places = self.world_size * max(1, self.world_size - 1)
+        return ARROWS + (place + 0.5) * (WIDTH - 10 - ARROWS) / places
 
 
-def _is_ring(frames: list[Frame], world_size: int) -> bool:
-    """Whether nearly all ranks send, or should have, to the next one, or all to the one before."""
-    ways = set()
+def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
+    """{buffer of a rank: its length}, in the order in which they come."""
+    lengths: dict[object, int] = {}
     for frame in frames:
-        for event in (each.event for each in frame.messages):
-            if event.kind in ("send", "stuck", "lost") and None not in (event.rank, event.peer):
-                ways.add((event.rank, event.peer))
-    steps = {(dst - src) % world_size for src, dst in ways}
-    senders = len({src for src, _ in ways})
-    return world_size > 2 and senders >= world_size - 1 and steps in ({1}, {world_size - 1})
+        for which, cells in frame.memory[rank].items():
+            lengths[which] = max(lengths.get(which, 0), len(cells.values))
+    return lengths
+
+
+def _change(event: Event) -> figures.Change | None:
+    """What a collective changed, where its numbers were kept."""
+    met = event.kind == "meet" and any(record.values for record in event.records.values())
+    return figures.Change(meeting(event.records)) if met else None
 
 
 def _all_numbers(frames: list[Frame]):
@@ -224,110 +194,79 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
     for line, text in enumerate(_title(frame, step)):
         title = page.WRONG if event.wrong else "black"
         canvas.text(16, 24 + 28 * line, text, page.NORMAL, "left", title)
+    change = stage.changes[step - 1]
     for rank in range(stage.world_size):
-        _draw_rank(canvas, stage, frame, rank)
+        _draw_rank(canvas, stage, frame, change, rank)
     missing = [each for each in frame.wrong if each.rank is not None and each.peer is not None]
-    for way in frame.flying:
-        if way not in [(each.rank, each.peer) for each in missing]:
-            _draw_way(canvas, stage, *way, thin=True)
+    for src, dst in set(frame.flying) - {(each.rank, each.peer) for each in missing}:
+        _draw_way(canvas, stage, src, dst, colour(src), dashed=True)
     for each in missing:
         _draw_missing(canvas, stage, each)
-    for each in frame.messages:
-        if each.event.is_message:
-            near = 0.5 if frame.sent else 0.3 if event.kind == "send" else 0.7
-            spot = _draw_way(canvas, stage, each.event.rank, each.event.peer, near)
-            _draw_message(canvas, stage, each, *spot)
+    messages = [each for each in frame.messages if each.event.is_message]
+    for each in messages:
+        src, dst = each.event.rank, each.event.peer
+        _draw_way(canvas, stage, src, dst, colour(src))
+    for each in messages:
+        _draw_message(canvas, stage, each)
     owners = [cells.owners for buffers in frame.memory for cells in buffers.values()]
-    if event.kind == "meet":
-        owners = [theirs for _, _, theirs in meeting(event.records).values()]
+    if change:
+        owners += [theirs for _, _, theirs in change.by_rank.values()]
     if any(None in theirs for theirs in owners):
-        figures.mixed_key(canvas)
+        canvas.mixed_key()
     return canvas.picture(event.text)
 
 
-def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, rank: int):
-    x, y = stage.place(rank)
-    said, event = frame.status.get(rank), frame.event
-    edge, line = (page.WRONG, 4) if said else (page.GREY, 1.5)
-    canvas.box(x, y, stage.box_width, stage.box_height, page.EMPTY, edge, line, round=10)
-    canvas.badge(x + PAD, y + 8, rank)
-    for number, text in enumerate(said.split("\n") if said else ()):
-        below = y + stage.box_height + 18 + 22 * number
-        canvas.text(x + stage.box_width / 2, below, text, ink=page.WRONG, bold=True)
-    x, y = x + PAD, y + 8
-    met = event.kind == "meet" and rank in event.records
-    if met and any(record.values for record in event.records.values()):
-        before, after, owners = meeting(event.records)[rank]
-        y = _draw_row(canvas, stage, x, y + 44, before, [rank] * len(before or ()))
-        canvas.arrow((x + 22, y + 2), (x + 22, y + 32), line=4)
-        _draw_row(canvas, stage, x, y + 34, after, owners)
+def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
+    y, said = stage.top(rank), frame.status.get(rank, "")
+    fill, edge, line = (page.EMPTY, page.WRONG, 4) if said else (page.PALE, page.FAINT, 1)
+    canvas.box(4, y, WIDTH - 8, stage.tall, fill, edge, line, round=8)
+    canvas.text(LEFT, y + stage.tall + 15, said, align="left", ink=page.WRONG, bold=True)
+    y += PAD
+    canvas.badge(12, y, rank)
+    if change and rank in change.by_rank:
+        change.draw(canvas, LEFT, y, rank)
         return
     buffer, marked = frame.marked.get(rank, (None, ()))
     for which, (dx, dy, length) in stage.spots[rank].items():
         cells = frame.memory[rank].get(which, Cells([], []))
         rest = [None] * (length - len(cells.values))
-        values, owners = cells.values + rest, cells.owners + rest
-        frame_them = marked if which == buffer else ()
-        _draw_row(canvas, stage, x + dx, y + dy, values, owners, frame_them)
+        values, owners = (cells.values + rest)[:length], cells.owners + rest
+        framed = marked if which == buffer else ()
+        place = LEFT + dx, y + dy
+        canvas.cells(*place, values, owners, stage.cell, stage.per_line, framed)
 
 
-def _draw_row(canvas: Canvas, stage: Stage, x, y, values, owners, marked=()) -> float:
-    """Numbers, or an empty box for none; returns where the next row can go."""
-    if not values:
-        values, owners = [None], [None]
-    canvas.cells(x, y, values, owners, stage.cell, LINE, stage.per_line, marked)
-    return y + stage.lines(len(values)) * LINE
-
-
-def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, near=0.5, thin=False, wrong=False):
-    """The arrow of a message; returns the spot `near` of the way (0 to 1) along it."""
-    (x0, y0), (x1, y1) = stage.place(src), stage.place(dst)
-    x0 += stage.box_width * (0.62 if src != dst else 0.7)
-    x1 += stage.box_width * (0.38 if src != dst else 0.3)
-    style = {"ink": page.WRONG if wrong else colour(src), "dashed": thin or wrong}
-    style["line"] = 2.2 if thin or wrong else 4.5
-    tall = stage.box_height + stage.below + 2
-    if stage.row(src) != stage.row(dst):
-        if abs(x0 - x1) < stage.box_width:  # one above the other
-            x0 = x1 = min(x0, x1) if src > dst else max(x0, x1)
-        start, end = (y0 + tall, y1 - 2) if y0 < y1 else (y0 - 2, y1 + tall)
-        canvas.arrow((x0, start), (x1, end), **style)
-        return x0 + near * (x1 - x0), (start + end) / 2
-    depth = 26 + 5 * (src % 4) if thin else 22 + (stage.lane - 44) / 2
-    if wrong and src > dst:
-        depth -= 24  # two ranks that wait for each other
-    edge, level = (
-        (y0 - 2, y0 - 2 - depth) if stage.row(src) == 0 else (y0 + tall, y0 + tall + depth)
-    )
-    canvas.line([(x0, edge), (x0, level), (x1, level)], **style)
-    canvas.arrow((x1, level), (x1, edge), **style)
-    return x0 + near * (x1 - x0), level
+def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed=False):
+    """The arrow of a message, from row to row."""
+    x, half = stage.way(src, dst), page.ROW / 2 + 2
+    if src < dst:
+        ends = (x, stage.middle(src) + half), (x, stage.middle(dst) - half)
+    else:
+        ends = (x, stage.middle(src) - half), (x, stage.middle(dst) + half)
+    if src != dst:
+        canvas.arrow(*ends, ink, 2.2 if dashed else 4.5, dashed)
 
 
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
     """A message that somebody waits for and that never is."""
-    x, y = _draw_way(canvas, stage, event.rank, event.peer, near=0.35, wrong=True)
+    src, dst = event.rank, event.peer
+    _draw_way(canvas, stage, src, dst, page.WRONG, dashed=True)
+    x, y = stage.way(src, dst), (stage.middle(src) + stage.middle(dst)) / 2
     canvas.box(x - 17, y - 17, 34, 34, page.EMPTY, page.WRONG, 3, round=17)
     sign = "✗" if event.kind == "lost" else "?"
     canvas.text(x, y, sign, page.NORMAL, ink=page.WRONG, bold=True)
 
 
-def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, x: float, y: float):
-    """The numbers of a message, or how many there are, on its way."""
+def _draw_message(canvas: Canvas, stage: Stage, frame: Frame):
+    """A message where it leaves, or where it arrives: its numbers, or how many there are."""
     event, fill = frame.event, colour(frame.event.rank)
+    at = event.peer if event.kind == "receive" else event.rank
+    x, y = stage.way(event.rank, event.peer), stage.middle(at) - page.ROW / 2
     record = event.records.get(event.rank) or event.records[event.peer]
-    values = record.values if record.values is not None else record.result
-    if not values:
-        text = record.detail.partition(",")[0]
-        half = 5.5 * len(text) + 10
-        x = min(max(x, half + 4), WIDTH - half - 4)
-        canvas.box(x - half, y - 20, 2 * half, 40, fill)
-        canvas.text(x, y, text, ink=ink(fill))
-        return
-    values = values[: 3 * stage.chip_line]
-    per_line = min(len(values), stage.chip_line)
-    width, height = per_line * stage.cell, math.ceil(len(values) / per_line) * LINE
-    left, top = min(max(x - width / 2, 10), WIDTH - width - 10), y - height / 2
+    values = record.values or record.result or [record.detail.partition(",")[0]]
+    values = values[: int(420 // stage.cell)]
     owners = frame.owners if len(frame.owners) >= len(values) else [event.rank] * len(values)
-    canvas.box(left - 5, top - 5, width + 10, height + 10, page.EMPTY, fill, 4, round=4)
-    canvas.cells(left, top, values, owners[: len(values)], stage.cell, LINE, per_line)
+    cell = max(stage.cell, cell_width(values))
+    left = x + cell / 2 - cell * len(values)
+    canvas.box(left - 5, y - 5, cell * len(values) + 10, page.ROW + 10, page.EMPTY, fill, 4, round=4)
+    canvas.cells(left, y, values, owners, cell)

@@ -3,6 +3,7 @@
 Their words name what is drawn and no number that was measured.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ..tools.floats import FP16
 from . import page
-from .page import Picture, chart, legend, stroke
+from .page import Picture, chart, legend
 from .widgets import Calculator, Slider
 
 STYLES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
@@ -25,48 +26,39 @@ def loss_curves(
 ) -> Picture:
     """The losses of several trainings, each point the mean of ten steps, up to the first NaN.
 
-    curves: in bits per byte. ValueError: no curve, or one of less than ten steps. Notebook 05.
+    curves: in bits per byte. Notebook 05.
     """
-    short = [name for name, losses in curves.items() if len(losses) < EVERY]
-    if short or not curves:
-        got = f"fewer of {', '.join(short) or 'nothing'}"
-        raise ValueError(f"expected losses of {EVERY} steps or more, got {got}")
     figure, (axes,) = chart(title)
-    handles = []
     for at, (name, losses) in enumerate(curves.items()):
         # Later curves are thinner, so that one that lies upon another leaves it visible.
         style = {"color": page.colour(at), "ls": STYLES[at % 4], "lw": max(8 - 2 * at, 3)}
         points = means(losses)
-        axes.plot([EVERY * (place + 1) for place in range(len(points))], points, **style)
-        handles.append(stroke(name, **style))
+        steps = [EVERY * (place + 1) for place in range(len(points))]
+        axes.plot(steps, points, label=name, **style)
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.grid(color=page.FAINT, lw=0.6)
-    legend(figure, handles)
+    legend(figure, axes.lines)
     said = f"{title}: {'; '.join(curves)}. By step, each point the mean of {EVERY}."
     return Picture(figure, said)
 
 
 def means(losses: Sequence[float]) -> list[float]:
-    """Of each ten steps; the last may be of up to nineteen."""
-    starts = range(0, len(losses) - EVERY + 1, EVERY)
-    ends = [*starts[1:], len(losses)]
-    return [sum(losses[a:b]) / (b - a) for a, b in zip(starts, ends, strict=True)]
+    """Of each ten steps; what is left over at the end counts for nothing."""
+    ends = range(EVERY, len(losses) + 1, EVERY)
+    return [sum(losses[end - EVERY : end]) / EVERY for end in ends]
 
 
 def scale_steps(powers: Sequence[int], static: int = 16) -> Picture:
     """The power of two that a dynamic scale had in each step, beside a static one. Notebook 05."""
     title = "The loss scale, step by step"
     figure, (axes,) = chart(title)
-    looks = {
-        "dynamic": (powers, {"color": page.BLUE, "lw": 3}),
-        "static": ([static] * len(powers), {"color": page.ORANGE, "lw": 3, "ls": STYLES[1]}),
-    }
-    for values, style in looks.values():
-        axes.step(range(1, len(powers) + 1), values, where="mid", **style)
+    steps = range(1, len(powers) + 1)
+    axes.step(steps, powers, where="mid", color=page.BLUE, lw=3, label="dynamic")
+    axes.plot(steps, [static] * len(steps), color=page.ORANGE, lw=3, ls="--", label="static")
     axes.set(ylim=(0, max(*powers, static) + 2), xlabel="step", ylabel="loss scale")
     axes.yaxis.set_major_formatter(lambda power, _: f"2^{power:g}")
     axes.grid(color=page.FAINT, lw=0.6)
-    legend(figure, [stroke(name, **style) for name, (_, style) in looks.items()])
+    legend(figure, axes.lines)
     return Picture(figure, f"{title}: dynamic, and static at 2^{static}.")
 
 
@@ -90,17 +82,18 @@ def fp16_histogram(gradients: Tensor, scale: float = 1.0) -> Picture:
     zones = fp16_counts(gradients, scale)
     powers = torch.frexp(_nonzero(gradients) * scale).exponent.long() - 1
     powers = powers.clamp(LOWEST, HIGHEST - 1) - LOWEST
-    counts = torch.bincount(powers, minlength=HIGHEST - LOWEST).tolist()
-    title = f"Gradients × 2^{torch.tensor(float(scale)).log2().item():g}, by power of two"
+    counts = torch.bincount(powers, minlength=HIGHEST - LOWEST)
+    most = counts.max().item()
+    seen = counts.clamp(min=most / 75).where(counts > 0, 0).tolist()  # one can be seen, too
+    title = f"Gradients × 2^{math.log2(scale):g}, by power of two"
     figure, (axes,) = chart(title, 520)
     for name, (start, end, fill) in ZONES.items():
-        there = counts[start - LOWEST : end - LOWEST]
-        seen = [max(many, max(counts) / 75) if many else 0 for many in there]
+        there = seen[start - LOWEST : end - LOWEST]
         axes.axvspan(start, end, fc=fill, alpha=0.12)
-        axes.bar(range(start, end), seen, 1, align="edge", color=fill, ec="black", lw=0.6)
+        axes.bar(range(start, end), there, 1, align="edge", color=fill, ec="black", lw=0.6)
         said, style = f"{name}\n{zones[name]:,}", {"ha": "center", "va": "top"}
-        axes.text((start + end) / 2, 1.33 * max(counts), said, fontsize=page.SMALL, **style)
-    axes.set(xlim=(LOWEST, HIGHEST), ylim=(0, 1.35 * max(counts)), ylabel="gradients")
+        axes.text((start + end) / 2, 1.33 * most, said, fontsize=page.SMALL, **style)
+    axes.set(xlim=(LOWEST, HIGHEST), ylim=(0, 1.35 * most), ylabel="gradients")
     axes.set_xticks(range(LOWEST, HIGHEST + 1, 8))
     axes.xaxis.set_major_formatter(lambda power, _: f"2^{power:g}")
     axes.set_xlabel("size of a gradient, without its sign")
@@ -120,14 +113,9 @@ def _nonzero(values: Tensor) -> Tensor:
 def fp16_counts(gradients: Tensor, scale: float = 1.0) -> dict[str, int]:
     """How many of `gradients`, zeros left out, fp16 makes 0, subnormal, normal and infinite."""
     rounded = (_nonzero(gradients) * scale).half().abs()
-    small = rounded < FP16.smallest_normal
-    found = {
-        "rounds to 0": rounded == 0,
-        "subnormal": (rounded > 0) & small,
-        "normal": ~small & rounded.isfinite(),
-        "infinite": ~rounded.isfinite(),
-    }
-    return {name: int(where.sum()) for name, where in found.items()}
+    edges = torch.tensor([2.0**-24, FP16.smallest_normal, math.inf], dtype=torch.float16)
+    zones = torch.bucketize(rounded, edges, right=True)
+    return dict(zip(ZONES, torch.bincount(zones, minlength=4).tolist(), strict=True))
 
 
 def scale_calculator(gradients: Tensor) -> Calculator:

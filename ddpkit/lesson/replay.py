@@ -10,6 +10,7 @@ from ..runtime.errors import HangError, LaunchError
 from ..tools.units import name_ranks, numbers
 
 MESSAGES = ("send", "recv")
+ORDER = ("receive", "send", "enter")  # of what happens in one round
 
 
 @dataclass
@@ -76,46 +77,43 @@ def _program(records: list[Record]) -> list[tuple[str, Record]]:
 
 
 def _in_order(wire, sends: dict, calls: dict) -> list[Event]:
-    """Events by logical time (Lamport 1978): one later than all that an event had to wait for."""
-    programs = [_program(records) for records in wire]
-    clock = [0] * len(wire)  # of each rank
-    times: dict[tuple, int] = {}  # of sends and of collectives, by key
-    entered: dict[tuple, dict[int, int]] = {}
-    happened: list[tuple[tuple, Event]] = []
+    """Events in rounds: in each, every rank goes on that has all that it waits for.
 
-    def blocked(what: str, record: Record) -> bool:
+    Its rounds are the logical time of Lamport 1978: an event comes after all that it had to wait
+    for, however long that took.
+    """
+    programs = [_program(records) for records in wire]
+    there: set[tuple] = set()  # the sends that were made, and collectives that all have come to
+    came: dict[tuple, int] = {}  # to collectives: how many ranks
+    happened: list[Event] = []
+
+    def ready(what: str, record: Record) -> bool:
         at = key(record)
         if what == "receive":
-            return at in sends and at not in times
-        return what == "leave" and at not in times and _complete(calls[at])
-
-    def step(rank: int, what: str, record: Record):
-        at = key(record)
-        if what == "leave":
-            clock[rank] = max(clock[rank], times.get(at, 0))
-            return
-        before = times.get(at, 0) if what == "receive" else 0
-        now = clock[rank] = 1 + max(clock[rank], before)
-        if what == "send":
-            times[at] = now
-            happened.append(((now, 1, rank), _sent(rank, record)))
-        elif what == "receive":
-            happened.append(((now, 0, rank), _received(rank, record, sends.get(at))))
-        else:
-            came = entered.setdefault(at, {})
-            came[rank] = now
-            if _complete(calls[at]) and len(came) == len(calls[at]):
-                times[at] = max(came.values())
-                happened.append(((times[at], 2, rank), _met(calls[at])))
+            return at in there or at not in sends
+        return what != "leave" or at in there or not _complete(calls[at])
 
     moved = True
     while moved:
-        moved = False
+        moved = []
         for rank, program in enumerate(programs):
-            while program and not blocked(*program[0]):
-                step(rank, *program.pop(0))
-                moved = True
-    return [event for _, event in sorted(happened, key=lambda timed: timed[0])]
+            while program and program[0][0] == "leave" and ready(*program[0]):
+                program.pop(0)
+            if program and ready(*program[0]):
+                moved.append((ORDER.index(program[0][0]), rank, program.pop(0)[1]))
+        for order, rank, record in sorted(moved, key=lambda each: each[:2]):
+            at = key(record)
+            if ORDER[order] == "receive":
+                happened.append(_received(rank, record, sends.get(at)))
+            elif ORDER[order] == "send":
+                there.add(at)
+                happened.append(_sent(rank, record))
+            else:
+                came[at] = came.get(at, 0) + 1
+                if came[at] == len(calls[at]) and _complete(calls[at]):
+                    there.add(at)
+                    happened.append(_met(calls[at]))
+    return happened
 
 
 def _complete(records: dict[int, Record]) -> bool:
@@ -219,7 +217,7 @@ def _different_calls(records: dict[int, Record]) -> Event:
         f"{name_ranks(who)} {'calls' if len(who) == 1 else 'call'} {call}"
         for call, who in alike.items()
     ]
-    status = {rank: f"calls {record.op}\n{record.detail}" for rank, record in records.items()}
+    status = {rank: f"calls {record.call}" for rank, record in records.items()}
     return Event("differ", f"the ranks disagree: {', '.join(said)}", records, status=status)
 
 

@@ -1,5 +1,6 @@
 """The player of notebook 08: a row read number by number, its maximum and sum kept up to date."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +10,11 @@ import torch
 from ..softmax import merge, summarize
 from ..tools.units import count
 from . import page
-from .page import Canvas, Picture
+from .page import Picture
 from .widgets import StepThrough
 
 MOST_NUMBERS = 8
 READ, NEW = page.BLUE, page.ORANGE
-LEFT, GROUND = 150, 284  # where the bars begin and stand
-WIDE, BAR = 50, 120  # pixels of a bar, and how high a weight of 1 is
-STRIP = 40  # pixels that the sum is high
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,15 @@ class Moment:
         return [_share(x, m) for x in self.row[: max(read, 0)]]
 
     @property
+    def sum(self) -> str:
+        """How it comes about."""
+        if self.m == -math.inf:
+            return "0"
+        before, factor = _rounded(self.ell_before), _rounded(self.correction)
+        added = _rounded(_share(self.row[self.read - 1], self.m))
+        return f"{before} × {factor} + {added} = {_rounded(self.ell)}"
+
+    @property
     def text(self) -> str:
         if not self.read:
             return "nothing read: m = −∞, ℓ = 0"
@@ -57,9 +64,7 @@ class Moment:
             said += f"m grows from {_exactly(self.m_before)} to {_exactly(self.m)}"
         else:
             said += f"m stays {_exactly(self.m)}"
-        before, factor = _rounded(self.ell_before), _rounded(self.correction)
-        adds, ell = _rounded(_share(x, self.m)), _rounded(self.ell)
-        return f"{said}; ℓ = {before} × {factor} + {adds} = {ell}"
+        return f"{said}; ℓ = {self.sum}"
 
 
 def moments(row: Sequence[float]) -> list[Moment]:
@@ -113,54 +118,32 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
 
 
 def draw(moment: Moment) -> Picture:
-    """The row and the weights of what was read; below, the sum before and after the last number."""
-    wide = min(120.0, (page.WIDEST - LEFT - 90) / len(moment.row))
-    right, top = LEFT + wide * len(moment.row), GROUND - BAR
-    canvas = Canvas(page.WIDEST, 470)
+    """The weights of what was read; below, the sum before and after the last number."""
     grew = f"{_exactly(moment.m_before)} → " if moment.m > moment.m_before > -math.inf else ""
-    known = f"m = {grew}{_exactly(moment.m)}     ℓ = {_rounded(moment.ell)}"
-    canvas.text(LEFT, 28, known, page.LARGE, "left", bold=True)
-    for y, said in ((74, "x"), (top, "1"), (GROUND - BAR / 2, "eˣ⁻ᵐ")):
-        canvas.text(LEFT - 14, y, said, page.NORMAL, "right")
-    canvas.line([(LEFT, top), (right, top)], page.FAINT, 1.2, dashed=True)
-    if grew:
-        canvas.text(LEFT, 122, "dashed: before m grew", page.NORMAL, "left", page.GREY)
+    title = f"m = {grew}{_exactly(moment.m)}     ℓ = {_rounded(moment.ell)}"
+    figure, (bars, sums) = page.chart(title, 480, 2, height_ratios=(2, 1))
     before, now = moment.weights(before=True), moment.weights()
     fills = [READ] * (len(now) - 1) + [NEW]
-    for at in range(len(moment.row)):
-        _draw_number(canvas, moment, at, LEFT + wide * at, wide)
-        x, middle = LEFT + wide * (at + 0.5) - WIDE / 2, LEFT + wide * (at + 0.5)
-        if at < len(before) and before[at] != now[at]:
-            tall = BAR * before[at]
-            canvas.box(x, GROUND - tall, WIDE, tall, page.EMPTY, page.GREY, dashed=True)
-        if at < len(now):
-            tall = BAR * now[at]
-            canvas.box(x, GROUND - tall, WIDE, tall, fills[at], line=1)
-            canvas.text(middle, GROUND + 16, _rounded(now[at]))
-    canvas.line([(LEFT, GROUND), (right, GROUND)])
-    _draw_sum(canvas, "ℓ before", before, fills, 330, wide)
-    _draw_sum(canvas, "ℓ now", now, fills, 400, wide)
-    if moment.read and moment.m > -math.inf:
-        steps = f"↓ × {_rounded(moment.correction)}   + {_rounded(now[-1])}"
-        canvas.text(LEFT, 385, steps, page.NORMAL, "left")
-    return canvas.picture(f"{moment.read}. {moment.text}.")
-
-
-def _draw_number(canvas: Canvas, moment: Moment, at: int, x: float, wide: float):
-    fill, ink = (page.EMPTY, "black") if at < moment.read else (page.PALE, page.GREY)
-    last = at == moment.read - 1
-    canvas.box(x, 54, wide, 40, fill, ink, 1.2)
-    canvas.text(x + wide / 2, 74, _exactly(moment.row[at]), page.NORMAL, ink=ink, bold=last)
-    if last:
-        canvas.box(x + 2, 56, wide - 4, 36, "none", NEW, 5)
-
-
-def _draw_sum(canvas: Canvas, name: str, weights: list[float], fills: list[str], y: float, wide):
-    """The weights side by side, as long as their sum; the first of `fills` are theirs."""
-    canvas.text(LEFT - 14, y + STRIP / 2, name, page.NORMAL, "right")
-    x = LEFT
-    for weight, fill in zip(weights, fills, strict=False):
-        canvas.box(x, y, weight * wide, STRIP, fill, line=1)
-        x += weight * wide
-    total = _rounded(math.fsum(weights))
-    canvas.text(x + 12, y + STRIP / 2, total, page.NORMAL, "left", bold=True)
+    places = range(len(moment.row))
+    bars.bar(places[: len(before)], before, 0.5, fc="none", ec=page.GREY, lw=1.5, ls=page.DASHES)
+    drawn = bars.bar(places[: len(now)], now, 0.5, color=fills, ec="black")
+    bars.bar_label(drawn, map(_rounded, now), padding=3, fontsize=page.SMALL)
+    bars.set(xlim=(-0.5, len(places) - 0.5), ylim=(0, 1.2), yticks=(0, 1))
+    bars.set_ylabel("eˣ⁻ᵐ", rotation=0, ha="right")
+    bars.set_xticks(places, map(_exactly, moment.row), fontsize=page.NORMAL)
+    for at, label in enumerate(bars.get_xticklabels()):
+        edge = NEW if at == moment.read - 1 else "black" if at < moment.read else page.FAINT
+        label.set_bbox({"fc": page.EMPTY, "ec": edge, "lw": 3 if edge == NEW else 1})
+        label.set_color("black" if at < moment.read else page.GREY)
+    bars.tick_params(axis="x", length=0, pad=10)
+    for place, weights in ((0, before), (1, now)):
+        ends = list(itertools.accumulate(weights, initial=0))
+        for left, weight, fill in zip(ends, weights, fills, strict=False):
+            sums.barh(place, weight, 0.6, left, color=fill, ec="black")
+        page.write_after(sums, ends[-1], place, _rounded(ends[-1]), weight="bold")
+    sums.set(xlim=(0, len(places)), ylim=(1.5, -0.5))
+    sums.set_yticks((0, 1), ("ℓ before", "ℓ now"), fontsize=page.NORMAL)
+    sums.set_xlabel(f"ℓ = {moment.sum}")
+    handles = [page.patch("read", READ), page.patch("read now", NEW)]
+    page.legend(figure, [*handles, page.stroke("before m grew", page.GREY, lw=1.5, ls=page.DASHES)])
+    return Picture(figure, f"{moment.read}. {moment.text}.")

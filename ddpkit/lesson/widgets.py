@@ -1,18 +1,16 @@
-"""Widgets: `Live` is any of them, `StepThrough` a row of pictures, `Calculator` a function with a
-control for each of its arguments.
+"""Widgets: `StepThrough` a row of pictures, `Calculator` a function with a slider for each of its
+arguments. Each works on a function that returns (caption, Picture).
 
     Calculator(
         lambda bucket_mib: (f"{gradients_mib / bucket_mib:.0f} messages", None),
         bucket_mib=Slider("bucket cap (MiB)", [1, 2, 4, 8], 4),
     )
-
-Each works on a function that returns (caption, Picture): that is what tests call.
 """
 
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from . import page
@@ -22,13 +20,14 @@ Look = tuple[str, Picture | None]  # a caption, and a picture if there is one
 
 
 class Live:
-    """A widget where ipywidgets can show it; everywhere, a text and a picture that stand for it.
+    """Widgets, `box`, where ipywidgets can show them; everywhere, what stands for them.
 
-    A subclass builds `box`, its widgets, and says what stands for them.
+    text, telling: that are stored, and the text is compared in tests. So it must not hold a number
+    that was measured.
     """
 
-    text: str
-    telling: Picture | None
+    def __init__(self, text: str, telling: Picture | None):
+        self.text, self.telling = text, telling
 
     @cached_property
     def box(self):
@@ -47,8 +46,20 @@ class Live:
             return stored
 
 
-def _seen(look: Callable[[], Look]) -> tuple[str, bytes]:
-    """(caption as HTML, SVG): of what `look` returns, or of what it raises."""
+def view(look: Callable[[], Look]):
+    """A caption above a picture, as `look` returns them."""
+    import ipywidgets
+
+    # No tooltip: the image's view in the browser fails on one, and shows an error instead.
+    layout = {"max_width": "100%", "object_fit": "contain"}
+    image = ipywidgets.Image(format="svg+xml", layout=layout)
+    shown = ipywidgets.VBox([ipywidgets.HTML(), image])
+    show(shown, look)
+    return shown
+
+
+def show(shown, look: Callable[[], Look]) -> None:
+    """Bring a `view` to what `look` returns now, or to the error that it raises."""
     try:
         text, picture = look()
         said = html.escape(text).replace("\n", "<br>")
@@ -56,16 +67,10 @@ def _seen(look: Callable[[], Look]) -> tuple[str, bytes]:
         text, picture = html.escape(f"{type(error).__name__}: {error}"), None
         said = f'<b style="color: {page.WRONG}">{text}</b>'
     style = "font-size: 18px; line-height: 1.4; min-height: 2.8em"  # two lines: pictures stay put
-    caption = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
-    return caption, picture.svg if picture else b""
-
-
-def _image(svg: bytes):
-    import ipywidgets
-
-    # No tooltip: the image's view in the browser fails on one, and shows an error instead.
-    layout = {"max_width": "100%", "object_fit": "contain", "display": None if svg else "none"}
-    return ipywidgets.Image(value=svg, format="svg+xml", layout=layout)
+    caption, image = shown.children
+    caption.value = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
+    image.value = picture.svg if picture else b""
+    image.layout.display = None if picture else "none"
 
 
 def named(label: str) -> dict:
@@ -81,7 +86,7 @@ class StepThrough(Live):
 
     look: step -> (caption, Picture). steps: of which there are pictures. text: what stands for all
     of them, by default the caption of the first. telling: the step whose picture is stored. play:
-    with a button that steps by itself. `slider` and `stack` are its widgets.
+    with a button that steps by itself.
     """
 
     def __init__(
@@ -98,16 +103,8 @@ class StepThrough(Live):
         self._label, self._steps, self._play = label, steps, play
         self._start = steps[0] if start is None else start
         self.look = cache(look)
-        self.text = self.look(self._start)[0] if text is None else text
-        self.telling = self.look(self._start if telling is None else telling)[1]
-
-    @property
-    def slider(self):
-        return self.box.children[0].children[-1]
-
-    @property
-    def stack(self):
-        return self.box.children[1]
+        caption, picture = self.look(self._start if telling is None else telling)
+        super().__init__(caption if text is None else text, picture)
 
     @cached_property
     def box(self):
@@ -117,11 +114,8 @@ class StepThrough(Live):
         slider = ipywidgets.IntSlider(
             **ends, **named(self._label), continuous_update=False, layout=WIDE
         )
-        pages = []
-        for step in self._steps:
-            caption, svg = _seen(lambda step=step: self.look(step))
-            pages.append(ipywidgets.VBox([ipywidgets.HTML(caption), _image(svg)]))
         # The number on the slider is the place in the stack, so the stack begins at 0.
+        pages = [view(partial(self.look, step)) for step in self._steps]
         pages = pages[:1] * self._steps[0] + pages
         stack = ipywidgets.Stack(pages, selected_index=self._start)
         ipywidgets.jslink((slider, "value"), (stack, "selected_index"))
@@ -133,54 +127,9 @@ class StepThrough(Live):
         return ipywidgets.VBox([ipywidgets.HBox(controls), stack])
 
 
-class Panel(Live):
-    """A caption and a picture under controls that change them.
-
-    A subclass says what is to be seen now (`look`), makes its controls, and calls `show` when they
-    change. `image` and `caption` are widgets.
-    """
-
-    def look(self) -> Look:
-        raise NotImplementedError
-
-    def controls(self) -> list:
-        """The widgets to be shown above."""
-        raise NotImplementedError
-
-    @property
-    def text(self) -> str:
-        return self.look()[0]
-
-    @property
-    def telling(self) -> Picture | None:
-        return self.look()[1]
-
-    @property
-    def caption(self):
-        return self.box.children[1]
-
-    @property
-    def image(self):
-        return self.box.children[2]
-
-    @cached_property
-    def box(self):
-        import ipywidgets
-
-        caption, svg = _seen(self.look)
-        controls = ipywidgets.HBox(self.controls(), layout={"flex_flow": "row wrap"})
-        return ipywidgets.VBox([controls, ipywidgets.HTML(caption), _image(svg)])
-
-    def show(self) -> None:
-        """Bring caption and picture, if they are live, to what is to be seen now."""
-        if "box" in vars(self):
-            self.caption.value, self.image.value = _seen(self.look)
-            self.image.layout.display = None if self.image.value else "none"
-
-
 @dataclass(frozen=True)
 class Slider:
-    """A slider over `values`, in their order. value: at first. show: what is written beside it.
+    """A slider over `values`, in their order. value: at first. say: what is written beside it.
 
     Also for words: a dropdown doesn't answer the arrow keys in JupyterLab.
     """
@@ -188,96 +137,46 @@ class Slider:
     label: str
     values: Sequence
     value: Any
-    show: Callable[[Any], str] = str
+    say: Callable[[Any], str] = str
 
-    def check(self, value) -> None:
-        if value not in self.values:
-            known = ", ".join(map(str, self.values))
-            got = f"expected {self.label!r} to be one of {known}, got {value!r}"
-            raise ValueError(f"{got}: choose one of them")
-
-    def widget(self, value):
+    def widget(self):
         import ipywidgets
 
-        options = [(self.show(each), each) for each in self.values]
-        return ipywidgets.SelectionSlider(
-            options=options, value=value, continuous_update=False, layout=WIDE, **named(self.label)
-        )
+        options = [(self.say(each), each) for each in self.values]
+        looks = named(self.label) | {"layout": WIDE, "continuous_update": False}
+        return ipywidgets.SelectionSlider(options=options, value=self.value, **looks)
 
 
-@dataclass(frozen=True)
-class Toggle:
-    """A button that is down (True) or up (False). value: at first."""
+class Calculator(Live):
+    """A slider for each argument of `function`; `widgets` has them by name.
 
-    label: str
-    value: bool = False
-
-    def check(self, value) -> None:
-        if not isinstance(value, bool):
-            got = f"expected {self.label!r} to be True or False, got {value!r}"
-            raise ValueError(f"{got}: choose one of them")
-
-    def widget(self, value):
-        import ipywidgets
-
-        layout = {"width": "max-content"}
-        return ipywidgets.ToggleButton(value=value, layout=layout, **named(self.label))
-
-
-class Calculator(Panel):
-    """A control for each argument of `function`. `value` and `set` read and move them.
-
-    function: called with the controls' values, by name; returns (caption, Picture or None), always
-    the same for the same values. What it raises later is shown as the caption. text: what stands
-    for the widget where nothing is live and is compared in tests; by default the caption, which
-    must not hold a number that was measured.
-    ValueError: a control has no such value as it starts with; what `function` raises for those.
+    function: called with the sliders' values, by name; returns (caption, Picture or None). What it
+    raises is shown as the caption, but for the values at first. text: what stands for the widget
+    where nothing is live; by default the caption.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Look],
-        /,
-        text: str | None = None,
-        **controls: Slider | Toggle,
+        self, function: Callable[..., Look], /, text: str | None = None, **sliders: Slider
     ):
-        self._function, self._all, self._text = cache(function), controls, text
-        self._values = {name: control.value for name, control in controls.items()}
-        for control in controls.values():
-            control.check(control.value)
-        self.widgets: dict = {}
-        self.look()  # a function that can't even answer for its defaults says so here
+        self._function, self._sliders = function, sliders
+        first = {name: slider.value for name, slider in sliders.items()}
+        caption, picture = function(**first)
+        super().__init__(caption if text is None else text, picture)
+
+    @cached_property
+    def widgets(self) -> dict:
+        return {name: slider.widget() for name, slider in self._sliders.items()}
 
     def look(self) -> Look:
-        return self._function(**self._values)
+        """What is to be seen where the sliders stand."""
+        return self._function(**{name: widget.value for name, widget in self.widgets.items()})
 
-    @property
-    def text(self) -> str:
-        return super().text if self._text is None else self._text
+    @cached_property
+    def box(self):
+        import ipywidgets
 
-    def value(self, name: str):
-        """What the control of this name stands at."""
-        return self._values[self._known(name)]
-
-    def set(self, **values) -> None:
-        """Move controls, as a hand would. ValueError: no such control, or it has no such value."""
-        for name, value in values.items():
-            self._all[self._known(name)].check(value)
-        self._values |= values
-        for name in values if self.widgets else ():
-            self.widgets[name].value = values[name]
-
-    def _known(self, name: str) -> str:
-        if name not in self._all:
-            raise ValueError(f"no control is called {name!r}; there are {', '.join(self._all)}")
-        return name
-
-    def controls(self) -> list:
-        for name, control in self._all.items():
-            widget = self.widgets[name] = control.widget(self._values[name])
-            widget.observe(lambda change, name=name: self._move(name, change.new), "value")
-        return list(self.widgets.values())
-
-    def _move(self, name: str, value) -> None:
-        self._values[name] = value
-        self.show()
+        shown = view(self.look)
+        for widget in self.widgets.values():
+            widget.observe(lambda change: show(shown, self.look), "value")
+        controls = ipywidgets.HBox(list(self.widgets.values()), layout={"flex_flow": "row wrap"})
+        return ipywidgets.VBox([controls, shown])
