@@ -7,7 +7,7 @@ stand in the tables.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -37,9 +37,11 @@ def average_time(results) -> Picture:
     results: `ddpkit.bench.results.Results`. A black mark on a bar: the same bytes just moved, its
     ceiling. Notebook 02.
     """
-    heights = [1e3 * each.median_s for each in results.competing]
-    ceilings = [(results.fraction(each) or 0) * 1e3 * each.median_s for each in results.competing]
-    return _grouped_bars(results, heights, ceilings, "Average time", "ms", "log")
+
+    def milliseconds(result, seconds: float) -> float:
+        return 1e3 * seconds
+
+    return _grouped_bars(results, milliseconds, "Average time", "ms", "log")
 
 
 def bandwidth(results) -> Picture:
@@ -47,32 +49,37 @@ def bandwidth(results) -> Picture:
 
     results and black marks: as for `average_time`. Notebook 02.
     """
-    heights = [each.busbw / 1e9 for each in results.competing]
-    fractions = [results.fraction(each) or math.inf for each in results.competing]
-    ceilings = [height / part for height, part in zip(heights, fractions, strict=True)]
-    return _grouped_bars(results, heights, ceilings, "Bus bandwidth", "GB/s", "linear")
+
+    def gigabytes_per_second(result, seconds: float) -> float:
+        return result.busbw * result.median_s / seconds / 1e9
+
+    return _grouped_bars(results, gigabytes_per_second, "Bus bandwidth", "GB/s", "linear")
 
 
-def _grouped_bars(results, heights, ceilings, what: str, unit: str, scale: str) -> Picture:
-    """heights, ceilings: of the bar of each of the results that compete; 0 for no ceiling."""
-    shown = results.competing
+def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
+    """value(result, seconds): how high the bar of `result` is, had it taken `seconds`."""
+    shown = sorted(results.competing, key=lambda result: result.world_size)
     sizes = dict(sorted((each.nbytes, each.size) for each in shown))
-    backends = _backends(shown)
-    colours = colours_of(list(dict.fromkeys(backends)))
-    rows = sorted(
-        zip(shown, backends, heights, ceilings, strict=True),
-        key=lambda row: (list(colours).index(row[1]), row[0].world_size),
-    )
-    title = _title(what, shown)
+    worlds = dict.fromkeys(str(each.world_size) for each in shown)
+    operations = " and ".join(dict.fromkeys(each.operation for each in results.competing))
+    links = ", ".join(dict.fromkeys(each.emulated for each in shown if each.emulated))
+    title = f"{what} of {operations}{links and f', emulated: {links}'}"
+    colours = colours_of(list(dict.fromkeys(each.variant for each in results.competing)))
     figure, (axes,) = chart(title)
     width, ticks = 0.86 / max(Counter(each.nbytes for each in shown).values()), {}
     for place, nbytes in enumerate(sizes):
-        group = [row for row in rows if row[0].nbytes == nbytes]
-        for number, (result, backend, height, ceiling) in enumerate(group):
+        group = sorted(
+            (result for result in shown if result.nbytes == nbytes),
+            key=lambda result: list(colours).index(result.variant),
+        )
+        for number, result in enumerate(group):
             x = place + width * (number + 0.5 - len(group) / 2)
             ticks[x] = result.world_size
-            axes.bar(x, height, width, color=colours[backend], ec="black")
-            if ceiling:
+            fill = colours[result.variant]
+            axes.bar(x, value(result, result.median_s), width, color=fill, ec="black")
+            fraction = results.fraction(result)
+            if fraction:
+                ceiling = value(result, fraction * result.median_s)
                 ends = x - 0.46 * width, x + 0.46 * width
                 axes.hlines(ceiling, *ends, color="white", lw=6, zorder=3)
                 axes.hlines(ceiling, *ends, color="black", lw=3.5, zorder=3)
@@ -80,16 +87,14 @@ def _grouped_bars(results, heights, ceilings, what: str, unit: str, scale: str) 
     axes.set_xticks(range(len(sizes)), sizes.values())
     axes.tick_params(axis="x", which="both", length=0)
     axes.tick_params(axis="x", which="major", pad=26)
-    axes.set_xlabel("number of processes; size of the tensor")
+    axes.set(xlabel="number of processes; size of the tensor", ylabel=f"{what} ({unit})")
     axes.set_yscale(scale)
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel(f"{what} ({unit})")
     axes.grid(axis="y", color=page.FAINT, lw=0.6)
     handles = [patch(name, fill) for name, fill in colours.items()]
-    worlds = sorted({each.world_size for each in shown})
     said = (
         f"{title}. By size: {', '.join(sizes.values())}; by backend: {'; '.join(colours)}; "
-        f"by number of processes: {', '.join(map(str, worlds))}."
+        f"by number of processes: {', '.join(worlds)}."
     )
     movers = sorted({each.ceiling for each in shown if results.fraction(each)})
     if movers:
@@ -98,24 +103,6 @@ def _grouped_bars(results, heights, ceilings, what: str, unit: str, scale: str) 
         said = f"{said} Black marks: {marks}."
     legend(figure, handles)
     return Picture(figure, said)
-
-
-def _title(what: str, results: Sequence) -> str:
-    links = {result.emulated for result in results}
-    operations = " and ".join(dict.fromkeys(result.operation for result in results))
-    emulated = f", emulated: {links.pop()}" if len(links) == 1 and links != {""} else ""
-    return f"{what} of {operations}{emulated}"
-
-
-def _backends(results: Sequence) -> list[str]:
-    """What each of the results is shown as; where links differ, with the emulated one."""
-    several = len({result.emulated for result in results}) > 1
-    return [
-        f"{result.variant} (emulated: {result.emulated})"
-        if several and result.emulated
-        else result.variant
-        for result in results
-    ]
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
@@ -140,27 +127,38 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     if link:
         title += f", emulated link: {link}"
     figure, (axes,) = chart(title, 180 + 54 * len(seconds))
+    parts = {"as long as computing": page.BLUE, "communication adds": page.ORANGE}
+    medians = {name: median for name, (_, median, _) in quartiles.items()}
+    _stacked_bars(
+        axes,
+        {name: (min(took, alone), max(took - alone, 0)) for name, took in medians.items()},
+        parts,
+    )
     for name, (low, median, high) in quartiles.items():
-        axes.barh(name, min(median, alone), 0.7, color=page.BLUE, ec="black")
-        more = max(0, median - alone)
-        axes.barh(name, more, 0.7, left=alone, color=page.ORANGE, ec="black")
         error = [[median - low], [high - median]]
         axes.errorbar(median, name, xerr=error, color="black", lw=2.5, capsize=7, capthick=2.5)
         page.write_after(axes, high, name, f"{median:.4g} ms")
     axes.axvline(alone, color="black", lw=1.5, ls=page.DASHES)
-    axes.invert_yaxis()
-    axes.margins(x=0.16)  # room for the numbers
-    axes.set_xlim(left=0)
     axes.set_xlabel("time of a step (ms)")
     axes.grid(axis="x", color=page.FAINT, lw=0.6)
-    parts = [patch("as long as computing", page.BLUE), patch("communication adds", page.ORANGE)]
-    parts.append(stroke("half of the rounds", lw=2.5, marker="|", ms=14, mew=2.5))
-    legend(figure, parts)
+    whisker = stroke("half of the rounds", lw=2.5, marker="|", ms=14, mew=2.5)
+    legend(figure, [*(patch(*each) for each in parts.items()), whisker])
     return Picture(
         figure,
         f"{title}. From top to bottom: {'; '.join(seconds)}. Blue: as long as computing alone "
         "takes, a dashed line through all; orange: what communication adds.",
     )
+
+
+def _stacked_bars(axes, rows: Mapping[str, Sequence[float]], colours: Mapping[str, object]):
+    """A bar for each row, a part of it for each of `colours`; returns where the bars end."""
+    names, ends = list(rows), [0.0] * len(rows)
+    for widths, fill in zip(zip(*rows.values(), strict=True), colours.values(), strict=True):
+        axes.barh(names, widths, 0.68, ends, color=fill, ec="black")
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.16 * max(ends))  # room for a number after each
+    return ends
 
 
 def middle_half(seconds: Sequence[float]) -> list[float]:
@@ -236,27 +234,27 @@ def shards(numels: Mapping[str, int], world_size: int) -> Picture:
     """
     used = sum(numels.values())
     length = math.ceil(used / world_size)
-    whole, padding = world_size * length, world_size * length - used
+    whole = world_size * length
     title = f"{count(whole, 'number')} in a row, {count(world_size, 'shard')}"
-    figure, (axes,) = chart(title, 280)
-    axes.broken_barh([(0, whole)], (-0.4, 0.8), fc="white", ec="black")
-    parts = [(f"rank {r}", r * length, length, 1, colour(r)) for r in range(world_size)]
     starts = itertools.accumulate(numels.values(), initial=0)
-    for (name, numel), start in zip(numels.items(), starts, strict=False):
-        parts.append((name, start, numel, 0, page.MIXED))
-    for name, start, numel, lane, fill in parts:
-        axes.broken_barh([(start, numel)], (lane - 0.4, 0.8), fc=fill, ec="black", lw=1.5)
-        if numel / whole * 880 > 10.5 * len(name):
-            page.write_on(axes, start + numel / 2, lane, name, fill)
+    spans = list(zip(numels, starts, numels.values(), strict=False))
+    named = [(*span, page.MIXED) for span in spans] + [("", used, whole - used, "white")]
+    owned = [(f"rank {r}", r * length, length, colour(r)) for r in range(world_size)]
+    figure, (axes,) = chart(title, 280)
+    for lane, parts in enumerate((named, owned)):
+        for name, start, numel, fill in parts:
+            axes.barh(lane, numel, 0.8, start, color=fill, ec="black", lw=1.5)
+            if numel / whole * 880 > 10.5 * len(name):
+                page.write_on(axes, start + numel / 2, lane, name, fill)
     axes.set(xlim=(0, whole), ylim=(1.5, -0.5))
     axes.set_yticks((0, 1), ("parameters", "owned by"), fontsize=page.NORMAL)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("place in the buffer")
-    legend(figure, [patch(f"padding: {count(padding, 'number')}", "white")])
-    said = [f"{name} from {start} to {start + n}" for name, start, n, *_ in parts[world_size:]]
+    legend(figure, [patch(f"padding: {count(whole - used, 'number')}", "white")])
+    said = [f"{name} from {start} to {start + numel}" for name, start, numel in spans]
     return Picture(
         figure,
-        f"A flat buffer of {count(whole, 'number')}: {', '.join(said)}; padding: {padding}. "
+        f"A flat buffer of {count(whole, 'number')}: {', '.join(said)}; padding: {whole - used}. "
         f"Below, {count(world_size, 'shard')} of {length}, one for each rank.",
     )
 
@@ -277,27 +275,22 @@ def byte_bars(
     what the picture says.
     """
     used = set().union(*rows.values())
-    kinds = [kind for kind in memory.KINDS if kind in used]
+    colours = {kind: KIND_COLOURS[kind] for kind in memory.KINDS if kind in used}
     figure, (axes,) = chart(title, 170 + 64 * len(rows))
-    ends = [0] * len(rows)
-    for kind in kinds:
-        widths = [row.get(kind, 0) for row in rows.values()]
-        axes.barh(range(len(rows)), widths, 0.66, ends, color=KIND_COLOURS[kind], ec="black")
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    for place, end in enumerate(ends):
-        page.write_after(axes, end, place, size(end))
-    handles = [patch(kind, KIND_COLOURS[kind]) for kind in kinds]
+    parts = {name: [row.get(kind, 0) for kind in colours] for name, row in rows.items()}
+    ends = _stacked_bars(axes, parts, colours)
+    for name, end in zip(rows, ends, strict=True):
+        page.write_after(axes, end, name, size(end))
+    handles = [patch(*each) for each in colours.items()]
     if capacity_bytes:
         dashed = {"color": page.WRONG, "lw": 2.5, "ls": page.DASHES}
         axes.axvline(capacity_bytes, **dashed)
         handles.append(stroke(f"a GPU of {size(capacity_bytes)}", **dashed))
+        axes.set_xlim(right=max(axes.get_xlim()[1], 1.02 * capacity_bytes))
     if chosen:
         place = list(rows).index(chosen)
         axes.axhspan(place - 0.45, place + 0.45, fc=page.PALE, ec="black", lw=2, zorder=0)
-    axes.set_xlim(0, 1.14 * max([*ends, capacity_bytes or 0]))  # room for the totals
     page.with_units(axes.xaxis, "B")
-    axes.set_yticks(range(len(rows)), rows)
-    axes.invert_yaxis()
     legend(figure, handles)
     return Picture(figure, text)
 
@@ -326,16 +319,11 @@ def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
     counts: {name: (numbers read, numbers written)}, in multiples of N. Notebook 08.
     """
     figure, (axes,) = chart("Numbers moved", 150 + 58 * len(counts))
-    names, (reads, writes) = list(counts), zip(*counts.values(), strict=True)
-    axes.barh(names, reads, 0.7, color=page.BLUE, ec="black")
-    pale = page.lighter(page.BLUE)
-    bars = axes.barh(names, writes, 0.7, left=reads, color=pale, ec="black")
-    totals = [_times_n(sum(pair)) for pair in counts.values()]
-    axes.bar_label(bars, totals, padding=8, fontsize=page.NORMAL, weight="bold")
-    axes.invert_yaxis()
-    axes.margins(x=0.1)
+    colours = {"read": page.BLUE, "written": page.lighter(page.BLUE)}
+    for name, total in zip(counts, _stacked_bars(axes, counts, colours), strict=True):
+        page.write_after(axes, total, name, _times_n(total), weight="bold")
     axes.set_xlabel("multiples of N")
-    legend(figure, [patch("read", page.BLUE), patch("written", pale)])
+    legend(figure, [patch(*each) for each in colours.items()])
     said = [
         f"{name} reads {_times_n(read)}, writes {_times_n(written)}"
         for name, (read, written) in counts.items()

@@ -21,7 +21,7 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 @dataclass
 class Cells:
-    """A buffer: its numbers, None where one isn't known yet, and whose data each is: None of several."""
+    """A buffer: its numbers, None where not known yet; and whose data each is, None: of several."""
 
     values: list
     owners: list

@@ -80,6 +80,7 @@ def _said_peak(name: str, timeline: Timeline) -> str:
 
 # What grows with the length
 
+
 def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
     """The share of attention weights in what a block keeps, by the length of the sequences.
 

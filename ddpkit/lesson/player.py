@@ -268,5 +268,7 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame):
     owners = frame.owners if len(frame.owners) >= len(values) else [event.rank] * len(values)
     cell = max(stage.cell, cell_width(values))
     left = x + cell / 2 - cell * len(values)
-    canvas.box(left - 5, y - 5, cell * len(values) + 10, page.ROW + 10, page.EMPTY, fill, 4, round=4)
+    canvas.box(
+        left - 5, y - 5, cell * len(values) + 10, page.ROW + 10, page.EMPTY, fill, 4, round=4
+    )
     canvas.cells(left, y, values, owners, cell)
