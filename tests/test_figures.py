@@ -70,7 +70,7 @@ def test_the_same_figure_is_the_same_svg():
     assert all(svg.startswith(b"<?xml") for svg in svgs)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_bytes_and_hops(world_size):
     others = world_size - 1
     linear, both = recorded(broadcast, world_size), recorded(all_reduce, world_size)
@@ -135,37 +135,18 @@ def test_a_timeline_can_begin_after_the_preparations():
     said = "Timeline. every rank: 2 broadcasts, 1 all_reduce."
     assert repr(figures.timeline(run)) == said
     assert repr(figures.timeline(run, after="broadcast")) == "Timeline. every rank: 1 all_reduce."
-    part = figures.Part.of(run, "broadcast")
+    part = figures.Part(run, "broadcast")
     assert part.begun == [records[1].done for records in run.wire]
-    assert figures.Part.of(run).begun == [records[0].issued for records in run.wire]
+    assert figures.Part(run, None).begun == [records[0].issued for records in run.wire]
 
 
-def test_spans_are_merged():
-    assert figures.merged([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
-    assert figures.merged([]) == []
-
-
-def call(issued, done, channel="world", waited=None):
-    return SimpleNamespace(op="send", issued=issued, done=done, channel=channel, waited=waited)
-
-
-@pytest.mark.parametrize(
-    ("calls", "spans"),
-    [
-        ([call(0, 1), call(2, 3)], [(0, 1), (2, 3)]),
-        ([call(0, 4), call(1, 6), call(2, 9), call(10, 11)], [(0, 4), (4, 6), (6, 9), (10, 11)]),
-        ([call(0, 3, "to 1"), call(1, 2, "to 2"), call(1, 4, "to 1")], [(1, 2), (0, 3), (3, 4)]),
-        ([call(0, 10), call(3, 5), call(4, 12)], [(3, 5), (0, 10), (10, 12)]),  # one overtakes
-        ([call(0, 2, waited=1), call(1, None, waited=7)], [(0, 2), (2, 7)]),
-    ],
-)
-def test_calls_of_one_channel_travel_one_after_the_other(calls, spans):
-    assert [span[:2] for span in figures.in_flight(calls)] == spans
+def call(issued, done, waited):
+    return SimpleNamespace(op="send", issued=issued, done=done, waited=waited)
 
 
 def test_lanes_are_drawn_to_scale():
     """Two calls at once, in which the rank computes, waits and computes again."""
-    calls = [call(0, 2e-3, "a", waited=1e-3), call(0, 4e-3, "b", waited=3e-3)]
+    calls = [call(0, 2e-3, waited=1e-3), call(0, 4e-3, waited=3e-3)]
     axes = figures.timeline(SimpleNamespace(wire=[calls])).figure.axes[0]
 
     def spans(lane):
@@ -174,7 +155,9 @@ def test_lanes_are_drawn_to_scale():
 
     assert spans(0) == [(0, 4)]  # computes, below
     assert spans(1) == [(1, 2), (3, 4)]  # waits
-    assert spans(2) == [(0, 2), (0, 4)]  # on the wire
+    assert spans(3) == [(0, 2), (0, 4)]  # on the wire
+    boxes = [path.get_extents() for path in axes.collections[3].get_paths()]
+    assert boxes[0].width > boxes[1].width  # what is done first lies above
     assert axes.get_xlim() == (0, 4)
 
 
@@ -227,12 +210,9 @@ def test_before_after_of_long_floats_fits_the_page():
 
 
 def test_worlds():
-    each = "4 ranks are 4 processes, each with its own memory; "
     one = "1 rank is 1 process with its own memory; it computes on the CPU."
     assert repr(figures.worlds(1)) == one
-    assert repr(figures.worlds(4)) == f"{each}all compute on the CPU."
-    halves = "ranks 0 and 2 on GPU 0, ranks 1 and 3 on GPU 1."
-    assert repr(figures.worlds(4, gpus=2)) == f"{each}{halves}"
-    assert repr(figures.worlds(2, gpus=3)).endswith("rank 0 on GPU 0, rank 1 on GPU 1; 1 GPU free.")
+    four = "4 ranks are 4 processes, each with its own memory; all compute on the CPU."
+    assert repr(figures.worlds(4)) == four
     for world_size in (1, 8):
         check_picture(figures.worlds(world_size), *page.RANK_COLOURS[: min(world_size, 7)])

@@ -279,8 +279,8 @@ def timeline(run_or_runs, after: str | None = None) -> Picture:
     call of that name, say "broadcast".
     """
     parts = {name: Part(run, after) for name, run in _named(run_or_runs).items()}
-    said = [f"{name}: {part.calls}" if name else part.calls for name, part in parts.items()]
     shown = {name: part for name, part in parts.items() if any(part.wire)}
+    said = [f"{name}: {part.calls}" if name else part.calls for name, part in shown.items()]
     ranks = [len(part.wire) for part in shown.values()]
     longest = max((part.end - part.start for part in shown.values()), default=1e-3)
     tall = min(64, (page.TALLEST - 110 - 36 * len(ranks)) / max(1, sum(ranks)))  # pixels of a rank
