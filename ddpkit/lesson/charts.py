@@ -128,12 +128,11 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
         title += f", emulated link: {link}"
     figure, (axes,) = chart(title, 180 + 54 * len(seconds))
     parts = {"as long as computing": page.BLUE, "communication adds": page.ORANGE}
-    medians = {name: median for name, (_, median, _) in quartiles.items()}
-    _stacked_bars(
-        axes,
-        {name: (min(took, alone), max(took - alone, 0)) for name, took in medians.items()},
-        parts,
-    )
+    rows = {}
+    for name, (_, median, _) in quartiles.items():
+        lengths = min(median, alone), max(median - alone, 0)
+        rows[name] = dict(zip(parts, lengths, strict=True))
+    _stacked_bars(axes, rows, parts)
     for name, (low, median, high) in quartiles.items():
         error = [[median - low], [high - median]]
         axes.errorbar(median, name, xerr=error, color="black", lw=2.5, capsize=7, capthick=2.5)
@@ -150,10 +149,11 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     )
 
 
-def _stacked_bars(axes, rows: Mapping[str, Sequence[float]], colours: Mapping[str, object]):
+def _stacked_bars(axes, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, object]):
     """A bar for each row, a part of it for each of `colours`; returns where the bars end."""
     names, ends = list(rows), [0.0] * len(rows)
-    for widths, fill in zip(zip(*rows.values(), strict=True), colours.values(), strict=True):
+    for part, fill in colours.items():
+        widths = [row.get(part, 0) for row in rows.values()]
         axes.barh(names, widths, 0.68, ends, color=fill, ec="black")
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     axes.invert_yaxis()
@@ -277,8 +277,7 @@ def byte_bars(
     used = set().union(*rows.values())
     colours = {kind: KIND_COLOURS[kind] for kind in memory.KINDS if kind in used}
     figure, (axes,) = chart(title, 170 + 64 * len(rows))
-    parts = {name: [row.get(kind, 0) for kind in colours] for name, row in rows.items()}
-    ends = _stacked_bars(axes, parts, colours)
+    ends = _stacked_bars(axes, rows, colours)
     for name, end in zip(rows, ends, strict=True):
         page.write_after(axes, end, name, size(end))
     handles = [patch(*each) for each in colours.items()]
@@ -320,7 +319,8 @@ def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
     """
     figure, (axes,) = chart("Numbers moved", 150 + 58 * len(counts))
     colours = {"read": page.BLUE, "written": page.lighter(page.BLUE)}
-    for name, total in zip(counts, _stacked_bars(axes, counts, colours), strict=True):
+    rows = {name: dict(zip(colours, moved, strict=True)) for name, moved in counts.items()}
+    for name, total in zip(counts, _stacked_bars(axes, rows, colours), strict=True):
         page.write_after(axes, total, name, _times_n(total), weight="bold")
     axes.set_xlabel("multiples of N")
     legend(figure, [patch(*each) for each in colours.items()])

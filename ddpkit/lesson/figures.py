@@ -57,7 +57,7 @@ class Change:
         before, after, _ = zip(*by_rank.values(), strict=True)
         self.cell = page.cell_width(*before, *after)
         most = int(410 // self.cell)
-        self.per_line = [min(most, max(len(row or " ") for row in s)) for s in (before, after)]
+        self.per_line = [min(most, longest_row(before)), min(most, longest_row(after))]
         left, right = (self.cell * per_line for per_line in self.per_line)
         self.width = left + self.ARROW + right
         self.middles = left / 2, left + self.ARROW + right / 2
@@ -74,6 +74,10 @@ class Change:
         x, middle = x + self.cell * self.per_line[0], y + page.ROW / 2
         canvas.arrow((x + 16, middle), (x + self.ARROW - 16, middle), line=5)
         canvas.cells(x + self.ARROW, y, after, owners, self.cell, self.per_line[1])
+
+
+def longest_row(rows: Iterable[list | None]) -> int:
+    return max(len(row or " ") for row in rows)
 
 
 def flat(values) -> list | None:
@@ -325,14 +329,17 @@ class Part:
         self.end = max((last_known(records) for records in self.wire if records), default=0.0)
         link = getattr(run, "link", None)
         self.link = f"emulated link: {link}" if link else ""
-        made = [Counter(record.op for record in records) for records in self.wire]
-        counted = [", ".join(count(many, op) for op, many in each.items()) for each in made]
-        said = alike(text or "no calls" for text in counted)
+        said = alike(_say_calls(records) for records in self.wire)
         self.calls = "; ".join(f"{who}: {text}" for who, text in said)
 
     def spans(self, times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
         """(begin, length) in milliseconds from the start, of times from and to."""
         return [(1e3 * (begin - self.start), 1e3 * (end - begin)) for begin, end in times]
+
+
+def _say_calls(records: Sequence) -> str:
+    made = Counter(record.op for record in records)
+    return ", ".join(count(many, op) for op, many in made.items()) or "no calls"
 
 
 def last_known(records: Sequence) -> float:

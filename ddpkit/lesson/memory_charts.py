@@ -3,6 +3,7 @@
 Nothing here depends on the machine, so their words hold the numbers that they show.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..tools.memory import (
@@ -107,8 +108,8 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
 
 def attention_weights(terms: Iterable[Term]) -> list[Term]:
     """What attention keeps of its matrix: all of it, or a number for each row."""
-    names = "weights", "their dropout", "log-sum-exp"
-    return [term for term in terms if any(name in term.name for name in names)]
+    names = re.compile("weights|their dropout|log-sum-exp")
+    return [term for term in terms if names.search(term.name)]
 
 
 # What fits
