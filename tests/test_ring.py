@@ -172,29 +172,7 @@ def test_other_traffic_is_not_disturbed(check):
     check.same(summed, twin.total(parts_of(world_size, 7)), "torch's all_reduce")
 
 
-# The ring as a transport
-
-
-@on_ranks(3)
-def test_what_is_begun_first_ends_first(check):
-    """Three under way, waited for in another order, and twice: the values of each are its own."""
-    rank, world_size = rank_and_world()
-    for segment_bytes in (16, fast.SEGMENT_BYTES):
-        with tuned(segment_bytes, 2):
-            transport, parts = fast.RingTransport(), parts_of(world_size, 8 * world_size)
-            summed, again, mine = (parts[rank].clone() for _ in range(3))
-            handles = [
-                transport.start_reduce_scatter(summed),
-                transport.start_all_gather(mine),
-                transport.start_reduce_scatter(again),
-            ]
-            for number in (1, 0, 2, 2):
-                handles[number].wait()
-        total = twin.total(parts).tensor_split(world_size)[rank]
-        for x in (summed, again):
-            check.same(x.tensor_split(world_size)[rank], total, "reduce_scatter")
-        theirs = [part.tensor_split(world_size)[r] for r, part in enumerate(parts)]
-        check.same(mine, torch.cat(theirs), "all_gather")
+# The ring as a transport; more in test_transport
 
 
 @on_ranks(3)

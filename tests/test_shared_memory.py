@@ -1,10 +1,8 @@
 """ddpkit.shared_memory beside one process that has the data of all; it leaves nothing behind."""
 
-import contextlib
 import gc
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -12,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -209,38 +206,7 @@ def test_memory_without_a_file(tmp_path, in_memory):
         assert after == ({}, {}, [])
 
 
-def who_maps() -> list[int]:
-    """This process and its descendants, as far as they have a buffer's memory."""
-    me = psutil.Process()
-    found = []
-    for process in (me, *me.children(recursive=True)):
-        with contextlib.suppress(OSError, psutil.Error):
-            if "memfd:ddpkit" in Path(f"/proc/{process.pid}/maps").read_text():
-                found.append(process.pid)
-    return found
-
-
 # What goes wrong
-
-
-@on_linux
-def test_a_rank_that_dies_inside_is_named_and_the_memory_is_free(tmp_path):
-    """Rank 1 goes when all have met, and the others wait for it to finish its chunk."""
-
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def die_inside():
-        buffer = SharedBuffer(41)
-        if dist.get_rank() == 1:
-            (tmp_path / "seen").write_text(Path("/proc/self/maps").read_text())
-            buffer._pieces = die
-        buffer.all_reduce()
-
-    with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL"):
-        launch(die_inside, world_size=3, timeout=40)
-    assert "memfd:ddpkit" in (tmp_path / "seen").read_text()
-    wait_until(lambda: not who_maps())
 
 
 def test_a_rank_that_returns_early_is_named():

@@ -14,7 +14,6 @@ from .checker import (
     Exercise,
     Trial,
     check_wire,
-    messages,
     mistakes,
     place,
     rank_1_comes_last,
@@ -40,25 +39,31 @@ def _trials(sums: bool, returns: str, halves: int = 1):
         number = torch.cat([torch.full_like(chunk, c) for c, chunk in enumerate(chunks)])
         brought, expected = [], []
         for rank in range(world_size):
-            brought.append(
-                10 ** (world_size * rank + number) if sums else 10 ** (rank + 0 * number)
-            )
+            digits = world_size * rank + number if sums else torch.full_like(number, rank)
+            brought.append(10**digits)
         after = sum(brought) if sums else 10**number
         for part in chunks if returns == "chunk" else [x] * world_size:
             right = {"x": after[part].tolist(), "returned": _place(part, x)}
-            expected.append({"said": world_size > 1} | right)
+            expected.append({"said": world_size > 1} | right | {"too far": [], "too many": []})
         nbytes = halves * (world_size - 1) * x.nbytes
-        yield Trial(world_size, _run, (brought, returns), expected, nbytes, f"{numel} elements")
+        arguments = brought, returns, halves
+        yield Trial(world_size, _run, arguments, expected, nbytes, f"{numel} elements")
 
 
-def _run(answer, brought, returns):
-    x = brought[dist.get_rank()].clone()
+def _run(answer, brought, returns, halves):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = brought[rank].clone()
     rank_1_comes_last()
     with unwritten_memory_shows():
         got = answer(x)
-    part = x if returns == "x" else x.tensor_split(dist.get_world_size())[dist.get_rank()]
-    said = bool(recorder().records)
-    return {"said": said, "x": part.tolist(), "returned": _place(got, x)}
+    sends = [record for record in recorder().records if record.op == "send" and record.bytes]
+    return {
+        "said": bool(recorder().records),
+        "x": (x if returns == "x" else x.tensor_split(world_size)[rank]).tolist(),
+        "returned": _place(got, x),
+        "too far": sorted({record.peer for record in sends})[1:],  # going to the left is as good
+        "too many": [record.bytes for record in sends[halves * (world_size - 1) :]],
+    }
 
 
 def _place(got: object, x: torch.Tensor) -> str:
@@ -87,30 +92,6 @@ def _races(trial: Trial, run: Run) -> str | None:
     return None
 
 
-def _ring_wire(trial: Trial, run: Run) -> str | None:
-    """Each rank talks to one neighbour, and sends every chunk but one, each once and whole.
-
-    Going round the other way is as good.
-    """
-    for rank, records in enumerate(run.wire):
-        peers = sorted({record.peer for record in records if record.op == "send" and record.bytes})
-        if len(peers) > 1:
-            return (
-                f"the values are right, but rank {rank} sent to ranks {peers}. In a ring it sends "
-                "to its right neighbour only: what goes further is passed on from neighbour to "
-                "neighbour."
-            )
-    sent = sum(message.bytes > 0 for message in messages(run))
-    needed = (trial.world_size - 1) * min(trial.world_size, len(trial.args[0][0]))
-    problem = check_wire(trial, run)
-    if problem or sent == needed:
-        return problem
-    return (
-        f"the values and the bytes are right, but all ranks together sent {sent} messages, and the "
-        f"ring needs {needed}: one a hop, the whole chunk."
-    )
-
-
 def _praise(trial: Trial, run: Run) -> str:
     """Right is right, but messages that wait for each other are worth a word."""
     right = "right on 1 to 4 ranks, also for lengths that don't divide"
@@ -118,9 +99,8 @@ def _praise(trial: Trial, run: Run) -> str:
     if hops == enough:
         return f"{right}, with (W-1)/W of x sent by each rank, in W-1 hops."
     return (
-        f"{right}. But some messages wait for others that could go with them: {hops} hops on "
-        f"{trial.world_size} ranks instead of {enough}. Begin both, with isend and irecv, before "
-        "you wait for either."
+        f"{right}. But some messages wait for others: {hops} hops on {trial.world_size} ranks "
+        f"instead of {enough}. Begin both, with isend and irecv, before you wait for either."
     )
 
 
@@ -130,6 +110,10 @@ SAYS = {
     "returned": "rank {rank} returned {got}, expected {expected} itself.\nThe chunks of "
     "x.tensor_split(world_size) are views of x, and += writes into x; clone(), + and a new entry "
     "in a list of them make new tensors.",
+    "too far": "the values are right, but rank {rank} also sent to {got}. In a ring it sends to "
+    "its right neighbour only: what goes further is passed on from neighbour to neighbour.",
+    "too many": "the values are right, but rank {rank} sent more messages than there are hops; "
+    "the further ones had {got} bytes. In each hop it sends one, the whole chunk.",
 }
 
 # What goes wrong in a hop, whatever is done with the chunks
@@ -149,19 +133,16 @@ loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
     chunks of n // W lose the remainder: x.tensor_split(world_size) makes the first ones longer.
 """)
 
-TOO_EARLY = (
-    "Memory that nobody has written yet is in it: until wait() on the irecv has returned, its "
-    "buffer holds whatever lay there."
-)
-
 # ring_reduce_scatter(x)
 
 
 def _explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
     """Every chunk of every rank has its digit."""
-    world_size, value = trial.world_size, (got["x"] or [0])[0]
+    if got["x"] == expected["x"]:
+        return None
+    world_size, value = trial.world_size, got["x"][0]
     if not 0 <= value < 10 ** (world_size**2):
-        return TOO_EARLY
+        return "Memory that nobody has written yet is in it: wait() for the irecv before you add."
     held = []
     for digit, times in enumerate(who_is_in(value, world_size**2)):
         other, chunk = divmod(digit, world_size)
@@ -186,7 +167,7 @@ ring_reduce_scatter = Exercise(
     says=SAYS,
     explain=_explain_sum,
     races=_races,
-    wire=_ring_wire,
+    wire=check_wire,
     mistakes=IN_A_HOP
     + mistakes("""
 whole_buffers: chunks[(rank - hop) % world_size] → arrived if hop > 1 else x.clone()
@@ -265,7 +246,7 @@ ring_all_gather = Exercise(
     says=SAYS
     | {"x": "x is {got} on rank {rank}, expected {expected}: chunk c is rank c's, full of 10**c."},
     races=_races,
-    wire=_ring_wire,
+    wire=check_wire,
     mistakes=IN_A_HOP
     + mistakes("""
 starts_like_reduce_scatter: (rank - hop + 1) → (rank - hop)
