@@ -1,6 +1,5 @@
 """The exercises of notebook 02."""
 
-import pytest
 from answers import ring as answers
 
 from ddpkit import exercises as check
@@ -23,7 +22,7 @@ def test_messages_that_wait_for_each_other_are_right_but_not_praised():
     assert "12 hops on 4 ranks instead of 3" in verdict.text
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_ring_cost_is_that_of_the_cost_model(world_size):
-    volume = cost.volume("ring_all_reduce", 840, world_size)
-    assert ring.ring_cost(world_size, 840) == (volume.hops, volume.sent)
+def test_ring_cost_is_that_of_the_cost_model():
+    for world_size in range(1, 9):
+        volume = cost.volume("ring_all_reduce", 840, world_size)
+        assert ring.ring_cost(world_size, 840) == (volume.hops, volume.in_turn)
