@@ -30,14 +30,14 @@ Ioffe and Szegedy 2015; PyTorch's SyncBatchNorm. Notebook 03.
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 
 class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     """nn.BatchNorm1d, 2d and 3d in one, over the rows of all ranks of `group` while training.
 
-    Arguments, parameters and buffers are nn.BatchNorm's. Running statistics are the same on all
+    Other arguments, parameters and buffers: nn.BatchNorm's. Running statistics are the same on all
     ranks, those of one process with the whole batch. With `eval()` it is nn.BatchNorm.
 
     input: (n, C) or (n, C, ...), C as on all ranks; n may differ, and be 0: a rank without data
@@ -47,16 +47,8 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     Cost: forward 2C+1 float64 in one all-reduce, backward 2C numbers in one; no double backward.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        group: ProcessGroup | None = None,
-    ):
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+    def __init__(self, num_features: int, *args, group: ProcessGroup | None = None, **kwargs):
+        super().__init__(num_features, *args, **kwargs)
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
@@ -80,9 +72,8 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
             got = f"rank {dist.get_rank()} brought {tuple(input.shape)} to batch norm"
-            raise ValueError(
-                f"{got}, expected (n, {self.num_features}, ...): channels are the second axis"
-            )
+            expected = f"(n, {self.num_features}, ...): channels are the second axis"
+            raise ValueError(f"{got}, expected {expected}")
 
 
 def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[float, Tensor, Tensor]:
@@ -111,16 +102,7 @@ class Normalize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        scale: Tensor,
-        count: float,
-        group: ProcessGroup | None,
-    ) -> Tensor:
+    def forward(ctx, x, weight, bias, mean, scale, count, group):
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.count, ctx.group = count, group
         normalized = _normalized(x, mean, scale)
@@ -130,7 +112,7 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         x, weight, mean, scale = ctx.saved_tensors
         normalized = _normalized(x, mean, scale)
         grad = grad.to(normalized.dtype)
@@ -142,9 +124,8 @@ class Normalize(torch.autograd.Function):
             mean_grad, mean_product = (sums / ctx.count).chunk(2)
             grad_x = grad - _along(mean_grad, x) - normalized * _along(mean_product, x)
             grad_x = grad_x * _along(scale if weight is None else scale * weight, x)
-        if weight is None:
-            return grad_x, None, None, None, None, None, None
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        to_affine = (None, None) if weight is None else (grad_weight, grad_bias)
+        return grad_x, *to_affine, None, None, None, None
 
 
 def convert(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
@@ -167,7 +148,7 @@ def convert(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
 
 def _global(norm: nn.Module, group: ProcessGroup | None) -> GlobalBatchNorm:
     options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
-    new = GlobalBatchNorm(norm.num_features, *options, group)
+    new = GlobalBatchNorm(norm.num_features, *options, group=group)
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
         setattr(new, name, getattr(norm, name))
     return new.train(norm.training)

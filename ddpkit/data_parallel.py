@@ -54,12 +54,14 @@ class DataParallel(nn.Module):
         """
         raise NotImplementedError
 
-    def check_gradients(self) -> None:
-        without = [name for name, parameter in self.trained.items() if parameter.grad is None]
-        if without:
-            got = f"rank {dist.get_rank()} has no gradient for {', '.join(without)} after backward"
-            remedy = "Does the loss depend on it? Freeze it before wrapping, on every rank."
-            raise ValueError(f"{got}, expected one for every parameter that requires it. {remedy}")
+
+def check_gradients(trained: dict[str, nn.Parameter]) -> None:
+    """ValueError: one of these parameters, by name, has no gradient."""
+    without = [name for name, parameter in trained.items() if parameter.grad is None]
+    if without:
+        got = f"rank {dist.get_rank()} has no gradient for {', '.join(without)} after backward"
+        remedy = "Does the loss depend on it? Freeze it before wrapping, on every rank."
+        raise ValueError(f"{got}, expected one for every parameter that requires it. {remedy}")
 
 
 def broadcast_module(module: nn.Module, group: ProcessGroup | None = None) -> None:
@@ -94,7 +96,7 @@ class NaiveDDP(DataParallel):
 
     def synchronize(self):
         if self.syncing:
-            self.check_gradients()
+            check_gradients(self.trained)
             average_gradients(self.module, self.group)
 
 

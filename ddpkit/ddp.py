@@ -24,20 +24,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from .data_parallel import DataParallel, NaiveDDP, average_gradients, broadcast_module, join
+from .data_parallel import DataParallel, NaiveDDP, check_gradients
 from .tools.checks import check_positive
 
-__all__ = [
-    "BucketedDDP",
-    "DataParallel",
-    "FlatDDP",
-    "NaiveDDP",
-    "OverlapDDP",
-    "average_gradients",
-    "broadcast_module",
-    "join",
-    "plan_buckets",
-]
+__all__ = ["BucketedDDP", "FlatDDP", "NaiveDDP", "OverlapDDP", "plan_buckets"]
 
 TWICE = (
     "backward ran twice without synchronize(): call it after each backward. To add up several "
@@ -52,7 +42,7 @@ class FlatDDP(DataParallel):
     def synchronize(self):
         if not self.syncing:
             return
-        self.check_gradients()
+        check_gradients(self.trained)
         gradients = [parameter.grad for parameter in self.trained.values()]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
@@ -88,7 +78,7 @@ class OverlapDDP(DataParallel):
     def synchronize(self):
         if not self.syncing:
             return
-        self.check_gradients()
+        check_gradients(self.trained)
         for parameter in self.trained.values():
             if parameter not in self.works:  # its gradient came inside no_sync
                 self.ready(parameter)
@@ -169,7 +159,7 @@ class BucketedDDP(DataParallel):
     def synchronize(self):
         if not self.syncing:
             return
-        self.check_gradients()
+        check_gradients(self.trained)
         for parameter in self.trained.values():
             if parameter not in self.arrived:  # its gradient came inside no_sync
                 self.ready(parameter)

@@ -122,11 +122,8 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def _share(self) -> None:
         inner = self.optimizer  # a scheduler changes its groups through ours
-        self.param_groups, self.state, self.defaults = (
-            inner.param_groups,
-            inner.state,
-            inner.defaults,
-        )
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.defaults = inner.defaults
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)

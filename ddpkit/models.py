@@ -1,9 +1,8 @@
 """Two small models to train in parallel: a GPT, and an MLP with batch norm.
 
-Between them they have what data parallelism stumbles over: a weight used twice, a parameter that
-isn't trained, buffers that are counted and not learned, and statistics over the batch. Both draw
-their weights from torch's generator: `torch.manual_seed` first, where ranks or runs must start
-alike.
+The GPT has a weight that is used twice, and a parameter that isn't trained; the MLP has buffers,
+and looks at the batch as a whole: what data parallelism stumbles over. Both draw their weights from
+torch's generator: `torch.manual_seed` first, where ranks or runs must start alike.
 """
 
 from collections.abc import Callable
@@ -30,19 +29,15 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
     logits: (..., classes). targets: (...), int64. Returns one number, in float32 at least.
 
-    A rank without data so has a loss, and gradients that are zeros: it can take its part in the
+    So a rank without data has a loss too, and gradients that are zeros: it can take its part in the
     step. A mean of nothing would be NaN, on all ranks as soon as they average.
     """
-    at_least_float32 = torch.promote_types(logits.dtype, torch.float32)
-    total = F.cross_entropy(
-        logits.flatten(0, -2).to(at_least_float32), targets.flatten(), reduction="sum"
-    )
-    return total / max(1, targets.numel())
+    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets.flatten(), reduction="sum") / max(1, targets.numel())
 
 
 class GPT(nn.Module):
-    """Predict each next token from those before it. Radford et al. 2019 (GPT-2), but for
-    `positions` and `prior`.
+    """Predict each next token from those before it. Radford et al. 2019 (GPT-2), but `positions`.
 
     vocabulary: number of tokens. context: longest sequence. width: numbers for each token between
     the layers. heads: must divide `width`, ValueError otherwise. dropout: of the embeddings and of
@@ -54,11 +49,7 @@ class GPT(nn.Module):
 
     positions: (context, width), a parameter but frozen, a random vector for each place. Places need
     only be told apart, and random vectors differ; Vaswani et al. 2017, table 3, row E, lose nothing
-    with vectors that aren't learned.
-
-    prior: (vocabulary,), a buffer, added to the logits. Zeros, so that at first all tokens are
-    about equally likely and the loss is about ln(vocabulary), until `count` puts there how frequent
-    each token is. Notebook 03.
+    with vectors that aren't learned. Notebook 03.
     """
 
     def __init__(
@@ -83,13 +74,11 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        self.register_buffer("prior", torch.zeros(vocabulary))
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: (n, length), int64. Returns the logits of each next token, (n, length,
-        vocabulary).
+        """tokens: (n, length), int64. Returns the next tokens' logits, (n, length, vocabulary).
 
         ValueError: more tokens than the context has places.
         """
@@ -100,22 +89,11 @@ class GPT(nn.Module):
         x = self.dropout(self.tokens(tokens) + self.positions[:length])
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) + self.prior
-
-    @torch.no_grad()
-    def count(self, tokens: Tensor) -> None:
-        """Set `prior` to the log of each token's share of `tokens`, so that training starts from
-        there.
-
-        tokens: 1-D, integers. Each token counts one more than it occurs: none is impossible.
-        """
-        counts = torch.bincount(tokens, minlength=len(self.prior)) + 1
-        self.prior.copy_((counts / counts.sum()).log())
+        return self.head(self.norm(x))
 
 
 class Block(nn.Module):
-    """A layer of GPT: tokens look at those before them, then each by itself goes through an MLP.
-    (n, length, width)."""
+    """A layer of GPT, of (n, length, width): attention to the tokens before each; then an MLP."""
 
     def __init__(self, width: int, heads: int, dropout: float, attention: Attention):
         super().__init__()

@@ -17,21 +17,22 @@ server knows beforehand how many steps each worker has, so nobody has to say tha
 The server's wire carries 2(W-1)Φ bytes a step, more with every worker; in a ring all-reduce
 (notebook 02) no rank carries more than 4Φ.
 
-Only parameters with `requires_grad` are sent each step, a weight used in two places once, in the
-widest dtype among them. Frozen parameters and buffers come from the server at the start; what a
-worker's buffers learn afterwards (batch norm's statistics) stays there.
+Only parameters with `requires_grad` are sent each step, all of one dtype, a weight used in two
+places once. Frozen parameters and buffers come from the server at the start; what a worker's
+buffers learn afterwards (batch norm's statistics) stays there.
 
 Li et al. 2014; PyTorch has it as an RPC tutorial only. Notebook 03.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
-from .data_parallel import broadcast_module
+from .data_parallel import broadcast_module, check_gradients
 
 SERVER = 0
 
@@ -84,7 +85,7 @@ def serve_asynchronously(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     gradient = torch.empty_like(_weights(module))
     updates: list[Update] = []
     pulled = dict.fromkeys(left, 0)  # by worker: how many updates its weights have seen
-    while any(left.values()):
+    while max(left.values()) > 0:
         worker = dist.recv(gradient)
         updates.append(Update(worker, staleness=len(updates) - pulled[worker]))
         _follow(gradient, module, optimizer)
@@ -100,8 +101,8 @@ def work(module: nn.Module, loss_of: Callable[[int], Tensor], steps: int) -> lis
     module: as on the server; overwritten with the server's parameters and buffers at the start,
     with its weights after each step. loss_of: called with the number of the step, returns the loss
     of `module` on this worker's data. steps: may differ between workers, and be 0.
-    Returns the losses. ValueError, on every rank: as in `serve`, or steps below 0; on this rank: a
-    weight without a gradient.
+    Returns the losses. ValueError, on every rank: as in `serve`; on this rank: a weight without a
+    gradient.
 
     Whether the server is synchronous makes no difference here. Cost of a step: Φ out, Φ in.
     """
@@ -112,7 +113,7 @@ def work(module: nn.Module, loss_of: Callable[[int], Tensor], steps: int) -> lis
         loss = loss_of(step)
         loss.backward()
         dist.send(_gradients(module), SERVER)
-        weights = torch.empty_like(_weights(module))
+        weights = _weights(module)
         dist.recv(weights, SERVER)
         with torch.no_grad():
             for parameter, part in _cut(weights, module):
@@ -132,9 +133,6 @@ def _begin(module: nn.Module, steps: int | None) -> dict[int, int]:
             wanted, got = ("serve", "work") if rank == SERVER else ("work", "serve")
             remedy = f"Rank {SERVER} serves, all others work."
             raise ValueError(f"rank {rank} called {got}, expected {wanted}. {remedy}")
-        if rank != SERVER and plan < 0:
-            got = f"rank {rank} called work with steps={plan}"
-            raise ValueError(f"{got}, expected 0 or more. Say how many it makes.")
     broadcast_module(module)
     return {worker: plan for worker, plan in enumerate(plans) if worker != SERVER}
 
@@ -144,31 +142,25 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _weights(module: nn.Module) -> Tensor:
-    return _flat(list(_trained(module).values()))
+    return parameters_to_vector(_trained(module).values()).detach()
 
 
 def _gradients(module: nn.Module) -> Tensor:
-    without = [name for name, p in _trained(module).items() if p.grad is None]
-    if without:
-        got = f"rank {dist.get_rank()} has no gradient for {', '.join(without)} after backward"
-        remedy = "Does the loss depend on it? Freeze it with requires_grad_(False), on all ranks."
-        raise ValueError(f"{got}, expected one for every parameter that requires it. {remedy}")
-    return _flat([parameter.grad for parameter in _trained(module).values()])
+    trained = _trained(module)
+    check_gradients(trained)
+    return parameters_to_vector(parameter.grad for parameter in trained.values())
 
 
 def _follow(gradient: Tensor, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Step along a gradient that came in one piece."""
     for parameter, part in _cut(gradient, module):
-        parameter.grad = part.to(parameter.dtype)
+        parameter.grad = part
     optimizer.step()
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def _cut(flat: Tensor, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+def _cut(flat: Tensor, module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Each trained parameter with its part of `flat`, a view of the parameter's shape."""
-    parameters = list(_trained(module).values())
-    parts = flat.split([p.numel() for p in parameters])
-    return [(p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True)]
+    parameters = _trained(module).values()
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        yield parameter, part.view_as(parameter)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..ddp import TWICE, DataParallel, plan_buckets
+from ..ddp import TWICE, DataParallel, check_gradients, plan_buckets
 from ..shared_memory import SharedBuffer
 from ..tools.checks import check_positive
 
@@ -25,7 +25,7 @@ class Bucket:
     """Gradients that are sent together, each a view of one contiguous tensor.
 
     wire_dtype: of what is sent (None: as the gradients). shared_memory: the tensor lies in memory
-    that all ranks of the machine see, and nothing is sent.
+    that all ranks of the machine see, and nothing is sent, whatever the wire_dtype.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class BucketedDDP(DataParallel):
     """Average gradients a bucket at a time, each bucket as soon as it is full, during backward.
 
     wire_dtype, shared_memory: see `Bucket`. The rest, and RuntimeError: as in `ddp.BucketedDDP`.
-    ValueError: bucket_cap_mb isn't positive; a wire_dtype for shared memory.
+    ValueError: bucket_cap_mb isn't positive.
 
     At first, gradients are expected in the reverse order of the parameters. The first backward of
     the group's first rank shows the real order, which is then the plan on all ranks.
@@ -105,10 +105,6 @@ class BucketedDDP(DataParallel):
     ):
         super().__init__(module, group)
         check_positive("Give the size of a bucket in MiB.", bucket_cap_mb=bucket_cap_mb)
-        if wire_dtype is not None and shared_memory:
-            got = f"wire_dtype={wire_dtype} and shared_memory=True"
-            remedy = "In shared memory nothing is sent: drop wire_dtype."
-            raise ValueError(f"expected one of the two, got {got}. {remedy}")
         self._cap_bytes = bucket_cap_mb * 2**20
         self._how = group, wire_dtype, shared_memory
         self._order: list[nn.Parameter] | None = []  # as gradients come first; then None
@@ -145,7 +141,7 @@ class BucketedDDP(DataParallel):
     def synchronize(self) -> None:
         if not self.syncing:
             return
-        self.check_gradients()
+        check_gradients(self.trained)
         for parameter in self.trained.values():
             if parameter not in self._bucket_of[parameter].arrived:  # it came inside no_sync
                 self.ready(parameter)

@@ -17,16 +17,10 @@ from torch.distributed import ProcessGroup
 
 from .. import transport as torchs
 from .. import zero
-from ..zero import shard_plan
 from .ring import RingTransport
 
 MASTER = "master"  # its name in a state_dict, beside AdamW's exp_avg
-NOT_ELEMENTWISE = (
-    torch.optim.Adafactor,
-    torch.optim.LBFGS,
-    torch.optim.Muon,
-    torch.optim.SparseAdam,
-)
+NOT_ELEMENTWISE = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam
 
 
 class Bucket(zero.Bucket):
@@ -80,25 +74,25 @@ class Bucket(zero.Bucket):
     def load_state(self, states: list[dict]) -> None:
         """Take this rank's part of the states of all parameters."""
         loaded = {}
-        for name in states[0]:
+        for name, first in states[0].items():
             values = [state.get(name) for state in states]
-            whole = name == "step" or values[0].shape != self.parameters[0].shape
-            loaded[name] = _the_same(name, values) if whole else self._own_part(values)
+            if name != "step" and first.shape == self.parameters[0].shape:
+                flat = self.shard.detach().new_zeros(self.numel)
+                for part, value in zip(self.split(flat), values, strict=True):
+                    part.copy_(value)
+                loaded[name] = torchs.shard(flat, self.group).clone()
+            elif all(value == first for value in values):  # kept once for all
+                loaded[name] = first.clone()
+            else:
+                got = f"{', '.join(map(str, values))}. Give them groups of their own."
+                expected = f"expected the same {name!r} for parameters that share a bucket"
+                raise ValueError(f"{expected}, got {got}")
         master = loaded.pop(MASTER, self.own)
         if self.half:
             self.shard.data.copy_(master)
         options = self.optimizer.state_dict()["param_groups"]
         state = {0: loaded} if loaded else {}
         self.optimizer.load_state_dict({"state": state, "param_groups": options})
-
-    def _own_part(self, values: list[Tensor]) -> Tensor:
-        """What `values`, one for each parameter, have for this rank's shard."""
-        own, end = torch.zeros_like(self.shard.detach()), 0
-        mine = shard_plan(self.numels, dist.get_world_size(self.group))
-        for parameter, start, stop in mine[dist.get_rank(self.group)]:
-            begin, end = end, end + stop - start
-            own[begin:end] = values[parameter].flatten()[start:stop]
-        return own
 
 
 class ZeroOptimizer(zero.ZeroOptimizer):
@@ -123,10 +117,9 @@ class ZeroOptimizer(zero.ZeroOptimizer):
         **kwargs,
     ):
         if issubclass(optimizer_cls, NOT_ELEMENTWISE):
-            raise ValueError(
-                f"expected an elementwise optimizer, got {optimizer_cls.__name__}, which looks at "
-                "a parameter as a whole: a shard is only a part. Take AdamW, for example."
-            )
+            got = f"{optimizer_cls.__name__}, which looks at a parameter as a whole"
+            remedy = "A shard is only a part. Take AdamW, for example."
+            raise ValueError(f"expected an elementwise optimizer, got {got}. {remedy}")
         super().__init__(params, optimizer_cls, bucket_cap_mb, group, transport or torchs, **kwargs)
         if transport is None and self.buckets and self.buckets[0].flat.is_cpu:
             self.transport = RingTransport()
@@ -183,13 +176,3 @@ class ZeroOptimizer(zero.ZeroOptimizer):
         numbers = {parameter: number for number, parameter in enumerate(self.places)}
         for bucket in self.buckets:
             bucket.load_state([states.get(numbers[p], {}) for p in bucket.parameters])
-
-
-def _the_same(name: str, values: list[Tensor]) -> Tensor:
-    """What all parameters of a bucket have in common: it is kept once for a shard."""
-    if any(value is None or value != values[0] for value in values):
-        raise ValueError(
-            f"expected the same {name!r} for parameters that share a bucket, got "
-            f"{', '.join(map(str, values))}. Give them groups of their own."
-        )
-    return values[0].clone()
