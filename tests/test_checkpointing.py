@@ -1,14 +1,16 @@
 """ddpkit.checkpointing: the same gradients to the last bit, dropout on; the bytes predicted."""
 
-import contextlib
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import training_cases as cases
 from on_ranks import on_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_cases import WRAPPERS, gpt_batch, gpt_loss, prepare, train
 
 from ddpkit.checkpointing import (
     checkpoint,
@@ -16,8 +18,7 @@ from ddpkit.checkpointing import (
     selective_checkpoint,
     sequential_bytes,
 )
-from ddpkit.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-from ddpkit.models import GPT, Block, mean_loss, torch_attention
+from ddpkit.models import Block, torch_attention
 from ddpkit.tools.memory import (
     ByteDropout,
     MaterialisedAttention,
@@ -46,17 +47,10 @@ class Through(nn.Module):
         return self.way(self.module, *args)
 
 
-def small_gpt(way=directly, attention=torch_attention, layers=3):
-    torch.manual_seed(0)
-    sizes = {"vocabulary": 11, "context": 6, "width": 8, "heads": 2, "layers": layers}
-    gpt = GPT(**sizes, dropout=0.3, attention=attention)
+def small_gpt(way=directly, attention=torch_attention, layers=2):
+    gpt = cases.small_gpt(dtype=torch.float32, dropout=0.3, attention=attention, layers=layers)
     gpt.blocks = nn.ModuleList(Through(way, block) for block in gpt.blocks)
     return gpt
-
-
-def batch(seed=0):
-    tokens = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(seed))
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def gradients_of(model):
@@ -78,8 +72,7 @@ def assert_same_bits(got, expected):
 def step(model, seed=1):
     """All gradients, and the random numbers that come next."""
     torch.manual_seed(seed)
-    inputs, targets = batch()
-    mean_loss(model(inputs), targets).backward()
+    gpt_loss(model, [gpt_batch()]).backward()
     return [*gradients_of(model), torch.rand(3)]
 
 
@@ -88,14 +81,10 @@ def step(model, seed=1):
 def test_gradients_are_the_same_to_the_last_bit(way, dtype):
     for attention in (torch_attention, MaterialisedAttention(nn.Dropout(0.3))):
         with_it, without = (small_gpt(each, attention).to(dtype) for each in (way, directly))
-        assert_same_bits(step(with_it), step(without))
-
-
-def test_dropout_makes_a_difference():
-    """Else the test above couldn't fail for want of the random numbers' state."""
-    first, second, other = (step(small_gpt(), seed) for seed in (1, 1, 2))
-    assert_same_bits(first, second)
-    assert not torch.equal(first[0], other[0])
+        expected = step(without)
+        assert_same_bits(step(with_it), expected)
+        without.zero_grad()
+        assert not torch.equal(step(without, seed=2)[0], expected[0])  # dropout matters
 
 
 @BOTH
@@ -110,13 +99,13 @@ def test_inside_of_each_other(way):
     for call, outer in ((way, way), (directly, directly)):
         gpt = small_gpt()
         torch.manual_seed(1)
-        leaf = torch.randn(2, 6, 8, requires_grad=True)
+        leaf = torch.randn(2, 6, 6, requires_grad=True)
         blocks = nn.Sequential(*(Through(call, partial(counted, block)) for block in gpt.blocks))
         outer(blocks, leaf.sin()).square().sum().backward()
         found.append([leaf.grad, *(parameter.grad for parameter in gpt.blocks.parameters())])
     assert_same_bits(*found)
     # The outer one's two calls, then each inner one's second; then directly.
-    assert calls == [False] * 6 + [True] * 3 + [True] * 3
+    assert calls == [False] * 4 + [True] * 2 + [True] * 2
 
 
 @BOTH
@@ -128,7 +117,7 @@ def test_autocast_is_as_it_was(way):
         torch.manual_seed(1)
         nn.init.ones_(layer.weight)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = mean_loss(gpt(batch()[0]), batch()[1])
+            loss = gpt_loss(gpt, [gpt_batch()])
         loss.backward()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with torch.autocast("cpu", enabled=False):
@@ -227,11 +216,10 @@ class Counting(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.counts = {}
+        self.counts = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = operation.overloadpacket.__name__
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.counts[operation.overloadpacket.__name__] += 1
         return operation(*args, **(kwargs or {}))
 
 
@@ -252,9 +240,9 @@ def test_selective_computes_everything_again_but_the_layers():
     made = {"mm": 1, "addmm": 3, "bmm": 2, "gelu": 1, "_softmax": 1}  # qkv; out, MLP; attention
     for name, calls in made.items():
         assert forward[name] == first[name] == calls, name
-        assert whole.get(name, 0) - alone.get(name, 0) == calls, name
+        assert whole[name] - alone[name] == calls, name
         again = 0 if name in ("mm", "addmm") else calls
-        assert selective.get(name, 0) - alone.get(name, 0) == again, name
+        assert selective[name] - alone[name] == again, name
 
 
 def test_selective_refuses_a_product_that_is_changed_in_place():
@@ -317,14 +305,13 @@ def test_sequential_keeps_what_is_predicted(layers):
 
 def test_sequential_is_the_same_to_the_last_bit():
     found = []
-    for segments in (None, 1, 2, 3, 5):
-        gpt = small_gpt(layers=5)
+    for segments in (None, 1, 2, 3):
+        blocks = small_gpt(layers=3).blocks
         torch.manual_seed(1)
-        x = torch.randn(2, 6, 8, requires_grad=True)
-        way = partial(checkpoint_sequential, gpt.blocks, segments)
-        y = way(x) if segments else nn.Sequential(*gpt.blocks)(x)
+        x = torch.randn(2, 6, 6, requires_grad=True)
+        y = checkpoint_sequential(blocks, segments, x) if segments else nn.Sequential(*blocks)(x)
         y.square().sum().backward()
-        found.append([x.grad, *gradients_of(gpt.blocks), torch.rand(3)])
+        found.append([x.grad, *gradients_of(blocks), torch.rand(3)])
     for gradients in found[1:]:
         assert_same_bits(gradients, found[0])
 
@@ -352,47 +339,20 @@ def test_segments_that_there_can_not_be(segments):
 
 # On ranks
 
-WRAPPERS = {
-    "naive": NaiveDDP,
-    "flat": FlatDDP,
-    "overlap": OverlapDDP,
-    "buckets": partial(BucketedDDP, bucket_cap_mb=0.001),
-}
 
-
-def two_steps(wrap, way, micro_batches):
-    """The gradients of two steps of SGD."""
-    model = wrap(small_gpt(way))
-    found = []
-    for number in range(2):
-        torch.manual_seed(100 * number + dist.get_rank())
-        for micro in range(micro_batches):
-            inputs, targets = batch(seed=100 * number + 10 * micro + dist.get_rank())
-            last = micro == micro_batches - 1
-            with contextlib.nullcontext() if last else model.no_sync():
-                mean_loss(model(inputs), targets).backward()
-        model.synchronize()
-        found += [gradient.clone() for gradient in gradients_of(model)]
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data -= 0.1 * parameter.grad
-                parameter.grad = None
-    return found
+def two_steps(wrapper, way, micro_batches):
+    prepared = prepare(wrapper, small_gpt(way))
+    torch.manual_seed(dist.get_rank())
+    return train("GPT", prepared, [dist.get_rank()], micro_batches, steps=range(2))
 
 
 @on_ranks(2)
-def test_under_the_wrappers_gradients_are_the_same_to_the_last_bit(check):
-    for name, wrap in WRAPPERS.items():
-        for way, micro_batches in ((checkpoint, 1), (selective_checkpoint, 2)):
-            got, expected = (two_steps(wrap, each, micro_batches) for each in (way, directly))
-            check.same(got, expected, name, way.__name__, micro_batches)
-            check.unless(any(gradient.any() for gradient in got), name, "all gradients are zero")
-
-
-@on_ranks(1)
-def test_a_weight_in_two_checkpoints_is_refused_where_backward_sends(check):
-    """The weight has a gradient from each, and is sent with the first."""
-    for name, wrap in WRAPPERS.items():
+def test_under_the_wrappers(check):
+    """The same bits. But two checkpoints of a weight make two gradients; the first is sent."""
+    for number, (name, wrap) in enumerate(WRAPPERS.items()):
+        way = (checkpoint, selective_checkpoint)[number % 2]
+        got, expected = (two_steps(name, each, 1 + number // 2 % 2) for each in (way, directly))
+        check.same(got, expected, name, way.__name__)
         layer = nn.Linear(4, 4)
         model = wrap(layer)
         loss = checkpoint(layer, checkpoint(layer, torch.ones(2, 4))).sum()
@@ -414,9 +374,9 @@ def test_gradients_on_a_gpu_are_the_same(way):
     for call in (way, directly):
         gpt = small_gpt(call).cuda()
         torch.manual_seed(1)
-        inputs, targets = (part.cuda() for part in batch())
+        batch = [part.cuda() for part in gpt_batch()]
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = mean_loss(gpt(inputs), targets)
+            loss = gpt_loss(gpt, [batch])
         loss.backward()
         found.append([*gradients_of(gpt.blocks), torch.rand(3, device="cuda")])
     for mine, theirs in zip(*found, strict=True):

@@ -12,14 +12,6 @@ from ddpkit.models import GPT, MLP, mean_loss
 from ddpkit.tools.text import Batches, encode, text
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def small_gpt(seed=0, **arguments):
     torch.manual_seed(seed)
     return GPT(**{"vocabulary": 11, "context": 6, "width": 8, "heads": 2} | arguments)
@@ -38,7 +30,7 @@ def gradients(model, inputs, targets):
     return {name: parameter.grad.clone() for name, parameter in trained}
 
 
-# The tied weight, the frozen parameter, the buffer
+# The tied weight, the frozen parameter
 
 
 def test_the_tied_weight_counts_once_and_stays_tied():
@@ -65,7 +57,7 @@ def test_one_parameter_is_frozen_and_all_others_learn():
     mean_loss(model(inputs), targets).backward()
     optimizer.step()
     unchanged = [name for name, value in model.state_dict().items() if value.equal(before[name])]
-    assert unchanged == ["positions", "prior"]
+    assert unchanged == ["positions"]
 
 
 def test_the_frozen_parameter_matters():
@@ -77,17 +69,6 @@ def test_the_frozen_parameter_matters():
         torch.testing.assert_close(model(same)[0, 0], model(same)[0, 1])
 
 
-def test_the_prior_is_a_buffer_counted_and_added_to_the_logits():
-    model, (inputs, _) = small_gpt(), batch()
-    assert [name for name, _ in model.named_buffers()] == ["prior"]
-    without = model(inputs)
-    model.count(torch.tensor([3, 3, 3, 7], dtype=torch.uint8))
-    expected = torch.ones(11)
-    expected[3], expected[7] = 4, 2
-    torch.testing.assert_close(model.prior.exp(), expected / 15)
-    torch.testing.assert_close(model(inputs), without + model.prior)
-
-
 # Attention, dropout
 
 
@@ -96,13 +77,10 @@ def test_tokens_change_later_logits_and_no_earlier_ones():
     before = model(inputs)
     for place in range(6):
         changed = inputs.clone()
-        changed[:, place:] = (changed[:, place:] + 1) % 11
+        changed[:, place] = (changed[:, place] + 1) % 11
         after = model(changed)
         torch.testing.assert_close(after[:, :place], before[:, :place])
-        assert (after[:, place] - before[:, place]).abs().amax(-1).min() > 1e-3
-    changed = inputs.clone()
-    changed[:, 0] = (changed[:, 0] + 1) % 11
-    assert (model(changed) - before).abs().amax(-1).min() > 1e-5
+        assert (after[:, place:] - before[:, place:]).abs().amax(-1).min() > 1e-5
 
 
 def test_attention_can_be_replaced():
@@ -170,25 +148,20 @@ def test_weighted_gradients_of_shares_average_to_those_of_the_batch():
 
 def evaluate(model, tokens):
     with torch.no_grad():
-        inputs, targets = next(iter(Batches(tokens, batch_size=256, length=64)))
+        inputs, targets = next(iter(Batches(tokens, batch_size=64, length=64)))
         return mean_loss(model(inputs), targets).item()
 
 
 def test_it_learns_a_text():
-    """At first all bytes are about equally likely; told their shares, the loss is their entropy;
-    trained, it beats on an unseen part any guess that doesn't look at the other bytes."""
+    """At first all bytes are about equally likely; trained, it beats on an unseen part any guess
+    that doesn't look at the other bytes: the loss of those is the entropy at least."""
     torch.manual_seed(0)
     model, tokens = GPT(), encode(text())
     start = 9 * len(tokens) // 10
     tokens, unseen = tokens[:start], tokens[start:]
-    shares = torch.bincount(tokens).double() / len(tokens)
-    entropy = -torch.xlogy(shares, shares).sum().item()
     assert evaluate(model, tokens) == pytest.approx(math.log(256), abs=0.1)
-    counted = copy.deepcopy(model)
-    counted.count(tokens)
-    assert evaluate(counted, tokens) == pytest.approx(entropy, abs=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for inputs, targets in islice(Batches(tokens, batch_size=16, length=64), 100):
+    for inputs, targets in islice(Batches(tokens, batch_size=16, length=32), 50):
         optimizer.zero_grad()
         mean_loss(model(inputs), targets).backward()
         optimizer.step()
