@@ -26,18 +26,13 @@ SLOW = Link(latency_s=0.01, bytes_per_s=1e6)
     [
         (-1e-6, 1e9, "latency_s >= 0, got -1e-06"),
         (float("nan"), 1e9, "latency_s >= 0, got nan"),
-        (float("inf"), 1e9, "latency_s >= 0, got inf"),
-        (0.0, 0, "bytes_per_s > 0, got 0"),
-        (0.0, float("nan"), "bytes_per_s > 0, got nan"),
         ("1 ms", 1e9, "latency_s >= 0, got '1 ms'"),
-        (0.0, None, "bytes_per_s > 0, got None"),
-        (False, 1e9, "latency_s >= 0, got False"),
+        (0.0, 0, "bytes_per_s > 0, got 0"),
     ],
 )
 def test_bad_links_are_refused(latency_s, bytes_per_s, complaint):
-    with pytest.raises(ValueError, match="Give ") as caught:
+    with pytest.raises(ValueError, match=f"expected {complaint}. Give "):
         Link(latency_s, bytes_per_s)
-    assert complaint in str(caught.value)
 
 
 def test_presets_have_names():
@@ -46,21 +41,16 @@ def test_presets_have_names():
         link = Link.preset(name)
         assert str(link) == name
         assert link.seconds("send", 0, 2) == link.latency_s
-    with pytest.raises(
-        ValueError, match="no link is called 'token ring'; there are '1 Gbit Ethernet'"
-    ):
+    with pytest.raises(ValueError, match="called 'token ring'; there are '1 Gbit Ethernet'"):
         Link.preset("token ring")
 
 
-def test_a_link_is_a_value():
-    link = Link(1e-3, 1e9)
-    assert link == Link(1e-3, 1e9) == pickle.loads(pickle.dumps(link))
-    assert Link(0, float("inf")).seconds("all_reduce", 10**9, 4) == 0
-
-
-def test_a_link_without_a_name_says_what_it_is():
-    assert str(Link(50e-6, 22816143.0)) == "50 µs, 22.8 MB/s"
-    assert str(Link(0, float("inf"))) == "0 ns, inf GB/s"
+def test_a_link_is_a_value_that_says_what_it_is():
+    link, fast = Link(50e-6, 22816143.0), Link(0, float("inf"))
+    assert link == Link(50e-6, 22816143.0) == pickle.loads(pickle.dumps(link))
+    assert str(link) == "50 µs, 22.8 MB/s"
+    assert str(fast) == "0 ns, inf GB/s"
+    assert fast.seconds("all_reduce", 10**9, 4) == 0
 
 
 @pytest.mark.parametrize(
@@ -96,13 +86,9 @@ def test_a_slowed_link():
     assert fast.slowed(10).slowed(10).slowdown == 100
     assert (fast.slowdown, fast.name) == (1, "NVLink 4")
 
-
-@pytest.mark.parametrize("times", [0.5, 0, -1, float("nan"), float("inf"), "1000", None, True])
-def test_a_link_is_never_slowed_by_less_than_1(times):
-    with pytest.raises(
-        ValueError, match=f"slowed expected a number >= 1, got {times!r}: 1000 makes"
-    ):
-        SLOW.slowed(times)
+    for times in (0.5, float("nan"), float("inf"), "1000", True):
+        with pytest.raises(ValueError, match=f">= 1, got {times!r}: 1000 makes"):
+            SLOW.slowed(times)
 
 
 # Runs over a link. Times are asserted from below only: a busy machine is slower, never faster.
