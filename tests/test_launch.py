@@ -1,5 +1,7 @@
 """`launch`: what travels to the ranks and back, a Run, what ranks print, what is refused."""
 
+import ctypes
+import multiprocessing
 import os
 import re
 import subprocess
@@ -147,10 +149,6 @@ def test_trap_25_two_ranks_on_one_gpu():
     assert "share" in run.backend
 
 
-def test_trap_26_the_torch_that_was_tried():
-    assert (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
-
-
 # Trap 2: what cells define.
 
 
@@ -207,9 +205,8 @@ def test_trap_2_classes_dataclasses_enums_and_modules():
     )
     assert launch(names["Child"](3), world_size=1)[0] == (True, 3)
     net = names["Net"]()
-    point, is_red, colour, value, returned = launch(
-        names["use"], names["Point"](1), names["Colour"].RED, net, world_size=1
-    )[0]
+    given = names["Point"](1), names["Colour"].RED, net
+    point, is_red, colour, value, returned = launch(names["use"], *given, world_size=1)[0]
     assert point == names["Point"](2)
     assert is_red
     assert colour is names["Colour"].RED
@@ -226,15 +223,11 @@ def test_trap_2_a_large_captured_variable_is_named_in_a_warning():
         def use(): return len(big) + small
         """
     )
-    with pytest.warns(
-        UserWarning,
-        match=r"its own copy of 12 MB: the variable big \(12 MB\) that the function uses",
-    ) as seen:
+    says = r"its own copy of 12 MB: the variable big \(12 MB\) that the function uses"
+    with pytest.warns(UserWarning, match=says) as seen:
         assert launch(names["use"], world_size=1)[0] == 3_000_001
     assert seen[0].filename == __file__
-    with pytest.warns(
-        UserWarning, match="the function's arguments. Make or load it inside the function instead"
-    ):
+    with pytest.warns(UserWarning, match="the function's arguments. Make or load it inside the"):
         launch(len, bytes(11_000_000), world_size=1)
 
 
@@ -251,12 +244,8 @@ def test_trap_7_environment_and_edited_modules_are_seen(tmp_path, monkeypatch):
     def look():
         import lesson_of_today
 
-        return (
-            lesson_of_today.VALUE,
-            os.environ.get("DDPKIT_SEEN"),
-            os.environ.get("DDPKIT_NEW"),
-            os.getcwd(),
-        )
+        seen, new = os.environ.get("DDPKIT_SEEN"), os.environ.get("DDPKIT_NEW")
+        return lesson_of_today.VALUE, seen, new, os.getcwd()
 
     assert launch(look, world_size=1)[0] == (1, "first", None, os.getcwd())
     module.write_text("VALUE = 23\n")
@@ -276,15 +265,11 @@ def _fail_to_build():
 
 
 def test_trap_13_results_that_cannot_travel():
-    with pytest.raises(
-        RankError, match=r"rank 0 raised ValueError: the return value can't be sent back"
-    ) as caught:
+    says = "rank 0 raised ValueError: the return value can't be sent .* got generator: return its"
+    with pytest.raises(RankError, match=says):
         launch(lambda: (i for i in range(3)), world_size=2)
-    assert "got generator: return its contents" in str(caught.value)
-    with pytest.raises(
-        RankError,
-        match=r"rank 1 returned a value that can't be rebuilt here \(KeyError: 'no such thing'\)",
-    ):
+    says = r"rank 1 returned a value that can't be rebuilt here \(KeyError: 'no such thing'\)"
+    with pytest.raises(RankError, match=says):
         launch(lambda: Unbuildable() if dist.get_rank() else 1, world_size=2)
 
 
@@ -308,12 +293,8 @@ def test_trap_13_results_of_every_kind_and_large_ones():
     assert transposed.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert leaf.requires_grad
     assert isinstance(weight, torch.nn.Parameter)
-    assert (plain, dtype, repr(error), fn()) == (
-        {"a": (1, None)},
-        torch.float16,
-        "ValueError('x')",
-        7,
-    )
+    assert (plain, dtype) == ({"a": (1, None)}, torch.float16)
+    assert (repr(error), fn()) == ("ValueError('x')", 7)
     assert (len(large), large[-1]) == (30_000_000, 2)
 
 
@@ -371,30 +352,31 @@ def test_trap_10_live_shows_whole_labelled_lines_as_they_come(monkeypatch, tmp_p
     assert run.output == ["beginning\nend"] * 2
 
 
-def test_trap_11_every_way_to_print_is_captured():
-    def talk():
-        import ctypes
-        import subprocess
-        import warnings
+def test_trap_11_and_12_every_way_to_print_is_captured(capfd):
+    chatter = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected ...: 1\n"
 
+    def talk():
         print("print")
         sys.stderr.write("stderr\n")
-        sys.__stdout__.flush()
         libc = ctypes.CDLL(None)
         libc.printf(b"printf\n")
         libc.fflush(None)
         subprocess.run(["echo", "child"], check=True)
-        os.write(1, b"descriptor\n")
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.warn("careful", stacklevel=1)
+        os.write(1, b"descriptor\n" + chatter)
+        print("{} {x} 100% %s %d \x1b[31mred\x1b[0m")
+        for percent in (0, 50, 100):
+            print(f"\r{percent}% done", end="", file=sys.stderr)
+        print(file=sys.stderr)
+        print("windows\r\nline")
         libc.printf(b"left in C's buffer\n")
 
     (output,) = launch(talk, world_size=1).output
-    *lines, last = output.splitlines()
-    assert lines[:5] == ["print", "stderr", "printf", "child", "descriptor"]
-    assert any("UserWarning: careful" in line for line in lines)
-    assert last == "left in C's buffer"
+    lines = ["print", "stderr", "printf", "child", "descriptor"]
+    lines += ["{} {x} 100% %s %d \x1b[31mred\x1b[0m", "100% done", "windows", "line"]
+    assert output.splitlines() == [*lines, "left in C's buffer"]
+    assert capfd.readouterr().out.splitlines()[:9] == [f"rank 0 | {line}" for line in lines]
+    launch(lambda: None, world_size=2)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_trap_11_long_lines_and_split_characters():
@@ -412,23 +394,20 @@ def test_trap_11_long_lines_and_split_characters():
         assert output == "x" * 200_000 + "é€😀\n\ufffd not UTF-8"
 
 
-def test_trap_11_and_12_chatter_braces_percent_ansi_and_progress_bars(capfd):
-    chatter = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected ...: 1\n"
+def test_very_long_output_is_shown_without_its_middle(capsys):
+    def chatter():
+        for number in range(1000):
+            print(number)
 
-    def talk():
-        os.write(1, chatter)
-        print("{} {x} 100% %s %d \x1b[31mred\x1b[0m")
-        for percent in (0, 50, 100):
-            print(f"\r{percent}% done", end="", file=sys.stderr)
-        print(file=sys.stderr)
-        print("windows\r\nline")
-
-    (output,) = launch(talk, world_size=1).output
-    lines = ["{} {x} 100% %s %d \x1b[31mred\x1b[0m", "100% done", "windows", "line"]
-    assert output.splitlines() == lines
-    assert capfd.readouterr().out.splitlines() == [f"rank 0 | {line}" for line in lines]
-    launch(lambda: None, world_size=2)
-    assert capfd.readouterr() == ("", "")
+    run = launch(chatter, world_size=1)
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 201
+    assert shown[99:102] == [
+        "rank 0 | 99",
+        "rank 0 | ... 800 more lines, all of them in run.output[0] ...",
+        "rank 0 | 900",
+    ]
+    assert run.output[0].splitlines() == [str(number) for number in range(1000)]
 
 
 def test_trap_11_and_22_a_data_loader_with_workers(capfd):
@@ -463,8 +442,6 @@ def test_launch_inside_a_rank_or_its_forked_child_is_refused():
             return str(error)
 
     def in_both():
-        import multiprocessing
-
         ours, theirs = multiprocessing.Pipe()
         child = multiprocessing.get_context("fork").Process(target=nested, args=(theirs,))
         child.start()
@@ -553,19 +530,3 @@ def test_trap_9_an_ipython_terminal(tmp_path):
     pids = re.findall(r"rank \d \| (\d+)\n", done.stdout)
     assert len(pids) == 2
     wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids))
-
-
-def test_very_long_output_is_shown_without_its_middle(capsys):
-    def chatter():
-        for number in range(1000):
-            print(number)
-
-    run = launch(chatter, world_size=1)
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 201
-    assert shown[99:102] == [
-        "rank 0 | 99",
-        "rank 0 | ... 800 more lines, all of them in run.output[0] ...",
-        "rank 0 | 900",
-    ]
-    assert run.output[0].splitlines() == [str(number) for number in range(1000)]

@@ -135,7 +135,6 @@ def test_an_exception_out_of_step_closes_the_world_and_says_so(cell, fails, magi
             "deadlock: rank 0 waits in barrier for rank 1, wh",
         ),
         ("dist.all_reduce(torch.ones(8 - rank))", "", HangError, "mismatch: rank 0 called all_red"),
-        ("while True: pass", "--timeout 0.5", HangError, "no result after 0.5 s."),
         ("import os\nrank or os.abort()", "", RankError, "rank 0 was killed by SIGABRT."),
     ],
 )
@@ -181,14 +180,11 @@ def test_another_size_is_another_world_and_says_so(cell):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("two", "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS], got"),
+        ("two", "expected %%ranks [N] [--on 0,2], got"),
         ("65", "%%ranks expected 1 to 64 ranks on one machine, got 65"),
         ("2 --on 2", "--on expected ranks from 0 to 1, got '2': there are 2 ranks"),
         ("2 --on a,b", "--on expected ranks separated by commas, as in --on 0,2, got 'a,b'"),
         ("2 --fast", "got '2 --fast': --fast means nothing here"),
-        ("2 --timeout soon", "got '2 --timeout soon'"),
-        ("2 --timeout 0", "expected timeout > 0, got 0"),
-        ("2 --hang-after -1", "expected hang_after > 0, got -1"),
         ("2 'unclosed", 'got "2 \'unclosed": '),
     ],
 )

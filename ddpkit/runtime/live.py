@@ -7,7 +7,6 @@ import hashlib
 import linecache
 import shlex
 
-from ..tools.checks import check_positive
 from . import hang, processes, worker
 from .backends import choose_backend
 from .errors import LaunchError, RankError
@@ -15,7 +14,7 @@ from .launch import MOST_RANKS, show_by_rank
 from .watch import Watch
 
 GONE = "The ranks were ended, and their variables with them; the next %%ranks cell starts new ones."
-USAGE = "expected %%ranks [N] [--on 0,2] [--timeout SECONDS] [--hang-after SECONDS]"
+USAGE = "expected %%ranks [N] [--on 0,2]"
 
 
 class LiveWorld:
@@ -28,13 +27,11 @@ class LiveWorld:
             self.ranks, self.board = stack.enter_context(
                 processes.world(choice, world_size, None, False, worker.serve_cells)
             )
-            Watch(self.ranks, self.board, None, 60.0).until_all_reply()
+            Watch(self.ranks, self.board, hang_after=60.0).until_all_reply()
             self._stack = stack.pop_all()
         self.is_open = True
 
-    def run(
-        self, source: str, on: list[int], timeout: float | None = None, hang_after: float = 15.0
-    ) -> dict[int, str]:
+    def run(self, source: str, on: list[int]) -> dict[int, str]:
         """Run a cell on the ranks `on` and print what they print.
 
         Returns {rank: repr of its last expression, or None}. Raises RankError and HangError as
@@ -43,7 +40,7 @@ class LiveWorld:
         """
         file = f"<ranks {hashlib.sha1(source.encode()).hexdigest()[:8]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        watch = Watch(self.ranks, self.board, timeout, hang_after)
+        watch = Watch(self.ranks, self.board)
         try:
             watch.check_all_live()
             for rank in on:
@@ -85,7 +82,7 @@ class RanksMagic:
         atexit.register(self.close)
 
     def __call__(self, line: str, cell: str):
-        """%%ranks [N] [--on 0,2] [--timeout S] [--hang-after S]
+        """%%ranks [N] [--on 0,2]
 
         Run the cell on N ranks that stay (at first 4; later, as many as last time). Names persist
         between cells; `rank`, `world_size`, `dist`, `torch` and `device` are there. The value of
@@ -103,7 +100,7 @@ class RanksMagic:
         if self.world is None:
             self.world = LiveWorld(size)
             self._size = size
-        values = self.world.run("\n" + cell, on, options.timeout, options.hang_after)
+        values = self.world.run("\n" + cell, on)
         shown = show_by_rank({rank: values[rank] for rank in on if values[rank] is not None})
         print(shown, end="\n" if shown else "")
 
@@ -118,8 +115,6 @@ def _parse(line: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="%%ranks", add_help=False, exit_on_error=False)
     parser.add_argument("n", nargs="?", type=int)
     parser.add_argument("--on")
-    parser.add_argument("--timeout", type=float)
-    parser.add_argument("--hang-after", type=float, default=15.0)
     try:
         options, unknown = parser.parse_known_args(shlex.split(line))
     except (argparse.ArgumentError, ValueError) as error:  # ValueError: an open quote
@@ -129,9 +124,6 @@ def _parse(line: str) -> argparse.Namespace:
     if options.n is not None and not 1 <= options.n <= MOST_RANKS:
         fit = f"1 to {MOST_RANKS} ranks on one machine"
         raise ValueError(f"%%ranks expected {fit}, got {options.n}")
-    check_positive("Give seconds.", hang_after=options.hang_after)
-    if options.timeout is not None:
-        check_positive("Give seconds.", timeout=options.timeout)
     return options
 
 

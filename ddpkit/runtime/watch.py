@@ -24,9 +24,7 @@ LOST_PEER = re.compile(
 class Watch:
     """Watches ranks until each has replied; what goes wrong becomes a RankError or HangError."""
 
-    def __init__(
-        self, ranks, board: Board, timeout: float | None, hang_after: float, live: bool = False
-    ):
+    def __init__(self, ranks, board: Board, timeout=None, hang_after=15.0, live=False):
         self.ranks, self.board, self.live = ranks, board, live
         self.timeout, self.hang_after = timeout, hang_after
         self.replies: dict[int, object] = {}

@@ -110,16 +110,16 @@ def _hold_back(recorder: Recorder, record: Record):
     time.sleep(max(0.0, until - time.perf_counter()))
 
 
-def _recorded(op: str, method: str, sent: int, filled: int):
+def _recorded(op: str, method: str, sent: int = 0):
     """A method of a process group that records the call and hands it to the real group.
 
-    op: our name of it. sent, filled: which arguments are tensors handed in, and filled.
+    op: our name of it. sent: which argument are the tensors handed in; the first is filled.
     """
 
     def call(self, *args):
-        if len(args) == max(sent, filled) + 1:  # from C++, some come without options
+        if len(args) == sent + 1:  # from C++, some come without options
             args += (OPTIONS[op](),)
-        return self._collective(op, method, args, _flat(args[sent]), _flat(args[filled]))
+        return self._collective(op, method, args, _flat(args[sent]), _flat(args[0]))
 
     return call
 
@@ -170,28 +170,26 @@ class WireGroup(dist.ProcessGroup):
 
     # Collectives: what torch.distributed calls, our name for it, what goes in, what comes out.
 
-    broadcast = _recorded("broadcast", "broadcast", 0, 0)
-    allreduce = _recorded("all_reduce", "allreduce", 0, 0)
-    allreduce_coalesced = _recorded("all_reduce", "allreduce_coalesced", 0, 0)
-    reduce = _recorded("reduce", "reduce", 0, 0)
-    allgather = _recorded("all_gather", "allgather", 1, 0)
-    allgather_coalesced = _recorded("all_gather", "allgather_coalesced", 1, 0)
-    allgather_into_tensor_coalesced = _recorded(
-        "all_gather", "allgather_into_tensor_coalesced", 1, 0
-    )
-    all_gather_single = _recorded("all_gather", "all_gather_single", 1, 0)
-    _allgather_base = _recorded("all_gather", "_allgather_base", 1, 0)
-    gather = _recorded("gather", "gather", 1, 0)
-    scatter = _recorded("scatter", "scatter", 1, 0)
-    reduce_scatter = _recorded("reduce_scatter", "reduce_scatter", 1, 0)
-    reduce_scatter_single = _recorded("reduce_scatter", "reduce_scatter_single", 1, 0)
-    _reduce_scatter_base = _recorded("reduce_scatter", "_reduce_scatter_base", 1, 0)
+    broadcast = _recorded("broadcast", "broadcast")
+    allreduce = _recorded("all_reduce", "allreduce")
+    allreduce_coalesced = _recorded("all_reduce", "allreduce_coalesced")
+    reduce = _recorded("reduce", "reduce")
+    allgather = _recorded("all_gather", "allgather", 1)
+    allgather_coalesced = _recorded("all_gather", "allgather_coalesced", 1)
+    allgather_into_tensor_coalesced = _recorded("all_gather", "allgather_into_tensor_coalesced", 1)
+    all_gather_single = _recorded("all_gather", "all_gather_single", 1)
+    _allgather_base = _recorded("all_gather", "_allgather_base", 1)
+    gather = _recorded("gather", "gather", 1)
+    scatter = _recorded("scatter", "scatter", 1)
+    reduce_scatter = _recorded("reduce_scatter", "reduce_scatter", 1)
+    reduce_scatter_single = _recorded("reduce_scatter", "reduce_scatter_single", 1)
+    _reduce_scatter_base = _recorded("reduce_scatter", "_reduce_scatter_base", 1)
     reduce_scatter_tensor_coalesced = _recorded(
-        "reduce_scatter", "reduce_scatter_tensor_coalesced", 1, 0
+        "reduce_scatter", "reduce_scatter_tensor_coalesced", 1
     )
-    alltoall = _recorded("all_to_all", "alltoall", 1, 0)
-    all_to_all_single = _recorded("all_to_all", "all_to_all_single", 1, 0)
-    alltoall_base = _recorded("all_to_all", "alltoall_base", 1, 0)
+    alltoall = _recorded("all_to_all", "alltoall", 1)
+    all_to_all_single = _recorded("all_to_all", "all_to_all_single", 1)
+    alltoall_base = _recorded("all_to_all", "alltoall_base", 1)
 
     def barrier(self, opts=None):
         return self._collective("barrier", "barrier", (opts or dist.BarrierOptions(),), [], [])
