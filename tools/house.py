@@ -242,9 +242,9 @@ def references_beside_the_library() -> list[str]:
                 if getattr(thing, "__module__", "").startswith("ddpkit"):
                     library[word].append(thing)
     found = []
-    for word in exercises.__all__:
-        reference = getattr(getattr(exercises, word), "reference", None)
-        if word in library and not any(reference is thing for thing in library[word]):
+    for word, exercise in vars(exercises).items():
+        reference = getattr(exercise, "reference", None)
+        if reference and word in library and reference not in library[word]:
             found.append(f"{word}: {inspect.getmodule(library[word][0]).__name__} has one, too")
     return found
 

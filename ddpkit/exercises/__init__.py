@@ -12,36 +12,3 @@ from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_reduce_scatt
 from .softmax import merge, online_softmax
 from .softmax_kernel import softmax_kernel
 from .zero import shard_plan, zero_step
-
-__all__ = [
-    "BucketedDDP",
-    "Checkpoint",
-    "HookedDDP",
-    "LossScaler",
-    "OverlapDDP",
-    "all_gather",
-    "all_reduce",
-    "average_gradients",
-    "block_bytes",
-    "broadcast",
-    "flash_backward",
-    "flash_forward",
-    "is_stub",
-    "master_step",
-    "merge",
-    "neighbours",
-    "no_sync",
-    "online_softmax",
-    "plan_buckets",
-    "predict_bytes",
-    "reduce_scatter",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "ring_cost",
-    "ring_reduce_scatter",
-    "say_hello",
-    "shard_plan",
-    "softmax_kernel",
-    "sum_or_mean",
-    "zero_step",
-]

@@ -147,14 +147,16 @@ def source_of(*parts: Callable) -> str:
 
 @dataclass
 class Problem:
-    """What is wrong with an answer. stage: "values", "wire", "hang" or "error"; names the hint.
+    """What is wrong with an answer. stage: "luck", "values", "wire", "hang" or "error".
 
-    named: the text says the cause itself, and no known mistake has to be looked for.
+    symptom: what two answers that make the same mistake have in common. reading: what the values
+    say, as far as no known mistake explains them.
     """
 
     stage: str
     text: str
-    named: bool = False
+    symptom: object = None
+    reading: str | None = None
 
 
 class Verdict:
@@ -187,7 +189,6 @@ class Exercise:
     races: called with a trial and its run; returns what makes the values a matter of luck, or None.
     wire: called with a trial and its run; returns what is wrong on the wire though the values are
         right, or None.
-    beside: called with what should come and what came; returns how both are told.
     """
 
     reference: Callable
@@ -202,7 +203,6 @@ class Exercise:
     explain: Callable[[Trial, int, object, object], str | None] = lambda *_: None
     races: Callable[[Trial, Run], str | None] = lambda *_: None
     wire: Callable[[Trial, Run], str | None] = lambda *_: None
-    beside: Callable[[object, object], str] | None = None
     _failures: int = field(default=0, init=False)
     _stages: list[str] = field(default_factory=list, init=False)  # whose hints come next
     _outcome: Run | LaunchError | None = field(default=None, init=False)
@@ -233,7 +233,7 @@ class Exercise:
             problem = self._problem(trial, self._outcome)
             self._passed = problem is None
             if problem and mistake:  # so that it isn't run again, to be compared with itself
-                self._tried[mistake.name] = number, self._symptom(trial, self._outcome)
+                self._tried[mistake.name] = number, problem.symptom
             if problem:
                 return self._refuse(number, trial, problem, empty)
             if largest is None or trial.world_size >= largest[0].world_size:
@@ -263,17 +263,16 @@ class Exercise:
             return Verdict(None, f"{self.name}: {why}")
         return player(self._outcome)
 
-    def known(self, number: int, outcome: Run | LaunchError) -> Mistake | None:
+    def known(self, number: int, symptom: object) -> Mistake | None:
         """The mistake of the table that passes the trials before this one, and fails it alike."""
         trials = list(self.trials())
-        symptom = self._symptom(trials[number], outcome)
         for mistake in self.mistakes:
             passed, failed = self._tried.get(mistake.name, (0, None))
             while failed is None and passed <= number:
                 answer = mistake.applied_to(self.reference, self.helpers)
-                wrong = _run(answer, trials[passed])
-                if self._problem(trials[passed], wrong):
-                    failed = self._symptom(trials[passed], wrong)
+                problem = self._problem(trials[passed], _run(answer, trials[passed]))
+                if problem:
+                    failed = problem.symptom
                 else:
                     passed += 1
             self._tried[mistake.name] = passed, failed
@@ -309,21 +308,28 @@ class Exercise:
     def _problem(self, trial: Trial, outcome: Run | LaunchError) -> Problem | None:
         """What is wrong with what came out."""
         if isinstance(outcome, LaunchError):
-            stage = "hang" if isinstance(outcome, HangError) else "error"
-            return Problem(stage, str(outcome))
+            stage, text = "hang" if isinstance(outcome, HangError) else "error", str(outcome)
+            meaning = next((means for says, means in ERRORS.items() if says in text), None)
+            return Problem(stage, text, text.partition("\n")[0], meaning)
         luck = never_waited(outcome) or self.races(trial, outcome) or _overwritten(outcome)
         if luck:
-            return Problem("values", luck, named=True)
-        expected = _expected(trial, outcome)
+            return Problem("luck", luck, "a matter of luck")  # and the values mean nothing
+        expected = trial.expected(outcome) if callable(trial.expected) else trial.expected
         for rank, (should, got) in enumerate(zip(expected, outcome, strict=True)):
             if got != should:
-                return Problem("values", self._tell(rank, should, got))
+                reading = self.explain(trial, rank, should, got)
+                return Problem(
+                    "values", self._tell(rank, should, got), repr(list(outcome)), reading
+                )
         wrong = self.wire(trial, outcome)
-        return Problem("wire", wrong) if wrong else None
+        if not wrong:
+            return None
+        said = []
+        for records in outcome.wire:
+            said.append(sorted((r.op, str(r.peer), r.bytes) for r in records))
+        return Problem("wire", wrong, (said, wrong))
 
     def _tell(self, rank: int, expected: object, got: object) -> str:
-        if self.beside:
-            return self.beside(expected, got)
         sentence = "rank {rank} has {got}, expected {expected}."
         if isinstance(expected, dict) and isinstance(got, dict):
             what = next(what for what in expected if got.get(what) != expected[what])
@@ -337,46 +343,21 @@ class Exercise:
         stages = [stage for stage in ("start", *self.hints) if stage != problem.stage]
         self._stages = [stage for stage in (problem.stage, *stages) if stage in self.hints]
         lines = [f"✗ {self.name} on {trial}: {problem.text}"]
-        cause = None if problem.named else self._cause(number, trial, problem)
+        cause = None if problem.stage == "luck" else self._cause(number, problem)
         if cause and cause not in problem.text:
             lines.append(cause)
         if empty:
             lines.append(f"{', '.join(empty)} {'is' if len(empty) == 1 else 'are'} still empty.")
-        if self._failures > 1 and not (cause or problem.named) and self._stages:
+        if self._failures > 1 and not cause and problem.stage != "luck" and self._stages:
             lines.append(f"Hint: {self._next_hint()}")
         replay = " · .replay()" if any(self._outcome.wire) else ""
         lines.append(f"More: check.{self.name}.hint(){replay} · .solution()")
         return Verdict(False, "\n".join(lines))
 
-    def _cause(self, number: int, trial: Trial, problem: Problem) -> str | None:
-        """Why it went wrong: as a known mistake, by what the values say, or by Python's error."""
-        mistake = self.known(number, self._outcome)
-        if mistake:
-            return mistake.says
-        if problem.stage == "values":
-            expected = _expected(trial, self._outcome)
-            for rank, (should, got) in enumerate(zip(expected, self._outcome, strict=True)):
-                if got != should:
-                    return self.explain(trial, rank, should, got)
-        if problem.stage == "error":
-            return next((means for says, means in ERRORS.items() if says in problem.text), None)
-        return None
-
-    def _symptom(self, trial: Trial, outcome: Run | LaunchError) -> object:
-        """What two answers that make the same mistake have in common.
-
-        A result may have a method `symptom()` that tells more than what is shown of it.
-        """
-        if isinstance(outcome, LaunchError):
-            return str(outcome).partition("\n")[0]
-        if never_waited(outcome) or self.races(trial, outcome):
-            return "a matter of luck"  # says so itself, and its values mean nothing
-        if list(outcome) != _expected(trial, outcome):
-            return [getattr(value, "symptom", value.__repr__)() for value in outcome]
-        said = []
-        for records in outcome.wire:
-            said.append(sorted((r.op, str(r.peer), r.bytes) for r in records))
-        return said, self.wire(trial, outcome)
+    def _cause(self, number: int, problem: Problem) -> str | None:
+        """Why it went wrong: as a known mistake does, or by what its values or Python say."""
+        mistake = self.known(number, problem.symptom)
+        return mistake.says if mistake else problem.reading
 
     def _next_hint(self) -> str:
         stages = self._stages or list(self.hints)
@@ -398,10 +379,6 @@ def _run(answer: Callable, trial: Trial) -> Run | LaunchError:
         )
     except LaunchError as error:
         return error
-
-
-def _expected(trial: Trial, run: Run) -> list:
-    return trial.expected(run) if callable(trial.expected) else trial.expected
 
 
 def short(value: object) -> str:
