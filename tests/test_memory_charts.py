@@ -6,7 +6,7 @@ from test_figures import check_picture
 from torch import nn
 
 from ddpkit.checkpointing import checkpoint, selective_checkpoint
-from ddpkit.lesson import memory_charts
+from ddpkit.lesson import charts, memory_charts
 from ddpkit.models import GPT, mean_loss, torch_attention
 from ddpkit.tools.memory import (
     KINDS,
@@ -112,7 +112,7 @@ ROWS = {
 
 
 def test_bars():
-    picture = memory_charts.bars(ROWS, 2 * 10**9, "A step")
+    picture = charts.byte_bars(ROWS, 2 * 10**9, "A step")
     assert repr(picture) == (
         "A step.\nkept: 4 GB (parameters 1 GB, activations 3 GB).\n"
         "again: 2 GB (parameters 1 GB, activations 1 GB)."

@@ -230,7 +230,7 @@ def test_causes_come_before_effects():
                 sent |= keys
             if event.kind == "receive":
                 assert keys <= sent
-            assert not event.wrong
+            assert not event.status
         for rank, records in enumerate(run.wire):  # all is told, and a rank's own order is kept
             for kind, op in (("send", "send"), ("receive", "recv")):
                 ends = [e for e in events if e.kind == kind and rank in e.records]
@@ -379,7 +379,7 @@ def test_bundle():
 def test_world_explorer():
     widget = world_explorer()
     assert repr(widget) == repr(figures.worlds(4))
-    (slider,), stack = widget.box.children[0].children, widget.box.children[1]
+    (_, slider), stack = widget.box.children[0].children, widget.box.children[1]
     assert (slider.min, slider.max, stack.selected_index) == (1, 8, 4)
     assert "2 ranks are 2 processes" in stack.children[2].children[0].value
 

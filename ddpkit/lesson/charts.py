@@ -264,15 +264,14 @@ KIND_COLOURS = dict(zip(memory.KINDS, [*page.RANK_COLOURS[:5], page.MIXED], stri
 
 def byte_bars(
     rows: Mapping[str, Mapping[str, int]],
-    title: str,
-    text: str,
     capacity_bytes: int | None = None,
+    title: str = "",
     chosen: str | None = None,
 ) -> Picture:
     """Bytes by kind, a bar for each row with its total; dashed: what a GPU has.
 
-    rows: {name: {kind of `ddpkit.memory.KINDS`: bytes}}. chosen: the row that stands out. text:
-    what the picture says.
+    rows: {name: {kind of `ddpkit.memory.KINDS`: bytes}}. chosen: the row that stands out. Nothing
+    here depends on the machine, so that the picture's words hold the bytes. Notebooks 06 and 07.
     """
     used = set().union(*rows.values())
     colours = {kind: KIND_COLOURS[kind] for kind in memory.KINDS if kind in used}
@@ -291,12 +290,14 @@ def byte_bars(
         axes.axhspan(place - 0.45, place + 0.45, fc=page.PALE, ec="black", lw=2, zorder=0)
     page.with_units(axes.xaxis, "B")
     legend(figure, handles)
-    return Picture(figure, text)
+    said = [f"{title}."]
+    for name, row in rows.items():
+        kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in row.items() if nbytes)
+        said.append(f"{name}: {size(sum(row.values()))} ({kinds}).")
+    return Picture(figure, "\n".join(said))
 
 
-def zero_stages(
-    parameters: int, world_size: int, stage: int, capacity_bytes: int = 80 * 10**9
-) -> Picture:
+def zero_stages(parameters: int, world_size: int, stage: int, capacity_bytes: int) -> Picture:
     """The model states that a rank keeps in each of ZeRO's stages, to scale; one stage stands out.
 
     Arguments as for `memory.model_states`, mixed precision with AdamW. Notebook 07.
@@ -304,9 +305,7 @@ def zero_stages(
     states = [memory.model_states(parameters, each, world_size) for each in range(4)]
     rows = {f"stage {number}": kept._asdict() for number, kept in enumerate(states)}
     title = f"Model states on each of {count(world_size, 'rank')}"
-    totals = [f"stage {number} {size(kept.total)}" for number, kept in enumerate(states)]
-    text = f"{title}: {', '.join(totals)}."
-    return byte_bars(rows, title, text, capacity_bytes, f"stage {stage}")
+    return byte_bars(rows, capacity_bytes, title, f"stage {stage}")
 
 
 # Numbers read and written
@@ -355,13 +354,10 @@ def fitted(
     names = [f"{algorithm}, {world_size} ranks" for algorithm, world_size in curves]
     sizes = between([each.nbytes for each in points])
     figure, (axes,) = chart(title)
-    handles = []
     for number, (algorithm, world_size) in enumerate(curves):
-        look = {"color": colour(number), "marker": page.MARKERS[number % len(page.MARKERS)]}
-        _line(axes, fit, algorithm, sizes, world_size, look["color"])
-        for part, face in ((measured, look["color"]), (held_out, "white")):
-            _points(axes, part, algorithm, world_size, mfc=face, **look)
-        handles.append(stroke(names[number], ms=11, lw=2.5, **look))
+        style = {"color": colour(number), "marker": page.MARKERS[number % len(page.MARKERS)]}
+        _curve(axes, fit, algorithm, world_size, sizes, measured, label=names[number], **style)
+        _points(axes, held_out, algorithm, world_size, mfc="white", **style)
     _log_axes(axes)
     errors = [f"{100 * fit.error(part):.0f} %" for part in (measured, held_out)]
     note = (
@@ -372,8 +368,10 @@ def fitted(
     style = {"ha": "right", "fontsize": page.SMALL, "linespacing": 1.5, "bbox": page.WHITE}
     axes.text(0.985, 0.04, note, transform=axes.transAxes, **style)
     dots = {"marker": "o", "ms": 11, "mew": 2.5, "ls": "none"}
-    handles += [stroke("fitted to", **dots), stroke("held out", mfc="white", **dots)]
-    legend(figure, [*handles, stroke("model")])
+    axes.plot([], [], label="fitted to", color="black", **dots)
+    axes.plot([], [], label="held out", color="black", mfc="white", **dots)
+    axes.plot([], [], label="model", color="black", lw=2.5)
+    legend(figure)
     return Picture(
         figure,
         f"{title}. Time by size for {'; '.join(names)}: {count(len(measured), 'point')} that the "
@@ -398,12 +396,10 @@ def crossing(
     around = [nbytes * factor for nbytes, _, _ in changes for factor in (1 / 30, 30)]
     sizes = between([1e3, 1e7, *around, *(each.nbytes for each in measured)])
     figure, (axes,) = chart(title)
-    handles = []
     looks = zip(colours_of(algorithms).items(), itertools.cycle(page.MARKERS), strict=False)
     for (algorithm, fill), marker in looks:
-        _line(axes, model, algorithm, sizes, world_size, fill)
-        _points(axes, measured, algorithm, world_size, color=fill, marker=marker)
-        handles.append(stroke(algorithm, fill, marker=marker if measured else None, ms=11))
+        style = {"color": fill, "marker": marker if measured else ""}
+        _curve(axes, model, algorithm, world_size, sizes, measured, label=algorithm, **style)
     for number, (nbytes, _, after) in enumerate(changes):
         axes.axvline(nbytes, color="black", lw=1.5, ls=page.DASHES)
         seconds = model.seconds(after, nbytes, world_size)
@@ -414,7 +410,7 @@ def crossing(
     _log_axes(axes)
     lines = f"size of the tensor; lines: {model}"
     axes.set_xlabel(f"{lines}; points: measured" if measured else lines)
-    legend(figure, handles)
+    legend(figure)
     fastest = [_fastest(model, algorithms, world_size, sizes[0])] + [new for *_, new in changes]
     return Picture(
         figure,
@@ -444,10 +440,12 @@ def _fastest(
     return min(algorithms, key=lambda algorithm: model.seconds(algorithm, nbytes, world_size))
 
 
-def _line(axes, model: cost.CostModel, algorithm: str, sizes, world_size: int, fill: str):
-    """What the model predicts."""
+def _curve(axes, model, algorithm: str, world_size: int, sizes, measured, label: str, **style):
+    """What the model predicts, and what was measured of it."""
     seconds = [model.seconds(algorithm, nbytes, world_size) for nbytes in sizes]
-    axes.plot(sizes, seconds, color=fill, lw=2.5)
+    axes.plot(sizes, seconds, color=style["color"], lw=2.5)
+    _points(axes, measured, algorithm, world_size, **style)
+    axes.plot([], [], label=label, lw=2.5, ms=11, **style)
 
 
 def _points(axes, measured: Sequence[cost.Measurement], algorithm: str, world_size: int, **style):

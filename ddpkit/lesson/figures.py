@@ -142,9 +142,9 @@ def received_bytes(run) -> list[int]:
 
 
 def _bytes(run, op: str) -> list[int]:
-    found = [0] * len(run.wire)
-    for rank, records in enumerate(run.wire):
-        found[rank] = sum(record.bytes for record in records if record.op == op)
+    found = []
+    for records in run.wire:
+        found.append(sum(record.bytes for record in records if record.op == op))
     return found
 
 
@@ -164,27 +164,23 @@ def traffic(run_or_runs) -> Picture:
     figure, panels = chart("", min(page.TALLEST, 400 * rows), rows, columns, sharey=True)
     said = []
     for axes, (name, (sent, received)) in zip(panels, found.items(), strict=False):
+        ranks = range(len(sent))
         notes = _total_and_busiest(sent, received)
         said.append(f"{name}: {', '.join(notes)}" if name else ", ".join(notes))
         axes.set_title("\n".join([name, *notes] if name else notes), fontsize=page.SMALL)
-        for nbytes, side, shade in ((sent, -0.2, colour), (received, 0.2, _received)):
-            values = [each / factor for each in nbytes]
-            fills = [shade(rank) for rank in range(len(values))]
-            places = [rank + side for rank in range(len(values))]
-            bars = axes.bar(places, values, 0.4, color=fills, ec="black")
+        dark = [colour(rank) for rank in ranks]
+        for nbytes, side, fills in ((sent, -0.2, dark), (received, 0.2, map(page.lighter, dark))):
+            places, values = [rank + side for rank in ranks], [each / factor for each in nbytes]
+            bars = axes.bar(places, values, 0.4, color=list(fills), ec="black")
             axes.bar_label(bars, fmt="{:.3g}", fontsize=page.SMALL, padding=2)
-        axes.set_xticks(range(len(sent)))
+        axes.set_xticks(ranks)
         axes.set_xlabel("rank")
     for axes in panels[len(found) :]:
         axes.set_visible(False)
-    panels[0].set_ylim(0, 1.12 * most / factor)
-    panels[0].set_ylabel("bytes" if unit == "B" else unit)
-    legend(figure, [patch("sent", colour(0)), patch("received, paler", _received(0))])
+    panels[0].set(ylim=(0, 1.12 * most / factor), ylabel="bytes" if unit == "B" else unit)
+    paler = patch("received, paler", page.lighter(colour(0)))
+    legend(figure, [patch("sent", colour(0)), paler])
     return Picture(figure, f"Bytes by rank. {'. '.join(said)}.")
-
-
-def _received(rank: int) -> str:
-    return page.lighter(colour(rank))
 
 
 def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:

@@ -119,17 +119,6 @@ CAPACITY_BYTES = 80 * 10**9
 WAYS = ("everything kept", "selective", "every block")
 
 
-def bars(
-    rows: Mapping[str, Mapping[str, int]], capacity_bytes: int | None = None, title: str = ""
-) -> Picture:
-    """Bytes by kind, a bar for each row. Arguments as for `charts.byte_bars`. Notebook 06."""
-    said = [f"{title}."]
-    for name, row in rows.items():
-        kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in row.items() if nbytes)
-        said.append(f"{name}: {size(sum(row.values()))} ({kinds}).")
-    return byte_bars(rows, title, "\n".join(said), capacity_bytes)
-
-
 def memory_calculator() -> Calculator:
     """A GPT of any shape: the bytes of its training, with checkpoints and without. Notebook 06."""
     widths = [768, 1024, 1600, 2048, 3584, 4096, 5120, 8192, 16384]
@@ -163,7 +152,7 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
         f"On a GPU of {size(CAPACITY_BYTES)} {'fit' if len(fits) > 1 else 'fits'}: "
         f"{', '.join(fits) or 'none of them'}."
     )
-    return caption, bars(rows, CAPACITY_BYTES, "The peak of a training step")
+    return caption, byte_bars(rows, CAPACITY_BYTES, "The peak of a training step")
 
 
 def gpt_parameters(width: int, layers: int) -> int:

@@ -69,8 +69,8 @@ def _check_kept(run):
 
 def _cut(events: list[Event]) -> tuple[list[Event], int]:
     """(the first events, and whatever went wrong; how many are left out)."""
-    wrong = [event for event in events if event.wrong][:MOST_FRAMES]
-    right = [event for event in events if not event.wrong][: MOST_FRAMES - len(wrong)]
+    wrong = [event for event in events if event.status][:MOST_FRAMES]
+    right = [event for event in events if not event.status][: MOST_FRAMES - len(wrong)]
     return right + wrong, len(events) - len(right) - len(wrong)
 
 
@@ -96,7 +96,7 @@ def world_explorer() -> StepThrough:
         picture = figures.worlds(world_size)
         return picture.text, picture
 
-    return StepThrough(look, "world size", range(1, 9), start=4, play=False)
+    return StepThrough(look, "world size", range(1, 9), start=4)
 
 
 # Pictures
@@ -192,7 +192,7 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
     """One frame: ranks with what they hold, and the messages between them."""
     canvas, event = Canvas(WIDTH, stage.height), frame.event
     for line, text in enumerate(_title(frame, step)):
-        title = page.WRONG if event.wrong else "black"
+        title = page.WRONG if event.status else "black"
         canvas.text(16, 24 + 28 * line, text, page.NORMAL, "left", title)
     change = stage.changes[step - 1]
     for rank in range(stage.world_size):

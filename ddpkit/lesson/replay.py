@@ -29,10 +29,6 @@ class Event:
     status: dict[int, str] = field(default_factory=dict)
 
     @property
-    def wrong(self) -> bool:
-        return bool(self.status)
-
-    @property
     def is_message(self) -> bool:
         return self.kind in ("send", "receive")
 
@@ -235,7 +231,7 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
     """None: it was under way when the run ended."""
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
-    kind, status = "lost", {rank: waits}
+    kind, status, text = "lost", {rank: waits}, f"rank {rank} {waits}: "
     if sent is not None and sent.fingerprint != record.fingerprint:
         ours, theirs = _shape(record), _shape(sent)
         kind, status = "differ", {peer: f"sends {theirs}", rank: f"expects {ours}"}
@@ -245,10 +241,9 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
         text = f"rank {rank} asked for a message from {source} and never waited for it"
         status = {rank: "never waits for it"}
     elif sent is None:
-        kind, text = "stuck", f"rank {rank} {waits}: no message comes from {source}"
+        kind, text = "stuck", f"{text}no message comes from {source}"
     elif sent.dropped:
-        why = "never waited for its send, and the message was dropped"
-        text = f"rank {rank} {waits}: rank {peer} {why}"
+        text += f"rank {peer} never waited for its send, and the message was dropped"
     else:
         return None
     return Event(kind, text, {rank: record}, peer, rank, status)

@@ -55,16 +55,10 @@ class Moment:
         if not self.read:
             return "nothing read: m = −∞, ℓ = 0"
         x = self.row[self.read - 1]
-        said = f"x = {_exactly(x)}: "
-        if self.m == -math.inf:
-            return f"{said}masked, m stays −∞ and ℓ 0"
         if x == -math.inf:
-            return f"{said}masked, m stays {_exactly(self.m)} and ℓ {_rounded(self.ell)}"
-        if self.m > self.m_before:
-            said += f"m grows from {_exactly(self.m_before)} to {_exactly(self.m)}"
-        else:
-            said += f"m stays {_exactly(self.m)}"
-        return f"{said}; ℓ = {self.sum}"
+            return f"x = −∞: masked, m stays {_exactly(self.m)} and ℓ {_rounded(self.ell)}"
+        grows = f"grows from {_exactly(self.m_before)} to" if self.m > self.m_before else "stays"
+        return f"x = {_exactly(x)}: m {grows} {_exactly(self.m)}; ℓ = {self.sum}"
 
 
 def moments(row: Sequence[float]) -> list[Moment]:

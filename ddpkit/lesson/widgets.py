@@ -85,8 +85,7 @@ class StepThrough(Live):
     """A slider over pictures, all of them in the page: it steps without the kernel.
 
     look: step -> (caption, Picture). steps: of which there are pictures. text: what stands for all
-    of them, by default the caption of the first. telling: the step whose picture is stored. play:
-    with a button that steps by itself.
+    of them, by default the caption of the first. telling: the step whose picture is stored.
     """
 
     def __init__(
@@ -98,9 +97,8 @@ class StepThrough(Live):
         start: int | None = None,
         text: str | None = None,
         telling: int | None = None,
-        play: bool = True,
     ):
-        self._label, self._steps, self._play = label, steps, play
+        self._label, self._steps = label, steps
         self._start = steps[0] if start is None else start
         self.look = cache(look)
         caption, picture = self.look(self._start if telling is None else telling)
@@ -119,12 +117,9 @@ class StepThrough(Live):
         pages = pages[:1] * self._steps[0] + pages
         stack = ipywidgets.Stack(pages, selected_index=self._start)
         ipywidgets.jslink((slider, "value"), (stack, "selected_index"))
-        controls = [slider]
-        if self._play:
-            play = ipywidgets.Play(**ends, interval=1500, tooltip="play, pause, repeat")
-            ipywidgets.jslink((play, "value"), (slider, "value"))
-            controls.insert(0, play)
-        return ipywidgets.VBox([ipywidgets.HBox(controls), stack])
+        play = ipywidgets.Play(**ends, interval=1500, tooltip="play, pause, repeat")
+        ipywidgets.jslink((play, "value"), (slider, "value"))
+        return ipywidgets.VBox([ipywidgets.HBox([play, slider]), stack])
 
 
 @dataclass(frozen=True)
