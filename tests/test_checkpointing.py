@@ -316,21 +316,6 @@ def test_sequential_is_the_same_to_the_last_bit():
         assert_same_bits(gradients, found[0])
 
 
-def test_sequential_calls_all_but_the_last_segment_twice():
-    calls = []
-
-    class Double(nn.Module):
-        def forward(self, x):
-            calls.append(self)
-            return 2 * x
-
-    functions = [Double() for _ in range(5)]
-    x = torch.ones(1, requires_grad=True)
-    checkpoint_sequential(functions, 2, x).sum().backward()
-    assert [functions.index(each) for each in calls] == [0, 1, 2, 3, 4, 0, 1]
-    assert x.grad.item() == 32
-
-
 @pytest.mark.parametrize("segments", [0, 4])
 def test_segments_that_there_can_not_be(segments):
     with pytest.raises(ValueError, match=f"1 function in each, got {segments} segments of 3"):

@@ -1,6 +1,5 @@
 """ddpkit.ddp, data_parallel and fast.buckets; they train as one process does in test_training."""
 
-import io
 import itertools
 from collections import Counter
 from functools import partial
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_cases import (
@@ -22,8 +20,6 @@ from training_cases import (
     SGD,
     WRAPPERS,
     Routes,
-    gpt_batch,
-    gpt_loss,
     gradients_of,
     mlp_batch,
     routes_batch,
@@ -99,23 +95,6 @@ def test_other_modules_are_refused_on_every_rank(check):
         check.refused(NaiveDDP, module, says=says)
 
 
-@on_ranks(2)
-def test_saved_and_loaded(check):
-    for name, wrap in ALL.items():
-        model = wrap(small_gpt(seed=dist.get_rank()))
-        file = io.BytesIO()
-        torch.save(model.module.state_dict(), file)
-        file.seek(0)
-        alone = small_gpt(seed=5)
-        alone.load_state_dict(torch.load(file))
-        inputs, _ = gpt_batch()
-        check.same(model(inputs), alone(inputs), name, "saved")
-        other = small_gpt(seed=7).state_dict()
-        model.load_state_dict({f"module.{key}": value for key, value in other.items()})
-        check.same(model(inputs), small_gpt(seed=7)(inputs), name, "loaded")
-        check.unless(model.eval() is model and not model.module.training, name, "eval")
-
-
 # Gradients that are missing, or of all kinds
 
 
@@ -173,41 +152,6 @@ def test_dtypes_and_layouts(check):
                 check.unless(close and parameter.grad.dtype == parameter.dtype, *what)
                 check.same_on_all(parameter.grad, *what)
             model.zero_grad(set_to_none=step == 0)
-
-
-def optimize(stepper_of, ranks, make=None):
-    """Clipped, with a closure that computes gradients as often as the optimizer likes."""
-    module = small_gpt(dist.get_rank() if make else 0)
-    model = make(module) if make else module
-    stepper = stepper_of(trained_of(module).values())
-
-    def closure():
-        stepper.zero_grad()
-        loss = gpt_loss(model, [gpt_batch(0, 0, rank) for rank in ranks])
-        loss.backward()
-        if make:
-            model.synchronize()
-            dist.all_reduce(loss.detach())
-            loss = loss / dist.get_world_size()
-        clip_grad_norm_(module.parameters(), 0.5)
-        return loss
-
-    for _ in range(2):
-        stepper.step(closure)
-    return weights_of(module)
-
-
-@on_ranks(2)
-def test_optimizers_that_look_at_all_gradients_at_once_or_again(check):
-    for stepper_of in (
-        partial(torch.optim.LBFGS, max_iter=4),
-        partial(torch.optim.AdamW, lr=0.01, fused=True),
-        partial(torch.optim.SGD, lr=0.1, nesterov=True, momentum=0.9, foreach=True),
-    ):
-        expected = optimize(stepper_of, range(2))
-        for name, make in IN_BACKWARD.items():
-            got = optimize(stepper_of, [dist.get_rank()], make)
-            check.close(got, expected, HALF_THE_DIGITS, stepper_of, name)
 
 
 # Backward twice
@@ -341,30 +285,6 @@ def test_plan(sizes, cap_bytes, expected):
     assert plan_buckets(sizes, cap_bytes) == expected
 
 
-def medium_sizes(norms) -> list[tuple[int, torch.dtype]]:
-    """Of the gradients of the seed's model, 423 million in all, last parameter first.
-
-    It is CS336's "medium": width 1024, 24 blocks, 10000 tokens, head and embedding apart; in a
-    block four matrices of attention, three of a SwiGLU of 4096, and two RMSNorms. norms: before
-    which of the seven matrices those stand.
-    """
-    width, block = 1024, [1024 * 1024] * 4 + [1024 * 4096] * 3
-    for place in sorted(norms, reverse=True):
-        block.insert(place, width)
-    numels = [10_000 * width, *block * 24, width, 10_000 * width]
-    return [(4 * numel, torch.float32) for numel in reversed(numels)]
-
-
-@pytest.mark.parametrize("norms", [(0, 0), (0, 4), (7, 7)])
-def test_the_seeds_calls(norms):
-    """1700, 980, 150 and 20 all-reduces in ten steps (FACTS.md), wherever the norms stand."""
-    sizes = medium_sizes(norms)
-    assert sum(nbytes for nbytes, _ in sizes) == 4 * 423_183_360
-    calls = [10 * len(plan_buckets(sizes, mb * 2**20)) for mb in (1, 10, 100, 1000)]
-    assert calls == [1700, 980, 150, 20]
-    assert len(plan_buckets(sizes, 100 * 10**6)) == 17  # its MB are MiB
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_plan_is_torchs(seed):
     """Of gradients of one dtype, empty ones among them."""
@@ -480,17 +400,3 @@ def test_copies(check):
             without = bytes_copied(lambda module: module, set_to_none)
             copied = bytes_copied(ALL[name], set_to_none) - without
             check.same(copied / gradient_bytes, times, name, set_to_none)
-
-
-@on_ranks(2)
-def test_gradients_live_in_their_bucket(check):
-    for name in ("one bucket", "buckets", "fast", "shared"):
-        model = WRAPPERS[name](Routes())
-        for step in range(4):
-            routes_step(model, step)
-            for flat, parameters in buckets_of(model) if step else ():
-                at = flat.data_ptr()
-                for parameter in parameters:
-                    check.same(parameter.grad.data_ptr(), at, name, step)
-                    at += parameter.nbytes
-            model.zero_grad(set_to_none=step < 2)

@@ -183,28 +183,6 @@ def test_half_precision_has_a_master_copy(check):
             check.same(saved[number]["master"], master.detach(), way, "saved", number)
 
 
-@on_ranks(2)
-def test_shards_can_be_unscaled_and_steps_left_out(check):
-    """A loss scaler's way, with gradients that overflowed in between; and twice synchronized."""
-    ranks = [dist.get_rank()]
-    for way, dtype in (("zero", torch.float64), ("fast zero", torch.bfloat16)):
-        plain, _, theirs, _ = sharded(way, SGD, dtype)
-        module, _, optimizer, _ = sharded(way, SGD, dtype)
-        for step in range(2):
-            backward("GPT", plain, None, ranks, step)
-            theirs.step()
-            for scale in (float("inf"), 1024.0):
-                optimizer.zero_grad()
-                (scale * gpt_loss(module, [gpt_batch(step, 0, *ranks)])).backward()
-                optimizer.synchronize()
-                finite = all(bool(b.shard.grad.isfinite().all()) for b in optimizer.buckets)
-                check.same(finite, scale == 1024.0, way, step, "finite")
-            for bucket in optimizer.buckets:
-                bucket.shard.grad /= 1024
-            optimizer.step()
-            check.close(weights_of(module), weights_of(plain), HALF_THE_DIGITS, way, step)
-
-
 # Saved and loaded: all ranks have all data, so that worlds of any size agree
 
 
