@@ -11,7 +11,6 @@ from torch import nn
 from ddpkit import flash_attention as plain
 from ddpkit.fast import attention as fast
 from ddpkit.flash_attention import attention
-from ddpkit.models import GPT, mean_loss, torch_attention
 from ddpkit.tools.memory import measure_saved, watch
 
 FLASH = [plain.flash_attention, fast.flash_attention]
@@ -100,13 +99,6 @@ def test_no_query_sees_the_future(flash, length):
 
 
 @both
-def test_gradients_are_slopes(flash):
-    q, k, v = (randn(2, N, 3, seed=N, grad=True) for N in (5, 7, 7))
-    assert torch.autograd.gradcheck(flash, (q, k, v))
-    assert torch.autograd.gradcheck(flash, (q, k, v, True))
-
-
-@both
 def test_gradients_of_views_and_expanded_gradients(flash):
     """Heads as a layer's output has them, and the gradient that sum() gives: one number."""
     x, found = randn(2, 300, 3, 4, 8), []
@@ -129,23 +121,12 @@ def test_differentiable_once_and_only_where_wanted(flash):
 
 @both
 def test_autocast_rounds_no_scores(flash):
-    """Inside, products would be bfloat16, with errors of 1/256; outside, they are near 1e-6."""
-    q, k, v, do = randn(4, 2, 300, 16).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert complaint(flash, q, k, v, do, True) is None
-
-
-@both
-def test_a_gpt_trains_with_it(flash):
-    losses = []
-    for attend in (flash, torch_attention):
-        torch.manual_seed(0)
-        gpt = GPT(vocabulary=11, context=20, width=16, heads=2, attention=attend).double()
-        tokens = torch.arange(42).view(2, 21) % 11
-        loss = mean_loss(gpt(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
-        losses.append([loss, *(p.grad for p in gpt.parameters() if p.requires_grad)])
-    torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-12)
+    """Inside, products would be bfloat16, with errors of 1/256."""
+    inputs, found = randn(4, 2, 300, 16).float(), []
+    for inside in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            found.append(output_and_gradients(flash, *inputs, True))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 # What is kept, and memory

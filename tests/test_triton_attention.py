@@ -90,12 +90,15 @@ def test_large_scores():
 
 @in_interpreter
 def test_tiles_in_the_future_are_not_even_read():
-    """NaN times 0 is NaN: were they read, the NaN of the later keys would be in all results."""
+    """NaN times 0 is NaN: were they read, the NaN of later keys and earlier do would be in all."""
     q, k, v, do = tensors(Nq=OWN, Nk=2 * OWN)
-    k[OWN:], v[OWN:] = torch.nan, torch.nan
+    k[OWN:] = v[OWN:] = torch.nan
     found = output_and_gradients(flash_attention_triton, q, k, v, do, True)
-    for x in (found["o"], found["dq"], found["dk"][:OWN], found["dv"][:OWN]):
-        assert x.isfinite().all()
+    assert all(x[:OWN].isfinite().all() for x in found.values())
+    q, k, v, do = tensors(Nq=2 * OWN, Nk=2 * OWN)
+    do[:OWN] = torch.nan
+    found = output_and_gradients(flash_attention_triton, q, k, v, do, True)
+    assert all(x[OWN:].isfinite().all() for x in found.values())
 
 
 def test_kept_are_q_k_v_o_and_a_number_for_each_row():
@@ -151,12 +154,9 @@ def test_mistakes_are_named(refused, says):
 
 
 @in_interpreter
-def test_the_interpreter_refuses_bf16_and_an_older_triton(monkeypatch):
+def test_the_interpreter_refuses_bf16():
     with pytest.raises(ValueError, match="no bfloat16 in Triton's interpreter"):
         flash_attention_triton(*zeros((4, 16), (4, 16), (4, 16), dtype=torch.bfloat16))
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
-    with pytest.raises(RuntimeError, match=r"expected Triton 3\.7 or newer, got 3\.6\.0"):
-        flash_attention_triton(*zeros((4, 16), (4, 16), (4, 16)))
 
 
 def test_an_older_gpu_and_a_cpu_are_refused(monkeypatch):

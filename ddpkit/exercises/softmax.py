@@ -4,12 +4,13 @@ Rows are logarithms of small whole numbers, so that the results are simple fract
 0, ln 2, ln 5 is 1/8, 2/8, 5/8.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -74,15 +75,12 @@ def _try(answer: Callable, look: Callable, cases: list[tuple], expected: dict) -
     return seen
 
 
-def reads_by_case(table: list[Mistake], usual: dict[str, str]) -> Callable:
-    """Explains failures like that of no known mistake by the usual one of the first wrong case."""
-    says = {mistake.name: mistake.says for mistake in table}
-
-    def explain(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
-        case = next(case for case in expected if got.get(case) != expected[case])
-        return says.get(usual.get(case))
-
-    return explain
+def read_by_case(
+    table: list[Mistake], usual: dict[str, str], _: Trial, rank: int, expected: dict, got: dict
+) -> str | None:
+    """Explain a failure like that of no known mistake by the usual one of the first wrong case."""
+    case = next(case for case in expected if got.get(case) != expected[case])
+    return next((mistake.says for mistake in table if mistake.name == usual.get(case)), None)
 
 
 # online_softmax(row)
@@ -238,7 +236,7 @@ online_softmax = Exercise(
         "is NaN. If ℓ is 0 at the end, all were masked.",
     },
     praise="the row was read twice, where safe softmax reads it three times, for the same numbers.",
-    explain=reads_by_case(ONLINE, {name: usual for name, _, usual in ROWS}),
+    explain=partial(read_by_case, ONLINE, {name: usual for name, _, usual in ROWS}),
     mistakes=ONLINE,
 )
 
@@ -252,18 +250,27 @@ PARTS = [  # name, parts of a row; and the mistake of those who are wrong with t
     ("parts (1000, 2) and (1000 + ln 2, 1)", [[1000.0] * 2, [1000 + LN2]], "overflows"),
     ("parts (-inf, 0) and (0, 2)", [[-INF], [0.0, 0.0]], None),
     ("parts (-inf, 0) and (-inf, 0)", [[-INF], [-INF]], "two_masked_parts_are_nan"),
-    ("four parts, one after the other", [[LN2, 0.0], [LN5], [-INF], [LN3, LN4]], "the_sum_alone"),
 ]
+BY_RANK = [[LN2, 0.0], [LN5, LN3, 0.0], [-INF, -INF], [LN4]]
 
 
 def _look_at_parts(answer: Callable, name: str, parts: list[list[float]], _: str | None) -> dict:
-    pairs = [tuple(exact_pair(part).unbind()) for part in parts]
-    return {name: numbers(functools.reduce, answer, pairs)}
+    return {name: numbers(answer, *(tuple(exact_pair(part).unbind()) for part in parts))}
+
+
+def _merge_all(answer: Callable) -> dict:
+    mine = exact_pair(BY_RANK[dist.get_rank()])
+    pairs = [torch.empty_like(mine) for _ in BY_RANK]
+    dist.all_gather(pairs, mine)
+    return {"all parts": numbers(reduce, answer, [tuple(pair.unbind()) for pair in pairs])}
 
 
 def _merge_trials():
-    expected = {name: Numbers(exact_pair(sum(parts, []))) for name, parts, _ in PARTS}  # noqa: RUF017
-    yield trial_of(_look_at_parts, PARTS, expected, "parts of a row")
+    expected = {name: Numbers(exact_pair(a + b)) for name, (a, b), _ in PARTS}
+    yield trial_of(_look_at_parts, PARTS, expected, "two parts")
+    whole = {"all parts": Numbers(exact_pair([x for part in BY_RANK for x in part]))}
+    what = "a part of a row on each, their pairs gathered"
+    yield Trial(4, _merge_all, (), [whole] * 4, what=what)
 
 
 MERGE = mistakes("""
@@ -313,6 +320,6 @@ merge = Exercise(
         "(-inf, 0): look at m before you subtract it.",
     },
     praise="ranks that share a row need to gather two numbers each, no more.",
-    explain=reads_by_case(MERGE, {name: usual for name, _, usual in PARTS}),
+    explain=partial(read_by_case, MERGE, {name: usual for name, _, usual in PARTS}),
     mistakes=MERGE,
 )

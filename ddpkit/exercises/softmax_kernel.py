@@ -3,11 +3,12 @@
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from .checker import Exercise, mistakes
-from .softmax import Numbers, reads_by_case, trial_of
+from .softmax import Numbers, read_by_case, trial_of
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -107,6 +108,6 @@ softmax_kernel = Exercise(
     },
     praise="rows shorter than their block, rows that lie apart, scores of 1000 and of -1e38. On a "
     "GPU, all rows at once.",
-    explain=reads_by_case(MISTAKES, USUAL),
+    explain=partial(read_by_case, MISTAKES, USUAL),
     mistakes=MISTAKES,
 )

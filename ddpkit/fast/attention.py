@@ -119,11 +119,11 @@ def tile_rows(queries: int, keys: int, causal: bool = False) -> Iterator[tuple[s
 
 
 def _hidden(q: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
-    """What is added to a tile's scores: -inf for keys in the future, else 0."""
-    if not causal or columns.stop <= rows.start + 1:
+    """What is added to a tile's scores: 0; on the diagonal, -inf for keys in the future."""
+    if not causal or columns.start < rows.start:
         return q.new_zeros(())
     size = rows.stop - rows.start, columns.stop - columns.start
-    return q.new_full(size, -math.inf).triu_(1 + rows.start - columns.start)
+    return q.new_full(size, -math.inf).triu_(1)
 
 
 def _by_head(*tensors: Tensor) -> list[Tensor]:
