@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import race_here
 import torch
 
 from ddpkit.bench import precision, results
@@ -43,20 +44,11 @@ def test_a_gpu_claims_what_its_capability_says(monkeypatch):
         assert precision.units() == ["fp32", *able]
 
 
-def race_here(make, rounds, warm_up):
-    """As `interleave.race`, but without ranks and times: each has one turn."""
-    contest = make(None)
-    for which, call in contest.calls.items():
-        contest.before(which)
-        call()
-    return dict.fromkeys(contest.calls, (1.0,) * rounds), [contest.found()]
-
-
 def test_what_has_no_units_is_named_and_not_timed(monkeypatch, tmp_path, capsys):
     (tmp_path / "cpuinfo").write_text(X86)
     monkeypatch.setattr(precision, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(precision, "ON_CPU", (8, 16, 2))
-    monkeypatch.setattr(precision, "race", race_here)
+    monkeypatch.setattr(precision, "race", race_here.race)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     precision.main("precision")

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -404,6 +403,9 @@ class _Watcher(TorchDispatchMode):
         if self.alive[address].kind == "other":
             self.alive[address].kind = kind
 
+    def meet_gradient(self, parameter: Tensor) -> None:
+        self.meet(parameter.grad, "gradients")
+
     def _gone(self, address: int) -> None:
         self.alive.pop(address).died = len(self.timeline.ops)
 
@@ -457,8 +459,8 @@ def watch(
     hooks = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            met = partial(_meet_gradient, watcher)
-            hooks.append(parameter.register_post_accumulate_grad_hook(met))
+            hook = parameter.register_post_accumulate_grad_hook(watcher.meet_gradient)
+            hooks.append(hook)
     try:
         with watcher, saved_tensors_hooks(keep, lambda x: x):
             yield timeline
@@ -467,7 +469,3 @@ def watch(
         for hook in hooks:
             hook.remove()
         watcher.tally()
-
-
-def _meet_gradient(watcher: _Watcher, parameter: Tensor) -> None:
-    watcher.meet(parameter.grad, "gradients")
