@@ -99,5 +99,4 @@ def _steps_and_share(op: str, world_size: int) -> tuple[int, float]:
     """Messages that follow one another, and bytes that do, as a multiple of the whole."""
     if op in ("send", "recv"):
         return 1, 1.0
-    volume = cost.volume(USUAL.get(op, op), 1, world_size)
-    return volume.hops, float(volume.in_turn)
+    return cost.volume(USUAL.get(op, op), 1, world_size)

@@ -19,7 +19,6 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -36,17 +35,16 @@ class Volume(NamedTuple):
 
     hops: messages, where a rank can't begin the next before one is done.
     in_turn: bytes: over all hops, the sum of the most that a rank sends or receives in each.
-        Exact: a Fraction where W doesn't divide n.
     """
 
     hops: int
-    in_turn: int | Fraction
+    in_turn: float
 
 
-def _table(world_size: int) -> dict[str, tuple[int, int | Fraction]]:
+def _table(world_size: int) -> dict[str, tuple[int, float]]:
     """{algorithm: its hops, its bytes in turn in units of n}; the barrier's are bytes."""
     others, tree = world_size - 1, (world_size - 1).bit_length()  # tree: log₂ W, rounded up
-    share = Fraction(others, world_size)
+    share = others / world_size
     swaps = world_size.bit_length() - 1  # log₂ W, rounded down
     unpaired = world_size > 2**swaps
     doubling = swaps + 2 * unpaired  # a hop to take in what those without a partner bring, one back
@@ -85,9 +83,8 @@ def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
         raise ValueError(f"no algorithm is called {algorithm!r}, only {', '.join(ALGORITHMS)}")
     if not 0 <= nbytes < math.inf:
         raise ValueError(f"expected nbytes >= 0, got {nbytes}: give the bytes of the whole tensor")
-    hops, parts = _table(world_size)[algorithm]
-    in_turn = parts * Fraction(1 if algorithm == "barrier" else nbytes)
-    return Volume(hops, int(in_turn) if in_turn.denominator == 1 else in_turn)
+    hops, in_turn = _table(world_size)[algorithm]
+    return Volume(hops, in_turn * (1 if algorithm == "barrier" else nbytes))
 
 
 # Predicting
@@ -152,7 +149,7 @@ def crossover(first: str, second: str, world_size: int, model: CostModel) -> flo
 def _line(algorithm: str, world_size: int, model: CostModel) -> tuple[float, float]:
     """(seconds for no bytes, seconds for each byte more)."""
     empty, one = volume(algorithm, 0, world_size), volume(algorithm, 1, world_size)
-    per_byte = float(one.in_turn - empty.in_turn) / model.bytes_per_s
+    per_byte = (one.in_turn - empty.in_turn) / model.bytes_per_s
     return model.seconds(algorithm, 0, world_size), per_byte
 
 
@@ -168,7 +165,7 @@ def fit(measurements: Iterable[Measurement]) -> CostModel:
     """
     measurements = _checked(measurements)
     volumes = [volume(each.algorithm, each.nbytes, each.world_size) for each in measurements]
-    counts = torch.tensor([(v.hops, float(v.in_turn)) for v in volumes], dtype=torch.float64)
+    counts = torch.tensor([(v.hops, v.in_turn) for v in volumes], dtype=torch.float64)
     seconds = torch.tensor([each.seconds for each in measurements], dtype=torch.float64)
     rows = counts.view(-1, 2) / seconds[:, None]
     lengths = rows.norm(dim=0)  # hops are few, bytes many: bring them near before rounding
