@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # The files that take longest come first, so that no worker ends long after the others.
 LONGEST = ["04_bucketed_ddp", "test_bucketed_ddp", "02_ring_all_reduce", "test_browser"]
-LONGEST += ["test_triton_attention", "test_processes", "test_ddp", "test_data_parallel"]
+LONGEST += ["test_triton_attention", "test_processes", "test_training", "test_data_parallel"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

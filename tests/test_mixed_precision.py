@@ -92,21 +92,6 @@ def test_as_the_scaler_of_torch():
     assert go_through(LossScaler(**options), overflows) == go_through(theirs, overflows)
 
 
-@pytest.mark.parametrize(("bad", "where"), [(math.inf, 0), (-math.inf, 1), (math.nan, 2)])
-def test_one_number_is_enough_for_an_overflow(bad, where):
-    parameters = [parameter_with([1.0, 1.0]) for _ in range(3)]
-    parameters[where].grad[1] = bad
-    without = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.AdamW(
-        [{"params": [without, *parameters[:2]]}, {"params": parameters[2:]}]
-    )
-    scaler = LossScaler()
-    scaler.step(optimizer)
-    assert scaler.overflow
-    assert all(torch.equal(parameter, torch.ones(2)) for parameter in parameters)
-    assert not optimizer.state
-
-
 def test_large_numbers_are_no_overflow():
     scaler = LossScaler()
     scaler.unscale_(torch.optim.SGD([parameter_with([3e38, -3e38])]))
@@ -174,14 +159,6 @@ def test_weights_are_the_master_copies_rounded(dtype):
     assert (optimizer.scaler.get_scale(), optimizer.scaler.dynamic) == (2**16 if fp16 else 1, fp16)
     for master, weight in zip(optimizer.masters.values(), trained_of(before), strict=True):
         assert torch.equal(master, weight)
-    for step in range(3):
-        optimizer.scale(gpt_loss(model, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for weight, master in optimizer.masters.items():
-            assert master.dtype == torch.float32
-            assert torch.equal(weight, master.to(dtype))
-    assert not torch.equal(model.tokens.weight, before.tokens.weight.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
