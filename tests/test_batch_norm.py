@@ -168,38 +168,25 @@ def test_a_group(check):
 
 def test_convert_replaces_all_and_keeps_what_they_have():
     shared = nn.BatchNorm1d(3, eps=0.5, momentum=None)
-    block = nn.Sequential(
-        nn.BatchNorm2d(4, affine=False), nn.BatchNorm3d(5, track_running_stats=False).eval()
-    )
+    volumes = nn.BatchNorm3d(5, track_running_stats=False).eval()
+    block = nn.Sequential(nn.BatchNorm2d(4, affine=False), volumes)
     model = nn.ModuleDict({"a": shared, "block": block, "b": shared, "other": nn.GroupNorm(1, 2)})
-    before = dict(model.named_parameters()) | dict(model.named_buffers())
-    others = block, model["other"]
+
+    def tensors():
+        return {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
+
+    def options():
+        norms = model["a"], *model["block"]
+        return [(str(norm).partition("(")[2], norm.training) for norm in norms]
+
+    before, other = (tensors(), options()), model["other"]
     assert convert(model) is model
-    after = dict(model.named_parameters()) | dict(model.named_buffers())
-    assert {name: id(value) for name, value in after.items()} == {
-        name: id(value) for name, value in before.items()
-    }
-    assert (model["block"], model["other"]) == others
+    assert (tensors(), options()) == before
+    assert (model["block"], model["other"]) == (block, other)
     assert model["a"] is model["b"]
-    converted = [model["a"], *model["block"]]
-    assert [type(each) for each in converted] == [GlobalBatchNorm] * 3
-    options = [
-        (n.num_features, n.eps, n.momentum, n.affine, n.track_running_stats, n.training)
-        for n in converted
-    ]
-    assert options == [
-        (3, 0.5, None, True, True, True),
-        (4, 1e-5, 0.1, False, True, True),
-        (5, 1e-5, 0.1, True, False, False),
-    ]
-
-
-def test_convert_of_a_batch_norm():
-    norm = nn.BatchNorm1d(3)
-    new = convert(norm)
-    assert isinstance(new, GlobalBatchNorm)
-    assert new.weight is norm.weight
-    assert convert(new) is new
+    assert {type(norm) for norm in (model["a"], *block)} == {GlobalBatchNorm}
+    norm = convert(volumes)
+    assert convert(norm) is norm
 
 
 # Mistakes

@@ -23,16 +23,16 @@ def compare(check, dtype, group=None):
     """Two flat tensors at a time, both begun before the first is waited for; sums are exact."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     numels = [world_size * 5, world_size * 300]
+    parts = [[twin.whole(r, numel, dtype) for r in range(world_size)] for numel in numels]
+    sums = [twin.total(each) for each in parts]
     for way in (transport, ring.RingTransport(), SharedMemoryTransport()):
         flats = [zeros(way, numel, dtype, group) for numel in numels]
-        for number, flat in enumerate(flats):
-            flat.copy_(twin.whole(rank, len(flat), dtype, salt=number))
+        for flat, each in zip(flats, parts, strict=True):
+            flat.copy_(each[rank])
         handles = [way.start_reduce_scatter(flat, group) for flat in flats]
         for handle in handles:
             handle.wait()
-        for number, flat in enumerate(flats):
-            parts = [twin.whole(r, len(flat), dtype, salt=number) for r in range(world_size)]
-            expected = twin.total(parts)
+        for flat, expected in zip(flats, sums, strict=True):
             own = transport.shard(flat, group)
             check.same(own, transport.shard(expected, group), way, dtype, "reduce-scatter")
             check.same(own.data_ptr(), flat.chunk(world_size)[rank].data_ptr(), way, "a view")
@@ -40,9 +40,7 @@ def compare(check, dtype, group=None):
         for handle in handles:
             handle.wait()
             handle.wait()  # does nothing
-        for number, flat in enumerate(flats):
-            parts = [twin.whole(r, len(flat), dtype, salt=number) for r in range(world_size)]
-            check.same(flat, twin.total(parts), way, dtype, "all-gather")
+        check.same(flats, sums, way, dtype, "all-gather")
 
 
 @on_ranks(1, 2, 3, 4, backend="gloo")
