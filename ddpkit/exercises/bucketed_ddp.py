@@ -62,7 +62,7 @@ def _train(answer, cap_bytes, between, by_rank):
         waited = sum(record.waited is not None for record in sent)
         # Until rank 0 waits, rank 1 sends nothing: nobody else can have changed rank 0's gradients
         alone = (rank, world_size, waited) == (0, 2, 0)
-        changed = _changed(stack, sent) if alone else []
+        changed = _gradients(stack, sent)[1] if alone else []
         model.synchronize()
     seen = {BEGUN: begun, "changed": changed}
     if changed or any(map(operator.gt, begun, in_time)):
@@ -72,10 +72,8 @@ def _train(answer, cap_bytes, between, by_rank):
     seen["waits for handles of step 1 in step 2"] = sum(r.waits for r in earlier) - waits
     seen["bytes of each all_reduce"] = [r.bytes for r in all_reduces()[len(earlier) :]]
     if cap_bytes:
-        buckets = _memory(sent).keys()
-        apart = [name for name, _, buffer, _ in _homes(stack) if buffer not in buckets]
-        seen["gradients that aren't views of a bucket"] = apart
-        new = buckets - _memory(earlier).keys() if between else ()
+        seen["gradients that aren't views of a bucket"] = _gradients(stack, sent)[0]
+        new = _memory(sent).keys() - _memory(earlier) if between else ()
         seen["buckets made anew in step 2"] = len(new)
     return seen
 
@@ -85,21 +83,18 @@ def _memory(sent: list[Record]) -> dict[int, list]:
     return {record.memory[0]: record.memory[2] for record in sent if record.memory}
 
 
-def _homes(stack: Stack) -> Iterator[tuple[str, list, int | None, int]]:
-    """Of each gradient: its name, its numbers, the buffer that was sent and has it, where in it."""
+def _gradients(stack: Stack, sent: list[Record]) -> tuple[list[str], list[str]]:
+    """Those that don't lie in what was sent; and those that do, and have changed since."""
+    apart, changed, memory = [], [], _memory(sent)
     for name, parameter in stack.named_parameters():
         if parameter.grad is not None:
-            home = recorder().home(parameter.grad) or (None, 0)
-            yield f"{name}.grad", parameter.grad.flatten().tolist(), *home
-
-
-def _changed(stack: Stack, sent: list[Record]) -> list[str]:
-    """Gradients that aren't any more what was sent."""
-    changed, memory = [], _memory(sent)
-    for name, numbers, buffer, start in _homes(stack):
-        if buffer in memory and memory[buffer][start : start + len(numbers)] != numbers:
-            changed.append(name)
-    return changed
+            numbers = parameter.grad.flatten().tolist()
+            buffer, start = recorder().home(parameter.grad) or (None, 0)
+            if buffer not in memory:
+                apart.append(f"{name}.grad")
+            elif memory[buffer][start : start + len(numbers)] != numbers:
+                changed.append(f"{name}.grad")
+    return apart, changed
 
 
 def _trial(world_size: int, cap_bytes: int | None, between: str = "", crossed=False) -> Trial:
@@ -138,14 +133,18 @@ IN_BOTH = {
     "note": "It also names a second backward without synchronize, and serves no_sync and groups.",
     "given": ("__init__", "forward"),
 }
-WITH_HOOKS = IN_A_MEAN + mistakes("""
+WITH_HOOKS = IN_A_MEAN + mistakes(f"""
 after_backward: parameter.register_post_accumulate_grad_hook(self.ready) → pass
-    Nothing was sent before backward was over. Begin each all_reduce in the hook: it runs while
-    backward still has other gradients to compute.
+    Nothing was sent before backward was over. The hook runs while it is going on: begin there.
 waits_in_the_hook: async_op=True) → async_op=True)⏎work.wait()
     The hook waits, so nothing overlaps: keep the handle, and wait() for it in synchronize().
 never_waits: work.wait() → pass
     call wait() on it: until then nobody knows what is in the tensor
+uses_the_result: async_op=True → async_op=False
+    all_reduce works in place and returns None, or with async_op=True a handle.
+divides_on_the_way: /= dist.get_world_size(self.group) → /= 1
+    async_op=True) → async_op=True)⏎parameter.grad /= dist.get_world_size()
+    {CHANGED}
 """)
 
 
@@ -155,15 +154,14 @@ OverlapDDP = Exercise(
     reference=ddp.OverlapDDP,
     trials=partial(_trials, None),
     hints={
-        "start": "dist.all_reduce(tensor, async_op=True) returns at once, with a handle. Where can "
-        "the hook leave it?",
+        "start": "dist.all_reduce(tensor, async_op=True) returns at once. Who keeps its handle?",
         "values": "ready: divide parameter.grad by the number of ranks, begin its all_reduce, keep "
         "the handle in self.works.",
         "wire": "synchronize: wait() for every handle in self.works, then clear it.",
     },
     **IN_BOTH,
     mistakes=WITH_HOOKS
-    + mistakes(f"""
+    + mistakes("""
 all_at_the_last: if self.syncing: → if parameter is self.module.tokens.weight or len(self.works):
     All wait for the last gradient. Send each as soon as it is complete.
 waits_for_others: if self.syncing: → if self.syncing and all(w.wait() for w in self.works.values()):
@@ -182,12 +180,6 @@ divides_again: parameter.grad /= dist.get_world_size(self.group) → pass
     work.wait() → work[0].wait()
     self.works.clear() → for _, one in self.works.values():⏎    one.grad /= dist.get_world_size()
     It was divided once more in the second step. Are the handles of the first one forgotten?
-uses_the_result: work = dist.all_reduce( → work = parameter.grad = dist.all_reduce(
-    async_op=True → async_op=False
-    all_reduce works in place and returns None, or with async_op=True a handle.
-divides_on_the_way: parameter.grad /= dist.get_world_size(self.group) → pass
-    ] = work → ] = work⏎parameter.grad /= dist.get_world_size()
-    {CHANGED}
 in_the_first_step: raise RuntimeError(TWICE) → return
     self.works.clear() → pass
     In step 2 it sent nothing. Is everything that step 1 noted forgotten when synchronize() is over?
@@ -241,13 +233,11 @@ plan_buckets = Exercise(
     reference=ddp.plan_buckets,
     trials=_plan_trials,
     hints={
-        "start": "With one dtype first: put each gradient into the open bucket; if that has "
-        "cap_bytes now, open a new one.",
+        "start": "With one dtype: fill the open bucket; once it has cap_bytes, open a new one.",
         "values": "An open bucket for each dtype: a dict {dtype: [numbers]}. What is still in it "
         "in the end is a bucket, too. Then sorted(buckets, key=lambda bucket: bucket[-1]).",
     },
-    praise="right for what divides and what doesn't, for gradients larger than the cap, and for "
-    "two dtypes.",
+    praise="right for what divides and what doesn't, for giants, and for two dtypes.",
     explain=lambda *_: (
         "Each gradient goes into the open bucket of its dtype, in the order in which "
         "they become ready; a bucket is closed once it has reached its cap, by however much."
@@ -290,14 +280,7 @@ flat: return sorted( → return list(range(len(sizes))) or sorted(
 
 # BucketedDDP(module, bucket_cap_mb)
 
-NOT_THE_VIEW = (
-    ".grad doesn't lie in the bucket that was sent. zero_grad() drops the view, and backward makes "
-    "a new tensor: the hook copies it into the view, and makes the view the gradient."
-)
-BY_NUMBERS = (
-    "`in`, index and == with tensors in a list compare the tensors' numbers. Look parameters up in "
-    "a set or a dict, or compare with `is`."
-)
+BY_NUMBERS = "`in`, index and == on lists of tensors compare numbers: use a set, a dict, or `is`."
 
 BucketedDDP = Exercise(
     reference=ddp.BucketedDDP,
@@ -305,11 +288,9 @@ BucketedDDP = Exercise(
     hints={
         "start": "add_bucket: one torch.zeros for all numbers of a bucket, of their dtype; "
         "flat.split(sizes) gives views, and part.view_as(parameter) their shape.",
-        "values": "ready: view.copy_(parameter.grad) unless it is the view already, parameter.grad "
-        "= view, note that it arrived. synchronize: wait() for each handle, divide its bucket, "
-        "then clear what was noted.",
-        "wire": "ready, then: from bucket number len(self.works) on, send each that is full, up to "
-        "the first that isn't.",
+        "values": "ready: view.copy_(parameter.grad) unless it is the view; parameter.grad = view; "
+        "note that it arrived. synchronize: wait, divide each bucket, clear what was noted.",
+        "wire": "ready, then: from bucket len(self.works) on, send all up to one that isn't full.",
         "error": BY_NUMBERS,
     },
     **IN_BOTH,
@@ -318,8 +299,8 @@ BucketedDDP = Exercise(
 by_arrival: range(len(self.works), len(self.plan)) → range(len(self.plan))
     if not self.arrived → if parameter not in set(self.plan[number]) or not self.arrived
     break → continue
-    Ranks sent their buckets in different orders, and what doesn't belong together was added up.
-    Even if it is full sooner, bucket k of the plan is sent after the buckets before it.
+    Ranks sent buckets in different orders, and what doesn't belong together was added up. Bucket k
+    of the plan is sent after the buckets before it, even if it is full sooner.
 one_behind: self.arrived.issuperset(self.plan[number]) → len(self.arrived) > len(self.plan[number])
     Each bucket waits for the next one: send it as soon as it is full itself.
 sends_again: range(len(self.works), len(self.plan)) → range(len(self.plan))
@@ -341,9 +322,9 @@ replaces_first: view.copy_(parameter.grad) → parameter.grad = view
     The gradient is 0. Did you replace it before you had copied it into its view?
 views_once: view.copy_(parameter.grad)⏎parameter.grad = view → pass
     = part.view_as(parameter) → = parameter.grad = part.view_as(parameter)
-    {NOT_THE_VIEW}
+    zero_grad() drops the view. Copy what backward made into it, and make it the gradient again.
 no_way_back: parameter.grad = view → pass
-    {NOT_THE_VIEW}
+    zero_grad() drops the view. Copy what backward made into it, and make it the gradient again.
 adds_up: view.copy_(parameter.grad) → view.add_(parameter.grad)
     The first step's mean is still in it: zero_grad() left the view as it was. Copy, don't add.
 takes_once: view.copy_(parameter.grad) → view.any() or view.copy_(parameter.grad)
@@ -354,12 +335,6 @@ copies_back: parameter.grad = view → pass
 made_anew: self.works.clear() → self.works.clear()⏎plan, self.plan, self.flats = self.plan, [], []
     ⏎for parameters in plan:⏎    self.add_bucket(parameters)
     Make them once, in add_bucket: memory costs time to get, and the peak counts.
-divides_on_the_way: (work) → (work)⏎self.flats[number] /= dist.get_world_size()
-    flat /= dist.get_world_size(self.group) → pass
-    {CHANGED}
-uses_the_result: work = dist.all_reduce( → work = self.flats[number] = dist.all_reduce(
-    async_op=True → async_op=False
-    all_reduce works in place and returns None, or with async_op=True a handle.
 forgets_nothing: raise RuntimeError(TWICE) → pass
     self.arrived.clear() → pass
     In step 2, buckets left before their gradients had come: forget at the end what step 1 noted.
@@ -413,19 +388,14 @@ def _no_sync_trials():
         yield Trial(2, _run_no_sync, (case,), [expected] * 2, what=case)
 
 
-ONCE = (
-    "`with no_sync(model):` needs a context manager: decorate it with @contextlib.contextmanager, "
-    "and yield once, on every way through no_sync."
-)
+ONCE = "A context manager needs @contextlib.contextmanager, and one yield on every way through it."
 
 no_sync = Exercise(
     reference=ddp.DataParallel.no_sync,
     trials=_no_sync_trials,
     hints={
-        "start": "@contextlib.contextmanager: what stands before `yield` is done on the way in, "
-        "what follows it on the way out.",
-        "values": "try: yield, finally: ... is done on the way out, also if an exception passes. "
-        "Note what model.syncing was before you set it to False, and put that back.",
+        "start": "@contextlib.contextmanager: before `yield` is the way in, after it the way out.",
+        "values": "try: yield, finally: ... puts back what model.syncing was, whatever happens.",
         "error": ONCE,
     },
     praise="off inside, on again afterwards, also after an exception; what added up was sent once.",

@@ -20,8 +20,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 # The module whose gradients are averaged, here and in notebook 04
 
 WEIGHT = 7.0  # of all parameters; no gradient that is sent is that
-# What gradients are multiples of, none is 2, 3 or 4 times another. tokens.weight is
-# head.weight, too
+# What gradients are multiples of: none is 2, 3 or 4 times another
 GRADIENTS = {"tokens.weight": 17.0, "first.weight": 3.0, "first.bias": 5.0}
 GRADIENTS |= {"second.weight": 13.0, "norm.weight": 11.0}
 FACTORS = GRADIENTS | {"tokens.weight": 1.0, "head.weight": 16.0}
@@ -31,7 +30,7 @@ LAYERS = tuple(FACTORS)  # in the order of forward
 class Stack(nn.Module):
     """Layers one after the other, to which backward comes from the last to the first.
 
-    A weight is used twice: its gradient is complete only when backward has been through both.
+    tokens.weight is head.weight, too: its gradient is complete when backward has been through both.
     positions isn't trained, and used by nobody.
     """
 
@@ -155,11 +154,10 @@ average_gradients = Exercise(
     trials=_average_trials,
     hints={
         "start": "Go through module.parameters(); requires_grad tells which are trained.",
-        "values": "dist.all_reduce(parameter.grad) leaves the sum over the ranks in it, on all of "
-        "them. parameter.grad /= dist.get_world_size() comes after it, in place.",
+        "values": "dist.all_reduce(parameter.grad) leaves the sum in it, on all ranks. "
+        "parameter.grad /= dist.get_world_size() comes after it, in place.",
         "wire": "One dist.all_reduce for each parameter of module.parameters().",
-        "hang": "Every rank must make the same calls. Where parameter.grad is None, put zeros "
-        "there: torch.zeros_like(parameter).",
+        "hang": "All ranks make the same calls: where .grad is None, zeros go out.",
     },
     praise="right on 1, 2 and 4 ranks, also where one has no gradient, and nothing goes out twice.",
     explain=read_mean,
@@ -256,9 +254,8 @@ def _sum_or_mean_trials():
     for rows in ROWS:
         digits = sum(count * 10**rank for rank, count in enumerate(rows))
         expected = [ideal(digits)] * len(rows)
-        who = f"{', '.join(map(str, rows[:-1]))} and {rows[-1]} rows"
         for reduction in ("sum", "mean"):
-            what = f"{reduction} over {who}"
+            what = f"{reduction} over {' and '.join(map(str, rows))} rows"
             yield Trial(len(rows), _run_sum_or_mean, (reduction, rows), expected, what=what)
 
 
@@ -267,16 +264,11 @@ sum_or_mean = Exercise(
     trials=_sum_or_mean_trials,
     hints={
         "start": "If the loss is a sum, so is its gradient: rows on different ranks just add up.",
-        "values": "If it is a mean, undo it: a rank's mean times its rows is its sum. Add up the "
-        "sums; divide by all rows.",
-        "hang": "How many rows all ranks have, no rank knows: all_reduce torch.tensor(rows) first. "
-        "One that has none takes part, too.",
+        "values": "A rank's mean times its rows is its sum: add up the sums; divide by all rows.",
+        "hang": "No rank knows all rows: each begins with an all_reduce of torch.tensor(rows).",
     },
-    praise="right on 2 and 3 ranks with different numbers of rows, none among them, for the sum "
-    "and for the mean.",
-    explain=lambda *_: (
-        "Write down the gradient of one process with the rows of all ranks. What does a row weigh?"
-    ),
+    praise="right for the sum and for the mean, whatever rows a rank has, and if it has none.",
+    explain=lambda *_: "Write down the gradient of one process with all rows. What does one weigh?",
     note="Ours. Yours may look different: the check looks at what it does.",
     mistakes=mistakes("""
 leaves_means_alone: dist.all_reduce(parameter → reduction == "sum" and dist.all_reduce(parameter
@@ -378,15 +370,11 @@ HookedDDP = Exercise(
     reference=HookedDDP,
     trials=_hooked_trials,
     hints={
-        "values": "Print what the hook is given: its shape is that of the gradient, but are its "
-        "numbers?",
-        "start": "register_post_accumulate_grad_hook calls the hook with the parameter, after its "
-        ".grad is complete.",
-        "wire": "In `average`: dist.all_reduce(parameter.grad), then parameter.grad /= "
-        "dist.get_world_size().",
+        "values": "Print what the hook is given: it has a gradient's shape. Has it its numbers?",
+        "start": "The hook gets the parameter, as soon as its .grad is complete.",
+        "wire": "dist.all_reduce(parameter.grad), then parameter.grad /= dist.get_world_size().",
     },
-    praise="gradients are the mean over the ranks. In the third step each rank still has the "
-    "gradients and the parameters that one process would have, to the bit.",
+    praise="after three steps each rank still has what one process would have, to the bit.",
     explain=read_mean,
     note="Two lines of the hook, mended. ddpkit.ddp.OverlapDDP goes on from here.",
     mistakes=IN_A_MEAN

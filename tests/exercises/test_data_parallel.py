@@ -29,7 +29,7 @@ def test_what_no_mistake_does_is_read_from_the_values():
         module.first.bias.grad += 7
         dist.all_reduce(module.first.bias.grad)
 
-    assert "of one process with the rows of all ranks" in check.sum_or_mean(by_guess).text
+    assert "of one process with all rows" in check.sum_or_mean(by_guess).text
 
     def only_weights(module):
         for parameter in module.parameters():
@@ -43,25 +43,24 @@ def test_what_no_mistake_does_is_read_from_the_values():
 SPLIT = [3, 1, 2]  # rows of each rank
 
 
-def _gradients(rows, targets, reduction, sum_or_mean=None):
-    """Of a line; with sum_or_mean, of this rank's share, put right."""
-    if sum_or_mean:
+def _gradients(answer=None):
+    """Of a line with all rows, for a sum and for a mean; or with this rank's, put right."""
+    rows = torch.arange(12, dtype=torch.float64).view(6, 2)
+    targets = torch.arange(6, dtype=torch.float64) ** 2
+    if answer:
         rows, targets = rows.split(SPLIT)[dist.get_rank()], targets.split(SPLIT)[dist.get_rank()]
-    line = torch.nn.Linear(2, 1, dtype=torch.float64)
-    torch.nn.init.ones_(line.weight)
-    torch.nn.init.zeros_(line.bias)
-    loss = torch.nn.functional.mse_loss(line(rows).squeeze(1), targets, reduction=reduction)
-    loss.backward()
-    if sum_or_mean:
-        sum_or_mean(line, reduction, len(rows))
-    return line.weight.grad, line.bias.grad
+    gradients = []
+    for reduction in ("sum", "mean"):
+        line = torch.nn.Linear(2, 1, dtype=torch.float64)
+        torch.nn.init.ones_(line.weight)
+        torch.nn.init.zeros_(line.bias)
+        torch.nn.functional.mse_loss(line(rows).squeeze(1), targets, reduction=reduction).backward()
+        if answer:
+            answer(line, reduction, len(rows))
+        gradients += [line.weight.grad, line.bias.grad]
+    return gradients
 
 
 def test_sum_or_mean_gives_the_gradients_of_one_process():
-    rows = torch.arange(12, dtype=torch.float64).view(6, 2)
-    targets = torch.arange(6, dtype=torch.float64) ** 2
-    for reduction in ("sum", "mean"):
-        expected = _gradients(rows, targets, reduction)
-        args = rows, targets, reduction, check.sum_or_mean.reference
-        for got in launch(_gradients, *args, world_size=3):
-            torch.testing.assert_close(got, expected)
+    for got in launch(_gradients, check.sum_or_mean.reference, world_size=3):
+        torch.testing.assert_close(got, _gradients())
