@@ -119,7 +119,6 @@ by_the_clock: if turn == rank: → if turn == rank:⏎    time.sleep(0.4 * rank)
     it waited by the clock
 barrier_then_clock: for turn → dist.barrier()⏎time.sleep(0.4 * rank)⏎for turn
     dist.barrier() → pass
-    it waited by the clock
 barrier_first: for turn → dist.barrier()⏎for turn
     dist.barrier() → pass
     Rank 1 did wait, but before anybody printed.

@@ -204,7 +204,6 @@ new_list_entries: mine += arrived → chunks[(rank - hop - 1) % world_size] = mi
     flat(x, group).tensor_split(world_size) → list(x.tensor_split(world_size))
     The numbers are right, but not in x itself: clone() and new entries in a list make new tensors.
 works_on_a_copy: flat(x, group) → flat(x.clone(), group)
-    The numbers are right, but not in x itself: clone() and new entries in a list make new tensors.
 adds_to_the_tuple: mine += arrived → chunks[rank - hop - 1] += arrived
     tensor_split gives a tuple of views
 returns_nothing: return chunks[rank] →
