@@ -2,9 +2,7 @@
 and what goes over the wire meanwhile."""
 
 import itertools
-import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -13,7 +11,6 @@ import torch
 import torch.distributed as dist
 import twin
 from on_ranks import on_ranks
-from outside import run_script
 
 from ddpkit import launch, ring
 from ddpkit.fast import ring as fast
@@ -313,39 +310,3 @@ def test_as_nccl_needs_it_every_message_is_in_a_batch_with_one_handle(check):
         if function in ALL_REDUCES:
             check.same(x, twin.total(parts_of(world_size, ELEMENTS)), name(function))
         check.unless(hops is None or seen == [pair] * hops, name(function), "batches", seen)
-
-
-# Elsewhere
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-
-SCRIPT = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-import twin
-from ddpkit import ring
-from ddpkit.fast import ring as fast
-from ddpkit.shared_memory import SharedBuffer
-
-dist.init_process_group()
-rank, parts = dist.get_rank(), [twin.whole(r, 1000) for r in range(2)]
-wrong, fast.SEGMENT_BYTES = twin.Complaints(), 64
-for module in (ring, fast):
-    x = module.ring_all_reduce(parts[rank].clone())
-    wrong.same(x, twin.total(parts), module)
-buffer = SharedBuffer(1000)
-for _ in range(3):
-    buffer.local.copy_(parts[rank])
-    wrong.same(buffer.all_reduce(), twin.total(parts), "in shared memory")
-with open(f"rank.{rank}", "w") as file:
-    print(wrong, file=file)
-dist.destroy_process_group()
-"""
-
-
-def test_under_torchrun_alone(tmp_path):
-    """In a world that ddpkit didn't make, of a backend that nobody named; shared memory, too."""
-    here = str(Path(__file__).parent)
-    run_script(tmp_path, SCRIPT, here, command=TORCHRUN, OMP_NUM_THREADS="1")
-    assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == ["[]\n"] * 2
