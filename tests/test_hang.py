@@ -95,14 +95,9 @@ def cycle():
     dist.recv(torch.ones(8), (dist.get_rank() + 1) % 3)
 
 
-def lonely():
+def lonely(*source):
     if dist.get_rank() == 0:
-        dist.recv(torch.ones(8), 1)
-
-
-def lonely_from_any():
-    if dist.get_rank() == 0:
-        dist.recv(torch.ones(8))
+        dist.recv(torch.ones(8), *source)
 
 
 def opposite():
@@ -123,8 +118,8 @@ def alone():
         (only_rank_0, 2, "rank 0 waits in .* for rank 1, which has returned.", EVERY),
         (both_send, 2, "rank 0 for rank 1 in send, rank 1 for rank 0 in send.", FIRST),
         (cycle, 3, "rank 0 for rank 1 in recv, rank 1 for rank 2 in recv, rank 2 for", FIRST),
-        (lonely, 2, "rank 0 waits in recv for rank 1, which has returned.", BOTH),
-        (lonely_from_any, 3, "rank 0 waits in recv for ranks 1 and 2, which have returned.", BOTH),
+        (lambda: lonely(1), 2, "rank 0 waits in recv for rank 1, which has returned.", BOTH),
+        (lonely, 3, "rank 0 waits in recv for ranks 1 and 2, which have returned.", BOTH),
         (opposite, 2, "rank 0 for rank 1 in all_reduce, rank 1 for rank 0 in all_reduce.", "All"),
         (alone, 2, "rank 0 for rank 1 in new_group, rank 1 for rank 0 in barrier.", "Every rank"),
     ],

@@ -36,8 +36,7 @@ def test_bad_links_are_refused(latency_s, bytes_per_s, complaint):
 
 
 def test_presets_have_names():
-    assert "10 Gbit Ethernet" in Link.presets()
-    for name in Link.presets():
+    for name in ("1 Gbit Ethernet", "10 Gbit Ethernet", "NVLink 4"):
         link = Link.preset(name)
         assert str(link) == name
         assert link.seconds("send", 0, 2) == link.latency_s

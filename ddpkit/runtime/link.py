@@ -55,17 +55,12 @@ class Link:
 
     @classmethod
     def preset(cls, name: str) -> "Link":
-        """The link of that name, with round figures for a good day; `Link.presets()` lists them."""
+        """The link of that name, with round figures for a good day."""
         if name not in PRESETS:
             raise ValueError(
                 f"no link is called {name!r}; there are {', '.join(map(repr, PRESETS))}"
             )
         return cls(*PRESETS[name], name=name)
-
-    @staticmethod
-    def presets() -> tuple[str, ...]:
-        """The names that `Link.preset` knows."""
-        return tuple(PRESETS)
 
     def seconds(self, op: str, nbytes: int, world_size: int) -> float:
         """Time of one call, by the algorithm that is `USUAL` for it.

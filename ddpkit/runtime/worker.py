@@ -126,7 +126,11 @@ def run_cell(source: str, file: str, names: dict) -> str | None:
 
 def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) -> Recorder:
     """Turn this process into a rank that can't outlive its parent and whose every word is kept."""
-    lead_process_group()
+    if os.name == "posix":
+        os.setpgid(0, 0)  # so that its children can be ended with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; one that is held is dropped
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     end_with_parent(lifeline)
     capture_output(assignment.path("output"))
     # What multiprocessing makes in its temporary folder goes with ours.
@@ -146,15 +150,6 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
 
     board = Board(Path(assignment.folder) / "board", assignment.world_size)
     return Recorder(assignment.rank, board, assignment.link, assignment.keep_values, disagree)
-
-
-def lead_process_group():
-    """Lead a process group, so that children can be ended with us; leave Ctrl-C to the parent."""
-    if os.name == "posix":
-        os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # first: one that came while blocked is dropped
-    if os.name == "posix":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def end_with_parent(lifeline: Connection):
