@@ -27,16 +27,6 @@ def online_softmax_by_place(row):
     return [exp(row[i] - m) / d if row[i] > -inf else 0 for i in range(len(row))]
 
 
-def online_softmax_that_skips_masked_numbers(row):
-    m, d = -inf, 0.0
-    for x in row:
-        if x == -inf:
-            continue
-        m_before, m = m, max(m, x)
-        d = d * exp(m_before - m) + exp(x - m)
-    return [exp(x - m) / d for x in row] if d else [0.0] * len(row)
-
-
 def online_softmax_by_the_log_of_the_sum(row):
     log_sum = -inf
     for x in row:
@@ -65,12 +55,6 @@ def online_softmax_looks_whether_all_is_masked(row):
     return (exp(x - m) / d for x in row)
 
 
-def merge_of_equal_maxima(a, b):
-    if a[0] == b[0]:
-        return a[0], a[1] + b[1]
-    return merge_in_two_cases(a, b)
-
-
 def merge_in_two_cases(a, b):
     (m_a, d_a), (m_b, d_b) = sorted((a, b))
     return (m_b, d_b) if m_a == -inf else (m_b, d_b + d_a * exp(m_a - m_b))
@@ -89,11 +73,9 @@ def merge_in_one_tensor(a, b):
 RIGHT = [
     ("online_softmax", online_softmax_in_torch),
     ("online_softmax", online_softmax_by_place),
-    ("online_softmax", online_softmax_that_skips_masked_numbers),
     ("online_softmax", online_softmax_by_the_log_of_the_sum),
     ("online_softmax", online_softmax_in_blocks),
     ("online_softmax", online_softmax_looks_whether_all_is_masked),
-    ("merge", merge_of_equal_maxima),
     ("merge", merge_in_two_cases),
     ("merge", merge_by_the_library),
     ("merge", merge_in_one_tensor),
