@@ -1,6 +1,5 @@
 """Charts of measurements: they draw what was measured, and their words hold no measured number."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -73,10 +72,8 @@ def test_heights_are_the_times_and_bandwidths():
 
 
 def test_an_emulated_link_is_named():
-    assert repr(charts.average_time(EMULATED)).startswith(
-        "Average time of all_reduce, emulated: 10 Gbit Ethernet. By"
-    )
-    assert "emulated" not in repr(charts.average_time(MEASURED))
+    title = "Average time of all_reduce, emulated: 10 Gbit Ethernet. By"
+    assert repr(charts.average_time(EMULATED)).startswith(title)
 
 
 def test_backends_keep_their_colours():
@@ -146,9 +143,6 @@ def test_buckets_are_drawn_to_scale():
     assert picture.figure.axes[0].get_xlim() == pytest.approx((0, 8))
     said = [text.get_text() for text in picture.figure.axes[0].texts]
     assert said == ["3.81 MiB", "1.91 MiB", "exposed: 3 ms"]
-
-
-def test_nothing_exposed():
     alone = charts.bucket_timeline([[0], [1]], [1e-3, 2e-3], [4, 4], MODEL, 1)
     assert alone.figure.axes[0].texts[-1].get_text() == "nothing exposed"
 
@@ -212,12 +206,6 @@ def test_crossing_where_nothing_crosses():
     picture = charts.crossing(MODEL, ("all_reduce", "ring_all_reduce"), 4, title="On a link")
     assert repr(picture).startswith("On a link. ")
     assert repr(picture).endswith("the fastest, from small sizes to large: ring_all_reduce.")
-
-
-def test_sizes_between():
-    sizes = charts.between([100.0, 1e6, 1e4])
-    assert (sizes[0], sizes[-1]) == pytest.approx((100.0, 1e6))
-    assert len({round(after / before, 9) for before, after in itertools.pairwise(sizes)}) == 1
 
 
 def test_shards():

@@ -166,9 +166,7 @@ def test_parameters_of_a_gpt():
     )
 
 
-@pytest.mark.parametrize(
-    ("attention", "dropout"), [("materialised", True), ("flash", True), ("materialised", False)]
-)
+@pytest.mark.parametrize(("attention", "dropout"), [("flash", True), ("materialised", False)])
 def test_activations_of_a_gpt(attention, dropout):
     """All but tokens, targets and the loss's weight, 8, 8 and 4 bytes: those aren't counted."""
     tokens = torch.ones(2, 96, dtype=torch.int64)
@@ -184,7 +182,6 @@ def test_activations_of_a_gpt(attention, dropout):
     [
         ("materialised", "selective", selective_checkpoint),
         ("flash", "every block", checkpoint),
-        ("materialised", "every block", checkpoint),
     ],
 )
 def test_peaks_of_a_checkpointed_gpt(attention, name, way):
