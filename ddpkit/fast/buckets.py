@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ..ddp import TWICE, DataParallel, check_gradients, plan_buckets
 from ..shared_memory import SharedBuffer
@@ -28,13 +27,7 @@ class Bucket:
     that all ranks of the machine see, and nothing is sent, whatever the wire_dtype.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        group: ProcessGroup | None,
-        wire_dtype: torch.dtype | None,
-        shared_memory: bool,
-    ):
+    def __init__(self, parameters: Sequence[nn.Parameter], group, wire_dtype, shared_memory):
         first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
         self.group, self.shared = group, None
         if shared_memory:
@@ -96,12 +89,7 @@ class BucketedDDP(DataParallel):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        bucket_cap_mb: float = 25.0,
-        group: ProcessGroup | None = None,
-        wire_dtype: torch.dtype | None = None,
-        shared_memory: bool = False,
+        self, module, bucket_cap_mb=25.0, group=None, wire_dtype=None, shared_memory=False
     ):
         super().__init__(module, group)
         check_positive("Give the size of a bucket in MiB.", bucket_cap_mb=bucket_cap_mb)
@@ -148,13 +136,9 @@ class BucketedDDP(DataParallel):
         for bucket in self.buckets:
             bucket.wait()
         self._next = 0
-        if self._order is not None:
-            self._agree_on_the_order()
-
-    def _agree_on_the_order(self) -> None:
-        """After the first step: plan the buckets anew, as the first rank's gradients came."""
-        names = {parameter: name for name, parameter in self.trained.items()}
-        order = [[names[parameter] for parameter in self._order]]
-        dist.broadcast_object_list(order, group=self.group, group_src=0)
-        self._order = None
-        self._plan([self.trained[name] for name in order[0]])
+        if self._order is not None:  # after the first step: plan as the first rank's gradients came
+            names = {parameter: name for name, parameter in self.trained.items()}
+            order = [[names[parameter] for parameter in self._order]]
+            dist.broadcast_object_list(order, group=self.group, group_src=0)
+            self._order = None
+            self._plan([self.trained[name] for name in order[0]])

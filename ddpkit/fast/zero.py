@@ -8,8 +8,6 @@
 - refusals: optimizers that look at a parameter as a whole, groups that come late.
 """
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -108,13 +106,7 @@ class ZeroOptimizer(zero.ZeroOptimizer):
     make_bucket = Bucket
 
     def __init__(
-        self,
-        params: Iterable,
-        optimizer_cls: type[torch.optim.Optimizer],
-        bucket_cap_mb: float = 25.0,
-        group: ProcessGroup | None = None,
-        transport=None,
-        **kwargs,
+        self, params, optimizer_cls, bucket_cap_mb=25.0, group=None, transport=None, **kwargs
     ):
         if issubclass(optimizer_cls, NOT_ELEMENTWISE):
             got = f"{optimizer_cls.__name__}, which looks at a parameter as a whole"
