@@ -35,7 +35,7 @@ from ddpkit import HangError, Link, RankError, launch
 from ddpkit.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 from ddpkit.fast import buckets as fast
 
-COMBINATIONS = (SGD, 1), (ADAMW, 3), (SGD, 3), (ADAMW, 1)  # optimizer, micro-batches
+COMBINATIONS = (SGD, 1), (ADAMW, 2), (SGD, 2), (ADAMW, 1)  # optimizer, micro-batches
 
 
 @on_ranks(1, 2, 3, 4)

@@ -179,7 +179,7 @@ def backward(kind, model, sender, ranks, step, micro_batches=1):
     """Of all micro-batches: sent with the last one, or now and then after it."""
     _, batch, loss = MODELS[kind]
     for number in range(micro_batches):
-        late = number < micro_batches - 1 or (micro_batches > 2 and step % 2)
+        late = number < micro_batches - 1 or (micro_batches > 1 and step % 2)
         with sender.no_sync() if late and sender else contextlib.nullcontext():
             batches = [batch(step, number, rank) for rank in ranks]
             (loss(model, batches) / micro_batches).backward()
