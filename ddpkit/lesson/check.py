@@ -1,3 +1,69 @@
-"""Lives in `ddpkit.exercises`."""
+"""Lives in `ddpkit.exercises`. For teachers: python -m ddpkit.lesson.check NOTEBOOK ... [--json]
+
+Runs each notebook in a kernel of its own, whatever fails in it, and prints what its checks said, a
+line an exercise. The exit code is 0 if all are right, 1 if not, 2 if a notebook couldn't be run.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
 
 from ..exercises import *  # noqa: F403
+
+SIGNS = {"right": "✓", "wrong": "✗", "not written": "·"}
+
+
+def run(path: Path, seconds: float):
+    """The notebook with the outputs of a fresh kernel, which gets `seconds` for each cell."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    return NotebookClient(
+        notebook,
+        timeout=seconds,
+        interrupt_on_timeout=True,
+        allow_errors=True,
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute()
+
+
+def verdicts(notebook) -> dict[str, str]:
+    """{exercise: "right", "wrong" or "not written"} of the cells that call a check."""
+    found = {}
+    for cell in notebook.cells:
+        called = re.search(r"^check\.(\w+)\(\w+\)", cell.source, re.MULTILINE)
+        if cell.cell_type == "code" and called:
+            said = "".join(o.get("data", {}).get("text/plain", "") for o in cell.outputs)
+            written = "not written yet" not in said
+            passed = said.startswith("✓")
+            found[called[1]] = "right" if passed else "wrong" if written else "not written"
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ddpkit.lesson.check")
+    parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK.ipynb")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--seconds", type=float, default=120, help="limit for a cell")
+    options = parser.parse_args(arguments)
+    report = {}
+    for path in options.notebooks:
+        try:
+            report[str(path)] = verdicts(run(path, options.seconds))
+        except Exception as error:
+            print(f"{path} couldn't be run: {type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+    if options.json:
+        print(json.dumps(report))
+    for name, found in {} if options.json else report.items():
+        print(f"{name}: {list(found.values()).count('right')} of {len(found)} points")
+        for exercise, verdict in found.items():
+            print(f"  {SIGNS[verdict]} {exercise}: {verdict}")
+    return int(any(v != "right" for found in report.values() for v in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""`python -m ddpkit.lesson.check`: what a teacher hears of a student's notebook."""
+
+import json
+
+import nbformat
+import pytest
+
+from ddpkit.lesson import check
+
+CELLS = [
+    "import time\nimport torch.distributed as dist\nfrom ddpkit.lesson import check",
+    "1 / 0",
+    """def neighbours():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return (rank - 1) % world_size, (rank + 1) % world_size
+
+check.neighbours(neighbours)""",
+    "def say_hello(): ...\n\ncheck.say_hello(say_hello)",
+    "def plan_buckets(sizes, cap_bytes):\n    return []\n\ncheck.plan_buckets(plan_buckets)",
+]
+
+
+def handed_in(folder, *sources):
+    path = folder / "student.ipynb"
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+def test_each_exercise_gets_a_line_whatever_else_fails(tmp_path, capsys):
+    notebook = handed_in(tmp_path, *CELLS)
+    assert check.main([str(notebook), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)[str(notebook)]
+    right = {"neighbours": "right", "say_hello": "not written", "plan_buckets": "wrong"}
+    assert found == right
+
+
+def test_a_cell_that_hangs_ends_at_the_limit_and_the_rest_goes_on(tmp_path):
+    ran = check.run(handed_in(tmp_path, "import time; time.sleep(1e6)", "2 + 2"), seconds=1)
+    assert ran.cells[1].outputs[0]["data"]["text/plain"] == "4"
+
+
+def test_points_and_exit_code(capsys, monkeypatch):
+    def said(text):
+        data = {"text/plain": text}
+        return [nbformat.v4.new_output("execute_result", data)]
+
+    source = "def neighbours(): ...\n\ncheck.neighbours(neighbours)"
+    cell = nbformat.v4.new_code_cell(source, outputs=said("✓ neighbours: right."))
+    ran = nbformat.v4.new_notebook(cells=[cell])
+    monkeypatch.setattr(check, "run", lambda path, seconds: ran)
+    assert check.main(["a.ipynb"]) == 0
+    assert capsys.readouterr().out == "a.ipynb: 1 of 1 points\n  ✓ neighbours: right\n"
+
+
+def test_what_cant_be_run_is_said(tmp_path, capsys):
+    assert check.main([str(tmp_path / "none.ipynb")]) == 2
+    assert "none.ipynb couldn't be run: FileNotFoundError" in capsys.readouterr().err
