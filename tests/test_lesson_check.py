@@ -3,7 +3,6 @@
 import json
 
 import nbformat
-import pytest
 
 from ddpkit.lesson import check
 
