@@ -168,7 +168,8 @@ def fit(measurements: Iterable[Measurement]) -> CostModel:
     counts = torch.tensor([(v.hops, v.in_turn) for v in volumes], dtype=torch.float64)
     seconds = torch.tensor([each.seconds for each in measurements], dtype=torch.float64)
     rows = counts.view(-1, 2) / seconds[:, None]
-    lengths = rows.norm(dim=0)  # hops are few, bytes many: bring them near before rounding
+    # Hops are few and bytes are many: bring them near, or one drowns in the other's rounding.
+    lengths = rows.norm(dim=0).clamp(min=1e-300)
     if torch.linalg.matrix_rank(rows / lengths, rtol=1e-9) < 2:
         sizes = count(len({each.nbytes for each in measurements}), "size")
         expected = "measurements that tell latency and bytes apart"
