@@ -1,5 +1,4 @@
-"""Checkers of notebook 06: block_bytes, held against a real block, and Checkpoint, against
-PyTorch's."""
+"""Checkers of notebook 06: block_bytes beside a real block, Checkpoint beside PyTorch's."""
 
 from functools import cache, partial
 from types import SimpleNamespace
@@ -10,26 +9,27 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from ddpkit import checkpointing
+from ddpkit.checkpointing import random_numbers_from, random_state, set_random_state
 from ddpkit.models import Block
 from ddpkit.tools import memory
 from ddpkit.tools.memory import ByteDropout, MaterialisedAttention, measure_saved
 
-from .checker import Exercise, Mistake, Trial, mistakes
+from .checker import Exercise, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 # block_bytes(batch, length, width, heads)
 
-SIZES = (2, 56, 320, 4), (3, 112, 352, 2), (1, 60, 416, 8)  # batch, length, width, heads
+BLOCKS = (2, 56, 320, 4), (3, 112, 352, 2), (1, 60, 416, 8)  # batch, length, width, heads
 TOLERANCE = 0.01  # the norms' means and deviations are less, and not in the formula; 1sbd is more
 
 
 @cache
 @torch.random.fork_rng(devices=[])
 def _measured() -> dict[tuple, int]:
-    """What a real block keeps, in bytes, for each of SIZES."""
+    """What a real block keeps, in bytes, by its sizes."""
     found = {}
-    for batch, length, width, heads in SIZES:
+    for batch, length, width, heads in BLOCKS:
         block = Block(width, heads, 0.0, MaterialisedAttention(ByteDropout(0.1))).bfloat16()
         block.dropout = ByteDropout(0.1)
         x = torch.randn(batch, length, width, dtype=torch.bfloat16, requires_grad=True)
@@ -49,18 +49,10 @@ def _predict(answer, measured):
     return seen
 
 
-def _block_trials():
-    what = "bytes by (batch, length, width, heads)"
-    yield Trial(1, _predict, (_measured(),), [_measured()], what=what)
-
-
 block_bytes = Exercise(
     reference=memory.block_bytes,
-    trials=_block_trials,
-    explain=lambda *_: (
-        "Return a number of bytes: how often sbd, batch * length * width, and how often bs²H, "
-        "batch * length**2 * heads?"
-    ),
+    trials=lambda: [Trial(1, _predict, (_measured(),), [_measured()], what="by arguments")],
+    explain=lambda *_: "Return a number of bytes: how many sbd, and how many bs²H?",
     hints={
         "start": "A linear layer keeps its input, a norm its input, GELU its input, softmax its "
         "result, a product both factors.",
@@ -68,16 +60,13 @@ block_bytes = Exercise(
         "MLP: 8. And twice 4 more. Attention weights, a matrix of length × length for each head: "
         "softmax's, a mask of 1 byte, and after dropout.",
     },
-    praise="within 1 % of what a real block keeps, in three sizes. The rest are the norms' means "
-    "and deviations.",
+    praise="within 1 % of what a real block keeps; the rest are the norms' means and deviations.",
     note="ddpkit.tools.memory.block_activations has it term by term.",
     mistakes=mistakes("""
 tokens_only: return 2 * numbers + masks → return 34 * tokens
-    Attention has a weight for each pair of tokens, in each head: bs²H of them. What is kept of
-    these?
+    Attention has a weight for each pair of tokens, in each head: bs²H. What is kept of them?
 masks_twice: return 2 * numbers + masks → return 36 * tokens + 5 * pairs
-    Yours is 36sbd + 5bs²H. The masks of the two dropouts are in it twice: 16 numbers of 2 bytes,
-    and 2 masks of 1, are 34sbd.
+    Yours is 36sbd + 5bs²H. The masks are in it twice: 16 numbers of 2 bytes, 2 masks of 1.
 seventeen: return 2 * numbers + masks → return 17 * tokens + 5 * pairs
     That is 17 of something for each number: 16 numbers have 2 bytes, only the 2 masks have 1.
 without_dropout: return 2 * numbers + masks → return 32 * tokens + 2 * pairs
@@ -98,15 +87,13 @@ no_norms: 16 * tokens + → 14 * tokens +
 no_queries_keys_values: 16 * tokens + → 13 * tokens +
     Three are missing as large as the block's input: queries, keys and values?
 no_gelu: 16 * tokens + → 12 * tokens +
-    Something of 4 times the width is missing. The MLP keeps two: what GELU is given, and what it
-    gives.
+    Something of 4 times the width is missing. The MLP keeps two: what GELU gets, and what it gives.
 one_mask: 2 * tokens + pairs → tokens + pairs
     Yours is 33sbd + 5bs²H. 1sbd are missing.
 sums_kept: 16 * tokens + → 18 * tokens +
     4sbd are too many. What is added or given to dropout isn't kept
 one_head: length**2 * heads → length**2
-    Yours has a matrix of attention weights for all heads together. Each head has its own: bs²H, not
-    bs².
+    Yours has one matrix of attention weights. Each head has its own: bs²H, not bs².
 one_sequence: batch * length**2 → length**2
     Yours has the attention weights of one sequence. Each of the batch has its own: bs²H, not s²H.
 not_squared: length**2 → length
@@ -115,9 +102,7 @@ no_batch: batch * length * width, batch * length**2 → length * width, length**
     Every term has the factor b: each sequence of the batch has its own.
 four_heads: length**2 * heads → length**2 * 4
     That was right in the first size, with 4 heads. Elsewhere there are others: use `heads`.
-of_the_notebook: return 2 * → batch, length, width, heads = 2, 128, 64, 4
-        ⏎tokens, pairs = batch * length * width, batch * length**2 * heads
-        ⏎numbers, masks = 16 * tokens + 2 * pairs, 2 * tokens + pairs⏎return 2 *
+of_the_notebook: batch * length * width, batch * length**2 * heads → 2 * 128 * 64, 2 * 128**2 * 4
     That is right for the b, s, d and H of the notebook. Use what the function is given.
 with_weights: + masks → + masks + 24 * width**2
     Yours has the block's weights in it. They are there anyway: count only what comes of the batch.
@@ -194,17 +179,9 @@ def _checkpoint_trials():
         yield Trial(1, _run_checkpoint, (functions,), [right], what=what)
 
 
-def checkpoint_as_a_function(fn, *inputs):
-    return fn(*inputs)
-
-
 Checkpoint = Exercise(
     reference=checkpointing.Checkpoint,
-    helpers=(
-        checkpointing.random_numbers_from,
-        checkpointing.random_state,
-        checkpointing.set_random_state,
-    ),
+    helpers=(random_numbers_from, random_state, set_random_state),
     trials=_checkpoint_trials,
     hints={
         "start": "Forward: ctx.fn = fn, ctx.save_for_backward(*inputs), and return fn(*inputs). No "
@@ -218,31 +195,21 @@ Checkpoint = Exercise(
     },
     praise="the same gradients to the last bit, random numbers included, and nothing is kept but "
     "the inputs. fn is called a second time for it.",
-    explain=lambda *_: (
-        "Forward: fn, and keep its inputs. Backward: fn again, on detached inputs, with a graph, "
-        "with the random numbers of forward; then backward(gradient) from there, and the generator "
-        "back where it was."
-    ),
     note="With a GPU's random numbers and autocast. ddpkit.checkpointing.checkpoint calls it.",
-    mistakes=[
-        *mistakes("""
+    mistakes=mistakes("""
 forgets_the_random_state: , random_numbers_from(state) →
-    The second call drew other numbers than the first: torch.set_rng_state() to what it was in
-    forward.
+    The second call drew other numbers: torch.set_rng_state() to what it was in forward.
 fixed_seed: state, *inputs = ctx.saved_tensors → state, *inputs = ctx.saved_tensors
         ⏎state = torch.Generator().manual_seed(0).get_state()
-    A seed gives the same numbers each time, but not those that forward drew: keep
-    torch.get_rng_state() in forward.
+    A seed doesn't give the numbers that forward drew: keep torch.get_rng_state() in forward.
 leaves_the_random_state: set_random_state(before) → pass
-    All is right, but the random numbers that come after backward aren't those that would come
-    without a checkpoint: put the generator's state back when fn was called, for example with
-    torch.random.fork_rng().
+    Only the random numbers after backward are others: put the generator's state back when fn was
+    called, for example with torch.random.fork_rng().
 seeds: ctx.fn, ctx.autocast = → torch.manual_seed(7)⏎ctx.fn, ctx.autocast =
     Forward draws as ever: leave the generator alone there.
 forks_in_forward: return fn(*inputs) → with torch.random.fork_rng(devices=[]):
         ⏎    return fn(*inputs)
-    The random numbers after forward aren't those that would come without a checkpoint: fork_rng()
-    in backward only, forward draws as ever.
+    The random numbers after forward are others: fork_rng() in backward only.
 state_on_the_class: ctx.fn, ctx.autocast = fn, → Checkpoint.fn, ctx.autocast = fn,
     ctx.fn(*inputs) → Checkpoint.fn(*inputs)
     Of two checkpoints, both called the second's function again: what is kept on the class belongs
@@ -261,8 +228,7 @@ forgets_to_detach: x.detach().requires_grad_(x.requires_grad) → x
 drops_the_inputs_gradients: x.grad for x in inputs → None for x in inputs
     x has no gradient: backward returns None for fn, and then a gradient for each input.
 forgets_none: return None, *(x.grad for x in inputs) → return tuple(x.grad for x in inputs)
-    backward returns one for each argument of forward but ctx: None for fn, then those of the
-    inputs.
+    backward returns one for each argument of forward but ctx: None for fn, then one for each input.
 ignores_the_gradient: output.backward(gradient) → output.backward(torch.ones_like(output))
     The gradients lack a factor 10, the gradient that backward is given: output.backward(gradient).
 wants_all_gradients: .requires_grad_(x.requires_grad) → .requires_grad_()
@@ -270,8 +236,7 @@ wants_all_gradients: .requires_grad_(x.requires_grad) → .requires_grad_()
 keeps_the_graph: return fn(*inputs) → ctx.inputs = [x.detach().requires_grad_() for x in inputs]
         ⏎with torch.enable_grad():⏎    ctx.output = fn(*ctx.inputs)⏎return ctx.output.detach()
     output = ctx.fn(*inputs) → output, inputs = ctx.output, ctx.inputs
-    Backward didn't call fn again. Then what fn's backward needs was kept all the time: nothing is
-    saved.
+    Backward didn't call fn again: what it needs was kept all the time, and nothing is saved.
 records_in_forward: return fn(*inputs) → with torch.enable_grad():
         ⏎    ctx.output = fn(*inputs)⏎return ctx.output.detach()
     Forward keeps 24 bytes, and the inputs have 8. Keep nothing else: call fn without
@@ -279,9 +244,8 @@ records_in_forward: return fn(*inputs) → with torch.enable_grad():
 keeps_attributes: ctx.save_for_backward(random_state(), *inputs) →
         ⏎ctx.saved = random_state(), *inputs
     ctx.saved_tensors → ctx.saved
-    All gradients are right. But inputs kept as attributes of ctx aren't seen by autograd, which can
-    neither free them after backward nor notice when they are changed:
-    ctx.save_for_backward(*inputs), and in backward ctx.saved_tensors.
+    All gradients are right. But autograd can neither free attributes of ctx after backward nor
+    notice a change: ctx.save_for_backward(*inputs), and in backward ctx.saved_tensors.
 keeps_attributes_too: return fn(*inputs) → ctx.kept = {"inputs": [inputs]}⏎return fn(*inputs)
     But inputs kept as attributes of ctx aren't seen by autograd: ctx.save_for_backward is enough.
 keeps_the_result: return fn(*inputs) → ctx.out = fn(*inputs)⏎return ctx.out
@@ -289,8 +253,7 @@ keeps_the_result: return fn(*inputs) → ctx.out = fn(*inputs)⏎return ctx.out
 hides_the_inputs: ctx.save_for_backward(random_state(), *inputs) → state = random_state()
         ⏎ctx.saved = lambda: (state, *inputs)
     ctx.saved_tensors → ctx.saved()
-    All gradients are right. But where are the inputs kept? ctx.save_for_backward(*inputs) is for
-    that.
+    All gradients are right. But where are the inputs? ctx.save_for_backward(*inputs) keeps them.
 calls_twice_in_forward: return fn(*inputs) → fn(*inputs)⏎return fn(*inputs)
     Forward calls fn 2 times: once is enough. The second call belongs in backward.
 calls_twice_in_backward: output = ctx.fn(*inputs) → ctx.fn(*inputs)⏎output = ctx.fn(*inputs)
@@ -301,10 +264,8 @@ returns_the_input: return fn(*inputs) → fn(*inputs)⏎return inputs[0].clone()
     y isn't what fn gives: forward returns fn(*inputs)
 adds_one: x.grad for x in inputs → x.grad + 1 if x.requires_grad else None for x in inputs
     x.grad isn't what fn alone would leave.
+as_a_function: class Checkpoint(torch.autograd.Function): →
+        ⏎def Checkpoint(fn, *inputs):⏎    return fn(*inputs)⏎class Unused:
+    Checkpoint is a class: class Checkpoint(torch.autograd.Function)
 """),
-        Mistake.written(
-            checkpoint_as_a_function,
-            "Checkpoint is a class: class Checkpoint(torch.autograd.Function)",
-        ),
-    ],
 )

@@ -72,10 +72,6 @@ master_step = Exercise(
         "error": "After optimizer.step(), in torch.no_grad(): weight.copy_(master) for each pair.",
     },
     praise="after 8 steps of 2**-12 the weight is 1 - 2**-9. In fp16 alone it would still be 1.",
-    explain=lambda *_: (
-        "Gradients to fp32, divided by scale, into each master.grad; "
-        "optimizer.step(); then the masters, rounded, into the weights."
-    ),
     note="ddpkit.mixed_precision.MixedPrecisionOptimizer does this in its step.",
     mistakes=mistakes("""
 without_scale: weight.grad.float() / scale → weight.grad.float()
@@ -83,16 +79,14 @@ without_scale: weight.grad.float() / scale → weight.grad.float()
 multiplies: .float() / scale → .float() * scale
     The first moved far too far: divide its gradient by the scale, once.
 divides_in_fp16: weight.grad.float() / scale → (weight.grad / scale).float()
-    The second master copy never moved: its gradient, 2**-26, is 0 in fp16. Convert to fp32 first,
-    then divide by the scale.
+    The second master copy never moved: its gradient, 2**-26, is 0 in fp16. To fp32 first.
 without_step: optimizer.step() → pass
     Nothing moved. Does optimizer.step() find a gradient in each master copy's .grad?
 starts_from_the_weights: master.grad = → master.data.copy_(weight)⏎master.grad =
     The master copy lost an update that fp16 doesn't show: 1 - 2**-12 is 1 there. Weights are copied
     from masters, never masters from weights.
 never_rounds_back: weight.copy_(master) → pass
-    The master copies are right, but the weights are the old ones: round into them after
-    optimizer.step().
+    Masters are right, but weights are the old ones: round into them after optimizer.step().
 rounds_back_before: weight.grad.float() / scale → weight.grad.float() / scale
         ⏎weight.data.copy_(master)
     weight.copy_(master) → pass
@@ -108,11 +102,9 @@ makes_fp32_weights: weight.copy_(master) → weight.grad = None⏎weight.data = 
     The model computes in fp16, and its weights must stay so: weight.copy_(master) rounds, in place.
 replaces_the_weights: optimizer.step() → optimizer.step()
         ⏎weights[:] = [master.detach().half().requires_grad_() for master in masters]
-    The model holds the old tensors, and won't see the new ones: weight.copy_(master) rounds in
-    place.
+    The model holds the old tensors: weight.copy_(master) rounds in place.
 makes_new_memory: weight.copy_(master) → weight.data = master.data.half()
-    Who has a view of the old memory, like a flat buffer, won't see the new: weight.copy_(master)
-    rounds in place.
+    Views of the old memory won't see the new: weight.copy_(master) rounds in place.
 stumbles_over_none: None if weight.grad is None else →
     A weight that took no part has no gradient, weight.grad is None: then master.grad is None, too.
 """),
@@ -149,7 +141,7 @@ def _run_scaler(answer, plan, odd):
         seen[f"step {step + 1}"] = {"loss ×": times, "moved": moved, "loss changed": changed}
     records = recorder().records
     most = max([8, *(record.bytes for record in records)])
-    return seen | {"calls and bytes": [max(len(records), len(plan)), most]}
+    return seen | {"calls, and bytes of the largest,": [max(len(records), len(plan)), most]}
 
 
 def _scaler_trials():
@@ -164,7 +156,7 @@ def _scaler_trials():
         for step, (bad, scale) in enumerate(zip(plan, scales, strict=True), 1):
             moved = 4 * [0.0 if bad else GRADIENT]
             right[f"step {step}"] = {"loss ×": scale, "moved": moved, "loss changed": False}
-        right["calls and bytes"] = [len(plan), 8]
+        right["calls, and bytes of the largest,"] = [len(plan), 8]
         yield Trial(world_size, _run_scaler, (plan, odd), [right] * world_size, what=what)
 
 
@@ -181,16 +173,6 @@ LossScaler = Exercise(
         "wire": "One float for all gradients of a step.",
     },
     praise="small gradients survive, and all ranks step, or none. One float a step told them.",
-    explain=lambda *_: (
-        f"Scales go so, on all ranks alike: {START:g} at first, half after an "
-        f"overflow, double after {INTERVAL} good steps in a row, counted from 0. A step with an "
-        "overflow is skipped, others are taken with gradients divided once."
-    ),
-    says={
-        "calls and bytes": "the values are right, but calls and bytes of the largest are {got} on "
-        "rank {rank}, not {expected}. One all_reduce a step is enough, of one float: add up on the "
-        "rank first whether any of its gradients overflowed.",
-    },
     mistakes=mistakes("""
 leaves_the_loss: return loss * self.factor → return loss
     scale(loss) returns loss * factor, a new tensor, whose gradients are as many times as large.
@@ -205,10 +187,8 @@ never_divides: gradient /= self.factor → pass
     Nobody divided the gradients by the scale: unscale_ does, in place.
 divides_twice: if self.overflow is None:⏎self.unscale_(optimizer) → self.unscale_(optimizer)
     raise RuntimeError("unscale_ → pass  # ("
-    The gradients were divided by the scale twice: unscale_ had been called before step. `overflow`
-    is None until then.
-divides_the_first: gradient /= self.factor → gradients[0] /= self.factor
-        ⏎break
+    The gradients were divided by the scale twice: `overflow` is None until unscale_ is called.
+divides_the_first: gradient /= self.factor → gradients[0] /= self.factor⏎break
     Some gradients were not divided by the scale: optimizer.param_groups has several groups.
 stumbles_over_none: for p in parameters if p.grad is not None → for p in parameters
     gradient.dtype == torch.float16 → False
@@ -220,8 +200,7 @@ never_grows_back: self.good_steps = 0 if → self.good_steps = -1000 if
 never_grows: self.factor, self.good_steps = self.factor * 2, 0 → pass
     The scale never grew: after growth_interval steps in a row without an overflow it doubles.
 grows_at_each_step: self.good_steps == self.growth_interval → True
-    The scale grew too early: after growth_interval good steps, then after as many more, counted
-    from 0.
+    The scale grew too early: it does after growth_interval good steps, counted anew each time.
 remembers_the_overflow: self.overflow = None → pass
     raise RuntimeError("unscale_ → pass  # ("
     The next step wasn't unscaled, or was skipped: update() sets overflow back to None.
@@ -231,8 +210,7 @@ decides_alone: dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.group) �
 agrees_on_the_scale_only: dist.all_reduce(overflow → self.mine = bool(overflow)
         ⏎dist.all_reduce(overflow
     if self.overflow:⏎self.skipped → if self.mine:⏎    self.skipped
-    The scale was halved on all ranks, but only those with an overflow of their own skipped: step()
-    must ask what all have agreed on.
+    The scale was halved on all ranks, but one alone skipped: step() must ask what all agreed on.
 backs_off_alone: dist.all_reduce(overflow → self.mine = bool(overflow)⏎dist.all_reduce(overflow
     self.good_steps = 0 if self.overflow → self.overflow = self.mine
         ⏎self.good_steps = 0 if self.overflow
@@ -240,20 +218,16 @@ backs_off_alone: dist.all_reduce(overflow → self.mine = bool(overflow)⏎dist.
 misses_minus_inf: (~get_total → (~(torch.cat(gradients).max() < 1e38)) if gradients else (~get_total
     A gradient was -inf, and the optimizer stepped all the same: torch.isfinite sees that, too.
 steps_anyhow: if self.overflow:⏎self.skipped += 1⏎else:⏎optimizer.step() → optimizer.step()
-    A gradient overflowed, and the optimizer stepped all the same. Does step() skip, and does
-    unscale_ look at all numbers of all gradients in all groups?
+    A gradient overflowed, and the optimizer stepped. Does step() skip? Does unscale_ look at all
+    numbers of all gradients in all groups?
 looks_at_the_first: get_total_norm(gradients, 1.0) → gradients[0].sum()
 looks_at_first_numbers: get_total_norm(gradients, 1.0) → sum(g[0] for g in gradients)
 forgets_one_weight: overflow = (~get_total_norm(gradients, 1.0).isfinite()).float() →
-        ⏎for p in parameters:
-        ⏎    if p.grad is not None and not p.grad.isfinite().all():
-        ⏎        p.grad = None
-        ⏎overflow = torch.zeros(())
-    One weight was left out of the step, and the others took it. If a gradient overflows, nobody
-    steps.
+        ⏎for p in parameters:⏎    if p.grad is not None and not p.grad.isfinite().all():
+        ⏎        p.grad = None⏎overflow = torch.zeros(())
+    One weight was left out of the step. If a gradient overflows, nobody steps.
 misses_nan: (~get_total_norm(gradients, 1.0).isfinite()) → torch.cat(gradients).isinf().any()
-    A gradient was NaN, and the optimizer stepped all the same. NaN is not inf: torch.isfinite sees
-    both.
+    A gradient was NaN, and the optimizer stepped. NaN is not inf: torch.isfinite sees both.
 counts_on: self.good_steps = 0 if self.overflow else self.good_steps + 1 →
         ⏎self.good_steps += not self.overflow
     The scale grew too early: an overflow starts the count of good steps anew, from 0.
@@ -284,39 +258,37 @@ OPTIMIZERS = {
 
 
 @cache
-def _count(precision: str, optimizer: str) -> dict[str, int]:
+def _counted() -> dict[tuple, dict[str, int]]:
     """The bytes of the tensors that exist after the backward of the second step."""
-    with torch.random.fork_rng(devices=[]):
-        model = nn.Linear(21, 10, bias=False)
-    stepper = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
-    if precision == "mixed":
-        stepper = MixedPrecisionOptimizer(model.parameters(), OPTIMIZERS[optimizer], lr=0.1)
-    for _ in range(2):
-        stepper.step()
-        stepper.zero_grad()
-        model(torch.full((1, 21), 2.0**-16, dtype=model.weight.dtype)).float().sum().backward()
-    counted = count_states(model, stepper)._asdict()
-    # Without AdamW's count of steps
-    return {kind: nbytes // PARAMETERS * PARAMETERS for kind, nbytes in counted.items()}
+    found = {}
+    for precision, optimizer in itertools.product(("fp32", "mixed"), OPTIMIZERS):
+        model, stepper = nn.ParameterList([torch.ones(PARAMETERS)]), OPTIMIZERS[optimizer]
+        if precision == "mixed":
+            stepper = partial(MixedPrecisionOptimizer, optimizer_cls=stepper)
+        stepper = stepper(model.parameters(), lr=0.1)
+        for _ in range(2):
+            stepper.step()
+            stepper.zero_grad()
+            model[0].sum().backward()
+        kinds = count_states(model, stepper)._asdict().items()
+        # Without AdamW's count of steps
+        kinds = {kind: nbytes // PARAMETERS * PARAMETERS for kind, nbytes in kinds}
+        found[PARAMETERS, precision, optimizer] = kinds
+    return found
 
 
 def _run_bytes(answer, counted):
     """What the answer predicts; where that is right, what was counted."""
     seen = {}
     for case, kinds in counted.items():
-        predicted = answer(PARAMETERS, *case)
+        predicted = answer(*case)
         seen[case] = kinds if predicted == sum(kinds.values()) else predicted
     return seen
 
 
-def _bytes_trials():
-    counted = {case: _count(*case) for case in itertools.product(("fp32", "mixed"), OPTIMIZERS)}
-    yield Trial(1, _run_bytes, (counted,), [counted], what=f"bytes of {PARAMETERS} parameters")
-
-
 predict_bytes = Exercise(
     reference=predict_bytes,
-    trials=_bytes_trials,
+    trials=lambda: [Trial(1, _run_bytes, (_counted(),), [_counted()], what="by arguments")],
     hints={
         "start": "Four kinds of tensors: weights, gradients, master copies, moments. Which of them "
         "exist here?",
@@ -325,18 +297,13 @@ predict_bytes = Exercise(
     },
     praise="as counted from the tensors, six times. Mixed precision saves no byte of these: 16 "
     "with AdamW either way. It halves activations, and what gradients weigh on the wire.",
-    explain=lambda *_: (
-        "Weight and gradient in the precision of the model; master copy, if there "
-        "is one, and moments in fp32."
-    ),
     note="ddpkit.tools.memory.model_states has the table for larger models, and for ZeRO.",
     mistakes=mistakes("""
 always_16: (weight_and_gradient + master + moments) → 16
     It is not always 16: SGD has no moments, momentum one.
 of_one: return parameters * → return
     Yours is of one parameter: there are more.
-counts_numbers: return parameters * (weight_and_gradient + master + moments) →
-        ⏎return parameters * (weight_and_gradient + master + moments) // 4
+counts_numbers: master + moments) → master + moments) // 4
     Count bytes, not numbers: fp32 has 4.
 without_master: (2 + 2, 4) → (2 + 2, 0)
     4 are missing: the master copy, in fp32.

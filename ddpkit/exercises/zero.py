@@ -1,8 +1,7 @@
 """Checkers of notebook 07: shard_plan, who owns which elements, and zero_step, SGD on a shard.
 
-The first element's gradients are chosen so that their sum reads like a tally, each digit a rank: 11
-on two ranks, 1111 on four. Element i has i + 1 times as much, so that a gradient in the wrong place
-shows.
+The first element's gradients add up to a tally, each digit a rank: 11 on two ranks, 1111 on four.
+Element i has i + 1 times as much, so that a gradient in the wrong place shows.
 """
 
 import json
@@ -15,16 +14,16 @@ from torch.utils._pytree import tree_leaves
 from ddpkit import zero
 from ddpkit.runtime.records import recorder
 
-from .checker import Exercise, Mistake, Trial, mistakes, unwritten_memory_shows
+from .checker import Exercise, Trial, mistakes, unwritten_memory_shows
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 # shard_plan(numels, world_size)
 
-PLANS = [(2, (4, 4)), (2, (5, 3)), (2, (5, 4)), (3, (7, 2, 1)), (4, (1, 1, 1)), (1, (5, 2))]
+PLANS = [((4, 4), 2), ((5, 3), 2), ((5, 4), 2), ((7, 2, 1), 3), ((1, 1, 1), 4), ((5, 2), 1)]
 
 
-def _planned(world_size: int, numels: tuple[int, ...]) -> list[list[list]]:
+def _planned(numels: tuple[int, ...], world_size: int) -> list[list[list]]:
     """The specification, element by element."""
     length = (sum(numels) + world_size - 1) // world_size
     elements = [(parameter, at) for parameter, numel in enumerate(numels) for at in range(numel)]
@@ -39,29 +38,20 @@ def _planned(world_size: int, numels: tuple[int, ...]) -> list[list[list]]:
 
 def _run_plan(answer, right):
     """Plan after plan, up to the first that isn't right."""
-    for (world_size, numels), planned in right.items():
+    for (numels, world_size), planned in right.items():
         plan = answer(list(numels), world_size)
         plan = json.loads(json.dumps(plan, default=int))  # tuples as lists, tensors as numbers
         if plan != planned:
-            return right | {(world_size, numels): plan}
+            return right | {(numels, world_size): plan}
     return right
 
 
-def _plan_trials():
-    right = {plan: _planned(*plan) for plan in PLANS}
-    yield Trial(1, _run_plan, (right,), [right], what="by (world size, elements of parameters)")
-
-
-def by_parameter(numels, world_size):
-    shards = [[] for _ in range(world_size)]
-    for parameter, numel in enumerate(numels):
-        shards[parameter % world_size].append((parameter, 0, numel))
-    return shards
+RIGHT = {plan: _planned(*plan) for plan in PLANS}
 
 
 shard_plan = Exercise(
     reference=zero.shard_plan,
-    trials=_plan_trials,
+    trials=lambda: [Trial(1, _run_plan, (RIGHT,), [RIGHT], what="by arguments")],
     hints={
         "start": "Put all parameters end to end: a flat buffer. Rank r owns elements r * length to "
         "(r+1) * length; length is the number of elements divided by W, rounded up: -(-n // W).",
@@ -69,15 +59,10 @@ shard_plan = Exercise(
         "min((r+1) * length, first + numel); subtract `first`.",
     },
     praise="every element has one owner, and no shard is longer than n/W, rounded up.",
-    explain=lambda *_: (
-        "Return a list for each rank, of tuples (parameter, start, stop): an empty one for who "
-        "owns nothing. Each element has one owner; each rank's lie together in the flat buffer."
-    ),
-    mistakes=[
-        *mistakes("""
+    explain=lambda *_: "Each rank's list has tuples (parameter, start, stop), or none.",
+    mistakes=mistakes("""
 loses_the_remainder: -(-sum(numels) // world_size) → sum(numels) // world_size
-    n // W loses the remainder: the last elements have no owner, and would never be updated. Round
-    up, and let the last shard be padded.
+    n // W loses the remainder: the last elements have no owner. Round up, and pad the last shard.
 leaves_the_rest_to_the_last: -(-sum(numels) // world_size) → sum(numels) // world_size
     min((rank + 1) * length → min((rank + 1) * length if shard is not shards[-1] else sum(numels)
     Shards have equal length, n / W rounded up. The last one isn't longer, but padded.
@@ -107,18 +92,16 @@ in_lengths: append((parameter, start, stop)) → append((parameter, start, stop 
     The third number is where the part stops, not how many elements it has.
 of_this_rank_only: return shards → return shards[dist.get_rank()]
     Return a list for each rank, of tuples (parameter, start, stop): every rank knows the plan.
+by_parameter: if start < stop: → if rank == parameter % world_size:
+    append((parameter, start, stop)) → append((parameter, 0, numel))
+    Cut the flat buffer, not the list of parameters: a parameter may lie in two shards.
 """),
-        Mistake.written(
-            by_parameter,
-            "Cut the flat buffer, not the list of parameters: a parameter may lie in two shards. "
-            "Otherwise the fullest rank has more than it need have.",
-        ),
-    ],
 )
 
 
 # zero_step(parameters, gradients, state)
 
+SENT = "bytes sent, where a reduce-scatter and an all-gather do,"
 NUMEL = 8  # divides by every world size tried
 START = torch.arange(7.0, 7 + NUMEL, dtype=torch.float64)
 LRS, BETA = (1 / 16, 1 / 8, 1 / 4), 3 / 4  # over powers of two: all that is computed is exact
@@ -149,7 +132,7 @@ def _run_step(answer, steps, needed):
     shares = {"send": 1, "recv": 0, "all_reduce": 2 * part, "all_gather": world_size - 1}
     for record in recorder().records:  # collectives as if they went round a ring
         sent[record.op] += record.bytes * shares.get(record.op, part)
-    return seen | {"bytes sent": needed if sent.total() <= needed else dict(+sent)}
+    return seen | {SENT: needed if sent.total() <= needed else dict(+sent)}
 
 
 def _serial(world_size: int, steps: int, needed: int) -> dict:
@@ -161,17 +144,15 @@ def _serial(world_size: int, steps: int, needed: int) -> dict:
         parameters -= LRS[step] * momentum
         right[f"parameters after step {step + 1}"] = parameters.tolist()
         right[f"elements in state after step {step + 1}"] = [NUMEL // world_size]
-    return right | {"bytes sent": needed}
+    return right | {SENT: needed}
 
 
 def _step_trials():
     for world_size, steps in ((2, 3), (4, 2), (1, 2)):
         needed = steps * 2 * (world_size - 1) * START.nbytes // world_size
         right = [_serial(world_size, steps, needed)] * world_size
-        what = (
-            f"{steps} steps (parameters 7, 8, 9... at first; rank r's gradients in step s are "
-            f"{16 * world_size}·10ʳ·s times 1, 2, 3...)"
-        )
+        what = f"{steps} steps (parameters 7, 8, 9... at first; gradients of rank r in step s are "
+        what += f"{16 * world_size}·10ʳ·s times 1, 2, 3...)"
         yield Trial(world_size, _run_step, (steps, needed), right, what=what)
 
 
@@ -186,25 +167,18 @@ zero_step = Exercise(
         'state["momentum"] = torch.zeros_like(shard) at first; then .mul_(beta).add_(gradient).',
         "wire": "One reduce-scatter of the gradients, one all-gather of the parameters.",
     },
-    praise="right on 1, 2 and 4 ranks, step after step, with 1/W of the state and 2(W-1)/W of the "
-    "bytes on each.",
+    praise="right on 1, 2 and 4 ranks, each with 1/W of the state and 2(W-1)/W of the bytes.",
     note="Momentum by hand. ddpkit.zero.ZeroOptimizer does this with any elementwise optimizer.",
-    says={
-        "bytes sent": "all is right, but rank {rank} sent {got} bytes; a reduce-scatter and an "
-        "all-gather need {expected}."
-    },
     mistakes=mistakes("""
 sums: (gradients) / world_size → (gradients)
-    The gradient is the sum over the ranks. Divide the shard by the number of ranks: it should be
-    the mean.
+    The gradient is the sum over the ranks. Divide the shard by their number: it should be the mean.
 divides_twice: (gradients) / world_size → (gradients) / world_size**2
     The gradient was divided by the number of ranks twice.
 its_own_gradient: ring_reduce_scatter(gradients) / world_size → gradients.chunk(world_size)[rank]
     Each rank updated its shard with its own gradient: the others' is missing.
     ring_reduce_scatter(gradients) returns this rank's shard of the sum.
 its_own_share: ring_reduce_scatter(gradients) → gradients.chunk(world_size)[rank]
-gathers_never: shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
-    ⏎shard.sub_(lr * state["momentum"])
+gathers_never: ring_all_gather(parameters) → pass
     The own shard is right, the rest is as before the step. Was ring_all_gather(parameters) left
     out, or called before the shard was updated?
 gathers_first: shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
@@ -212,8 +186,7 @@ gathers_first: shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) 
 updates_all_with_partial_sums: gradient = ring_reduce_scatter(gradients) / world_size →
     ⏎ring_reduce_scatter(gradients)⏎gradient = gradients / world_size
     parameters.chunk(world_size)[rank] → parameters
-    shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
-    ⏎shard.sub_(lr * state["momentum"])
+    ring_all_gather(parameters) → pass
     The own shard is right, what other ranks own is not: this rank updated it, too, though it has
     only its own shard's mean. Update the shard alone, and gather the rest.
 updates_all_with_its_shard: shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
@@ -221,11 +194,9 @@ updates_all_with_its_shard: shard.sub_(lr * state["momentum"])⏎ring_all_gather
 shards_nothing: gradient = ring_reduce_scatter(gradients) / world_size →
     ⏎dist.all_reduce(gradients)⏎gradient = gradients / world_size
     parameters.chunk(world_size)[rank] → parameters
-    shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
-    ⏎shard.sub_(lr * state["momentum"])
-    The parameters are right, but every rank keeps the momentum of all elements: that is the memory
-    that ZeRO saves. Keep that of the shard alone; a view keeps its whole storage alive: allocate
-    the shard.
+    ring_all_gather(parameters) → pass
+    The parameters are right, but every rank keeps the momentum of all elements, which ZeRO saves.
+    Keep the shard's alone; a view keeps its whole storage alive: allocate the shard.
 keeps_state_for_all: torch.zeros_like(shard) → torch.zeros_like(parameters)
     state["momentum"].mul_ → state["momentum"].chunk(world_size)[rank].mul_
     lr * state["momentum"] → lr * state["momentum"].chunk(world_size)[rank]
@@ -240,15 +211,13 @@ sends_gradients_twice: gradient = ring_reduce_scatter → ring_reduce_scatter(gr
     ⏎gradient = ring_reduce_scatter
     What is sent twice? One reduce-scatter of the gradients is enough.
 in_a_new_tensor: parameters.chunk(world_size)[rank] → parameters.chunk(world_size)[rank].clone()
-    The parameters are as before. Write into them in place: a shard is
-    parameters.chunk(world_size)[rank].
+    Parameters are as before. Write into them in place: a shard is parameters.chunk(W)[rank].
 uphill: shard.sub_ → shard.add_
     The update has the wrong sign: against the gradient.
 with_the_next_ranks_mean: gradient = ring_reduce_scatter(gradients) / world_size →
     ⏎shards = list(gradients.chunk(world_size))⏎gradient = torch.empty_like(shards[0])
     ⏎dist.reduce_scatter(gradient, shards[1:] + shards[:1])⏎gradient /= world_size
-    The shard was updated with the mean that belongs to another: which chunk does the reduce-scatter
-    end with? ring_reduce_scatter ends with chunk `rank`.
+    The shard was updated with another's mean: ring_reduce_scatter ends with chunk `rank`.
 with_its_own_lr: lr * state["momentum"] → 1 / 16 * state["momentum"]
     The first step was right. lr and beta are arguments, and lr changes: take those of each call.
 with_its_own_beta: mul_(beta) → mul_(1 / 2)
@@ -256,8 +225,7 @@ with_its_own_lr_and_beta: lr * state["momentum"] → 1 / 16 * state["momentum"]
     mul_(beta) → mul_(1 / 2)
 with_lr_in_the_momentum: add_(gradient) → add_(lr * gradient)
     lr * state["momentum"] → state["momentum"]
-    The first step was right. Keep lr out of the momentum: lr changes, and counts only when it is
-    used.
+    The first step was right. Keep lr out of the momentum: it changes.
 moves_all_as_the_first: lr * state["momentum"] → lr * state["momentum"][0]
     The update has the wrong size: momentum = beta * momentum + gradient, zero at first; then
     parameter -= lr * momentum, each element with its own.
@@ -274,15 +242,11 @@ keeps_a_view_of_the_gradients: (gradients) / world_size → (gradients).div_(wor
     state["momentum"].mul_(beta) → first or state["momentum"].mul_(beta)
     The momentum changes between two steps: ring_reduce_scatter returns a view of `gradients`,
     which the next backward overwrites. Keep a tensor of your own.
-keeps_the_gradient_too: ring_all_gather(parameters) → state["gradient"] = gradient
-    ⏎ring_all_gather(parameters)
-    `state` holds more than the momentum: the gradient isn't needed again. A second tensor of the
-    shard's length is memory that ZeRO-1 wants to save.
+keeps_the_gradient_too: shard.sub_ → state["gradient"] = gradient⏎shard.sub_
+    `state` holds more than the momentum: the gradient isn't needed again.
 forgets_after_a_step: if not state: → state.clear()⏎if not state:
     The first step was right. Is the momentum kept in `state`, and used again in the next one?
-counts_its_steps: ring_all_gather(parameters) → state["steps"] = torch.ones(1)
-    ⏎ring_all_gather(parameters)
-    The parameters are right, but `state` has more than the shard's momentum: the step needs no
-    counter.
+counts_its_steps: shard.sub_ → state["steps"] = torch.ones(1)⏎shard.sub_
+    `state` has more than the shard's momentum: the step needs no counter.
 """),
 )
