@@ -232,7 +232,7 @@ counts_on: self.good_steps = 0 if self.overflow else self.good_steps + 1 →
         ⏎self.good_steps += not self.overflow
     The scale grew too early: an overflow starts the count of good steps anew, from 0.
 sends_gradients: dist.all_reduce(overflow → for _ in gradients:⏎    dist.all_reduce(overflow
-    One all_reduce a step is enough, of one float
+    One all_reduce a step is enough, of one float: does any gradient of the rank overflow?
 reduces_and_broadcasts: dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.group) →
         ⏎dist.broadcast(overflow, 0)
     if dist.is_initialized(): → dist.reduce(overflow, 0, dist.ReduceOp.MAX)⏎if True:

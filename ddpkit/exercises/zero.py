@@ -59,7 +59,7 @@ shard_plan = Exercise(
         "min((r+1) * length, first + numel); subtract `first`.",
     },
     praise="every element has one owner, and no shard is longer than n/W, rounded up.",
-    explain=lambda *_: "Each rank's list has tuples (parameter, start, stop), or none.",
+    explain=lambda *_: "A list for each rank, of tuples (parameter, start, stop), perhaps empty.",
     mistakes=mistakes("""
 loses_the_remainder: -(-sum(numels) // world_size) → sum(numels) // world_size
     n // W loses the remainder: the last elements have no owner. Round up, and pad the last shard.
