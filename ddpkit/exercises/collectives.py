@@ -15,10 +15,8 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 JUNK = -1  # what a buffer holds before it is filled
 SIMPLE, OTHER = (1, (3,), torch.int64), (2, (2, 2), torch.float64)  # calls, shape, dtype
-REPLACED = "new tensors in the list"
-
-
 CASES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (3, 2, OTHER), (1, 0, SIMPLE)]
+REPLACED = "new tensors in the list"
 
 
 def _trials(of_rank: Callable, messages: Callable, from_source: bool = False):

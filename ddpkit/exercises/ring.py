@@ -44,7 +44,7 @@ def _trials(sums: bool, returns: str, halves: int = 1):
         after = sum(brought) if sums else 10**number
         for part in chunks if returns == "chunk" else [x] * world_size:
             right = {"x": after[part].tolist(), "returned": _place(part, x)}
-            expected.append({"said": world_size > 1} | right | {"too far": [], "too many": []})
+            expected.append({"sent": world_size > 1} | right | {"too far": [], "too many": []})
         nbytes = halves * (world_size - 1) * x.nbytes
         arguments = brought, returns, halves
         yield Trial(world_size, _run, arguments, expected, nbytes, f"{numel} elements")
@@ -58,7 +58,7 @@ def _run(answer, brought, returns, halves):
         got = answer(x)
     sends = [record for record in recorder().records if record.op == "send" and record.bytes]
     return {
-        "said": bool(recorder().records),
+        "sent": bool(recorder().records),
         "x": (x if returns == "x" else x.tensor_split(world_size)[rank]).tolist(),
         "returned": _place(got, x),
         "too far": sorted({record.peer for record in sends})[1:],  # going to the left is as good
@@ -105,7 +105,7 @@ def _praise(trial: Trial, run: Run) -> str:
 
 
 SAYS = {
-    "said": "rank {rank} sent nothing. In each of W-1 hops it sends a chunk.",
+    "sent": "rank {rank} sent nothing. In each of W-1 hops it sends a chunk.",
     "x": "what rank {rank} should have in x is {got}, expected {expected}.",
     "returned": "rank {rank} returned {got}, expected {expected} itself.\nThe chunks of "
     "x.tensor_split(world_size) are views of x, and += writes into x; clone(), + and a new entry "

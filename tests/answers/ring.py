@@ -49,10 +49,8 @@ def ring_all_gather_skips_empty_chunks(x):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = x.tensor_split(world_size)
     for hop in range(1, world_size):
-        outgoing, incoming = (
-            chunks[(rank - hop + 1) % world_size],
-            chunks[(rank - hop) % world_size],
-        )
+        outgoing = chunks[(rank - hop + 1) % world_size]
+        incoming = chunks[(rank - hop) % world_size]
         works = []
         if len(outgoing):
             works.append(dist.isend(outgoing, (rank + 1) % world_size))
@@ -67,10 +65,8 @@ def ring_all_gather_one_sends_first(x):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = x.tensor_split(world_size)
     for hop in range(1, world_size):
-        outgoing, incoming = (
-            chunks[(rank - hop + 1) % world_size],
-            chunks[(rank - hop) % world_size],
-        )
+        outgoing = chunks[(rank - hop + 1) % world_size]
+        incoming = chunks[(rank - hop) % world_size]
         if rank == 0:
             dist.send(outgoing, 1)
         dist.recv(incoming, (rank - 1) % world_size)
