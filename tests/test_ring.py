@@ -149,26 +149,6 @@ def test_groups_that_interleave(check):
             check.refused(function, twin.whole(rank, 25), three, says=f"rank {rank} called")
 
 
-@on_ranks(2, 3)
-def test_other_traffic_is_not_disturbed(check):
-    """Between messages and collectives that aren't done yet; one call after another."""
-    rank, world_size = rank_and_world()
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    arrived, summed = torch.zeros(7), twin.whole(rank, 7)
-    works = [dist.irecv(arrived, left), dist.isend(twin.whole(rank, 7, salt=1), right)]
-    works.append(dist.all_reduce(summed, async_op=True))
-    for salt, function in itertools.product(range(3), ALL_REDUCES):
-        with tuned(16, 2):
-            x = function(twin.whole(rank, 50, salt=salt))
-        parts = [twin.whole(r, 50, salt=salt) for r in range(world_size)]
-        check.same(x, twin.total(parts), name(function), "call", salt)
-        dist.broadcast(x, 0)
-    for work in works:
-        work.wait()
-    check.same(arrived, twin.whole(left, 7, salt=1), "a message of mine")
-    check.same(summed, twin.total(parts_of(world_size, 7)), "torch's all_reduce")
-
-
 # The ring as a transport; more in test_transport
 
 

@@ -71,7 +71,7 @@ def _place(got: object, x: torch.Tensor) -> str:
     if not isinstance(got, torch.Tensor):
         return repr(got)
     if got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
-        return "a new tensor"
+        return f"a new tensor, {got.tolist()}"
     start, stop = got.storage_offset(), got.storage_offset() + got.numel()
     return "x" if stop - start == len(x) else f"x[{start}:{stop}]"
 
@@ -107,9 +107,8 @@ def _praise(trial: Trial, run: Run) -> str:
 SAYS = {
     "sent": "rank {rank} sent nothing. In each of W-1 hops it sends a chunk.",
     "x": "what rank {rank} should have in x is {got}, expected {expected}.",
-    "returned": "rank {rank} returned {got}, expected {expected} itself.\nThe chunks of "
-    "x.tensor_split(world_size) are views of x, and += writes into x; clone(), + and a new entry "
-    "in a list of them make new tensors.",
+    "returned": "rank {rank} returned {got}, expected {expected} itself. The chunks of "
+    "x.tensor_split(world_size) are views, and += writes into x; clone() and + make new tensors.",
     "too far": "the values are right, but rank {rank} also sent to {got}. In a ring it sends to "
     "its right neighbour only: what goes further is passed on from neighbour to neighbour.",
     "too many": "the values are right, but rank {rank} sent more messages than there are hops; "
@@ -138,7 +137,7 @@ loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
 
 def _explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
     """Every chunk of every rank has its digit."""
-    if got["x"] == expected["x"]:
+    if not got["sent"] or got["x"] == expected["x"]:
         return None
     world_size, value = trial.world_size, got["x"][0]
     if not 0 <= value < 10 ** (world_size**2):
@@ -207,7 +206,7 @@ works_on_a_copy: flat(x, group) → flat(x.clone(), group)
 adds_to_the_tuple: mine += arrived → chunks[rank - hop - 1] += arrived
     tensor_split gives a tuple of views
 returns_nothing: return chunks[rank] →
-    the caller wants the tensor.
+    Return chunk `rank` of x: the caller wants the tensor.
 returns_x: return chunks[rank] → return x
     Return chunk `rank` alone: x.tensor_split(world_size)[rank].
 element_by_element: send_right_receive_left(passed_on, arrived, group) → for a in range(len(mine)):
