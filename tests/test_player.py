@@ -137,6 +137,18 @@ def same_numbers():
         dist.recv(x, src=0)
 
 
+def doubled():
+    """Rank 0 sends back twice what it got."""
+    x = torch.ones(1)
+    if dist.get_rank() == 0:
+        dist.recv(x, src=1)
+        x *= 2
+        dist.send(x, dst=1)
+    else:
+        dist.send(x, dst=0)
+        dist.recv(x, src=0)
+
+
 @cache  # one run serves many tests
 def recorded(fn, *args, world_size=2):
     """The Run of `fn`, or the error it ended in."""
@@ -241,6 +253,12 @@ def test_owners_are_not_found_by_comparing_numbers():
     assert sent[0].owners == [1]
     assert sent[1].owners == [1, 0]
     assert frames[-1].memory[1][0].owners == [1, 0]
+
+
+def test_what_changes_after_it_arrived_is_shown():
+    frames, _ = frames_of(doubled, 2)
+    assert held(frames[1].memory[0]) == [(1, 1)]
+    assert held(frames[2].memory[0]) == [(2, None)]
 
 
 def test_cells_that_wait_for_a_message_are_blank():

@@ -59,15 +59,11 @@ def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list
 
     Of caps with the same plan, the last. gradients: as for `ddp.plan_buckets`.
     """
-    found: dict[int, list[list[int]]] = {}
-    cap, total = 1, sum(nbytes for nbytes, _ in gradients)
-    while not found or cap // 2 < total:
-        plan = ddp.plan_buckets(gradients, cap)
-        if found.get(cap // 2) == plan:
-            del found[cap // 2]
-        found[cap] = plan
-        cap *= 2
-    return found
+    last: dict[str, tuple[int, list[list[int]]]] = {}
+    for power in range(sum(nbytes for nbytes, _ in gradients).bit_length() + 1):
+        plan = ddp.plan_buckets(gradients, 2**power)
+        last[str(plan)] = 2**power, plan
+    return dict(last.values())
 
 
 MODELS = {"0.5B": 500_000_000, "3B": 3_000_000_000, "7.5B": 7_500_000_000, "70B": 70_000_000_000}
