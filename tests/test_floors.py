@@ -28,7 +28,8 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "fast": {"subjects", "tools", "triton"},
     "runtime": {"tools", "cloudpickle", "IPython"},
     "exercises": BELOW | {"lesson"},
-    "lesson": BELOW | {"exercises", "IPython", "PIL", "ipywidgets", "matplotlib", "numpy"},
+    "lesson": BELOW
+    | {"exercises", "IPython", "PIL", "ipywidgets", "matplotlib", "nbclient", "nbformat", "numpy"},
     "bench": BELOW | {"lesson", "numpy"},
     "doctor": {"runtime"},
     "__init__": {"runtime"},
