@@ -68,8 +68,8 @@ def _train(answer, cap_bytes, between, by_rank):
     if changed or any(map(operator.gt, begun, in_time)):
         return seen  # the rest is a matter of luck
     seen |= left_in(stack)
-    seen["waited for before backward was over"] = waited
-    seen["waits for handles of step 1 in step 2"] = sum(r.waits for r in earlier) - waits
+    seen["waits before backward was over"] = waited
+    seen["waits in step 2 for handles of step 1"] = sum(r.waits for r in earlier) - waits
     seen["bytes of each all_reduce"] = [r.bytes for r in all_reduces()[len(earlier) :]]
     if cap_bytes:
         seen["gradients that aren't views of a bucket"] = _gradients(stack, sent)[0]
@@ -104,7 +104,7 @@ def _trial(world_size: int, cap_bytes: int | None, between: str = "", crossed=Fa
     if crossed:
         by_rank, what = CROSSED, "gradients come in another order on rank 1 than on rank 0"
     seen = ideal(tally(world_size) * {"": 1, ZEROED: 3, KEPT: 1 + 3}[between])
-    seen |= {"waited for before backward was over": 0, "waits for handles of step 1 in step 2": 0}
+    seen |= {"waits before backward was over": 0, "waits in step 2 for handles of step 1": 0}
     seen["bytes of each all_reduce"] = nbytes
     if cap_bytes:
         seen |= {"gradients that aren't views of a bucket": [], "buckets made anew in step 2": 0}
