@@ -15,7 +15,6 @@ CELLS = [
 
 check.neighbours(neighbours)""",
     "def say_hello(): ...\n\ncheck.say_hello(say_hello)",
-    "def plan_buckets(sizes, cap_bytes):\n    return []\n\ncheck.plan_buckets(plan_buckets)",
 ]
 
 
@@ -30,8 +29,7 @@ def test_each_exercise_gets_a_line_whatever_else_fails(tmp_path, capsys):
     notebook = handed_in(tmp_path, *CELLS)
     assert check.main([str(notebook), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)[str(notebook)]
-    right = {"neighbours": "right", "say_hello": "not written", "plan_buckets": "wrong"}
-    assert found == right
+    assert found == {"neighbours": "right", "say_hello": "not written"}
 
 
 def test_a_cell_that_hangs_ends_at_the_limit_and_the_rest_goes_on(tmp_path):
@@ -44,12 +42,19 @@ def test_points_and_exit_code(capsys, monkeypatch):
         data = {"text/plain": text}
         return [nbformat.v4.new_output("execute_result", data)]
 
-    source = "def neighbours(): ...\n\ncheck.neighbours(neighbours)"
-    cell = nbformat.v4.new_code_cell(source, outputs=said("✓ neighbours: right."))
-    ran = nbformat.v4.new_notebook(cells=[cell])
+    right, wrong = (
+        nbformat.v4.new_code_cell(f"check.{name}({name})", outputs=said(f"{sign} {name}: ..."))
+        for name, sign in (("merge", "✓"), ("ring_cost", "✗"))
+    )
+    ran = nbformat.v4.new_notebook(cells=[right])
     monkeypatch.setattr(check, "run", lambda path, seconds: ran)
     assert check.main(["a.ipynb"]) == 0
-    assert capsys.readouterr().out == "a.ipynb: 1 of 1 points\n  ✓ neighbours: right\n"
+    assert capsys.readouterr().out == "a.ipynb: 1 of 1 points\n  ✓ merge: right\n"
+    ran.cells.append(wrong)
+    assert check.main(["a.ipynb"]) == 1
+    assert capsys.readouterr().out.endswith(
+        "1 of 2 points\n  ✓ merge: right\n  ✗ ring_cost: wrong\n"
+    )
 
 
 def test_what_cant_be_run_is_said(tmp_path, capsys):
