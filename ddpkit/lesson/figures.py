@@ -167,7 +167,8 @@ def traffic(run_or_runs) -> Picture:
         ranks = range(len(sent))
         notes = _total_and_busiest(sent, received)
         said.append(f"{name}: {', '.join(notes)}" if name else ", ".join(notes))
-        axes.set_title("\n".join([name, *notes] if name else notes), fontsize=page.SMALL)
+        title = "\n".join([name, *notes] if name else notes).replace(", ", ",\n")
+        axes.set_title(title, fontsize=page.SMALL)
         dark = [colour(rank) for rank in ranks]
         for nbytes, side, fills in ((sent, -0.2, dark), (received, 0.2, map(page.lighter, dark))):
             places, values = [rank + side for rank in ranks], [each / factor for each in nbytes]
