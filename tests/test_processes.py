@@ -354,3 +354,13 @@ def test_a_server_that_died_is_replaced_and_so_is_one_that_knows_too_little():
     one, other = launch(import_slowly, world_size=2)
     assert one == other == (processes._server()._forkserver_pid, True)
     wait_until(lambda: not psutil.pid_exists(old))
+
+
+def test_ranks_ask_for_large_pages_unless_the_user_says_otherwise(monkeypatch):
+    def asked():
+        return os.environ.get("THP_MEM_ALLOC_ENABLE")
+
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    assert list(launch(asked, world_size=2)) == ["1", "1"]
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    assert list(launch(asked, world_size=2)) == ["0", "0"]

@@ -319,7 +319,7 @@ class Exercise:
             if got != should:
                 reading = self.explain(trial, rank, should, got)
                 return Problem(
-                    "values", self._tell(rank, should, got), repr(list(outcome)), reading
+                    "values", self._tell(trial, rank, should, got), repr(list(outcome)), reading
                 )
         wrong = self.wire(trial, outcome)
         if not wrong:
@@ -329,12 +329,13 @@ class Exercise:
             said.append(sorted((r.op, str(r.peer), r.bytes) for r in records))
         return Problem("wire", wrong, (said, wrong))
 
-    def _tell(self, rank: int, expected: object, got: object) -> str:
+    def _tell(self, trial: Trial, rank: int, expected: object, got: object) -> str:
         sentence = "rank {rank} has {got}, expected {expected}."
+        where = f" on rank {rank}" if trial.world_size > 1 else ""
         if isinstance(expected, dict) and isinstance(got, dict):
             what = next(what for what in expected if got.get(what) != expected[what])
             expected, got = expected[what], got.get(what)
-            sentence = self.says.get(what, f"{what} on rank {{rank}}: {{got}}, not {{expected}}.")
+            sentence = self.says.get(what, f"{what}{where}: {{got}}, not {{expected}}.")
         return sentence.format(rank=rank, got=short(got), expected=short(expected))
 
     def _refuse(self, number: int, trial: Trial, problem: Problem, empty: list[str]) -> Verdict:

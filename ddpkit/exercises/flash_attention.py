@@ -16,8 +16,8 @@ from .softmax import Numbers, read_by_case, trial_of
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 FAR = 4e9  # so far below 0 that -1e9, which some mask with, is above
-O_LSE = {"o": 0, "lse, though o is right,": 1}  # what is compared, in this order; its place
-GRADIENTS = {"dv": 2, "dk, though dv is right,": 1, "dq, though dv and dk are right,": 0}
+O_LSE = {"o": 0, "lse, though o is right": 1}  # what is compared, in this order; its place
+GRADIENTS = {"dv": 2, "dk, though dv is right": 1, "dq, though dv and dk are right": 0}
 
 
 def _tensors(queries: int, keys: int, D: int, below: float = 0.0) -> tuple[Tensor, ...]:
@@ -45,7 +45,7 @@ def _look(answer: Callable, case: str, names: dict[str, int], given: tuple, *opt
     returned = returned if isinstance(returned, tuple | list) else [returned]
     seen = {f"{case}: shapes": [tuple(getattr(x, "shape", ())) for x in returned]}
     if len(returned) == len(names) and all(isinstance(x, Tensor) for x in returned):
-        seen |= {f"{case}: {name}": Numbers(returned[at]) for name, at in names.items()}
+        seen |= {f"{case}: {name}": Numbers(returned[at], 1e-5) for name, at in names.items()}
     untouched = all(map(torch.equal, copies, given))
     return seen | {f"{case}: arguments": "as given" if untouched else "changed in place"}
 
@@ -203,7 +203,7 @@ def _look_backward(answer: Callable, case: str, keys: int, causal: bool, below: 
     given = q, k[:keys], v[:keys], *_exact(q @ k.T, v, causal), do
     seen = _look(answer, case, GRADIENTS, given, causal)
     if below:  # the first of k's columns is so large that dq's rounding is, too
-        seen.pop(f"{case}: dq, though dv and dk are right,", None)
+        seen.pop(f"{case}: dq, though dv and dk are right", None)
     return seen
 
 

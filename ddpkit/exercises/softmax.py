@@ -32,11 +32,13 @@ class Numbers:
     """Numbers of any shape; equal if they differ by rounding only. NaN equals nothing."""
 
     values: Tensor
+    atol: float = 1e-6
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Numbers) or self.values.shape != other.values.shape:
             return False
-        return torch.allclose(self.values.double(), other.values.double(), rtol=1e-5, atol=1e-5)
+        ours, theirs = self.values.double(), other.values.double()
+        return torch.allclose(ours, theirs, rtol=1e-5, atol=max(self.atol, other.atol))
 
     def __repr__(self):
         numbers = [f"{value:.4g}" for value in self.values.flatten().tolist()]

@@ -1,7 +1,4 @@
-"""The fork server imports this last, and nobody else: from then on its forks are cheap.
-
-For 2 ranks that add one number, a third less CPU time: 38 ms instead of 55.
-"""
+"""The fork server imports this last, and nobody else: from then on its forks are cheap."""
 
 import atexit
 import contextlib

@@ -1,0 +1,93 @@
+"""A guess before the cell that answers it, kept and shown beside the answer.
+
+    hops = predict("Hops of a ring of 4 ranks?")                # shows a field to fill in
+    which = predict("Which sends less?", ["ring", "server"])    # or a row of buttons
+    ...
+    hops.answer(run_of_4.hops)                                  # "6. You predicted 8."
+    predict.score()                                             # at the end of the notebook
+
+Nothing has to be entered: then the answer stands alone.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from .widgets import Live
+
+
+class Prediction(Live):
+    """A question; `guess` is what the reader entered, a number or a choice, or None."""
+
+    def __init__(self, question: str, choices: Sequence[str] = ()):
+        super().__init__(f"Your prediction: {question}", None)
+        self.question, self.choices = question, list(choices)
+        self.guess: float | str | None = None
+        self.right: bool | None = None  # None: not answered, or nothing was entered
+
+    @cached_property
+    def box(self):
+        import ipywidgets
+
+        asked = ipywidgets.HTML(f"<b>Your prediction:</b> {self.question}")
+        if self.choices:
+            field = ipywidgets.ToggleButtons(options=self.choices, value=None)
+        else:
+            field = ipywidgets.Text(placeholder="a number", layout={"width": "12em"})
+        field.observe(lambda change: self.enter(change["new"]), "value")
+        return ipywidgets.VBox([asked, field])
+
+    def enter(self, guess: float | str) -> None:
+        """Keep the reader's guess. What is no number isn't kept, where a number is asked for."""
+        if not self.choices:
+            try:
+                guess = float(guess)
+            except ValueError:
+                guess = None
+        self.guess = guess
+
+    def answer(self, value: float | str, within: float = 0.0) -> str:
+        """Show what came out, beside the guess.
+
+        within: how far off a guess may be, as a share of a number; 0.2 for what is measured.
+        ValueError: a value that isn't among the choices.
+        """
+        if self.choices and value not in self.choices:
+            raise ValueError(f"expected one of {self.choices}, got {value!r}")
+        shown = f"{value:,.4g}" if isinstance(value, float) else f"{value}"
+        if self.guess is None:
+            return Answer(f"{self.question} {shown}")
+        self.right = self.guess == value
+        if not self.choices:
+            self.right = abs(self.guess - value) <= within * abs(value)
+        guess = self.guess if self.choices else f"{self.guess:,.6g}"
+        sign = "✓" if self.right else "✗"
+        return Answer(f"{self.question} {shown}. {sign} You predicted {guess}.")
+
+
+class Answer(str):
+    def __repr__(self):
+        return str(self)
+
+
+class Predictions:
+    """`predict`: makes predictions, by their question, and counts those that came true."""
+
+    def __init__(self):
+        self.made: dict[str, Prediction] = {}
+
+    def __call__(self, question: str, choices: Sequence[str] = ()) -> Prediction:
+        """Ask for a number, or for one of `choices`. Asked again, it begins anew."""
+        self.made[question] = Prediction(question, choices)
+        return self.made[question]
+
+    def score(self) -> str:
+        """How many predictions were right."""
+        judged = [each.right for each in self.made.values() if each.right is not None]
+        if not judged:
+            return Answer(f"{len(self.made)} predictions, none entered.")
+        entered = f"{sum(judged)} of {len(judged)} predictions right"
+        left = len(self.made) - len(judged)
+        return Answer(f"{entered}, {left} not entered." if left else f"{entered}.")
+
+
+predict = Predictions()
