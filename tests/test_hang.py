@@ -44,10 +44,10 @@ def line(fn, offset):
     return f"{NAME}:{fn.__code__.co_firstlineno + offset} in {fn.__name__}"
 
 
-def rows(text) -> dict[str, list[str]]:
-    """The table of ranks: {rank: [state, call, where, waits for]}."""
-    table = text.split("\n\n")[1].splitlines()[1:]
-    return {row.split()[0]: re.split(r"  +", row)[1:] for row in table}
+def places(text) -> dict[str, str]:
+    """Where the ranks were: {"ranks 0 and 2": "waiting for rank 1 in ...⏎place"}."""
+    found = re.split(r"\n(?=\w)", text.split("\n\n")[1])
+    return dict(place.replace("\n  ", "⏎").split(": ", 1) for place in found)
 
 
 # Trap 17: certain deadlocks.
@@ -69,12 +69,10 @@ def test_trap_17_a_skipped_collective():
     said = "deadlock: ranks 0 and 2 wait in all_reduce for rank 1, which has returned.\n"
     assert text.startswith(said)
     place = f"{line(skips, 3)}: dist.all_reduce(x)"
-    assert rows(text) == {
-        "0": ["waiting", "all_reduce(8 float32, sum)", place, "rank 1"],
-        "1": ["returned", "-", "-", "-"],
-        "2": ["waiting", "all_reduce(8 float32, sum)", place, rows(text)["2"][3]],
-    }
-    assert re.search(r"\n10 +all_reduce\(8 float32, sum\) +- +<- they differ here\n", text)
+    waits = f"waiting for rank 1 in all_reduce(8 float32, sum)⏎{place}"
+    assert places(text)["rank 1"] == "returned"
+    assert waits in (places(text).get("ranks 0 and 2"), places(text).get("rank 0"))
+    assert re.search(r"\n10 ≠  all_reduce\(8 float32, sum\)  -\n", text)
     assert "\n5 " not in text  # only the last five
     assert text.endswith(EVERY)
 
@@ -306,13 +304,30 @@ def test_trap_18_the_timeout_shows_where_every_rank_is():
     launch(print, world_size=1)  # so that the fork server is there
     text = report(busy, world_size=3, times=1, timeout=5)
     assert text.startswith("no result after 5 s.\n")
-    table = rows(text)
     held = f"{line(busy, 5)}: ctypes.PyDLL(None).sleep(1000)"
-    assert table["0"] == ["computing", "-", held, "-"]
-    assert table["1"][0] == "computing"
-    assert table["1"][2].startswith(f"{NAME}:")
+    assert places(text)["rank 0"] == f"computing⏎{held}"
+    assert places(text)["rank 1"].startswith(f"computing⏎{NAME}:")
     barrier = f"{line(busy, 9)}: dist.barrier()"
-    assert table["2"] == ["waiting", "barrier()", barrier, "ranks 0 and 1"]
+    assert places(text)["rank 2"] == f"waiting for ranks 0 and 1 in barrier()⏎{barrier}"
+
+
+def test_a_report_is_narrow_and_its_first_and_last_sentence_stand_out():
+    def everybody_sends_before_anybody_receives():
+        dist.barrier()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        dist.send(torch.ones(100_000), dst=(rank + 1) % world_size)
+
+    with pytest.raises(HangError) as caught:
+        launch(everybody_sends_before_anybody_receives, world_size=4)
+    lines = caught.value._render_traceback_()
+    narrow = [re.sub(r"\x1b\[\d+m", "", line) for line in lines]
+    assert max(map(len, narrow)) <= 72, narrow
+    assert " ".join("\n".join(narrow).split()) == " ".join(f"HangError: {caught.value}".split())
+    text = "\n".join(lines)
+    assert re.match(r"\x1b\[1mHangError: deadlock: each waits .*?\x1b\[22m\n", text, re.DOTALL)
+    assert text.endswith("isend and irecv and wait\nafterwards.\x1b[22m")
+    calls = "rank 3: 1 barrier(), 2 send(100000 float32, dst=0)"
+    assert calls in str(caught.value)
 
 
 def test_stop_says_where_the_ranks_were(tmp_path):
@@ -334,11 +349,10 @@ def test_stop_says_where_the_ranks_were(tmp_path):
     threading.Thread(target=stop).start()
     with pytest.raises(KeyboardInterrupt) as caught:
         launch(hangs, world_size=2)
-    table = rows(str(caught.value))
-    assert table["0"][:2] == ["computing", "-"]
-    assert table["0"][2].startswith(f"{NAME}:")
-    assert table["1"][:2] == ["waiting", "barrier()"]
-    assert caught.value._render_traceback_()[0].startswith("KeyboardInterrupt: stopped")
+    table = places(str(caught.value))
+    assert table["rank 0"].startswith(f"computing⏎{NAME}:")
+    assert table["rank 1"].startswith("waiting")
+    assert "KeyboardInterrupt: stopped" in caught.value._render_traceback_()[0]
 
 
 # Reading the board, without any process.

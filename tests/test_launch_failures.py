@@ -211,7 +211,7 @@ def test_errors_are_values_that_travel():
     assert (str(again), again.rank, again.output, again.wire) == ("rank 1 raised", 1, ["a"], [[]])
     assert isinstance(again, LaunchError)
     assert isinstance(pickle.loads(pickle.dumps(HangError("deadlock", output=["b"]))), LaunchError)
-    assert error._render_traceback_() == ["RankError: rank 1 raised"]
+    assert error._render_traceback_() == ["\x1b[1mRankError: rank 1 raised\x1b[22m"]
 
 
 # Trap 15: a rank exits or is killed.

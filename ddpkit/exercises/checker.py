@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ddpkit.runtime.errors import HangError, LaunchError
 from ddpkit.runtime.hang import describe_place, situations
 from ddpkit.runtime.launch import Run, launch
+from ddpkit.tools.units import wrap
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -166,6 +167,13 @@ class Verdict:
         self.passed, self.text = passed, text
 
     def __repr__(self):
+        return wrap(self.text)
+
+
+class Solution(Verdict):
+    """Source, whose lines stay as they are."""
+
+    def __repr__(self):
         return self.text
 
 
@@ -249,7 +257,7 @@ class Exercise:
     def solution(self) -> Verdict:
         """The reference's source, and that of the functions it calls."""
         note = [f"# {self.note}"] if self.note else []
-        return Verdict(None, "\n".join([*note, source_of(self.reference, *self.helpers)]))
+        return Solution(None, "\n".join([*note, source_of(self.reference, *self.helpers)]))
 
     def replay(self):
         """A player of the smallest world in which the last answer failed: what it really sent."""

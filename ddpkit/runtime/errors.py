@@ -1,5 +1,9 @@
 """What can go wrong with ranks."""
 
+from ..tools.units import wrap
+
+BOLD, PLAIN = "\x1b[1m", "\x1b[22m"
+
 
 class LaunchError(RuntimeError):
     """Ranks did not finish. `output`: what each printed; `wire`: their last records, by rank."""
@@ -12,7 +16,7 @@ class LaunchError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """What Jupyter shows: the report alone. The launcher's own frames explain nothing."""
-        return f"{type(self).__name__}: {self}".splitlines()
+        return shown(f"{type(self).__name__}: {self}")
 
 
 class RankError(LaunchError):
@@ -28,3 +32,15 @@ class RankError(LaunchError):
 
 class HangError(LaunchError):
     """A mismatch, a deadlock, or no result in time. The message is the report."""
+
+
+def shown(report: str) -> list[str]:
+    """The lines of a report, narrow; what happened, and what to do, stand out."""
+    first, *paragraphs = report.split("\n\n")
+    headline, *rest = first.splitlines()
+    parts = [[f"{BOLD}{wrap(headline)}{PLAIN}", *map(wrap, rest)]]
+    for paragraph in paragraphs:
+        parts.append(["", *wrap(paragraph).splitlines()])
+    if paragraphs:
+        parts[-1][1:] = [f"{BOLD}{wrap(paragraphs[-1])}{PLAIN}"]
+    return [line for part in parts for line in "\n".join(part).splitlines()]

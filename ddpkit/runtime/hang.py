@@ -6,7 +6,7 @@ import site
 import sysconfig
 from dataclasses import dataclass
 
-from ..tools.units import name_ranks
+from ..tools.units import COLUMNS, name_ranks
 from .board import DISAGREES, IDLE, RETURNED, STARTING, Board, Record
 
 LAST_CALLS = 5
@@ -200,38 +200,55 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
 
 def report(headline: str, advice: str, now: list[Situation], board: Board) -> str:
     """What happened, where every rank is, their last calls side by side, and what to do."""
-    rows = [("rank", "state", "call", "where", "waits for")]
+    where: dict[str, list[int]] = {}
     for s in now:
-        call = s.call.call if s.call else "-"
-        where = describe_place(s.place) if s.place else "-"
-        missing = name_ranks(s.missing) if s.missing else "-"
-        rows.append((str(s.rank), s.state, call, where, missing))
-    return "\n".join([headline, "", _table(rows), "", *_last_calls(board), "", advice])
+        where.setdefault(_where(s), []).append(s.rank)
+    places = [f"{name_ranks(ranks)}: {place}" for place, ranks in where.items()]
+    return "\n".join([headline, "", *places, "", *_last_calls(board), "", advice])
+
+
+def _where(s: Situation) -> str:
+    """waiting for rank 1 in barrier()⏎  step, line 3: dist.barrier()"""
+    missing = f" for {name_ranks(s.missing)}" if s.missing else ""
+    call = f" in {s.call.call}" if s.call else ""
+    place = f"\n  {describe_place(s.place)}" if s.place else ""
+    return f"{s.state}{missing}{call}{place}"
 
 
 def _last_calls(board: Board) -> list[str]:
     """The last calls in columns, one for all ranks alike, marked where they first differ."""
-    columns = [_numbered_calls(board, rank) for rank in range(board.world_size)]
-    last = max((number for column in columns for number in column), default=0)
+    made = [_numbered_calls(board, rank) for rank in range(board.world_size)]
+    last = max((number for column in made for number in column), default=0)
     if last == 0:
         return ["No rank has made a call."]
-    oldest = max(min(column, default=1) for column in columns)
+    oldest = max(min(column, default=1) for column in made)
     differs = last + 1
-    messages = any(call.startswith(MESSAGES) for column in columns for call in column.values())
+    messages = any(call.startswith(MESSAGES) for column in made for call in column.values())
     if not messages:  # ranks that exchange messages rightly make different calls
         for number in range(last, oldest - 1, -1):
-            if any(column.get(number) != columns[0].get(number) for column in columns):
+            if any(column.get(number) != made[0].get(number) for column in made):
                 differs = number
     first = max(oldest, min(differs + 2, last + 1) - LAST_CALLS)
     shown = range(first, min(first + LAST_CALLS, last + 1))
     alike: dict[tuple, list[int]] = {}
-    for rank, column in enumerate(columns):
+    for rank, column in enumerate(made):
         alike.setdefault(tuple(column.get(number, "-") for number in shown), []).append(rank)
-    rows = [("call", *map(name_ranks, alike.values()), "")]
-    for number, *calls in zip(shown, *alike, strict=True):
-        rows.append((str(number), *calls, "<- they differ here" if number == differs else ""))
     which = "Their calls" if first == 1 else "Their last calls"
-    return [f"{which}, one row each:", _table(rows)]
+    mark = " (≠: here they differ)" if differs in shown else ""
+    numbers = [f"{number} ≠" if number == differs else f"{number}" for number in shown]
+    columns = [("call", *numbers)]
+    for calls, ranks in alike.items():
+        columns.append((name_ranks(ranks), *calls))
+    widths = [max(map(len, column)) + 2 for column in columns]
+    lines = []
+    if sum(widths) <= COLUMNS:
+        for row in zip(*columns, strict=True):
+            lines.append("".join(map(str.ljust, row, widths)).rstrip())
+    else:
+        for ranks, *calls in columns[1:]:
+            said = (" ".join(each) for each in zip(numbers, calls, strict=True))
+            lines.append(f"{ranks}: {', '.join(said)}")
+    return [f"{which}{mark}:", *lines]
 
 
 def _numbered_calls(board: Board, rank: int) -> dict[int, str]:
@@ -240,11 +257,6 @@ def _numbered_calls(board: Board, rank: int) -> dict[int, str]:
     forgotten = board.calls(rank) - len(records)
     calls = (record.call for record in records if record.op != "new_group")
     return dict(enumerate(calls, start=forgotten + 1))
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def describe_place(place: tuple[str, int, str]) -> str:

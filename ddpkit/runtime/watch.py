@@ -7,7 +7,7 @@ import time
 
 from . import hang, processes, worker
 from .board import Board
-from .errors import HangError, LaunchError, RankError
+from .errors import HangError, LaunchError, RankError, shown
 from .output import Output, label, shorten
 from .records import is_library
 
@@ -134,8 +134,7 @@ class Watch:
         report = self._report("stopped. The ranks were here:", "They were ended.")
         self.show_output()
         error = KeyboardInterrupt(report)
-        shown = f"KeyboardInterrupt: {report}".splitlines()
-        error._render_traceback_ = lambda: shown  # what Jupyter shows
+        error._render_traceback_ = lambda: shown(f"KeyboardInterrupt: {report}")  # in Jupyter
         return error
 
     def _place_of(self, rank: int) -> tuple[str, int, str] | None:

@@ -5,9 +5,11 @@
 """
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 
 DECIMAL = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+COLUMNS = 72  # of what is printed: half a window of JupyterLab
 BINARY = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "bytes/s": 1.0}
@@ -93,3 +95,14 @@ def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
     if len(ranks) > 3 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def wrap(text: str) -> str:
+    """`text` with no line over `COLUMNS`; what is wrapped is indented by two more spaces."""
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        options = {"subsequent_indent": f"{indent}  " if indent else "", "drop_whitespace": True}
+        wrapped = textwrap.wrap(line, COLUMNS, break_on_hyphens=False, **options)
+        lines += wrapped if len(line) > COLUMNS else [line]
+    return "\n".join(lines)
