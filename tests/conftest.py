@@ -10,6 +10,7 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported: where all cores are busy, threads mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["DDPKIT_PROGRESS"] = "off"  # no lines that come and go in compared outputs
     # nbval reads its sanitiser file relative to the current directory; this makes it work from any.
     config.option.nbval_sanitize_with = str(Path(__file__).with_name("nbval-sanitize.cfg"))
     # Jobs that a shell runs in the background start with interrupts ignored; some tests need them.

@@ -4,6 +4,7 @@ Outputs that differ from the stored ones only in times, addresses and the like s
 that a second refresh changes nothing but pictures of wall times.
 """
 
+import os
 import re
 import sys
 import tempfile
@@ -102,6 +103,7 @@ def refresh(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["DDPKIT_PROGRESS"] = "off"
     for path in [Path(name) for name in sys.argv[1:]] or NOTEBOOKS:
         print(path.name, flush=True)
         refresh(path)

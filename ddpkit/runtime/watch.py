@@ -4,7 +4,9 @@ import re
 import signal
 import sys
 import time
+from typing import ClassVar
 
+from ..tools.units import count
 from . import hang, processes, worker
 from .board import Board
 from .errors import HangError, LaunchError, RankError, shown
@@ -13,6 +15,7 @@ from .records import is_library
 
 TICK_S = 0.05  # how often the board is read while nobody speaks
 CERTAIN_S = 0.5  # a deadlock that the board proves is reported after it has stood still this long
+STANDSTILL_S = 10.0  # without a call, after which a reader wonders
 SETTLE_S = 0.4  # after a failure the other ranks get this long to say how it hit them
 LOST_PEER_S = 2.0  # and this long when those that fell all say that somebody else did
 MOST_FRAMES = 30
@@ -24,25 +27,44 @@ LOST_PEER = re.compile(
 class Watch:
     """Watches ranks until each has replied; what goes wrong becomes a RankError or HangError."""
 
+    watching: ClassVar[list["Watch"]] = []  # those that wait for replies now
+
     def __init__(self, ranks, board: Board, timeout=None, hang_after=15.0, live=False):
         self.ranks, self.board, self.live = ranks, board, live
         self.timeout, self.hang_after = timeout, hang_after
         self.replies: dict[int, object] = {}
         self.pending: list[processes.Rank] = []
+        self.quiet_since = time.perf_counter()  # since when no rank made or ended a call
         self.output = [Output(rank.assignment.path("output")) for rank in ranks]
 
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
         """Wait for one word of each of the `awaited` ranks (None: all); {rank: what it sent}."""
         self.replies = {}
         self.pending = [rank for rank in self.ranks if awaited is None or rank.rank in awaited]
+        self.watching.append(self)
         try:
             self._listen()
         except KeyboardInterrupt:
             raise self._interrupted() from None
+        finally:
+            self.watching.remove(self)
         return self.replies
 
+    def status(self) -> str:
+        """What the ranks do now, in a line: how many calls they made, or who waits for whom."""
+        quiet_s = time.perf_counter() - self.quiet_since
+        if quiet_s < STANDSTILL_S:
+            calls = sum(map(self.board.calls, range(len(self.ranks))))
+            return f"{count(len(self.ranks), 'rank')}, {count(calls, 'call')} so far"
+        said = [f"no call for {quiet_s:.0f} s"]
+        for s in hang.situations(self.board):
+            if s.missing:
+                waits = f"rank {s.rank} waits for {hang.name_ranks(s.missing)} in {s.call.op}"
+                said.append(waits)
+        return ", ".join(said)
+
     def _listen(self):
-        begun = quiet_since = looked = time.perf_counter()
+        begun = looked = self.quiet_since = time.perf_counter()
         events = None
         while self.pending:
             for rank, (word, said) in processes.listen(self.pending, TICK_S):
@@ -51,11 +73,11 @@ class Watch:
                 self._show_new_lines()
             now = time.perf_counter()
             before, events = events, self.board.events()
-            quiet_since = quiet_since if events == before else now
+            self.quiet_since = self.quiet_since if events == before else now
             if not self.pending:
                 return
-            if now - max(quiet_since, looked) > CERTAIN_S:  # not more often: ranks need the cores
-                self._look_for_hang(now - quiet_since)
+            if now - max(self.quiet_since, looked) > CERTAIN_S:  # ranks need the cores
+                self._look_for_hang(now - self.quiet_since)
                 looked = now
             if self.timeout is not None and now - begun > self.timeout:
                 headline = f"no result after {self.timeout:g} s."

@@ -1,0 +1,62 @@
+"""In JupyterLab: a cell that takes longer than two seconds says so, in a line that then vanishes.
+
+It shows the seconds and, while ranks run, how many calls they have made, or, if nothing has moved
+for a while, who waits for whom. DDPKIT_PROGRESS=off: never (tests, stored outputs).
+"""
+
+import contextvars
+import os
+import threading
+import time
+
+from ..runtime.watch import Watch
+
+PATIENCE_S, EVERY_S = 2.0, 1.0
+
+
+class Progress:
+    """The line below one cell at a time; `display` is IPython's."""
+
+    def __init__(self, display):
+        self.display = display
+        self.done, self.thread = threading.Event(), None
+
+    def begin(self, _info=None) -> None:
+        """A cell starts to run."""
+        self.done = threading.Event()
+        show = contextvars.copy_context().run  # the cell to which the line belongs
+        self.thread = threading.Thread(target=show, args=(self._show, self.done), daemon=True)
+        self.thread.start()
+
+    def end(self, _result=None) -> None:
+        """It is done."""
+        self.done.set()
+        if self.thread:
+            self.thread.join()
+
+    def _show(self, done: threading.Event) -> None:
+        begun, line = time.perf_counter(), None
+        while not done.wait(EVERY_S if line else PATIENCE_S):
+            seconds = time.perf_counter() - begun
+            ranks = "; ".join(watch.status() for watch in list(Watch.watching))
+            said = {"text/plain": f"… {seconds:.0f} s" + (f": {ranks}" if ranks else "")}
+            if line:
+                line.update(said, raw=True)
+            else:
+                line = self.display(said, raw=True, display_id=True)
+        if line:
+            line.update({}, raw=True)
+
+
+def show_progress() -> None:
+    """Watch the cells of this kernel from now on; outside of one, do nothing."""
+    try:
+        from IPython import get_ipython
+        from IPython.display import display
+    except ImportError:
+        return
+    shell = get_ipython()
+    if hasattr(shell, "kernel") and os.environ.get("DDPKIT_PROGRESS") != "off":
+        progress = Progress(display)
+        shell.events.register("pre_run_cell", progress.begin)
+        shell.events.register("post_run_cell", progress.end)

@@ -1,0 +1,49 @@
+import time
+
+import torch
+import torch.distributed as dist
+
+from ddpkit import launch
+from ddpkit.lesson import progress
+from ddpkit.lesson.progress import Progress
+from ddpkit.runtime import watch
+
+
+class Line(list):
+    """Stands in for IPython's display and the handle that it returns: a list of what was shown."""
+
+    def __call__(self, shown, raw, display_id):
+        self.update(shown, raw)
+        return self
+
+    def update(self, shown, raw):
+        self.append(shown)
+
+
+def test_a_slow_launch_says_what_its_ranks_do_and_leaves_no_trace(monkeypatch):
+    def slow():
+        if dist.get_rank() == 0:
+            time.sleep(1.5)
+        dist.all_reduce(torch.ones(1))
+
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(progress, "EVERY_S", 0.05)
+    monkeypatch.setattr(watch, "STANDSTILL_S", 0.7)
+    line = Line()
+    cell = Progress(line)
+    cell.begin()
+    launch(slow, world_size=2)
+    cell.end()
+    said = " ".join(each.get("text/plain", "") for each in line)
+    assert "s: 2 ranks, 1 call so far" in said
+    assert "s: no call for 1 s, rank 1 waits for rank 0 in all_reduce" in said
+    assert line[-1] == {}
+
+
+def test_a_quick_cell_shows_nothing():
+    line = Line()
+    cell = Progress(line)
+    cell.begin()
+    cell.end()
+    assert line == []
+    assert not cell.thread.is_alive()
