@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import refresh
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +22,10 @@ def tracked() -> set[str]:
     if git.returncode:
         pytest.skip("not a git checkout")
     return set(git.stdout.splitlines())
+
+
+def test_the_picture_in_the_readme_is_that_of_its_notebook():
+    assert (ROOT / "docs/ring.png").read_bytes() == refresh.picture_of_the_readme()
 
 
 def numbers(version: str) -> tuple[int, ...]:
