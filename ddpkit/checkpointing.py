@@ -102,8 +102,6 @@ def autocast_as_now(inputs: Sequence[Tensor]) -> torch.autocast:
 
 # Selective: products with weights are kept, too; not attention's, a number for each pair of tokens
 
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-
 
 def selective_checkpoint(fn: Callable, *args: Tensor) -> Tensor:
     """As `checkpoint`, but keep the results of linear layers, and compute only the rest again.
@@ -115,67 +113,72 @@ def selective_checkpoint(fn: Callable, *args: Tensor) -> Tensor:
     return _apply(SelectiveCheckpoint, fn, *args)
 
 
+def is_product(operation) -> bool:
+    """Whether it is the one in linear layers: a matrix times a weight."""
+    return operation in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+class Products(TorchDispatchMode):
+    """Inside, keeps the results of products; if given what was kept, gives that instead, in order.
+
+    kept: a list of it. Autograd, above, records products as ever.
+    """
+
+    def __init__(self, kept=None):
+        super().__init__()
+        self.kept, self.again = list(kept or ()), kept is not None
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if is_product(operation) and self.again:
+            return self.kept.pop(0).detach()  # an alias, for autograd to make part of its graph
+        result = operation(*args, **(kwargs or {}))
+        if is_product(operation):
+            self.kept.append(result)
+        return result
+
+
 class SelectiveCheckpoint(Checkpoint):
     """A checkpoint with more inputs: the products, instead of which fn's second call finds them."""
 
     @staticmethod
     def forward(ctx, fn, *inputs):
         ctx.fn, ctx.autocast = partial(_replay, fn, len(inputs)), autocast_as_now(inputs)
-        state, kept = random_state(), _Keep()
-        with kept:
+        state = random_state()
+        with Products() as products:
             output = fn(*inputs)
-        if any(result._version != version for result, version in kept.results):
+        if any(result._version for result in products.kept):
             got = "got one changed in place: write y = y + 1 for y += 1, or use checkpoint"
             raise ValueError(f"expected results of linear layers that stay, {got}")
-        ctx.save_for_backward(state, *inputs, *(result for result, _ in kept.results))
+        ctx.save_for_backward(state, *inputs, *products.kept)
         return output
 
 
 def _replay(fn: Callable, inputs: int, *tensors: Tensor) -> Tensor:
-    with _Replay(tensors[inputs:]):
+    with Products(tensors[inputs:]):
         return fn(*tensors[:inputs])
-
-
-class _Keep(TorchDispatchMode):
-    """Notes the results of products, and which version of each."""
-
-    def __init__(self):
-        super().__init__()
-        self.results: list[tuple[Tensor, int]] = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        if operation in PRODUCTS:
-            self.results.append((result, result._version))
-        return result
-
-
-class _Replay(TorchDispatchMode):
-    """Gives the kept results instead of products. Autograd, above, records the products as ever."""
-
-    def __init__(self, results: Sequence[Tensor]):
-        super().__init__()
-        self.results = iter(results)
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation in PRODUCTS:
-            return next(self.results).detach()  # an alias, for autograd to make part of its graph
-        return operation(*args, **(kwargs or {}))
 
 
 # A stack of functions in segments
 
 
-def checkpoint_sequential(functions: Sequence[nn.Module], segments: int, x: Tensor) -> Tensor:
+def checkpoint_sequential(functions: nn.Sequential, segments: int, x: Tensor) -> Tensor:
     """Call the functions one after the other, in so many segments, all but the last checkpointed.
 
     ValueError: fewer segments than 1, or more than functions. As in torch.utils.checkpoint.
     """
-    functions = nn.Sequential(*functions)
-    *checkpointed, last = _segments(len(functions), segments)
+    *checkpointed, last = cut(len(functions), segments)
     for segment in checkpointed:
         x = checkpoint(functions[segment], x)
     return functions[last](x)
+
+
+def cut(functions: int, segments: int) -> list[slice]:
+    """So many functions in so many segments, none longer than another by more than one."""
+    if not 1 <= segments <= functions:
+        got = f"{segments} segments of {functions} functions"
+        raise ValueError(f"expected at least 1 segment, and 1 function in each, got {got}")
+    ends = [functions * segment // segments for segment in range(segments + 1)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 def sequential_bytes(functions: int, segments: int, input_bytes: int, function_bytes: int) -> int:
@@ -184,13 +187,5 @@ def sequential_bytes(functions: int, segments: int, input_bytes: int, function_b
     input_bytes: of what goes from one function to the next. function_bytes: what a function alone
     keeps, its input included. Left out: 5056 bytes a segment, of the random numbers' state.
     """
-    last = _segments(functions, segments)[-1]
+    last = cut(functions, segments)[-1]
     return (segments - 1) * input_bytes + (last.stop - last.start) * function_bytes
-
-
-def _segments(functions: int, segments: int) -> list[slice]:
-    if not 1 <= segments <= functions:
-        got = f"{segments} segments of {functions} functions"
-        raise ValueError(f"expected at least 1 segment, and 1 function in each, got {got}")
-    ends = [functions * segment // segments for segment in range(segments + 1)]
-    return [slice(start, stop) for start, stop in pairwise(ends)]

@@ -298,7 +298,8 @@ def test_sequential_is_the_same_to_the_last_bit():
         blocks = small_gpt(layers=3).blocks
         torch.manual_seed(1)
         x = torch.randn(2, 6, 6, requires_grad=True)
-        y = checkpoint_sequential(blocks, segments, x) if segments else nn.Sequential(*blocks)(x)
+        blocks = nn.Sequential(*blocks)
+        y = checkpoint_sequential(blocks, segments, x) if segments else blocks(x)
         y.square().sum().backward()
         found.append([x.grad, *gradients_of(blocks), torch.rand(3)])
     for gradients in found[1:]:
@@ -308,7 +309,7 @@ def test_sequential_is_the_same_to_the_last_bit():
 @pytest.mark.parametrize("segments", [0, 4])
 def test_segments_that_there_can_not_be(segments):
     with pytest.raises(ValueError, match=f"1 function in each, got {segments} segments of 3"):
-        checkpoint_sequential([nn.Tanh()] * 3, segments, torch.ones(3))
+        checkpoint_sequential(nn.Sequential(*[nn.Tanh()] * 3), segments, torch.ones(3))
 
 
 # On ranks

@@ -20,6 +20,8 @@ from ddpkit.tools.floats import (
     describe,
     encode,
     fields,
+    nearest,
+    quantise,
     round_stochastically,
 )
 
@@ -86,6 +88,8 @@ def test_ties_go_where_torchs_go(format):
     x = x[:: 1 if format.bits == 8 else 67]
     for value, torchs in zip(x.tolist(), cast(x, format).tolist(), strict=True):
         assert same(decode(encode(value, format), format), torchs), value
+        if format.has_inf and math.isfinite(value):
+            assert nearest(value, format) == torchs, value
 
 
 def test_tf32_is_fp32_without_its_last_13_bits():
@@ -225,3 +229,15 @@ def test_chance_leaves_bf16_and_its_argument_alone():
     assert not first.requires_grad
     with pytest.raises(ValueError, match=r"expected float32 .*got torch.float64: say x.float"):
         round_stochastically(x.double())
+
+
+# int8
+
+
+def test_quantised_numbers_are_within_half_a_scale():
+    x = torch.randn(12, 32, generator=torch.Generator().manual_seed(8)) * torch.logspace(-9, 9, 32)
+    x[3] = 0
+    numbers, scales = quantise(x, 32)
+    assert (numbers.dtype, numbers.shape, scales.shape) == (torch.int8, (12, 32), (12, 1))
+    assert (numbers.abs().amax(1) == torch.tensor([127] * 3 + [0] + [127] * 8)).all()
+    assert ((numbers * scales - x).abs() <= 0.501 * scales).all()

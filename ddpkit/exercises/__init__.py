@@ -5,8 +5,8 @@ from .checker import is_stub
 from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from .data_parallel import HookedDDP, average_gradients, sum_or_mean
 from .flash_attention import flash_backward, flash_forward
-from .memory import Checkpoint, block_bytes
-from .mixed_precision import LossScaler, master_step, predict_bytes
+from .memory import Checkpoint, Products, alive, block_bytes, checkpoint_sequential
+from .mixed_precision import LossScaler, master_step, nearest, predict_bytes, quantise
 from .ranks import neighbours, say_hello
 from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_reduce_scatter
 from .softmax import merge, online_softmax

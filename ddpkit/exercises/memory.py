@@ -1,15 +1,25 @@
-"""Checkers of notebook 06: block_bytes beside a real block, Checkpoint beside PyTorch's."""
+"""Checkers of notebook 06: what is alive, what a block keeps, and three kinds of checkpoints."""
 
+import math
+from collections import Counter
 from functools import cache, partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddpkit import checkpointing
-from ddpkit.checkpointing import random_numbers_from, random_state, set_random_state
+from ddpkit.checkpointing import (
+    cut,
+    is_product,
+    random_numbers_from,
+    random_state,
+    set_random_state,
+)
 from ddpkit.models import Block
 from ddpkit.tools import memory
 from ddpkit.tools.memory import ByteDropout, MaterialisedAttention, measure_saved
@@ -17,6 +27,60 @@ from ddpkit.tools.memory import ByteDropout, MaterialisedAttention, measure_save
 from .checker import Exercise, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+# alive(lives, moments)
+
+FOREVER = math.inf
+LIVES = {  # (born, died, bytes) of each tensor, and what is alive at each of six moments
+    "one tensor": ([(1, 4, 100)], [0, 100, 100, 100, 0, 0]),
+    "two, one of them there to the end": (
+        [(0, FOREVER, 1000), (2, 3, 50)],
+        [1000, 1000, 1050, 1000, 1000, 1000],
+    ),
+    "in no order, and one as short-lived as can be": (
+        [(3, FOREVER, 7), (0, 5, 10), (4, 4, 999), (1, 3, 200), (1, 5, 10)],
+        [10, 220, 220, 27, 27, 7],
+    ),
+}
+
+
+def _run_alive(answer):
+    return {what: list(answer(lives, 6)) for what, (lives, _) in LIVES.items()}
+
+
+alive = Exercise(
+    reference=memory.alive,
+    trials=lambda: [
+        Trial(1, _run_alive, (), [{what: right for what, (_, right) in LIVES.items()}])
+    ],
+    hints={
+        "start": "At which moments is a tensor there? From born on, up to the one before died.",
+        "values": "For each moment, sum the bytes of those tensors of which born <= moment < died.",
+        "error": "A tensor may stay for ever: died is math.inf, and range(born, died) won't have "
+        "it. Compare: born <= moment < died.",
+    },
+    praise="what is alive together counts, not what was ever made. `watch` adds up so.",
+    mistakes=mistakes("""
+never_dies: changes[died] -= nbytes → pass
+    Those are all bytes ever made. What has died doesn't count: memory is used again.
+of_that_moment: list(accumulate(changes[moment] for moment in range(moments))) → [
+        ⏎sum(n for b, d, n in lives if b == moment) for moment in range(moments)]
+    Those are the bytes that are born in each moment. Those born before are still there.
+the_largest: list(accumulate(changes[moment] for moment in range(moments))) → [
+        ⏎max([0] + [n for b, d, n in lives if b <= moment < d]) for moment in range(moments)]
+    That is the largest tensor of each moment. Those that are alive together add up.
+dies_a_moment_late: changes[died] → changes[died + 1]
+    A tensor counts once more when it is gone: born <= moment < died.
+born_a_moment_late: changes[born] → changes[born + 1]
+    A tensor is missing when it is born: born <= moment < died.
+counts_tensors: += nbytes → += 1
+    changes[died] -= nbytes → changes[died] -= 1
+    Those are tensors. How many bytes?
+by_range: changes[died] -= nbytes → changes[born + len(range(born, died))] -= nbytes
+    A tensor that stays dies at inf, which range() can't take: compare, born <= moment < died.
+"""),
+)
+
 
 # block_bytes(batch, length, width, heads)
 
@@ -267,5 +331,187 @@ adds_one: x.grad for x in inputs → x.grad + 1 if x.requires_grad else None for
 as_a_function: class Checkpoint(torch.autograd.Function): →
         ⏎def Checkpoint(fn, *inputs):⏎    return fn(*inputs)⏎class Unused:
     Checkpoint is a class: class Checkpoint(torch.autograd.Function)
+"""),
+)
+
+
+# Products: a mode that keeps the results of linear layers
+
+
+def _two_layers():
+    """Two products with weights between other operations, one of them a product as well."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    w = [torch.eye(2).mul(scale).requires_grad_() for scale in (0.5, 0.25, 2.0)]
+    y = torch.tanh(x @ w[0])
+    pairs = torch.bmm(y[None], y.T[None])[0].exp()
+    return w, torch.addmm(w[2], pairs.mean(0, keepdim=True) * y, w[1], alpha=0.5).square().sum()
+
+
+class _Seen(TorchDispatchMode):
+    """Counts what is really computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.ops["products with weights" if is_product(operation) else operation.name()] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def _run_products(answer):
+    """Forward without a graph; with one and what was kept, twice, and backward."""
+    with torch.no_grad(), answer() as products:
+        results = [_two_layers()[1].item()]
+    kept = list(products.kept)
+    seen = {"kept, by size,": [list(each.shape) for each in kept]}
+    for _ in range(2):
+        with _Seen() as really, answer(kept):
+            weights, loss = _two_layers()
+        results.append(loss.item())
+        loss.backward()
+    names = "products with weights", "aten::tanh", "aten::bmm"
+    seen["computed again"] = {name: really.ops[name] for name in names}
+    seen["results, the first time and twice again,"] = results
+    seen["gradients of the weights"] = [weight.grad.tolist() for weight in weights]
+    return seen | {"what was kept got a graph": any(each.requires_grad for each in kept)}
+
+
+def _products_trials():
+    weights, loss = _two_layers()
+    loss.backward()
+    right = {
+        "kept, by size,": [[2, 2], [2, 2]],
+        "computed again": {"products with weights": 0, "aten::tanh": 1, "aten::bmm": 1},
+        "results, the first time and twice again,": 3 * [loss.item()],
+        "gradients of the weights": [weight.grad.tolist() for weight in weights],
+        "what was kept got a graph": False,
+    }
+    yield Trial(1, _run_products, (), [right])
+
+
+Products = Exercise(
+    reference=checkpointing.Products,
+    trials=_products_trials,
+    hints={
+        "start": "Four cases: is it a product, and is it the first time or again? In three of them "
+        "call operation(*args, **(kwargs or {})) and return what it gives.",
+        "values": "For the first time: append a product's result to self.kept. Again: return "
+        "self.kept.pop(0).detach(), and don't compute.",
+    },
+    praise="two results were kept, and no product with a weight was computed again.",
+    note="SelectiveCheckpoint's forward runs fn in it, and saves what it kept.",
+    mistakes=mistakes("""
+keeps_everything: if is_product(operation):⏎self.kept.append → if True:⏎    self.kept.append
+    is_product(operation) and self.again → self.again
+    Keep the results of linear layers only: all else is cheap, and most of the bytes.
+keeps_nothing: self.kept.append(result) → pass
+    is_product(operation) and self.again → False
+    Nothing is kept: that is a plain checkpoint. Append the results of linear layers to self.kept.
+computes_again: return self.kept.pop(0).detach() → pass
+    self.kept.append(result) → None if self.again else self.kept.append(result)
+    The second time no product is computed: return what was kept, and don't call operation.
+computes_and_replaces: return self.kept → operation(*args, **(kwargs or {}))⏎return self.kept
+keeps_bmm: if is_product(operation):⏎self.kept → if "mm" in str(operation):⏎    self.kept
+    is_product(operation) and self.again → "mm" in str(operation) and self.again
+    bmm, attention's product, is kept, too: a number for each pair of tokens. Ask is_product.
+last_first: self.kept.pop(0) → self.kept.pop()
+    The second time the last product comes first: take them in the order of forward, pop(0).
+always_the_first: self.kept.pop(0) → self.kept[0]
+    The second time every product is the first: take each once, pop(0).
+without_detach: .pop(0).detach() → .pop(0)
+    What was kept became part of the first graph: return an alias of it, .detach().
+returns_products_only: return result → return result if is_product(operation) else None
+    What the mode returns is the operation's result: return it for all others, too.
+without_kwargs: result = operation(*args, **(kwargs or {})) → result = operation(*args)
+    An operation lost its named arguments: operation(*args, **(kwargs or {})).
+"""),
+)
+
+
+# checkpoint_sequential(functions, segments, x)
+
+CUTS = {(6, 3): [2, 2, 2], (7, 3): [3, 2, 2], (5, 1): [5], (4, 4): [1, 1, 1, 1], (8, 3): [3, 3, 2]}
+
+
+class _Layer(nn.Module):
+    """Multiplies, squares, and notes that it was called."""
+
+    def __init__(self, number, calls):
+        super().__init__()
+        self.number, self.calls = number, calls
+        self.weight = nn.Parameter(torch.tensor(1 + 2.0**-number, dtype=torch.float64))
+
+    def forward(self, x):
+        self.calls.append(self.number)
+        return (x * self.weight).square()
+
+
+def _run_sequential(answer, layers, segments):
+    calls = []
+    chain = nn.Sequential(*(_Layer(number, calls) for number in range(layers)))
+    x = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    y = answer(chain, segments, x)
+    in_forward, lengths = list(calls), []
+    calls.clear()
+    y.backward()
+    for before, number in pairwise([layers, *calls]):  # a segment's layers come in order
+        if number != before + 1:
+            lengths.append(0)
+        lengths[-1] += 1
+    lengths.append(layers - len(calls))  # the last isn't computed again
+    gradients = [x.grad.item(), *(layer.weight.grad.item() for layer in chain)]
+    return {
+        "calls in forward": in_forward,
+        "lengths of the segments": sorted(lengths, reverse=True),
+        "the result, and the gradients": [y.item(), *gradients],
+    }
+
+
+def _sequential_trials():
+    for (layers, segments), lengths in CUTS.items():
+        plain = _run_sequential(lambda chain, _, x: chain(x), layers, segments)
+        right = plain | {"lengths of the segments": lengths}
+        what = f"{layers} layers, segments={segments}"
+        yield Trial(1, _run_sequential, (layers, segments), [right], what=what)
+
+
+checkpoint_sequential = Exercise(
+    reference=checkpointing.checkpoint_sequential,
+    helpers=(cut,),
+    trials=_sequential_trials,
+    hints={
+        "start": "Where does segment number i begin? At len(functions) * i // segments.",
+        "values": "For all segments but the last: x = checkpoint(functions[start:stop], x). A part "
+        "of an nn.Sequential is one as well. Then return functions[start:](x).",
+    },
+    praise="only the last segment's activations and the others' inputs wait for backward.",
+    mistakes=mistakes("""
+without_checkpoints: x = checkpoint(functions[segment], x) → x = functions[segment](x)
+    Nothing was computed again in backward: the segments aren't checkpoints.
+each_alone: x = checkpoint(functions[segment], x) →
+        ⏎for function in functions[segment]:⏎    x = checkpoint(function, x)
+    Each layer has a checkpoint of its own, so each keeps its input. One around a whole segment.
+last_one_too: *checkpointed, last = cut → *checkpointed, last = *cut
+    (len(functions), segments)⏎ → (len(functions), segments), slice(len(functions), None)⏎
+    The last segment was computed again, too: its backward comes at once, so just call it.
+one_for_all: *checkpointed, last = cut(len(functions), segments) →
+        ⏎checkpointed, last = [slice(0, -1)], slice(-1, None)
+    Those are other segments: as many as `segments` says, of about the same length.
+lengths_for_numbers: cut(len(functions), segments) → cut(len(functions), -(-len(functions) //
+        ⏎segments))
+    `segments` says how many there are, not how long each is.
+leaves_the_rest_to_the_last: *checkpointed, last = cut(len(functions), segments) →
+        ⏎each = len(functions) // segments
+        ⏎*checkpointed, last = [slice(at * each, (at + 1) * each) for at in range(segments)]
+        ⏎last = slice(last.start, None)
+    The last segment got all that is left over. 8 in 3 are 3, 3 and 2, not 2, 2 and 4.
+loses_the_rest: *checkpointed, last = cut(len(functions), segments) →
+        ⏎each = len(functions) // segments
+        ⏎*checkpointed, last = [slice(at * each, (at + 1) * each) for at in range(segments)]
+    Some layers were never called: 7 in 3 segments leave one over.
+by_a_lambda: checkpoint(functions[segment], x) → checkpoint(lambda x: functions[segment](x), x)
+    A lambda looks `segment` up when it is called, in backward: all call the last one then. Give
+    checkpoint the part itself, functions[start:stop].
 """),
 )

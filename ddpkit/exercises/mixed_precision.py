@@ -1,4 +1,4 @@
-"""Checkers of notebook 05: master_step, LossScaler, predict_bytes.
+"""Checkers of notebook 05: nearest, master_step, LossScaler, predict_bytes, quantise.
 
 All numbers are powers of two, or few of them: what an answer leaves is right to the bit, or wrong.
 """
@@ -14,11 +14,80 @@ from torch import nn
 from ddpkit import mixed_precision
 from ddpkit.mixed_precision import MixedPrecisionOptimizer
 from ddpkit.runtime.records import recorder
+from ddpkit.tools import floats
+from ddpkit.tools.floats import BF16, E5M2, FP16, Format
 from ddpkit.tools.memory import count_states
 
 from .checker import Exercise, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+# nearest(value, format)
+
+OURS = Format("e3m2", 3, 2, None)  # torch has none like it: 0.0625, 0.125 to 12, 14
+VALUES = {  # what is nearest to each, written down by hand
+    ("between powers of two", FP16): {1.0: 1.0, 0.1: 0.0999755859375, -3.14159: -3.140625},
+    ("between powers of two", BF16): {0.1: 0.10009765625, 1.3 * 2.0**100: 1.296875 * 2.0**100},
+    ("halfway, to the even one", FP16): {1 + 2**-11: 1.0, 1 + 3 * 2**-11: 1 + 2**-9},
+    ("subnormal", FP16): {1e-5: 168 * 2.0**-24, 2.0**-24: 2.0**-24, 2.0**-25: 0.0, 1e-8: 0.0},
+    ("at the end", FP16): {65519.0: 65504.0, 65520.0: math.inf, -1e9: -math.inf},
+    ("subnormal", E5M2): {2.0**-16: 2.0**-16, 3 * 2.0**-17: 2.0**-15, 0.0: 0.0},
+    ("of a format with 3 and 2 bits", OURS): {0.2: 0.1875, 5.5: 6.0, 0.1: 0.125, 30.0: math.inf},
+}
+
+
+def _run_nearest(answer):
+    seen = {}
+    for (what, format), values in VALUES.items():
+        seen[f"{format.name}, {what}:"] = {value: answer(value, format) for value in values}
+    return seen
+
+
+def _nearest_trials():
+    right = {f"{format.name}, {what}:": values for (what, format), values in VALUES.items()}
+    yield Trial(1, _run_nearest, (), [right])
+
+
+nearest = Exercise(
+    reference=floats.nearest,
+    trials=_nearest_trials,
+    hints={
+        "start": "Where the value lies, how far apart are numbers? 2**(exponent - fraction_bits). "
+        "How many of these spacings is the value?",
+        "values": "math.frexp(value)[1] - 1 is the exponent; below 1 - format.bias it can't go. "
+        "round(value / spacing) * spacing. Then look whether it is above format.largest.",
+        "error": "math.frexp(0.0) is (0.0, 0), where math.log2(0.0) is an error.",
+    },
+    praise="subnormals, ties and infinity included, in formats that no library has.",
+    note="ddpkit.tools.floats.encode gives the bits, too.",
+    mistakes=mistakes("""
+truncates: round(value / spacing) → math.trunc(value / spacing)
+    Digits were cut off: round to the nearest.
+half_up: round(value / spacing) → math.floor(value / spacing + 0.5)
+    Of two equally near, the even one: Python's round() does it so.
+one_spacing: (exponent - format.fraction_bits) → -format.fraction_bits
+    Numbers are as far apart everywhere as at 1: the spacing doubles at each power of two.
+without_subnormals: max(exponent, 1 - format.bias) → exponent
+    Very small ones have too many digits: below 2**(1 - bias) the spacing stays what it is there.
+flushes: if abs(rounded) > → if abs(value) < 2.0 ** (1 - format.bias):⏎    rounded = 0.0
+        ⏎if abs(rounded) >
+    Below the smallest normal number there are more, down to one spacing.
+one_too_many: exponent = math.frexp(value)[1] - 1 → exponent = math.frexp(value)[1]
+    One bit is missing: math.frexp gives 0.5 to 1 times a power of two, so subtract 1.
+never_infinite: abs(rounded) > format.largest → False
+    There is nothing beyond format.largest but infinity.
+saturates: math.copysign(math.inf, value) → math.copysign(format.largest, value)
+    Beyond the largest number comes infinity in these formats.
+infinite_too_early: abs(rounded) > → abs(value) >
+    65519 is nearer to 65504 than to 65536, the next if there were one: round first, then look.
+forgets_the_sign: math.copysign(math.inf, value) → math.inf
+    -1e9 became +inf: math.copysign(math.inf, value).
+by_torch: return rounded → dtype = getattr(format, "dtype", None)
+        ⏎return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    torch has no such format: count in spacings, with any number of bits.
+"""),
+)
+
 
 # master_step(weights, masters, optimizer, scale)
 
@@ -326,5 +395,70 @@ master_in_fp32_too: (4 + 4, 0) → (4 + 4, 4)
     Too many: without 16-bit weights there is no master copy.
 prints: return parameters * (weight_and_gradient + master + moments) → return "16 bytes"
     Return a number.
+"""),
+)
+
+
+# quantise(x, block)
+
+BLOCK = 4
+BLOCKS = {  # four numbers each, and the greatest error, half a scale
+    "largest 127, so the scale is 1": [127.0, -3.4, 0.6, 12.0],
+    "small ones": [0.001, -0.002, 0.0005, 0.0],
+    "the largest is negative": [1.0, -254.0, 3.0, 100.0],
+    "nothing but zeros": [0.0, 0.0, 0.0, 0.0],
+}
+
+
+def _run_quantise(answer):
+    """Whether int8, how large the scales are, and what is further off than half a scale."""
+    x = torch.tensor(list(BLOCKS.values()))
+    numbers, scales = answer(x.flatten(), BLOCK)
+    seen = {"dtype and shapes": [str(numbers.dtype), list(numbers.shape), list(scales.shape)]}
+    if seen["dtype and shapes"][1:] != [[4, BLOCK], [4, 1]]:
+        return seen
+    error = (numbers * scales - x).abs().amax(1)
+    most = x.abs().amax(1) / 127 / 2 * 1.0001
+    for at, what in enumerate(BLOCKS):
+        near = bool(error[at] <= most[at])
+        seen[what] = "near enough" if near else [numbers[at].tolist(), scales[at].item()]
+    return seen | {"a scale is 0": bool((scales == 0).any())}
+
+
+def _quantise_trials():
+    right = {"dtype and shapes": ["torch.int8", [4, BLOCK], [4, 1]]}
+    right |= dict.fromkeys(BLOCKS, "near enough") | {"a scale is 0": False}
+    yield Trial(1, _run_quantise, (), [right], what=f"16 numbers in blocks of {BLOCK}")
+
+
+quantise = Exercise(
+    reference=floats.quantise,
+    trials=_quantise_trials,
+    hints={
+        "start": "x.reshape(-1, block) has a row for each block. Its largest is to become 127.",
+        "values": "scales = blocks.abs().amax(1, keepdim=True) / 127; where a block is all zeros, "
+        "any other scale. Then (blocks / scales).round().to(torch.int8).",
+    },
+    praise="a byte a number, and none is off by more than half its block's scale.",
+    mistakes=mistakes("""
+one_for_all: amax(1, keepdim=True) → amax().expand(len(blocks), 1)
+    One scale for all: a block of small numbers loses its digits. Each block has its own.
+without_scale: .amax(1, keepdim=True) / 127 → .amax(1, keepdim=True) * 0 + 1
+    Without a scale, small numbers are 0 in int8: divide, so that the block's largest becomes 127.
+divides_by_128: / 127 → / 128
+    The largest became 128, which int8 doesn't have: it goes from -128 to 127.
+truncates: .round() →
+    .to() cuts off what is behind the point: .round() first.
+without_abs: .abs() →
+    Which is the largest of a block without its sign? amax of abs().
+divides_by_zero: scales[scales == 0] = 1 → pass
+    A block of zeros has the scale 0, and 0/0 is NaN, in int8 any number. Give it another scale.
+upside_down: , scales⏎ → , 1 / scales⏎
+    numbers * scales must give x again, so return what you divided by.
+gives_floats: .to(torch.int8), scales → * scales, scales
+    Nothing is saved: the numbers are to be int8, a byte each, the scale comes beside them.
+in_one_row: return (blocks / scales).round().to(torch.int8), scales →
+        ⏎return (blocks / scales).round().to(torch.int8).flatten(), scales
+    Return a row for each block, so that numbers * scales works.
 """),
 )

@@ -3,7 +3,9 @@
     decode(0x3E00, FP16)               # 1.5: the number that these bits stand for
     encode(0.1, BF16)                  # 0x3DCD: the bits of the nearest number
     print(describe(0x3DCD, BF16))      # its fields, spacing and neighbours
+    nearest(0.1, BF16)                 # 0.10009765625, without its bits
     round_stochastically(x)            # a tensor in bf16, rounded up or down by chance
+    quantise(x, 32)                    # in int8, with a scale for each 32 numbers
 
 A pattern is a whole number. Its bits, from the highest: sign, exponent, fraction. It means
 
@@ -144,6 +146,17 @@ def encode(value: float | Fraction, format: Format) -> int:
     return sign + min(pattern, format._overflow)
 
 
+def nearest(value, format):
+    """The format's number that is nearest to a float, of two equally near the even one."""
+    exponent = math.frexp(value)[1] - 1  # |value| is this power of two times 1 to 2
+    exponent = max(exponent, 1 - format.bias)
+    spacing = 2.0 ** (exponent - format.fraction_bits)
+    rounded = round(value / spacing) * spacing
+    if abs(rounded) > format.largest:
+        rounded = math.copysign(math.inf, value)
+    return rounded
+
+
 def _floor_log2(magnitude: Fraction) -> int:
     """The exponent of the largest power of two that is not larger than a magnitude above 0."""
     exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
@@ -234,3 +247,14 @@ def round_stochastically(x: Tensor, generator: torch.Generator | None = None) ->
     carry = torch.randint(0, 2**16, x.shape, **options)
     upper = x.detach().view(torch.int32) + carry & -(2**16)
     return upper.view(torch.float32).bfloat16()
+
+
+def quantise(x, block):
+    """int8 numbers, a row for each block of so many, and the scale of each row.
+
+    numbers * scales is about x. x: float32; the block divides how many numbers it has.
+    """
+    blocks = x.reshape(-1, block)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    scales[scales == 0] = 1  # nothing but zeros
+    return (blocks / scales).round().to(torch.int8), scales

@@ -149,7 +149,7 @@ class Term(NamedTuple):
 def block_bytes(batch, length, width, heads):
     """34sbd + 5bs²H: what a block keeps for backward in the setting of Korthikanti et al. 2022.
 
-    Equation 2: numbers of 2 bytes, masks of dropout of 1; without the 16sb of the norms.
+    Equation 1: numbers of 2 bytes, masks of dropout of 1; without the 16sb of the norms.
     """
     tokens, pairs = batch * length * width, batch * length**2 * heads
     numbers = 16 * tokens + 2 * pairs
@@ -177,7 +177,7 @@ def block_activations(
     of a norm; on a CPU `itemsize`. ValueError: no such attention, or a size is less than 1.
 
     The defaults are the paper's setting: 34sbd + 5bs²H, and 16sb for the norms, which it leaves
-    out. Korthikanti et al. 2022, section 4.1 and equation 2. Notebook 06.
+    out. Korthikanti et al. 2022, section 4.1 and equation 1. Notebook 06.
     """
     check_counts(batch=batch, length=length, width=width, heads=heads, itemsize=itemsize)
     units = {
@@ -332,6 +332,19 @@ def _where(names: dict[int, str]) -> str:
 KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "other")
 
 
+def alive(lives, moments):
+    """How many bytes there are at each moment.
+
+    lives: (born, died, nbytes) of each tensor: there from the first moment on, gone from the other
+    on, which is inf if it stays.
+    """
+    changes = Counter()
+    for born, died, nbytes in lives:
+        changes[born] += nbytes
+        changes[died] -= nbytes
+    return list(accumulate(changes[moment] for moment in range(moments)))
+
+
 @dataclass
 class Timeline:
     """What was alive after each operation of a step; entry 0 is before the first.
@@ -413,13 +426,11 @@ class _Watcher(TorchDispatchMode):
         """Stop watching, and write into the timeline what was alive when."""
         for life in list(self.alive.values()):  # a copy: a backend's threads let go of tensors, too
             life.ends.detach()
-        changes = {kind: Counter() for kind in KINDS}
-        for life in self.lives:
-            changes[life.kind][life.born] += life.nbytes
-            changes[life.kind][life.died] -= life.nbytes
-        entries = range(len(self.timeline.ops))
-        for kind, of in changes.items():
-            self.timeline.by_kind[kind] = list(accumulate(of[entry] for entry in entries))
+        for kind in KINDS:
+            lives = [
+                (life.born, life.died, life.nbytes) for life in self.lives if life.kind == kind
+            ]
+            self.timeline.by_kind[kind] = alive(lives, len(self.timeline.ops))
 
 
 @contextlib.contextmanager

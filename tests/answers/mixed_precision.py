@@ -1,5 +1,7 @@
 """Answers to the exercises of notebook 05 that are right, though not written as the reference."""
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -79,7 +81,26 @@ def predict_bytes_never_changes(parameters, precision, optimizer):
     return float(parameters * {"SGD": 8, "momentum": 12, "AdamW": 16}[optimizer])
 
 
+def nearest_of_all(value, format):
+    """Looks through the numbers of the value's size, and one more."""
+    bits = math.floor(math.log2(abs(value))) if value else -99
+    spacing = 2.0 ** (max(bits, 1 - format.bias) - format.fraction_bits)
+    below = math.floor(value / spacing)
+    near = min((below, below + 1), key=lambda n: (abs(n * spacing - value), n % 2)) * spacing
+    return near if abs(near) <= format.largest else near * math.inf
+
+
+def quantise_in_a_loop(x, block):
+    numbers, scales = [], []
+    for part in x.split(block):
+        scales.append(max(part.abs().max().item(), 1e-30) / 127)
+        numbers.append(torch.tensor([round(each / scales[-1]) for each in part.tolist()]))
+    return torch.stack(numbers).to(torch.int8), torch.tensor(scales)[:, None]
+
+
 RIGHT = [
+    ("nearest", nearest_of_all),
+    ("quantise", quantise_in_a_loop),
     ("LossScaler", ScalerByTheNorm),
     ("LossScaler", ScalerGathers),
     ("master_step", master_step_in_one_go),
