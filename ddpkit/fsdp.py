@@ -1,6 +1,6 @@
-"""ZeRO's stage 3: no rank has all parameters.
+"""ZeRO's stage 3: no rank has all parameters. And what all stages need: clipping by shards.
 
-Each keeps 1/W of a layer, and gathers, uses and frees the whole, in forward and in backward.
+Each rank keeps 1/W of a layer, and gathers, uses and frees the whole, in forward and in backward.
 
     stage    each rank keeps 1/W of                        sent by each rank in a step
     0        nothing                                       2(W-1)/W of the parameters
@@ -19,6 +19,28 @@ from torch.distributed import ProcessGroup
 from . import transport as torchs
 
 
+class GatherUseFree(torch.autograd.Function):
+    """A linear layer whose weight is whole only while it computes.
+
+    x: (rows, inputs). shard: this rank's part of weight and bias, for which backward returns the
+    mean gradient. layer: gathers and scatters. Kept until backward: `x`, and what is there anyway.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, shard: Tensor, layer: "ShardedLinear") -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return nn.functional.linear(x, *layer.gather())
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        (x,), layer = ctx.saved_tensors, ctx.layer
+        weight = layer.gather()[0]
+        mean = gradient / dist.get_world_size(layer.group)  # a sum of which is the mean
+        to_shard = layer.reduce_scatter([mean.T @ x, mean.sum(0)])
+        return gradient @ weight, to_shard, None
+
+
 class ShardedLinear(nn.Module):
     """A Linear of which every rank keeps 1/W of weight and bias.
 
@@ -34,53 +56,46 @@ class ShardedLinear(nn.Module):
         super().__init__()
         self.group, self.transport = group, transport
         self.shapes = [parameter.shape for parameter in linear.parameters()]
-        flat = self.zeros_like(linear.weight)
-        for value, parameter in zip(self.split(flat), linear.parameters(), strict=True):
-            value.copy_(parameter.detach())
+        flat = self.flatten([parameter.detach() for parameter in linear.parameters()])
         dist.broadcast(flat, group=group, group_src=0)
         self.shard = nn.Parameter(torchs.shard(flat, group).clone())
 
-    def zeros_like(self, x: Tensor) -> Tensor:
-        """A flat tensor for weight, bias and padding, of the dtype of `x`."""
-        numel = sum(shape.numel() for shape in self.shapes)
-        return x.detach().new_zeros(numel + -numel % dist.get_world_size(self.group))
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., inputs). Returns (..., outputs)."""
+        out = GatherUseFree.apply(x.flatten(0, -2), self.shard, self)
+        return out.unflatten(0, x.shape[:-1])
 
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """The views of `flat` that are weight and bias."""
+    def gather(self) -> list[Tensor]:
+        """Weight and bias, whole, until you let go of them."""
+        flat = self.shard.detach().repeat(dist.get_world_size(self.group))
+        self.transport.start_all_gather(flat, self.group).wait()
         numels = [shape.numel() for shape in self.shapes]
         parts = flat[: sum(numels)].split(numels)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def gather(self) -> list[Tensor]:
-        """Weight and bias, whole, until you let go of them."""
-        flat = self.zeros_like(self.shard)
-        torchs.shard(flat, self.group).copy_(self.shard.detach())
-        self.transport.start_all_gather(flat, self.group).wait()
-        return self.split(flat)
+    def reduce_scatter(self, gradients: list[Tensor]) -> Tensor:
+        """Sum the gradients of weight and bias over the ranks; returns this rank's shard."""
+        flat = self.flatten(gradients)
+        self.transport.start_reduce_scatter(flat, self.group).wait()
+        return torchs.shard(flat, self.group)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., inputs). Returns (..., outputs)."""
-        return _GatherUseFree.apply(x, self.shard, self)
+    def flatten(self, tensors: list[Tensor]) -> Tensor:
+        """One after the other, and zeros at the end, so that W divides the length."""
+        flat = torch.cat([each.flatten() for each in tensors[: len(self.shapes)]])
+        return nn.functional.pad(flat, (0, -len(flat) % dist.get_world_size(self.group)))
 
 
-class _GatherUseFree(torch.autograd.Function):
-    """What autograd keeps until backward is `x` and the layer, whose weight is only a shard."""
+def clip_grad_norm_(
+    shards: list[Tensor], max_norm: float, group: ProcessGroup | None = None
+) -> Tensor:
+    """Make a gradient no longer than `max_norm`, in place; returns the length that it had.
 
-    @staticmethod
-    def forward(ctx, x: Tensor, shard: Tensor, layer: ShardedLinear) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer = layer
-        return nn.functional.linear(x, *layer.gather())
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        (x,), layer = ctx.saved_tensors, ctx.layer
-        weight = layer.gather()[0]
-        flat = layer.zeros_like(weight)
-        to_weight, *to_bias = layer.split(flat)
-        rows = gradient.flatten(0, -2) / dist.get_world_size(layer.group)  # so sums are means
-        torch.mm(rows.T, x.flatten(0, -2), out=to_weight)
-        for bias in to_bias:
-            torch.sum(rows, 0, out=bias)
-        layer.transport.start_reduce_scatter(flat, layer.group).wait()
-        return gradient @ weight, torchs.shard(flat, layer.group), None
+    shards: this rank's parts of it; all ranks' together are the gradient. PyTorch's function of the
+    same name would take them for the whole. Cost: one number all-reduced. Notebook 07.
+    """
+    squared = nn.utils.get_total_norm(shards) ** 2
+    dist.all_reduce(squared, group=group)
+    norm = squared.sqrt()
+    for shard in shards:
+        shard *= (max_norm / (norm + 1e-6)).clamp(max=1)  # as in torch
+    return norm

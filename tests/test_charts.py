@@ -220,6 +220,14 @@ def test_shards():
     assert bars(picture) == [*parameters, (0, 4), (4, 4), (8, 4), (12, 4)]
 
 
+def test_zero_grid():
+    picture = charts.zero_grid(4)
+    assert "From stage 2 on it keeps 1/4 of: gradients." in picture.text
+    widths = [round(bar.get_width(), 2) for bar in picture.figure.axes[0].patches]
+    assert widths.count(0.25) == 4 * (1 + 2 + 3)  # of the others' parts there is the outline
+    assert widths.count(1) == 4 * (12 + 12 - 1 - 2 - 3)
+
+
 def test_zero_stages():
     picture = charts.zero_stages(7_500_000_000, 64, 1, 10**10)
     assert repr(picture).splitlines()[:3] == [

@@ -11,4 +11,4 @@ from .ranks import neighbours, say_hello
 from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_reduce_scatter
 from .softmax import merge, online_softmax
 from .softmax_kernel import softmax_kernel
-from .zero import shard_plan, zero_step
+from .zero import GatherUseFree, clip_grad_norm_, model_states, shard_plan, zero_step

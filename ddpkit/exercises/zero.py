@@ -1,18 +1,22 @@
-"""Checkers of notebook 07: shard_plan, who owns which elements, and zero_step, SGD on a shard.
+"""Checkers of notebook 07: the plan, a step on shards, the stages' bytes, clipping, stage 3.
 
 The first element's gradients add up to a tally, each digit a rank: 11 on two ranks, 1111 on four.
 Element i has i + 1 times as much, so that a gradient in the wrong place shows.
 """
 
 import json
+import math
+import weakref
 from collections import Counter
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ddpkit import zero
+from ddpkit import fsdp, zero
 from ddpkit.runtime.records import recorder
+from ddpkit.tools import memory
 
 from .checker import Exercise, Trial, mistakes, unwritten_memory_shows
 
@@ -248,5 +252,297 @@ forgets_after_a_step: if not state: → state.clear()⏎if not state:
     The first step was right. Is the momentum kept in `state`, and used again in the next one?
 counts_its_steps: shard.sub_ → state["steps"] = torch.ones(1)⏎shard.sub_
     `state` has more than the shard's momentum: the step needs no counter.
+"""),
+)
+
+
+# model_states(parameters, stage, world_size)
+
+STATES = {  # (parameters, stage, ranks): bytes of parameters, gradients, optimizer
+    (8, 0, 2): [16, 16, 96],
+    (8, 1, 2): [16, 16, 48],
+    (8, 2, 2): [16, 8, 48],
+    (8, 3, 2): [8, 8, 48],
+    (10, 1, 4): [20, 20, 36],
+    (10, 3, 4): [6, 6, 36],
+    (7_500_000_000, 1, 64): [15_000_000_000, 15_000_000_000, 1_406_250_000],
+    (7_500_000_000, 2, 64): [15_000_000_000, 234_375_000, 1_406_250_000],
+}
+KEEPS = {f"Ψ = {n}, stage {stage}, W = {W}": kept for (n, stage, W), kept in STATES.items()}
+
+
+def _run_states(answer):
+    seen = {}
+    for what, arguments in zip(KEEPS, STATES, strict=True):
+        kept = answer(*arguments)
+        seen[what] = list(kept) if isinstance(kept, tuple | list) else kept
+    return seen
+
+
+model_states = Exercise(
+    reference=memory.model_states,
+    trials=lambda: [Trial(1, _run_states, (), [KEEPS], what="by arguments")],
+    explain=lambda *_: "Three numbers of bytes: of parameters, gradients and optimizer state.",
+    hints={
+        "start": "First how many numbers a rank keeps: Ψ, or Ψ / W, rounded up: -(-Ψ // W). Then "
+        "times 2, 2 and 12 bytes.",
+        "values": "The optimizer's state is shared out in stages 1, 2 and 3, gradients in 2 and 3, "
+        "parameters in 3 only.",
+    },
+    praise="to the byte; 7.5B parameters on 64 ranks are those of the paper's figure 1.",
+    mistakes=mistakes("""
+replicates: stage >= sharded_from → False
+    That is stage 0, whatever the stage: from stage 1 on a rank keeps 1/W of something.
+shares_everything_at_once: stage >= sharded_from → stage
+    That is stage 3 from the beginning. Stage 1 shares out the optimizer's state only.
+one_thing_a_stage: stage >= sharded_from → stage == sharded_from
+    Each stage goes on sharing what the one before it does: stage 2 gradients *and* optimizer state.
+parameters_first: (3, 2, 1) → (1, 2, 3)
+    The largest first: stage 1 shares the optimizer's state, stage 2 gradients, too, stage 3 all.
+parameters_second: (3, 2, 1) → (2, 3, 1)
+    Stage 2 shares gradients, stage 3 parameters: those are needed whole in forward and backward.
+without_the_master_copy: PRECISIONS[precision] → 2, 2, 8
+    K is 12: momentum and variance, and the master copy, 4 bytes each.
+in_fp32: PRECISIONS[precision] → 4, 4, 8
+    That is fp32. In mixed precision parameters and gradients have 2 bytes, the optimizer 12.
+loses_the_remainder: -(-parameters // world_size) → parameters // world_size
+    10 parameters on 4 ranks: shards of 3, the last one padded. Rounded down, two have no owner.
+in_fractions: -(-parameters // world_size) → parameters / world_size
+    A shard has whole numbers: 10 parameters on 4 ranks make shards of 3, not of 2.5. Round up.
+of_the_paper: -(-parameters // world_size) → -(-parameters // 64)
+    That is right for the paper's 64 ranks. W is an argument.
+in_total: return ModelStates(* → return sum(
+    Return three numbers: the bytes of parameters, of gradients, and of the optimizer's state.
+"""),
+)
+
+
+# clip_grad_norm_(shards, max_norm)
+
+CLIPS = {"long everywhere": 1, "longer than 20 on rank 1": 20, "short": 1000, "all zeros": 1}
+
+
+def _shards(rank: int, what: str) -> list[list[float]]:
+    long = 0 if what == "all zeros" else rank + 1.0
+    return [[3 * long, -4 * long], [12 * long]]
+
+
+def _longest(world_size: int) -> dict[str, float]:
+    """`max_norm`, by what is tried: the last is more than any rank has, and less than all have."""
+    return CLIPS | {"longer than each rank's part": 13 * world_size + 1}
+
+
+def _run_clip(answer):
+    seen = {}
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for what, max_norm in _longest(world_size).items():
+        shards = [torch.tensor(each, dtype=torch.float64) for each in _shards(rank, what)]
+        norm = answer(shards, max_norm)
+        seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
+        seen[f"shards, {what}"] = [[round(x, 3) for x in each.tolist()] for each in shards]
+    largest = max((record.bytes for record in recorder().records), default=0)
+    return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
+
+
+def _clipped(world_size: int) -> list[dict]:
+    """The specification: the gradient in one list."""
+    seen = [{} for _ in range(world_size)]
+    for what, max_norm in _longest(world_size).items():
+        ranks = [_shards(rank, what) for rank in range(world_size)]
+        length = math.hypot(*(x for shards in ranks for shard in shards for x in shard))
+        factor = max_norm / length if length > max_norm else 1
+        for rank, shards in enumerate(ranks):
+            seen[rank][f"length, {what}"] = round(length, 3)
+            right = [[round(factor * x, 3) for x in shard] for shard in shards]
+            seen[rank][f"shards, {what}"] = right
+    return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
+
+
+clip_grad_norm_ = Exercise(
+    reference=fsdp.clip_grad_norm_,
+    trials=lambda: [
+        Trial(W, _run_clip, (), _clipped(W), what="rank r has [[3, -4], [12]] · (r+1)")
+        for W in (2, 4, 1)
+    ],
+    hints={
+        "start": "The length is the root of the sum of all squares, whoever has the numbers.",
+        "values": "Sum the squares in this rank's shards, all_reduce that one number, take the "
+        "root. Where that is more than max_norm, multiply by max_norm / norm, in place.",
+        "hang": "Every rank must call all_reduce, also one whose own shards are short.",
+        "error": "all_reduce takes a tensor, and returns None: the sum is in the tensor.",
+    },
+    praise="right on 1, 2 and 4 ranks, for one number on the wire.",
+    mistakes=mistakes("""
+norm_of_the_shard: dist.all_reduce(squared, group=group) → pass
+    That is the length of this rank's part. Each rank would shorten its own by another factor, and
+    the gradient would turn.
+sum_of_norms: ** 2 →
+    squared.sqrt() → squared
+    Lengths don't add up, their squares do: 3 and 4 make 5.
+mean_of_norms: ** 2 → / dist.get_world_size()
+    squared.sqrt() → squared
+    That is the mean of the parts' lengths. The squares of all parts add up to that of the whole.
+largest_norm: ** 2 →
+    all_reduce(squared, group=group) → all_reduce(squared, dist.ReduceOp.MAX)
+    squared.sqrt() → squared
+    That is the longest part. The whole is longer than each of its parts.
+mean_of_squares: squared.sqrt() → (squared / dist.get_world_size()).sqrt()
+    The squares are added up, not averaged: shards lie one behind the other, in no two of them is
+    the same number.
+without_the_root: squared.sqrt() → squared
+    That is the square of the length: take the root.
+first_tensor_only: get_total_norm(shards) → get_total_norm(shards[:1])
+    A rank has several tensors, one for each bucket: add up the squares of all.
+each_tensor_by_itself: (norm + 1e-6) → (shard.norm() + 1e-6)
+    Each tensor was shortened by its own length. One factor for all, or the gradient turns.
+each_number_by_itself: shard *= (max_norm / (norm + 1e-6)).clamp(max=1) →
+    ⏎shard.clamp_(-max_norm, max_norm)
+    Each number was cut by itself, which turns the gradient. Multiply all by one factor.
+lengthens: .clamp(max=1) →
+    A short gradient was made longer. Leave it alone: the factor is 1 at most.
+only_if_its_own_is_long: dist.all_reduce(squared, group=group) →
+    ⏎if squared.sqrt() > max_norm:⏎    dist.all_reduce(squared, group=group)
+    all_reduce stands under an `if` that isn't true on every rank: reduce first, then decide.
+in_new_tensors: shard *= (max_norm → shard = shard * (max_norm
+    The shards are as before. Write into them in place: shard *= factor, or shard.mul_(factor).
+returns_the_new_length: return norm → return norm.clamp(max=max_norm)
+    Return the length that the gradient had: it is what one logs.
+gathers_the_gradient: squared = nn.utils.get_total_norm(shards) ** 2 →
+    ⏎flat = torch.cat(shards)
+    ⏎parts = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    ⏎dist.all_gather(parts, flat)
+    ⏎squared = torch.cat(parts).square().sum()
+    dist.all_reduce(squared, group=group) → pass
+    The whole gradient was sent, to every rank. One number of each rank is enough.
+"""),
+)
+
+
+# GatherUseFree: a torch.autograd.Function
+
+INPUTS, OUTPUTS = 3, 2
+WEIGHT = torch.arange(1.0, 1 + INPUTS * OUTPUTS, dtype=torch.float64).view(OUTPUTS, INPUTS)
+BIAS = torch.tensor([7.0, 8.0], dtype=torch.float64)
+
+
+class _Layer(fsdp.ShardedLinear):
+    """As the library's; it remembers whether what it gathered is still in memory."""
+
+    def gather(self):
+        whole = [each.clone() for each in super().gather()]  # a backend lets go of its own late
+        self.gathered.append(weakref.ref(whole[0].untyped_storage()))
+        return whole
+
+    def still_there(self) -> int:
+        return sum(ref() is not None for ref in self.gathered)
+
+
+def _batch(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and the gradient of out; of the weight's mean gradient each digit counts a rank."""
+    x = torch.ones(2, INPUTS, dtype=torch.float64) * 10**rank
+    gradient = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
+    return x, world_size * gradient
+
+
+def _ops(records) -> dict[str, int]:
+    return dict(Counter(record.op for record in records))
+
+
+def _run_stage_3(answer):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    linear = nn.Linear(INPUTS, OUTPUTS, dtype=torch.float64)
+    linear.load_state_dict({"weight": WEIGHT, "bias": BIAS})
+    layer = _Layer(linear)
+    layer.gathered = []
+    x, gradient = _batch(rank, world_size)
+    records = recorder().records
+    begun = len(records)
+    out = answer.apply(x.requires_grad_(), layer.shard, layer)
+    then = len(records)
+    seen = {"out": out.tolist(), "calls in forward": _ops(records[begun:])}
+    seen["whole layers in memory after forward"] = layer.still_there()
+    out.backward(gradient)
+    for what, tensor in {"x": x, "the shard": layer.shard}.items():
+        seen[f"gradient of {what}"] = None if tensor.grad is None else tensor.grad.tolist()
+    return seen | {"calls in backward": _ops(records[then:])}
+
+
+def _serial_stage_3(world_size: int) -> list[dict]:
+    """The specification: the whole layer and all batches in one process."""
+    batches = [_batch(rank, world_size) for rank in range(world_size)]
+    weights = sum(gradient.T @ x for x, gradient in batches) / world_size
+    biases = sum(gradient.sum(0) for _, gradient in batches) / world_size
+    flat = [*weights.flatten().tolist(), *biases.tolist()]
+    flat += [0.0] * (-len(flat) % world_size)
+    length = len(flat) // world_size
+    return [
+        {
+            "out": (x @ WEIGHT.T + BIAS).tolist(),
+            "calls in forward": {"all_gather": 1},
+            "whole layers in memory after forward": 0,
+            "gradient of x": (gradient @ WEIGHT).tolist(),
+            "gradient of the shard": flat[rank * length : (rank + 1) * length],
+            "calls in backward": {"all_gather": 1, "reduce_scatter": 1},
+        }
+        for rank, (x, gradient) in enumerate(batches)
+    ]
+
+
+GatherUseFree = Exercise(
+    reference=fsdp.GatherUseFree,
+    trials=lambda: [
+        Trial(
+            W, _run_stage_3, (), _serial_stage_3(W), what="3 inputs, 2 outputs, rank r's x is 10ʳ"
+        )
+        for W in (2, 3, 1)
+    ],
+    hints={
+        "start": "forward: weight, bias = layer.gather(); ctx.save_for_backward(x) keeps x, and "
+        "ctx.layer = layer the layer. backward returns the gradients of x, shard and layer; the "
+        "last is None.",
+        "values": "y = x Wᵀ + b: the gradient of x is gradient @ weight, of the weight "
+        "gradient.T @ x, of the bias gradient.sum(0); the last two divided by W and added up over "
+        "the ranks by layer.reduce_scatter([to_weight, to_bias]).",
+        "error": "backward returns a gradient for each argument of forward after ctx, of its "
+        "shape: for `shard` a shard.",
+    },
+    praise="3(W-1)/W of the layer sent, and nothing whole between forward and backward.",
+    mistakes=mistakes("""
+keeps_the_weight: ctx.save_for_backward(x) → weight, bias = layer.gather()
+    ⏎ctx.save_for_backward(x, weight)
+    (x, *layer.gather()) → (x, weight, bias)
+    (x,), layer → (x, weight), layer
+    weight = layer.gather()[0] → pass
+    The whole weight stays in memory from forward to backward. With all layers kept a rank has the
+    whole model, and nothing is saved: gather again in backward.
+keeps_the_weight_on_ctx: ctx.layer = layer → ctx.layer = layer⏎ctx.whole = layer.gather()
+    (x, *layer.gather()) → (x, *ctx.whole)
+    weight = layer.gather()[0] → weight = ctx.whole[0]
+keeps_and_gathers: ctx.layer = layer → ctx.layer = layer⏎layer.whole = layer.gather()
+    (x, *layer.gather()) → (x, *layer.whole)
+gathers_for_each_use: *layer.gather() → layer.gather()[0], layer.gather()[1]
+    Each layer.gather() sends the whole layer: call it once, and take weight and bias from it.
+all_reduces: to_shard = layer.reduce_scatter([mean.T @ x, mean.sum(0)]) →
+    ⏎flat = layer.flatten([mean.T @ x, mean.sum(0)])⏎dist.all_reduce(flat)
+    ⏎to_shard = flat.chunk(dist.get_world_size())[dist.get_rank()]
+    An all_reduce gives every rank all gradients, for twice the bytes; it needs its shard's.
+its_own_gradient: to_shard = layer.reduce_scatter([mean.T @ x, mean.sum(0)]) →
+    ⏎flat = layer.flatten([mean.T @ x, mean.sum(0)])
+    ⏎to_shard = flat.chunk(dist.get_world_size())[dist.get_rank()]
+    The shard's gradient has this rank's batch only: layer.reduce_scatter adds up all ranks'.
+sums: gradient / dist.get_world_size(layer.group) → gradient
+    The shard's gradient is the sum over the ranks. Divide by their number: it should be the mean.
+divides_the_gradient_of_x: return gradient @ weight → return mean @ weight
+    The gradient of x was divided by W, too. No other rank has this x: nothing is averaged there.
+transposed: mean.T @ x → x.T @ mean
+    The weight's gradient is laid out as the weight, (outputs, inputs): gradient.T @ x.
+without_bias: [mean.T @ x, mean.sum(0)] → [mean.T @ x]
+    The shards hold weight and bias: layer.reduce_scatter needs the gradients of both.
+averages_the_bias: mean.sum(0) → mean.mean(0)
+    The bias is added to every row: its gradient is the sum over the rows, not their mean.
+none_for_x: return gradient @ weight → return None
+    x needs a gradient, too: the layer before this one waits for it. gradient @ weight.
+none_for_the_shard: weight, to_shard, None → weight, None, None
+    The shard has no gradient: return what layer.reduce_scatter returned in its place.
 """),
 )

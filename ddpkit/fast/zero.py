@@ -9,12 +9,12 @@
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .. import transport as torchs
 from .. import zero
+from ..fsdp import clip_grad_norm_
 from .ring import RingTransport
 
 MASTER = "master"  # its name in a state_dict, beside AdamW's exp_avg
@@ -136,12 +136,7 @@ class ZeroOptimizer(zero.ZeroOptimizer):
         """
         self.synchronize()
         gradients = [bucket.shard.grad for bucket in self.buckets]
-        squared = nn.utils.get_total_norm(gradients) ** 2
-        dist.all_reduce(squared, group=self.group)
-        norm = squared.sqrt()
-        for gradient in gradients:
-            gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)  # as in torch
-        return norm
+        return clip_grad_norm_(gradients, max_norm, self.group)
 
     def state_dict(self) -> dict:
         """The state of all ranks, as `optimizer_cls` without ZeRO would save it; call it on all.

@@ -308,6 +308,34 @@ def zero_stages(parameters: int, world_size: int, stage: int, capacity_bytes: in
     return byte_bars(rows, capacity_bytes, title, f"stage {stage}")
 
 
+def zero_grid(world_size: int) -> Picture:
+    """Which part of the model states each rank keeps in each of ZeRO's stages; areas are bytes.
+
+    Mixed precision with AdamW, as in figure 1 of the ZeRO paper. Notebook 07.
+    """
+    kinds = memory.PRECISIONS["mixed"]._asdict()
+    figure, (axes,) = chart("Who keeps what", 600)
+    for stage, rank in itertools.product(range(4), range(world_size)):
+        top, left = 20 * stage, 1.1 * rank
+        for (kind, nbytes), sharded_from in zip(kinds.items(), (3, 2, 1), strict=True):
+            box = {"align": "edge", "height": nbytes}
+            axes.barh(top, 1, left=left, fc="white", ec=page.FAINT, **box)
+            start, width = (rank / world_size, 1 / world_size) if stage >= sharded_from else (0, 1)
+            axes.barh(top, width, left=left + start, fc=KIND_COLOURS[kind], ec="black", **box)
+            top += nbytes
+    stages, ranks = range(4), range(world_size)
+    axes.set(xlim=(-0.02, 1.1 * world_size - 0.08), ylim=(77, -1))
+    axes.set_yticks([20 * stage + 8 for stage in stages], [f"stage {stage}" for stage in stages])
+    axes.set_xticks([1.1 * rank + 0.5 for rank in ranks], [f"rank {rank}" for rank in ranks])
+    axes.tick_params(length=0, labelsize=page.NORMAL)
+    axes.spines[:].set_visible(False)
+    legend(figure, [patch(f"{kind}: {n} bytes", KIND_COLOURS[kind]) for kind, n in kinds.items()])
+    said = [f"Each of {count(world_size, 'rank')} keeps, in stage 0, all of everything."]
+    for stage, kind in enumerate(reversed(kinds), start=1):
+        said.append(f"From stage {stage} on it keeps 1/{world_size} of: {kind}.")
+    return Picture(figure, " ".join(said))
+
+
 # Numbers read and written
 
 

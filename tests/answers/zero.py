@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from ddpkit.fsdp import ShardedLinear
 from ddpkit.ring import ring_all_gather, ring_reduce_scatter
 from ddpkit.zero import shard_plan
 
@@ -84,7 +85,57 @@ def zero_step_remembers_where_its_shard_is(parameters, gradients, state, lr=1 / 
     ring_all_gather(parameters)
 
 
+def model_states_stage_by_stage(parameters, stage, world_size):
+    kept = [2 * parameters, 2 * parameters, 12 * parameters]
+    shard = (parameters + world_size - 1) // world_size
+    for number, place in enumerate((2, 1, 0)[:stage]):
+        kept[place] = shard * (12 if number == 0 else 2)
+    return kept
+
+
+def clip_by_all_lengths(shards, max_norm):
+    mine = torch.cat(shards).norm()
+    lengths = [torch.empty_like(mine) for _ in range(_size())]
+    dist.all_gather(lengths, mine)
+    norm = torch.stack(lengths).norm()
+    if norm > max_norm:
+        for shard in shards:
+            shard.mul_(max_norm / norm)
+    return norm
+
+
+def clip_one_reduction_a_tensor(shards, max_norm):
+    squares = torch.stack([shard.square().sum() for shard in shards])
+    dist.all_reduce(squares)
+    norm = squares.sum().sqrt().item()
+    for shard in shards:
+        shard *= min(1, max_norm / (norm + 1e-9))
+    return norm
+
+
+class GatherUseFreeByAutograd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shard, layer):
+        weight, bias = layer.gather()
+        ctx.save_for_backward(x, shard)
+        ctx.layer = layer
+        return x @ weight.T + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        whole = [part.detach().requires_grad_() for part in ShardedLinear.gather(ctx.layer)]
+        with torch.enable_grad():
+            out = torch.nn.functional.linear(x, *whole)
+        to_x, *to_whole = torch.autograd.grad(out, (x, *whole), gradient)
+        return to_x, ctx.layer.reduce_scatter(to_whole) / _size(), None
+
+
 RIGHT = [
+    ("model_states", model_states_stage_by_stage),
+    ("clip_grad_norm_", clip_by_all_lengths),
+    ("clip_grad_norm_", clip_one_reduction_a_tensor),
+    ("GatherUseFree", GatherUseFreeByAutograd),
     ("shard_plan", shard_plan_element_by_element),
     ("shard_plan", shard_plan_as_tensors),
     ("zero_step", zero_step_divides_first),
