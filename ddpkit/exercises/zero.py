@@ -339,7 +339,7 @@ def _run_clip(answer):
         shards = [torch.tensor(each, dtype=torch.float64) for each in _shards(rank, what)]
         norm = answer(shards, max_norm)
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
-        seen[f"shards, {what}"] = [[round(x, 3) for x in each.tolist()] for each in shards]
+        seen[f"shards, {what}"] = [round(x, 3) for x in torch.cat(shards).tolist()]
     largest = max((record.bytes for record in recorder().records), default=0)
     return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
 
@@ -348,13 +348,12 @@ def _clipped(world_size: int) -> list[dict]:
     """The specification: the gradient in one list."""
     seen = [{} for _ in range(world_size)]
     for what, max_norm in _longest(world_size).items():
-        ranks = [_shards(rank, what) for rank in range(world_size)]
-        length = math.hypot(*(x for shards in ranks for shard in shards for x in shard))
+        ranks = [sum(_shards(rank, what), []) for rank in range(world_size)]
+        length = math.hypot(*sum(ranks, []))
         factor = max_norm / length if length > max_norm else 1
-        for rank, shards in enumerate(ranks):
+        for rank, numbers in enumerate(ranks):
             seen[rank][f"length, {what}"] = round(length, 3)
-            right = [[round(factor * x, 3) for x in shard] for shard in shards]
-            seen[rank][f"shards, {what}"] = right
+            seen[rank][f"shards, {what}"] = [round(factor * x, 3) for x in numbers]
     return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
 
 
