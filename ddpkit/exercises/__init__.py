@@ -10,5 +10,6 @@ from .mixed_precision import LossScaler, master_step, nearest, predict_bytes, qu
 from .ranks import neighbours, say_hello
 from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_reduce_scatter
 from .softmax import merge, online_softmax
+from .softmax_in_parts import blockwise_softmax, online_weighted_mean, softmax_across_ranks
 from .softmax_kernel import softmax_kernel
 from .zero import GatherUseFree, clip_grad_norm_, model_states, shard_plan, zero_step

@@ -115,13 +115,15 @@ def exact_softmax(values: list[float]) -> Tensor:
 class Row(Tensor):
     """A row that counts how often each number is read, and fades: each time it is less by ln 2.
 
-    x[i] reads a number, a slice some, any other function all. The same one twice in a row is once.
+    x[i] reads a number, a slice some, any other function all. The same part twice in a row is once.
+    log: of this row, and of those that share it, who was read, and how many numbers at once.
     """
 
     @staticmethod
-    def __new__(cls, values: list[float]):
+    def __new__(cls, values: list, log: list | None = None):
         row = torch.tensor(values, dtype=torch.float64).as_subclass(cls)
         row.times, row.last = torch.zeros(len(values), dtype=torch.int64), None
+        row.log = [] if log is None else log
         return row
 
     @classmethod
@@ -138,11 +140,16 @@ class Row(Tensor):
         return (self[place] for place in range(len(self)))
 
     def read(self, index: object) -> Tensor:
-        places = torch.arange(len(self))[index]
-        if places.dim() or places != self.last:
+        numbers = self.as_subclass(Tensor)
+        places = torch.arange(len(self)).view(-1, *[1] * (self.dim() - 1))
+        places = places.expand(self.shape)[index].unique()
+        if self.last is None or not torch.equal(places, self.last):
             self.times[places] += 1
-        self.last = None if places.dim() else places
-        return self.as_subclass(Tensor)[index] - LN2 * (self.times[index] - 1)
+            self.log.append((self, len(places)))
+        self.last = places if len(places) < len(self) else None
+        if self.dim() > 1:
+            return numbers[index]
+        return numbers[index] - LN2 * (self.times[index] - 1)
 
 
 def _look_at_row(answer: Callable, name: str, values: list[float], _: str | None) -> dict:

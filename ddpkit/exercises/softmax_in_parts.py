@@ -1,0 +1,328 @@
+"""Checkers of notebook 08: a mean in one pass, a row in blocks, a row in parts on many ranks."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ddpkit import softmax
+from ddpkit.runtime.launch import Run
+
+from .checker import Exercise, Trial, mistakes
+from .softmax import (
+    INF,
+    LN2,
+    LN3,
+    LN4,
+    LN5,
+    LONG,
+    Numbers,
+    Row,
+    exact_softmax,
+    numbers,
+    read_by_case,
+    trial_of,
+)
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+FEW = 16  # numbers that may be held at once, of 60
+
+
+# online_weighted_mean(x, v)
+
+SCORES = [  # name, scores; and the mistake of those who are wrong with them first
+    ("scores ln 5, ln 2, ln 1", [LN5, LN2, 0.0], None),
+    ("scores ln 1, ln 2, ln 5", [0.0, LN2, LN5], None),
+    ("scores 0, 1000", [0.0, 1000.0], "no_maximum"),
+    ("scores -1000, -1000 + ln 3", [-1000.0, -1000 + LN3], "from_0"),
+    ("scores -inf, 0, ln 3", [-INF, 0.0, LN3], "masked_is_nan"),
+    ("scores -inf, -inf", [-INF, -INF], "masked_is_nan"),
+]
+
+
+def _values(length: int) -> list[list[float]]:
+    """1, 2, 4, ... and a 1 in each: the mean of the second is 1."""
+    return [[2.0 ** (at % 5), 1.0] for at in range(length)]
+
+
+def _exact_mean(scores: list[float]) -> Numbers:
+    return Numbers(exact_softmax(scores) @ torch.tensor(_values(len(scores))).double())
+
+
+def _look_at_mean(answer: Callable, name: str, scores: list[float], _: str | None) -> dict:
+    x, v = torch.tensor(scores).double(), torch.tensor(_values(len(scores))).double()
+    return {name: numbers(answer, x, v)}
+
+
+def _look_at_stream(answer: Callable) -> dict:
+    x = Row(LONG)
+    v = Row(_values(len(LONG)), x.log)
+    mean = numbers(answer, x, v)
+    ahead = most = 0
+    for row, count in x.log:
+        ahead += count if row is x else -count
+        most = max(most, ahead, count)
+    return {
+        "the mean": mean,
+        "passes over the scores": x.times.max().item(),
+        "scores read before the values that go with them": "few" if most <= FEW else most,
+    }
+
+
+def _mean_trials():
+    expected = {name: _exact_mean(scores) for name, scores, _ in SCORES}
+    yield trial_of(_look_at_mean, SCORES, expected, "few scores, values (1, 1), (2, 1), (4, 1)")
+    names = list(_look_at_stream(softmax.online_weighted_mean))
+    expected = dict(zip(names, (_exact_mean(LONG), 1, "few"), strict=True))
+    yield trial_of(_look_at_stream, [()], expected, "60 scores, every seventh -inf")
+
+
+MEAN = mistakes("""
+o_as_it_was: o * correction.unsqueeze(-1) + → o +
+    ℓ is corrected when the maximum grows, and the sum of values isn't: it needs the same factor.
+ell_as_it_was: ell * correction + → ell +
+    The sum of values is corrected when the maximum grows, and ℓ isn't: it needs the same factor.
+neither_corrected: ell * correction + → ell +
+    o * correction.unsqueeze(-1) + → o +
+    Two sums for different maxima were added: when m grows, both get the factor exp(m_before - m).
+corrects_the_new_value_too: o * correction.unsqueeze(-1) + weight.unsqueeze(-1) * v_i → (
+    ⏎    (o + weight.unsqueeze(-1) * v_i) * (correction if i else correction + 1).unsqueeze(-1))
+    The correction belongs to the sum before: the new value's exp(x - m) is for the new maximum.
+not_weighted: + weight.unsqueeze(-1) * v_i → + v_i
+    Each value counts with its weight: add exp(x - m) * v.
+not_divided: normalize(o, ell.unsqueeze(-1)) → o
+    That is the sum of weighted values. Divided by ℓ, at the end, it is their mean.
+divides_all_along: + weight.unsqueeze(-1) * v_i → + weight.unsqueeze(-1) * v_i
+    ⏎o = o / ell.unsqueeze(-1)
+    normalize(o, ell.unsqueeze(-1)) → o
+    The sum was divided by ℓ at every step, so what came first is divided many times. Once, at the
+    end, is enough.
+no_maximum: torch.maximum(m, x_i) → torch.zeros_like(m)
+    exp(1000) overflows. Subtract m, the largest score so far: exp(x - m).
+from_0: m, ell = start(x) → (_, ell), m = start(x), x.new_zeros(())
+    exp(-1000) is 0, and so is ℓ. m starts at -inf: from 0 it stays 0 where all scores are below.
+masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
+    While all scores are -inf, add nothing: -inf - -inf is NaN. If all are, the mean is zeros.
+softmax_first: m, ell = start(x) → return online_softmax(x) @ v⏎m, ell = start(x)
+    The mean is right, and the scores were read twice. One loop is enough: m, ℓ and the sum of
+    values are kept up to date together, and no weight is final before the end.
+all_at_once: m, ell = start(x) → return normalize(*summarize(x, v)[:0:-1])⏎m, ell = start(x)
+    The mean is right, and the row was taken whole: it may be longer than memory. Read a score and
+    its value, bring m, ℓ and the sum of values up to date, and forget them.
+keeps_the_scores: m, ell = start(x) → kept = [x[..., i].item() for i in range(x.shape[-1])]
+    ⏎x = torch.tensor(kept).double()⏎m, ell = start(x)
+    The mean is right, and the row was taken whole: it may be longer than memory. Read a score and
+    its value, bring m, ℓ and the sum of values up to date, and forget them.
+""")
+USUAL = {name: usual for name, _, usual in SCORES}
+USUAL["scores read before the values that go with them"] = "all_at_once"
+USUAL["passes over the scores"] = "softmax_first"
+online_weighted_mean = Exercise(
+    reference=softmax.online_weighted_mean,
+    helpers=(softmax.start, softmax.power, softmax.normalize),
+    note="Ours, for many rows at a time: x[..., i] is number i of every row.",
+    trials=_mean_trials,
+    hints={
+        "start": "It is your online softmax with one thing more that is kept: the sum of "
+        "exp(x - m) * v so far.",
+        "values": "When m grows, the factor exp(m_before - m) corrects ℓ and that sum. Then add "
+        "exp(x - m) to the one, exp(x - m) * v to the other.",
+    },
+    praise="each score and each value was read once, and no weight was written.",
+    explain=partial(read_by_case, MEAN, USUAL),
+    mistakes=MEAN,
+)
+
+
+# blockwise_softmax(x, block)
+
+BLOCKS = [  # name, row, block
+    ("a row of 3 in one block", [0.0, LN2, LN5], 3),
+    ("ln 1, ln 2, ln 5, ln 4 in blocks of 2", [0.0, LN2, LN5, LN4], 2),
+    ("ln 5, ln 4, ln 3, ln 2, 0 in blocks of 2", [LN5, LN4, LN3, LN2, 0.0], 2),
+    ("-inf, -inf, 1000, 1000 in blocks of 2", [-INF, -INF, 1000.0, 1000.0], 2),
+    ("-inf, -inf, -inf in blocks of 2", [-INF, -INF, -INF], 2),
+]
+BLOCK = 8
+FADED = "the result, if each number is less by ln 2 in the second pass,"
+
+
+def _look_at_blocks(answer: Callable, name: str, values: list[float], block: int) -> dict:
+    return {name: numbers(answer, torch.tensor(values).double(), block)}
+
+
+def _look_at_readings(answer: Callable) -> dict:
+    row = Row(LONG)
+    result = numbers(answer, row, BLOCK)
+    return {
+        "the most numbers read at once": max((count for _, count in row.log), default=0),
+        "passes over the row": row.times.max().item(),
+        "readings": len(row.log),
+        FADED: result,
+    }
+
+
+def _block_trials():
+    expected = {name: Numbers(exact_softmax(values)) for name, values, _ in BLOCKS}
+    yield trial_of(_look_at_blocks, BLOCKS, expected, "short rows")
+    right = BLOCK, 2, 2 * math.ceil(len(LONG) / BLOCK), Numbers(exact_softmax(LONG) / 2)
+    names = list(_look_at_readings(softmax.blockwise_softmax))
+    expected = dict(zip(names, right, strict=True))
+    yield trial_of(_look_at_readings, [()], expected, f"60 numbers in blocks of {BLOCK}")
+
+
+BY_BLOCK = mistakes("""
+each_block_alone: _softmax(x[..., part], *pair) → _softmax(x[..., part], *summarize(x[..., part]))
+    Each block is divided by its own sum. First the pair of the whole row, then all results with it.
+last_block_alone: merge(pair, summarize(x[..., part])) → summarize(x[..., part])
+    The pair is that of the last block: merge each block's with the pair so far.
+divides_all_along: for part in blocks:⏎a[..., part] → for part in []:⏎    a[..., part]
+    pair = merge(pair, summarize(x[..., part])) → pair = merge(pair, summarize(x[..., part]))
+    ⏎a[..., part] = _softmax(x[..., part], *pair)
+    Each block was divided by the sum so far. It takes the last pair, in a second pass.
+adds_the_sums: merge(pair, summarize(x[..., part])) → (
+    ⏎    torch.maximum(pair[0], summarize(x[..., part])[0]), pair[1] + summarize(x[..., part])[1])
+    A block's sum is for the block's own maximum: merge corrects it, + doesn't.
+last_block_missing: range(0, x.shape[-1], block) → range(0, x.shape[-1] - block + 1, block)
+    empty_like(x) → zeros_like(x)
+    The last, shorter block is missing: its numbers count, too.
+all_at_once: a, pair = torch.empty_like(x) → block = max(block, 9)⏎a, pair = torch.empty_like(x)
+    The row was taken whole, or nearly: x[first : first + block] is one block, and the memory has
+    room for no more.
+number_by_number: a, pair = torch.empty_like(x) → block = 1⏎a, pair = torch.empty_like(x)
+    The row was read number by number. Take a block at once: its maximum, its sum, one merge.
+three_passes: pair = merge(pair, summarize(x[..., part])) → m = x[..., part].amax(-1)
+    ⏎m = torch.maximum(pair[0], m)⏎pair = m, pair[1]
+    for part in blocks:⏎a[..., part] → for part in blocks:
+    ⏎    pair = m, pair[1] + power(x[..., part], m).sum(-1)⏎for part in blocks:⏎    a[..., part]
+    It takes two: m and ℓ come in one, if the pairs of the blocks are merged.
+keeps_the_blocks: for part in blocks:⏎pair = → kept = torch.cat([x[..., part] for part in blocks])
+    ⏎for part in blocks:⏎    pair =
+    _softmax(x[..., part], → _softmax(kept[..., part],
+    Was the row kept, or its powers? It may be longer than memory: read each block again.
+masked_block_is_nan: m.masked_fill(m == -math.inf, 0) → m
+    A block that is all masked has the pair (-inf, 0), and changes nothing: mind -inf - -inf.
+""")
+USUAL_OF_BLOCKS = {name: "masked_block_is_nan" for name, *_ in BLOCKS if "-inf" in name}
+USUAL_OF_BLOCKS["the most numbers read at once"] = "all_at_once"
+USUAL_OF_BLOCKS["readings"] = "number_by_number"
+USUAL_OF_BLOCKS["passes over the row"] = "three_passes"
+USUAL_OF_BLOCKS[FADED] = "keeps_the_blocks"
+blockwise_softmax = Exercise(
+    reference=softmax.blockwise_softmax,
+    helpers=(softmax.merge, softmax.summarize, softmax._softmax, softmax.power, softmax.normalize),
+    note="Ours, for many rows at a time: x[..., part] is a block of every row.",
+    trials=_block_trials,
+    hints={
+        "start": "pair = -inf, 0 at first. For each block: its own maximum and sum, as safe "
+        "softmax has them, and pair = merge(pair, that).",
+        "values": "for first in range(0, len(row), block): row[first : first + block] is a block, "
+        "and the last may be shorter. Twice: for the pair, then for exp(x - m) / ell.",
+    },
+    praise="two passes, a block at a time, and a correction for each block, not for each number.",
+    explain=partial(read_by_case, BY_BLOCK, USUAL_OF_BLOCKS),
+    mistakes=BY_BLOCK,
+)
+
+
+# softmax_across_ranks(x)
+
+SHARED = [  # three rows, in parts: two for each rank. The last is all masked
+    [[LN2, 0.0, LN5], [LN3], [], [LN4, 0.0]],
+    [[-INF, -INF, 1000.0], [1000 + LN3], [], [-INF, 1000 + LN4]],
+    [[-INF] * 3, [-INF], [], [-INF] * 2],
+]
+PAIRS = len(SHARED) * 2 * 8  # bytes of a pair for each row
+
+
+def _share(answer: Callable, world_size: int) -> Numbers:
+    return numbers(lambda x: answer(x).flatten(), _part(dist.get_rank(), world_size))
+
+
+def _part(rank: int, world_size: int) -> torch.Tensor:
+    return torch.tensor([row[:world_size][rank] for row in SHARED], dtype=torch.float64)
+
+
+def _across_trials():
+    for world_size in (2, 3, 4, 1):
+        rows = [_part(rank, world_size) for rank in range(world_size)]
+        whole = torch.cat(rows, 1).softmax(1).nan_to_num(0)
+        parts = whole.split([part.shape[1] for part in rows], 1)
+        expected = [Numbers(part.flatten()) for part in parts]
+        what = "rank 2 has nothing of the rows" if world_size > 2 else "3 rows, the last masked"
+        yield Trial(world_size, _share, (world_size,), expected, what=what)
+
+
+def _pairs_only(trial: Trial, run: Run) -> str | None:
+    """One collective, or messages; no more than a pair for each row to each other rank."""
+    for rank, records in enumerate(run.wire):
+        sent = [record for record in records if record.op not in ("recv", "new_group")]
+        collectives = [record.op for record in sent if record.op != "send"]
+        if len(collectives) > 1:
+            return (
+                f"the values are right, but rank {rank} called {len(collectives)} collectives, "
+                f"{', '.join(collectives)}.\nEach waits for the one before. One is enough: gather "
+                "m and ℓ in one tensor, and merge the pairs."
+            )
+        most = PAIRS * (1 if collectives else trial.world_size - 1)
+        if sum(record.bytes for record in sent) > most:
+            return (
+                f"the values are right, but rank {rank} sent {sum(r.bytes for r in sent)} bytes.\n"
+                f"Two numbers a row are {PAIRS}. Gather pairs, and not the row's numbers: it may "
+                "be longer than a rank's memory."
+            )
+    return None
+
+
+ACROSS = mistakes("""
+own_part_alone: functools.reduce(merge, everyones) → summarize(x)
+    Each rank divided by the sum of its own part. The sum is that of the whole row, of all ranks.
+sums_added: return _softmax(x, *functools.reduce(merge, everyones)) →
+    ⏎m, ell = torch.stack(everyones).unbind(1)⏎return _softmax(x, m.amax(0), ell.sum(0))
+    A rank's sum is for its own maximum: before it is added, it is corrected. That is merge.
+own_maximum: return _softmax(x, *functools.reduce(merge, everyones)) → m, _ = summarize(x)
+    ⏎return _softmax(x, m, functools.reduce(merge, everyones)[1])
+    The sum is right, for the maximum of the whole row: subtract that one, not your own part's.
+last_pair: functools.reduce(merge, everyones) → everyones[-1]
+    That is one rank's pair. Merge all of them.
+averages: return _softmax(x, *functools.reduce(merge, everyones)) → W = len(everyones)
+    ⏎return W * _softmax(x, *functools.reduce(merge, everyones))
+    The sums were averaged. ℓ counts the numbers of all ranks: add them.
+no_maximum: mine = torch.stack(summarize(x)) → mine = torch.stack([x[:, 0] * 0, x.exp().sum(-1)])
+    exp(1000) is inf. A rank brings its maximum, and its sum for that.
+masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
+    A part that is all masked is (-inf, 0), and a row that is so everywhere has a softmax of zeros:
+    mind -inf - -inf, and 0/0.
+leaves_early: mine = torch.stack → if not x.numel():⏎    return x⏎mine = torch.stack
+    A rank with nothing of the row must take part all the same, or the others wait for it for ever.
+    Its pair is (-inf, 0).
+maximum_of_nothing: if x.shape[-1]: → if True:
+    An empty part has no maximum, and torch says so. Its pair is (-inf, 0): summarize knows that.
+first_the_maximum_then_the_sum: mine = torch.stack(summarize(x)) → m, ell = summarize(x)
+    ⏎top = m.clone()⏎dist.all_reduce(top, dist.ReduceOp.MAX)⏎ell *= power(m, top)
+    ⏎dist.all_reduce(ell)⏎return _softmax(x, top, ell)
+    One is enough: gather m and ℓ in one tensor, and merge the pairs.
+gathers_the_rows: mine = torch.stack(summarize(x)) → mine = x.new_full((len(x), 3), -math.inf)
+    ⏎mine[:, : x.shape[1]] = x
+    functools.reduce(merge, everyones) → summarize(torch.cat(everyones, 1))
+    Gather pairs, and not the row's numbers: it may be longer than a rank's memory.
+""")
+softmax_across_ranks = Exercise(
+    reference=softmax.softmax_across_ranks,
+    helpers=(softmax.summarize, softmax.merge, softmax._softmax, softmax.power, softmax.normalize),
+    trials=_across_trials,
+    hints={
+        "start": "mine = torch.stack(summarize(x)) has m and ℓ of each row, in one tensor.",
+        "values": "dist.all_gather(pairs, mine), merge all pairs in a loop, and divide by the ℓ of "
+        "the whole row, with its m.",
+        "hang": "Every rank calls the same collectives, with tensors of one shape, whatever it has "
+        "of the row.",
+        "error": "With all pairs merged, the result is exp(x - m[:, None]) / ell[:, None].",
+    },
+    praise="two numbers a row from each rank, however long the row is.",
+    wire=_pairs_only,
+    mistakes=ACROSS,
+)
