@@ -1,0 +1,177 @@
+"""Checker of notebook 09's second Triton kernel: flash_kernel, a program for a tile of queries."""
+
+import contextlib
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from .checker import Exercise, mistakes
+from .softmax import Numbers, read_by_case, trial_of
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+tl = None  # triton.language, from where the kernel runs: not every machine has Triton
+
+
+def flash_kernel(q_ptr, k_ptr, v_ptr, o_ptr, N, scale, D: "tl.constexpr", TILE: "tl.constexpr"):
+    """o of TILE queries of one head, a tile of keys at a time. q, k, v, o: N rows of D numbers."""
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    columns = tl.arange(0, D)
+    places = rows[:, None] * D + columns[None, :]
+    q = tl.load(q_ptr + places, mask=rows[:, None] < N, other=0.0)
+    m = tl.full((TILE,), float("-inf"), tl.float32)
+    ell = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, D), tl.float32)
+    for first in range(0, N, TILE):
+        keys = first + tl.arange(0, TILE)
+        there = keys[:, None] * D + columns[None, :]
+        k = tl.load(k_ptr + there, mask=keys[:, None] < N, other=0.0)
+        v = tl.load(v_ptr + there, mask=keys[:, None] < N, other=0.0)
+        s = tl.dot(q, tl.trans(k)) * scale
+        s = tl.where(keys[None, :] < N, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        correction, p = tl.exp(m - m_new), tl.exp(s - m_new[:, None])
+        ell = ell * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None] + tl.dot(p, v)
+        m = m_new
+    tl.store(o_ptr + places, acc / ell[:, None], mask=rows[:, None] < N)
+
+
+D, TILE = 16, 16
+UNTOUCHED = -1.0  # what stands after the last row of o, and must still stand there; in q, k, v: NaN
+CASES = [  # name, tokens, scores are less by; the usual mistake
+    ("16 tokens, one tile", 16, 0.0, None),
+    ("32 tokens, two tiles", 32, 0.0, "each_tile_alone"),
+    ("24 tokens in tiles of 16", 24, 0.0, "what_sticks_out_counts"),
+    ("scores near -1e10", 24, 1e10, "fills_with_minus_1e9"),
+]
+LOADED = "numbers loaded"
+
+
+def _tensors(N: int, below: float) -> torch.Tensor:
+    """q, k and v; with `below`, all scores are that far below 0, and alike."""
+    tensors = torch.randn(3, N, D, generator=torch.Generator().manual_seed(0))
+    if below:
+        tensors[0], tensors[1] = 1.0, -below / math.sqrt(D)
+    return tensors
+
+
+def _look(answer: Callable, case: str, N: int, below: float, _: str | None) -> dict:
+    """What it wrote into o, and into how many numbers behind it; how many it loaded."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from ddpkit import flash_triton  # readies the interpreter
+
+    if answer.__globals__.get("tl") is None:
+        answer.__globals__["tl"] = flash_triton.tl
+    kernel = flash_triton.triton.jit(answer)
+    if flash_triton.INTERPRETED:
+        for name in {"D", "TILE"} & set(answer.__annotations__):
+            kernel.rewrite().__annotations__[name] = flash_triton.tl.constexpr  # not if in quotes
+    inputs = torch.full((3, N + TILE, D), math.nan)  # who reads too far reads NaN
+    inputs[:, :N] = _tensors(N, below)
+    o, tiles = torch.full((N + TILE, D), UNTOUCHED), math.ceil(N / TILE)
+    with _count_loads() as loads, warnings.catch_warnings(action="ignore"):  # NumPy's
+        kernel[tiles,](*inputs, o, N, D**-0.5, D=D, TILE=TILE)
+    loaded, needed = sum(loads), (1 + 2 * tiles) * N * D
+    return {
+        case: Numbers(o[:N].clone(), 1e-4),
+        f"{case}: numbers written beyond it": int((o[N:] != UNTOUCHED).sum()),
+        f"{case}: {LOADED}": "few" if loaded <= needed else f"{loaded}, where {needed} do",
+    }
+
+
+@contextlib.contextmanager
+def _count_loads() -> Iterator[list[int]]:
+    """How many numbers each tl.load of the interpreter brings."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    loads, load = [], InterpreterBuilder.create_masked_load
+
+    def counted(self, pointers, mask, *others):
+        loads.append(int(mask.data.sum()))
+        return load(self, pointers, mask, *others)
+
+    InterpreterBuilder.create_masked_load = counted
+    try:
+        yield loads
+    finally:
+        InterpreterBuilder.create_masked_load = load
+
+
+def _trials():
+    expected = {}
+    for case, N, below, _ in CASES:
+        q, k, v = _tensors(N, below).double()
+        expected[case] = Numbers((q @ k.T / math.sqrt(D)).softmax(1) @ v)
+        expected[f"{case}: numbers written beyond it"] = 0
+        expected[f"{case}: {LOADED}"] = "few"
+    yield trial_of(_look, CASES, expected, f"D = {D}")
+
+
+MISTAKES = mistakes("""
+acc_as_it_was: acc * correction[:, None] + → acc +
+    The maximum grows, ell is corrected, but acc isn't: multiply it by exp(m - m_new), too.
+ell_as_it_was: ell * correction + → ell +
+    The maximum grows, acc is corrected, but ell isn't: multiply it by exp(m - m_new), too.
+each_tile_alone: m_new = tl.maximum(m, tl.max(s, 1)) → m_new = tl.max(s, 1)
+    ell * correction + →
+    acc * correction[:, None] + →
+    One tile is right, several aren't. m, ell and acc go on from tile to tile: m_new is the larger
+    of m and the tile's maximum, and ell and acc are multiplied by exp(m - m_new) before they grow.
+not_scaled: tl.dot(q, tl.trans(k)) * scale → tl.dot(q, tl.trans(k))
+    The scores aren't scaled: times scale, which is 1/√D.
+not_divided: acc / ell[:, None], mask → acc, mask
+    acc is a sum of weighted values: divide it by ell before you store it.
+from_0: tl.full((TILE,), float("-inf"), tl.float32) → tl.zeros((TILE,), tl.float32)
+    All scores are far below 0, so every exp is 0: m begins at -inf.
+own_keys_only: range(0, N, TILE) → range(tl.program_id(0) * TILE, N, N)
+    A program has one tile of queries, and needs all tiles of keys: range(0, N, TILE).
+first_queries_only: tl.program_id(0) * TILE + tl.arange(0, TILE) → tl.arange(0, TILE)
+    Nothing was written behind the first tile: the program's queries begin at program_id * TILE.
+what_sticks_out_counts: s = tl.where(keys[None, :] < N, s, float("-inf")) →
+    The last tile of keys sticks out. Loaded with 0, a key has score 0, and exp(0 - m) counts: give
+    such scores -inf, with tl.where.
+fills_with_minus_1e9: s, float("-inf")) → s, -1e9)
+    All scores are far below -1e9, too. A key that isn't there has the score -inf.
+loads_beyond: k_ptr + there, mask=keys[:, None] < N, other=0.0 → k_ptr + there
+    v_ptr + there, mask=keys[:, None] < N, other=0.0 → v_ptr + there
+    The last tile sticks out over the end of k and v, and what lies there is anything: mask the
+    loads. (0 times NaN is NaN: the weight 0 alone doesn't help.)
+stores_the_whole_tile: acc / ell[:, None], mask=rows[:, None] < N → acc / ell[:, None]
+    The rows are right, but more was written than there are. tl.store needs the mask.
+first_the_maximum: for first in range(0, N, TILE): → for first in range(0, N, TILE):
+    ⏎    keys = first + tl.arange(0, TILE)⏎    there = keys[:, None] * D + columns[None, :]
+    ⏎    k = tl.load(k_ptr + there, mask=keys[:, None] < N, other=0.0)
+    ⏎    s = tl.where(keys[None, :] < N, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    ⏎    m = tl.maximum(m, tl.max(s, 1))⏎for first in range(0, N, TILE):
+    Something is loaded more often than it must be. A program loads its queries once, before the
+    loop, and each tile of keys and values once: the maximum needs no loop of its own.
+loads_the_queries_again: keys = first → q = tl.load(q_ptr + places, mask=rows[:, None] < N, other=0)
+    ⏎keys = first
+    Something is loaded more often than it must be. A program loads its queries once, before the
+    loop, and each tile of keys and values once: the maximum needs no loop of its own.
+""")
+USUAL = {case: usual for case, *_, usual in CASES}
+for _case, *_ in CASES:
+    USUAL |= {f"{_case}: {LOADED}": "first_the_maximum"}
+    USUAL |= {f"{_case}: numbers written beyond it": "stores_the_whole_tile"}
+flash_kernel = Exercise(
+    reference=flash_kernel,
+    note="ddpkit.flash_triton is this for many heads, with causal tiles skipped, and tuned.",
+    trials=_trials,
+    hints={
+        "start": "A tile of rows is loaded from ptr + rows[:, None] * D + columns[None, :], with "
+        "rows = program_id * TILE + arange(0, TILE) and columns = arange(0, D).",
+        "values": "In the loop: s = tl.dot(q, tl.trans(k)) * scale, -inf for keys from N on; then "
+        "the lines of your flash_forward, with tl.maximum, tl.max(s, 1), tl.exp, tl.sum(p, 1).",
+        "error": "m and ell have shape (TILE,): m_new[:, None] where they meet a tile. Write "
+        'tl.full((TILE,), float("-inf"), tl.float32) and tl.zeros((TILE, D), tl.float32).',
+    },
+    praise="every tile of k and v was loaded once by each program, and no score was written.",
+    explain=partial(read_by_case, MISTAKES, USUAL),
+    mistakes=MISTAKES,
+)

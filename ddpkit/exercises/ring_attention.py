@@ -1,0 +1,151 @@
+"""Checker of notebook 09's ring attention: keys and values go round, queries stay."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpkit import ring_attention as library
+from ddpkit.tools.memory import watch
+
+from .checker import (
+    Exercise,
+    Trial,
+    check_wire,
+    mistakes,
+    rank_1_comes_last,
+    unwritten_memory_shows,
+)
+from .softmax import Numbers
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+TOKENS, WIDTH = 16, 2  # of a slice
+BLOCKS = 6  # of scores, TOKENS x TOKENS, that may be alive at once; a row of 4 slices has 4
+ALIVE = "numbers alive at once"
+
+
+def _sequence(world_size: int) -> Tensor:
+    """q, k and v of the whole sequence; scores are so high that exp overflows."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(3, TOKENS * world_size, WIDTH, generator=generator)
+    tensors[0, :, 0], tensors[1, :, 0] = 1, tensors[1, :, 0] + 100 * math.sqrt(WIDTH)
+    return tensors
+
+
+def _run(answer: Callable, causal: bool) -> dict:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = [x.clone() for x in _sequence(world_size)[:, rank * TOKENS :][:, :TOKENS]]
+    given = [x.clone() for x in mine]
+    rank_1_comes_last()
+    with unwritten_memory_shows(), watch(nn.Module(), buckets=mine) as timeline:
+        o = answer(*mine, causal)
+    alive = (max(timeline.totals) - timeline.totals[0]) // mine[0].itemsize
+    same = isinstance(o, Tensor) and o.shape == mine[0].shape
+    return {
+        "o": Numbers(o, 1e-4) if same else f"{type(o).__name__} {getattr(o, 'shape', '')}",
+        "arguments": "as given" if all(map(torch.equal, mine, given)) else "changed in place",
+        ALIVE: "few" if alive < BLOCKS * TOKENS**2 else f"{alive}, as many as {BLOCKS} blocks have",
+    }
+
+
+def _trials():
+    for world_size, causal in ((2, False), (3, False), (3, True), (4, False), (1, True)):
+        q, k, v = _sequence(world_size).double()
+        s = q @ k.T / math.sqrt(WIDTH)
+        if causal:
+            s = s.masked_fill(torch.ones_like(s).triu(1) > 0, -math.inf)
+        right = {"arguments": "as given", ALIVE: "few"}
+        parts = (s.softmax(1) @ v).split(TOKENS)
+        expected = [{"o": Numbers(part)} | right for part in parts]
+        sent = (world_size - 1) * q.nbytes  # in float64, k and v of a slice in float32
+        what = "causal" if causal else "each token sees all"
+        yield Trial(world_size, _run, (causal,), expected, sent, what)
+
+
+MISTAKES = mistakes("""
+only_its_own: range(world_size): → range(1):
+    Each query has seen the keys of its own rank only: they go on to the right neighbour, W-1 times.
+own_slice_in_every_hop: here, arriving = arriving, here →
+    send = dist.P2POp(dist.isend, here → send = dist.P2POp(dist.isend, torch.stack((k, v))
+    keys, values = here → keys, values = arriving if hop else here
+    From hop 1 on a rank passes on what came in the hop before, not its own keys and values again.
+means_are_averaged: part = summarize(scores, values) → part = summarize(scores, values)
+    ⏎part = part[0], part[1], part[2] / part[1][..., None] / world_size
+    triple = part if triple is None else merge(triple, part) →
+    ⏎triple = part if triple is None else (*part[:2], triple[2] + part[2])
+    normalize(o, ell.unsqueeze(-1)) → o
+    That is the average of the blocks' own results. Blocks count by their ℓ: merge the triples
+    (m, ℓ, o), and divide once, at the end.
+sums_for_different_maxima: else merge(triple, part) → else (
+    ⏎    torch.maximum(triple[0], part[0]), triple[1] + part[1], triple[2] + part[2])
+    Sums for different maxima were added: merge corrects them.
+not_divided: normalize(o, ell.unsqueeze(-1)) → o
+    The o of the triple is a sum: divide by ℓ at the end.
+not_causal: 0, causal and owner == rank) → 0, False)
+    if owner <= rank or not causal: → if True:
+    `causal` changes nothing: query i sees key j if j ≤ i, counted in the whole sequence.
+each_block_causal: causal and owner == rank → causal
+    if owner <= rank or not causal: → if True:
+    Every block was masked as if it stood on the diagonal. Only a rank's own does: the keys of
+    ranks before it are all seen, those of ranks after it not at all.
+the_diagonal_is_seen_whole: 0, causal and owner == rank) → 0, False)
+    Keys of ranks after this one are hidden, but not those after each query in its own block.
+owner_to_the_right: (rank - hop) % world_size → (rank + hop) % world_size
+    In hop h what is here came from h ranks to the left: it is that of rank - h.
+skips_before_it_sends: works = [] → works = []⏎if causal and owner > rank:⏎    continue
+    A rank with nothing to compute must pass on all the same: others wait for these keys.
+one_hop_too_many: if hop < world_size - 1: → if True:
+    The last hop brings a rank its own keys home: W-1 are enough.
+never_waits: for work in works:⏎work.wait() →
+    Keep what i
+waits_at_the_end: works = [] → pass
+    triple = None → triple, works = None, []
+    works = dist.batch_isend_irecv( → works += dist.batch_isend_irecv(
+    for work in works: → for work in works if hop == world_size - 1 else []:
+    There is NaN in it. Are those keys there yet? Wait for the receive before the next hop computes
+    with them. Or did exp overflow? summarize and merge subtract the maximum.
+by_torch: triple = None → parts = [torch.empty_like(here) for _ in range(world_size)]
+    ⏎dist.all_gather(parts, here)⏎triple = None
+    works = [] → here = parts[owner]⏎works = []
+    if hop < world_size - 1: → if False:
+    torch did the work
+all_scores_at_once: triple = None → triple, seen = None, []
+    if owner <= rank or not causal: → seen.append((owner, here.clone()))⏎if hop == world_size - 1:
+    keys, values = here → seen.sort(key=lambda pair: pair[0])
+    ⏎keys, values = torch.cat([pair for _, pair in seen], 1)
+    0, causal and owner == rank) → -rank * len(q), causal)
+    The values are right, but a rank had all of its rows of scores at once, and all keys: go on from
+    block to block with the triple (m, ℓ, o), as in the loop over tiles.
+""")
+
+
+def _explain(_: Trial, rank: int, expected: dict, got: dict) -> str | None:
+    """What has many causes, and one remedy."""
+    numbers = getattr(got["o"], "values", torch.zeros(1))
+    usual = "waits_at_the_end" if numbers.isnan().any() else "all_scores_at_once"
+    told = usual == "waits_at_the_end" or (got["o"] == expected["o"] and got[ALIVE] != "few")
+    return next(m.says for m in MISTAKES if m.name == usual) if told else None
+
+
+ring_attention = Exercise(
+    reference=library.ring_attention,
+    note="tile_scores is q·kᵀ/√D, with -inf where causal hides; `group` is all ranks here.",
+    trials=_trials,
+    hints={
+        "start": "W times: begin to send k and v to the right, and to receive from the left; "
+        "compute the block of those that are here, wait, and go on with those that came.",
+        "values": "part = summarize(scores, v_here); the first part is the triple, then triple = "
+        "merge(triple, part). At the end o / ell[:, None].",
+        "hang": "Every rank sends and receives in each of W-1 hops, whether it computes or not. "
+        "Begin both with dist.batch_isend_irecv before you wait.",
+        "error": "causal: in hop h the keys are those of rank (rank - h) % W. Its own block is "
+        "masked, blocks of ranks after it are skipped.",
+    },
+    praise="2(W-1) slices sent by each rank, and never more than a block of scores alive.",
+    wire=check_wire,
+    explain=_explain,
+    mistakes=MISTAKES,
+)
