@@ -133,7 +133,7 @@ def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def fused_softmax(x: Tensor) -> Tensor:
     """Softmax of rows that are in fast memory while all is done to them: read and written once."""
     row, a = x[...], torch.empty_like(x)
-    a[...] = _softmax(row, *summarize(row))
+    a[...] = finish(row, *summarize(row))
     return a
 
 
@@ -146,7 +146,7 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
     for part in blocks:
         pair = merge(pair, summarize(x[..., part]))
     for part in blocks:
-        a[..., part] = _softmax(x[..., part], *pair)
+        a[..., part] = finish(x[..., part], *pair)
     return a
 
 
@@ -164,7 +164,7 @@ def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor
     mine = torch.stack(summarize(x))
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
-    return _softmax(x, *functools.reduce(merge, everyones)).to(x.dtype)
+    return finish(x, *functools.reduce(merge, everyones)).to(x.dtype)
 
 
 # Arithmetic
@@ -193,6 +193,6 @@ def normalize(x: Tensor, ell: Tensor) -> Tensor:
     return x / ell.masked_fill(ell == 0, 1)
 
 
-def _softmax(x: Tensor, m: Tensor, ell: Tensor) -> Tensor:
+def finish(x: Tensor, m: Tensor, ell: Tensor) -> Tensor:
     """That of a part of the row whose pair this is."""
     return normalize(power(x, m.unsqueeze(-1)), ell.unsqueeze(-1))

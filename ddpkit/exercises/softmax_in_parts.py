@@ -175,13 +175,13 @@ def _block_trials():
 
 
 BY_BLOCK = mistakes("""
-each_block_alone: _softmax(x[..., part], *pair) → _softmax(x[..., part], *summarize(x[..., part]))
+each_block_alone: finish(x[..., part], *pair) → finish(x[..., part], *summarize(x[..., part]))
     Each block is divided by its own sum. First the pair of the whole row, then all results with it.
 last_block_alone: merge(pair, summarize(x[..., part])) → summarize(x[..., part])
     The pair is that of the last block: merge each block's with the pair so far.
 divides_all_along: for part in blocks:⏎a[..., part] → for part in []:⏎    a[..., part]
     pair = merge(pair, summarize(x[..., part])) → pair = merge(pair, summarize(x[..., part]))
-    ⏎a[..., part] = _softmax(x[..., part], *pair)
+    ⏎a[..., part] = finish(x[..., part], *pair)
     Each block was divided by the sum so far. It takes the last pair, in a second pass.
 adds_the_sums: merge(pair, summarize(x[..., part])) → (
     ⏎    torch.maximum(pair[0], summarize(x[..., part])[0]), pair[1] + summarize(x[..., part])[1])
@@ -201,7 +201,7 @@ three_passes: pair = merge(pair, summarize(x[..., part])) → m = x[..., part].a
     It takes two: m and ℓ come in one, if the pairs of the blocks are merged.
 keeps_the_blocks: for part in blocks:⏎pair = → kept = torch.cat([x[..., part] for part in blocks])
     ⏎for part in blocks:⏎    pair =
-    _softmax(x[..., part], → _softmax(kept[..., part],
+    finish(x[..., part], → finish(kept[..., part],
     Was the row kept, or its powers? It may be longer than memory: read each block again.
 masked_block_is_nan: m.masked_fill(m == -math.inf, 0) → m
     A block that is all masked has the pair (-inf, 0), and changes nothing: mind -inf - -inf.
@@ -213,7 +213,7 @@ USUAL_OF_BLOCKS["passes over the row"] = "three_passes"
 USUAL_OF_BLOCKS[FADED] = "keeps_the_blocks"
 blockwise_softmax = Exercise(
     reference=softmax.blockwise_softmax,
-    helpers=(softmax.merge, softmax.summarize, softmax._softmax, softmax.power, softmax.normalize),
+    helpers=(softmax.merge, softmax.summarize, softmax.finish, softmax.power, softmax.normalize),
     note="Ours, for many rows at a time: x[..., part] is a block of every row.",
     trials=_block_trials,
     hints={
@@ -280,16 +280,16 @@ def _pairs_only(trial: Trial, run: Run) -> str | None:
 ACROSS = mistakes("""
 own_part_alone: functools.reduce(merge, everyones) → summarize(x)
     Each rank divided by the sum of its own part. The sum is that of the whole row, of all ranks.
-sums_added: return _softmax(x, *functools.reduce(merge, everyones)) →
-    ⏎m, ell = torch.stack(everyones).unbind(1)⏎return _softmax(x, m.amax(0), ell.sum(0))
+sums_added: return finish(x, *functools.reduce(merge, everyones)) →
+    ⏎m, ell = torch.stack(everyones).unbind(1)⏎return finish(x, m.amax(0), ell.sum(0))
     A rank's sum is for its own maximum: before it is added, it is corrected. That is merge.
-own_maximum: return _softmax(x, *functools.reduce(merge, everyones)) → m, _ = summarize(x)
-    ⏎return _softmax(x, m, functools.reduce(merge, everyones)[1])
+own_maximum: return finish(x, *functools.reduce(merge, everyones)) → m, _ = summarize(x)
+    ⏎return finish(x, m, functools.reduce(merge, everyones)[1])
     The sum is right, for the maximum of the whole row: subtract that one, not your own part's.
 last_pair: functools.reduce(merge, everyones) → everyones[-1]
     That is one rank's pair. Merge all of them.
-averages: return _softmax(x, *functools.reduce(merge, everyones)) → W = len(everyones)
-    ⏎return W * _softmax(x, *functools.reduce(merge, everyones))
+averages: return finish(x, *functools.reduce(merge, everyones)) → W = len(everyones)
+    ⏎return W * finish(x, *functools.reduce(merge, everyones))
     The sums were averaged. ℓ counts the numbers of all ranks: add them.
 no_maximum: mine = torch.stack(summarize(x)) → mine = torch.stack([x[:, 0] * 0, x.exp().sum(-1)])
     exp(1000) is inf. A rank brings its maximum, and its sum for that.
@@ -303,7 +303,7 @@ maximum_of_nothing: if x.shape[-1]: → if True:
     An empty part has no maximum, and torch says so. Its pair is (-inf, 0): summarize knows that.
 first_the_maximum_then_the_sum: mine = torch.stack(summarize(x)) → m, ell = summarize(x)
     ⏎top = m.clone()⏎dist.all_reduce(top, dist.ReduceOp.MAX)⏎ell *= power(m, top)
-    ⏎dist.all_reduce(ell)⏎return _softmax(x, top, ell)
+    ⏎dist.all_reduce(ell)⏎return finish(x, top, ell)
     One is enough: gather m and ℓ in one tensor, and merge the pairs.
 gathers_the_rows: mine = torch.stack(summarize(x)) → mine = x.new_full((len(x), 3), -math.inf)
     ⏎mine[:, : x.shape[1]] = x
@@ -312,7 +312,7 @@ gathers_the_rows: mine = torch.stack(summarize(x)) → mine = x.new_full((len(x)
 """)
 softmax_across_ranks = Exercise(
     reference=softmax.softmax_across_ranks,
-    helpers=(softmax.summarize, softmax.merge, softmax._softmax, softmax.power, softmax.normalize),
+    helpers=(softmax.summarize, softmax.merge, softmax.finish, softmax.power, softmax.normalize),
     trials=_across_trials,
     hints={
         "start": "mine = torch.stack(summarize(x)) has m and ℓ of each row, in one tensor.",
