@@ -74,18 +74,18 @@ class Report:
         return all(finding.level != PROBLEM for finding in self.findings)
 
     def __repr__(self) -> str:
-        """A table, remedies below their finding, and one closing sentence."""
+        """The verdict, then a table, remedies below their finding."""
         column, lines = max(len(finding.name) for finding in self.findings), []
         for finding in self.findings:
             head = f"{finding.level:<7}  {finding.name:<{column}}  "
             lines += wrap(head, finding.value) + wrap(f"{' ' * len(head)}-> ", finding.remedy)
         problems = [finding.name for finding in self.findings if finding.level == PROBLEM]
         mend = f"To be mended first: {', '.join(problems)}."
-        return "\n".join([*lines, "", mend if problems else "This machine can run the course."])
+        return "\n".join([mend if problems else "This machine can run the course.", "", *lines])
 
 
 def wrap(head: str, text: str) -> list[str]:
-    return textwrap.wrap(text, 96, initial_indent=head, subsequent_indent=" " * len(head))
+    return textwrap.wrap(text, 72, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def judge(name: str, value: str, fine: bool = True) -> Finding:

@@ -102,18 +102,18 @@ def test_a_gpu_that_does_not_work_is_reported_with_its_last_words(monkeypatch):
     assert doctor.look_at_gpus() == "RuntimeError: driver too old"
 
 
-def test_the_table_names_remedies_and_ends_with_the_verdict():
+def test_the_verdict_comes_first_and_the_table_names_remedies():
     good, bad = doctor.judge("cores", "2"), doctor.judge("Gloo", "missing", fine=False)
-    assert repr(Report((good,))) == "ok       cores  2\n\nThis machine can run the course."
+    assert repr(Report((good,))) == "This machine can run the course.\n\nok       cores  2"
     assert repr(Report((good, bad))).splitlines() == [
+        "To be mended first: Gloo.",
+        "",
         "ok       cores  2",
         "PROBLEM  Gloo   missing",
         "                -> install torch from pytorch.org",
-        "",
-        "To be mended first: Gloo.",
     ]
     long = Finding("two ranks", "word " * 40, NOTE, "advice " * 40)
-    assert max(map(len, repr(Report((long,))).splitlines())) <= 110
+    assert max(map(len, repr(Report((long,))).splitlines())) <= 72
 
 
 def test_the_exit_code_says_whether_the_course_can_run(monkeypatch, capsys):
@@ -127,5 +127,5 @@ def test_this_machine_can_run_the_course_and_cuda_is_left_alone(capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("ddpkit.doctor", run_name="__main__")
     assert ended.value.code == 0
-    assert capsys.readouterr().out.endswith("This machine can run the course.\n")
+    assert capsys.readouterr().out.startswith("This machine can run the course.\n")
     assert not torch.cuda.is_initialized()

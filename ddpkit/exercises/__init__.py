@@ -2,7 +2,14 @@
 
 from .bucketed_ddp import BucketedDDP, OverlapDDP, no_sync, plan_buckets
 from .checker import is_stub
-from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from .collectives import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+    tree_broadcast,
+    tree_reduce,
+)
 from .data_parallel import HookedDDP, average_gradients, sum_or_mean
 from .flash_attention import flash_backward, flash_forward
 from .flash_kernel import flash_kernel

@@ -1,4 +1,4 @@
-"""Checkers of notebook 01: broadcast, all_reduce, all_gather, reduce_scatter from messages."""
+"""Checkers of notebook 01: collectives from messages, two of them as trees."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import collectives
-from ddpkit.collectives import by_rank, exchange, members
+from ddpkit.collectives import by_rank, counted_from, exchange, members
+from ddpkit.lesson.figures import hop_numbers
 
 from .checker import Exercise, Trial, check_wire, mistakes, read_sum, who_is_in
 
@@ -16,18 +17,19 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 JUNK = -1  # what a buffer holds before it is filled
 SIMPLE, OTHER = (1, (3,), torch.int64), (2, (2, 2), torch.float64)  # calls, shape, dtype
 CASES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (3, 2, OTHER), (1, 0, SIMPLE)]
+TREES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (6, 4, OTHER), (1, 0, SIMPLE)]
 REPLACED = "new tensors in the list"
 
 
-def _trials(of_rank: Callable, messages: Callable, from_source: bool = False):
+def _trials(of_rank: Callable, messages: Callable, root: str = "", cases=CASES):
     """Calls on 2, 3 and 4 ranks; two calls in another shape and dtype; 1 rank last.
 
-    of_rank: called with rank, world size and source; what the rank brings, and what it then has, as
-    {argument: what its tensor is full of, or each tensor of the list}. messages: how many are sent,
-    by the world size. from_source: the answer is given the source.
+    of_rank: called with rank, world size and root; what the rank brings, and what it then has, as
+    {argument: what its tensor is full of, or each tensor of the list}; what isn't named may hold
+    anything. messages: how many are sent, by the world size. root: what the answer calls it.
     """
-    for world_size, src, (calls, shape, dtype) in CASES:
-        what = [f"src={src}"] if from_source else []
+    for world_size, src, (calls, shape, dtype) in cases:
+        what = [f"{root}={src}"] if root else []
         if calls == 2:
             what.append(f"called twice, {dtype} of shape {shape}")
         brought, expected = [], []
@@ -37,11 +39,12 @@ def _trials(of_rank: Callable, messages: Callable, from_source: bool = False):
             held = {name: _values(_tensors(numbers, shape, dtype)) for name, numbers in has.items()}
             expected.append({REPLACED: []} | held)
         nbytes = calls * messages(world_size) * _tensors(0, shape, dtype).nbytes
-        arguments = (brought, calls, shape, dtype, [src] if from_source else [])
+        looked_at = [list(held) for held in expected]
+        arguments = (brought, calls, shape, dtype, [src] if root else [], looked_at)
         yield Trial(world_size, _run, arguments, expected, nbytes, ", ".join(what))
 
 
-def _run(answer, brought, calls, shape, dtype, src):
+def _run(answer, brought, calls, shape, dtype, src, looked_at):
     """Call the answer; what the caller's tensors hold afterwards, and which aren't the caller's."""
     for times in range(calls, 0, -1):  # 1 in the last call
         mine, given = {}, []
@@ -54,7 +57,8 @@ def _run(answer, brought, calls, shape, dtype, src):
         if isinstance(ours, list):
             pairs = enumerate(zip(ours, theirs, strict=False))
             replaced += [place for place, (old, new) in pairs if old is not new]
-    return {REPLACED: replaced} | {name: _values(tensors) for name, tensors in mine.items()}
+    has = {REPLACED: replaced} | {name: _values(tensors) for name, tensors in mine.items()}
+    return {name: has[name] for name in looked_at[dist.get_rank()]}
 
 
 def _tensors(numbers, shape, dtype, times=1):
@@ -72,6 +76,20 @@ def _first(values) -> int:
     return int(torch.tensor(values).flatten()[0])
 
 
+def _check_tree(trial: Trial, run):
+    """A tree has ⌈log₂ W⌉ hops, and no rank takes part in more messages."""
+    wrong = check_wire(trial, run)
+    if wrong:
+        return wrong
+    calls, enough = trial.args[1], (trial.world_size - 1).bit_length()
+    told = f"the values are right, but {{}} where {calls * enough} are enough."
+    for rank, records in enumerate(run.wire):
+        if len(records) > calls * enough:
+            return told.format(f"rank {rank} took part in {len(records)} messages")
+    hops = max(hop_numbers(run).values(), default=0)
+    return told.format(f"it took {hops} hops") if hops > calls * enough else None
+
+
 # broadcast(tensor, src)
 
 
@@ -83,7 +101,7 @@ broadcast = Exercise(
     reference=collectives.broadcast,
     wire=check_wire,
     helpers=(members,),
-    trials=partial(_trials, _broadcast, lambda W: W - 1, from_source=True),
+    trials=partial(_trials, _broadcast, lambda W: W - 1, root="src"),
     hints={
         "start": "Two roles: the rank that is `src` sends, all others receive. What does each "
         "call, and how often?",
@@ -118,16 +136,118 @@ all_receive: if dist.get_rank() == src: → dist.recv(tensor, src)
 )
 
 
+# tree_broadcast(tensor, src), tree_reduce(tensor, dst)
+
+
+tree_broadcast = Exercise(
+    reference=collectives.tree_broadcast,
+    wire=_check_tree,
+    helpers=(members, counted_from),
+    trials=partial(_trials, _broadcast, lambda W: W - 1, root="src", cases=TREES),
+    hints={
+        "start": "Count places from the source: place = (rank - src) % W. In each hop, the places "
+        "below have_it send to the place have_it further on; then have_it doubles.",
+        "values": "A place that has the tensor sends, in every hop that is left. A place receives "
+        "once, in the hop in which have_it <= place < 2 * have_it.",
+        "wire": "Who has received sends from then on, each hop to another rank.",
+        "hang": "In each hop, who sends to place p, and does p receive from just that rank?",
+    },
+    praise="right on 1 to 6 ranks, in ⌈log₂ W⌉ hops.",
+    mistakes=mistakes("""
+source_alone: ranks, place = counted_from(src, group) → return broadcast(tensor, src)
+    Only the source sends. In a tree all help who have the tensor.
+all_at_once: ranks, place = counted_from(src, group) → works, me = [], dist.get_rank()
+    ⏎for peer in members(group):
+    ⏎    if me == src != peer: works.append(dist.isend(tensor, peer))
+    ⏎if me != src: works.append(dist.irecv(tensor, src))
+    ⏎return [work.wait() for work in works]
+    Only the source sends. In a tree all help who have the tensor.
+along_a_line: ranks, place = counted_from(src, group) → ranks, place = counted_from(src, group)
+    ⏎if place > 0: dist.recv(tensor, ranks[place - 1])
+    ⏎if place + 1 < len(ranks): dist.send(tensor, ranks[place + 1])⏎return
+    Each rank hands the tensor to one other: a line. Who has it goes on sending, to another rank in
+    each hop.
+from_0: counted_from(src, group) → counted_from(0, group)
+    Count from the source: place = (rank - src) % W, and back, rank = (place + src) % W.
+powers_of_two_only:  and place + have_it < len(ranks) →
+    W need not be a power of two: send only to places below W.
+two_hops: while have_it < len(ranks): → while have_it < min(4, len(ranks)):
+    Two hops reach 4 ranks only. Go on while have_it is less than the number of ranks.
+receives_in_each_hop: have_it <= place < 2 * have_it → have_it <= place
+    Some ranks receive in a hop in which nobody sends to them. Each receives once, when
+    have_it <= place < 2 * have_it.
+new_tensor: dist.recv(tensor, ranks → dist.recv(torch.empty_like(tensor), ranks
+    What arrives must end up in `tensor` itself: receive into it, not into a new tensor.
+by_torch: ranks, place = counted_from(src, group) → return dist.broadcast(tensor, src)
+    torch did the work
+"""),
+)
+
+
+def _tree_reduce(rank, world_size, dst):
+    brings = {"tensor": 10**rank}
+    return brings, {"tensor": sum(10**r for r in range(world_size))} if rank == dst else {}
+
+
+def _explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
+    told = read_sum(_first(got["tensor"]), trial.world_size)
+    return f"Read the digits: {told}." if told else None
+
+
+tree_reduce = Exercise(
+    reference=collectives.tree_reduce,
+    wire=_check_tree,
+    helpers=(members, counted_from),
+    trials=partial(_trials, _tree_reduce, lambda W: W - 1, root="dst", cases=TREES),
+    hints={
+        "start": "Count places from the root: place = (rank - dst) % W. In the first hop the odd "
+        "places send to the place below them, in the next those 2 above a multiple of 4, and so "
+        "on: place % (2 * distance) == distance.",
+        "values": "Add what arrives to what this rank has so far, and hand on the whole of it.",
+        "hang": "Who has sent its part is done, and leaves the loop.",
+        "wire": "Half of those who still hold a part hand it on, to the other half, all at once.",
+    },
+    praise="right on 1 to 6 ranks, in ⌈log₂ W⌉ hops.",
+    explain=_explain_sum,
+    mistakes=mistakes("""
+all_to_the_root: ranks, place = counted_from(dst, group) → return reduce(tensor, dst)
+    All send to the root. In a tree, half of the ranks add for it in the first hop.
+all_at_once: ranks, place = counted_from(dst, group) → me, works, parts = dist.get_rank(), [], []
+    ⏎for peer in members(group):⏎    if me == dst != peer:
+    ⏎        parts.append(tensor.clone())
+    ⏎        works.append(dist.irecv(parts[-1], peer))
+    ⏎if me != dst: works.append(dist.isend(tensor, dst))
+    ⏎for work in works: work.wait()⏎for other in parts: tensor += other⏎return
+    All send to the root. In a tree, half of the ranks add for it in the first hop.
+along_a_line: ranks, place = counted_from(dst, group) → ranks, place = counted_from(dst, group)
+    ⏎other = torch.empty_like(tensor)⏎if place + 1 < len(ranks):
+    ⏎    dist.recv(other, ranks[place + 1])⏎    tensor += other
+    ⏎if place > 0: dist.send(tensor, ranks[place - 1])⏎return
+    Each rank waits for one other: a line. In each hop, half of those who hold a part hand it on.
+goes_on_after_sending: - distance], group)⏎return → - distance], group)
+    Who has sent its part is done, and leaves the loop.
+own_part_only: dist.send(total, → dist.send(tensor,
+    Hand on the sum of all that this rank has so far, not only its own numbers.
+overwrites: dist.recv(part, ranks → dist.recv(total, ranks
+    combine(total, part, out=total) → pass
+    What arrived replaced what was there: receive into a second tensor, then add.
+from_0: counted_from(dst, group) → counted_from(0, group)
+    No sum in `tensor` of the root. Count places from the root, place = (rank - dst) % W, and back,
+    rank = (place + dst) % W; and add into `tensor` itself.
+in_a_new_tensor: total = tensor if place == 0 else tensor.clone() → total = tensor.clone()
+powers_of_two_only: if place + distance < len(ranks): → if True:
+    W need not be a power of two: receive only from places below W.
+by_torch: ranks, place = counted_from(dst, group) → return dist.reduce(tensor, dst)
+    torch did the work
+"""),
+)
+
+
 # all_reduce(tensor)
 
 
 def _all_reduce(rank, world_size, src):
     return {"tensor": 10**rank}, {"tensor": sum(10**r for r in range(world_size))}
-
-
-def _explain_all_reduce(trial: Trial, rank: int, expected: dict, got: dict):
-    told = read_sum(_first(got["tensor"]), trial.world_size)
-    return f"Read the digits: {told}." if told else None
 
 
 all_reduce = Exercise(
@@ -143,7 +263,7 @@ all_reduce = Exercise(
         "wire": "The second phase is the broadcast you have written already, with src=0.",
     },
     praise="right on 1 to 4 ranks, with 2(W-1) times the tensor on the wire.",
-    explain=_explain_all_reduce,
+    explain=_explain_sum,
     mistakes=mistakes("""
 new_tensor: first = members(group)[0] → first, tensor = members(group)[0], tensor.clone()
     The sum must end up in `tensor` itself, on every rank: what you return is not looked at.
@@ -161,6 +281,8 @@ everyone_to_everyone: reduce(tensor, first, op, group) → every = [tensor.clone
     broadcast(tensor, first, group) → all_gather(every, tensor)⏎tensor.copy_(sum(every))
     first = members(group)[0] → ranks = members(group)
     more than the
+forgets_the_handles: dist.send(tensor, dst, group) → dist.isend(tensor, dst)
+    never waited for it
 send_send: reduce(tensor, first, op, group) → for peer in members(group):
     ⏎    if peer != dist.get_rank():⏎        dist.send(tensor, peer)
     both with isend and irecv
@@ -219,6 +341,9 @@ new_list: by_rank(tensor_list, group) → by_rank([tensor.clone() for _ in tenso
     Nothing has been written into the tensors of the list that was given.
 to_rank_0_only: exchange(dict.fromkeys(parts, tensor), parts, group) → gather(tensor, tensor_list)
     Only rank 0 has all parts. All must send to all, and receive from all.
+via_rank_0: exchange(dict.fromkeys(parts, tensor), parts, group) → gather(tensor, tensor_list)
+    ⏎for part in tensor_list:⏎    broadcast(part, 0)
+    more than the
 twice_the_bytes: exchange(dict.fromkeys(parts, tensor), parts, group) → for _ in range(2):
     ⏎    exchange(dict.fromkeys(parts, tensor), parts, group)
     more than the
@@ -294,6 +419,14 @@ new_output: output.copy_(chunks.pop(dist.get_rank())) → output = chunks.pop(di
 changes_its_input: output.copy_(chunks.pop(dist.get_rank())) → mine = chunks.pop(dist.get_rank())
     combine(output, chunk, out=output) → mine += chunk⏎output.copy_(mine)
     Leave input_list as it is: add up in `output`, or in a tensor of your own.
+by_torch: chunks, combine = by_rank(input_list, group), combined_by(op) →
+    ⏎return dist.reduce_scatter(output, input_list)
+    torch did the work
+gathers_all: exchange(chunks, arrived, group) → me, every = dist.get_rank(), {}
+    ⏎for k in members(group):⏎    every[k] = [torch.empty_like(output) for _ in input_list]
+    ⏎    all_gather(every[k], input_list[k])
+    ⏎arrived = {peer: every[me][peer] for peer in chunks}
+    more than the
 via_all_reduce: chunks, combine = by_rank(input_list, group), combined_by(op) → me = dist.get_rank()
     ⏎totals = [chunk.clone() for chunk in input_list]
     ⏎for total in totals:⏎    all_reduce(total)

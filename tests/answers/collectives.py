@@ -56,7 +56,35 @@ def reduce_scatter_one_after_the_other(output, input_list):
         work.wait()
 
 
+def tree_broadcast_by_halves(tensor, src):
+    """The farthest first: in each hop half as far."""
+    world_size = dist.get_world_size()
+    place, distance = (dist.get_rank() - src) % world_size, 8
+    while distance > 1:
+        distance //= 2
+        if place % (2 * distance) == 0 and place + distance < world_size:
+            dist.send(tensor, (place + distance + src) % world_size)
+        elif place % (2 * distance) == distance:
+            dist.recv(tensor, (place - distance + src) % world_size)
+
+
+def tree_reduce_in_place(tensor, dst):
+    """The upper half hands on: other ranks' tensors hold partial sums."""
+    world_size = dist.get_world_size()
+    place, left, part = (dist.get_rank() - dst) % world_size, world_size, torch.empty_like(tensor)
+    while left > 1 and place < left:
+        keep = (left + 1) // 2
+        if place >= keep:
+            dist.send(tensor, (place - keep + dst) % world_size)
+        elif place + keep < left:
+            dist.recv(part, (place + keep + dst) % world_size)
+            tensor += part
+        left = keep
+
+
 RIGHT = [
+    ("tree_broadcast", tree_broadcast_by_halves),
+    ("tree_reduce", tree_reduce_in_place),
     ("broadcast", broadcast_begins_all_at_once),
     ("broadcast", collectives.tree_broadcast),
     ("all_reduce", all_reduce_down_and_up_a_line),

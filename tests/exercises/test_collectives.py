@@ -9,7 +9,7 @@ from .every import *  # noqa: F403
 
 
 def test_the_solution_is_the_librarys():
-    for name in ("broadcast", "all_reduce", "all_gather", "reduce_scatter"):
+    for name in ("broadcast", "tree_reduce", "all_reduce", "all_gather", "reduce_scatter"):
         exercise = getattr(check, name)
         assert exercise.reference is getattr(collectives, name)
         assert len(exercise.solution().text.splitlines()) < 50
