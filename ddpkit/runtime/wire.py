@@ -149,6 +149,7 @@ class WireGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())
         self.inner, self.ranks, self.recorder, self.device = inner, ranks, recorder, device
         self._name = name
+        self._c10d_name, self._description = "", "undefined"
         self._label = "world" if not recorder.joined else f"group {list(ranks)}"
         self._deliveries = ThreadPoolExecutor(1)  # of the emulated link: one after the other
 
@@ -291,6 +292,21 @@ class WireGroup(dist.ProcessGroup):
         return "ddpkit"
 
     getBackendName = name
+
+    # DeviceMesh, and all that is built on it, finds a group again by its name.
+
+    def setGroupName(self, name: str):
+        self._c10d_name = name
+        self.inner._set_group_name(name)
+
+    def getGroupName(self) -> str:
+        return self._c10d_name
+
+    def setGroupDesc(self, description: str):
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
 
     def shutdown(self):
         self.inner.shutdown()

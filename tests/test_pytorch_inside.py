@@ -1,0 +1,125 @@
+"""PyTorch runs inside `launch` unmodified: the results of plain Gloo, and all is recorded."""
+
+import warnings
+
+import pytest
+import pytorch_cases
+import torch
+import torch.distributed as dist
+from pytorch_cases import CASES, WORLD
+
+from ddpkit import launch
+from ddpkit.runtime.wire import recorder
+
+
+def run_all(folder):
+    """{case: (result over the wire, result over plain Gloo, number of calls on the wire)}."""
+    warnings.simplefilter("ignore", FutureWarning)
+    found = {}
+    for name in CASES:
+        before = len(recorder().records)
+        result = said_or_raised(name)
+        found[name] = [result, None, len(recorder().records) - before]
+        dist.barrier()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    for name in CASES:
+        found[name][1] = said_or_raised(name)
+        dist.barrier()
+    return found
+
+
+def said_or_raised(name):
+    try:
+        return CASES[name]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return launch(run_all, str(tmp_path_factory.mktemp("plain")), world_size=WORLD)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_plain_gloo(run, name):
+    calls = 0
+    for rank in range(WORLD):
+        wired, plain, its_calls = run[rank][name]
+        assert wired == plain, f"rank {rank}"
+        calls += its_calls
+    silent = {"split_group", "distributed_sampler"}  # Gloo can't split; a sampler says nothing
+    assert (calls > 0) == (name not in silent)
+
+
+def test_enough_of_pytorch_is_tried():
+    assert len(CASES) >= 40
+
+
+# How often PyTorch's own ways to train call
+
+
+def calls_by_op(records):
+    found = {}
+    for record in records:
+        if record.op != "new_group":
+            found[record.op] = found.get(record.op, 0) + 1
+    return found
+
+
+def fully_sharded_step():
+    """Calls of the second step; in the first, FSDP gets ready."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    blocks = [torch.nn.Linear(8, 8) for _ in range(3)]
+    module, mesh = torch.nn.Sequential(*blocks), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    pytorch_cases.train(module, steps=1)
+    before = len(recorder().records)
+    pytorch_cases.train(module, steps=1)
+    return calls_by_op(recorder().records[before:])
+
+
+def tensor_parallel_step():
+    """Calls of forward, calls of backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    module = parallelize_module(pytorch_cases.mlp(), mesh, plan)
+    before = len(recorder().records)
+    loss = module(torch.ones(3, 8).requires_grad_()).square().mean()
+    forward = len(recorder().records)
+    loss.backward()
+    return calls_by_op(recorder().records[before:forward]), calls_by_op(
+        recorder().records[forward:]
+    )
+
+
+def pipeline_step():
+    before = len(recorder().records)
+    pytorch_cases.WORLD = 2
+    pytorch_cases.schedule("Schedule1F1B")
+    records = recorder().records[before:]
+    return calls_by_op(record for record in records if record.dtype == "float32")
+
+
+def test_counts_of_fsdp_tensor_parallel_and_1f1b():
+    def count():
+        return fully_sharded_step(), tensor_parallel_step(), pipeline_step()
+
+    for fsdp, (forward, backward), pipeline in launch(count, world_size=2):
+        assert fsdp == {"all_gather": 6, "reduce_scatter": 3}
+        assert (forward, backward) == ({"all_reduce": 1}, {"all_reduce": 1})
+        assert pipeline in ({"send": 4, "recv": 4}, {"recv": 4, "send": 4})
