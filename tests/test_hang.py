@@ -330,6 +330,29 @@ def test_a_report_is_narrow_and_its_first_and_last_sentence_stand_out():
     assert calls in str(caught.value)
 
 
+def other_tag():
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(2), 1, tag=3)
+    else:
+        dist.recv(torch.ones(2), 0, tag=4)
+
+
+def test_tags_that_differ_are_shown_and_told():
+    text = report(other_tag, world_size=2)
+    assert "send(2 float32, dst=1, tag=3)" in text
+    assert text.endswith("differ: a receive takes only what was sent with its own.")
+
+
+def test_a_loop_that_does_not_end_is_told_and_no_difference_is_claimed():
+    def loop():
+        while True:
+            dist.barrier()
+
+    text = report(loop, world_size=2, times=1, timeout=5)
+    assert "≠" not in text
+    assert re.search(r"\nRank 0 has made [\d,]+ calls, the last of them all alike: a loop", text)
+
+
 def test_stop_says_where_the_ranks_were(tmp_path):
     def hangs():
         if dist.get_rank() == 0:

@@ -1,5 +1,6 @@
 """`launch`: what travels to the ranks and back, a Run, what ranks print, what is refused."""
 
+import _thread
 import ctypes
 import multiprocessing
 import os
@@ -14,10 +15,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from outside import cell, run_script, wait_until
+from outside import FREEZE_S, cell, run_script, wait_until
 
 from ddpkit import Link, RankError, Run, launch
 from ddpkit.runtime import backends, processes
+from ddpkit.runtime.output import Output
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
@@ -408,6 +410,50 @@ def test_very_long_output_is_shown_without_its_middle(capsys):
         "rank 0 | 900",
     ]
     assert run.output[0].splitlines() == [str(number) for number in range(1000)]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_endless_printing_is_capped_and_can_be_stopped(tmp_path, capsys, live):
+    def chatter():
+        print("the first line")
+        (tmp_path / f"printing {dist.get_rank()}").touch()
+        while True:
+            print("x" * 1000)
+
+    def stop():
+        while len(list(tmp_path.iterdir())) < 4:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        stopped.append(time.perf_counter())
+        _thread.interrupt_main()
+
+    stopped = []
+    threading.Thread(target=stop).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(chatter, world_size=4, live=live)
+    assert time.perf_counter() - stopped[0] < FREEZE_S
+    shown = capsys.readouterr().out
+    assert len(shown) < 1_000_000
+    assert "rank 3 | the first line" in shown
+
+
+def test_what_is_kept_of_very_much_is_its_beginning_and_end(tmp_path):
+    path = tmp_path / "output"
+    path.write_text("before\n")
+    output = Output(path)
+    with path.open("a") as file:
+        file.write("begin\n")
+        for number in range(5):
+            file.write(f"{number}" * 1_500_000)
+            file.flush()
+            output.trim()
+            assert path.stat().st_size < 4_500_000
+        file.write("\nend")
+    text = output.read()
+    assert text.startswith("begin\n000")
+    assert text.endswith("444\nend")
+    assert "\n... 5.5 MB left out ...\n" in text
+    assert len(text) < 2_000_100
 
 
 def test_trap_11_and_22_a_data_loader_with_workers(capfd):

@@ -125,10 +125,8 @@ def test_ranks_that_fail_differently_are_all_told():
     def differ():
         raise ValueError(f"from {dist.get_rank()}")
 
-    lines = str(failure(differ, times=1)).splitlines()
-    assert {line.strip().removeprefix("rank ")[2:] for line in lines if "raised" in line} == {
-        f"raised ValueError: from {rank}" for rank in range(3)
-    }
+    said = re.findall(r"ank (\d) raised ValueError: from (\d)", str(failure(differ, times=1)))
+    assert sorted(said) == [("0", "0"), ("1", "1"), ("2", "2")]
 
 
 class Unspeakable(Exception):
@@ -297,3 +295,50 @@ def test_no_rank_begins_before_all_have_joined():
             True,
             True,
         ]
+
+
+# What readers get wrong in the call itself.
+
+
+def silent():
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "meant"),
+    [
+        ((2,), {}, "too many positional arguments. Did you mean world_size=2?"),
+        ((), {"word_size": 2}, "'word_size'. Did you mean world_size where you wrote word_size?"),
+        (("x", "y"), {}, "launch can't call silent with these arguments: too many positional"),
+    ],
+)
+def test_arguments_that_the_function_does_not_take(args, options, meant):
+    with pytest.raises(TypeError, match=re.escape(meant)) as caught:
+        launch(silent, *args, **options)
+    said = " ".join("".join(caught.value._render_traceback_()).split())
+    assert said.startswith("\x1b[1mTypeError: launch can't call silent")
+    assert said.endswith("launch(silent, *args, **options)")
+
+
+def test_ranks_that_are_not_there():
+    def pairs():
+        dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+    def beyond():
+        dist.broadcast(torch.ones(1), src=7)
+
+    with pytest.raises(RankError, match=r"fewer ranks than 4\? Then say how many: launch"):
+        launch(pairs, world_size=4)
+    with pytest.raises(RankError, match="broadcast with src=7, but the ranks go from 0 to 1"):
+        launch(beyond, world_size=2)
+
+
+def test_different_errors_are_told_with_their_lines():
+    def fail():
+        if dist.get_rank() == 0:
+            raise KeyError("a")
+        time.sleep(0.05)
+        raise OSError("b")
+
+    with pytest.raises(RankError, match=r"Rank 1 raised OSError: b\n  .* raise OSError"):
+        launch(fail, world_size=2)

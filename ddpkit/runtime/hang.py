@@ -10,6 +10,7 @@ from ..tools.units import COLUMNS, name_ranks
 from .board import DISAGREES, IDLE, RETURNED, STARTING, Board, Record
 
 LAST_CALLS = 5
+MANY_CALLS = 1000
 ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
 MESSAGES = ("send", "recv")
 
@@ -193,18 +194,33 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     if gone:
         every = "Every rank of the group must make the call."
         return f"{every} Is it under an `if`, or did one loop end early?"
+    if _tags_differ(stuck):
+        return "Their tags, or groups, differ: a receive takes only what was sent with its own."
     if ops.issubset(MESSAGES):
         return "Let one side receive first, or start both with isend and irecv and wait afterwards."
     return "All ranks must use their groups in the same order."
 
 
-def report(headline: str, advice: str, now: list[Situation], board: Board) -> str:
-    """What happened, where every rank is, their last calls side by side, and what to do."""
+def _tags_differ(stuck: list[Situation]) -> bool:
+    """Whether one sends to another, which waits for a message from it, and still both wait."""
+    sends = {(s.rank, s.call.peer) for s in stuck if s.call.op == "send"}
+    return any((s.call.peer, s.rank) in sends for s in stuck if s.call.op == "recv")
+
+
+def report(
+    headline: str, advice: str, now: list[Situation], board: Board, stuck: bool = True
+) -> str:
+    """What happened, where every rank is, their last calls side by side, and what to do.
+
+    stuck: a rank that lacks a call will never make it; else it may only be late.
+    """
     where: dict[str, list[int]] = {}
     for s in now:
         where.setdefault(_where(s), []).append(s.rank)
     places = [f"{name_ranks(ranks)}: {place}" for place, ranks in where.items()]
-    return "\n".join([headline, "", *places, "", *_last_calls(board), "", advice])
+    return "\n".join(
+        [headline, "", *places, "", *_last_calls(board, stuck), *_loops(board), "", advice]
+    )
 
 
 def _where(s: Situation) -> str:
@@ -215,7 +231,7 @@ def _where(s: Situation) -> str:
     return f"{s.state}{missing}{call}{place}"
 
 
-def _last_calls(board: Board) -> list[str]:
+def _last_calls(board: Board, stuck: bool) -> list[str]:
     """The last calls in columns, one for all ranks alike, marked where they first differ."""
     made = [_numbered_calls(board, rank) for rank in range(board.world_size)]
     last = max((number for column in made for number in column), default=0)
@@ -226,7 +242,8 @@ def _last_calls(board: Board) -> list[str]:
     messages = any(call.startswith(MESSAGES) for column in made for call in column.values())
     if not messages:  # ranks that exchange messages rightly make different calls
         for number in range(last, oldest - 1, -1):
-            if any(column.get(number) != made[0].get(number) for column in made):
+            said = {column.get(number) for column in made}
+            if len(said if stuck else said - {None}) > 1:
                 differs = number
     first = max(oldest, min(differs + 2, last + 1) - LAST_CALLS)
     shown = range(first, min(first + LAST_CALLS, last + 1))
@@ -249,6 +266,17 @@ def _last_calls(board: Board) -> list[str]:
             said = (" ".join(each) for each in zip(numbers, calls, strict=True))
             lines.append(f"{ranks}: {', '.join(said)}")
     return [f"{which}{mark}:", *lines]
+
+
+def _loops(board: Board) -> list[str]:
+    """Ranks that seem never to end: many calls, and the last ones all alike."""
+    found = []
+    for rank in range(board.world_size):
+        calls = {record.call for record in board.records(rank)}
+        if len(calls) == 1 and board.calls(rank) >= MANY_CALLS:
+            many = f"Rank {rank} has made {board.calls(rank):,} calls, the last of them all alike"
+            found.append(f"{many}: a loop that doesn't end?")
+    return found
 
 
 def _numbered_calls(board: Board, rank: int) -> dict[int, str]:

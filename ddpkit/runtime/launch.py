@@ -1,5 +1,8 @@
 """`launch`: call a function on fresh ranks, bring back what they returned, printed and said."""
 
+import contextlib
+import difflib
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -14,9 +17,10 @@ from . import processes, worker
 from .backends import choose_backend
 from .board import Record
 from .call import pickle_call
-from .errors import RankError
+from .errors import RankError, shown
+from .hang import describe_place
 from .link import Link
-from .records import Recorder, recorder
+from .records import Recorder, call_site, recorder
 from .watch import Watch
 from .wire import register_wire
 
@@ -86,10 +90,12 @@ def launch(
     RankError: a rank raised, exited or was killed. HangError: they wait for what never comes, or
     disagree. ValueError: arguments that can't work, before any process is started. Notebook 00.
     """
-    _check_arguments(fn, world_size, backend, link)
-    check_positive("Give seconds.", hang_after=hang_after)
-    if timeout is not None:
-        check_positive("Give seconds, or None.", timeout=timeout)
+    with _told_briefly():
+        _check_arguments(fn, world_size, backend, link)
+        check_positive("Give seconds.", hang_after=hang_after)
+        if timeout is not None:
+            check_positive("Give seconds, or None.", timeout=timeout)
+        _check_call(fn, args, kwargs)
     if dist.is_torchelastic_launched():
         return _join_running_world(fn, args, kwargs, link, keep_values)
     if dist.is_available() and dist.is_initialized():
@@ -102,11 +108,23 @@ def launch(
     with started as (ranks, board):
         watch = Watch(ranks, board, timeout, hang_after, live)
         slow_imports = watch.until_all_reply()
-        output = watch.show_output()
+        output = watch.show_output("run.output")
         results, wire = zip(*(_load_result(rank, watch) for rank in ranks), strict=True)
     processes.preload(set().union(*slow_imports.values()))
     seconds = time.perf_counter() - begun
     return Run(list(results), output, list(wire), seconds, choice.line, link)
+
+
+@contextlib.contextmanager
+def _told_briefly():
+    """A mistake in the call of `launch`: Jupyter shows its sentence and line, not our frames."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        place = describe_place(call_site())
+        lines = shown(f"{type(error).__name__}: {error}\n  {place}")
+        error._render_traceback_ = lambda: lines
+        raise
 
 
 def _check_arguments(fn, world_size, backend, link):
@@ -125,6 +143,26 @@ def _check_arguments(fn, world_size, backend, link):
     if link is not None and backend == "nccl":
         expected = "expected 'gloo' or 'auto', only Gloo's wire is emulated"
         raise ValueError(f"launch got a link and backend='nccl': {expected}")
+
+
+def _check_call(fn, args, kwargs):
+    """Whether `fn` takes these arguments, as far as its signature can be had."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of builtins
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        text = f"launch can't call {name} with these arguments: {error}"
+        ours = [name for name in inspect.signature(launch).parameters if name not in ("fn", "args")]
+        near = {name: difflib.get_close_matches(name, ours, 1) for name in kwargs}
+        meant = [f"{ours[0]} where you wrote {name}" for name, ours in near.items() if ours]
+        if len(args) == 1 and isinstance(args[0], int):
+            meant.append(f"world_size={args[0]}")
+        text += f". Did you mean {' and '.join(meant)}?" if meant else ""
+        raise TypeError(text) from None
 
 
 def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Record]]:

@@ -13,6 +13,7 @@ from .errors import LaunchError, RankError
 from .launch import MOST_RANKS, show_by_rank
 from .watch import Watch
 
+OWN_NAMES = "%%ranks cells know the names of %%ranks cells, not the notebook's: define it in one."
 GONE = "The ranks were ended, and their variables with them; the next %%ranks cell starts new ones."
 USAGE = "expected %%ranks [N] [--on 0,2]"
 
@@ -50,6 +51,8 @@ class LiveWorld:
             watch.show_output()
             return values
         except BaseException as error:
+            if isinstance(error, RankError) and " raised NameError: " in str(error):
+                error.args = (f"{error}\n{OWN_NAMES}",)
             if isinstance(error, RankError) and self._in_step(watch):
                 raise
             self.close()

@@ -1,9 +1,15 @@
 """What a rank has printed, read from its file, and how it is shown."""
 
+import os
 import re
 from pathlib import Path
 
+from ..tools.units import size
+
 MOST_LINES = 200  # of a rank's output that are shown
+MOST_SHOWN = 100_000  # bytes of it: a notebook file with four such ranks stays small
+KEPT_BYTES = 2_000_000  # of a rank: the first half of them and the last
+HALF = KEPT_BYTES // 2
 GLOO_CHATTER = re.compile(
     r"^(\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. |"
     r"\[E\d+ .*Gloo connectFullMesh failed with ).*\n?",
@@ -16,25 +22,52 @@ class Output:
 
     def __init__(self, path: Path):
         self.path = path
-        self._start = self._shown = path.stat().st_size if path.exists() else 0
+        self._start = self._size()
+        self._shown = 0  # bytes that `new_lines` has returned
+        self._lost, self._tail = 0, b""  # what `trim` took from the file: its bytes, and the last
 
     def read(self) -> str:
-        """Everything since this object was made."""
-        return _clean(self._bytes(self._start))
+        """Everything since this object was made; of very much, the beginning and the end."""
+        length = self._size() - self._start
+        if self._lost == 0 and length <= KEPT_BYTES:
+            return _clean(self._bytes(0, length))
+        end = (self._tail + self._bytes(max(HALF, length - HALF), HALF))[-HALF:]
+        lost = self._lost + max(0, length - HALF) - len(end)
+        return _clean(self._bytes(0, HALF) + f"\n... {size(lost)} left out ...\n".encode() + end)
+
+    def trim(self) -> None:
+        """Take the middle out of a file that has grown too long; the rank may go on printing."""
+        length = self._size() - self._start
+        if length > 2 * KEPT_BYTES:
+            self._tail = self._bytes(length - HALF, HALF)
+            self._lost += length - HALF
+            os.truncate(self.path, self._start + HALF)
 
     def new_lines(self, last: bool = False) -> str:
-        """The whole lines since the last call; also the unfinished one if it is the `last` call."""
-        data = self._bytes(self._shown)
+        """The whole lines since the last call; also the unfinished one if it is the `last` call.
+
+        After `MOST_SHOWN` bytes nothing more.
+        """
+        if self._shown >= MOST_SHOWN:
+            return ""
+        before = self._shown
+        data = self._bytes(before, MOST_SHOWN - before)
         whole = data if last else data[: data.rfind(b"\n") + 1]
         self._shown += len(whole)
-        return _clean(whole)
+        if len(data) < MOST_SHOWN - before:
+            return _clean(whole)
+        self._shown = MOST_SHOWN
+        return f"{_clean(data)}\n... it goes on, but no more of it is shown ...\n"
 
-    def _bytes(self, start: int) -> bytes:
+    def _size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def _bytes(self, start: int, most: int) -> bytes:
         if not self.path.exists():
             return b""
         with open(self.path, "rb") as file:
-            file.seek(start)
-            return file.read()
+            file.seek(self._start + start)
+            return file.read(most)
 
 
 def _clean(data: bytes) -> str:
@@ -44,13 +77,16 @@ def _clean(data: bytes) -> str:
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
-def shorten(text: str, rank: int) -> str:
-    """`text` without its middle, if it is very long."""
+def shorten(text: str, where: str) -> str:
+    """`text` without its middle, if it is very long. where: the whole of it can be found."""
     lines, half = text.splitlines(keepends=True), MOST_LINES // 2
     if len(lines) > MOST_LINES:
-        more = f"{len(lines) - MOST_LINES} more lines, all of them in run.output[{rank}]"
+        more = f"{len(lines) - MOST_LINES} more lines{where}"
         lines[half:-half] = [f"... {more} ...\n"]
-    return "".join(lines)
+    text, half = "".join(lines), MOST_SHOWN // 2
+    if len(text) > MOST_SHOWN:
+        text = f"{text[:half]}\n... {size(len(text) - MOST_SHOWN)} more{where} ...\n{text[-half:]}"
+    return text
 
 
 def label(rank: int, text: str) -> str:

@@ -71,6 +71,8 @@ class Watch:
                 self._hear(rank, word, said)
             if self.live:
                 self._show_new_lines()
+            for text in self.output:
+                text.trim()
             now = time.perf_counter()
             before, events = events, self.board.events()
             self.quiet_since = self.quiet_since if events == before else now
@@ -81,7 +83,7 @@ class Watch:
                 looked = now
             if self.timeout is not None and now - begun > self.timeout:
                 headline = f"no result after {self.timeout:g} s."
-                self._raise_hang(headline, "The table shows where every rank was.")
+                self.fail(HangError, self._report(headline, "Above is where every rank was."))
 
     def check_all_live(self):
         """RankError if a rank has died while nobody listened."""
@@ -142,18 +144,22 @@ class Watch:
         return seconds
 
     def _raise_hang(self, headline: str, advice: str, now: list[hang.Situation] | None = None):
+        now = now or hang.situations(self.board)
         self.fail(HangError, self._report(headline, advice, now))
 
-    def _report(self, headline: str, advice: str, now: list[hang.Situation] | None = None) -> str:
-        now = now or hang.situations(self.board)
+    def _report(self, headline: str, advice: str, stuck: list[hang.Situation] | None = None) -> str:
+        """stuck: where the ranks are, if they will never go on."""
+        now = stuck or hang.situations(self.board)
         for situation in now:
             if situation.state in ("computing", "starting") and situation.place is None:
                 situation.place = self._place_of(situation.rank)
-        return hang.report(headline, advice, now, self.board)
+        return hang.report(headline, advice, now, self.board, stuck is not None)
 
     def _interrupted(self) -> KeyboardInterrupt:
         """The interrupt, with the reason for somebody's impatience: where the ranks were."""
         report = self._report("stopped. The ranks were here:", "They were ended.")
+        for rank in self.ranks:  # now: one that prints without end would keep us reading
+            rank.end()
         self.show_output()
         error = KeyboardInterrupt(report)
         error._render_traceback_ = lambda: shown(f"KeyboardInterrupt: {report}")  # in Jupyter
@@ -213,7 +219,8 @@ class Watch:
     def _collateral(self, s: hang.Situation, how: worker.Failure | int | None) -> str:
         """What became of a rank besides the culprit."""
         if how is not None and not _lost_peer(how):
-            return f"  {_how(s.rank, how)}"
+            where = f"\n  {_frames(how.frames)[-1]}" if getattr(how, "frames", None) else ""
+            return f"  R{_how(s.rank, how)[1:]}{where}"
         if s.state == "returned":
             return f"  Rank {s.rank} had returned."
         for record in reversed(self.board.records(s.rank)):
@@ -224,18 +231,22 @@ class Watch:
     def fail(self, kind: type[LaunchError], message: str, **details):
         """Raise a LaunchError with what the ranks have printed and said."""
         wire = [self.board.records(rank.rank) for rank in self.ranks]
-        output = self.show_output()
+        output = self.show_output("the error's .output")
         raise kind(message, output=output, wire=wire, **details) from None
 
     # Output.
 
-    def show_output(self) -> list[str]:
-        """Print what was not shown yet, in rank order; returns all since the watch began."""
+    def show_output(self, kept: str = "") -> list[str]:
+        """Print what was not shown yet, in rank order; returns all since the watch began.
+
+        kept: where a reader finds it.
+        """
         if self.live:
             self._show_new_lines(last=True)
         else:
-            shown = (shorten(text.read(), rank) for rank, text in enumerate(self.output))
-            _write("".join(label(rank, text) for rank, text in enumerate(shown)))
+            for rank, text in enumerate(self.output):
+                where = f", all of them in {kept}[{rank}]" if kept else ""
+                _write(label(rank, shorten(text.read(), where)))
         return [text.read() for text in self.output]
 
     def _show_new_lines(self, last: bool = False):

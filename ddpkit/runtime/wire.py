@@ -202,6 +202,8 @@ class WireGroup(dist.ProcessGroup):
         self, op: str, method: str, args: tuple, sent: list, arriving: list
     ) -> WireWork:
         opts = args[-1]
+        if op in ROOTED:
+            self._check_root(op, opts.rootRank)
         root = self.ranks[opts.rootRank] if op in ROOTED else None
         said = _said(op, arriving[:1] if op == "scatter" else sent, opts, root)
         fingerprint = " ".join([op, _dtype(sent), *said[1:]] if op in UNEQUAL else [op, *said])
@@ -253,19 +255,31 @@ class WireGroup(dist.ProcessGroup):
         self._check_peer(op, name, number)
         peer, size = self.ranks[number], _size(tensors)
         channel = self._channel(src, dst, tag)
-        record = self._record(op, tensors, channel, size, f"{size}, {name}={peer}")
+        detail = f"{size}, {name}={peer}" + (f", tag={tag}" if tag else "")
+        record = self._record(op, tensors, channel, size, detail)
         record.peer, record.ranks = peer, (self.ranks[src], self.ranks[dst])
         return record
+
+    def _check_root(self, op: str, number: int):
+        if not 0 <= number < len(self.ranks):
+            me = f"rank {self.ranks[self.rank()]} called {op} with {_root_name(op)}={number}"
+            raise ValueError(f"{me}, but the ranks go from 0 to {len(self.ranks) - 1}.")
 
     def _check_peer(self, op: str, name: str, number: int):
         """torch lets both mistakes pass; Gloo answers with an assertion in C++, or not at all."""
         me = f"rank {self.ranks[self.rank()]} called {op} with {name}={number}"
         if not 0 <= number < len(self.ranks):
             last = f"there is no rank {number}: the last is {len(self.ranks) - 1}"
-            raise ValueError(f"{me}, but {last}. Did a loop go one too far?")
+            raise ValueError(f"{me}, but {last}. {self._why_not(number)}")
         if number == self.rank():
             remedy = "leave this rank out, it has its own data already"
             raise ValueError(f"{me}, which is itself: {remedy}")
+
+    def _why_not(self, number: int) -> str:
+        if number < 0:
+            made = f"Is it made for fewer ranks than {len(self.ranks)}?"
+            return f"{made} Then say how many: launch(..., world_size=2)."
+        return "Did a loop go one too far?"
 
     def _channel(self, src: int, dst: int, tag: int) -> str:
         return f"{self._name} {self.ranks[src]}>{self.ranks[dst]}:{tag}"
@@ -348,8 +362,12 @@ def _said(op: str, tensors, opts, root: int | None) -> list[str]:
         reduction = getattr(opts.reduceOp, "op", opts.reduceOp)
         said.append(str(reduction).rpartition(".")[2].lower())
     if root is not None:
-        said.append(f"{'dst' if op in ('reduce', 'gather') else 'src'}={root}")
+        said.append(f"{_root_name(op)}={root}")
     return said
+
+
+def _root_name(op: str) -> str:
+    return "dst" if op in ("reduce", "gather") else "src"
 
 
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
