@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import ring
+from .. import doubling, ring
 from ..fast import ring as fast
 from ..lesson import charts
 from ..shared_memory import SharedBuffer
@@ -153,7 +153,7 @@ def all_reduces(numel: int, group: ProcessGroup) -> dict[str, Variant]:
         "fast ring": partial(fast.ring_all_reduce, x, group),
     }
     if x.nbytes <= DOUBLING_UP_TO:
-        calls["doubling"] = partial(ring.doubling_all_reduce, x, group)
+        calls["doubling"] = partial(doubling.doubling_all_reduce, x, group)
     found = {name: Variant(x, call, world_size, "loopback") for name, call in calls.items()}
     buffer = SharedBuffer(numel, group=group)
     found["shared memory"] = Variant(buffer.local, buffer.all_reduce, world_size, "memcpy")
