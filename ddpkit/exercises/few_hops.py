@@ -117,7 +117,11 @@ def _fitted(answer, points):
 def _nearest(points) -> dict:
     """By the definition, in fractions: of the least sum of squares both slopes are 0."""
     rows = [(Fraction(hops) / Fraction(s), Fraction(n) / Fraction(s)) for hops, n, s in points]
-    hh, hb, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    hh, hb, bb = (
+        sum(x * x for x, _ in rows),
+        sum(x * y for x, y in rows),
+        sum(y * y for _, y in rows),
+    )
     h, b = (sum(column) for column in zip(*rows, strict=True))
     both = hh * bb - hb * hb
     alpha, beta = (h * bb - b * hb) / both, (b * hh - h * hb) / both
