@@ -144,7 +144,9 @@ loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
 def _follow(answer):
     """Go round for real, sending what the plan says."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    plan = [[*row] for row in answer(world_size)]
+    plan = answer(world_size)
+    if not isinstance(plan, list | tuple) or not all(isinstance(r, list | tuple) for r in plan):
+        return {"table": False, "plan": plan}
     rows = [len(row) for row in plan]
     strangers = sorted({chunk for row in plan for chunk in row} - {*range(world_size)})
     sums, arrived = 10 ** (world_size * rank + torch.arange(world_size)), torch.empty(1).long()
@@ -152,7 +154,8 @@ def _follow(answer):
         for passed_on, mine in zip(plan[rank], plan[rank - 1], strict=True):
             ring.send_right_receive_left(sums[passed_on].view(1), arrived, None)
             sums[mine] += arrived.item()
-    return {"rows": rows, "strangers": strangers, "sum": sums[rank].item(), "plan": plan}
+    seen = {"table": True, "rows": rows, "strangers": strangers}
+    return seen | {"sum": sums[rank].item(), "plan": plan}
 
 
 def _plan_trials():
@@ -160,8 +163,8 @@ def _plan_trials():
         expected = []
         for rank in range(world_size):
             total = sum(10 ** (world_size * other + rank) for other in range(world_size))
-            rows = [world_size - 1] * world_size
-            expected.append({"rows": rows, "strangers": [], "sum": total})
+            right = {"table": True, "rows": [world_size - 1] * world_size, "strangers": []}
+            expected.append(right | {"sum": total})
         yield Trial(world_size, _follow, (), lambda run, e=expected: _with_plans(run, e))
 
 
@@ -171,7 +174,7 @@ def _with_plans(run: Run, expected: list[dict]) -> list[dict]:
 
 
 def _explain_plan(trial: Trial, rank: int, expected: dict, got: dict):
-    if got["rows"] != expected["rows"] or got["strangers"]:
+    if not got["table"] or got["rows"] != expected["rows"] or got["strangers"]:
         return None
     came_in, leaving = got["plan"][rank - 1], got["plan"][rank][1:]
     for hop, (came, goes) in enumerate(zip(came_in, leaving, strict=False), 2):
@@ -201,6 +204,7 @@ ring_plan = Exercise(
     },
     praise=_show_plan,
     says={
+        "table": "Return a list of lists: plan[rank] is what that rank sends, hop after hop.",
         "rows": "the rows of the plan have {got} entries, expected {expected}: a row for each "
         "rank, an entry for each of W-1 hops.",
         "strangers": "there are no chunks {got}: they are counted from 0 to W-1. Take % "
@@ -223,6 +227,8 @@ with_a_hop_0: range(1, world_size) → range(world_size)
     W-1 hops are enough: each rank's part of a chunk is added on the way.
 without_the_circle: (rank - hop) % world_size → rank - hop
     Take % world_size
+of_one_rank: return plan → return plan[0]
+    Return a list of lists
 by_hop: return plan → return [[*row] for row in zip(*plan)]
     The plan's rows are the ranks, not the hops: plan[rank] is what that rank sends, hop after hop.
 """),
