@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from .data_parallel import DataParallel, NaiveDDP, check_gradients
 from .tools.checks import check_positive
 
-__all__ = ["BucketedDDP", "FlatDDP", "NaiveDDP", "OverlapDDP", "plan_buckets"]
+__all__ = ["Bucket", "BucketedDDP", "FlatDDP", "NaiveDDP", "OverlapDDP", "plan_buckets"]
 
 TWICE = (
     "backward ran twice without synchronize(): call it after each backward. To add up several "
@@ -104,6 +104,32 @@ def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> 
     return sorted(full + list(filling.values()), key=lambda bucket: bucket[-1])
 
 
+class Bucket:
+    """Gradients that are sent together: `flat`, a 1-D tensor, and `views`, each parameter's part.
+
+    arrived: the parameters whose gradients have come in this step. All have one dtype. Megatron's
+    contiguous grad buffer. Notebook 04.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = zip(parameters, self.flat.split(sizes), strict=True)
+        self.views = {parameter: part.view_as(parameter) for parameter, part in parts}
+        self.arrived: set[nn.Parameter] = set()
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Backward has completed parameter.grad: from now on that is its view."""
+        view = self.views[parameter]
+        if parameter.grad is not view:  # zero_grad() dropped it, so backward made a new tensor
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+    @property
+    def full(self) -> bool:
+        return len(self.arrived) == len(self.views)
+
+
 class BucketedDDP(DataParallel):
     """Average gradients a bucket at a time, each bucket as soon as it is full, during backward.
 
@@ -121,50 +147,39 @@ class BucketedDDP(DataParallel):
     ):
         super().__init__(module, group)
         check_positive("Give the size of a bucket in MiB.", bucket_cap_mb=bucket_cap_mb)
-        self.plan, self.flats = [], []  # for each bucket: its parameters; a 1-D tensor
-        self.views = {}  # of each parameter: its part of a flat
-        self.arrived, self.works = set(), []  # parameters; handles of buckets 0, 1, ...
         backwards = list(self.trained.values())[::-1]  # about as backward comes to them
         sizes = [(parameter.nbytes, parameter.dtype) for parameter in backwards]
+        self.buckets = []
         for numbers in plan_buckets(sizes, bucket_cap_mb * 2**20):
-            self.add_bucket([backwards[number] for number in numbers])
+            self.buckets.append(Bucket([backwards[number] for number in numbers]))
+        self.flats = [bucket.flat for bucket in self.buckets]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
+        self.works: list[dist.Work] = []  # the handles of buckets 0, 1, ...
         for parameter in backwards:
             parameter.register_post_accumulate_grad_hook(self.ready)
 
-    def add_bucket(self, parameters):
-        sizes = [parameter.numel() for parameter in parameters]
-        first = parameters[0]
-        flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-            self.views[parameter] = part.view_as(parameter)
-        self.plan.append(parameters)
-        self.flats.append(flat)
-
     def ready(self, parameter):
-        if parameter in self.arrived:
+        bucket = self.bucket_of[parameter]
+        if parameter in bucket.arrived:
             raise RuntimeError(TWICE)
-        view = self.views[parameter]
-        if parameter.grad is not view:  # zero_grad() dropped it, so backward made a new tensor
-            view.copy_(parameter.grad)
-            parameter.grad = view
+        bucket.take(parameter)
         if not self.syncing:
             return
-        self.arrived.add(parameter)
-        for number in range(len(self.works), len(self.plan)):  # buckets that aren't sent yet
-            if not self.arrived.issuperset(self.plan[number]):
-                break
-            work = dist.all_reduce(self.flats[number], group=self.group, async_op=True)
+        bucket.arrived.add(parameter)
+        while len(self.works) < len(self.buckets) and self.buckets[len(self.works)].full:
+            flat = self.buckets[len(self.works)].flat
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
             self.works.append(work)
 
     def synchronize(self):
         if not self.syncing:
             return
         check_gradients(self.trained)
-        for parameter in self.trained.values():
-            if parameter not in self.arrived:  # its gradient came inside no_sync
+        for parameter, bucket in self.bucket_of.items():
+            if parameter not in bucket.arrived:  # its gradient came inside no_sync
                 self.ready(parameter)
-        for work, flat in zip(self.works, self.flats, strict=True):
+        for work, bucket in zip(self.works, self.buckets, strict=True):
             work.wait()
-            flat /= dist.get_world_size(self.group)
-        self.arrived.clear()
+            bucket.flat /= dist.get_world_size(self.group)
+            bucket.arrived.clear()
         self.works.clear()

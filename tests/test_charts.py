@@ -48,7 +48,7 @@ def bars(picture) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("draw", "what"), [(charts.median_time, "Median time"), (charts.bandwidth, "Bus bandwidth")]
+    ("draw", "what"), [(charts.average_time, "Average time"), (charts.bandwidth, "Bus bandwidth")]
 )
 def test_grouped_bars(draw, what):
     picture = draw(MEASURED)
@@ -64,7 +64,7 @@ def test_grouped_bars(draw, what):
 def test_heights_are_the_times_and_bandwidths():
     one = Results(each for each in MEASURED if each.nbytes == 10**6 and each.variant == "ring")
     for draw, heights in (
-        (charts.median_time, [each.median_s * 1e3 for each in one]),
+        (charts.average_time, [each.median_s * 1e3 for each in one]),
         (charts.bandwidth, [each.busbw / 1e9 for each in one]),
     ):
         drawn = draw(one).figure.axes[0].patches
@@ -72,8 +72,8 @@ def test_heights_are_the_times_and_bandwidths():
 
 
 def test_an_emulated_link_is_named():
-    title = "Median time of all_reduce, emulated: 10 Gbit Ethernet. By"
-    assert repr(charts.median_time(EMULATED)).startswith(title)
+    title = "Average time of all_reduce, emulated: 10 Gbit Ethernet. By"
+    assert repr(charts.average_time(EMULATED)).startswith(title)
 
 
 def test_backends_keep_their_colours():
@@ -145,6 +145,18 @@ def test_buckets_are_drawn_to_scale():
     assert said == ["3.81 MiB", "1.91 MiB", "exposed: 3 ms"]
     alone = charts.bucket_timeline([[0], [1]], [1e-3, 2e-3], [4, 4], MODEL, 1)
     assert alone.figure.axes[0].texts[-1].get_text() == "nothing exposed"
+
+
+def test_bucket_moments():
+    moments = {"take": ([1.0, 2.5], ["view", None]), "backward": ([1.0, 2.5], [[3.0], "view"])}
+    picture = charts.bucket_moments({"a": 1, "b": 1}, moments)
+    assert repr(picture) == (
+        "A bucket. take: flat 1 2.5, a.grad view, b.grad None. "
+        "backward: flat 1 2.5, a.grad 3, b.grad view."
+    )
+    check_picture(picture)
+    said = [text.get_text() for text in picture.figure.axes[0].texts]
+    assert said == ["1", "2.5", "view", "None", "1", "2.5", "3", "view"]
 
 
 def points(sizes, world_sizes=(2, 4), wrong=1.0):

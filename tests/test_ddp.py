@@ -340,8 +340,6 @@ BUCKETED = BucketedDDP, fast.BucketedDDP
 
 def buckets_of(model) -> list[tuple]:
     """(flat tensor, its parameters) of each bucket."""
-    if isinstance(model, BucketedDDP):
-        return list(zip(model.flats, model.plan, strict=True))
     return [(bucket.flat, list(bucket.views)) for bucket in model.buckets]
 
 

@@ -133,6 +133,22 @@ def call(issued, done, waited):
     return SimpleNamespace(op="send", issued=issued, done=done, waited=waited)
 
 
+class Timed(list):
+    """What the ranks returned, with what they sent."""
+
+    def __init__(self, times):
+        super().__init__(times)
+        self.wire = [[call(0, 2e-3, waited=1e-3)]]
+
+
+def test_a_timeline_shows_where_backward_begins():
+    picture = figures.timeline(Timed([1.5e-3]), backward=True)
+    box = picture.figure.axes[0].collections[1].get_paths()[0].get_extents()
+    assert (round(box.x0, 9), round(box.x1, 9)) == (0, 1.5)
+    assert "light: forward, darker: backward" in repr(picture)
+    check_picture(picture, page.MIXED, page.FAINT)
+
+
 def test_lanes_are_drawn_to_scale():
     """Two calls at once, in which the rank computes, waits and computes again."""
     calls = [call(0, 2e-3, waited=1e-3), call(0, 4e-3, waited=3e-3)]
@@ -143,9 +159,10 @@ def test_lanes_are_drawn_to_scale():
         return sorted((round(box.x0, 9), round(box.x1, 9)) for box in boxes)
 
     assert spans(0) == [(0, 4)]  # computes, below
-    assert spans(1) == [(1, 2), (3, 4)]  # waits
-    assert spans(3) == [(0, 2), (0, 4)]  # on the wire
-    boxes = [path.get_extents() for path in axes.collections[3].get_paths()]
+    assert spans(1) == []  # nothing is known of forward
+    assert spans(2) == [(1, 2), (3, 4)]  # waits
+    assert spans(4) == [(0, 2), (0, 4)]  # on the wire
+    boxes = [path.get_extents() for path in axes.collections[4].get_paths()]
     assert boxes[0].width > boxes[1].width  # what is done first lies above
     assert axes.get_xlim() == (0, 4)
 

@@ -1,6 +1,6 @@
 """Checks of the reader's answers: `check.broadcast(broadcast)`. A file a topic, a checker each."""
 
-from .bucketed_ddp import BucketedDDP, OverlapDDP, no_sync, plan_buckets
+from .bucketed_ddp import Bucket, BucketedDDP, FlatDDP, OverlapDDP, no_sync, one_wire, plan_buckets
 from .checker import is_stub
 from .collectives import (
     all_gather,
@@ -11,13 +11,12 @@ from .collectives import (
     tree_reduce,
 )
 from .data_parallel import HookedDDP, average_gradients, sum_or_mean
-from .few_hops import alpha_beta, halving_doubling_all_reduce
 from .flash_attention import flash_backward, flash_forward
 from .flash_kernel import flash_kernel
 from .memory import Checkpoint, Products, alive, block_bytes, checkpoint_sequential
 from .mixed_precision import LossScaler, master_step, nearest, predict_bytes, quantise
 from .ranks import neighbours, say_hello
-from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_plan, ring_reduce_scatter
+from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_reduce_scatter
 from .ring_attention import ring_attention
 from .softmax import merge, online_softmax
 from .softmax_in_parts import blockwise_softmax, online_weighted_mean, softmax_across_ranks

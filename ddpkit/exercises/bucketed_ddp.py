@@ -1,4 +1,5 @@
-"""Checkers of notebook 04: OverlapDDP, plan_buckets, BucketedDDP, and no_sync.
+"""Checkers of notebook 04: FlatDDP, OverlapDDP, plan_buckets, Bucket, BucketedDDP, one_wire, and
+no_sync.
 
 That something is sent while backward goes on is proven by order, never by time: whenever backward
 comes to a layer, the check notes how many all_reduces its rank has begun. Gradients read like a
@@ -16,9 +17,20 @@ from torch import nn
 from ddpkit import ddp
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.wire import recorder
+from ddpkit.tools import cost
 
 from .checker import Exercise, Trial, mistakes, rank_1_comes_last
-from .data_parallel import IN_A_MEAN, LAYERS, Stack, all_reduces, ideal, left_in, read_mean, tally
+from .data_parallel import (
+    IN_A_MEAN,
+    LAYERS,
+    WEIGHT,
+    Stack,
+    all_reduces,
+    ideal,
+    left_in,
+    read_mean,
+    tally,
+)
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -30,7 +42,8 @@ BEGUN = "all_reduces begun when backward came to each layer, and when it was ove
 # By the cap of a bucket: how many have begun when backward comes to head, norm, second, first's
 # bias, first's weight and tokens, and when it is over; and the bytes of each
 ONE_EACH = [0, 0, 1, 2, 3, 4, 5], [16, 12, 12, 12, 16]
-WIRE = {None: ONE_EACH, 12: ONE_EACH, 16: ([0, 0, 1, 1, 2, 2, 3], [16, 24, 28])}
+AFTER_BACKWARD = [0, 0, 0, 0, 0, 0, 0], [60]
+WIRE = {None: ONE_EACH, 12: ONE_EACH, 16: ([0, 0, 1, 1, 2, 2, 3], [16, 24, 28]), 0: AFTER_BACKWARD}
 # The same on two ranks whose layers come in another order. Buckets of 12 bytes are alike: to add up
 # what doesn't belong together is no error
 BEFORE, AFTER = ("tokens.weight", "first.bias"), ("norm.weight", "head.weight")
@@ -41,9 +54,13 @@ CROSSED = [
 
 
 def _train(answer, cap_bytes, between, by_rank):
-    """What this rank sees, the most telling first. by_rank: the layers of each, and BEGUN."""
-    stack, rank, world_size = Stack(norm=torch.float64), dist.get_rank(), dist.get_world_size()
-    model = answer(stack) if cap_bytes is None else answer(stack, cap_bytes / 2**20)
+    """What this rank sees, the most telling first.
+
+    cap_bytes: None: a message for each; 0: one for all, of one dtype. by_rank: the layers, BEGUN.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    stack = Stack(norm=torch.float32 if cap_bytes == 0 else torch.float64)
+    model = answer(stack, cap_bytes / 2**20) if cap_bytes else answer(stack)
     layers, in_time = by_rank[rank]
     for times in (1, 3) if between else (1,):  # so that old gradients are told from new ones
         earlier, begun = all_reduces(), []
@@ -113,7 +130,7 @@ def _trial(world_size: int, cap_bytes: int | None, between: str = "", crossed=Fa
 
 
 def _trials(cap_bytes: int | None) -> Iterator[Trial]:
-    for between in ("", ZEROED, KEPT):
+    for between in ("", ZEROED) if cap_bytes == 0 else ("", ZEROED, KEPT):
         yield _trial(2, cap_bytes, between)
     if cap_bytes:
         yield _trial(2, 12, crossed=True)
@@ -146,6 +163,48 @@ divides_on_the_way: /= dist.get_world_size(self.group) → /= 1
     async_op=True) → async_op=True)⏎parameter.grad /= dist.get_world_size()
     {CHANGED}
 """)
+
+
+# FlatDDP(module)
+
+FlatDDP = Exercise(
+    reference=ddp.FlatDDP,
+    trials=partial(_trials, 0),
+    hints={
+        "start": "torch.cat([g.flatten() for g in gradients]) is one tensor; flat.split(sizes) "
+        "gives its parts as views.",
+        "values": "After the all_reduce: divide, and gradient.copy_(part.view_as(gradient)).",
+        "wire": "One all_reduce, outside all loops.",
+    },
+    praise="right on 1, 2 and 4 ranks, in one message.",
+    explain=read_mean,
+    says=IN_BOTH["says"],
+    note="A message for each dtype, as one tensor has one; it serves no_sync and groups.",
+    given=("__init__", "forward"),
+    mistakes=IN_A_MEAN
+    + mistakes("""
+one_each: gradient.dtype for gradient in → gradient for gradient in
+    gradient.dtype == dtype → gradient is dtype
+    The mean is right, in a message for each gradient. torch.cat makes one tensor of all.
+weights_and_biases: gradient.dtype for gradient in → gradient.dim() for gradient in
+    gradient.dtype == dtype → gradient.dim() == dtype
+    The mean is right, in two messages. torch.cat makes one tensor of all: flatten each before.
+gathers: dist.all_reduce(flat, group=self.group) → parts = [flat * 0 for _ in range(
+    ⏎    dist.get_world_size())]⏎dist.all_gather(parts, flat)⏎flat = sum(parts)
+    The mean is right, without an all_reduce: to gather all of everybody's costs W/2 times as much.
+names_another: gradient.copy_(part.view_as(gradient)) → gradient = part.view_as(gradient)
+    `gradient = …` gives a name to another tensor. Write into the gradient: gradient.copy_(…).
+keeps_the_first: flat = torch.cat( → self.flat = flat = getattr(self, "flat", None)
+    ⏎if flat is None: flat = self.flat = torch.cat(
+    What was sent in step 2 isn't what .grad was: copy the gradients in, in each step.
+one_part: flat.split([g.numel() for g in alike]) → [flat[: g.numel()] for g in alike]
+    All got the first numbers: cut the flat tensor into parts that follow each other, flat.split(…).
+another_order: for gradient in alike]) → for gradient in alike[::-1]])
+    It is another gradient's mean: cut in the order in which you put together.
+of_parameters: [parameter.grad for → [parameter.data for
+    What all_reduce was given are the parameters. Average the gradients: parameter.grad.
+"""),
+)
 
 
 # OverlapDDP(module)
@@ -219,7 +278,7 @@ def _plan_trials():
         ([4, 4, 4, 4], 8, [[0, 1], [2, 3]]),
         ([4, 4, 4, 4, 4], 8, [[0, 1], [2, 3], [4]]),
         ([4, 4, 4, 4, 4], 10, [[0, 1, 2], [3, 4]]),
-        ([4, 40, 4, 4], 8, [[0, 1], [2, 3]]),
+        ([4, 40, 4, 8, 12, 4], 10, [[0, 1], [2, 3], [4], [5]]),
         ([4, 4, 4, 4, 4], 1, [[0], [1], [2], [3], [4]]),
         ([2, 4, 2, 4, 4, 2], 8, [[1, 3], [4], [0, 2, 5]]),
         ([], 8, []),
@@ -252,6 +311,8 @@ stays_below: >= cap_bytes → + sizes[min(number + 1, len(sizes) - 1)][0] > cap_
     It was closed below the cap. A bucket is closed once it has reached its cap, by however much.
 goes_over: >= cap_bytes → > cap_bytes
     A bucket that has reached its cap is closed: here another gradient came into it.
+counts_gradients: sum(sizes[each][0] for each in bucket) → len(bucket) * sizes[bucket[0]][0]
+    Gradients of one dtype have different sizes: add up their bytes.
 mixes_dtypes: filling.setdefault(dtype → filling.setdefault(0
     filling.pop(dtype) → filling.pop(0)
     A bucket has two dtypes, and a tensor has one: keep an open bucket for each dtype.
@@ -278,74 +339,212 @@ flat: return sorted( → return list(range(len(sizes))) or sorted(
 )
 
 
+# Bucket(parameters)
+
+SHAPES = (2, 3), (2,), (), (1, 3)
+
+
+def _fill(answer):
+    parameters = [nn.Parameter(torch.full(s, WEIGHT, dtype=torch.float64)) for s in SHAPES]
+    bucket = answer(parameters)
+    seen = {"flat": (bucket.flat.dim(), bucket.flat.numel(), str(bucket.flat.dtype))}
+    seen["shapes of the views"] = [tuple(bucket.views[p].shape) for p in parameters]
+    for number, parameter in enumerate(parameters, 1):
+        bucket.views[parameter].fill_(number)
+    seen["flat, when view k is full of k,"] = bucket.flat.tolist()
+    for step in ("step 1", "step 2, after zero_grad()", "step 3, after zero_grad(False)"):
+        for number, parameter in enumerate(parameters, 1):
+            if "3" in step:
+                parameter.grad.fill_(5 * number)  # backward adds to the zeros that it finds
+            else:
+                parameter.grad = torch.full_like(parameter, 5 * number)
+            bucket.take(parameter)
+        seen[f"{step}: flat, when gradient k is full of 5k,"] = bucket.flat.tolist()
+        bucket.flat += 1
+        grads = torch.cat([parameter.grad.flatten() for parameter in parameters])
+        seen[f"{step}: each .grad, when the wire has added 1 to flat,"] = grads.tolist()
+    return seen
+
+
+def _bucket_trials():
+    def full(*numbers):
+        return [n for n, many in zip(numbers, (6, 2, 1, 3), strict=True) for _ in range(many)]
+
+    expected = {"flat": (1, 12, "torch.float64"), "shapes of the views": [*SHAPES]}
+    expected["flat, when view k is full of k,"] = full(1, 2, 3, 4)
+    for step in ("step 1", "step 2, after zero_grad()", "step 3, after zero_grad(False)"):
+        expected[f"{step}: flat, when gradient k is full of 5k,"] = full(5, 10, 15, 20)
+        added = f"{step}: each .grad, when the wire has added 1 to flat,"
+        expected[added] = full(6, 11, 16, 21)
+    yield Trial(1, _fill, (), [expected], what="4 parameters, 3 steps")
+
+
+Bucket = Exercise(
+    reference=ddp.Bucket,
+    trials=_bucket_trials,
+    given=(),
+    hints={
+        "start": "One torch.zeros for all numbers, of the parameters' dtype; flat.split(sizes) "
+        "gives views, and part.view_as(parameter) their shape.",
+        "values": "take: view.copy_(parameter.grad) unless it is the view; parameter.grad = view.",
+    },
+    praise="what the wire writes into flat is in every .grad, in 3 steps; nothing is copied back.",
+    note="`full` is for BucketedDDP, and so is `arrived`.",
+    mistakes=mistakes("""
+views_are_copies: part.view_as(parameter) for → part.view_as(parameter).clone() for
+    A copy isn't a view: split, slices and view_as share flat's memory; clone and cat don't.
+one_part: self.flat.split(sizes) → [self.flat[:size] for size in sizes]
+    Two gradients are in one place: cut flat into parts that follow each other, flat.split(...).
+all_float32: dtype=first.dtype → dtype=torch.float32
+    A bucket has the dtype of its gradients: parameters[0].dtype
+as_it_comes: part.view_as(parameter) for → part for
+    Each view has the shape of its parameter: part.view_as(parameter).
+a_number_each: torch.zeros(sum(sizes) → torch.zeros(len(sizes)
+    self.flat.split(sizes) → self.flat.split(1)
+    part.view_as(parameter) for → part for
+    flat has a place for every number of every parameter: the sum of their numel().
+replaces_first: view.copy_(parameter.grad)⏎parameter.grad = view → parameter.grad = view
+    ⏎view.copy_(parameter.grad)
+    The gradient is lost. Did you replace it before you had copied it into its view?
+only_replaces: view.copy_(parameter.grad) → pass
+    The gradient is lost. Did you replace it before you had copied it into its view?
+no_way_back: parameter.grad = view → pass
+    .grad is still what backward made, and the mean would have to be copied back: .grad = view.
+only_once: parameter.grad is not view → parameter not in self.arrived
+    view.copy_(parameter.grad) → view.copy_(parameter.grad)⏎self.arrived.add(parameter)
+    zero_grad() dropped the view. Copy what backward made into it, and make it the gradient again.
+adds_up: view.copy_(parameter.grad) → view.add_(parameter.grad)
+    What was in the view is still in it: zero_grad() left it as it was. Copy, don't add.
+takes_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
+    That is the parameter itself. Its gradient is parameter.grad.
+"""),
+)
+
+
 # BucketedDDP(module, bucket_cap_mb)
 
 BY_NUMBERS = "`in`, index and == on lists of tensors compare numbers: use a set, a dict, or `is`."
 
 BucketedDDP = Exercise(
     reference=ddp.BucketedDDP,
+    helpers=(ddp.Bucket,),
     trials=partial(_trials, 16),
     hints={
-        "start": "add_bucket: one torch.zeros for all numbers of a bucket, of their dtype; "
-        "flat.split(sizes) gives views, and part.view_as(parameter) their shape.",
-        "values": "ready: view.copy_(parameter.grad) unless it is the view; parameter.grad = view; "
-        "note that it arrived. synchronize: wait, divide each bucket, clear what was noted.",
-        "wire": "ready, then: from bucket len(self.works) on, send all up to one that isn't full.",
+        "start": "ready: the bucket takes the gradient, and notes it in `arrived`. synchronize: "
+        "wait, divide each flat, clear what was noted.",
+        "wire": "ready, then: while bucket len(self.works) is full, send it.",
         "error": BY_NUMBERS,
     },
     **IN_BOTH,
     mistakes=WITH_HOOKS
     + mistakes(f"""
-by_arrival: range(len(self.works), len(self.plan)) → range(len(self.plan))
-    if not self.arrived → if parameter not in set(self.plan[number]) or not self.arrived
-    break → continue
+by_arrival: while len(self.works) < len(self.buckets) and → if
+    self.buckets[len(self.works)].full: → bucket.full:
+    flat = self.buckets[len(self.works)].flat → flat = bucket.flat
     Ranks sent buckets in different orders, and what doesn't belong together was added up. Bucket k
     of the plan is sent after the buckets before it, even if it is full sooner.
-one_behind: self.arrived.issuperset(self.plan[number]) → len(self.arrived) > len(self.plan[number])
+one_each: while len(self.works) < len(self.buckets) and → if True or
+    flat = self.buckets[len(self.works)].flat → flat = bucket.views[parameter]
+    zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets * 9):
+    bucket.flat /= dist.get_world_size(self.group)⏎bucket.arrived.clear() → pass
+    self.works.clear() → self.works.clear()⏎for bucket in self.buckets:
+    ⏎    bucket.flat /= dist.get_world_size()⏎    bucket.arrived.clear()
+    A message for each gradient. Send a bucket's flat, once, when all of its gradients are in it.
+one_behind: self.buckets[len(self.works)].full: → sum(len(b.arrived) for b in self.buckets) > min(
+    ⏎len(self.trained) - 1, sum(len(b.views) for b in self.buckets[: len(self.works) + 1])):
     Each bucket waits for the next one: send it as soon as it is full itself.
-sends_again: range(len(self.works), len(self.plan)) → range(len(self.plan))
-    self.flats, strict=True): → self.flats * 9):
+sends_again: while len(self.works) < len(self.buckets) and → for b in
+    self.buckets[len(self.works)].full: → [b for b in self.buckets if b.full]:
+    flat = self.buckets[len(self.works)].flat → flat = b.flat
+    zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets * 9):
     Buckets were sent again, still on their way. How many have left tells where to go on.
-if_not_while: self.works.append(work) → self.works.append(work)⏎break
-    self.flats, strict=True): → self.flats):
+if_not_while: while len(self.works) < → if len(self.works) <
+    zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets):
     Which was never sent? When one leaves, the next may be full already: `while`, not `if`.
-leaves_the_last: len(self.plan)): → len(self.plan) - 1):
-    self.flats, strict=True): → self.flats):
+leaves_the_last: while len(self.works) < len(self.buckets) → while len(self.works) + 1 < len(
+    ⏎self.buckets)
+    zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets):
     Which was never sent? The last bucket, full or not, has its turn, too.
-counts_all: self.arrived.issuperset(self.plan[number]) → len(self.arrived) > number
+counts_all: self.buckets[len(self.works)].full: → sum(len(b.arrived) for b in self.buckets) > len(
+    ⏎self.works):
     A bucket left too early. How many of its own gradients have come counts, not how many of all.
-looks_in_lists: self.arrived.issuperset(self → all(p in list(self.arrived) for p in self
+finds_by_numbers: bucket = self.bucket_of[parameter] → bucket = next(
+    ⏎b for b in self.buckets if parameter in list(b.views))
     {BY_NUMBERS}
-finds_by_numbers: view = self → next(each for each in self.plan if parameter in each)⏎view = self
-    {BY_NUMBERS}
-replaces_first: view.copy_(parameter.grad) → parameter.grad = view
-    The gradient is 0. Did you replace it before you had copied it into its view?
-views_once: view.copy_(parameter.grad)⏎parameter.grad = view → pass
-    = part.view_as(parameter) → = parameter.grad = part.view_as(parameter)
-    zero_grad() drops the view. Copy what backward made into it, and make it the gradient again.
-no_way_back: parameter.grad = view → pass
-    zero_grad() drops the view. Copy what backward made into it, and make it the gradient again.
-adds_up: view.copy_(parameter.grad) → view.add_(parameter.grad)
-    The first step's mean is still in it: zero_grad() left the view as it was. Copy, don't add.
-takes_once: view.copy_(parameter.grad) → view.any() or view.copy_(parameter.grad)
-    It is still the mean of the first step: what was sent in the second one isn't what .grad was.
-copies_back: parameter.grad = view → pass
-    self.arrived.clear() → [p.grad.copy_(v) for p, v in self.views.items()]⏎self.arrived.clear()
-    The mean was copied once more: parameter.grad = view, and it is in place.
-made_anew: self.works.clear() → self.works.clear()⏎plan, self.plan, self.flats = self.plan, [], []
-    ⏎for parameters in plan:⏎    self.add_bucket(parameters)
-    Make them once, in add_bucket: memory costs time to get, and the peak counts.
+never_takes: bucket.take(parameter) → pass
+    The gradient is 0: bucket.take(parameter) copies it into the bucket.
+copies_back: bucket.take(parameter) → bucket.views[parameter].copy_(parameter.grad)
+    bucket.arrived.clear() → [p.grad.copy_(v) for p, v in bucket.views.items()]
+    ⏎bucket.arrived.clear()
+    The mean was copied once more: take() makes .grad a view, and it is in place.
+made_anew: self.works.clear() → self.works.clear()
+    ⏎self.buckets = [Bucket([*b.views]) for b in self.buckets]
+    ⏎self.bucket_of = {{p: b for b in self.buckets for p in b.views}}
+    Make them once, at the start: memory costs time to get, and the peak counts.
 forgets_nothing: raise RuntimeError(TWICE) → pass
-    self.arrived.clear() → pass
+    bucket.arrived.clear() → pass
     In step 2, buckets left before their gradients had come: forget at the end what step 1 noted.
 keeps_the_handles: self.works.clear() → pass
     In step 2 it sent nothing: does it still hold the handles of the step before?
-one_part: = part.view_as(parameter) → = flat[: parameter.numel()].view_as(parameter)
-    Two gradients are in one place: cut a bucket into parts that follow each other, flat.split(...).
-all_float32: dtype=first.dtype → dtype=torch.float32
-    A bucket has the dtype of its gradients: parameters[0].dtype
 of_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
     The gradient is the parameter itself. The hook is given the parameter, not its .grad.
+"""),
+)
+
+
+# one_wire(ready_s, travel_s)
+
+WIRES = [  # when buckets are full, what each takes, and when it starts and is done
+    ([1, 2, 3], [4, 1, 1], [(1, 5), (5, 6), (6, 7)]),
+    ([1, 10, 11], [2, 2, 2], [(1, 3), (10, 12), (12, 14)]),
+    ([5, 5, 5], [1, 2, 3], [(5, 6), (6, 8), (8, 11)]),
+    ([4, 2, 6], [3, 2, 1], [(4, 7), (7, 9), (9, 10)]),
+    ([0], [2], [(0, 2)]),
+    ([], [], []),
+]
+
+
+def _send(answer, ready_s, travel_s):
+    spans = answer(ready_s, travel_s)
+    try:
+        return [(float(start), float(done)) for start, done in spans]
+    except (TypeError, ValueError):
+        return spans
+
+
+def _wire_trials():
+    for ready_s, travel_s, spans in WIRES:
+        what = f"full at {ready_s} s, on the wire for {travel_s} s"
+        yield Trial(1, _send, (ready_s, travel_s), [spans], what=what)
+
+
+one_wire = Exercise(
+    reference=cost.one_wire,
+    trials=_wire_trials,
+    hints={
+        "start": "Keep one number: when the wire is free again.",
+        "values": "start = max(ready, free); then free = start + what it takes.",
+    },
+    praise="right where the wire is the slower one, and where it waits for backward.",
+    explain=lambda *_: "A message starts when its bucket is full and the one before it is done.",
+    mistakes=mistakes("""
+all_at_once: max(ready, free) → ready
+    Two messages are on the wire at once. It carries one: the next waits until it is free.
+never_idle: max(ready, free) → free if spans else ready
+    A message starts before its bucket is full: the wire waits for backward, too.
+after_backward: max(ready, free) → max(*ready_s, 0, free)
+    The first waits for the last: that is FlatDDP. Each starts as soon as its own bucket is full.
+in_lock_step: free = start + seconds → free = start + max(travel_s)
+    spans.append((start, free)) → spans.append((start, start + seconds))
+    The wire is free as soon as a message is done, however long the others take.
+after_the_one_before: max(ready, free) → max(ready, spans[-1][2] if spans else 0)
+    spans.append((start, free)) → spans.append((start, free, ready + seconds))
+    return spans → return [span[:2] for span in spans]
+    The one before may have waited itself: it is done at its start + seconds, not ready + seconds.
+first_come: zip(ready_s, travel_s, strict=True) → sorted(zip(ready_s, travel_s, strict=True))
+    Buckets are sent in their order, the same on all ranks, even if a later one is full sooner.
+how_long: spans.append((start, free)) → spans.append((start, seconds))
+    The second number is when it is done, not how long it takes.
 """),
 )
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..doubling import doubling_all_reduce
-from ..ring import flat
+from ..ring import doubling_all_reduce, flat
 
 SEGMENT_BYTES = 4 * 2**20  # long enough to hide what a message costs, short enough for the cache
 AHEAD = 4  # receives posted before they are needed

@@ -31,8 +31,8 @@ COLOURS = {  # of those that are always there
 # Grouped bars
 
 
-def median_time(results) -> Picture:
-    """The median time of each backend with each number of processes, by size, logarithmic.
+def average_time(results) -> Picture:
+    """The average time of each backend with each number of processes, by size, logarithmic.
 
     results: `ddpkit.bench.results.Results`. A black mark on a bar: the same bytes just moved, its
     ceiling. Notebook 02.
@@ -41,13 +41,13 @@ def median_time(results) -> Picture:
     def milliseconds(result, seconds: float) -> float:
         return 1e3 * seconds
 
-    return _grouped_bars(results, milliseconds, "Median time", "ms", "log")
+    return _grouped_bars(results, milliseconds, "Average time", "ms", "log")
 
 
 def bandwidth(results) -> Picture:
     """The bus bandwidth of each backend with each number of processes, by size.
 
-    results and black marks: as for `median_time`. Notebook 02.
+    results and black marks: as for `average_time`. Notebook 02.
     """
 
     def gigabytes_per_second(result, seconds: float) -> float:
@@ -222,6 +222,51 @@ def describe_buckets(plan: cost.Plan) -> str:
         f"mark where each of {count(gradients, 'gradient')} becomes ready; below, an all-reduce "
         "for each bucket, one after the other. Red: exposed, after the end of backward."
     )
+
+
+def bucket_moments(
+    parts: Mapping[str, int], moments: Mapping[str, tuple[Sequence[float], Sequence]]
+) -> Picture:
+    """What a bucket's flat tensor holds, and where each .grad is, from moment to moment.
+
+    parts: {name: numbers of its gradient}. moments: {name: (flat's numbers, for each part: None,
+    "view", or the numbers of a tensor of its own)}. Notebook 04.
+    """
+    numels, length = list(parts.values()), sum(parts.values())
+    fills = [colour(number) for number, numel in enumerate(numels) for _ in range(numel)]
+    figure, (axes,) = chart("", 100 + 62 * len(moments))
+    said = []
+    for row, (moment, (flat, grads)) in enumerate(moments.items()):
+        starts = itertools.accumulate(numels, initial=length + 1)
+        for place, value in enumerate(flat):
+            _box(axes, place, row, 1, f"{value:g}", fills[place])
+        for number, (start, numel, grad) in enumerate(zip(starts, numels, grads, strict=False)):
+            if grad is None or grad == "view":
+                fill = page.PALE if grad is None else colour(number)
+                _box(axes, start, row, numel, "None" if grad is None else "view", fill)
+                continue
+            for place, value in enumerate(grad):
+                _box(axes, start + place, row, 1, f"{value:g}", page.EMPTY)
+        shown = [f"{name}.grad {_say(grad)}" for name, grad in zip(parts, grads, strict=True)]
+        said.append(f"{moment}: flat {_say(flat)}, {', '.join(shown)}")
+    axes.set(xlim=(-0.1, 2 * length + 1.1), ylim=(len(moments) - 0.4, -0.6))
+    axes.set_yticks(range(len(moments)), moments, fontsize=page.NORMAL)
+    middles = [length + 1 + sum(numels[:n]) + numel / 2 for n, numel in enumerate(numels)]
+    heads = ["flat", *(f"{name}.grad" for name in parts)]
+    axes.set_xticks([length / 2, *middles], heads, fontsize=page.NORMAL)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    legend(figure, [patch("a tensor that backward made", page.EMPTY)])
+    return Picture(figure, f"A bucket. {'. '.join(said)}.")
+
+
+def _say(grad: Sequence[float] | str | None) -> str:
+    return f"{grad}" if grad in (None, "view") else " ".join(f"{value:g}" for value in grad)
+
+
+def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
+    axes.barh(y, width, 0.7, x, color=fill, ec="black")
+    page.write_on(axes, x + width / 2, y, text, fill)
 
 
 # Who keeps what

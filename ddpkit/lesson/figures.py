@@ -272,12 +272,13 @@ def hops(run) -> Picture:
 # Time
 
 
-def timeline(run_or_runs, after: str | None = None) -> Picture:
+def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> Picture:
     """When each rank computed, waited, and had calls on the wire, for one run or {name: run}.
 
     A rank has two lanes: above, what its program does; below, what its wire does. Overlap is a
     wire that is busy under a program that computes. after: begin where each rank has made its last
-    call of that name, say "broadcast".
+    call of that name, say "broadcast". backward: a shade of its own for what comes after the time
+    that the program returned, when its last backward began.
     """
     parts = {name: Part(run, after) for name, run in _named(run_or_runs).items()}
     shown = {name: part for name, part in parts.items() if any(part.wire)}
@@ -298,12 +299,16 @@ def timeline(run_or_runs, after: str | None = None) -> Picture:
             label.set(color=ink(colour(rank)), weight="bold")
             label.set_bbox({"fc": colour(rank), "ec": "black", "boxstyle": "round,pad=0.15"})
             if part.wire[rank]:
-                _draw_program(axes, part, rank)
+                _draw_program(axes, part, rank, part.run[rank] if backward else None)
                 _draw_wire(axes, part, rank, longest, named=tall > 48)
     panels[-1].set_xlabel("time (ms)")
     wire = patch("its calls on the wire, in its colour", colour(0))
     waits = patch("it waits", page.EMPTY, page.GREY)
-    legend(figure, [patch("a rank computes", page.FAINT), waits, wire])
+    computes = [patch("a rank computes", page.FAINT)]
+    if backward:
+        computes = [patch("forward", page.MIXED), patch("backward and after", page.FAINT)]
+        said.append("Above, light: forward, darker: backward and after, white: waits")
+    legend(figure, [*computes, waits, wire])
     return Picture(figure, f"Timeline. {'. '.join(said)}.")
 
 
@@ -316,7 +321,7 @@ class Part:
     """
 
     def __init__(self, run, after: str | None):
-        self.wire, self.begun = [], []
+        self.run, self.wire, self.begun = run, [], []
         for records in run.wire:
             last = max((at for at, record in enumerate(records) if record.op == after), default=-1)
             self.wire.append(records[last + 1 :])
@@ -344,8 +349,11 @@ def last_known(records: Sequence) -> float:
     return max(max(r.issued, r.done or 0.0, r.waited or 0.0) for r in records)
 
 
-def _draw_program(axes, part: Part, rank: int):
-    """The upper lane of a rank: grey where it computes, white where it waits."""
+def _draw_program(axes, part: Part, rank: int, turned: float | None):
+    """The upper lane of a rank: grey where it computes, white where it waits.
+
+    turned: until then it is lighter.
+    """
     records = part.wire[rank]
     last = last_known(records)
     waits = [(r.waited, r.done or last) for r in records if r.waited is not None]
@@ -353,6 +361,7 @@ def _draw_program(axes, part: Part, rank: int):
     whole = [(part.begun[rank], last)]
     for times, fill, edge in (
         (whole, page.FAINT, "none"),
+        ([(part.begun[rank], turned)] if turned else [], page.MIXED, "none"),
         (waits, page.EMPTY, "none"),
         (whole, "none", page.GREY),
     ):

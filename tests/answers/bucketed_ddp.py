@@ -10,6 +10,25 @@ def _begin(tensor):
     return dist.all_reduce(tensor, async_op=True)
 
 
+class FlatAlone(torch.nn.Module):
+    """Divided before it is sent; the parts become the gradients."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def synchronize(self):
+        trained = [p for p in self.module.parameters() if p.grad is not None]
+        flat = torch.cat([p.grad.reshape(-1) for p in trained]) / dist.get_world_size()
+        dist.all_reduce(flat)
+        for parameter in trained:
+            parameter.grad = flat[: parameter.numel()].view(parameter.shape)
+            flat = flat[parameter.numel() :]
+
+
 class OverlapAlone(torch.nn.Module):
     """Nothing of the library's; divided after the sum, handles in a list, a hook of its own."""
 
@@ -121,6 +140,29 @@ class BucketedInOneTensor(Bucketed):
         return memory[:numel]
 
 
+class BucketOfSlices:
+    """Cut by hand, views from the start, always copied."""
+
+    def __init__(self, parameters):
+        self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        self.views, start = {}, 0
+        for parameter in parameters:
+            part = self.flat[start : start + parameter.numel()]
+            self.views[parameter] = parameter.grad = part.reshape(parameter.shape)
+            start += parameter.numel()
+
+    def take(self, parameter):
+        self.views[parameter].copy_(parameter.grad)
+        parameter.grad = self.views[parameter]
+
+
+def one_wire_from_the_last(ready_s, travel_s):
+    done = []
+    for number, ready in enumerate(ready_s):
+        done.append(travel_s[number] + (max(ready, done[-1]) if done else ready))
+    return [[end - seconds, end] for end, seconds in zip(done, travel_s, strict=True)]
+
+
 DTYPES = torch.float32, torch.float64
 
 
@@ -136,9 +178,12 @@ class no_sync_as_a_class:
 
 
 RIGHT = [
+    ("FlatDDP", FlatAlone),
     ("OverlapDDP", OverlapAlone),
     ("OverlapDDP", OverlapBesideGrad),
     ("plan_buckets", plan_buckets_dtype_by_dtype),
+    ("Bucket", BucketOfSlices),
+    ("one_wire", one_wire_from_the_last),
     ("BucketedDDP", Bucketed),
     ("BucketedDDP", BucketedInOneTensor),
     ("no_sync", no_sync_as_a_class),
