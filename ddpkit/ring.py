@@ -13,15 +13,13 @@ W is the number of ranks of the group, n the bytes of the buffer.
     ring_all_gather            (W-1)/W n              W-1
     ring_all_reduce            2(W-1)/W n             2(W-1)
     whole_ring_all_reduce      (W-1) n                W-1
-    doubling_all_reduce        log₂ W n               log₂ W; if W is no power of two, ⌊log₂ W⌋ + 2
 
 Every function works in place on a contiguous tensor of any shape and any dtype that torch can add,
 and sums. All ranks of `group` must call with the same number of elements. All but
 `whole_ring_all_reduce` leave the same bits on every rank. `ddpkit.fast.ring` has the first three in
-segments, for speed.
+segments, for speed, and `ddpkit.doubling` what needs fewer hops.
 
-Patarasuk and Yuan 2009 (the ring, and the proof that nothing sends less while ranks do the adding);
-Thakur, Rabenseifner and Gropp 2005 (doubling).
+Patarasuk and Yuan 2009; also the proof that nothing sends less while ranks do the adding.
 """
 
 import torch
@@ -29,8 +27,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import exchange
 from .tools.checks import check_in_group, mistake
+
+
+def ring_plan(world_size: int) -> list[list[int]]:
+    """plan[r][h]: the chunk that leaves rank r in hop h, from 0 on, of `ring_reduce_scatter`.
+
+    The sum of chunk r ends on rank r, so it sets out from the rank to the right. Notebook 02.
+    """
+    plan = []
+    for rank in range(world_size):
+        plan.append([(rank - hop) % world_size for hop in range(1, world_size)])
+    return plan
 
 
 def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -114,7 +122,7 @@ def ring_cost(world_size: int, nbytes: int) -> tuple[int, float]:
     return hops, hops * nbytes / world_size
 
 
-# For contrast, and for small messages
+# For contrast
 
 
 def whole_ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -133,42 +141,4 @@ def whole_ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tenso
         send_right_receive_left(passed_on, arrived, group)
         total += arrived
         passed_on = arrived
-    return x
-
-
-def doubling_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sum `x` over all ranks, on every rank, in place, by recursive doubling; return `x`.
-
-    In each hop two ranks swap all that they have, and each then knows the sum of twice as many
-    ranks. Ranks beyond the largest power of two hand theirs to a partner first, and get the total
-    from it last.
-
-    x: contiguous; the same bits everywhere afterwards.
-
-    Cost per rank: log₂ W times `x` sent in log₂ W hops: few hops, so it wins when messages are
-    small. If W is no power of two, ⌊log₂ W⌋ + 2 hops, and the busiest ranks send `x` ⌊log₂ W⌋ + 1
-    times. Thakur, Rabenseifner and Gropp 2005, section 4. Notebook 02.
-    """
-    ours = flat(x, group)
-    theirs = torch.empty_like(ours)
-    ranks = dist.get_process_group_ranks(group)
-    me, world_size = dist.get_rank(group), len(ranks)
-    power = 1 << (world_size.bit_length() - 1)  # the largest power of two
-    if me >= power:
-        partner = ranks[me - power]
-        exchange({partner: ours}, {}, group)
-        exchange({}, {partner: ours}, group)
-        return x
-    if me + power < world_size:
-        exchange({}, {ranks[me + power]: theirs}, group)
-        ours += theirs
-    distance = 1
-    while distance < power:
-        peer = me ^ distance
-        exchange({ranks[peer]: ours}, {ranks[peer]: theirs}, group)
-        low, high = (ours, theirs) if me < peer else (theirs, ours)
-        torch.add(low, high, out=ours)  # both in one order: the same bits, also of a NaN
-        distance *= 2
-    if me + power < world_size:
-        exchange({ranks[me + power]: ours}, {}, group)
     return x

@@ -14,9 +14,9 @@ MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 # From the ground up: a subject imports only torch, the standard library, tools and subjects before
 # it in this list.
 ORDER = """
-    transport softmax flash_attention collectives ring ring_attention shared_memory data_parallel
-    ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp pipeline tensor_parallel
-    models train
+    transport softmax flash_attention collectives ring doubling ring_attention shared_memory
+    data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp pipeline
+    tensor_parallel models train
 """
 SUBJECTS = ORDER.split()
 # Public names of what lives elsewhere

@@ -1,5 +1,5 @@
-"""ddpkit.ring and ddpkit.fast.ring, on every rank, against one process that has the data of all;
-and what goes over the wire meanwhile."""
+"""ddpkit.ring, ddpkit.fast.ring and ddpkit.doubling, on every rank, against one process that has
+the data of all; and what goes over the wire meanwhile."""
 
 import itertools
 from collections import Counter
@@ -13,14 +13,21 @@ import twin
 from on_ranks import on_ranks
 
 from ddpkit import launch, ring
+from ddpkit.doubling import doubling_all_reduce, halving_doubling_all_reduce
 from ddpkit.fast import ring as fast
 from ddpkit.lesson.figures import hops_of, received_bytes, sent_bytes
 
 RINGS = [ring.ring_reduce_scatter, ring.ring_all_gather, ring.ring_all_reduce]
 FAST = [fast.ring_reduce_scatter, fast.ring_all_gather, fast.ring_all_reduce]
-OTHERS = [ring.whole_ring_all_reduce, ring.doubling_all_reduce]
+OTHERS = [ring.whole_ring_all_reduce, doubling_all_reduce]
 ALL_REDUCES = [ring.ring_all_reduce, fast.ring_all_reduce, *OTHERS]
-SAME_BITS = [ring.ring_all_reduce, fast.ring_all_reduce, ring.doubling_all_reduce]
+SAME_BITS = [ring.ring_all_reduce, fast.ring_all_reduce, doubling_all_reduce]
+POWERS_OF_TWO = [halving_doubling_all_reduce]
+
+
+def for_so_many(world_size, functions):
+    """With those that a power of two needs, if it is one."""
+    return functions if world_size & (world_size - 1) else [*functions, *POWERS_OF_TWO]
 
 
 def rank_and_world(group=None):
@@ -42,9 +49,10 @@ def tuned(segment_bytes=fast.SEGMENT_BYTES, ahead=fast.AHEAD):
 # Values
 
 
-def check_all(check, parts, group=None, functions=(*RINGS, *FAST, *OTHERS)):
+def check_all(check, parts, group=None, functions=None):
     """Functions on `parts`, what the ranks bring: whole numbers, so that sums are exact."""
     rank, world_size = rank_and_world(group)
+    functions = functions or for_so_many(world_size, [*RINGS, *FAST, *OTHERS])
     total, what = twin.total(parts), (parts[0].dtype, tuple(parts[0].shape), f"of {world_size}")
     chunks = total.view(-1).tensor_split(world_size)
     gathered = [part.view(-1).tensor_split(world_size)[r] for r, part in enumerate(parts)]
@@ -89,17 +97,17 @@ def test_sums_that_round(check):
     rank, world_size = rank_and_world()
     for dtype in twin.FLOATS:
         parts = [twin.fractions(r, 1003, dtype) for r in range(world_size)]
-        for function in ALL_REDUCES:
+        for function in for_so_many(world_size, ALL_REDUCES):
             x = function(parts[rank].clone())
             check.near(x, parts, name(function), dtype)
-            if function in SAME_BITS:
+            if function is not ring.whole_ring_all_reduce:
                 check.same_on_all(x, name(function), dtype)
         with tuned(64, 3):
             x, expected = (f(parts[rank].clone()) for f in (FAST[2], RINGS[2]))
             check.same(x, expected, "in segments", dtype)
     nan = torch.full((23,), 0x7FC00001 + rank, dtype=torch.int32).view(torch.float32)
     infinite = torch.tensor([float("inf"), float("-inf"), 1.0] * 8).roll(rank)
-    for function in SAME_BITS:
+    for function in for_so_many(world_size, SAME_BITS):
         with tuned(16):
             x = function(nan.clone())
             check.unless(bool(x.isnan().all()), name(function), "lost a NaN", x)
@@ -123,6 +131,8 @@ def test_views_parameters_and_gaps(check):
         expected = torch.full((30,), -1.0)
         expected[5:22] = twin.total(parts)
         check.same(buffer, expected, name(function), "inside a larger buffer")
+    three = "halving_doubling_all_reduce with 3 ranks, expected a power of 2"
+    check.refused(*POWERS_OF_TWO, torch.ones(3), says=(f"rank {rank}", three))
     for function in [*RINGS, *FAST, *OTHERS]:
         weight = parts[rank].clone().requires_grad_()
         result = function(weight)
@@ -213,7 +223,9 @@ def test_bytes_and_hops(world_size):
     swap = [(WHOLE, 1)] if world_size == 2 else halves[2:]  # the fast ring, two ranks
     expected = [*halves, *halves[:2], *swap, (others * WHOLE, others)]
     calls = [(function, ELEMENTS, {}) for function in [*RINGS, *FAST, OTHERS[0]]]
-    *found, doubling = phases(world_size, *calls, (ring.doubling_all_reduce, ELEMENTS, {}))
+    few_hops = [(f, ELEMENTS, {}) for f in for_so_many(world_size, [doubling_all_reduce])]
+    found = phases(world_size, *calls, *few_hops)
+    found, doubling, *halving = found[:7], *found[7:]
     for phase, (nbytes, hops) in zip(found, expected, strict=True):
         assert_goes_round(phase, nbytes, hops)
         assert [len(hop) for hop in hops_of(phase)] == [world_size] * hops  # all send in every hop
@@ -221,6 +233,9 @@ def test_bytes_and_hops(world_size):
     assert sent_bytes(doubling) == [WHOLE * many for many in sent]
     assert sum(received_bytes(doubling)) == WHOLE * sum(sent)
     assert len(hops_of(doubling)) == {2: 1, 3: 3, 4: 2, 6: 4}[world_size]
+    for phase in halving:
+        assert sent_bytes(phase) == received_bytes(phase) == [2 * half] * world_size
+        assert [len(hop) for hop in hops_of(phase)] == [world_size] * {2: 2, 4: 4}[world_size]
 
 
 @pytest.mark.parametrize(("world_size", "ahead"), [(2, 1), (3, 2), (4, 5)])
@@ -274,7 +289,7 @@ def test_as_nccl_needs_it_every_message_is_in_a_batch_with_one_handle(check):
     real, other = dist.batch_isend_irecv, world_size - 1
     pair = [("isend", (rank + 1) % world_size), ("irecv", (rank - 1) % world_size)]
     functions = dict.fromkeys([*RINGS[:2], *FAST[:2], OTHERS[0]], other) | {RINGS[2]: 2 * other}
-    for function, hops in {**functions, ring.doubling_all_reduce: None}.items():
+    for function, hops in {**functions, doubling_all_reduce: None}.items():
         seen = []
 
         def one_handle(batch, seen=seen):

@@ -11,12 +11,13 @@ from .collectives import (
     tree_reduce,
 )
 from .data_parallel import HookedDDP, average_gradients, sum_or_mean
+from .few_hops import alpha_beta, halving_doubling_all_reduce
 from .flash_attention import flash_backward, flash_forward
 from .flash_kernel import flash_kernel
 from .memory import Checkpoint, Products, alive, block_bytes, checkpoint_sequential
 from .mixed_precision import LossScaler, master_step, nearest, predict_bytes, quantise
 from .ranks import neighbours, say_hello
-from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_reduce_scatter
+from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_plan, ring_reduce_scatter
 from .ring_attention import ring_attention
 from .softmax import merge, online_softmax
 from .softmax_in_parts import blockwise_softmax, online_weighted_mean, softmax_across_ranks

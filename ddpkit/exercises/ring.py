@@ -1,4 +1,7 @@
-"""Checkers of notebook 02: the two halves of the ring, hop by hop, the whole, and ring_cost."""
+"""Checkers of notebook 02: the ring's plan, its two halves, the whole, and what it costs.
+
+Those of recursive halving and of the cost model's fit are in `few_hops`.
+"""
 
 from functools import partial
 
@@ -26,14 +29,16 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 LENGTHS = [(2, 4), (2, 5), (3, 6), (3, 2), (4, 10), (1, 3)]  # ranks, elements
 
 
-def _trials(sums: bool, returns: str, halves: int = 1):
+def lengths_trials(sums: bool, returns: str, halves: int = 1, lengths=LENGTHS, hops=None):
     """Calls with lengths that divide and that don't.
 
     sums: whether the chunks are added up. Then chunk c of rank r is full of 10**(W·r + c), so that
     each has a digit of its own in the sum; otherwise it is full of 10**r. returns: "x" or "chunk",
-    the part of x that is right in the end. halves: how many halves of the ring are needed.
+    the part of x that is right in the end. halves: how many halves of an all-reduce are needed.
+    hops: {world size: how many there are}; None: a ring's, in which no rank sends further than to
+    its neighbour.
     """
-    for world_size, numel in LENGTHS:
+    for world_size, numel in lengths:
         x = torch.arange(numel)
         chunks = x.tensor_split(world_size)
         number = torch.cat([torch.full_like(chunk, c) for c, chunk in enumerate(chunks)])
@@ -46,11 +51,12 @@ def _trials(sums: bool, returns: str, halves: int = 1):
             right = {"x": after[part].tolist(), "returned": _place(part, x)}
             expected.append({"sent": world_size > 1} | right | {"too far": [], "too many": []})
         nbytes = halves * (world_size - 1) * x.nbytes
-        arguments = brought, returns, halves
+        most = hops[world_size] if hops else halves * (world_size - 1)
+        arguments = brought, returns, most, hops is None
         yield Trial(world_size, _run, arguments, expected, nbytes, f"{numel} elements")
 
 
-def _run(answer, brought, returns, halves):
+def _run(answer, brought, returns, most, to_neighbours):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     x = brought[rank].clone()
     rank_1_comes_last()
@@ -61,8 +67,8 @@ def _run(answer, brought, returns, halves):
         "sent": bool(recorder().records),
         "x": (x if returns == "x" else x.tensor_split(world_size)[rank]).tolist(),
         "returned": _place(got, x),
-        "too far": sorted({record.peer for record in sends})[1:],  # going to the left is as good
-        "too many": [record.bytes for record in sends[halves * (world_size - 1) :]],
+        "too far": sorted({r.peer for r in sends if to_neighbours})[1:],  # to the left is as good
+        "too many": [record.bytes for record in sends[most:]],
     }
 
 
@@ -132,27 +138,129 @@ loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
     chunks of n // W lose the remainder: x.tensor_split(world_size) makes the first ones longer.
 """)
 
+# ring_plan(world_size)
+
+
+def _follow(answer):
+    """Go round for real, sending what the plan says."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plan = answer(world_size)
+    if not isinstance(plan, list | tuple) or not all(isinstance(r, list | tuple) for r in plan):
+        return {"table": False, "plan": plan}
+    rows = [len(row) for row in plan]
+    strangers = sorted({chunk for row in plan for chunk in row} - {*range(world_size)})
+    sums, arrived = 10 ** (world_size * rank + torch.arange(world_size)), torch.empty(1).long()
+    if rows == [world_size - 1] * world_size and not strangers:
+        for passed_on, mine in zip(plan[rank], plan[rank - 1], strict=True):
+            ring.send_right_receive_left(sums[passed_on].view(1), arrived, None)
+            sums[mine] += arrived.item()
+    seen = {"table": True, "rows": rows, "strangers": strangers}
+    return seen | {"sum": sums[rank].item(), "plan": plan}
+
+
+def _plan_trials():
+    for world_size in (2, 3, 4, 1):
+        expected = []
+        for rank in range(world_size):
+            total = sum(10 ** (world_size * other + rank) for other in range(world_size))
+            right = {"table": True, "rows": [world_size - 1] * world_size, "strangers": []}
+            expected.append(right | {"sum": total})
+        yield Trial(world_size, _follow, (), lambda run, e=expected: _with_plans(run, e))
+
+
+def _with_plans(run: Run, expected: list[dict]) -> list[dict]:
+    """Any plan is right that brings the sums home."""
+    return [each | {"plan": got["plan"]} for each, got in zip(expected, run, strict=True)]
+
+
+def _explain_plan(trial: Trial, rank: int, expected: dict, got: dict):
+    if not got["table"] or got["rows"] != expected["rows"] or got["strangers"]:
+        return None
+    came_in, leaving = got["plan"][rank - 1], got["plan"][rank][1:]
+    for hop, (came, goes) in enumerate(zip(came_in, leaving, strict=False), 2):
+        if came != goes:
+            return (
+                f"In hop {hop} rank {rank} sends chunk {goes}, but chunk {came} came to it in the "
+                "hop before: what came, and was added to, goes on."
+            )
+    return f"It holds {_whose(got['sum'], trial.world_size)}."
+
+
+def _show_plan(trial: Trial, run: Run) -> str:
+    lines = ["the sum of chunk r ends on rank r. The chunk that leaves, with 4 ranks:"]
+    lines.append("        hop 1  hop 2  hop 3")
+    for rank, row in enumerate(run[0]["plan"]):
+        lines.append(f"rank {rank}" + "".join(f"{chunk:7}" for chunk in row))
+    return "\n".join(lines)
+
+
+ring_plan = Exercise(
+    reference=ring.ring_plan,
+    trials=_plan_trials,
+    hints={
+        "start": "Go backwards from the end: the sum of chunk r comes home to rank r in the last "
+        "hop, after W-1 hops to the right. On which rank did it set out?",
+        "values": "In hop 1 rank r sends chunk r-1, for that is the longest way to rank r-1.",
+    },
+    praise=_show_plan,
+    says={
+        "table": "Return a list of lists: plan[rank] is what that rank sends, hop after hop.",
+        "rows": "the rows of the plan have {got} entries, expected {expected}: a row for each "
+        "rank, an entry for each of W-1 hops.",
+        "strangers": "there are no chunks {got}: they are counted from 0 to W-1. Take % "
+        "world_size.",
+        "sum": "rank {rank}'s sum of chunk {rank} is {got}, expected {expected}.",
+    },
+    explain=_explain_plan,
+    mistakes=mistakes("""
+starts_with_its_own: (rank - hop) → (rank - hop + 1)
+    A rank's own chunk never leaves it: there its sum must end. What leaves first is the chunk that
+    has the longest way.
+always_its_own: (rank - hop) → rank
+to_the_left: (rank - hop) → (rank + hop)
+    The plan is right for a ring to the left. To the right, rank r gets what rank r-1 has sent.
+one_chunk_all_the_time: (rank - hop) → (rank - 1)
+    A rank that sends the same chunk in every hop passes nothing on.
+of_four_ranks: % world_size for hop in range(1, world_size) → % 4 for hop in range(1, 4)
+    The rows are as long as with 4 ranks. Count with world_size.
+with_a_hop_0: range(1, world_size) → range(world_size)
+    W-1 hops are enough: each rank's part of a chunk is added on the way.
+without_the_circle: (rank - hop) % world_size → rank - hop
+    Take % world_size
+of_one_rank: return plan → return plan[0]
+    Return a list of lists
+by_hop: return plan → return [[*row] for row in zip(*plan)]
+    The plan's rows are the ranks, not the hops: plan[rank] is what that rank sends, hop after hop.
+"""),
+)
+
+
 # ring_reduce_scatter(x)
 
 
-def _explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
+def explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
     """Every chunk of every rank has its digit."""
     if not got["sent"] or got["x"] == expected["x"]:
         return None
     world_size, value = trial.world_size, got["x"][0]
     if not 0 <= value < 10 ** (world_size**2):
         return "Memory that nobody has written yet is in it: wait() for the irecv before you add."
+    return f"Read the digits. It holds {_whose(value, world_size)}."
+
+
+def _whose(value: int, world_size: int) -> str:
+    """Whose chunks are in a sum of 10**(W · rank + chunk)."""
     held = []
     for digit, times in enumerate(who_is_in(value, world_size**2)):
         other, chunk = divmod(digit, world_size)
         held += [f"rank {other}'s chunk {chunk}"] * times
-    return f"Read the digits. It holds {', '.join(held)}."
+    return ", ".join(held)
 
 
 ring_reduce_scatter = Exercise(
     reference=ring.ring_reduce_scatter,
     helpers=(ring.send_right_receive_left,),
-    trials=partial(_trials, sums=True, returns="chunk"),
+    trials=partial(lengths_trials, sums=True, returns="chunk"),
     hints={
         "start": "Cut x with x.tensor_split(world_size). Each hop: a chunk to the right, another "
         "one from the left.",
@@ -164,7 +272,7 @@ ring_reduce_scatter = Exercise(
     },
     praise=_praise,
     says=SAYS,
-    explain=_explain_sum,
+    explain=explain_sum,
     races=_races,
     wire=check_wire,
     mistakes=IN_A_HOP
@@ -231,7 +339,7 @@ straight_to_the_owner: chunks[(rank - hop - 1) % world_size] → chunks[rank]
 ring_all_gather = Exercise(
     reference=ring.ring_all_gather,
     helpers=(ring.send_right_receive_left,),
-    trials=partial(_trials, sums=False, returns="x"),
+    trials=partial(lengths_trials, sums=False, returns="x"),
     hints={
         "start": "In hop 1 every rank sends the chunk it has finished, its own. What has it to "
         "pass on in hop 2?",
@@ -290,7 +398,7 @@ straight_to_all: send_right_receive_left(passed_on, place, group) → to, by = r
 ring_all_reduce = Exercise(
     reference=ring.ring_all_reduce,
     helpers=(ring.ring_reduce_scatter, ring.ring_all_gather, ring.send_right_receive_left),
-    trials=partial(_trials, sums=True, returns="x", halves=2),
+    trials=partial(lengths_trials, sums=True, returns="x", halves=2),
     hints={"start": "First one half, then the other.", "values": "Both halves work on x itself."},
     praise="right on 1 to 4 ranks; each sends 2(W-1)/W of x.",
     says=SAYS,

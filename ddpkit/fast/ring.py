@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..ring import doubling_all_reduce, flat
+from ..doubling import doubling_all_reduce
+from ..ring import flat
 
 SEGMENT_BYTES = 4 * 2**20  # long enough to hide what a message costs, short enough for the cache
 AHEAD = 4  # receives posted before they are needed

@@ -31,8 +31,8 @@ COLOURS = {  # of those that are always there
 # Grouped bars
 
 
-def average_time(results) -> Picture:
-    """The average time of each backend with each number of processes, by size, logarithmic.
+def median_time(results) -> Picture:
+    """The median time of each backend with each number of processes, by size, logarithmic.
 
     results: `ddpkit.bench.results.Results`. A black mark on a bar: the same bytes just moved, its
     ceiling. Notebook 02.
@@ -41,13 +41,13 @@ def average_time(results) -> Picture:
     def milliseconds(result, seconds: float) -> float:
         return 1e3 * seconds
 
-    return _grouped_bars(results, milliseconds, "Average time", "ms", "log")
+    return _grouped_bars(results, milliseconds, "Median time", "ms", "log")
 
 
 def bandwidth(results) -> Picture:
     """The bus bandwidth of each backend with each number of processes, by size.
 
-    results and black marks: as for `average_time`. Notebook 02.
+    results and black marks: as for `median_time`. Notebook 02.
     """
 
     def gigabytes_per_second(result, seconds: float) -> float:

@@ -11,8 +11,9 @@ says how much of it hides behind backward. Nothing is sent here.
 The model leaves out ranks that share a core, caches that are full, the time of adding up. Where a
 prediction is wrong, look for these first.
 
-W is the number of ranks, n the bytes of the whole, as in the tables of `ddpkit.collectives` and
-`ddpkit.ring`. Hockney 1994; Thakur, Rabenseifner and Gropp 2005, section 3. Notebooks 02 and 04.
+W is the number of ranks, n the bytes of the whole, as in the tables of `ddpkit.collectives`,
+`ddpkit.ring` and `ddpkit.doubling`. Hockney 1994; Thakur, Rabenseifner and Gropp 2005, section 3.
+Notebooks 02 and 04.
 """
 
 import math
@@ -22,7 +23,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .checks import check_counts, check_positive
 from .units import count, duration, rate
@@ -48,7 +48,7 @@ def _table(world_size: int) -> dict[str, tuple[int, float]]:
     swaps = world_size.bit_length() - 1  # log₂ W, rounded down
     unpaired = world_size > 2**swaps
     doubling = swaps + 2 * unpaired  # a hop to take in what those without a partner bring, one back
-    return {
+    table = {
         "broadcast": (others, others),
         "tree_broadcast": (tree, tree),
         "reduce": (others, others),
@@ -66,9 +66,10 @@ def _table(world_size: int) -> dict[str, tuple[int, float]]:
         "whole_ring_all_reduce": (others, others),
         "doubling_all_reduce": (doubling, doubling),
     }
+    return table if unpaired else table | {"halving_doubling_all_reduce": (2 * swaps, 2 * share)}
 
 
-ALGORITHMS = tuple(_table(1))  # of ddpkit.collectives and ddpkit.ring, spelled as the functions
+ALGORITHMS = tuple(_table(1))  # spelled as the functions; the last one for powers of two only
 
 
 def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
@@ -76,14 +77,16 @@ def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
 
     algorithm: one of `ALGORITHMS`. nbytes: of the tensor of an all_reduce or broadcast, of all
     parts of a gather or scatter together; a barrier has none.
-    ValueError: no such algorithm, fewer than 0 bytes, fewer than 1 rank.
+    ValueError: no such algorithm in a world of that size, fewer than 0 bytes, fewer than 1 rank.
     """
     check_counts(world_size=world_size)
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"no algorithm is called {algorithm!r}, only {', '.join(ALGORITHMS)}")
+    table = _table(world_size)
+    if algorithm not in table:
+        where = f"for {world_size} ranks" if algorithm in ALGORITHMS else "at all"
+        raise ValueError(f"no {algorithm!r} {where}, only {', '.join(table)}")
     if not 0 <= nbytes < math.inf:
         raise ValueError(f"expected nbytes >= 0, got {nbytes}: give the bytes of the whole tensor")
-    hops, in_turn = _table(world_size)[algorithm]
+    hops, in_turn = table[algorithm]
     return Volume(hops, in_turn * (1 if algorithm == "barrier" else nbytes))
 
 
@@ -156,36 +159,42 @@ def _line(algorithm: str, world_size: int, model: CostModel) -> tuple[float, flo
 # Learning from measurements
 
 
-def fit(measurements: Iterable[Measurement]) -> CostModel:
-    """The model that comes closest to the measurements, by least squares of relative errors.
+def alpha_beta(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """(α, β) for which α · hops + β · bytes comes closest to the seconds of all points.
 
+    points: (hops, bytes, seconds). Closest: the squares of the relative errors have the least sum.
     Relative, so that 4 kB count as much as 100 MB, and a measurement that took much too long by
-    chance counts little. Neither α nor β is negative: where the best one would be, it is 0.
-    ValueError: too few sizes to tell the two apart; seconds that aren't positive; as in `volume`.
+    chance counts little.
     """
-    measurements = _checked(measurements)
-    volumes = [volume(each.algorithm, each.nbytes, each.world_size) for each in measurements]
-    counts = torch.tensor([(v.hops, v.in_turn) for v in volumes], dtype=torch.float64)
-    seconds = torch.tensor([each.seconds for each in measurements], dtype=torch.float64)
-    rows = counts.view(-1, 2) / seconds[:, None]
-    # Hops are few and bytes are many: bring them near, or one drowns in the other's rounding.
-    lengths = rows.norm(dim=0).clamp(min=1e-300)
-    if torch.linalg.matrix_rank(rows / lengths, rtol=1e-9) < 2:
+    hops, nbytes, seconds = torch.tensor(points, dtype=torch.float64).T
+    rows = torch.stack([hops, nbytes]) / seconds  # (α, β) @ rows should be 1 everywhere
+    alpha, beta = torch.linalg.solve(rows @ rows.T, rows.sum(dim=1))
+    return alpha.item(), beta.item()
+
+
+def fit(measurements: Iterable[Measurement]) -> CostModel:
+    """The model that comes closest to the measurements, as `alpha_beta` has it.
+
+    Neither α nor β is negative: where the best one would be, it is 0. ValueError: too few sizes to
+    tell the two apart; seconds that aren't positive; as in `volume`.
+    """
+    points = []
+    for algorithm, world_size, nbytes, seconds in (measurements := _checked(measurements)):
+        points.append((*volume(algorithm, nbytes, world_size), seconds))
+    hops, in_turn, seconds = torch.tensor(points, dtype=torch.float64).view(-1, 3).T
+    per_hop, per_byte = hops / seconds, in_turn / seconds
+    alone = per_hop.norm() * per_byte.norm()
+    if (alone - per_hop @ per_byte).item() <= 1e-12 * alone:  # nearly parallel
         sizes = count(len({each.nbytes for each in measurements}), "size")
         expected = "measurements that tell latency and bytes apart"
         got = f"{len(measurements)} of {sizes}"
         raise ValueError(f"fit expected {expected}, got {got}: measure at least 2 sizes")
-    alpha, beta = (_least_squares(rows / lengths) / lengths).tolist()
+    alpha, beta = alpha_beta(points)
+    if alpha < 0:
+        alpha, beta = 0.0, (per_byte.sum() / (per_byte @ per_byte)).item()
+    if beta < 0:
+        alpha, beta = (per_hop.sum() / (per_hop @ per_hop)).item(), 0.0
     return CostModel(alpha, 1 / beta if beta else math.inf)
-
-
-def _least_squares(rows: Tensor) -> Tensor:
-    """The x >= 0 for which rows @ x is nearest to 1 everywhere."""
-    x = torch.linalg.lstsq(rows, rows.new_ones(len(rows), 1)).solution[:, 0]
-    if (x >= 0).all():
-        return x
-    alone = torch.diag(rows.sum(dim=0) / (rows**2).sum(dim=0))  # the best with one of them only
-    return min(alone, key=lambda x: (rows @ x - 1).norm())
 
 
 def _checked(measurements: Iterable[Measurement]) -> list[Measurement]:

@@ -75,6 +75,11 @@ def ring_all_gather_one_sends_first(x):
     return x
 
 
+def ring_plan_in_numbers(world_size):
+    ranks = torch.arange(world_size)
+    return ((ranks[:, None] - 1 - ranks[:-1]) % world_size).tolist()
+
+
 def ring_cost_of_two_halves(world_size, nbytes):
     return [2 * (world_size - 1), 2 * ((world_size - 1) / world_size * nbytes)]
 
@@ -84,5 +89,6 @@ RIGHT = [
     ("ring_reduce_scatter", ring_reduce_scatter_waits_for_sends_at_the_end),
     ("ring_all_gather", ring_all_gather_the_other_way_round),
     ("ring_all_gather", ring_all_gather_skips_empty_chunks),
+    ("ring_plan", ring_plan_in_numbers),
     ("ring_cost", ring_cost_of_two_halves),
 ]

@@ -1,0 +1,89 @@
+"""All-reduce in few hops: partners at distances 1, 2, 4, ... swap what they have. What MPI does for
+`MPI_Allreduce`: the first function for short messages, the second for long ones.
+
+W is the number of ranks of the group, n the bytes of the buffer.
+
+    function                      sent by each rank  hops, one after the other
+    doubling_all_reduce           log₂ W n           log₂ W; if W is no power of two, ⌊log₂ W⌋ + 2
+    halving_doubling_all_reduce   2(W-1)/W n         2 log₂ W; W is a power of two
+
+Both sum, in place, on a contiguous tensor of any shape and any dtype that torch can add. All ranks
+of `group` must call with the same number of elements; all have the same bits afterwards.
+
+Thakur, Rabenseifner and Gropp 2005, section 4. Notebook 02.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .collectives import Group, exchange
+from .ring import flat
+from .tools.checks import mistake
+
+
+def doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
+    """Sum `x` over all ranks, on every rank, in place, by recursive doubling; return `x`.
+
+    In each hop two ranks swap all that they have, and each then knows the sum of twice as many
+    ranks. Ranks beyond the largest power of two hand theirs to a partner first, and get the total
+    from it last.
+
+    x: contiguous; the same bits everywhere afterwards.
+
+    Cost per rank: log₂ W times `x` sent in log₂ W hops: few hops, so it wins when messages are
+    small. If W is no power of two, ⌊log₂ W⌋ + 2 hops, and the busiest ranks send `x` ⌊log₂ W⌋ + 1
+    times. Thakur, Rabenseifner and Gropp 2005, section 4. Notebook 02.
+    """
+    ours = flat(x, group)
+    theirs = torch.empty_like(ours)
+    ranks = dist.get_process_group_ranks(group)
+    me, world_size = dist.get_rank(group), len(ranks)
+    power = 1 << (world_size.bit_length() - 1)  # the largest power of two
+    if me >= power:
+        partner = ranks[me - power]
+        exchange({partner: ours}, {}, group)
+        exchange({}, {partner: ours}, group)
+        return x
+    if me + power < world_size:
+        exchange({}, {ranks[me + power]: theirs}, group)
+        ours += theirs
+    distance = 1
+    while distance < power:
+        peer = me ^ distance
+        exchange({ranks[peer]: ours}, {ranks[peer]: theirs}, group)
+        low, high = (ours, theirs) if me < peer else (theirs, ours)
+        torch.add(low, high, out=ours)  # both in one order: the same bits, also of a NaN
+        distance *= 2
+    if me + power < world_size:
+        exchange({ranks[me + power]: ours}, {}, group)
+    return x
+
+
+def halving_doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
+    """Sum `x` over all ranks, on every rank, in place; return `x`.
+
+    Halving, a reduce-scatter: in each hop two partners share what both had to sum up so far, and
+    each sends the half that the other keeps. Doubling, an all-gather, goes the same way back.
+
+    x: contiguous; the same bits everywhere afterwards. ValueError: W is no power of two.
+
+    Cost per rank: 2(W-1)/W of `x` sent in 2 log₂ W hops: the bytes of a ring in fewer hops.
+    Thakur, Rabenseifner and Gropp 2005, section 4 (Rabenseifner's algorithm). Notebook 02.
+    """
+    kept, swaps, distance = flat(x, group), [], 1
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    if len(ranks) & (len(ranks) - 1):
+        remedy = "ring_all_reduce takes any number."
+        raise mistake("halving_doubling_all_reduce", f"{len(ranks)} ranks", "a power of 2", remedy)
+    while distance < len(ranks):
+        lower, upper = kept.tensor_split(2)  # views: adding to a half changes x
+        kept, given = (upper, lower) if me & distance else (lower, upper)
+        peer, arrived = ranks[me ^ distance], torch.empty_like(kept)
+        exchange({peer: given}, {peer: arrived}, group)
+        kept += arrived
+        swaps.append((peer, kept, given))
+        distance *= 2
+    for peer, finished, missing in reversed(swaps):
+        exchange({peer: finished}, {peer: missing}, group)
+    return x

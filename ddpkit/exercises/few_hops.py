@@ -1,0 +1,173 @@
+"""Checkers of notebook 02, second part: recursive halving and doubling, and the model's fit."""
+
+from fractions import Fraction
+from functools import partial
+
+from ddpkit import collectives, doubling
+from ddpkit.lesson.figures import sent_bytes
+from ddpkit.runtime.launch import Run
+from ddpkit.tools import cost
+
+from . import ring
+from .checker import Exercise, Trial, check_wire, mistakes
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+# halving_doubling_all_reduce(x)
+
+
+def _evenly(trial: Trial, run: Run) -> str | None:
+    """All bytes are needed, and no rank sends more of them than another."""
+    sent = sent_bytes(run)
+    if max(sent) > min(sent) + 8 * trial.world_size:  # an element a hop, where halves are uneven
+        return (
+            f"the values are right, but rank {sent.index(max(sent))} sent {max(sent)} bytes, and "
+            f"rank {sent.index(min(sent))} {min(sent)}.\nIn each hop every rank has a partner, and "
+            "each sends the half that the other keeps."
+        )
+    return check_wire(trial, run)
+
+
+halving_doubling_all_reduce = Exercise(
+    reference=doubling.halving_doubling_all_reduce,
+    helpers=(collectives.exchange,),
+    trials=partial(
+        ring.lengths_trials,
+        sums=True,
+        returns="x",
+        halves=2,
+        lengths=[(2, 4), (2, 5), (4, 10), (4, 8), (1, 3)],
+        hops={1: 0, 2: 2, 4: 4},
+    ),
+    hints={
+        "start": "kept = x at first. In each hop: lower, upper = kept.tensor_split(2). Which of "
+        "them do you keep if rank & distance is 0? Your partner keeps the other.",
+        "values": "Remember each hop's partner, the half that you kept and the half that you gave. "
+        "The way back takes them from the last to the first, and adds nothing.",
+        "wire": "A hop is one message each way between rank and rank ^ distance: 2 log₂ W in all.",
+        "hang": "isend and irecv first, then both wait(), and only then add.",
+    },
+    praise="right on 1, 2 and 4 ranks; each sends 2(W-1)/W of x, in 2 log₂ W messages.",
+    says=ring.SAYS
+    | {
+        "sent": "rank {rank} sent nothing. In each of 2 log₂ W hops it sends a part.",
+        "too many": "the values are right, but rank {rank} sent more than 2 log₂ W messages; the "
+        "further ones had {got} bytes.",
+    },
+    explain=ring.explain_sum,
+    wire=_evenly,
+    mistakes=mistakes("""
+round_the_ring: while distance < → from .ring import ring_all_reduce⏎return ring_all_reduce(x)
+        ⏎while distance <
+    more than 2 log₂ W messages
+through_rank_0: while distance < → from .collectives import all_reduce⏎return all_reduce(x) or x
+        ⏎while distance <
+    In each hop every rank has a partner
+by_torch: while distance < → dist.all_reduce(x)⏎while len(ranks) <
+    torch did the work
+whole_buffers: while distance < → return doubling_all_reduce(x)⏎while distance <
+    Whole buffers were swapped, as in recursive doubling. Here a hop of the way there sends half of
+    what the hop before did.
+only_the_way_there: in reversed(swaps) → in []
+    Every rank has its part of the sum. The way back is missing: there each swap is done again, the
+    last one first, and what was given away comes back finished.
+the_first_swap_first: in reversed(swaps) → in swaps
+    The way back begins with the last swap: only of the last half that it kept has a rank the sum.
+keeps_what_arrives: kept += arrived → kept.copy_(arrived)
+    Its own numbers are missing: what arrives is added to the half that is kept.
+both_keep_the_lower: (upper, lower) if me & distance else (lower, upper) → lower, upper
+    Both partners kept the same half. One keeps the lower, the other the upper: rank & distance
+    tells them apart.
+sends_what_it_keeps: exchange({peer: given} → exchange({peer: kept}
+    What a rank sends on the way there is the half that its partner keeps, not its own.
+loses_the_remainder: lower, upper = kept.tensor_split(2) → m = len(kept) // 2
+    kept, given = (upper, lower) → lower, upper = kept[:m], kept[m : 2 * m]
+        ⏎kept, given = (upper, lower)
+    Halves of n // 2 lose the remainder: kept.tensor_split(2) makes the first one longer.
+sends_first: exchange({peer: given}, {peer: arrived}, group) → dist.send(given, peer)
+    kept += arrived → dist.recv(arrived, peer)⏎kept += arrived
+    both with isend and irecv
+returns_nothing: return x →
+    Return x: the caller wants the tensor.
+"""),
+)
+
+
+# alpha_beta(points)
+
+EXACT = [(2, n, 2e-4 + n * 1e-9) for n in (4096, 10**5, 10**6, 10**7)]
+# Rings of 2 and of 4 ranks, as a machine would time them: each off by a share, one by far
+OFF = 1.2, 0.9, 1.1, 0.85, 1.15, 0.95, 40.0, 1.05
+NOISY = []
+for (hops, turns), off in zip([(2, 1), (6, 1.5)] * 4, OFF, strict=True):
+    n = turns * 4096 * 10 ** (len(NOISY) // 2)
+    NOISY.append((hops, n, off * (hops * 1e-4 + n * 1e-9)))
+
+
+def _fitted(answer, points):
+    """α and β as the answer has them, to three digits."""
+    found = answer(list(points))
+    try:
+        alpha, beta = (f"{float(each):.3g}" for each in found)
+    except (TypeError, ValueError):
+        return {"two numbers": False}
+    return {"two numbers": True, "α": alpha, "β": beta}
+
+
+def _nearest(points) -> dict:
+    """By the definition, in fractions: of the least sum of squares both slopes are 0."""
+    rows = [(Fraction(hops) / Fraction(s), Fraction(n) / Fraction(s)) for hops, n, s in points]
+    hh, hb, bb = (
+        sum(x * x for x, _ in rows),
+        sum(x * y for x, y in rows),
+        sum(y * y for _, y in rows),
+    )
+    h, b = (sum(column) for column in zip(*rows, strict=True))
+    both = hh * bb - hb * hb
+    alpha, beta = (h * bb - b * hb) / both, (b * hh - h * hb) / both
+    return {"two numbers": True, "α": f"{float(alpha):.3g}", "β": f"{float(beta):.3g}"}
+
+
+def _fit_trials():
+    for points, what in ((EXACT, "times without any noise"), (NOISY, "noisy times")):
+        yield Trial(1, _fitted, (points,), [_nearest(points)], what=what)
+
+
+alpha_beta = Exercise(
+    reference=cost.alpha_beta,
+    trials=_fit_trials,
+    hints={
+        "start": "A point is an equation, α · hops / seconds + β · bytes / seconds = 1. "
+        "torch.linalg.lstsq(rows, ones).solution comes closest to all of them.",
+        "values": "rows has a row for each point, [hops / seconds, bytes / seconds]; ones is a "
+        "column of as many ones.",
+    },
+    praise="the relative errors are as small as they can be, also of noisy times.",
+    says={
+        "two numbers": "Return two numbers, α and β.",
+        "α": "α is {got} s, expected {expected}.",
+        "β": "β is {got} s a byte, expected {expected}.",
+    },
+    note="ddpkit.tools.cost.fit calls it, and keeps α and β from becoming negative.",
+    mistakes=mistakes("""
+absolute_errors: torch.stack([hops, nbytes]) / seconds → torch.stack([hops, nbytes])
+    rows.sum(dim=1) → rows @ seconds
+    Yours are the least absolute errors: a percent of 100 MB's time is more than all of 4 kB's. Make
+    relative ones of them: divide each equation by its seconds.
+first_and_last: alpha, beta → rows = rows[:, :: len(points) - 1]⏎alpha, beta
+    A line through two of the points believes their noise.
+smallest_and_largest: rows = → return seconds[0] / hops[0], seconds[-1] / nbytes[-1]⏎rows =
+    Yours takes all of the shortest time for latency, and all of the longest for bytes: near, not
+    closest.
+in_logarithms: torch.stack([hops, nbytes]) / seconds → torch.stack([hops, nbytes]) / seconds.log()
+    Straight in logarithms is a power of n, not α · hops + β · n.
+latency_a_call: torch.stack([hops, nbytes]) → torch.stack([hops**0, nbytes])
+    Yours is what a call costs before its first byte. α is for each hop: multiply it by hops.
+without_latency: return alpha.item(), → return 0.0,
+    Yours has no latency: α is what is left of the time when there are no bytes.
+bandwidth: beta.item() → 1 / beta.item()
+    β is the time of a byte; yours is its inverse, bytes per second.
+beta_first: return alpha.item(), beta.item() → return beta.item(), alpha.item()
+    The right numbers the wrong way round: α first, then β.
+"""),
+)
