@@ -170,9 +170,13 @@ along_a_line: ranks, place = counted_from(src, group) → ranks, place = counted
 from_0: counted_from(src, group) → counted_from(0, group)
     Count from the source: place = (rank - src) % W, and back, rank = (place + src) % W.
 powers_of_two_only:  and place + have_it < len(ranks) →
+    ranks[place + have_it] → ranks[(place + have_it) % len(ranks)]
     W need not be a power of two: send only to places below W.
-two_hops: while have_it < len(ranks): → while have_it < min(4, len(ranks)):
-    Two hops reach 4 ranks only. Go on while have_it is less than the number of ranks.
+rounds_down: while have_it < len(ranks): → while 2 * have_it <= len(ranks):
+    Too few hops: go on while have_it is less than W. The last hop may reach only some.
+places_as_ranks: ranks[place + have_it] → place + have_it
+    ranks[place - have_it] → place - have_it
+    A place is no rank yet, unless the source is rank 0: rank = (place + src) % W.
 receives_in_each_hop: have_it <= place < 2 * have_it → have_it <= place
     Some ranks receive in a hop in which nobody sends to them. Each receives once, when
     have_it <= place < 2 * have_it.
@@ -212,13 +216,6 @@ tree_reduce = Exercise(
     mistakes=mistakes("""
 all_to_the_root: ranks, place = counted_from(dst, group) → return reduce(tensor, dst)
     All send to the root. In a tree, half of the ranks add for it in the first hop.
-all_at_once: ranks, place = counted_from(dst, group) → me, works, parts = dist.get_rank(), [], []
-    ⏎for peer in members(group):⏎    if me == dst != peer:
-    ⏎        parts.append(tensor.clone())
-    ⏎        works.append(dist.irecv(parts[-1], peer))
-    ⏎if me != dst: works.append(dist.isend(tensor, dst))
-    ⏎for work in works: work.wait()⏎for other in parts: tensor += other⏎return
-    All send to the root. In a tree, half of the ranks add for it in the first hop.
 along_a_line: ranks, place = counted_from(dst, group) → ranks, place = counted_from(dst, group)
     ⏎other = torch.empty_like(tensor)⏎if place + 1 < len(ranks):
     ⏎    dist.recv(other, ranks[place + 1])⏎    tensor += other
@@ -235,7 +232,11 @@ from_0: counted_from(dst, group) → counted_from(0, group)
     No sum in `tensor` of the root. Count places from the root, place = (rank - dst) % W, and back,
     rank = (place + dst) % W; and add into `tensor` itself.
 in_a_new_tensor: total = tensor if place == 0 else tensor.clone() → total = tensor.clone()
+places_as_ranks: ranks[place - distance] → place - distance
+    ranks[place + distance] → place + distance
+    A place is no rank yet, unless the root is rank 0: rank = (place + dst) % W.
 powers_of_two_only: if place + distance < len(ranks): → if True:
+    ranks[place + distance] → ranks[(place + distance) % len(ranks)]
     W need not be a power of two: receive only from places below W.
 by_torch: ranks, place = counted_from(dst, group) → return dist.reduce(tensor, dst)
     torch did the work
