@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.lines import Line2D
 from PIL import Image
 
 from ddpkit import Link, collectives, launch
@@ -52,15 +53,29 @@ def has_colour(png: bytes, colour: str) -> bool:
 
 
 def check_picture(picture, *colours):
-    """A PNG and an SVG that fit the page, on white, with these colours in it."""
-    bundle = picture._repr_mimebundle_()
-    assert bundle == {"text/plain": repr(picture), "image/png": picture.png}
+    """On a white card with a border, small enough for the page, lines dark, with these colours."""
+    bundle, metadata = picture._repr_mimebundle_()
+    assert bundle["text/plain"] == metadata["image/png"]["alt"] == repr(picture)
+    assert bundle["image/svg+xml"].encode() == picture.svg
+    assert bundle["image/png"] == picture.png
     image = Image.open(io.BytesIO(picture.png)).convert("RGB")
-    assert image.width <= page.WIDEST
-    assert image.height <= page.TALLEST
-    assert image.getpixel((0, 0)) == (255, 255, 255)
+    assert image.size == (2 * picture.size[0], 2 * picture.size[1])
+    assert picture.size[0] <= page.WIDEST
+    assert picture.size[1] <= page.TALLEST
+    assert max(image.getpixel((0, 0))) < 120
+    assert min(image.getpixel((6, 6))) > 240
+    for line in picture.figure.findobj(Line2D):
+        assert page.dark(line.get_color()) == line.get_color()
     for colour in colours:
-        assert has_colour(picture.png, colour)
+        assert has_colour(picture.png, colour) or has_colour(picture.png, page.dark(colour))
+
+
+def test_lines_of_all_colours_are_seen():
+    for colour in page.RANK_COLOURS:
+        red, green, blue = (int(page.dark(colour)[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        light = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+        assert 1.05 / (light + 0.05) > 2.95  # W3C asks for 3
+    assert page.dark(page.BLUE) == page.BLUE
 
 
 def test_the_same_figure_is_the_same_svg():
@@ -205,7 +220,7 @@ def test_before_after_of_long_floats_fits_the_page():
     torch.manual_seed(0)
     values = [torch.randn(16) / 10**rank for rank in range(8)]
     picture = figures.before_after((value, sum(values)) for value in values)
-    assert Image.open(io.BytesIO(picture.png)).width <= page.WIDEST
+    assert picture.size[0] <= page.WIDEST
 
 
 def test_worlds():

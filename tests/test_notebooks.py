@@ -63,12 +63,12 @@ def test_every_code_cell_was_run_in_order(code):
     assert all(cell.source.strip() for cell in code)
 
 
-def test_stores_neither_stderr_nor_svg_nor_widgets(notebook, code):
+def test_stores_neither_stderr_nor_what_is_live(notebook, code):
     assert "widgets" not in notebook.metadata
     for cell in code:
         for output in cell.outputs:
             assert output.get("name") != "stderr", output.text
-            for kind in ("image/svg+xml", refresh.WIDGET_VIEW):
+            for kind in refresh.LIVE:
                 assert kind not in output.get("data", {}), cell.source
 
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 README_SHOWS = "02_ring_all_reduce", "61e1ad89"  # the notebook and the cell; in docs/ring.png
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+LIVE = WIDGET_VIEW, "image/svg+xml", "text/html"  # shown where a cell was run, not stored
 
 
 def run(notebook: NotebookNode, folder: Path) -> None:
@@ -40,7 +41,7 @@ def run(notebook: NotebookNode, folder: Path) -> None:
 
 
 def normalise(notebook: NotebookNode) -> None:
-    """Leave, in place, what the repository keeps: no widgets, marks or paths of a machine."""
+    """Leave, in place, what the repository keeps: nothing live, no marks or paths of a machine."""
     notebook.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},
@@ -49,7 +50,8 @@ def normalise(notebook: NotebookNode) -> None:
         kept = {key: cell.metadata[key] for key in ("slideshow", "tags") if cell.metadata.get(key)}
         cell.metadata = NotebookNode(kept)
         for output in cell.get("outputs", []):
-            output.get("data", {}).pop(WIDGET_VIEW, None)
+            for kind in LIVE:
+                output.get("data", {}).pop(kind, None)
             if output.output_type == "error":
                 output.traceback = [without_paths(line) for line in output.traceback]
         if "outputs" in cell:

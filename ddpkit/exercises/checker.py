@@ -161,13 +161,32 @@ class Problem:
 
 
 class Verdict:
-    """What a check found. `passed` is None for an answer that is not written yet."""
+    """What a check found. `passed` is None for an answer that is not written yet.
 
-    def __init__(self, passed: bool | None, text: str):
-        self.passed, self.text = passed, text
+    said: one under the other; the first begins with a title. In a browser it is a card, with what
+    `folds()` has by name to unfold, and the player that `replay()` returns in place of `more`.
+    """
+
+    def __init__(
+        self, passed: bool | None, *said: str, title="", folds=dict, replay=lambda: None, more=""
+    ):
+        self.passed, self.text = passed, "\n".join(filter(None, (*said, more)))
+        self._said, self._title, self._more = said, title, more
+        self._folds, self._replay = folds, replay
 
     def __repr__(self):
         return wrap(self.text)
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        from ddpkit.lesson.card import bundle, card
+
+        player, (first, *rest), title = self._replay(), self._said, self._title
+        found = None if title else re.match(r"[✓✗ ]*(\w+( on [^:]+)?): ", first)
+        if found:
+            title, first = found[1], first[found.end() :]
+        rest.append(self._more if "replay" in self._more and not player else "")
+        page = card(self.passed, title, first, *rest, folds=self._folds())
+        return bundle(repr(self), page, player)
 
 
 class Solution(Verdict):
@@ -234,7 +253,8 @@ class Exercise:
         empty = [name for name, part in parts.items() if is_stub(inspect.unwrap(part))]
         if empty and len(empty) == len(parts):
             which = f": {', '.join(empty)}" if inspect.isclass(answer) else ""
-            return Verdict(None, f"{self.name}: not written yet{which}")
+            hint = {"hint": next(iter(self.hints.values()))}
+            return Verdict(None, f"{self.name}: not written yet{which}", folds=lambda: hint)
         largest = None
         for number, trial in enumerate(self.trials()):
             self._outcome = _run(answer, trial)
@@ -252,12 +272,13 @@ class Exercise:
 
     def hint(self) -> Verdict:
         """A hint for the stage at which the last answer failed; called again, the next one."""
-        return Verdict(None, self._next_hint())
+        return Verdict(None, self._next_hint(), title="hint")
 
     def solution(self) -> Verdict:
         """The reference's source, and that of the functions it calls."""
         note = [f"# {self.note}"] if self.note else []
-        return Solution(None, "\n".join([*note, source_of(self.reference, *self.helpers)]))
+        source = "\n".join([*note, source_of(self.reference, *self.helpers)])
+        return Solution(None, source, title="solution")
 
     def replay(self):
         """A player of the smallest world in which the last answer failed: what it really sent."""
@@ -270,6 +291,11 @@ class Exercise:
             why = "the ranks sent nothing, so there is nothing to replay"
             return Verdict(None, f"{self.name}: {why}")
         return player(self._outcome)
+
+    def _short_replay(self):
+        """The player, where its pictures are drawn within a second or two."""
+        calls = sum(map(len, self._outcome.wire))
+        return self.replay() if 0 < calls <= 16 else None
 
     def known(self, number: int, symptom: object) -> Mistake | None:
         """The mistake of the table that passes the trials before this one, and fails it alike."""
@@ -360,8 +386,10 @@ class Exercise:
         if self._failures > 1 and not cause and problem.stage != "luck" and self._stages:
             lines.append(f"Hint: {self._next_hint()}")
         replay = " · .replay()" if any(self._outcome.wire) else ""
-        lines.append(f"More: check.{self.name}.hint(){replay} · .solution()")
-        return Verdict(False, "\n".join(lines))
+        more = f"More: check.{self.name}.hint(){replay} · .solution()"
+        hints = dict(zip(("hint", "another hint"), map(self.hints.get, self._stages), strict=False))
+        look = {"folds": lambda: hints | {"solution": self.solution().text}}
+        return Verdict(False, *lines, **look, replay=self._short_replay, more=more)
 
     def _cause(self, number: int, problem: Problem) -> str | None:
         """Why it went wrong: as a known mistake does, or by what its values or Python say."""

@@ -196,7 +196,7 @@ def bucket_timeline(
         edge = "black" if length > longest / 100 else "none"
         axes.broken_barh([(start, length)], (0.6, 0.8), fc=fill, ec=edge)
         label = binary_size(sum(sizes[gradient] for gradient in bucket))
-        if length > longest * len(label) / 77:  # letters that the width has room for
+        if length > longest * len(label) / 71:  # letters that the width has room for
             page.write_on(axes, start + length / 2, 1, label, fill)
     axes.axvline(backward, color="black", lw=1.5, ls=page.DASHES)
     axes.broken_barh([(backward, end - backward)], (1.55, 0.15), fc=page.WRONG)
@@ -289,7 +289,7 @@ def shards(numels: Mapping[str, int], world_size: int) -> Picture:
     for lane, parts in enumerate((named, owned)):
         for name, start, numel, fill in parts:
             axes.barh(lane, numel, 0.8, start, color=fill, ec="black", lw=1.5)
-            if numel / whole * 880 > 10.5 * len(name):
+            if numel / whole * 800 > 10.5 * len(name):
                 page.write_on(axes, start + numel / 2, lane, name, fill)
     axes.set(xlim=(0, whole), ylim=(1.5, -0.5))
     axes.set_yticks((0, 1), ("parameters", "owned by"), fontsize=page.NORMAL)

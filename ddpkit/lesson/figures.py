@@ -56,7 +56,7 @@ class Change:
         self.by_rank = by_rank
         before, after, _ = zip(*by_rank.values(), strict=True)
         self.cell = page.cell_width(*before, *after)
-        most = int(410 // self.cell)
+        most = int((page.WIDEST - 130 - self.ARROW) / 2 // self.cell)
         self.per_line = [min(most, longest_row(before)), min(most, longest_row(after))]
         left, right = (self.cell * per_line for per_line in self.per_line)
         self.width = left + self.ARROW + right
@@ -373,7 +373,8 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
     above: what is seen of the later is where it outlasts the earlier. named: with their names,
     where there is room.
     """
-    records, fill, per_second = part.wire[rank], colour(rank), 850 / longest  # about so many pixels
+    records, fill = part.wire[rank], page.dark(colour(rank))
+    per_second = 780 / longest  # about so many pixels
     last, shown_from = last_known(records), 0.0
     calls = sorted(((r.done or last, r.issued, r.op) for r in records), key=lambda call: call[0])
     edges = []

@@ -116,7 +116,7 @@ def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
     """The matrix with the tile in work, and beside it what each row knows."""
     done, now = steps[:step], steps[step - 1]
     queries, keys = scores.shape
-    canvas = Canvas(page.WIDEST, TOP + TALL * queries + 70)
+    canvas = Canvas(1040, TOP + TALL * queries + 70)
     canvas.text(LEFT + keys * CELL / 2, TOP - 50, "scores", page.NORMAL, bold=True)
     fills = dict.fromkeys(_cells(steps), page.EMPTY)
     fills |= dict.fromkeys(_cells(done), GONE) | dict.fromkeys(now.cells, IN_WORK)

@@ -50,6 +50,11 @@ class FloatExplorer(Live):
         said += map(str, found.values())
         return "\n".join(said), float_bits(list(found.values()), number)
 
+    def _brief(self) -> tuple[str, Picture]:
+        """As `look`, without what the picture says."""
+        text, picture = self.look()
+        return text.partition("\n")[0], picture
+
     @cached_property
     def box(self):
         import ipywidgets
@@ -61,7 +66,7 @@ class FloatExplorer(Live):
         self.choice = ipywidgets.SelectionSlider(options=list(BY_NAME), **looks)
         wrapped = {"flex_flow": "row wrap"}
         self.buttons = ipywidgets.HBox(layout=wrapped)
-        shown = view(self.look)
+        shown = view(self._brief)
 
         def move(*_, pattern: int | None = None):
             """What a hand did to a widget: bring the others and the picture to it."""
@@ -69,7 +74,7 @@ class FloatExplorer(Live):
             def changed():
                 self._set(self.entry.value, self.choice.value, pattern)
                 self._follow(move)
-                return self.look()
+                return self._brief()
 
             if not self._following:
                 show(shown, changed)

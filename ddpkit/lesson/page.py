@@ -4,13 +4,14 @@ A rank has one colour and one label everywhere. No text is smaller than 14 pt.
 """
 
 import io
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 
 from ..tools.units import number
 
 DPI = 96  # a figure's pixel is a pixel of the page: 14 pt in the figure are 14 pt on the screen
-WIDEST = 1040  # pixels that a page of JupyterLab has room for
+WIDEST = 960  # pixels that JupyterLab has room for on a screen of 1400
 TALLEST = 700
 HEIGHT = 560  # of a chart
 SMALL, NORMAL, LARGE = 14, 16, 18  # points
@@ -23,6 +24,7 @@ RANK_COLOURS = [BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, BLACK]
 MIXED = "#DDDDDD"  # a sum, or data of several ranks
 EMPTY, PALE, FAINT, GREY = "#FFFFFF", "#F4F4F4", "#AAAAAA", "#666666"
 WRONG = "#C8102E"
+WEIGHTS = 0.2126, 0.7152, 0.0722  # of red, green, blue in how light a colour is
 MARKERS = "osD^v"
 DASHES = (0, (3, 2))
 WHITE = {"fc": "white", "ec": "none", "pad": 3}  # behind text that lies on a chart
@@ -31,6 +33,19 @@ WHITE = {"fc": "white", "ec": "none", "pad": 3}  # behind text that lies on a ch
 def colour(rank: int | None) -> str:
     """The colour of `rank`; grey for None. From rank 8 on they come again: labels tell which."""
     return MIXED if rank is None else RANK_COLOURS[rank % len(RANK_COLOURS)]
+
+
+def dark(fill) -> str:
+    """The same hue, so dark that a line of it is seen on white: a contrast of 3. White stays."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    def light(value: float) -> float:  # W3C's relative luminance
+        return value / 12.92 if value <= 0.04 else ((value + 0.055) / 1.055) ** 2.4
+
+    parts = to_rgb(fill)
+    while sum(parts) < 3 and sum(map(operator.mul, WEIGHTS, map(light, parts))) > 0.3:
+        parts = [0.97 * value for value in parts]
+    return to_hex(parts).upper()
 
 
 def ink(fill: str) -> str:
@@ -44,16 +59,43 @@ def lighter(fill: str) -> tuple[str, float]:
 
 
 class Picture:
-    """A drawn figure. `text` says what it shows; `png` is what is stored, `svg` what is live."""
+    """A drawn figure, on a white card that stands in light and dark themes; its lines are dark.
+
+    `text` says what it shows. `png` is what is stored, at twice the size for sharp screens, `svg`
+    what is live.
+    """
 
     def __init__(self, figure, text: str):
+        from matplotlib.collections import LineCollection
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import FancyArrowPatch, Rectangle
+
         self.figure, self.text = figure, text
+        style = {"fill": False, "ec": GREY, "lw": 2.5, "transform": figure.transFigure}
+        figure.add_artist(Rectangle((0, 0), 1, 1, zorder=9, **style))
+        for line in figure.findobj(Line2D) + figure.findobj(FancyArrowPatch):
+            line.set_color(dark(line.get_color() if isinstance(line, Line2D) else line.get_ec()))
+        for lines in figure.findobj(LineCollection):
+            lines.set_color([dark(each) for each in lines.get_color()])
 
     def __repr__(self):
         return self.text
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        return {"text/plain": self.text, "image/png": self.png}
+        stored = {"text/plain": self.text, "image/png": self.png}
+        return stored | {"image/svg+xml": self.svg.decode()}, self.metadata
+
+    @property
+    def metadata(self) -> dict:
+        """How large the PNG is shown, and what is said in its place."""
+        width, height = self.size
+        return {"image/png": {"width": width, "height": height, "alt": self.text}}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels of the page."""
+        width, height = self.figure.bbox.size
+        return round(width), round(height)
 
     @cached_property
     def png(self) -> bytes:
@@ -61,9 +103,12 @@ class Picture:
         from PIL import Image
 
         raw, small = io.BytesIO(), io.BytesIO()
-        self.figure.savefig(raw, dpi=DPI, facecolor="white")
-        image = Image.open(raw).convert("RGB").quantize(128, Image.Quantize.MEDIANCUT, dither=0)
-        image.save(small, "png", optimize=True)
+        self.figure.savefig(raw, dpi=2 * DPI, format="rgba")
+        width, height = self.size
+        image = Image.frombytes("RGBA", (2 * width, 2 * height), raw.getvalue()).convert("RGB")
+        sample = image.resize((width, height), Image.Resampling.NEAREST)
+        palette = sample.quantize(128, Image.Quantize.MEDIANCUT)
+        image.quantize(palette=palette, dither=0).save(small, "png")
         return small.getvalue()
 
     @cached_property
@@ -73,7 +118,7 @@ class Picture:
 
         page = io.BytesIO()
         with matplotlib.rc_context({"svg.hashsalt": "ddpkit"}):
-            self.figure.savefig(page, format="svg", metadata={"Date": None})
+            self.figure.savefig(page, format="svg", metadata={"Date": None, "Title": self.text})
         return page.getvalue()
 
 
@@ -189,6 +234,7 @@ class Canvas:
         from matplotlib.patches import FancyBboxPatch
 
         shape = f"round,pad=0,rounding_size={round}" if round else "square,pad=0"
+        edge = edge if edge == "none" else dark(edge)
         style = {"fc": fill, "ec": edge, "lw": line, "ls": DASHES if dashed else "solid"}
         self.axes.add_patch(FancyBboxPatch((x, y), width, height, shape, zorder=1, **style))
 

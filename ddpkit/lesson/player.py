@@ -45,8 +45,7 @@ def player(run, by_hop: bool = False) -> StepThrough:
             nothing.text(300, 40, text, page.NORMAL)
             return text, nothing.picture(text)
         frame = frames[step - 1]
-        caption = f"Step {step} of {len(frames)}: {frame.event.text}{_whence(frame.event)}"
-        return caption, draw(frame, stage, step)
+        return _whence(frame.event), draw(frame, stage, step)
 
     steps = range(1, max(1, len(frames)) + 1)
     by_hops = frames and frames[-1].event.kind == "end"
@@ -86,7 +85,7 @@ def _whence(event: Event) -> str:
         return ""
     code = linecache.getline(record.file, record.line).strip()
     where = f"line {record.line} of {record.function}"
-    return f" ({where}: {code})" if code else f" ({where})"
+    return f"{where}: {code}" if code else where
 
 
 def world_explorer() -> StepThrough:

@@ -9,9 +9,12 @@
 Nothing has to be entered: then the answer stands alone.
 """
 
+import html
 from collections.abc import Sequence
 from functools import cached_property
 
+from .card import card
+from .page import BLUE
 from .widgets import Live
 
 
@@ -28,13 +31,21 @@ class Prediction(Live):
     def box(self):
         import ipywidgets
 
-        asked = ipywidgets.HTML(f"<b>Your prediction:</b> {self.question}")
+        asked = ipywidgets.HTML(f"<b>Your prediction:</b> {html.escape(self.question)}")
         if self.choices:
-            field = ipywidgets.ToggleButtons(options=self.choices, value=None)
+            style = {"button_width": "auto"}
+            field = ipywidgets.ToggleButtons(options=self.choices, value=None, style=style)
         else:
             field = ipywidgets.Text(placeholder="a number", layout={"width": "12em"})
-        field.observe(lambda change: self.enter(change["new"]), "value")
-        return ipywidgets.VBox([asked, field])
+        kept = ipywidgets.HTML("&nbsp;")
+
+        def enter(change) -> None:
+            self.enter(change["new"])
+            kept.value = "That is no number." if self.guess is None else f"Kept: {self.guess}."
+
+        field.observe(enter, "value")
+        layout = {"border": "1px solid #888", "border_left": f"8px solid {BLUE}"}
+        return ipywidgets.VBox([asked, field, kept], layout=layout | {"padding": "6px 14px"})
 
     def enter(self, guess: float | str) -> None:
         """Keep the reader's guess. What is no number isn't kept, where a number is asked for."""
@@ -54,19 +65,30 @@ class Prediction(Live):
         if self.choices and value not in self.choices:
             raise ValueError(f"expected one of {self.choices}, got {value!r}")
         shown = f"{value:,.4g}" if isinstance(value, float) else f"{value}"
+        found = f"{self.question} {shown}"
         if self.guess is None:
-            return Answer(f"{self.question} {shown}")
+            return Answer(found, None, found)
         self.right = self.guess == value
         if not self.choices:
             self.right = abs(self.guess - value) <= within * abs(value)
         guess = self.guess if self.choices else f"{self.guess:,.6g}"
-        sign = "✓" if self.right else "✗"
-        return Answer(f"{self.question} {shown}. {sign} You predicted {guess}.")
+        sign, said = "✓" if self.right else "✗", f"You predicted {guess}."
+        return Answer(f"{found}. {sign} {said}", self.right, found, said)
 
 
 class Answer(str):
+    """Text that is a card in the browser."""
+
+    def __new__(cls, text: str, right: bool | None, *page: str):
+        made = super().__new__(cls, text)
+        made.page = card(right, *page)
+        return made
+
     def __repr__(self):
         return str(self)
+
+    def _repr_html_(self):
+        return self.page
 
 
 class Predictions:
@@ -84,10 +106,12 @@ class Predictions:
         """How many predictions were right."""
         judged = [each.right for each in self.made.values() if each.right is not None]
         if not judged:
-            return Answer(f"{len(self.made)} predictions, none entered.")
+            said = f"{len(self.made)} predictions, none entered."
+            return Answer(said, None, said)
         entered = f"{sum(judged)} of {len(judged)} predictions right"
         left = len(self.made) - len(judged)
-        return Answer(f"{entered}, {left} not entered." if left else f"{entered}.")
+        said = f"{entered}, {left} not entered." if left else f"{entered}."
+        return Answer(said, None, said)
 
 
 predict = Predictions()

@@ -7,6 +7,7 @@ arguments. Each works on a function that returns (caption, Picture).
     )
 """
 
+import base64
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,40 +38,46 @@ class Live:
         return self.text
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        stored = {"text/plain": self.text}
+        stored, metadata = {"text/plain": self.text}, {}
         if self.telling:
             stored["image/png"] = self.telling.png
+            metadata = self.telling.metadata
         try:
-            return self.box._repr_mimebundle_() | stored
+            return self.box._repr_mimebundle_() | stored, metadata
         except ImportError:
-            return stored
+            return stored, metadata
 
 
 def view(look: Callable[[], Look]):
     """A caption above a picture, as `look` returns them."""
     import ipywidgets
 
-    # No tooltip: the image's view in the browser fails on one, and shows an error instead.
-    layout = {"max_width": "100%", "object_fit": "contain"}
-    image = ipywidgets.Image(format="svg+xml", layout=layout)
-    shown = ipywidgets.VBox([ipywidgets.HTML(), image])
+    shown = ipywidgets.VBox([ipywidgets.HTML(), ipywidgets.HTML()])
     show(shown, look)
     return shown
 
 
 def show(shown, look: Callable[[], Look]) -> None:
-    """Bring a `view` to what `look` returns now, or to the error that it raises."""
+    """Bring a `view` to what `look` returns now, or say what it raises above the picture before."""
+    caption, image = shown.children
     try:
         text, picture = look()
         said = html.escape(text).replace("\n", "<br>")
+        image.value = img(picture) if picture else ""
     except Exception as error:  # a callback has nobody to raise to
-        text, picture = html.escape(f"{type(error).__name__}: {error}"), None
-        said = f'<b style="color: {page.WRONG}">{text}</b>'
-    style = "font-size: 18px; line-height: 1.4; min-height: 2.8em"  # two lines: pictures stay put
-    caption, image = shown.children
+        text = html.escape(f"{type(error).__name__}: {error}")
+        said = f'<b style="background: white; color: {page.WRONG}">{text}</b>'
+    style = "font-size: 16px; line-height: 1.4; min-height: 2.8em"  # two lines: pictures stay put
     caption.value = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
-    image.value = picture.svg if picture else b""
-    image.layout.display = None if picture else "none"
+
+
+def img(picture: Picture) -> str:
+    """HTML of a picture that has its size before it is drawn, so that the page doesn't jump."""
+    width, height = picture.size
+    source = base64.b64encode(picture.svg).decode()
+    style = f"width: {width}px; max-width: 100%; aspect-ratio: {width} / {height}"
+    alt = html.escape(picture.text)
+    return f'<img alt="{alt}" style="{style}" src="data:image/svg+xml;base64,{source}">'
 
 
 def named(label: str) -> dict:
@@ -78,7 +85,10 @@ def named(label: str) -> dict:
     return {"description": label, "tooltip": label, "style": {"description_width": "initial"}}
 
 
-WIDE = {"width": "500px", "max_width": "100%"}
+# The arrows press the number's own: it is linked to slider and picture in the browser.
+ARROW = """<button class="jupyter-button" style="width: 36px" aria-label="{says}" title="{says}"
+onclick="const at = this.closest('.widget-hbox').querySelector('input[type=number]');
+at.step{way}(); at.dispatchEvent(new Event('change', {{bubbles: true}}))">{sign}</button>"""
 
 
 class StepThrough(Live):
@@ -110,23 +120,38 @@ class StepThrough(Live):
 
         ends = {"min": self._steps[0], "max": self._steps[-1], "value": self._start}
         slider = ipywidgets.IntSlider(
-            **ends, **named(self._label), continuous_update=False, layout=WIDE
+            **ends, readout=False, continuous_update=False, layout={"width": "260px"}
         )
-        # The number on the slider is the place in the stack, so the stack begins at 0.
+        # The number is the place in the stack, so the stack begins at 0.
         pages = [view(partial(self.look, step)) for step in self._steps]
         pages = pages[:1] * self._steps[0] + pages
         stack = ipywidgets.Stack(pages, selected_index=self._start)
-        ipywidgets.jslink((slider, "value"), (stack, "selected_index"))
         play = ipywidgets.Play(**ends, interval=1500, tooltip="play, pause, repeat")
-        ipywidgets.jslink((play, "value"), (slider, "value"))
-        return ipywidgets.VBox([ipywidgets.HBox([play, slider]), stack])
+        at = ipywidgets.BoundedIntText(**ends, **named(self._label))
+        at.layout.width = f"{len(self._label) + 9}ex"
+        pause = ipywidgets.IntSlider(1500, 250, 4000, 250, **named("pause (ms)"))
+        for source, target in (
+            ((slider, "value"), (stack, "selected_index")),
+            ((play, "value"), (slider, "value")),
+            ((at, "value"), (slider, "value")),
+            ((pause, "value"), (play, "interval")),
+        ):
+            ipywidgets.jslink(source, target)
+        back = ipywidgets.HTML(ARROW.format(says="one step back", way="Down", sign="◀"))
+        on = ipywidgets.HTML(ARROW.format(says="one step on", way="Up", sign="▶"))
+        of = ipywidgets.Label(f"of {self._steps[-1]}")
+        controls = ipywidgets.HBox([play, back, at, of, on, slider, pause], layout=WRAPPED)
+        return ipywidgets.VBox([controls, stack])
+
+
+WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "4px 12px"}
 
 
 @dataclass(frozen=True)
 class Slider:
     """A slider over `values`, in their order. value: at first. say: what is written beside it.
 
-    Also for words: a dropdown doesn't answer the arrow keys in JupyterLab.
+    Few words are buttons; a dropdown doesn't answer the arrow keys in JupyterLab.
     """
 
     label: str
@@ -138,25 +163,32 @@ class Slider:
         import ipywidgets
 
         options = [(self.say(each), each) for each in self.values]
-        looks = named(self.label) | {"layout": WIDE, "continuous_update": False}
-        return ipywidgets.SelectionSlider(options=options, value=self.value, **looks)
+        looks = named(self.label) | {"style": {"description_width": "8em"}, "value": self.value}
+        looks |= {"options": options, "layout": {"width": "430px", "max_width": "100%"}}
+        if len(options) < 5 and isinstance(self.values[0], str | bool):
+            looks["style"]["button_width"] = "auto"
+            return ipywidgets.ToggleButtons(**looks)
+        return ipywidgets.SelectionSlider(continuous_update=False, **looks)
 
 
 class Calculator(Live):
-    """A slider for each argument of `function`; `widgets` has them by name.
+    """A slider or buttons for each argument of `function`; `widgets` has them by name.
 
-    function: called with the sliders' values, by name; returns (caption, Picture or None). What it
-    raises is shown as the caption, but for the values at first. text: what stands for the widget
-    where nothing is live; by default the caption.
+    function: called with their values, by name; returns (caption, Picture or None). What it raises
+    is shown as the caption, but for the values at first. text: what stands for the widget where
+    nothing is live; by default the caption.
     """
 
     def __init__(
         self, function: Callable[..., Look], /, text: str | None = None, **sliders: Slider
     ):
         self._function, self._sliders = function, sliders
-        first = {name: slider.value for name, slider in sliders.items()}
-        caption, picture = function(**first)
+        caption, picture = function(**self._first)
         super().__init__(caption if text is None else text, picture)
+
+    @property
+    def _first(self) -> dict:
+        return {name: slider.value for name, slider in self._sliders.items()}
 
     @cached_property
     def widgets(self) -> dict:
@@ -166,6 +198,11 @@ class Calculator(Live):
         """What is to be seen where the sliders stand."""
         return self._function(**{name: widget.value for name, widget in self.widgets.items()})
 
+    def reset(self, *_) -> None:
+        """Everything as at first."""
+        for name, value in self._first.items():
+            self.widgets[name].value = value
+
     @cached_property
     def box(self):
         import ipywidgets
@@ -173,5 +210,7 @@ class Calculator(Live):
         shown = view(self.look)
         for widget in self.widgets.values():
             widget.observe(lambda change: show(shown, self.look), "value")
-        controls = ipywidgets.HBox(list(self.widgets.values()), layout={"flex_flow": "row wrap"})
+        back = ipywidgets.Button(description="reset", layout={"width": "6em"})
+        back.on_click(self.reset)
+        controls = ipywidgets.HBox([*self.widgets.values(), back], layout=WRAPPED)
         return ipywidgets.VBox([controls, shown])
