@@ -178,7 +178,8 @@ class Verdict:
         return wrap(self.text)
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        from ddpkit.lesson.card import bundle, card
+        from ddpkit.lesson.card import card
+        from ddpkit.lesson.widgets import Below
 
         player, (first, *rest), title = self._replay(), self._said, self._title
         found = None if title else re.match(r"[✓✗ ]*(\w+( on [^:]+)?): ", first)
@@ -186,7 +187,10 @@ class Verdict:
             title, first = found[1], first[found.end() :]
         rest.append(self._more if "replay" in self._more and not player else "")
         page = card(self.passed, title, first, *rest, folds=self._folds())
-        return bundle(repr(self), page, player)
+        bundle = {"text/plain": repr(self), "text/html": page}
+        if player:
+            bundle |= Below(repr(self), page, player)._repr_mimebundle_()[0]
+        return bundle
 
 
 class Solution(Verdict):

@@ -1,6 +1,5 @@
 """Cards: what a check or a prediction says, light in every theme, told by sign and colour."""
 
-import contextlib
 import html
 import re
 from collections.abc import Mapping
@@ -14,9 +13,7 @@ NONE: dict[str, str] = {}
 CODE = "font-family: monospace; font-size: 13px; white-space: pre-wrap; line-height: 1.4"
 
 
-def card(
-    passed: bool | None, title: str, *said: str, folds: Mapping[str, str] | None = None
-) -> str:
+def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] = NONE) -> str:
     """HTML. said: paragraphs, `code` in backticks; those of several lines are set as they are.
 
     folds: {what is clicked on: what then unfolds}.
@@ -39,14 +36,3 @@ def _paragraph(text: str) -> str:
         return f'<div style="{CODE}; margin: 6px 0">{text}</div>'
     code = rf'<code style="background: none; color: inherit; {CODE}">\1</code>'
     return f'<div style="margin: 6px 0">{re.sub("`([^`]+)`", code, text)}</div>'
-
-
-def bundle(text: str, page: str, below=None) -> dict:
-    """By MIME type: `text` is what is stored, `page` what is seen. below: a player or None."""
-    shown = {"text/html": page}
-    if below:
-        with contextlib.suppress(ImportError):
-            import ipywidgets
-
-            shown |= ipywidgets.VBox([ipywidgets.HTML(page), below.box])._repr_mimebundle_()
-    return shown | {"text/plain": text}

@@ -48,6 +48,20 @@ class Live:
             return stored, metadata
 
 
+class Below(Live):
+    """HTML above a player. text: what stands for both."""
+
+    def __init__(self, text: str, page: str, player: "StepThrough"):
+        super().__init__(text, None)
+        self._page, self._player = page, player
+
+    @cached_property
+    def box(self):
+        import ipywidgets
+
+        return ipywidgets.VBox([ipywidgets.HTML(self._page), self._player.box])
+
+
 def view(look: Callable[[], Look]):
     """A caption above a picture, as `look` returns them."""
     import ipywidgets
