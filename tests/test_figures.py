@@ -12,6 +12,7 @@ from PIL import Image
 
 from ddpkit import Link, collectives, launch
 from ddpkit.lesson import figures, page
+from ddpkit.lesson.player import WIDTH
 
 BYTES = 32  # of each message below
 
@@ -60,7 +61,7 @@ def check_picture(picture, *colours):
     assert bundle["image/png"] == picture.png
     image = Image.open(io.BytesIO(picture.png)).convert("RGB")
     assert image.size == (2 * picture.size[0], 2 * picture.size[1])
-    assert picture.size[0] <= page.WIDEST
+    assert picture.size[0] <= WIDTH
     assert picture.size[1] <= page.TALLEST
     assert max(image.getpixel((0, 0))) < 120
     assert min(image.getpixel((6, 6))) > 240
@@ -220,7 +221,7 @@ def test_before_after_of_long_floats_fits_the_page():
     torch.manual_seed(0)
     values = [torch.randn(16) / 10**rank for rank in range(8)]
     picture = figures.before_after((value, sum(values)) for value in values)
-    assert picture.size[0] <= page.WIDEST
+    assert picture.size[0] <= WIDTH
 
 
 def test_worlds():
