@@ -1,5 +1,7 @@
 """What can go wrong with ranks."""
 
+import math
+
 from ..tools.units import wrap
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[22m"
@@ -13,6 +15,13 @@ class LaunchError(RuntimeError):
     ):
         super().__init__(message)
         self.output, self.wire = output or [], wire or []
+
+    @property
+    def run(self):
+        """The run as far as it came, for its `trace` and `flight_recorder`; no results."""
+        from .run import Run
+
+        return Run([None] * len(self.wire), self.output, self.wire, math.nan, "")
 
     def _render_traceback_(self) -> list[str]:
         """What Jupyter shows: the report alone. The launcher's own frames explain nothing."""

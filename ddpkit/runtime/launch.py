@@ -6,7 +6,6 @@ import inspect
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import cloudpickle
 import torch
@@ -21,43 +20,11 @@ from .errors import RankError, shown
 from .hang import describe_place
 from .link import Link
 from .records import Recorder, call_site, recorder
+from .run import Run
 from .watch import Watch
 from .wire import register_wire
 
 MOST_RANKS = 64
-
-
-@dataclass
-class Run:
-    """What a launch brought back. `run[2]` is what rank 2 returned."""
-
-    results: list
-    output: list[str] = field(repr=False)  # what each rank printed, C++ and children included
-    wire: list[list[Record]] = field(repr=False)  # what each rank said, in order
-    seconds: float = field(repr=False)
-    backend: str = field(repr=False)  # which backend, and why
-    link: Link | None = field(default=None, repr=False)
-
-    def __getitem__(self, rank):
-        return self.results[rank]
-
-    def __len__(self):
-        return len(self.results)
-
-    def __iter__(self):
-        return iter(self.results)
-
-    def __repr__(self):
-        return show_by_rank({rank: repr(value) for rank, value in enumerate(self.results)})
-
-
-def show_by_rank(texts: dict[int, str]) -> str:
-    """ "rank 2: " before each text, its further lines indented alike."""
-    lines = []
-    for rank, text in texts.items():
-        start = f"rank {rank}: "
-        lines.append(start + text.replace("\n", "\n" + " " * len(start)))
-    return "\n".join(lines)
 
 
 def launch(

@@ -10,7 +10,8 @@ import shlex
 from . import hang, processes, worker
 from .backends import choose_backend
 from .errors import LaunchError, RankError
-from .launch import MOST_RANKS, show_by_rank
+from .launch import MOST_RANKS
+from .run import show_by_rank
 from .watch import Watch
 
 OWN_NAMES = "%%ranks cells know the names of %%ranks cells, not the notebook's: define it in one."

@@ -1,0 +1,88 @@
+"""A run in the format of PyTorch's flight recorder, one pickle a rank, for PyTorch's own analyser:
+
+run.flight_recorder("dumps/")
+python -m torch.distributed.flight_recorder.fr_trace dumps/
+"""
+
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from .board import Record
+from .trace import DTYPES, numels
+
+VERSION = "2.10"
+MESSAGES = "send", "recv"
+NAMES = {"barrier": "all_reduce_barrier"}  # of what the analyser calls otherwise
+
+
+def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: float) -> None:
+    """Write `rank_0`, `rank_1`, ... into `folder`, which is made if it isn't there.
+
+    wire: by rank. clock_s: what to add to `time.perf_counter()` to make it the time of day.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, records in enumerate(wire):
+        dump = dump_of(rank, len(wire), records, clock_s)
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump))
+
+
+def dump_of(rank: int, world_size: int, records: Sequence[Record], clock_s: float) -> dict:
+    """What the flight recorder of `rank` would hold."""
+    groups, entries = {}, []
+    collectives, messages = Counter(), Counter()
+    for record in records:
+        whole = record.peer is not None or record.op != "recv"  # else it was to be from any rank
+        if record.op == "new_group" or not whole:
+            continue
+        name = record.channel.partition(" ")[0]
+        world = record.group == "world"
+        groups[name] = tuple(range(world_size)) if world else members(record.group)
+        description = "default_pg" if world else "undefined"
+        (messages if record.op in MESSAGES else collectives)[name] += 1
+        entry = _entry(record, rank, groups[name], clock_s)
+        entry["record_id"], entry["op_id"] = len(entries), len(entries) + 1
+        entry["process_group"] = name, description
+        entry["collective_seq_id"], entry["p2p_seq_id"] = collectives[name], messages[name]
+        entries.append(entry)
+    config = {}
+    for name, ranks in groups.items():
+        description = "default_pg" if len(ranks) == world_size else "undefined"
+        config[name] = {"name": name, "desc": description, "ranks": str(list(ranks))}
+    return {"version": VERSION, "pg_config": config, "pg_status": {}, "entries": entries}
+
+
+def members(group: str) -> tuple[int, ...]:
+    """The ranks in the name of a group: "group [0, 2]"."""
+    return tuple(int(rank) for rank in group.partition("[")[2].rstrip("]").split(","))
+
+
+def _entry(record: Record, rank: int, ranks: tuple[int, ...], clock_s: float) -> dict:
+    handed_in, comes_out = numels(record)
+    dtype, name = DTYPES.get(record.dtype, record.dtype), NAMES.get(record.op, record.op)
+    if record.op in MESSAGES:
+        arrow = "->" if record.op == "send" else "<-"
+        name += f" {ranks.index(rank)}{arrow}{ranks.index(record.peer)}"
+
+    def ns(seconds: float | None) -> int | None:
+        return None if seconds is None else int((seconds + clock_s) * 1e9)
+
+    return {
+        "frames": [{"name": record.function, "filename": record.file, "line": record.line}],
+        "pg_id": 0,
+        "profiling_name": f"nccl:{name}",
+        "is_p2p": record.op in MESSAGES,
+        "time_created_ns": ns(record.issued),
+        "time_discovered_started_ns": ns(record.started),
+        "time_discovered_completed_ns": ns(record.done),
+        "duration_ms": None if record.done is None else 1e3 * (record.done - record.issued),
+        "input_sizes": [[handed_in]],
+        "input_dtypes": [dtype],
+        "output_sizes": [[comes_out]],
+        "output_dtypes": [dtype],
+        "state": "started" if record.done is None else "completed",
+        "timeout_ms": 600_000,
+        "retired": record.done is not None,
+    }

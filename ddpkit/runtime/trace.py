@@ -1,0 +1,150 @@
+"""A run as a Chrome trace: open it at https://ui.perfetto.dev, beside a trace of torch.profiler.
+
+A process for each rank. Its first lane is the program, which computes or waits; the lanes below are
+its calls, with the names that Kineto gives their arguments. Arrows lead from sends to receives, and
+a counter shows the bytes of the calls that are not done.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from .board import Record
+
+PROGRAM = 0  # the number of the program's lane
+DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16"}
+DTYPES |= {"int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte"}
+DTYPES |= {"bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDouble"}
+
+
+def write_trace(
+    path: str | Path, wire: Sequence[Sequence[Record]], clock_s: float, profiles: dict[int, str]
+) -> None:
+    """Write the records of all ranks as one trace, and the ranks' own profiles into it.
+
+    wire: by rank. clock_s: what to add to `time.perf_counter()` to make it the time of day.
+    profiles: {rank: file that torch.profiler exported there}.
+    """
+    events, base_ns = [], 0
+    for rank, profile in profiles.items():
+        profiled = json.loads(Path(profile).read_text())
+        its_base = profiled.get("baseTimeNanoseconds", 0)
+        base_ns = base_ns or its_base
+        for event in profiled["traceEvents"]:
+            if "ts" in event:
+                event["ts"] += (its_base - base_ns) / 1e3
+            if event.get("name") == "process_name":
+                event["args"]["name"] = f"rank {rank}, {event['args']['name']}"
+            events.append(event)
+    times = [t for records in wire for r in records for t in (r.issued, r.done) if t is not None]
+    end = max(times, default=0.0)
+
+    def us(seconds: float) -> float:
+        return (seconds + clock_s) * 1e6 - base_ns / 1e3
+
+    for rank, records in enumerate(wire):
+        events += _rank_events(rank, records, end, us)
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
+    Path(path).write_text(json.dumps(trace))
+
+
+def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterator[dict]:
+    yield _name("process_name", rank, name=f"rank {rank}")
+    yield _name("process_sort_index", rank, sort_index=rank)
+    yield _name("thread_name", rank, name="program")
+    for what, begin, until in _program(records, end):
+        yield _span(what, rank, PROGRAM, us(begin), us(until))
+    lanes = lanes_of(records, end)
+    for lane in range(1, max(lanes, default=0) + 1):
+        yield _name("thread_name", rank, lane, name=f"calls {lane}" if lane > 1 else "calls")
+    for record, lane in zip(records, lanes, strict=True):
+        until = us(record.done or end)
+        yield _span(record.op, rank, lane, us(record.issued), until, kineto_arguments(record))
+        if record.op in ("send", "recv"):
+            yield _arrow(record, rank, lane, us(record.issued), until)
+    under_way = 0
+    for at, change in sorted(_changes(records)):
+        under_way += change
+        args = {"bytes": under_way}
+        yield {"ph": "C", "name": "under way", "pid": rank, "ts": us(at), "args": args}
+
+
+def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float, float]]:
+    """(what, begin, end) of what the rank's program did from its first call to its last."""
+    waits = [(r.waited, r.done or end, r.op) for r in records if r.waited is not None]
+    at = min((r.issued for r in records), default=end)
+    for begin, until, op in sorted(waits):
+        if begin > at:
+            yield "computing", at, begin
+        if until > max(at, begin):
+            yield f"waiting in {op}", max(at, begin), until
+        at = max(at, until)
+
+
+def lanes_of(records: Iterable[Record], end: float) -> list[int]:
+    """A lane for each, from 1 on: the first in which the call before it was done by then."""
+    free, found = [], []
+    for record in records:
+        lane = next((n for n, since in enumerate(free) if since <= record.issued), len(free))
+        free[lane : lane + 1] = [record.done or end]
+        found.append(lane + 1)
+    return found
+
+
+def _changes(records: Sequence[Record]) -> Iterator[tuple[float, int]]:
+    for record in records:
+        yield record.issued, record.bytes
+        if record.done is not None:
+            yield record.done, -record.bytes
+
+
+def kineto_arguments(record: Record) -> dict[str, object]:
+    """What Kineto tells of a collective, by its names; and where the call was made."""
+    handed_in, comes_out = numels(record)
+    sends = record.op == "send"
+    source = record.ranks[0] if sends else record.peer
+    return {
+        "Collective name": record.op,
+        "In msg nelems": handed_in,
+        "Out msg nelems": comes_out,
+        "dtype": DTYPES.get(record.dtype, record.dtype),
+        "Group size": len(record.ranks),
+        "Process Group Name": record.group,
+        "Process Group Ranks": str(list(record.ranks)),
+        "Src Rank": -1 if source is None else source,
+        "Dst Rank": record.peer if sends else -1,
+        "Seq": record.seq,
+        "done": record.done is not None,
+        "where": f"{record.file}:{record.line} in {record.function}",
+    }
+
+
+def numels(record: Record) -> tuple[int, int]:
+    """Numbers that the rank hands in, and that it gets, as far as the record tells."""
+    itemsize = {"complex128": 16, "bool": 1}.get(record.dtype)
+    digits = "".join(filter(str.isdigit, record.dtype.partition("_")[0]))
+    itemsize = itemsize or max(1, int(digits or 8) // 8)
+    numel, world_size = record.bytes // itemsize, len(record.ranks)
+    if record.op in ("all_gather", "gather"):
+        return numel, numel * world_size
+    if record.op in ("reduce_scatter", "scatter"):
+        return numel, numel // world_size
+    if record.op == "recv":
+        return 0, numel
+    return numel, 0 if record.op == "send" else numel
+
+
+def _span(name: str, rank: int, lane: int, begin: float, end: float, args: dict | None = None):
+    span = {"ph": "X", "cat": "ddpkit", "name": name, "pid": rank, "tid": lane}
+    return span | {"ts": begin, "dur": end - begin, "args": args or {}}
+
+
+def _arrow(record: Record, rank: int, lane: int, begin: float, end: float) -> dict:
+    """One end of an arrow; the two ends of a message have a channel and a number in common."""
+    ends = {"ph": "s", "ts": begin} if record.op == "send" else {"ph": "f", "bp": "e", "ts": end}
+    which = f"{record.channel} {record.seq}"
+    return ends | {"cat": "message", "name": "message", "id": which, "pid": rank, "tid": lane}
+
+
+def _name(what: str, rank: int, lane: int = PROGRAM, **args) -> dict:
+    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": args}

@@ -1,0 +1,224 @@
+"""A run as a Chrome trace, and as dumps that PyTorch's own analyser reads."""
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import time
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit import HangError, launch
+from ddpkit.runtime.flight_recorder import members
+
+# For Perfetto
+
+
+def work():
+    """An all-reduce that goes on while two messages are sent, and a wait for each."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    summed = dist.all_reduce(torch.ones(1000), async_op=True)
+    sent = dist.isend(torch.ones(3), (rank + 1) % world_size)
+    got = dist.irecv(torch.ones(3), (rank - 1) % world_size)
+    for handle in (summed, sent, got):
+        handle.wait()
+    dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "run.json"
+    run = launch(work, world_size=3)
+    run.trace(path)
+    return run, json.loads(path.read_text())
+
+
+def events(trace, phase):
+    return [event for event in trace[1]["traceEvents"] if event["ph"] == phase]
+
+
+def test_every_call_is_a_span_with_kinetos_arguments(trace):
+    calls = Counter((e["pid"], e["name"]) for e in events(trace, "X") if e["tid"] > 0)
+    assert calls == Counter((rank, r.op) for rank in range(3) for r in trace[0].wire[rank])
+    (sum_of_1,) = [e for e in events(trace, "X") if (e["pid"], e["name"]) == (1, "all_reduce")]
+    args = sum_of_1["args"]
+    assert args["where"].endswith(" in work")
+    told = {key: args[key] for key in args.keys() - {"where", "Process Group Name"}}
+    assert told == {
+        "Collective name": "all_reduce",
+        "In msg nelems": 1000,
+        "Out msg nelems": 1000,
+        "dtype": "Float",
+        "Group size": 3,
+        "Process Group Ranks": "[0, 1, 2]",
+        "Src Rank": -1,
+        "Dst Rank": -1,
+        "Seq": 0,
+        "done": True,
+    }
+
+
+def test_spans_of_a_lane_do_not_overlap(trace):
+    lanes = defaultdict(list)
+    for event in events(trace, "X"):
+        lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert {lane for rank, lane in lanes if rank == 0} >= {0, 1, 2, 3}  # three calls at once
+    for spans in lanes.values():
+        spans.sort()
+        for (_, end), (begin, _) in itertools.pairwise(spans):
+            assert begin >= end - 1e-3  # of a microsecond
+
+
+def test_arrows_lead_from_each_send_to_its_receive(trace):
+    begins = {event["id"]: event for event in events(trace, "s")}
+    ends = {event["id"]: event for event in events(trace, "f")}
+    assert {(begins[i]["pid"], ends[i]["pid"]) for i in begins} == {(0, 1), (1, 2), (2, 0)}
+    assert all(begins[i]["ts"] <= ends[i]["ts"] for i in begins)
+
+
+def test_bytes_under_way_begin_and_end_with_nothing(trace):
+    for rank in range(3):
+        counted = [e["args"]["bytes"] for e in events(trace, "C") if e["pid"] == rank]
+        assert counted[0] in (4000, 12)
+        assert max(counted) >= 4000
+        assert counted[-1] == 0
+
+
+def test_the_program_computes_or_waits(tmp_path):
+    def late():
+        if dist.get_rank() == 0:
+            time.sleep(0.1)
+        dist.barrier()
+        time.sleep(0.1)
+        dist.barrier()
+
+    launch(late, world_size=2).trace(tmp_path / "run.json")
+    spans = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    program = [e for e in spans if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 0)]
+    assert [e["name"] for e in program] == ["computing", "waiting in barrier"] * 2
+    assert program[1]["dur"] > 50_000  # rank 0 is late by 100 ms
+    assert program[2]["dur"] > 50_000
+
+
+def test_a_profile_of_the_same_run_is_merged_on_one_clock(tmp_path):
+    def profiled(folder):
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        activities = [ProfilerActivity.CPU]
+        with profile(activities=activities) as profiler, record_function("the marker"):
+            dist.all_reduce(torch.ones(1000))
+        profiler.export_chrome_trace(f"{folder}/profile_{dist.get_rank()}.json")
+
+    run = launch(profiled, str(tmp_path), world_size=2)
+    run.trace(tmp_path / "both.json", {rank: tmp_path / f"profile_{rank}.json" for rank in (0, 1)})
+    merged = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    ours = [e for e in merged if e.get("name") == "all_reduce" and e.get("cat") == "ddpkit"]
+    marks = [e for e in merged if e.get("name") == "the marker"]
+    assert len(ours) == len(marks) == 2
+    apart = sorted(abs(a["ts"] - b["ts"]) for a in ours for b in marks)
+    assert apart[0] < 1e6  # within a second: one clock; the epoch itself is 50 years away
+    labels = [e["args"]["name"] for e in merged if e.get("name") == "process_name"]
+    assert "rank 0" in labels
+    assert any(label.startswith("rank 1, ") for label in labels)
+
+
+# For PyTorch's analyser
+
+
+def analyse(folder) -> tuple[list, str]:
+    """What PyTorch's analyser makes of the dumps: its collectives, and what it printed."""
+    from torch.distributed.flight_recorder.components import builder, config_manager, loader
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        arguments: argparse.Namespace = config_manager.JobConfig().parse_args([str(folder)])
+        details, version = loader.read_dir(arguments)
+        found = builder.build_db(details, arguments, version).collectives
+    return found, said.getvalue()
+
+
+def collectives_of_all_kinds():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    dist.all_gather([torch.ones(4) for _ in range(world_size)], x)
+    dist.reduce_scatter(torch.ones(2), [torch.ones(2) for _ in range(world_size)])
+    dist.broadcast(x, 1)
+    dist.barrier()
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        dist.all_reduce(x, group=group)
+
+
+def test_a_run_without_a_mistake_has_none_for_pytorchs_analyser(tmp_path):
+    launch(collectives_of_all_kinds, world_size=3).flight_recorder(tmp_path / "dumps")
+    found, _ = analyse(tmp_path / "dumps")
+    assert len(found) == 6
+    assert all(collective.pass_check for collective in found)
+
+
+def skips():
+    dist.barrier()
+    if dist.get_rank() != 1:
+        dist.all_reduce(torch.ones(4))
+
+
+def ends_a_loop_early():
+    for _ in range(3 - (dist.get_rank() == 2)):
+        dist.all_reduce(torch.ones(4))
+
+
+def only_rank_0():
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def another_call():
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.ones(4), 0)
+    else:
+        dist.all_reduce(torch.ones(4))
+
+
+def another_length():
+    dist.all_reduce(torch.ones(4 + (dist.get_rank() == 2)))
+
+
+def another_dtype():
+    wide = torch.float64 if dist.get_rank() == 2 else torch.float32
+    dist.all_reduce(torch.ones(4, dtype=wide))
+
+
+MISSING = {skips: {1}, ends_a_loop_early: {2}, only_rank_0: {1, 2}}
+DIFFERENT = {
+    another_call: ({0}, "COLLECTIVE_TYPE_MISMATCH"),
+    another_length: ({2}, "SIZE_OR_SYNTAX_MISMATCH"),
+    another_dtype: ({2}, "COLLECTIVE_DTYPE_MISMATCH"),
+}
+
+
+@pytest.mark.parametrize("fn", [*MISSING, *DIFFERENT], ids=lambda fn: fn.__name__)
+def test_pytorchs_analyser_names_the_ranks_that_the_report_names(fn, tmp_path, caplog):
+    with pytest.raises(HangError) as caught:
+        launch(fn, world_size=3)
+    caught.value.run.flight_recorder(tmp_path / "dumps")
+    with caplog.at_level("DEBUG"):
+        found, _ = analyse(tmp_path / "dumps")
+    if fn in MISSING:
+        assert str(caught.value).startswith("deadlock: ")
+        assert f"missing ranks: {MISSING[fn]}" in caplog.text
+        return
+    odd, kind = DIFFERENT[fn]
+    assert str(caught.value).startswith("mismatch: ")
+    (wrong,) = [collective for collective in found if not collective.pass_check]
+    others = set(wrong.mismatch_collectives)  # those that differ from the one it looked at
+    assert odd in (others, {0, 1, 2} - others)
+    assert kind in caplog.text
+
+
+def test_members_of_a_group_are_read_from_its_name():
+    assert members("group [0, 2]") == (0, 2)
