@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
@@ -11,7 +10,6 @@ from training_cases import (
     ADAMW,
     HALF_THE_DIGITS,
     SGD,
-    Routes,
     gpt_batch,
     gpt_loss,
     sent_by,
@@ -20,10 +18,9 @@ from training_cases import (
     weights_of,
 )
 
-from ddpkit import RankError, launch
-from ddpkit.parameter_server import Update, serve, serve_asynchronously, work
+from ddpkit.parameter_server import Update, push_and_pull, serve, serve_asynchronously
 
-STEPS = {2: ([0, 3],), 3: ([0, 2, 2],), 4: ([0, 2, 2, 2], [0, 3, 0, 1])}  # of each rank, by world
+STEPS = 2
 
 
 def loss_of(gpt, worker, step):
@@ -31,64 +28,45 @@ def loss_of(gpt, worker, step):
     return gpt_loss(gpt, [gpt_batch(step, 0, worker)])
 
 
-def train(steps, make, serve=serve):
-    """What serve or work returned, and the weights."""
-    rank = dist.get_rank()
-    gpt = small_gpt(seed=rank)
+def train(make, serve=serve, steps=STEPS, before=lambda step: None):
+    """What serve returned, and the weights."""
+    rank, gpt = dist.get_rank(), small_gpt()
     if rank == 0:
-        told = serve(gpt, make(gpt.parameters()))
-    else:
-        told = work(gpt, partial(loss_of, gpt, rank), steps[rank])
-    return told, weights_of(gpt)
+        return serve(gpt, make(gpt.parameters()), steps), weights_of(gpt)
+    for step in range(steps):
+        before(step)
+        gpt.zero_grad()
+        loss_of(gpt, rank, step).backward()
+        push_and_pull(gpt)
+    return None, weights_of(gpt)
 
 
-def one_process(steps, make):
-    """Each worker's losses, and the weights before the first step and after each.
-
-    A step follows the mean loss of the workers that have steps left.
-    """
+def one_process(make):
     gpt = small_gpt()
-    optimizer = make(gpt.parameters())
-    losses, weights = {rank: [] for rank in range(1, len(steps))}, [weights_of(gpt)]
-    for step in range(max(steps)):
+    optimizer, workers = make(gpt.parameters()), range(1, dist.get_world_size())
+    for step in range(STEPS):
         optimizer.zero_grad()
-        now = {rank: loss_of(gpt, rank, step) for rank in losses if step < steps[rank]}
-        (sum(now.values()) / len(now)).backward()
+        for worker in workers:
+            (loss_of(gpt, worker, step) / len(workers)).backward()
         optimizer.step()
-        weights.append(weights_of(gpt))
-        for rank, loss in now.items():
-            losses[rank].append(loss.item())
-    return losses, weights
+    return weights_of(gpt)
 
 
 @on_ranks(2, 3, 4)
 def test_synchronous_is_one_process(check):
-    """Who has made all its steps no longer counts, and keeps what it pulled last."""
-    rank = dist.get_rank()
-    for steps in STEPS[dist.get_world_size()]:
-        for make in (SGD, ADAMW):
-            losses, weights = one_process(steps, make)
-            told, got = train(steps, make)
-            check.close(got, weights[steps[rank] if rank else -1], HALF_THE_DIGITS, steps, make)
-            if rank > 0:
-                told, expected = torch.tensor([told, losses[rank]], dtype=torch.float64)
-                check.close(told, expected, HALF_THE_DIGITS, steps, make, "losses")
+    for make in (SGD, ADAMW):
+        check.close(train(make)[1], one_process(make), HALF_THE_DIGITS, make)
 
 
 # Asynchronous: the server tells who may come next. Nothing is left to time.
 
 
 def train_in_turns(turns, make):
-    """turns: workers as their gradients come. What serve or work returned, and the weights."""
+    """turns: workers as their gradients come. What serve returned, and the weights."""
     rank, token = dist.get_rank(), torch.zeros(1)
-    gpt = small_gpt(seed=rank)
+    steps = turns.count(1)
     if rank > 0:
-
-        def my_turn(step):
-            dist.recv(token, 0, tag=1)
-            return loss_of(gpt, rank, step)
-
-        return work(gpt, my_turn, turns.count(rank)), weights_of(gpt)
+        return train(make, steps=steps, before=lambda step: dist.recv(token, 0, tag=1))
 
     coming, handles = iter(turns), []
 
@@ -97,13 +75,16 @@ def train_in_turns(turns, make):
         if worker is not None:
             handles.append(dist.isend(token, worker, tag=1))
 
-    optimizer = make(gpt.parameters())
-    optimizer.register_step_post_hook(call_the_next)
-    call_the_next()
-    updates = serve_asynchronously(gpt, optimizer)
+    def make_calling(parameters):
+        optimizer = make(parameters)
+        optimizer.register_step_post_hook(call_the_next)
+        call_the_next()
+        return optimizer
+
+    told = train(make_calling, serve_asynchronously, steps)
     for handle in handles:
         handle.wait()
-    return updates, weights_of(gpt)
+    return told
 
 
 def one_process_in_turns(turns, make):
@@ -126,26 +107,21 @@ def one_process_in_turns(turns, make):
 
 
 TURNS = {  # by world: workers in turn, and how stale each gradient is
-    2: (([1, 1, 1], [0, 0, 0]),),
-    3: (([1, 1, 1, 2, 2, 1], [0, 0, 0, 3, 0, 2]),),
-    # In the second, worker 2 has nothing to do.
-    4: (([1, 2, 3, 1, 2, 3], [0, 1, 2, 2, 2, 2]), ([3, 3, 3, 1], [0, 0, 0, 3])),
+    2: ([1, 1, 1], [0, 0, 0]),
+    3: ([1, 1, 2, 2, 1, 2], [0, 0, 2, 0, 2, 1]),
+    4: ([1, 2, 3, 3, 1, 2], [0, 1, 2, 0, 3, 3]),
 }
 
 
 @on_ranks(2, 3, 4)
 def test_staleness_is_what_others_did_meanwhile(check):
     rank = dist.get_rank()
-    for turns, staleness in TURNS[dist.get_world_size()]:
-        for make in (SGD, ADAMW):
-            told, got = train_in_turns(turns, make)
-            expected = one_process_in_turns(turns, make)[rank]
-            check.close(got, expected, HALF_THE_DIGITS, turns, make)
-            if rank == 0:
-                updates = [Update(*each) for each in zip(turns, staleness, strict=True)]
-                check.same(told, updates, turns)
-            else:
-                check.same(len(told), turns.count(rank), turns, "losses")
+    turns, staleness = TURNS[dist.get_world_size()]
+    for make in (SGD, ADAMW):
+        told, got = train_in_turns(turns, make)
+        check.close(got, one_process_in_turns(turns, make)[rank], HALF_THE_DIGITS, make)
+        if rank == 0:
+            check.same(told, [Update(*each) for each in zip(turns, staleness, strict=True)])
 
 
 # Bytes
@@ -153,55 +129,20 @@ def test_staleness_is_what_others_did_meanwhile(check):
 
 @on_ranks(2, 3, 4)
 def test_bytes_on_the_wire(check):
-    rank = dist.get_rank()
+    """A step: from each worker and back to it, in the synchronous server's order."""
+    rank, workers = dist.get_rank(), range(1, dist.get_world_size())
     nbytes = sum(parameter.nbytes for parameter in trained_of(small_gpt()).values())
-    for steps in STEPS[dist.get_world_size()]:
-        served = []  # by the synchronous server, in its order
-        for step in range(max(steps)):
-            busy = [worker for worker, count in enumerate(steps) if step < count]
-            served += [(op, worker, nbytes) for op in ("recv", "send") for worker in busy]
-        worked = [("send", 0, nbytes), ("recv", 0, nbytes)] * steps[rank]
-        for how in (serve, serve_asynchronously):
-            records = sent_by(partial(train, steps, SGD, how))
-            got = [(r.op, r.peer, r.bytes) for r in records if r.op in ("send", "recv")]
-            if rank == 0 and how is serve_asynchronously:
-                check.same(sorted(got), sorted(served), steps, how)
-            else:
-                check.same(got, worked if rank else served, steps, how)
+    served = [(op, worker, nbytes) for op in ("recv", "send") for worker in workers]
+    worked = [("send", 0, nbytes), ("recv", 0, nbytes)]
+    for how in (serve, serve_asynchronously):
+        got = [(r.op, r.peer, r.bytes) for r in sent_by(partial(train, SGD, how))]
+        expected = worked * STEPS if rank else served * STEPS
+        if rank == 0 and how is serve_asynchronously:
+            got, expected = sorted(got), sorted(expected)
+        check.same(got, expected, how)
 
 
-# Mistakes
-
-MISTAKES = {  # by world: what each rank does, and what all are told
-    1: [("serve", "expected a server and a worker or more, got 1 rank: start 2 or more")],
-    2: [
-        ("work work", "rank 0 called work, expected serve"),
-        ("serve other", "expected the same module on every rank, got tokens.weight"),
-    ],
-    3: [("serve serve work", "rank 1 called serve, expected work. Rank 0 serves, all others work")],
-}
-
-
-@on_ranks(1, 2, 3)
-def test_mistakes_are_named_on_every_rank(check):
-    for doing, says in MISTAKES[dist.get_world_size()]:
-        mine = doing.split()[dist.get_rank()]
-        gpt = small_gpt(vocabulary=13 if mine == "other" else 11)
-        if mine == "serve":
-            check.refused(serve, gpt, SGD(gpt.parameters()), says=says)
-        else:
-            check.refused(work, gpt, partial(loss_of, gpt, 1), 0, says=says)
-
-
-def forget_a_weight():
-    module = Routes()
-    if dist.get_rank() == 0:
-        serve(module, SGD(module.parameters()))
-    else:
-        work(module, lambda step: module.a.weight.sum() + module.c.weight.sum(), 1)
-
-
-def test_a_weight_without_gradient_is_named():
-    says = r"rank 1 has no gradient for a.bias, b.weight, b.bias after backward"
-    with pytest.raises(RankError, match=says):
-        launch(forget_a_weight, world_size=2)
+@on_ranks(1)
+def test_a_server_needs_workers(check):
+    gpt = small_gpt()
+    check.refused(serve, gpt, SGD(gpt.parameters()), 1, says="expected workers to be 1 or more")
