@@ -17,7 +17,6 @@ from ddpkit.tools.cost import (
     CostModel,
     Measurement,
     Volume,
-    accumulation_for,
     best_cap,
     bus_bandwidth,
     caps,
@@ -339,19 +338,3 @@ def test_caps_go_from_the_smallest_gradient_to_all():
     assert steps[:-1] == pytest.approx([1.2] * (len(found) - 2))
     assert 1 < steps[-1] <= 1.2
     assert caps([8]) == [8]
-
-
-# Batches
-
-
-def test_the_batch_equation():
-    assert accumulation_for(64, 8, 2) == 4
-    assert accumulation_for(5 * 7 * 3, 5, 3) == 7
-    for arguments, complaint in [
-        ((0, 1, 1), "batch to be 1 or more, got 0: give a whole number"),
-        ((8, 1.5, 1), "micro_batch to be 1 or more, got 1.5"),
-        ((50, 8, 2), "expected a multiple of 8 × 2 sequences, got 50: change the batch"),
-        ((8, 8, 2), "got 8: change"),
-    ]:
-        with pytest.raises(ValueError, match=complaint):
-            accumulation_for(*arguments)

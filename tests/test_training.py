@@ -199,7 +199,7 @@ def test_nothing_waits_before_synchronize(check):
 def test_gradients_that_are_missing_or_come_twice_are_named(check):
     rank = dist.get_rank()
     x = routes_batch(rank=rank)[0]
-    for way in WAYS:
+    for way in WAYS[1:]:  # the naive one counts what is missing as zeros
         module, model, _, sender = prepare(way, Routes())
         model(x, "ac").backward()
         says = "(6,), (6, 6)" if way in ZEROS else "b.weight, b.bias"

@@ -10,7 +10,7 @@ from .collectives import (
     tree_broadcast,
     tree_reduce,
 )
-from .data_parallel import HookedDDP, average_gradients, sum_or_mean
+from .data_parallel import HookedDDP, NaiveDDP, average_gradients, push_and_pull, serve, sum_or_mean
 from .few_hops import alpha_beta, halving_doubling_all_reduce
 from .flash_attention import flash_backward, flash_forward
 from .flash_kernel import flash_kernel

@@ -1,4 +1,4 @@
-"""Checkers of notebook 03: average_gradients, sum_or_mean, and HookedDDP, whose bug is to be found.
+"""Checkers of notebook 03: the server, average_gradients, sum_or_mean, NaiveDDP, and HookedDDP.
 
 Gradients are chosen so that the mean reads like a tally, each digit a rank: 11 on two ranks, 1111
 on four.
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit import data_parallel
+from ddpkit import data_parallel, parameter_server
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.wire import recorder
 
@@ -25,6 +25,7 @@ GRADIENTS = {"tokens.weight": 17.0, "first.weight": 3.0, "first.bias": 5.0}
 GRADIENTS |= {"second.weight": 13.0, "norm.weight": 11.0}
 FACTORS = GRADIENTS | {"tokens.weight": 1.0, "head.weight": 16.0}
 LAYERS = tuple(FACTORS)  # in the order of forward
+LR = 1 / 16  # of SGD, which hides no factor
 
 
 class Stack(nn.Module):
@@ -117,6 +118,166 @@ divides_twice: /= dist.get_world_size( → /= dist.get_world_size() * dist.get_w
 divides_by_2: /= dist.get_world_size( → /= 2 + 0 * dist.get_world_size(
     It was divided by 2, on 4 ranks: dist.get_world_size() knows how many there are.
 """)
+
+
+# push_and_pull(model) and serve(model, optimizer, steps)
+
+NUMBERS = dict(zip(GRADIENTS, (4, 3, 3, 3, 2), strict=True))  # in each trained parameter, in order
+
+
+def _vector(times: float) -> torch.Tensor:
+    """GRADIENTS times a number, all parameters in one piece."""
+    return torch.cat([torch.full((NUMBERS[name],), times * GRADIENTS[name]) for name in NUMBERS])
+
+
+def _parts(vector: torch.Tensor) -> dict[str, object]:
+    return dict(zip(NUMBERS, map(_brief, vector.split(list(NUMBERS.values()))), strict=True))
+
+
+def _run_worker(answer, steps):
+    """The server sends back what no worker can work out: hundreds, by worker and step."""
+    module, rank, got = Stack(), dist.get_rank(), {}
+    for step in range(1, steps + 1):
+        if rank:
+            module.zero_grad()
+            module(10**rank).backward()
+            answer(module)
+            values = {name: _brief(parameter) for name, parameter in module.named_parameters()}
+            got |= {f"{name} after step {step}": value for name, value in values.items()}
+        for worker in range(1, 1 if rank else dist.get_world_size()):
+            pushed = _vector(0)
+            dist.recv(pushed, worker)
+            dist.send(_vector(100 * worker * step), worker)
+            got |= {f"{k} from rank {worker}": value for k, value in _parts(pushed).items()}
+    return got
+
+
+def _worker_trials():
+    for world_size, steps in ((2, 1), (3, 2)):
+        ranks = [{}]
+        for worker in range(1, world_size):
+            ranks[0] |= {f"{k} from rank {worker}": 10**worker * g for k, g in GRADIENTS.items()}
+            mine = {}
+            for step in range(1, steps + 1):
+                mine[f"positions after step {step}"] = WEIGHT
+                mine |= {
+                    f"{k} after step {step}": 100 * worker * step * g for k, g in GRADIENTS.items()
+                }
+            ranks.append(mine)
+        yield Trial(world_size, _run_worker, (steps,), ranks, what="rank 0 is the server")
+
+
+push_and_pull = Exercise(
+    reference=parameter_server.push_and_pull,
+    helpers=(parameter_server.trained_in,),
+    trials=_worker_trials,
+    hints={
+        "start": "The trained parameters are those of module.parameters() with requires_grad. "
+        "parameters_to_vector puts their .grad into one vector: send that to rank 0.",
+        "values": "Receive into a vector of the same length, then vector_to_parameters.",
+        "hang": "First send the gradients, then receive the weights: each once a step.",
+        "error": "One vector each way, of all trained parameters and nothing else.",
+    },
+    praise="gradients out, weights in, on 1 and 2 workers; what is frozen stays.",
+    mistakes=mistakes("""
+pushes_the_weights: (p.grad for p in trained) → trained
+    What the server got is 7 everywhere: those are the weights. Push the gradients, p.grad.
+forgets_what_came: vector_to_parameters(weights, trained) → pass
+    What the server sent isn't in the model: vector_to_parameters(weights, trained) puts it there.
+steps_by_itself: vector_to_parameters(weights, trained) → for p in trained:⏎    p.data -= p.grad
+    That is a step of the worker's own. Here only the server steps; take its weights as they are.
+adds_them: vector_to_parameters(weights, trained) → old = parameters_to_vector(trained).detach()
+    ⏎vector_to_parameters(old + weights, trained)
+    What comes are the new weights themselves, not a change: put them in place of the old ones.
+the_frozen_too: if parameter.requires_grad → if parameter is not None
+    A frozen parameter has no gradient, its .grad is None: pass over those without requires_grad.
+pulls_first: dist.send(parameters_to_vector(p.grad for p in trained), 0) → pass
+    dist.recv(weights, 0) → dist.recv(weights, 0)
+    ⏎dist.send(parameters_to_vector(p.grad for p in trained), 0)
+    The server answers a gradient: push first, then pull.
+one_by_one: dist.send(parameters_to_vector(p.grad for p in trained), 0) → for p in trained:
+    ⏎    dist.send(p.grad, 0)
+    One vector each way: parameters_to_vector makes it of all gradients.
+"""),
+)
+
+
+def _run_serve(answer, steps):
+    """Each worker pushes its digit of a tally, times the number of workers."""
+    module, rank, got = Stack(), dist.get_rank(), {}
+    if rank == 0:
+        answer(module, torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.5), steps)
+        return {name: _brief(parameter) for name, parameter in module.named_parameters()}
+    for step in range(1, steps + 1):
+        dist.send(_vector((dist.get_world_size() - 1) * 10 ** (rank - 1)), 0)
+        pulled = _vector(0)
+        dist.recv(pulled, 0)
+        got |= {f"{name} after step {step}": value for name, value in _parts(pulled).items()}
+    return got
+
+
+def _serve_trials():
+    for world_size, steps in ((3, 1), (3, 2), (4, 2), (2, 2)):
+        expected, mean = {}, tally(world_size - 1)
+        for step in range(1, steps + 1):
+            moved = mean if step == 1 else 2.5 * mean  # with a momentum of 1/2
+            after = {name: WEIGHT - moved * factor for name, factor in GRADIENTS.items()}
+            expected |= {f"{name} after step {step}": value for name, value in after.items()}
+        ranks = [{"positions": WEIGHT} | after] + [expected] * (world_size - 1)
+        what = f"{world_size - 1} workers, {steps} steps".replace("1 workers", "1 worker")
+        yield Trial(world_size, _run_serve, (steps,), ranks, what=what.replace("1 steps", "1 step"))
+
+
+serve = Exercise(
+    reference=parameter_server.serve,
+    helpers=(parameter_server.follow, parameter_server.trained_in),
+    trials=_serve_trials,
+    hints={
+        "start": "A vector of zeros as long as parameters_to_vector(trained), then recv from each "
+        "of range(1, world_size) into another one, and add.",
+        "values": "In each step: add up W-1 gradients, divide by W-1, give each parameter its part "
+        "as .grad, optimizer.step(); only then send the weights, to every worker.",
+        "hang": "Each worker sends once a step, and waits for the weights: also in the last step.",
+        "error": "A message has all trained parameters, and nothing else, in one vector.",
+    },
+    praise="1, 2 and 3 workers have one process's weights, also with momentum.",
+    mistakes=mistakes("""
+sums: total / len(workers) → total
+    The step is as long as all workers' steps together: divide the sum by their number.
+divides_by_ranks: total / len(workers) → total / dist.get_world_size()
+    It was divided by the number of ranks. The server is one of them, and brings no gradient.
+keeps_the_last: total += gradient → total = gradient
+    Only the last worker's gradient counts: add them up before you step.
+into_one_buffer: total += gradient → total = gradient * len(workers)
+    Only the last worker's gradient counts: the next recv into the same tensor overwrites it. Add
+    each before the next comes, or give each a tensor of its own.
+never_steps: optimizer.step() → pass
+    The weights never change: once the mean is in .grad, optimizer.step().
+follows_each: total += gradient → follow(gradient, trained, optimizer)
+    follow(total / len(workers), trained, optimizer) → pass
+    Every worker's gradient made a step of its own. Wait for all, then make one step.
+one_after_the_other: total += gradient → follow(gradient, trained, optimizer)
+    ⏎dist.send(parameters_to_vector(trained), worker)
+    follow(total / len(workers), trained, optimizer) → pass
+    for worker in workers:⏎dist.send(parameters_to_vector(trained), worker) → pass
+    The first worker got its weights before the others' gradients had come: first recv from all.
+answers_at_once: total += gradient → total += gradient
+    ⏎dist.send(parameters_to_vector(trained), worker)
+    for worker in workers:⏎dist.send(parameters_to_vector(trained), worker) → pass
+    The server steps, but the workers get the weights from before. Send them after the step.
+sends_the_mean: dist.send(parameters_to_vector(trained), worker) → dist.send(total, worker)
+    The workers wait for weights, and get gradients: they have no optimizer.
+adds_to_the_last_step: total = torch.zeros_like(parameters_to_vector(trained)) → total = (
+    ⏎    total if _ else torch.zeros_like(parameters_to_vector(trained)))
+    The first step's gradients are in the second one, too: begin each step with zeros.
+steps_by_hand: optimizer.step() → for parameter in trained:⏎    parameter -= parameter.grad
+    The first step is right, the second isn't: the optimizer has a momentum. optimizer.step().
+ranks_for_workers: range(1, dist.get_world_size()) → range(dist.get_world_size())
+    Rank 0 is the server. The workers are range(1, dist.get_world_size()).
+the_frozen_too: if parameter.requires_grad → if parameter is not None
+    A message has the trained parameters only: pass over those without requires_grad.
+"""),
+)
 
 
 # average_gradients(module)
@@ -308,6 +469,103 @@ adds_tied_twice: in module.parameters() → in (*module.parameters(), module.hea
 )
 
 
+# NaiveDDP: equal at the start, averaged after backward
+
+
+def _run_naive(answer, steps, unused):
+    """Every rank begins elsewhere; in the last step rank 1 may leave out a layer."""
+    module, rank, world_size = Stack(), dist.get_rank(), dist.get_world_size()
+    module.register_buffer("statistics", torch.full((2,), WEIGHT))
+    module.register_buffer("batches", torch.tensor(7))
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data += 100 * rank
+    model = answer(module)
+    kinds = {"trained": [], "frozen": [], "buffers": list(module.buffers())}
+    for parameter in module.parameters():
+        kinds["trained" if parameter.requires_grad else "frozen"].append(parameter)
+    found = {kind: {n for t in ts for n in t.view(-1).tolist()} for kind, ts in kinds.items()}
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    for step in range(1, steps + 1):
+        skips = unused and step == steps and rank == 1
+        optimizer.zero_grad()
+        model(world_size * 10**rank, LAYERS[1:4] if skips else LAYERS).backward()
+        model.synchronize()
+        left = left_in(module)
+        optimizer.step()
+    values = [r for r in all_reduces() if not set(r.values or [2]) <= {0, 1}]
+    nbytes = sum(parameter.nbytes for parameter in kinds["trained"])
+    excess = sum(record.bytes for record in values) - steps * nbytes
+    return found | left | {"bytes too many": max(0, excess)}
+
+
+def _naive_trials():
+    for world_size, steps, unused in ((2, 1, False), (4, 2, False), (3, 2, True), (1, 1, False)):
+        start = {kind: {WEIGHT} for kind in ("trained", "frozen", "buffers")}
+        mean, grads, weights = tally(world_size), {}, {"positions": WEIGHT}
+        for name, factor in GRADIENTS.items():
+            left_out = unused and name not in LAYERS[1:4]
+            grads[f"{name}.grad"] = (mean - 10 * left_out) * factor
+            weights[name] = WEIGHT - (steps - 1) * LR * mean * factor
+        expected = start | ideal(mean) | grads | weights | {"bytes too many": 0}
+        what = f"step {steps}" + ", in which rank 1 leaves a layer out" * unused
+        yield Trial(world_size, _run_naive, (steps, unused), [expected] * world_size, what=what)
+
+
+NaiveDDP = Exercise(
+    reference=data_parallel.NaiveDDP,
+    helpers=(
+        data_parallel.average_gradients,
+        data_parallel.broadcast_module,
+        data_parallel.DataParallel,
+    ),
+    trials=_naive_trials,
+    hints={
+        "start": "In __init__, dist.broadcast each of module.parameters() and module.buffers() "
+        "from rank 0. synchronize is average_gradients.",
+        "values": "All ranks begin as rank 0 does, and .grad becomes the mean, in place.",
+        "hang": "All ranks make the same calls, whatever they used of the model.",
+    },
+    praise="replicas that begin apart are equal from the start, and follow one mean.",
+    says={
+        "trained": "after wrapping, trained parameters on rank {rank} are {got}, not {expected}.",
+        "frozen": "after wrapping, a frozen parameter on rank {rank} is {got}, not {expected}.",
+        "buffers": "after wrapping, the buffers on rank {rank} are {got}, not {expected}.",
+    },
+    explain=read_mean,
+    mistakes=IN_A_MEAN
+    + mistakes("""
+never_broadcasts: if p.requires_grad}⏎broadcast_module(module, group) → if p.requires_grad}
+    Equal gradients keep replicas as far apart as they began: broadcast rank 0's.
+leaves_the_buffers: , *module.named_buffers()] → ]
+    Buffers belong to the model, too: broadcast module.buffers() as well.
+leaves_the_frozen: [*module.named_parameters(), → [*(n for n in module.named_parameters()
+    ⏎    if n[1].requires_grad),
+    A frozen parameter takes part in forward: broadcast it like the others.
+averages_at_the_start: dist.broadcast(tensor.detach(), group=group, group_src=0) → sum_of = (
+    ⏎    tensor.detach().clone())⏎dist.all_reduce(sum_of)
+    ⏎tensor.data.copy_(sum_of / dist.get_world_size())
+    Equal, but a mean of random models is no good start (and no twin has it): broadcast rank 0's.
+zeroes_at_the_start: dist.broadcast(tensor.detach(), group=group, group_src=0) → tensor.data.zero_()
+    Equal, but not what rank 0 began with: a loaded checkpoint would be lost. Broadcast it.
+each_from_itself: group_src=0 → group_src=dist.get_rank()
+    Each rank is its own source. All must name the same one: src=0.
+wraps_a_copy: = module, group, True → = __import__("copy").deepcopy(module), group, True
+    The optimizer has the module's own parameters: keep the module itself, no copy.
+broadcasts_weights_in_each_step: average_gradients(self.module, self.group) → broadcast_module(
+    ⏎    self.module)
+    Alike, but rank 0's data alone is learned from: .grad must become the mean of all ranks'.
+broadcasts_gradients: dist.all_reduce(parameter.grad, → dist.broadcast(parameter.grad, 0,
+    parameter.grad /= dist.get_world_size(group) → pass
+averages_the_parameters: dist.all_reduce(parameter.grad, → dist.all_reduce(parameter.data,
+    parameter.grad /= → parameter.data /=
+    You average the parameters. It is the gradients that must be alike before the step.
+only_where_there_is_one: if parameter.requires_grad:⏎if parameter.grad is None: → if (
+    ⏎        parameter.grad is not None):⏎    if False:
+    A rank that left out a layer has None there, and the others wait: send zeros for it.
+"""),
+)
+
+
 # HookedDDP: what is wrong with it?
 
 
@@ -330,7 +588,7 @@ class HookedDDP(torch.nn.Module):
         return self.module(*inputs)
 
 
-X, LR = 2.0, 1 / 16  # every rank's only point; of SGD, which hides no factor
+X = 2.0  # every rank's only point
 
 
 def _run_hooked(answer, steps):

@@ -149,6 +149,31 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     )
 
 
+def scaling(
+    compute_s: float, wires: Mapping[str, Callable[[int], float]], most: int = 32
+) -> Picture:
+    """The time of a step on 1 to `most` workers, and where it is least.
+
+    compute_s: of the whole batch, which workers share. wires: {name: seconds on the wire with so
+    many workers}, which come on top. Notebook 03.
+    """
+    title = "Time of a step, by the number of workers"
+    figure, (axes,) = chart(title)
+    workers, said = range(1, most + 1), []
+    alone = [compute_s / n for n in workers]
+    axes.plot(workers, alone, color="black", lw=2, ls=page.DASHES, label="computing alone")
+    for (name, wire), fill in zip(wires.items(), page.RANK_COLOURS, strict=False):
+        seconds = [compute_s / n + wire(n) for n in workers]
+        best = min(workers, key=lambda n: seconds[n - 1])
+        axes.plot(workers, seconds, color=fill, lw=3, label=name)
+        axes.plot(best, seconds[best - 1], color=fill, marker="o", ms=14)
+        end = f"{seconds[-1]:.2f} s with {most}"
+        said.append(f"{name}: least with {best}, {seconds[best - 1]:.2f} s; {end}")
+    axes.set(xlabel="workers", ylabel="time (s)", xlim=(0, most + 1), ylim=(0, None))
+    legend(figure)
+    return Picture(figure, f"{title}. {'. '.join(said)}.")
+
+
 def _stacked_bars(axes, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, object]):
     """A bar for each row, a part of it for each of `colours`; returns where the bars end."""
     names, ends = list(rows), [0.0] * len(rows)

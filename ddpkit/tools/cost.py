@@ -311,19 +311,3 @@ def best_cap(
     for cap, plan in plans.items():
         exposed_s[cap] = timeline(plan, ready_s, sizes, model, world_size).exposed_s
     return min(plans, key=lambda cap: (exposed_s[cap], -cap))
-
-
-# Batches
-
-
-def accumulation_for(batch: int, micro_batch: int, data_parallel: int) -> int:
-    """How many micro-batches each rank must accumulate, so that a step learns from `batch`.
-
-    batch = micro-batch × accumulation × data-parallel size, in sequences. micro_batch: those in one
-    forward of one rank. ValueError: one is less than 1, or the batch doesn't divide. Notebook 03.
-    """
-    check_counts(batch=batch, micro_batch=micro_batch, data_parallel=data_parallel)
-    if batch % (micro_batch * data_parallel):
-        expected = f"expected a multiple of {micro_batch} × {data_parallel} sequences"
-        raise ValueError(f"{expected}, got {batch}: change the batch or the micro-batch")
-    return batch // (micro_batch * data_parallel)

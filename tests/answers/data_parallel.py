@@ -40,6 +40,52 @@ def average_gradients_by_flags(module):
             parameter.grad /= dist.get_world_size()
 
 
+def push_and_pull_by_hand(model):
+    flat = torch.cat([parameter.grad.flatten() for parameter in _trained(model)])
+    dist.send(flat, 0)
+    dist.recv(flat, 0)
+    for parameter in _trained(model):
+        with torch.no_grad():
+            parameter.copy_(flat[: parameter.numel()].view_as(parameter))
+        flat = flat[parameter.numel() :]
+
+
+def serve_whoever_comes(model, optimizer, steps):
+    """The order of a sum doesn't matter, here at least."""
+    trained, workers = _trained(model), dist.get_world_size() - 1
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=False)
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(workers):
+            pushed = torch.empty(sum(parameter.numel() for parameter in trained))
+            dist.recv(pushed)
+            parts = pushed.split([parameter.numel() for parameter in trained])
+            for parameter, part in zip(trained, parts, strict=True):
+                parameter.grad += part.view_as(parameter) / workers
+        optimizer.step()
+        weights = torch.cat([parameter.detach().flatten() for parameter in trained])
+        sending = [dist.isend(weights, worker) for worker in range(1, workers + 1)]
+        for work in sending:
+            work.wait()
+
+
+class NaiveDDPWhole(torch.nn.Module):
+    """As a reader writes it; buffers and frozen parameters are in the state_dict."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, src=0)
+
+    def synchronize(self):
+        average_gradients_by_flags(self.module)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+
 def sum_or_mean_by_parameter(module, reduction, rows):
     for parameter in _trained(module):
         if reduction == "mean":
@@ -71,6 +117,9 @@ class HookedOnTensors(torch.nn.Module):
 
 
 RIGHT = [
+    ("push_and_pull", push_and_pull_by_hand),
+    ("serve", serve_whoever_comes),
+    ("NaiveDDP", NaiveDDPWhole),
     ("average_gradients", average_gradients_in_one_message),
     ("average_gradients", average_gradients_by_avg),
     ("average_gradients", average_gradients_by_flags),
