@@ -322,9 +322,10 @@ in_total: return ModelStates(* → return sum(
 CLIPS = {"long everywhere": 1, "longer than 20 on rank 1": 20, "short": 1000, "all zeros": 1}
 
 
-def _shards(rank: int, what: str) -> list[list[float]]:
-    long = 0 if what == "all zeros" else rank + 1.0
-    return [[3 * long, -4 * long], [12 * long]]
+def _part(rank: int, what: str) -> list[float]:
+    """Of the gradient; 13 · (rank + 1) long."""
+    times = 0.0 if what == "all zeros" else rank + 1.0
+    return [3 * times, -4 * times, 12 * times]
 
 
 def _longest(world_size: int) -> dict[str, float]:
@@ -336,7 +337,7 @@ def _run_clip(answer):
     seen = {}
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for what, max_norm in _longest(world_size).items():
-        shards = [torch.tensor(each, dtype=torch.float64) for each in _shards(rank, what)]
+        shards = list(torch.tensor(_part(rank, what), dtype=torch.float64).split((2, 1)))
         norm = answer(shards, max_norm)
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
         seen[f"shards, {what}"] = [round(x, 3) for x in torch.cat(shards).tolist()]
@@ -348,8 +349,8 @@ def _clipped(world_size: int) -> list[dict]:
     """The specification: the gradient in one list."""
     seen = [{} for _ in range(world_size)]
     for what, max_norm in _longest(world_size).items():
-        ranks = [sum(_shards(rank, what), []) for rank in range(world_size)]
-        length = math.hypot(*sum(ranks, []))
+        ranks = [_part(rank, what) for rank in range(world_size)]
+        length = math.hypot(*(math.hypot(*numbers) for numbers in ranks))
         factor = max_norm / length if length > max_norm else 1
         for rank, numbers in enumerate(ranks):
             seen[rank][f"length, {what}"] = round(length, 3)
