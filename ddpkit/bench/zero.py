@@ -7,7 +7,7 @@ than computing alone: synchronisation and update. Batches are small, so that it 
 import operator
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -30,6 +30,7 @@ ROUNDS = 24
 TORCH, AS_IT_COMES = "torch DDP + its ZeRO", "default options"
 TORCH_DDP, OUR_DDP = "torch DDP + AdamW", "BucketedDDP + AdamW"
 ZERO, SHARED = "ZeroOptimizer", "shared memory"
+VARIANTS = TORCH, AS_IT_COMES, TORCH_DDP, OUR_DDP, ZERO, SHARED
 GOALS = [
     Goal(ZERO, TORCH, 1.3),
     Goal(ZERO, AS_IT_COMES, 1.5),
@@ -52,8 +53,10 @@ def torchs_zero() -> type[torch.optim.Optimizer]:
     return ZeroRedundancyOptimizer
 
 
-def make_replicas(make: Callable[[], Task], group: ProcessGroup) -> dict[str, Replica]:
-    """{variant: replica}, the baseline first."""
+def make_replicas(
+    make: Callable[[], Task], group: ProcessGroup, names: Iterable[str] = VARIANTS
+) -> dict[str, Replica]:
+    """{variant: replica}, the baseline first. Computing alone, and the baseline again, always."""
     adamw, options = torch.optim.AdamW, {"lr": 1e-4, "fused": True}
     by_torch = partial(DistributedDataParallel, process_group=group, gradient_as_bucket_view=True)
     torch_zero = partial(torchs_zero(), optimizer_class=adamw, process_group=group, **options)
@@ -70,16 +73,17 @@ def make_replicas(make: Callable[[], Task], group: ProcessGroup) -> dict[str, Re
         COMPUTE: (itself, None),
         TORCH + AGAIN: (by_torch, torchs_best),
     }
-    return {name: Replica(make, *how) for name, how in variants.items()}
+    wanted = {*names, COMPUTE, TORCH + AGAIN}
+    return {name: Replica(make, *how) for name, how in variants.items() if name in wanted}
 
 
 # Bytes sent
 
 
-def count_sent(make: Callable[[], Task]) -> dict[str, float]:
+def count_sent(make: Callable[[], Task], names: Iterable[str] = VARIANTS) -> dict[str, float]:
     """{variant: bytes that this rank sends in a step}."""
     rank, world_size, sent = dist.get_rank(), dist.get_world_size(), {}
-    for name, replica in make_replicas(make, dist.group.WORLD).items():
+    for name, replica in make_replicas(make, dist.group.WORLD, names).items():
         for _ in range(WARM_UP):
             replica.step()
         before = len(recorder().records)
@@ -97,16 +101,20 @@ def sent_by_all(record: Record, rank: int, world_size: int) -> float:
 
 
 def measure(
-    models: dict[str, Callable[[], Task]] = MODELS, rounds: int = ROUNDS, world_size: int = 2
+    models: dict[str, Callable[[], Task]] = MODELS,
+    rounds: int = ROUNDS,
+    world_size: int = 2,
+    variants: Iterable[str] = VARIANTS,
 ) -> Results:
-    """Time the steps of every variant on each model, on Gloo. What is compared is `Sync`.
+    """Time the steps of the variants on each model, on Gloo. What is compared is `Sync`.
 
-    rounds: how often each variant has its turn. ValueError: no round.
+    rounds: how often each has its turn. variants: some of `VARIANTS`, the first among them.
+    ValueError: no round.
     """
     found = Results(legend=LEGEND)
     for model, make in models.items():
-        raced = race_replicas(partial(make_replicas, make), rounds, world_size)
-        ranks = launch(count_sent, make, world_size=world_size, backend="gloo")
+        raced = race_replicas(partial(make_replicas, make, names=variants), rounds, world_size)
+        ranks = launch(count_sent, make, variants, world_size=world_size, backend="gloo")
         found += together(model, world_size, *raced, list(ranks))
     return found
 
