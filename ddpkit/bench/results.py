@@ -18,8 +18,8 @@ FOLDER = Path("bench-results")
 AGAIN = " again"  # after the baseline's name: the same code, timed a second time in every round
 RESAMPLES = 2000
 SPEED = """\
-Speed: how many times as fast as the first, round by round, with its 95 %
-interval. A/A: the first against itself; what is inside may be chance."""
+Speed: how many times as fast as the first, round by round, with its
+95 % interval. A/A: the first against itself; inside may be chance."""
 
 
 class Ratio(NamedTuple):

@@ -27,8 +27,8 @@ from .results import AGAIN, SPEED, Goal, Result, Results, report
 from .training import COMPUTE, WARM_UP, Replica, Task, gpt, itself, race_replicas
 
 ROUNDS = 24
-TORCH, AS_IT_COMES = "torch DDP + its ZeRO", "default options"
-TORCH_DDP, OUR_DDP = "torch DDP + AdamW", "BucketedDDP + AdamW"
+TORCH, AS_IT_COMES = "torch's ZeRO", "by default"
+TORCH_DDP, OUR_DDP = "torch's DDP", "BucketedDDP"
 ZERO, SHARED = "ZeroOptimizer", "shared memory"
 VARIANTS = TORCH, AS_IT_COMES, TORCH_DDP, OUR_DDP, ZERO, SHARED
 GOALS = [
@@ -38,8 +38,9 @@ GOALS = [
     Goal(SHARED, TORCH, 1.3),
 ]
 LEGEND = f"""\
-Step: the median; Sync: that less compute alone, for synchronisation and update.
+Step: the median; Sync: that less compute, for gradients and update.
 Sent: MB by a rank in a step. State: MB of the rank that has most.
+By default: without parameters_as_bucket_view. Both DDPs: with AdamW.
 {SPEED}"""
 linears = partial(training.linears, rows=16)
 MODELS = {"12 × Linear(1024)": linears, "GPT": gpt}
@@ -129,8 +130,8 @@ def together(
             mean = statistics.mean(rank[name] for rank in sent)
             sync_s = tuple(map(operator.sub, steps, seconds[COMPUTE]))
             columns = {
-                "Step (ms)": f"{statistics.median(steps) * 1e3:.1f}",
-                "Sync (ms)": f"{statistics.median(sync_s) * 1e3:.1f}",
+                "Step ms": f"{statistics.median(steps) * 1e3:.1f}",
+                "Sync ms": f"{statistics.median(sync_s) * 1e3:.1f}",
                 "Sent": f"{mean / 1e6:.4g}",
                 "State": f"{state_bytes[name] / 1e6:.4g}",
             }
