@@ -337,7 +337,7 @@ def test_what_is_watched_after_forward_is_what_is_measured():
     numbers = sum(parameter.numel() for parameter in gpt.parameters())
     assert timeline.at(0)["parameters"] == 4 * numbers
     measured = kept_bytes(gpt, tokens)
-    assert timeline.at(timeline.marks[1][0] - 1)["activations"] == measured
+    assert timeline.at(timeline.begins("backward") - 1)["activations"] == measured
     assert max(timeline.by_kind["gradients"]) == count_states(gpt).gradients
 
 

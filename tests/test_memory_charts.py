@@ -6,7 +6,7 @@ from test_figures import check_picture
 from torch import nn
 
 from ddpkit.checkpointing import checkpoint, selective_checkpoint
-from ddpkit.lesson import charts, memory_charts
+from ddpkit.lesson import charts, memory_charts, page
 from ddpkit.models import GPT, mean_loss, torch_attention
 from ddpkit.tools.memory import (
     KINDS,
@@ -71,6 +71,27 @@ def test_marks_stand_one_after_the_other():
     axes = memory_charts.timelines({"it": each}).figure.axes[0]
     said = [(text.get_text(), text.get_position()[0]) for text in axes.texts]
     assert said == [("forward", 1), ("backward", 40), ("sync", 78), ("step", 83)]
+
+
+# A block and a heap
+
+
+def test_a_stamp_for_each_thing_that_is_kept():
+    terms = block_activations(2, 128, 64, 4)
+    picture = memory_charts.stamped_block(terms)
+    check_picture(picture, page.ORANGE)
+    written = [text.get_text() for text in picture.figure.axes[0].texts]
+    assert [each for each in written if each in {term.formula for term in terms}] == [
+        term.formula for term in terms
+    ]
+    assert repr(picture).endswith("34sbd + 16sb + 5bs²H")
+    assert repr(memory_charts.stamped_block()).startswith("A block: norm, qkv, softmax, dropout,")
+
+
+def test_heaps():
+    picture = memory_charts.heaps({"all there": "AAbb", "after": "..bb"})
+    assert repr(picture) == "AAbb  all there\n..bb  after"
+    check_picture(picture, page.SKY, page.ORANGE)
 
 
 # Growth

@@ -13,12 +13,13 @@ from ..tools.memory import (
     Timeline,
     block_activations,
     checkpointed_activations,
+    coefficients,
     model_states,
 )
 from ..tools.units import size
 from . import page
 from .charts import KIND_COLOURS, byte_bars
-from .page import Picture, chart, legend, patch, stroke
+from .page import Canvas, Picture, chart, legend, patch, stroke
 from .widgets import Calculator, Slider
 
 PEAK = {"marker": "o", "ms": 13, "mfc": "none", "mec": "black", "mew": 2.5, "ls": ""}
@@ -77,6 +78,69 @@ def _said_peak(name: str, timeline: Timeline) -> str:
     there = timeline.at(timeline.peak)
     parts = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in there.items() if nbytes)
     return f"{name}: at most {size(max(timeline.totals))}{where}: {parts}."
+
+
+# A block, with a stamp on all that it keeps
+
+HALVES = (  # operations: is the tensor before it kept, does it keep something of its own
+    "norm 11, qkv 10, softmax 10, dropout 11, × values 10, out 10, dropout 01",
+    "norm 11, first 10, GELU 10, second 10, dropout 01",
+)
+
+
+def stamped_block(terms: Sequence[Term] = ()) -> Picture:
+    """A transformer block as a row of operations for each half; what is kept is stamped.
+
+    terms: as `block_activations` gives them for materialised attention and dropout, or none.
+    Notebook 06.
+    """
+    step, wide, high = 128, 84, 40
+    canvas, stamps, names = Canvas(7 * step + 144, 420), iter(terms), []
+    if terms:
+        canvas.key(20, 14, page.ORANGE, "kept for backward")
+
+    def stamp(x, y):
+        term = next(stamps, None)
+        if term:
+            canvas.box(x - 34, y - 13, 68, 26, page.ORANGE, round=6)
+            canvas.text(x, y, term.formula)
+
+    for row, operations in enumerate(HALVES):
+        y = 120 + 190 * row
+        for at, operation in enumerate(operations.split(", ")):
+            x, (name, kept) = 68 + step * at, operation.rsplit(" ", 1)
+            names.append(name)
+            canvas.arrow((x - step + wide if at else 20, y), (x, y), line=2)
+            canvas.box(x, y - high / 2, wide, high, page.SKY, round=6)
+            canvas.text(x + wide / 2, y, name)
+            if kept[0] == "1":
+                stamp(x - 20, y - 42)
+            if kept[1] == "1":
+                stamp(x + wide / 2, y + 42)
+        end = x + wide + 44
+        canvas.arrow((x + wide, y), (end, y), line=2)
+        canvas.line([(30, y), (30, y + 68), (end + 16, y + 68)], page.GREY)
+        canvas.arrow((end + 16, y + 68), (end + 16, y + 16), page.GREY, line=2)
+        canvas.box(end, y - 16, 32, 32, round=16)
+        canvas.text(end + 16, y, "+", bold=True)
+    if not terms:
+        return canvas.picture(f"A block: {', '.join(names)}.")
+    said = [f"{term.formula:>6}  {term.name}" for term in terms]
+    total = " + ".join(f"{times}{unit}" for unit, times in coefficients(terms).items())
+    return canvas.picture("\n".join(["What a block keeps, in the order of forward:", *said, total]))
+
+
+def heaps(rows: Mapping[str, str]) -> Picture:
+    """Memory as a row of places, one a letter: capitals, small letters and what is free, a dot."""
+    fills = {True: page.SKY, False: page.ORANGE}
+    canvas = Canvas(300 + 30 * max(map(len, rows.values())), 20 + 60 * len(rows))
+    for at, (name, row) in enumerate(rows.items()):
+        canvas.text(12, 38 + 60 * at, name, align="left")
+        for place, letter in enumerate(row):
+            fill = page.EMPTY if letter == "." else fills[letter.isupper()]
+            canvas.box(280 + 30 * place, 20 + 60 * at, 30, 36, fill)
+            canvas.text(295 + 30 * place, 38 + 60 * at, letter.strip("."))
+    return canvas.picture("\n".join(f"{row}  {name}" for name, row in rows.items()))
 
 
 # What grows with the length

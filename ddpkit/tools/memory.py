@@ -360,6 +360,10 @@ class Timeline:
         """Note what begins with the next operation: "forward", "backward", "step"."""
         self.marks.append((len(self.ops), text))
 
+    def begins(self, text: str) -> int:
+        """The first entry with this mark."""
+        return next(entry for entry, mark in self.marks if mark == text)
+
     @property
     def totals(self) -> list[int]:
         return [sum(kinds) for kinds in zip(*self.by_kind.values(), strict=True)]
