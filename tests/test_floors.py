@@ -32,6 +32,7 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     | {"exercises", "IPython", "PIL", "ipywidgets", "matplotlib", "nbclient", "nbformat", "numpy"},
     "bench": BELOW | {"lesson", "numpy"},
     "doctor": {"runtime"},
+    "explain": {"runtime", "tools"},
     "__init__": {"runtime"},
 }
 ONLY_WHEN_USED = {"IPython", "ipywidgets", "matplotlib"}
