@@ -4,29 +4,26 @@ Works without Jupyter, starts CUDA only in a process of its own, and prints no p
 stores the table.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import multiprocessing
 import os
 import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .runtime.backends import nccl_version
 from .runtime.launch import launch
+from .runtime.machine import count_cores, look_at_gpus, memory_bytes
 
 OK, NOTE, PROBLEM = "ok", "note", "PROBLEM"
 OLDEST_PYTHON = (3, 11)
@@ -65,23 +62,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings; printed, the report itself, so that a notebook cell shows it."""
+    """The findings; as text, what a notebook cell shows."""
 
     findings: tuple[Finding, ...]
 
     @property
-    def ok(self) -> bool:
-        return all(finding.level != PROBLEM for finding in self.findings)
+    def problems(self) -> list[str]:
+        return [finding.name for finding in self.findings if finding.level == PROBLEM]
 
     def __repr__(self) -> str:
         """The verdict, then a table, remedies below their finding."""
-        column, lines = max(len(finding.name) for finding in self.findings), []
+        verdict = "This machine can run the course."
+        if self.problems:
+            verdict = f"To be mended first: {', '.join(self.problems)}."
+        column, lines = max(len(finding.name) for finding in self.findings), [verdict, ""]
         for finding in self.findings:
             head = f"{finding.level:<7}  {finding.name:<{column}}  "
             lines += wrap(head, finding.value) + wrap(f"{' ' * len(head)}-> ", finding.remedy)
-        problems = [finding.name for finding in self.findings if finding.level == PROBLEM]
-        mend = f"To be mended first: {', '.join(problems)}."
-        return "\n".join([mend if problems else "This machine can run the course.", "", *lines])
+        return "\n".join(lines)
 
 
 def wrap(head: str, text: str) -> list[str]:
@@ -140,52 +138,6 @@ def examine() -> Iterator[Finding]:
             yield judge(name, f"missing: needed for {purpose} only", fine=False)
 
 
-def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores this process may use: its affinity, and the quota of the container it runs in."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
-    cores = len(affinity(0)) if affinity else os.cpu_count()
-    with contextlib.suppress(OSError, ValueError):  # no container; "max": no limit
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        cores = min(cores, int(quota) / int(period))
-    return cores
-
-
-def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple:
-    """(total, free) of this machine, or of the container where that is less; (0, 0): can't tell."""
-    total = free = 0
-    with contextlib.suppress(OSError):
-        kilobytes = dict(re.findall(r"(\w+): +(\d+) kB", (proc / "meminfo").read_text()))
-        total, free = (int(kilobytes[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    with contextlib.suppress(OSError, ValueError):
-        limit, used = (int((cgroup / f"memory.{what}").read_text()) for what in ("max", "current"))
-        total, free = min(total, limit), min(free, limit - used)
-    return total, free
-
-
-LOOK = """
-import json, torch
-gpus = []
-for index in range(torch.cuda.device_count()):
-    torch.ones(1, device=f"cuda:{index}").item()
-    found = torch.cuda.get_device_properties(index)
-    size = f"{found.total_memory / 2**30:.0f} GiB"
-    gpus.append(f"{found.name} ({size}, capability {found.major}.{found.minor})")
-print(json.dumps(gpus))
-"""
-
-
-def look_at_gpus() -> list[str] | str:
-    """Names and sizes of the GPUs, or what is wrong; a child asks, for that starts CUDA."""
-    code = [sys.executable, "-c", LOOK]
-    try:
-        child = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
-    except subprocess.TimeoutExpired:
-        return "no answer within two minutes"
-    if child.returncode:
-        return (child.stderr.strip() or f"exit code {child.returncode}").splitlines()[-1]
-    return json.loads(child.stdout.splitlines()[-1])
-
-
 def judge_gpus(gpus: list[str] | str) -> Finding:
     if isinstance(gpus, str):
         return judge("GPUs", f"there, but not working: {gpus}", fine=False)
@@ -230,13 +182,12 @@ def gib(nbytes: int) -> str:
 
 
 def main() -> int:
-    result = report()
+    result = Report(tuple(examine()))
     print(result)
-    return 0 if result.ok else 1
+    return 1 if result.problems else 0
 
 
 if __name__ == "__main__":
-    # Through the import, so that ranks see functions of ddpkit.doctor and not of __main__.
-    from ddpkit import doctor
+    from ddpkit import doctor  # so that ranks see its functions, and not those of __main__
 
     sys.exit(doctor.main())

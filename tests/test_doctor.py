@@ -2,6 +2,7 @@
 
 import runpy
 import socket
+import subprocess
 import types
 
 import pytest
@@ -98,7 +99,7 @@ def test_limits_of_a_container(tmp_path, monkeypatch):
 def test_a_gpu_that_does_not_work_is_reported_with_its_last_words(monkeypatch):
     said = "Traceback\nRuntimeError: driver too old\n"
     failed = types.SimpleNamespace(returncode=1, stderr=said, stdout="")
-    monkeypatch.setattr(doctor.subprocess, "run", always(failed))
+    monkeypatch.setattr(subprocess, "run", always(failed))
     assert doctor.look_at_gpus() == "RuntimeError: driver too old"
 
 

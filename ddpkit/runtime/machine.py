@@ -1,0 +1,52 @@
+"""What this machine has: cores, memory, GPUs. Where nobody can tell, nothing is raised."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """Cores this process may use: its affinity, and the quota of the container it runs in."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    cores = len(affinity(0)) if affinity else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):  # no container; "max": no limit
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        cores = min(cores, int(quota) / int(period))
+    return cores
+
+
+def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple:
+    """(total, free) of this machine, or of the container where that is less; (0, 0): can't tell."""
+    total = free = 0
+    with contextlib.suppress(OSError):
+        kilobytes = dict(re.findall(r"(\w+): +(\d+) kB", (proc / "meminfo").read_text()))
+        total, free = (int(kilobytes[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int((cgroup / f"memory.{what}").read_text()) for what in ("max", "current"))
+        total, free = min(total, limit), min(free, limit - used)
+    return total, free
+
+
+LOOK = """
+import torch
+for index in range(torch.cuda.device_count()):
+    torch.ones(1, device=f"cuda:{index}").item()
+    found = torch.cuda.get_device_properties(index)
+    size = f"{found.total_memory / 2**30:.0f} GiB"
+    print(f"{found.name} ({size}, capability {found.major}.{found.minor})")
+"""
+
+
+def look_at_gpus() -> list[str] | str:
+    """Names and sizes of the GPUs, or what is wrong; a child asks, for that starts CUDA."""
+    code = [sys.executable, "-c", LOOK]
+    try:
+        child = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:
+        return "no answer within two minutes"
+    if child.returncode:
+        return (child.stderr.strip() or f"exit code {child.returncode}").splitlines()[-1]
+    return child.stdout.splitlines()
