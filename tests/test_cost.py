@@ -1,7 +1,6 @@
 """ddpkit.tools.cost: volumes beside what real runs send, fits beside models that are known."""
 
 import inspect
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -17,9 +16,7 @@ from ddpkit.tools.cost import (
     CostModel,
     Measurement,
     Volume,
-    best_cap,
     bus_bandwidth,
-    caps,
     crossover,
     fit,
     timeline,
@@ -311,30 +308,11 @@ def test_every_gradient_needs_a_bucket_a_time_and_a_size():
             timeline(plan, ready, sizes, SLOW, 2)
 
 
-def test_the_best_cap_has_the_least_exposed():
+def test_a_cap_between_the_extremes_leaves_the_least_exposed():
     """Twelve gradients, 1 s apart, messages of 2 s + 0.5 s each: small ones queue, large wait."""
     model, ready, sizes = CostModel(1.0, 2.0), [float(number) for number in range(12)], [1] * 12
     plans = {cap: plan_buckets([(1, torch.float32)] * 12, cap) for cap in range(1, 13)}
     exposed = {cap: timeline(plan, ready, sizes, model, 2).exposed_s for cap, plan in plans.items()}
     assert exposed[1] == 12 * 2.5 - 11
     assert exposed[12] == 2 + 6
-    assert best_cap(plans, ready, sizes, model, 2) == 4
     assert exposed[4] == min(exposed.values()) == 4
-
-
-def test_of_equally_good_caps_the_largest_is_chosen():
-    """Backward is so long that only the last gradient's message shows, however the rest is cut."""
-    sizes, ready = [1, 1, 1, 1], [0.0, 0.0, 0.0, 1000.0]
-    plans = {1.0: [[0], [1], [2], [3]], 3.0: [[0, 1, 2], [3]], 4.0: [[0, 1, 2, 3]]}
-    assert best_cap(plans, ready, sizes, SLOW, 2) == 3.0
-    with pytest.raises(ValueError, match="empty"):
-        best_cap({}, ready, sizes, SLOW, 2)
-
-
-def test_caps_go_from_the_smallest_gradient_to_all():
-    found = caps([100, 4, 1000])
-    assert (found[0], found[-1]) == (4, 1104)
-    steps = [after / before for before, after in itertools.pairwise(found)]
-    assert steps[:-1] == pytest.approx([1.2] * (len(found) - 2))
-    assert 1 < steps[-1] <= 1.2
-    assert caps([8]) == [8]

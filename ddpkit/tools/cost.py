@@ -18,7 +18,7 @@ Notebooks 02 and 04.
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -281,33 +281,3 @@ def timeline(
         travel_s.append(model.seconds("ring_all_reduce", nbytes, world_size))
     started, done = zip(*one_wire(full_s, travel_s), strict=True)
     return Timeline(started, done, max(ready_s))
-
-
-def caps(sizes: Sequence[int]) -> list[float]:
-    """Bucket caps worth a try, in bytes: from the smallest gradient to all, each a fifth larger.
-
-    Not every plan there is: neighbours would differ by less than a model is wrong by.
-    """
-    found, cap, most = [], max(1, min(sizes)), sum(sizes)
-    while cap < most:
-        found.append(cap)
-        cap *= 1.2
-    return [*found, most]
-
-
-def best_cap(
-    plans: Mapping[float, Plan],
-    ready_s: Sequence[float],
-    sizes: Sequence[int],
-    model: CostModel,
-    world_size: int,
-) -> float:
-    """The bucket cap whose plan leaves the least exposed; of several, the largest.
-
-    plans: {cap: plan_buckets(gradients, cap) for cap in caps(sizes)}, for example. The rest, and
-    ValueError, as in `timeline`; also for no plan at all.
-    """
-    exposed_s = {}
-    for cap, plan in plans.items():
-        exposed_s[cap] = timeline(plan, ready_s, sizes, model, world_size).exposed_s
-    return min(plans, key=lambda cap: (exposed_s[cap], -cap))
