@@ -1,9 +1,17 @@
-"""Charts of attention by length: every curve is drawn; bytes are said, times are not."""
+"""Pictures of notebooks 08 and 09: all is drawn; bytes are said, times are not."""
+
+import math
 
 from test_figures import check_picture, has_colour
 
 from ddpkit.lesson import page
-from ddpkit.lesson.attention_charts import bytes_by_length, time_by_length
+from ddpkit.lesson.attention_charts import (
+    bytes_by_length,
+    memory_levels,
+    merge_tree,
+    roofline,
+    time_by_length,
+)
 
 PEAKS = {"plain": {1024: 4_000_000, 2048: 16_000_000}, "tiled": {1024: 1_000_000, 2048: 2_000_000}}
 SECONDS = {"plain": {1024: 0.01, 2048: 0.04}, "tiled": {1024: 0.004, 2048: 0.016}}
@@ -29,3 +37,29 @@ def test_times_are_drawn_and_not_said():
     )
     ys = [list(line.get_ydata()) for line in picture.figure.axes[0].lines]
     assert ys == [[0.01, 0.04], [0.004, 0.016], [0.002, 0.008]]
+
+
+def test_a_tree_says_the_pairs_of_each_round():
+    tree = merge_tree([0.0, math.log(3), -math.inf, 0.0, 0.0])
+    first, second, third, last = repr(tree).splitlines()
+    assert first == "at first: (0, 1) (1.1, 1) (−∞, 0) (0, 1) (0, 1)"
+    assert second == "after 1: (1.1, 1.33) (0, 1) (0, 1)"
+    assert (third, last) == ("after 2: (1.1, 1.67) (0, 1)", "after 3: (1.1, 2)")
+    check_picture(tree, page.ORANGE, page.SKY)
+
+
+def test_memory_levels_are_said_and_drawn():
+    levels = {"on the chip": (20e6, 19e12, "a tile"), "beside it": (40e9, 1.5e12, "q, k, v")}
+    assert repr(memory_levels(levels)) == (
+        "on the chip: 20 MB, 19 TB/s; a tile\nbeside it: 40 GB, 1.5 TB/s; q, k, v"
+    )
+    check_picture(memory_levels(levels), page.ORANGE, page.SKY)
+
+
+def test_a_program_lies_on_its_machines_roof():
+    picture = roofline({"small": (1e9, 1e9), "large": (1e12, 1e10)}, [("program", "large", 10)])
+    assert repr(picture) == (
+        "Rooflines of small, large.\nprogram (large): 10 operations for a byte"
+    )
+    assert list(picture.figure.axes[0].lines[2].get_ydata()) == [1e11]
+    check_picture(picture, *page.RANK_COLOURS[:2])

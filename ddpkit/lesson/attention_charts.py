@@ -1,10 +1,13 @@
-"""Charts of notebook 09: what attention takes by the length of the sequence, in bytes and time."""
+"""Pictures of notebooks 08 and 09: a tree of pairs, memories, rooflines, what attention takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from ..tools.units import size
+import torch
+
+from ..softmax import merge, summarize
+from ..tools.units import number, size
 from . import page
-from .page import Picture, chart, legend
+from .page import Canvas, Picture, chart, legend
 
 Curves = Mapping[str, Mapping[int, float]]  # {name: {length: what it takes}}
 
@@ -47,3 +50,87 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
     page.log_y(axes, "bytes" if unit == "B" else "time", unit)
     legend(figure, axes.lines)
     return figure
+
+
+def merge_tree(row: Sequence[float]) -> Picture:
+    """The pairs of a row's numbers, merged by twos until one is left. Notebook 08.
+
+    row: 2 to 8 numbers, -inf for one that is masked.
+    """
+    values = torch.tensor(row).view(-1, 1)
+    level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]
+    slot, gap, wide, tall = 120, 100, 104, 56
+    rounds = (len(row) - 1).bit_length()
+    canvas = Canvas(slot * len(row) + 40, gap * rounds + tall + 90)
+    said = []
+    for round_ in range(rounds + 1):
+        y = 50 + gap * round_
+        names = [f"({number(m.item())}, {number(ell.item())})" for _, (m, ell) in level]
+        names = [name.replace("-inf", "−∞") for name in names]
+        said.append(f"{'after ' + str(round_) if round_ else 'at first'}: {' '.join(names)}")
+        for (at, _), name in zip(level, names, strict=True):
+            fill = page.ORANGE if len(level) == 1 else page.SKY if round_ else page.EMPTY
+            x = 20 + slot * (at + 0.5)
+            canvas.box(x - wide / 2, y, wide, tall - 10, fill, round=8)
+            canvas.text(x, y + tall / 2 - 5, name)
+        above, level = level, []
+        for left, right in zip(above[::2], [*above[1::2], None], strict=False):
+            both = (left[0] + right[0]) / 2 if right else left[0]
+            level.append((both, merge(left[1], right[1]) if right else left[1]))
+            for part in (left, right) if right and round_ < rounds else ():
+                x, end = 20 + slot * (part[0] + 0.5), 20 + slot * (both + 0.5)
+                canvas.arrow((x, y + tall - 10), (end + (x - end) / 5, y + gap), page.GREY, 2)
+    canvas.text(
+        canvas.width / 2, 26, "(m, ℓ) of each number, then of parts, then of the row", bold=True
+    )
+    return canvas.picture("\n".join(said))
+
+
+def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
+    """Memories, the fastest above: the larger, the wider, and the slower. Notebook 09.
+
+    levels: {name: (bytes, bytes a second, what lies there)}.
+    """
+    canvas, said = Canvas(page.WIDEST, 110 * len(levels) + 20), []
+    for at, (name, (nbytes, speed, holds)) in enumerate(levels.items()):
+        share = (at + 1) / len(levels)
+        wide, y = 180 + 340 * share, 20 + 110 * at
+        fill = (page.ORANGE, page.SKY, page.EMPTY)[min(at, 2)]
+        canvas.box(290 - wide / 2, y, wide, 86, fill, round=8)
+        canvas.text(290, y + 28, name, page.NORMAL, bold=True)
+        canvas.text(290, y + 60, f"{size(nbytes)}, {size(speed)}/s")
+        canvas.text(590, y + 43, holds, align="left")
+    said = (
+        f"{name}: {size(n)}, {size(speed)}/s; {holds}" for name, (n, speed, holds) in levels.items()
+    )
+    return canvas.picture("\n".join(said))
+
+
+def roofline(roofs: Mapping[str, tuple[float, float]], programs: Sequence[tuple]) -> Picture:
+    """The speed that is possible by operations for each byte, on several machines. Notebook 09.
+
+    roofs: {machine: (operations a second, bytes a second)}. programs: (name, machine, operations
+    for a byte). Speeds may be measured: the picture's words hold none of them.
+    """
+    figure, (axes,) = chart("What is possible, by operations for each byte of memory")
+    looks = dict(zip(roofs, zip(page.RANK_COLOURS, page.MARKERS, strict=False), strict=False))
+    reach = [0.5, 2000.0]
+    for name, (operations, nbytes) in roofs.items():
+        bend = operations / nbytes
+        xs = [reach[0], bend, reach[1]]
+        ys = [min(operations, x * nbytes) for x in xs]
+        axes.plot(xs, ys, color=looks[name][0], lw=3, label=name)
+    for name, machine, intensity in programs:
+        operations, nbytes = roofs[machine]
+        fill, marker = looks[machine]
+        speed = min(operations, intensity * nbytes)
+        axes.plot([intensity], [speed], marker, color=fill, ms=13, mec="black")
+        style = {"textcoords": "offset points", "fontsize": page.SMALL, "bbox": page.WHITE}
+        axes.annotate(name, (intensity, speed), (10, -24), **style)
+    axes.set(xscale="log", yscale="log", xlim=reach, xlabel="operations for each byte")
+    axes.set_ylabel("operations a second")
+    page.with_units(axes.yaxis, "")
+    axes.grid(color=page.FAINT, lw=0.6)
+    legend(figure, axes.lines[: len(roofs)])
+    told = [f"{name} ({machine}): {x:.0f} operations for a byte" for name, machine, x in programs]
+    return Picture(figure, f"Rooflines of {', '.join(roofs)}.\n" + "\n".join(told))
