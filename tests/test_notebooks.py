@@ -124,6 +124,18 @@ def test_prose_cells_are_short(notebook):
             assert len(words) <= 120, (len(words), cell.source[:80])
 
 
+def test_formulas_are_typeset(path, notebook):
+    """Outside of code, in the two notebooks that have most of them."""
+    if path.stem[:2] not in ("08", "09"):
+        pytest.skip("few formulas")
+    typed = re.compile(r"[=^∑√∘≤≥∈′ᵀ²⁻ᵐᵢⱼ₋₁₀]|\w·\w|[A-Z] × [A-Z]|\b[mNDW]−|\([mx], ")
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            no_code = re.sub(r"`[^`]*`|\$\$.*?\$\$|\$[^$]+\$", "", cell.source, flags=re.DOTALL)
+            found = typed.search(re.sub(r"\]\([^)]*\)", "]", no_code))
+            assert not found, no_code[max(0, found.start() - 40) :][:80]
+
+
 def test_prose_comes_between_code(notebook):
     kinds = "".join(cell.cell_type[0] for cell in notebook.cells)
     assert "ccc" not in kinds, notebook.cells[kinds.index("ccc") + 2].source
