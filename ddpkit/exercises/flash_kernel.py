@@ -42,13 +42,13 @@ def flash_kernel(q_ptr, k_ptr, v_ptr, o_ptr, N, scale, D: "tl.constexpr", TILE: 
     tl.store(o_ptr + places, acc / ell[:, None], mask=rows[:, None] < N)
 
 
-D, TILE = 16, 16
+D, TILE = 16, 32  # not alike, or a forgotten [:, None] may go unnoticed
 UNTOUCHED = -1.0  # what stands after the last row of o, and must still stand there; in q, k, v: NaN
 CASES = [  # name, tokens, scores are less by; the usual mistake
-    ("16 tokens, one tile", 16, 0.0, None),
-    ("32 tokens, two tiles", 32, 0.0, "each_tile_alone"),
-    ("24 tokens in tiles of 16", 24, 0.0, "what_sticks_out_counts"),
-    ("scores near -1e10", 24, 1e10, "fills_with_minus_1e9"),
+    ("32 tokens, one tile", 32, 0.0, None),
+    ("64 tokens, two tiles", 64, 0.0, "each_tile_alone"),
+    ("48 tokens in tiles of 32", 48, 0.0, "what_sticks_out_counts"),
+    ("scores near -1e10", 48, 1e10, "fills_with_minus_1e9"),
 ]
 LOADED = "numbers loaded"
 
@@ -123,6 +123,12 @@ each_tile_alone: m_new = tl.maximum(m, tl.max(s, 1)) → m_new = tl.max(s, 1)
     acc * correction[:, None] + →
     One tile is right, several aren't. m, ell and acc go on from tile to tile: m_new is the larger
     of m and the tile's maximum, and ell and acc are multiplied by exp(m - m_new) before they grow.
+maximum_as_a_row: s - m_new[:, None] → s - m_new
+    m_new is one number for each row of s: s - m_new subtracts it from columns. m_new[:, None] is a
+    column, and so are correction[:, None] and ell[:, None] where they meet acc.
+correction_as_a_row: acc * correction[:, None] → acc * correction
+    m_new, correction and ell are one number a row. Where they meet s or acc, make them columns:
+    m_new[:, None], correction[:, None], ell[:, None].
 not_scaled: tl.dot(q, tl.trans(k)) * scale → tl.dot(q, tl.trans(k))
     The scores aren't scaled: times scale, which is 1/√D.
 not_divided: acc / ell[:, None], mask → acc, mask

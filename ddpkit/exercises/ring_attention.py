@@ -141,8 +141,8 @@ ring_attention = Exercise(
         "merge(triple, part). At the end o / ell[:, None].",
         "hang": "Every rank sends and receives in each of W-1 hops, whether it computes or not. "
         "Begin both with dist.batch_isend_irecv before you wait.",
-        "error": "causal: in hop h the keys are those of rank (rank - h) % W. Its own block is "
-        "masked, blocks of ranks after it are skipped.",
+        "error": "m and ℓ are one number a row: o / ell[:, None]. With causal, the keys in hop h "
+        "are those of rank (rank - h) % W: mask a rank's own block, skip those of ranks after it.",
     },
     praise="2(W-1) slices sent by each rank, and never more than a block of scores alive.",
     wire=check_wire,
