@@ -1,6 +1,7 @@
 """Notebooks as files: what a reader, GitHub and nbval need of them. nbval runs them."""
 
 import ast
+import base64
 import re
 import statistics
 from pathlib import Path
@@ -158,6 +159,18 @@ def test_pictures_come_with_words(notebook):
             said = [each.get("text") or each.get("data", {}).get("text/plain") for each in outputs]
             told = any(text and not text.startswith("<Figure") for text in said)
             assert told or (following and following.cell_type == "markdown"), cell.source
+
+
+def test_pictures_fit_the_screen(code):
+    """At 1400 × 900. Stored at twice the size that is shown, which their metadata say."""
+    for cell in code:
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                png = base64.b64decode(output.data["image/png"])
+                width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+                shown = output.metadata.get("image/png", {"width": width, "height": height})
+                assert shown["height"] <= 700, cell.source
+                assert shown["width"] <= 1040, cell.source
 
 
 def test_opens_and_closes_as_all_do(notebook):

@@ -13,6 +13,8 @@ import nbformat
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 
+from ddpkit.lesson.card import card
+
 ROOT = Path(__file__).resolve().parents[1]
 STILL = (
     "*Players and calculators stand still on this page, at one telling picture. They live in "
@@ -21,8 +23,12 @@ STILL = (
 STYLE = """<style>
 mtable[displaystyle] mtd:nth-child(odd) { text-align: right; padding-left: 1em }
 mtable[displaystyle] mtd:nth-child(even) { text-align: left }
+img { max-width: 100%; height: auto }
 blockquote { border-left: 4px solid #0072b2; background: #f2f7fb; padding: 0.3em 1em }
 </style>"""
+NO_ALT = 'alt="No description has been provided for this image"'
+SAYS = re.compile(r"predict(\.score)?\(|\.answer\(|check\.")  # a cell with a card
+SAID = re.compile(r"([✓✗]?) ?(\w+(?: on [^:]+)?|Your prediction): (.*)", re.DOTALL)
 INDEX = """<!doctype html><html lang="en"><meta charset="utf-8"><title>ddpkit</title>
 <style>body {{ font: 18px/1.5 sans-serif; max-width: 44em; margin: 3em auto }}</style>
 <h1>Distributed training, built by hand</h1>
@@ -51,14 +57,31 @@ def formulas(markdown: str) -> str:
     return re.sub(f"{code}|{block}|{inline}", mathml, markdown, flags=re.DOTALL)
 
 
+def cards(notebook: NotebookNode) -> None:
+    """Give what checks and predictions said the card that it has in JupyterLab."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []) if SAYS.search(cell.source) else []:
+            data = output.get("data", {})
+            if "text/plain" in data and "image/png" not in data:
+                found = SAID.match(data["text/plain"])
+                sign, *said = found.groups() if found else ("", data["text/plain"])
+                data["text/html"] = card({"✓": True, "✗": False}.get(sign), *said)
+
+
 def page(notebook: NotebookNode) -> str:
     """The notebook as HTML; links to other notebooks lead to their pages."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = formulas(re.sub(r"(\]\([\w./]+)\.ipynb", r"\1.html", cell.source))
+    cards(notebook)
     notebook.cells.insert(1, nbformat.v4.new_markdown_cell(f"{STILL}\n\n{STYLE}"))
     exporter = HTMLExporter(template_name="lab", mathjax_url="", require_js_url="")
     body, _ = exporter.from_notebook_node(notebook)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:  # nbconvert says that there is no description
+                body = body.replace(NO_ALT, f'alt="{html.escape(data["text/plain"])}"', 1)
     return body
 
 
