@@ -31,6 +31,7 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "lesson": BELOW
     | {"exercises", "IPython", "PIL", "ipywidgets", "matplotlib", "nbclient", "nbformat", "numpy"},
     "bench": BELOW | {"lesson", "numpy"},
+    "debug": {"runtime", "tools"},
     "doctor": {"runtime"},
     "explain": {"runtime", "tools"},
     "__init__": {"runtime"},

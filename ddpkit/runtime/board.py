@@ -166,6 +166,14 @@ class Board:
                 return (index, said) if its_seq == seq else None
         return None
 
+    def page(self, rank: int) -> bytes:
+        """All that `rank` has written, for a board on another machine."""
+        return self._map[rank * self._page_bytes : (rank + 1) * self._page_bytes]
+
+    def set_page(self, rank: int, page: bytes):
+        """Take the page of a rank of another machine."""
+        self._write(rank * self._page_bytes, page)
+
     def _slot(self, rank: int, index: int) -> int:
         return rank * self._page_bytes + _HEAD_BYTES + index % SLOTS * _SLOT_BYTES
 
