@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 
 import torch
 
@@ -75,7 +76,10 @@ def _look(answer: Callable, case: str, N: int, below: float, _: str | None) -> d
     inputs = torch.full((3, N + TILE, D), math.nan)  # who reads too far reads NaN
     inputs[:, :N] = _tensors(N, below)
     o, tiles = torch.full((N + TILE, D), UNTOUCHED), math.ceil(N / TILE)
-    with _count_loads() as loads, warnings.catch_warnings(action="ignore"):  # NumPy's
+    with (
+        _count_loads(flash_triton.triton) as loads,
+        warnings.catch_warnings(action="ignore"),
+    ):  # NumPy's
         kernel[tiles,](*inputs, o, N, D**-0.5, D=D, TILE=TILE)
     loaded, needed = sum(loads), (1 + 2 * tiles) * N * D
     return {
@@ -86,14 +90,13 @@ def _look(answer: Callable, case: str, N: int, below: float, _: str | None) -> d
 
 
 @contextlib.contextmanager
-def _count_loads() -> Iterator[list[int]]:
+def _count_loads(triton: ModuleType) -> Iterator[list[int]]:
     """How many numbers each tl.load of the interpreter brings."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
+    load = triton.runtime.interpreter.InterpreterBuilder.create_masked_load.__code__
     loads, before = [], sys.getprofile()
 
     def look_on(frame, event, _):
-        if event == "call" and frame.f_code is InterpreterBuilder.create_masked_load.__code__:
+        if event == "call" and frame.f_code is load:
             loads.append(int(frame.f_locals["mask"].data.sum()))
 
     sys.setprofile(look_on)
