@@ -135,12 +135,8 @@ seventeen: return 2 * numbers + masks → return 17 * tokens + 5 * pairs
     That is 17 of something for each number: 16 numbers have 2 bytes, only the 2 masks have 1.
 without_dropout: return 2 * numbers + masks → return 32 * tokens + 2 * pairs
     That is without dropout: its masks are 2sbd and 1bs²H, and weights after dropout 2bs²H more.
-counts_numbers: return 2 * numbers + masks → return numbers
-    Those are numbers, and without dropout. A number has 2 bytes.
 four_bytes: 2 * numbers + → 4 * numbers +
     Those are numbers of 4 bytes. Here they have 2.
-everything_twice: return 2 * numbers + masks → return 68 * tokens + 10 * pairs
-    That is everything twice: numbers of 2 bytes, not 4, and masks of 1.
 softmax_only: 2 * pairs⏎masks = 2 * tokens + pairs → pairs⏎masks = 2 * tokens
     Yours is 34sbd + 2bs²H. Look at the attention weights again, the bs²H.
 one_norm: 16 * tokens + → 15 * tokens +
@@ -152,8 +148,6 @@ no_queries_keys_values: 16 * tokens + → 13 * tokens +
     Three are missing as large as the block's input: queries, keys and values?
 no_gelu: 16 * tokens + → 12 * tokens +
     Something of 4 times the width is missing. The MLP keeps two: what GELU gets, and what it gives.
-one_mask: 2 * tokens + pairs → tokens + pairs
-    Yours is 33sbd + 5bs²H. 1sbd are missing.
 sums_kept: 16 * tokens + → 18 * tokens +
     4sbd are too many. What is added or given to dropout isn't kept
 one_head: length**2 * heads → length**2
@@ -162,16 +156,12 @@ one_sequence: batch * length**2 → length**2
     Yours has the attention weights of one sequence. Each of the batch has its own: bs²H, not s²H.
 not_squared: length**2 → length
     Yours has attention weights that don't grow with the square of the length: bs²H, not bsH.
-no_batch: batch * length * width, batch * length**2 → length * width, length**2
-    Every term has the factor b: each sequence of the batch has its own.
 four_heads: length**2 * heads → length**2 * 4
     That was right in the first size, with 4 heads. Elsewhere there are others: use `heads`.
 of_the_notebook: batch * length * width, batch * length**2 * heads → 2 * 128 * 64, 2 * 128**2 * 4
     That is right for the b, s, d and H of the notebook. Use what the function is given.
 with_weights: + masks → + masks + 24 * width**2
     Yours has the block's weights in it. They are there anyway: count only what comes of the batch.
-in_words: return 2 * numbers + masks → return "34sbd"
-    Return a number of bytes.
 """),
 )
 
@@ -269,11 +259,6 @@ fixed_seed: state, *inputs = ctx.saved_tensors → state, *inputs = ctx.saved_te
 leaves_the_random_state: set_random_state(before) → pass
     Only the random numbers after backward are others: put the generator's state back when fn was
     called, for example with torch.random.fork_rng().
-seeds: ctx.fn, ctx.autocast = → torch.manual_seed(7)⏎ctx.fn, ctx.autocast =
-    Forward draws as ever: leave the generator alone there.
-forks_in_forward: return fn(*inputs) → with torch.random.fork_rng(devices=[]):
-        ⏎    return fn(*inputs)
-    The random numbers after forward are others: fork_rng() in backward only.
 state_on_the_class: ctx.fn, ctx.autocast = fn, → Checkpoint.fn, ctx.autocast = fn,
     ctx.fn(*inputs) → Checkpoint.fn(*inputs)
     Of two checkpoints, both called the second's function again: what is kept on the class belongs
@@ -310,8 +295,6 @@ keeps_attributes: ctx.save_for_backward(random_state(), *inputs) →
     ctx.saved_tensors → ctx.saved
     All gradients are right. But autograd can neither free attributes of ctx after backward nor
     notice a change: ctx.save_for_backward(*inputs), and in backward ctx.saved_tensors.
-keeps_attributes_too: return fn(*inputs) → ctx.kept = {"inputs": [inputs]}⏎return fn(*inputs)
-    But inputs kept as attributes of ctx aren't seen by autograd: ctx.save_for_backward is enough.
 keeps_the_result: return fn(*inputs) → ctx.out = fn(*inputs)⏎return ctx.out
     Forward keeps 16 bytes more than the inputs. Keep nothing else, no result either.
 hides_the_inputs: ctx.save_for_backward(random_state(), *inputs) → state = random_state()
@@ -320,17 +303,8 @@ hides_the_inputs: ctx.save_for_backward(random_state(), *inputs) → state = ran
     All gradients are right. But where are the inputs? ctx.save_for_backward(*inputs) keeps them.
 calls_twice_in_forward: return fn(*inputs) → fn(*inputs)⏎return fn(*inputs)
     Forward calls fn 2 times: once is enough. The second call belongs in backward.
-calls_twice_in_backward: output = ctx.fn(*inputs) → ctx.fn(*inputs)⏎output = ctx.fn(*inputs)
-    Backward calls fn 2 times: once is enough.
 returns_nothing: return fn(*inputs) → fn(*inputs)
     forward must return what fn(*inputs) gives.
-returns_the_input: return fn(*inputs) → fn(*inputs)⏎return inputs[0].clone()
-    y isn't what fn gives: forward returns fn(*inputs)
-adds_one: x.grad for x in inputs → x.grad + 1 if x.requires_grad else None for x in inputs
-    x.grad isn't what fn alone would leave.
-as_a_function: class Checkpoint(torch.autograd.Function): →
-        ⏎def Checkpoint(fn, *inputs):⏎    return fn(*inputs)⏎class Unused:
-    Checkpoint is a class: class Checkpoint(torch.autograd.Function)
 """),
 )
 

@@ -172,8 +172,6 @@ makes_fp32_weights: weight.copy_(master) → weight.grad = None⏎weight.data = 
 replaces_the_weights: optimizer.step() → optimizer.step()
         ⏎weights[:] = [master.detach().half().requires_grad_() for master in masters]
     The model holds the old tensors: weight.copy_(master) rounds in place.
-makes_new_memory: weight.copy_(master) → weight.data = master.data.half()
-    Views of the old memory won't see the new: weight.copy_(master) rounds in place.
 stumbles_over_none: None if weight.grad is None else →
     A weight that took no part has no gradient, weight.grad is None: then master.grad is None, too.
 """),
@@ -245,8 +243,6 @@ LossScaler = Exercise(
     mistakes=mistakes("""
 leaves_the_loss: return loss * self.factor → return loss
     scale(loss) returns loss * factor, a new tensor, whose gradients are as many times as large.
-returns_no_loss: return loss * self.factor → loss * self.factor
-    return loss * factor: a function without return gives None.
 scales_in_place: return loss * self.factor → loss *= self.factor⏎return loss
     Return a new tensor, loss * factor: who prints the loss wants the old one.
 never_unscales: if self.overflow is None:⏎self.unscale_(optimizer) → if False:⏎    pass
@@ -290,7 +286,6 @@ steps_anyhow: if self.overflow:⏎self.skipped += 1⏎else:⏎optimizer.step() �
     A gradient overflowed, and the optimizer stepped. Does step() skip? Does unscale_ look at all
     numbers of all gradients in all groups?
 looks_at_the_first: get_total_norm(gradients, 1.0) → gradients[0].sum()
-looks_at_first_numbers: get_total_norm(gradients, 1.0) → sum(g[0] for g in gradients)
 forgets_one_weight: overflow = (~get_total_norm(gradients, 1.0).isfinite()).float() →
         ⏎for p in parameters:⏎    if p.grad is not None and not p.grad.isfinite().all():
         ⏎        p.grad = None⏎overflow = torch.zeros(())
@@ -370,8 +365,6 @@ predict_bytes = Exercise(
     mistakes=mistakes("""
 always_16: (weight_and_gradient + master + moments) → 16
     It is not always 16: SGD has no moments, momentum one.
-of_one: return parameters * → return
-    Yours is of one parameter: there are more.
 counts_numbers: master + moments) → master + moments) // 4
     Count bytes, not numbers: fp32 has 4.
 without_master: (2 + 2, 4) → (2 + 2, 0)
@@ -380,8 +373,6 @@ without_gradients: (4 + 4, 0), "mixed": (2 + 2, 4) → (4, 0), "mixed": (2, 4)
     The gradient counts, too: as many bytes as the weight.
 fp32_gradients: (2 + 2, 4) → (2 + 4, 4)
     2 too many: the gradient has the dtype of its weight.
-keeps_fp32_weights: (2 + 2, 4) → (4 + 4, 4)
-    4 too many: weight and gradient are 16-bit, 2 bytes each.
 small_moments: [optimizer] → [optimizer] // (2 if precision == "mixed" else 1)
     2 are missing: moments are fp32, in mixed precision too.
 one_moment: "AdamW": 4 + 4 → "AdamW": 4
@@ -393,8 +384,6 @@ half_of_all: (2 + 2, 4) → (2 + 2, 0)
     is only where weights have 16 bits.
 master_in_fp32_too: (4 + 4, 0) → (4 + 4, 4)
     Too many: without 16-bit weights there is no master copy.
-prints: return parameters * (weight_and_gradient + master + moments) → return "16 bytes"
-    Return a number.
 """),
 )
 

@@ -3,7 +3,6 @@
 Notebook 05.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -34,17 +33,17 @@ class FloatExplorer(Live):
         """A number as it was typed, in a format; or a pattern in place of the number."""
         chosen = BY_NAME[format]
         if pattern is None:
-            self._exact, self._typed = parse(value), value
-            pattern = floats.encode(self._exact, chosen)
+            self._value, self._typed = parse(value), value
+            pattern = floats.encode(self._value, chosen)
         else:
-            self._exact = floats.decode(pattern, chosen)
-            self._typed = str(self._exact)
+            self._value = floats.decode(pattern, chosen)
+            self._typed = str(self._value)
         self.number = floats.describe(pattern, chosen)
 
     def look(self) -> tuple[str, Picture]:
         found = {}
         for format in floats.FORMATS:
-            found[format] = floats.describe(floats.encode(self._exact, format), format)
+            found[format] = floats.describe(floats.encode(self._value, format), format)
         number = found[self.number.format] = self.number
         said = [f"{self._typed} in {number.format.name}: {number.bits}, {number.formula}"]
         said += map(str, found.values())
@@ -122,15 +121,10 @@ def float_explorer(value: str = "0.1", format: str = "bf16") -> FloatExplorer:
     return FloatExplorer(value, format)
 
 
-def parse(text: str) -> float | Fraction:
-    """The number that is written there, exactly where it is finite: 0.1 is a tenth.
-
-    Also 1e-8, 1/3, inf, nan, -0. ValueError: it is no number.
-    """
+def parse(text: str) -> float:
+    """The number that is written there: 0.1, 1e-8, 1/3, inf, nan, -0. ValueError: it is none."""
     try:
-        nearest = float(text) if "/" not in text else 1.0
-        # Not the exact value of 1e999999999, of a billion digits: every format has inf or 0 for it.
-        return Fraction(text) if math.isfinite(nearest) and nearest else nearest
+        return float(Fraction(text)) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError) as error:
         expected = f"expected a number, got {text!r}"
         raise ValueError(f"{expected}: type one such as 0.1, 1e-8, 1/3, inf, nan") from error

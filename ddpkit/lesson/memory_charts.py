@@ -94,8 +94,8 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
     terms: as `block_activations` gives them for materialised attention and dropout, or none.
     Notebook 06.
     """
-    step, wide, high = 128, 84, 40
-    canvas, stamps, names = Canvas(7 * step + 144, 420), iter(terms), []
+    step, wide, high = 117, 82, 40
+    canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
     if terms:
         canvas.key(20, 14, page.ORANGE, "kept for backward")
 
@@ -108,16 +108,16 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
     for row, operations in enumerate(HALVES):
         y = 120 + 190 * row
         for at, operation in enumerate(operations.split(", ")):
-            x, (name, kept) = 68 + step * at, operation.rsplit(" ", 1)
+            x, (name, kept) = 64 + step * at, operation.rsplit(" ", 1)
             names.append(name)
             canvas.arrow((x - step + wide if at else 20, y), (x, y), line=2)
             canvas.box(x, y - high / 2, wide, high, page.SKY, round=6)
             canvas.text(x + wide / 2, y, name)
             if kept[0] == "1":
-                stamp(x - 20, y - 42)
+                stamp(x - 18, y - 42)
             if kept[1] == "1":
                 stamp(x + wide / 2, y + 42)
-        end = x + wide + 44
+        end = x + wide + 40
         canvas.arrow((x + wide, y), (end, y), line=2)
         canvas.line([(30, y), (30, y + 68), (end + 16, y + 68)], page.GREY)
         canvas.arrow((end + 16, y + 68), (end + 16, y + 16), page.GREY, line=2)
@@ -133,13 +133,13 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
 def heaps(rows: Mapping[str, str]) -> Picture:
     """Memory as a row of places, one a letter: capitals, small letters and what is free, a dot."""
     fills = {True: page.SKY, False: page.ORANGE}
-    canvas = Canvas(300 + 30 * max(map(len, rows.values())), 20 + 60 * len(rows))
+    canvas = Canvas(266 + 28 * max(map(len, rows.values())), 20 + 60 * len(rows))
     for at, (name, row) in enumerate(rows.items()):
         canvas.text(12, 38 + 60 * at, name, align="left")
         for place, letter in enumerate(row):
             fill = page.EMPTY if letter == "." else fills[letter.isupper()]
-            canvas.box(280 + 30 * place, 20 + 60 * at, 30, 36, fill)
-            canvas.text(295 + 30 * place, 38 + 60 * at, letter.strip("."))
+            canvas.box(256 + 28 * place, 20 + 60 * at, 28, 36, fill)
+            canvas.text(270 + 28 * place, 38 + 60 * at, letter.strip("."))
     return canvas.picture("\n".join(f"{row}  {name}" for name, row in rows.items()))
 
 

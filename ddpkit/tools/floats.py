@@ -21,7 +21,6 @@ whitepaper 2020 (tf32); Micikevicius et al. 2022, table 1 (fp8). Notebook 05.
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -125,25 +124,21 @@ def decode(pattern: int, format: Format) -> float:
     return math.copysign(value, -1.0 if sign else 1.0)
 
 
-def encode(value: float | Fraction, format: Format) -> int:
+def encode(value: float, format: Format) -> int:
     """The pattern of the number nearest to a value, of two equally near the even one.
 
-    value: a float, an integer or a Fraction, rounded once, and exactly. What is too large becomes
-    infinity, in e4m3 the largest number, as in torch 2.13 (older ones made NaN of it on CPUs: pull
-    request 178817).
+    What is too large becomes infinity, in e4m3 the largest number, as in torch 2.13 (older ones
+    made NaN of it on CPUs: pull request 178817).
     """
-    if isinstance(value, float) and math.isnan(value):
+    if math.isnan(value):
         return format._nan
-    negative = value < 0 or (value == 0 and math.copysign(1, value) < 0)
-    sign = 2 ** (format.bits - 1) * negative
-    if abs(value) == math.inf:
+    sign = 2 ** (format.bits - 1) * (math.copysign(1, value) < 0)
+    magnitude = abs(value) if math.isinf(value) else nearest(abs(value), format)
+    if math.isinf(magnitude):
         return sign + format._overflow
-    magnitude = abs(Fraction(value))
-    exponent = max(_floor_log2(magnitude), 1 - format.bias) if magnitude else 1 - format.bias
-    significand = round(magnitude / Fraction(2) ** (exponent - format.fraction_bits))
-    # A significand that rounding has made too long carries into the exponent, as it should.
-    pattern = ((exponent - 1 + format.bias) << format.fraction_bits) + significand
-    return sign + min(pattern, format._overflow)
+    exponent = max(math.frexp(magnitude)[1] - 1, 1 - format.bias)
+    significand = int(math.ldexp(magnitude, format.fraction_bits - exponent))
+    return sign + ((exponent - 1 + format.bias) << format.fraction_bits) + significand
 
 
 def nearest(value, format):
@@ -155,12 +150,6 @@ def nearest(value, format):
     if abs(rounded) > format.largest:
         rounded = math.copysign(math.inf, value)
     return rounded
-
-
-def _floor_log2(magnitude: Fraction) -> int:
-    """The exponent of the largest power of two that is not larger than a magnitude above 0."""
-    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
-    return exponent if magnitude >= Fraction(2) ** exponent else exponent - 1
 
 
 @dataclass(frozen=True)
