@@ -134,8 +134,8 @@ def encode(value: float, format: Format) -> int:
         return format._nan
     sign = 2 ** (format.bits - 1) * (math.copysign(1, value) < 0)
     magnitude = abs(value) if math.isinf(value) else nearest(abs(value), format)
-    if math.isinf(magnitude):
-        return sign + format._overflow
+    if magnitude in (0, math.inf):
+        return sign + (format._overflow if magnitude else 0)
     exponent = max(math.frexp(magnitude)[1] - 1, 1 - format.bias)
     significand = int(math.ldexp(magnitude, format.fraction_bits - exponent))
     return sign + ((exponent - 1 + format.bias) << format.fraction_bits) + significand
