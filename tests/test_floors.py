@@ -27,7 +27,7 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "subjects": {"tools"},
     "fast": {"subjects", "tools", "triton"},
     "runtime": {"tools", "cloudpickle", "IPython"},
-    "exercises": BELOW | {"lesson"},
+    "exercises": BELOW | {"lesson", "triton"},
     "lesson": BELOW
     | {"exercises", "IPython", "PIL", "ipywidgets", "matplotlib", "nbclient", "nbformat", "numpy"},
     "bench": BELOW | {"lesson", "numpy"},
