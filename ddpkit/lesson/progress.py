@@ -1,7 +1,7 @@
 """In JupyterLab: a cell that takes longer than two seconds says so, in a line that then vanishes.
 
 It shows the seconds and, while ranks run, how many calls they have made, or, if nothing has moved
-for a while, who waits for whom. DDPKIT_PROGRESS=off: never (stored outputs); nor under pytest.
+for a while, who waits for whom. DDPKIT_PROGRESS=off: never (tests, stored outputs).
 """
 
 import contextvars
@@ -56,8 +56,7 @@ def show_progress() -> None:
     except ImportError:
         return
     shell = get_ipython()
-    off = os.environ.get("DDPKIT_PROGRESS") == "off" or "PYTEST_CURRENT_TEST" in os.environ
-    if hasattr(shell, "kernel") and not off:
+    if hasattr(shell, "kernel") and os.environ.get("DDPKIT_PROGRESS") != "off":
         progress = Progress(display)
         shell.events.register("pre_run_cell", progress.begin)
         shell.events.register("post_run_cell", progress.end)
