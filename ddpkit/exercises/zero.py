@@ -379,13 +379,6 @@ norm_of_the_shard: dist.all_reduce(squared, group=group) → pass
 sum_of_norms: ** 2 →
     squared.sqrt() → squared
     Lengths don't add up, their squares do: 3 and 4 make 5.
-mean_of_norms: ** 2 → / dist.get_world_size()
-    squared.sqrt() → squared
-    That is the mean of the parts' lengths. The squares of all parts add up to that of the whole.
-largest_norm: ** 2 →
-    all_reduce(squared, group=group) → all_reduce(squared, dist.ReduceOp.MAX)
-    squared.sqrt() → squared
-    That is the longest part. The whole is longer than each of its parts.
 mean_of_squares: squared.sqrt() → (squared / dist.get_world_size()).sqrt()
     The squares are added up, not averaged: shards lie one behind the other, in no two of them is
     the same number.
@@ -538,11 +531,7 @@ transposed: mean.T @ x → x.T @ mean
     The weight's gradient is laid out as the weight, (outputs, inputs): gradient.T @ x.
 without_bias: [mean.T @ x, mean.sum(0)] → [mean.T @ x]
     The shards hold weight and bias: layer.reduce_scatter needs the gradients of both.
-averages_the_bias: mean.sum(0) → mean.mean(0)
-    The bias is added to every row: its gradient is the sum over the rows, not their mean.
 none_for_x: return gradient @ weight → return None
     x needs a gradient, too: the layer before this one waits for it. gradient @ weight.
-none_for_the_shard: weight, to_shard, None → weight, None, None
-    The shard has no gradient: return what layer.reduce_scatter returned in its place.
 """),
 )
