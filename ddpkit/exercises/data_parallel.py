@@ -160,9 +160,8 @@ def _worker_trials():
             mine = {}
             for step in range(1, steps + 1):
                 mine[f"positions after step {step}"] = WEIGHT
-                mine |= {
-                    f"{k} after step {step}": 100 * worker * step * g for k, g in GRADIENTS.items()
-                }
+                for name, factor in GRADIENTS.items():
+                    mine[f"{name} after step {step}"] = 100 * worker * step * factor
             ranks.append(mine)
         yield Trial(world_size, _run_worker, (steps,), ranks, what="rank 0 is the server")
 
@@ -479,6 +478,7 @@ def _run_naive(answer, steps, unused):
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data += 100 * rank
     model = answer(module)
+    before = len(recorder().records)
     found = {"trained": set(), "frozen": set(), "buffers": set()}
     for parameter in module.parameters():
         kind = "trained" if parameter.requires_grad else "frozen"
@@ -493,8 +493,9 @@ def _run_naive(answer, steps, unused):
         model.synchronize()
         left = left_in(module)
         optimizer.step()
-    values = [r for r in all_reduces() if not set(r.values or [2]) <= {0, 1}]
-    excess = sum(record.bytes for record in values) - steps * 4 * sum(NUMBERS.values())
+    sent = [r for r in recorder().records[before:] if not set(r.values or [2]) <= {0, 1}]
+    buffers = sum(buffer.nbytes for buffer in module.buffers())  # which PyTorch's sends in forward
+    excess = sum(r.bytes for r in sent) - steps * (4 * sum(NUMBERS.values()) + buffers)
     return found | left | {"bytes too many": max(0, excess)}
 
 
@@ -530,6 +531,8 @@ NaiveDDP = Exercise(
         "trained": "after wrapping, trained parameters on rank {rank} are {got}, not {expected}.",
         "frozen": "after wrapping, a frozen parameter on rank {rank} is {got}, not {expected}.",
         "buffers": "after wrapping, the buffers on rank {rank} are {got}, not {expected}.",
+        "bytes too many": "the values are right, but rank {rank} sent {got} bytes more than its "
+        "gradients have.",
     },
     explain=read_mean,
     mistakes=IN_A_MEAN
@@ -551,6 +554,9 @@ each_from_itself: group_src=0 → group_src=dist.get_rank()
     Each rank is its own source. All must name the same one: src=0.
 wraps_a_copy: = module, group, True → = __import__("copy").deepcopy(module), group, True
     The optimizer has the module's own parameters: keep the module itself, no copy.
+sends_the_weights_again: average_gradients(self.module, self.group) → average_gradients(self.module)
+    ⏎broadcast_module(self.module)
+    Replicas that start equal and follow equal gradients stay equal: send the weights once.
 broadcasts_weights_in_each_step: average_gradients(self.module, self.group) → broadcast_module(
     ⏎    self.module)
     Alike, but rank 0's data alone is learned from: .grad must become the mean of all ranks'.
