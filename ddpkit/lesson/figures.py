@@ -306,7 +306,7 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
     waits = patch("it waits", page.EMPTY, page.GREY)
     computes = [patch("a rank computes", page.FAINT)]
     if backward:
-        computes = [patch("forward", page.MIXED), patch("backward and after", page.FAINT)]
+        computes = [patch("forward", page.MIXED), patch("backward", page.FAINT)]
         said.append("Above, light: forward, darker: backward and after, white: waits")
     legend(figure, [*computes, waits, wire])
     return Picture(figure, f"Timeline. {'. '.join(said)}.")
