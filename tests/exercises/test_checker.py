@@ -173,7 +173,14 @@ def test_a_failed_check_offers_a_replay_where_something_was_sent():
         ring.ring_reduce_scatter(x)
         return x
 
-    assert ".replay()" in check.ring_all_gather(half).text
+    wrong = check.ring_all_gather(half)
+    assert ".replay()" in wrong.text
+    bundle = wrong._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(wrong)
+    assert "✗ ring_all_gather on 2 ranks" in bundle["text/html"]
+    assert "solution</summary>" in bundle["text/html"]
+    assert ".replay()" not in bundle["text/html"]  # it is there, below
+    assert "application/vnd.jupyter.widget-view+json" in bundle
     replay = check.ring_all_gather.replay()
     assert "rank 0 sends" in repr(replay)
     check.ring_all_gather(ring.ring_all_gather)
