@@ -134,7 +134,11 @@ class StepThrough(Live):
 
         ends = {"min": self._steps[0], "max": self._steps[-1], "value": self._start}
         slider = ipywidgets.IntSlider(
-            **ends, readout=False, continuous_update=False, layout={"width": "260px"}
+            **ends,
+            readout=False,
+            continuous_update=False,
+            tooltip=self._label,
+            layout={"width": "170px"},
         )
         # The number is the place in the stack, so the stack begins at 0.
         pages = [view(partial(self.look, step)) for step in self._steps]
@@ -144,6 +148,7 @@ class StepThrough(Live):
         at = ipywidgets.BoundedIntText(**ends, **named(self._label))
         at.layout.width = f"{len(self._label) + 9}ex"
         pause = ipywidgets.IntSlider(1500, 250, 4000, 250, **named("pause (ms)"))
+        pause.layout.width = "230px"
         for source, target in (
             ((slider, "value"), (stack, "selected_index")),
             ((play, "value"), (slider, "value")),
