@@ -485,7 +485,7 @@ loses_the_rest: *checkpointed, last = cut(len(functions), segments) →
         ⏎*checkpointed, last = [slice(at * each, (at + 1) * each) for at in range(segments)]
     Some layers were never called: 7 in 3 segments leave one over.
 by_a_lambda: checkpoint(functions[segment], x) → checkpoint(lambda x: functions[segment](x), x)
-    A lambda looks `segment` up when it is called, in backward: all call the last one then. Give
-    checkpoint the part itself, functions[start:stop].
+    A lambda looks its names up when it is called, in backward: the loop is over then, and all call
+    the last part. Give checkpoint the part itself, functions[start:stop].
 """),
 )

@@ -74,6 +74,8 @@ flushes: if abs(rounded) > → if abs(value) < 2.0 ** (1 - format.bias):⏎    r
     Below the smallest normal number there are more, down to one spacing.
 one_too_many: exponent = math.frexp(value)[1] - 1 → exponent = math.frexp(value)[1]
     One bit is missing: math.frexp gives 0.5 to 1 times a power of two, so subtract 1.
+by_log2: math.frexp(value)[1] - 1 → math.floor(math.log2(abs(value)))
+    log2(0) is an error, and so is that of a negative number: math.frexp takes all.
 never_infinite: abs(rounded) > format.largest → False
     There is nothing beyond format.largest but infinity.
 saturates: math.copysign(math.inf, value) → math.copysign(format.largest, value)
