@@ -10,6 +10,9 @@ import nbformat
 import pytest
 import refresh
 
+from ddpkit.exercises.checker import source_of
+from ddpkit.lesson import check
+
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 MACHINE_PATH = re.compile(
     r"(?<![\w.])(/(home|Users|root|work|tmp|usr|opt|var|private)/\w|[A-Z]:\\\w)"
@@ -179,3 +182,32 @@ def test_opens_and_closes_as_all_do(notebook):
         assert words in "\n".join(prose[:3]), words
     for words in ("What you can now say", "In the wild"):
         assert words in "\n".join(prose[-4:]), words
+
+
+def test_there_is_much_to_write():
+    """40 exercises and 400 lines, counted in the solutions, without what the notebook gives."""
+    exercises, written = 0, 0
+    for path in NOTEBOOKS:
+        notebook = nbformat.read(path, as_version=4)
+        code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+        for name in set(re.findall(r"^check\.(\w+)\(\w+\)", code, re.MULTILINE)):
+            exercises += 1
+            written += lines_to_write(getattr(check, name))
+    assert exercises >= 40
+    assert written >= 400
+
+
+def lines_to_write(exercise) -> int:
+    source = source_of(exercise.reference)
+    (answer,) = ast.parse(source).body
+    parts = [answer]
+    if isinstance(answer, ast.ClassDef):
+        methods = [each for each in answer.body if isinstance(each, ast.FunctionDef)]
+        parts = [method for method in methods if method.name not in exercise.given]
+    found = 0
+    for part in parts:
+        body = part.body[1:] if ast.get_docstring(part) else part.body
+        if body:
+            text = source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]
+            found += sum(not re.match(r"\s*(#|$)", line) for line in text)
+    return found
