@@ -137,6 +137,7 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
         error = [[median - low], [high - median]]
         axes.errorbar(median, name, xerr=error, color="black", lw=2.5, capsize=7, capthick=2.5)
         page.write_after(axes, high, name, f"{median:.4g} ms")
+    axes.set_xlim(0, 1.16 * max(high for _, _, high in quartiles.values()))
     axes.axvline(alone, color="black", lw=1.5, ls=page.DASHES)
     axes.set_xlabel("time of a step (ms)")
     axes.grid(axis="x", color=page.FAINT, lw=0.6)

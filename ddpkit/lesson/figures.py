@@ -172,8 +172,12 @@ def traffic(run_or_runs) -> Picture:
         dark = [colour(rank) for rank in ranks]
         for nbytes, side, fills in ((sent, -0.2, dark), (received, 0.2, map(page.lighter, dark))):
             places, values = [rank + side for rank in ranks], [each / factor for each in nbytes]
-            bars = axes.bar(places, values, 0.4, color=list(fills), ec="black")
-            axes.bar_label(bars, fmt="{:.3g}", fontsize=page.SMALL, padding=2)
+            axes.bar(places, values, 0.4, color=list(fills), ec="black")
+        for rank, pair in enumerate(zip(sent, received, strict=True)):
+            numbers = " ".join(f"{nbytes / factor:.3g}" for nbytes in dict.fromkeys(pair))
+            at = rank, max(pair) / factor
+            options = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(numbers, at, fontsize=page.SMALL, **options)
         axes.set_xticks(ranks)
         axes.set_xlabel("rank")
     for axes in panels[len(found) :]:
