@@ -33,10 +33,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 FOREVER = math.inf
 LIVES = {  # (born, died, bytes) of each tensor, and what is alive at each of six moments
     "one tensor": ([(1, 4, 100)], [0, 100, 100, 100, 0, 0]),
-    "two, one of them there to the end": (
-        [(0, FOREVER, 1000), (2, 3, 50)],
-        [1000, 1000, 1050, 1000, 1000, 1000],
-    ),
+    "one of two stays": ([(0, FOREVER, 1000), (2, 3, 50)], [1000, 1000, 1050, 1000, 1000, 1000]),
     "in no order, and one as short-lived as can be": (
         [(3, FOREVER, 7), (0, 5, 10), (4, 4, 999), (1, 3, 200), (1, 5, 10)],
         [10, 220, 220, 27, 27, 7],
@@ -70,9 +67,11 @@ the_largest: list(accumulate(changes[moment] for moment in range(moments))) → 
         ⏎max([0] + [n for b, d, n in lives if b <= moment < d]) for moment in range(moments)]
     That is the largest tensor of each moment. Those that are alive together add up.
 dies_a_moment_late: changes[died] → changes[died + 1]
-    A tensor counts once more when it is gone: born <= moment < died.
+    A tensor still counts at the moment in which it died: born <= moment < died.
 born_a_moment_late: changes[born] → changes[born + 1]
     A tensor is missing when it is born: born <= moment < died.
+moments_one_by_one: in range(moments) → in moments
+    `moments` is a number, how many there are: range(moments). What you return is a list.
 counts_tensors: += nbytes → += 1
     changes[died] -= nbytes → changes[died] -= 1
     Those are tensors. How many bytes?
@@ -113,10 +112,20 @@ def _predict(answer, measured):
     return seen
 
 
+def _read_terms(_trial, _rank, _measured, seen):
+    if all(isinstance(each, int | float) for each in seen.values()):
+        off = [(*sizes, each - memory.block_bytes(*sizes)) for sizes, each in seen.items()]
+        if len({round(wrong / (b * s * d), 3) for b, s, d, _, wrong in off}) == 1:
+            return "The bs²H are right. Go through the sbd again, arrow by arrow."
+        if len({round(wrong / (b * s * s * h), 3) for b, s, _, h, wrong in off}) == 1:
+            return "The sbd are right. What do softmax, dropout and “× values” keep of each matrix?"
+    return "Return a number of bytes: how many sbd, and how many bs²H?"
+
+
 block_bytes = Exercise(
     reference=memory.block_bytes,
     trials=lambda: [Trial(1, _predict, (_measured(),), [_measured()], what="by arguments")],
-    explain=lambda *_: "Return a number of bytes: how many sbd, and how many bs²H?",
+    explain=_read_terms,
     hints={
         "start": "A linear layer keeps its input, a norm its input, GELU its input, softmax its "
         "result, a product both factors.",
@@ -137,19 +146,16 @@ without_dropout: return 2 * numbers + masks → return 32 * tokens + 2 * pairs
     That is without dropout: its masks are 2sbd and 1bs²H, and weights after dropout 2bs²H more.
 four_bytes: 2 * numbers + → 4 * numbers +
     Those are numbers of 4 bytes. Here they have 2.
-softmax_only: 2 * pairs⏎masks = 2 * tokens + pairs → pairs⏎masks = 2 * tokens
-    Yours is 34sbd + 2bs²H. Look at the attention weights again, the bs²H.
 one_norm: 16 * tokens + → 15 * tokens +
-    2sbd are missing: the masks of both dropouts (1 each), or one tensor as large as the block's
-    input (2), such as what a norm gives to the layer behind it.
+    2sbd are missing: both dropouts' masks, or one tensor, such as what a norm gives to a layer.
 no_norms: 16 * tokens + → 14 * tokens +
-    Two things as large as the block's input are missing: perhaps what the two norms are given.
+    4sbd are missing, two tensors: perhaps what the norms are given, or two of q, k and v.
 no_queries_keys_values: 16 * tokens + → 13 * tokens +
     Three are missing as large as the block's input: queries, keys and values?
 no_gelu: 16 * tokens + → 12 * tokens +
     Something of 4 times the width is missing. The MLP keeps two: what GELU gets, and what it gives.
 sums_kept: 16 * tokens + → 18 * tokens +
-    4sbd are too many. What is added or given to dropout isn't kept
+    4sbd are too many. What is added or given to dropout isn't kept.
 one_head: length**2 * heads → length**2
     Yours has one matrix of attention weights. Each head has its own: bs²H, not bs².
 one_sequence: batch * length**2 → length**2
@@ -214,7 +220,7 @@ def _run_checkpoint(answer, functions):
     y.backward(torch.full_like(y, 10.0))
     tensors = {"y": y, "the gradient of x": x.grad, "the gradient of weight": weight.grad}
     seen = {what: None if each is None else each.tolist() for what, each in tensors.items()}
-    seen["calls of fn, in forward and in backward,"] = [in_forward, len(calls) - in_forward]
+    seen["calls of fn in forward and in backward"] = [in_forward, len(calls) - in_forward]
     seen["the next random number"] = int(torch.randint(1000, (1,)))
     # Once more: hooks give backward other tensors, to which a forgotten detach does no harm.
     contexts.clear()
@@ -253,12 +259,12 @@ Checkpoint = Exercise(
     mistakes=mistakes("""
 forgets_the_random_state: , random_numbers_from(state) →
     The second call drew other numbers: torch.set_rng_state() to what it was in forward.
+puts_nothing_back: random_numbers_from(state) → torch.random.fork_rng(devices=[])
 fixed_seed: state, *inputs = ctx.saved_tensors → state, *inputs = ctx.saved_tensors
         ⏎state = torch.Generator().manual_seed(0).get_state()
     A seed doesn't give the numbers that forward drew: keep torch.get_rng_state() in forward.
 leaves_the_random_state: set_random_state(before) → pass
-    Only the random numbers after backward are others: put the generator's state back when fn was
-    called, for example with torch.random.fork_rng().
+    Only the random numbers after backward are others: call fn inside torch.random.fork_rng().
 state_on_the_class: ctx.fn, ctx.autocast = fn, → Checkpoint.fn, ctx.autocast = fn,
     ctx.fn(*inputs) → Checkpoint.fn(*inputs)
     Of two checkpoints, both called the second's function again: what is kept on the class belongs
@@ -338,7 +344,7 @@ def _run_products(answer):
     with torch.no_grad(), answer() as products:
         results = [_two_layers()[1].item()]
     kept = list(products.kept)
-    seen = {"kept, by size,": [list(each.shape) for each in kept]}
+    seen = {"sizes of what is kept": [list(each.shape) for each in kept]}
     for _ in range(2):
         with _Seen() as really, answer(kept):
             weights, loss = _two_layers()
@@ -346,7 +352,7 @@ def _run_products(answer):
         loss.backward()
     names = "products with weights", "aten::tanh", "aten::bmm"
     seen["computed again"] = {name: really.ops[name] for name in names}
-    seen["results, the first time and twice again,"] = results
+    seen["results, the first time and twice again"] = results
     seen["gradients of the weights"] = [weight.grad.tolist() for weight in weights]
     return seen | {"what was kept got a graph": any(each.requires_grad for each in kept)}
 
@@ -355,9 +361,9 @@ def _products_trials():
     weights, loss = _two_layers()
     loss.backward()
     right = {
-        "kept, by size,": [[2, 2], [2, 2]],
+        "sizes of what is kept": [[2, 2], [2, 2]],
         "computed again": {"products with weights": 0, "aten::tanh": 1, "aten::bmm": 1},
-        "results, the first time and twice again,": 3 * [loss.item()],
+        "results, the first time and twice again": 3 * [loss.item()],
         "gradients of the weights": [weight.grad.tolist() for weight in weights],
         "what was kept got a graph": False,
     }
@@ -434,10 +440,12 @@ def _run_sequential(answer, layers, segments):
             lengths.append(0)
         lengths[-1] += 1
     lengths.append(layers - len(calls))  # the last isn't computed again
-    gradients = [x.grad.item(), *(layer.weight.grad.item() for layer in chain)]
+    gradients = [x.grad, *(layer.weight.grad for layer in chain)]
+    gradients = [None if each is None else each.item() for each in gradients]
     return {
         "calls in forward": in_forward,
         "lengths of the segments": sorted(lengths, reverse=True),
+        "the last layer is computed again": layers - 1 in calls,
         "the result, and the gradients": [y.item(), *gradients],
     }
 
@@ -469,6 +477,10 @@ each_alone: x = checkpoint(functions[segment], x) →
 last_one_too: *checkpointed, last = cut → *checkpointed, last = *cut
     (len(functions), segments)⏎ → (len(functions), segments), slice(len(functions), None)⏎
     The last segment was computed again, too: its backward comes at once, so just call it.
+each_from_the_start: x = checkpoint( → y = checkpoint(
+    Each segment got the same x: it goes on from what the one before it gave, x = checkpoint(…, x).
+returns_nothing: return functions[last](x) → functions[last](x)
+    Return what the last segment gives.
 one_for_all: *checkpointed, last = cut(len(functions), segments) →
         ⏎checkpointed, last = [slice(0, -1)], slice(-1, None)
     Those are other segments: as many as `segments` says, of about the same length.
