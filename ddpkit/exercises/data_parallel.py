@@ -179,7 +179,7 @@ push_and_pull = Exercise(
     },
     praise="gradients out, weights in, on 1 and 2 workers; what is frozen stays.",
     mistakes=mistakes("""
-pushes_the_weights: (p.grad for p in trained) → trained
+pushes_the_weights: (p.grad for p in trained) → (trained)
     What the server got is 7 everywhere: those are the weights. Push the gradients, p.grad.
 forgets_what_came: vector_to_parameters(weights, trained) → pass
     What the server sent isn't in the model: vector_to_parameters(weights, trained) puts it there.
@@ -263,8 +263,8 @@ answers_at_once: total += gradient → total += gradient
     ⏎dist.send(parameters_to_vector(trained), worker)
     for worker in workers:⏎dist.send(parameters_to_vector(trained), worker) → pass
     The server steps, but the workers get the weights from before. Send them after the step.
-sends_the_mean: dist.send(parameters_to_vector(trained), worker) → dist.send(total, worker)
-    The workers wait for weights, and get gradients: they have no optimizer.
+sends_the_mean: dist.send(parameters_to_vector(trained), worker) → dist.send(total / 2, worker)
+    The workers wait for weights, and get gradients. Put the mean into .grad, step, then send.
 adds_to_the_last_step: total = torch.zeros_like(parameters_to_vector(trained)) → total = (
     ⏎    total if _ else torch.zeros_like(parameters_to_vector(trained)))
     The first step's gradients are in the second one, too: begin each step with zeros.
@@ -538,7 +538,8 @@ NaiveDDP = Exercise(
     mistakes=IN_A_MEAN
     + mistakes("""
 never_broadcasts: if p.requires_grad}⏎broadcast_module(module, group) → if p.requires_grad}
-    Equal gradients keep replicas as far apart as they began: broadcast rank 0's.
+    Equal gradients keep replicas as far apart as they began: broadcast rank 0's, no copies.
+leaves_the_parameters: [*module.named_parameters(), → [
 leaves_the_buffers: , *module.named_buffers()] → ]
     Buffers belong to the model, too: broadcast module.buffers() as well.
 leaves_the_frozen: [*module.named_parameters(), → [*(n for n in module.named_parameters()
