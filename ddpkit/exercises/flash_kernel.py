@@ -143,8 +143,8 @@ own_keys_only: range(0, N, TILE) → range(tl.program_id(0) * TILE, N, N)
 first_queries_only: tl.program_id(0) * TILE + tl.arange(0, TILE) → tl.arange(0, TILE)
     Nothing was written behind the first tile: the program's queries begin at program_id * TILE.
 what_sticks_out_counts: s = tl.where(keys[None, :] < N, s, float("-inf")) →
-    The last tile of keys sticks out. Loaded with 0, a key has score 0, and exp(0 - m) counts: give
-    such scores -inf, with tl.where.
+    The last tile of keys sticks out: take it, too. Loaded with 0, a key from N on has score 0, and
+    exp(0 - m) counts: give such scores, columns of s, -inf, with tl.where.
 fills_with_minus_1e9: s, float("-inf")) → s, -1e9)
     All scores are far below -1e9, too. A key that isn't there has the score -inf.
 loads_beyond: k_ptr + there, mask=keys[:, None] < N, other=0.0 → k_ptr + there

@@ -89,7 +89,7 @@ reads_without_stride: x_ptr + row * stride → x_ptr + row * columns
 first_row_only: row = tl.program_id(0) → row = 0
     Nothing was written to row 1: it begins at y_ptr + row * stride.
 not_divided: p / tl.sum(p, 0) → p
-    The row doesn't add up to 1: divide by tl.sum of what you write.
+    What is in y doesn't add up to 1: divide by tl.sum(p, 0), and write it by tl.store(y_ptr + …).
 columns_for_its_block: tl.arange(0, BLOCK) → tl.arange(0, columns)
     tl.arange(0, BLOCK): only BLOCK is known when the kernel is made.
 """)
