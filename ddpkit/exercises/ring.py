@@ -326,7 +326,8 @@ overwrites_what_it_sends: for work in works:⏎work.wait() → works[1].wait()�
     mine += arrived → mine += arrived⏎passed_on.zero_()⏎sending.wait()
     Somebody wrote into it on the way
 straight_to_the_owner: chunks[(rank - hop - 1) % world_size] → chunks[rank]
-    send_right_receive_left(passed_on, arrived, group) → to, by = rank - hop, rank + hop
+    send_right_receive_left(passed_on, arrived, group) → from ddpkit.collectives import exchange
+        ⏎to, by = rank - hop, rank + hop
     mine += → exchange({to % world_size: passed_on}, {by % world_size: arrived}, group)⏎mine +=
     In a ring it sends to its right neighbour only
 """),
@@ -385,6 +386,7 @@ passes_on_too_early: for work in works:⏎work.wait() → return works
     return x → for work in begun:⏎    work.wait()⏎return x
     What a rank sends in a hop came in the hop before: wait() for that first.
 straight_to_all: send_right_receive_left(passed_on, place, group) → to, by = rank + hop, rank - hop
+    # views: receiving into one changes x → # views⏎from ddpkit.collectives import exchange
     return x →     exchange({to % world_size: chunks[rank]}, {by % world_size: place}, group)
     ⏎return x
     In a ring it sends to its right neighbour only

@@ -31,6 +31,7 @@ def test_mistake_hears_its_sentence(exercise, mistake):
     verdict = exercise(mistake)
     assert verdict.passed is False, f"{mistake.name} passed"
     assert mistake.says in verdict.text
+    assert "NameError" not in verdict.text  # else what it replaces has changed its names
 
 
 def test_other_right_answers_pass(exercise, right):
