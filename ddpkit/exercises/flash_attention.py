@@ -119,6 +119,8 @@ sees_the_next: triu(1 - first) → triu(2 - first)
     With causal, a query sees the key after its own: -inf begins at j = i + 1.
 each_tile_alone: triu(1 - first) → triu(1)
     The causal mask begins anew in each tile: the tile's keys have numbers from `first` on.
+past_hidden: triu(1 - first) → tril(-1 - first)
+    With causal, it is the past that is masked: -inf belongs at j > i.
 not_causal: if causal: → if False:
     `causal` changes nothing: scores of keys j > i are -inf.
 masked_with_0: hidden, -math.inf → hidden, 0.0
@@ -129,12 +131,16 @@ last_tile_missing: range(0, k.shape[-2], tile) → range(0, k.shape[-2] - tile +
     The last, shorter tile is missing: its keys count, too.
 lse_without_maximum: (m + ell.log()) → ell.log()
     o is right; lse is m + log(ell): the sum was taken after m was subtracted.
+m_stays: m = m_new →
+    m is still -inf at the end: when ell and acc are corrected, m becomes m_new.
 lse_without_log: (m + ell.log()) → (m + ell)
     o is right; lse is m + log(ell), of ell the logarithm.
 lse_as_a_column: .squeeze(-1) →
     Shapes first: lse is (8, 1), and should be (8,).
 another_order: return acc / ell, (m + ell.log()) → return (m + ell.log()).squeeze(-1), (acc / ell)
     o and lse are in each other's place: return o, lse.
+m_and_ell: (m + ell.log()).squeeze(-1) → m.squeeze(-1), ell.squeeze(-1)
+    Two are asked for, o and lse: m + log(ell), one number a row, stands for both m and ell.
 o_alone: return acc / ell, (m + ell.log()).squeeze(-1) → return acc / ell
     Return o, lse, in this order.
 q_scaled_in_place: m = torch.full_like → q *= q.shape[-1] ** -0.5⏎m = torch.full_like
@@ -167,6 +173,7 @@ first_lse_then_o: acc = acc * correction + p @ v[..., keys, :] →
     One pass is enough: m, ell and acc go on together from tile to tile.
 """)
 USUAL = {"8 keys in one tile: o": "two_slips", "8 keys in tiles of 3: o": "two_slips_between_tiles"}
+USUAL |= {"8 keys in one tile: lse, though o is right": "lse_without_maximum"}
 USUAL |= {ALIVE: "all_at_once", PRODUCTS: "first_lse_then_o"}
 flash_forward = Exercise(
     reference=flash_attention.flash_forward,
@@ -270,6 +277,13 @@ dv_only: dq += ds @ k[..., keys, :] * scale →
     dv is right. dq = ds·k and dk = dsᵀ·q, both scaled, are still to come.
 another_order: return dq, dk, dv → return dk, dq, dv
     dq and dk are in each other's place: return dq, dk, dv.
+dv_in_the_middle: return dq, dk, dv → return dq, dv, dk
+    Gradients are in each other's place: return dq, dk, dv, as q, k, v.
+dv_first: return dq, dk, dv → return dv, dq, dk
+    Gradients are in each other's place: return dq, dk, dv, as q, k, v.
+two_slips_after_p: dv[..., keys, :] = p.mT @ do → dv[..., keys, :] = p.mT @ do⏎do, q = -do, 2 * q
+    dv is right, so p is, too. Then dp = do·vᵀ and ds = p ∘ (dp - delta), which has no scale yet;
+    dq = ds·k and dk = dsᵀ·q, each times 1/√D, once.
 sees_only_the_past: triu(1 - first) → triu(-first)
     With causal, a query sees its own key: -inf only at j > i.
 past_hidden: triu(1 - first) → tril(-1)
@@ -293,6 +307,7 @@ by_autograd: scale = q.shape[-1] ** -0.5 → inputs = [x.clone().requires_grad_(
     You are given a part of the keys; o and lse belong to all of them. p = exp(s - lse), and delta =
     rowsum(do ∘ o), with o and lse as given: made anew from these keys, they differ.
 """)
+AFTER_P = dict.fromkeys([f"8 queries and keys: {x}" for x in [*GRADIENTS][1:]], "two_slips_after_p")
 flash_backward = Exercise(
     reference=flash_attention.flash_backward,
     helpers=(flash_attention.tile_scores,),
@@ -304,6 +319,6 @@ flash_backward = Exercise(
         "error": "dq = ds @ k and dk = ds.T @ q, both times 1/√D.",
     },
     praise="dq, dk and dv from q, k, v, o, do and one number for each row.",
-    explain=partial(read_by_case, BACKWARD, dict.fromkeys(PARTS, "by_autograd")),
+    explain=partial(read_by_case, BACKWARD, AFTER_P | dict.fromkeys(PARTS, "by_autograd")),
     mistakes=BACKWARD,
 )

@@ -13,6 +13,7 @@ import torch
 
 from .checker import Exercise, mistakes
 from .softmax import Numbers, read_by_case, trial_of
+from .softmax_kernel import in_the_answer
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -80,7 +81,11 @@ def _look(answer: Callable, case: str, N: int, below: float, _: str | None) -> d
         _count_loads(flash_triton.triton) as loads,
         warnings.catch_warnings(action="ignore"),
     ):  # NumPy's
-        kernel[tiles,](*inputs, o, N, D**-0.5, D=D, TILE=TILE)
+        try:
+            kernel[tiles,](*inputs, o, N, D**-0.5, D=D, TILE=TILE)
+        except Exception as error:
+            told = in_the_answer(error, answer)
+            raise told from told.__cause__
     loaded, needed = sum(loads), (1 + 2 * tiles) * N * D
     return {
         case: Numbers(o[:N].clone(), 1e-4),
@@ -136,21 +141,36 @@ not_scaled: tl.dot(q, tl.trans(k)) * scale → tl.dot(q, tl.trans(k))
     The scores aren't scaled: times scale, which is 1/√D.
 not_divided: acc / ell[:, None], mask → acc, mask
     acc is a sum of weighted values: divide it by ell before you store it.
+not_transposed: tl.trans(k) → k
+    tl.dot(a, b) wants b's rows as many as a's columns: q and k are both (TILE, D), tl.trans(k) is
+    (D, TILE).
+transposed_as_in_torch: tl.trans(k) → k.mT
+    In a kernel, a transposed tile is tl.trans(k).
+multiplied_as_in_torch: tl.dot(q, tl.trans(k)) → (q @ tl.trans(k))
+    In a kernel, matrices are multiplied by tl.dot(a, b).
+causal_too: keys[None, :] < N, s → (keys[None, :] < N) & (keys[None, :] <= rows[:, None]), s
+    Keys after each query are hidden. This kernel isn't causal: every query sees all N keys.
 from_0: tl.full((TILE,), float("-inf"), tl.float32) → tl.zeros((TILE,), tl.float32)
     All scores are far below 0, so every exp is 0: m begins at -inf.
 own_keys_only: range(0, N, TILE) → range(tl.program_id(0) * TILE, N, N)
     A program has one tile of queries, and needs all tiles of keys: range(0, N, TILE).
 first_queries_only: tl.program_id(0) * TILE + tl.arange(0, TILE) → tl.arange(0, TILE)
     Nothing was written behind the first tile: the program's queries begin at program_id * TILE.
+last_tile_missing: range(0, N, TILE) → range(0, N // TILE * TILE, TILE)
+    The last tile of keys, which sticks out, is missing: range(0, N, TILE) has its beginning, too.
+hides_rows: keys[None, :] < N, s → keys[:, None] < N, s
+    Keys are the columns of s, so what hides those from N on is a row: keys[None, :] < N.
 what_sticks_out_counts: s = tl.where(keys[None, :] < N, s, float("-inf")) →
-    The last tile of keys sticks out: take it, too. Loaded with 0, a key from N on has score 0, and
-    exp(0 - m) counts: give such scores, columns of s, -inf, with tl.where.
+    The last tile of keys sticks out. Loaded with 0, a key has score 0, and exp(0 - m) counts: give
+    the scores of keys from N on, which are columns of s, -inf, with tl.where.
 fills_with_minus_1e9: s, float("-inf")) → s, -1e9)
     All scores are far below -1e9, too. A key that isn't there has the score -inf.
 loads_beyond: k_ptr + there, mask=keys[:, None] < N, other=0.0 → k_ptr + there
     v_ptr + there, mask=keys[:, None] < N, other=0.0 → v_ptr + there
     The last tile sticks out over the end of k and v, and what lies there is anything: mask the
     loads. (0 times NaN is NaN: the weight 0 alone doesn't help.)
+stores_nothing: tl.store(o_ptr + places, acc / ell[:, None], mask=rows[:, None] < N) → return acc
+    Nothing was written to o. What a kernel returns is lost: tl.store(o_ptr + …, values, mask=…).
 stores_the_whole_tile: acc / ell[:, None], mask=rows[:, None] < N → acc / ell[:, None]
     The rows are right, but more was written than there are. tl.store needs the mask.
 first_the_maximum: for first in range(0, N, TILE): → for first in range(0, N, TILE):

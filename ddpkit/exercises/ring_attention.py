@@ -25,6 +25,10 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 TOKENS, WIDTH = 16, 2  # of a slice
 BLOCKS = 6  # of scores, TOKENS x TOKENS, that may be alive at once; a row of 4 slices has 4
 ALIVE = "numbers alive at once"
+CAUSAL = (
+    "Without causal it is right. In hop h the keys are those of rank - h: a rank's own are masked "
+    "above the diagonal, those of ranks before it are all seen, those of ranks after it left out."
+)
 
 
 def _sequence(world_size: int) -> Tensor:
@@ -122,10 +126,12 @@ all_scores_at_once: triple = None → triple, seen = None, []
 """)
 
 
-def _explain(_: Trial, rank: int, expected: dict, got: dict) -> str | None:
+def _explain(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
     """What has many causes, and one remedy."""
     numbers = getattr(got["o"], "values", torch.zeros(1))
     usual = "waits_at_the_end" if numbers.isnan().any() else "all_scores_at_once"
+    if trial.what == "causal" and usual != "waits_at_the_end" and got["o"] != expected["o"]:
+        return CAUSAL
     told = usual == "waits_at_the_end" or (got["o"] == expected["o"] and got[ALIVE] != "few")
     return next(m.says for m in MISTAKES if m.name == usual) if told else None
 
@@ -137,8 +143,8 @@ ring_attention = Exercise(
     hints={
         "start": "W times: begin to send k and v to the right, and to receive from the left; "
         "compute the block of those that are here, wait, and go on with those that came.",
-        "values": "part = summarize(scores, v_here); the first part is the triple, then triple = "
-        "merge(triple, part). At the end o / ell[:, None].",
+        "values": "scores = q @ k_here.T / √D, part = summarize(scores, v_here); the first part "
+        "is the triple, then triple = merge(triple, part). At the end o / ell[:, None].",
         "hang": "Every rank sends and receives in each of W-1 hops, whether it computes or not. "
         "Begin both with dist.batch_isend_irecv before you wait.",
         "error": "m and ℓ are one number a row: o / ell[:, None]. With causal, the keys in hop h "

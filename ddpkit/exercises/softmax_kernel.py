@@ -1,9 +1,11 @@
 """Checker of notebook 09's Triton kernel: softmax_kernel, one program for each row."""
 
 import os
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import TracebackType
 
 import torch
 
@@ -53,10 +55,23 @@ def _look(answer: Callable, case: str, rows: list, stride: int, block: int, _: s
     shape, strides = (len(rows), len(rows[0])), (stride, 1)
     x.as_strided(shape, strides).copy_(torch.tensor(rows))
     with warnings.catch_warnings(action="ignore"):  # NumPy's: what overflows, shows
-        kernel[len(rows),](x, y, stride, len(rows[0]), BLOCK=block)
+        try:
+            kernel[len(rows),](x, y, stride, len(rows[0]), BLOCK=block)
+        except Exception as error:
+            told = in_the_answer(error, answer)
+            raise told from told.__cause__
     written = y.as_strided(shape, strides)
     beyond = int((y != UNTOUCHED).sum() - (written != UNTOUCHED).sum())
     return {case: Numbers(written.clone(), ATOL), f"{case}: numbers written beyond it": beyond}
+
+
+def in_the_answer(error: Exception, answer: Callable) -> Exception:
+    """What the interpreter's error comes from, at the answer's own line; else the error itself."""
+    cause, trace = error.__cause__, None
+    for frame, line in reversed([*traceback.walk_tb(cause and cause.__traceback__)]):
+        if frame.f_code.co_filename == answer.__code__.co_filename:
+            trace = TracebackType(trace, frame, frame.f_lasti, line)
+    return cause.with_traceback(trace) if trace else error
 
 
 def _trials():
@@ -89,7 +104,9 @@ reads_without_stride: x_ptr + row * stride → x_ptr + row * columns
 first_row_only: row = tl.program_id(0) → row = 0
     Nothing was written to row 1: it begins at y_ptr + row * stride.
 not_divided: p / tl.sum(p, 0) → p
-    What is in y doesn't add up to 1: divide by tl.sum(p, 0), and write it by tl.store(y_ptr + …).
+    The row doesn't add up to 1: divide by tl.sum of what you write.
+returns_it: tl.store(y_ptr + row * stride + offsets, p / tl.sum(p, 0), mask=inside) → return p
+    Nothing was written to y. What a kernel returns is lost: tl.store(y_ptr + …, values, mask=…).
 columns_for_its_block: tl.arange(0, BLOCK) → tl.arange(0, columns)
     tl.arange(0, BLOCK): only BLOCK is known when the kernel is made.
 """)
