@@ -30,7 +30,7 @@ def work(n):
 """
 
 TELL = """
-import os, threading
+import os, threading, time
 from ddpkit import Link, launch
 
 def cpp_threads():
@@ -65,6 +65,9 @@ run = launch(work, 3.0, keep_values=True)
 tell(run.wire[1][0].values, run.wire[0][1].seq)
 torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
 dist.destroy_process_group()
+for _ in range(100):  # threads that are told to end take a moment
+    if cpp_threads() > before:
+        time.sleep(0.05)
 tell(cpp_threads() - before)
 """
 
