@@ -1,8 +1,8 @@
 """Who waits for whom, from dumps of PyTorch's flight recorder: `python -m ddpkit.explain FOLDER`.
 
 The dumps are ours (`run.flight_recorder`) or NCCL's own, from a cluster: one file a rank, its name
-ending in the rank's number. Nothing in them is executed. Single sends and receives are told by
-their states alone: NCCL doesn't number them by pair.
+ending in the rank's number. Nothing in them is executed. Messages are numbered here, for each pair
+of ranks in their order: a recorder that was too short for all of them puts the numbers out of step.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import pickle
 import re
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from .runtime import hang
@@ -77,9 +78,12 @@ def explain(dumps: dict[int, dict]) -> str:
 def _fill(board: Board, place: int, dump: dict, ranks: list[int]) -> None:
     """Write a rank's entries on the board, as if it had made the calls here."""
     board.set_state(place, RUNNING)
-    waiting = None
+    waiting, messages = None, Counter()
     for index, entry in enumerate(dump["entries"]):
         record = _record(entry, dump["pg_config"], ranks)
+        if record.op in hang.MESSAGES:
+            record.seq = messages[record.channel]
+            messages[record.channel] += 1
         board.put(place, index, record)
         if record.done is None and waiting is None:
             waiting = index
@@ -101,15 +105,18 @@ def _record(entry: dict, groups: dict, ranks: list[int]) -> Record:
         detail += f", group {[ranks[member] for member in members]}"
     frames = entry.get("frames") or [{"name": "?", "filename": "?", "line": 0}]
     frame = next((f for f in frames if not is_library(f["filename"])), frames[0])
-    is_message = name in hang.MESSAGES
-    seq = entry["p2p_seq_id"] if is_message else entry["collective_seq_id"]
+    channel, fingerprint = group, f"{name} {shape} {dtype}"
+    if name in hang.MESSAGES:  # "0->1" or "1<-0", as places in the group
+        members = tuple(members[int(place)] for place in re.findall(r"\d+", peers))
+        members = members if name == "send" else members[::-1]
+        channel, fingerprint = f"{group} {members[0]}>{members[1]}", f"{shape} {dtype}"
     return Record(
         op=name,
         group=group,
         ranks=members,
-        channel=f"{group} {name} {peers}" if is_message else group,
-        seq=seq,
-        fingerprint="" if is_message else f"{name} {shape} {dtype}",
+        channel=channel,
+        seq=entry["collective_seq_id"],
+        fingerprint=fingerprint,
         detail=detail,
         bytes=0,
         peer=None,
@@ -128,6 +135,9 @@ def _report(board: Board) -> str:
     different = hang.mismatch(board)
     if different:
         return hang.report(*hang.explain_mismatch(different), now, board)
+    circle = hang.deadlocked(now, board)
+    if circle:
+        return hang.report(*hang.explain_deadlock(now, circle), now, board)
     waiting = [s for s in now if s.state == "waiting" and s.missing]
     if not waiting:
         said = "no rank waits for another: all calls in the dumps have their ranks."

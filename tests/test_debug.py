@@ -15,6 +15,7 @@ from ddpkit.debug import main
 
 BEGIN = """\
 import sys
+import time
 import torch
 import torch.distributed as dist
 
@@ -22,8 +23,13 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 x = torch.full((4,), float(rank))
 """
-RIGHT = "dist.all_reduce(x)\nprint(f'{rank}: {x.tolist()} {dist.get_backend()} {sys.argv[1:]}')"
-SKIPS = "dist.barrier()\nif rank != 1:\n    dist.all_reduce(x)"
+RIGHT = """
+dist.all_reduce(x)
+time.sleep(1.5 * rank)  # rank 0 is done before the others
+print(f"{rank}: {x.tolist()} {dist.get_backend()} {sys.argv[1:]}")
+"""
+SKIPS = "dist.barrier()\nif rank != 0:\n    dist.all_reduce(x)"
+ENDS = "dist.barrier()\nif rank == 1:\n    sys.exit(3)\ntime.sleep(9)"
 DIFFERS = "dist.all_reduce(torch.ones(4 + (rank == 3)))"
 RAISES = (
     "dist.barrier()\nif rank == 1:\n    raise ValueError('the batch is empty')\ndist.all_reduce(x)"
@@ -47,9 +53,10 @@ def start(*arguments):
 
 
 def debug(*arguments):
-    """(exit code, standard output, what ddpkit.debug said)."""
+    """(exit code, standard output, what ddpkit.debug said); with the errors kept in `debug.err`."""
     process = start("ddpkit.debug", "--world-size", "2", *arguments)
     out, err = process.communicate(timeout=FREEZE_S)
+    debug.err = err
     assert not list(Path(tempfile.gettempdir()).glob(f"ddpkit-debug-{process.pid}-*"))
     return process.returncode, out, said(err)
 
@@ -75,16 +82,23 @@ def test_a_right_script_says_what_it_says_without_us_and_is_traced(script, tmp_p
 def test_a_skipped_call_is_explained(script):
     code, _, report = debug(script(SKIPS))
     assert code == 1
-    assert report.startswith("deadlock: rank 0 waits in all_reduce for rank 1, which has returned.")
-    assert "train.py:10: dist.all_reduce(x)" in report
-    assert "2 ≠ all_reduce(4 float32, sum) -" in report
+    assert report.startswith("deadlock: rank 1 waits in all_reduce for rank 0, which has returned.")
+    assert "train.py:11: dist.all_reduce(x)" in report
+    assert "2 ≠ - all_reduce(4 float32, sum)" in report
+
+
+@pytest.mark.slow
+def test_a_code_that_the_script_exits_with_is_kept(script):
+    code, _, report = debug(script(ENDS))
+    assert (code, report) == (1, "")  # torchrun's own code
+    assert re.search(r"\(exitcode: 3\) local_rank: 1", debug.err)
 
 
 @pytest.mark.slow
 def test_a_rank_that_raised_is_told_first(script):
     code, _, report = debug(script(RAISES))
     assert code == 1
-    assert report.startswith("rank 1 raised ValueError: the batch is empty train.py:10: raise")
+    assert report.startswith("rank 1 raised ValueError: the batch is empty train.py:11: raise")
 
 
 def test_two_machines_give_one_report(script):

@@ -36,6 +36,24 @@ def test_a_rank_that_did_not_come_is_named(tmp_path):
     assert "\n1     barrier()              barrier()\n2 ≠   all_reduce(4 float32)  -\n" in text
 
 
+def test_messages_are_paired(tmp_path):
+    def sends():
+        other = 1 - dist.get_rank()
+        for _ in range(2):
+            handles = [dist.isend(torch.ones(3), other), dist.irecv(torch.ones(3), other)]
+            for handle in handles:
+                handle.wait()
+        dist.send(torch.ones(100_000), other)
+
+    with pytest.raises(HangError) as caught:
+        launch(sends, world_size=2)
+    caught.value.run.flight_recorder(tmp_path)
+    text = explain(read_dumps(tmp_path))
+    said = "deadlock: each waits for another: rank 0 for rank 1 in send, rank 1 for rank 0 in send."
+    assert text.startswith(said)
+    assert "rank 0: waiting for rank 1 in send(100000 float32, 0->1)\n" in text
+
+
 def test_calls_that_differ_are_told(tmp_path):
     text = explain(dumps_of(another_length, tmp_path))
     assert text.startswith("mismatch: ")

@@ -62,10 +62,14 @@ def test_every_call_is_a_span_with_kinetos_arguments(trace):
     }
 
 
+def span(event):
+    return event["ts"], event["ts"] + event["dur"]
+
+
 def test_spans_of_a_lane_do_not_overlap(trace):
     lanes = defaultdict(list)
     for event in events(trace, "X"):
-        lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        lanes[event["pid"], event["tid"]].append(span(event))
     assert {lane for rank, lane in lanes if rank == 0} >= {0, 1, 2, 3}  # three calls at once
     for spans in lanes.values():
         spans.sort()
@@ -119,8 +123,9 @@ def test_a_profile_of_the_same_run_is_merged_on_one_clock(tmp_path):
     ours = [e for e in merged if e.get("name") == "all_reduce" and e.get("cat") == "ddpkit"]
     marks = [e for e in merged if e.get("name") == "the marker"]
     assert len(ours) == len(marks) == 2
-    apart = sorted(abs(a["ts"] - b["ts"]) for a in ours for b in marks)
-    assert apart[0] < 1e6  # within a second: one clock; the epoch itself is 50 years away
+    slack = 50_000  # microseconds, for a machine that was busy between the two clocks' readings
+    for call, mark in zip(sorted(map(span, ours)), sorted(map(span, marks)), strict=True):
+        assert mark[0] - slack < call[0] < call[1] < mark[1] + slack
     labels = [e["args"]["name"] for e in merged if e.get("name") == "process_name"]
     assert "rank 0" in labels
     assert any(label.startswith("rank 1, ") for label in labels)

@@ -31,7 +31,7 @@ def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: f
 
 def dump_of(rank: int, world_size: int, records: Sequence[Record], clock_s: float) -> dict:
     """What the flight recorder of `rank` would hold."""
-    groups, entries = {}, []
+    groups, entries = {}, []  # {name: (description, ranks)}
     collectives, messages = Counter(), Counter()
     for record in records:
         whole = record.peer is not None or record.op != "recv"  # else it was to be from any rank
@@ -39,17 +39,16 @@ def dump_of(rank: int, world_size: int, records: Sequence[Record], clock_s: floa
             continue
         name = record.channel.partition(" ")[0]
         world = record.group == "world"
-        groups[name] = tuple(range(world_size)) if world else members(record.group)
-        description = "default_pg" if world else "undefined"
+        ranks = tuple(range(world_size)) if world else members(record.group)
+        groups[name] = "default_pg" if world else "undefined", ranks
         (messages if record.op in MESSAGES else collectives)[name] += 1
-        entry = _entry(record, rank, groups[name], clock_s)
+        entry = _entry(record, rank, ranks, clock_s)
         entry["record_id"], entry["op_id"] = len(entries), len(entries) + 1
-        entry["process_group"] = name, description
+        entry["process_group"] = name, groups[name][0]
         entry["collective_seq_id"], entry["p2p_seq_id"] = collectives[name], messages[name]
         entries.append(entry)
     config = {}
-    for name, ranks in groups.items():
-        description = "default_pg" if len(ranks) == world_size else "undefined"
+    for name, (description, ranks) in groups.items():
         config[name] = {"name": name, "desc": description, "ranks": str(list(ranks))}
     return {"version": VERSION, "pg_config": config, "pg_status": {}, "entries": entries}
 
