@@ -4,6 +4,7 @@ It shows the seconds and, while ranks run, how many calls they have made, or, if
 for a while, who waits for whom. DDPKIT_PROGRESS=off: never (tests, stored outputs).
 """
 
+import contextlib
 import contextvars
 import os
 import threading
@@ -38,7 +39,9 @@ class Progress:
         begun, line = time.perf_counter(), None
         while not done.wait(EVERY_S if line else PATIENCE_S):
             seconds = time.perf_counter() - begun
-            ranks = "; ".join(watch.status() for watch in list(Watch.watching))
+            ranks = ""
+            with contextlib.suppress(ValueError):  # they ended meanwhile, and their board with them
+                ranks = "; ".join(watch.status() for watch in list(Watch.watching))
             said = {"text/plain": f"… {seconds:.0f} s" + (f": {ranks}" if ranks else "")}
             if line:
                 line.update(said, raw=True)

@@ -123,9 +123,10 @@ def _check_call(fn, args, kwargs):
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
         text = f"launch can't call {name} with these arguments: {error}"
-        ours = [name for name in inspect.signature(launch).parameters if name not in ("fn", "args")]
-        near = {name: difflib.get_close_matches(name, ours, 1) for name in kwargs}
-        meant = [f"{ours[0]} where you wrote {name}" for name, ours in near.items() if ours]
+        options, meant = list(inspect.signature(launch).parameters)[2:], []
+        for wrote in kwargs:
+            for option in difflib.get_close_matches(wrote, options, 1):
+                meant.append(f"{option} where you wrote {wrote}")
         if len(args) == 1 and isinstance(args[0], int):
             meant.append(f"world_size={args[0]}")
         text += f". Did you mean {' and '.join(meant)}?" if meant else ""
