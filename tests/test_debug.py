@@ -57,12 +57,12 @@ def debug(*arguments):
     process = start("ddpkit.debug", "--world-size", "2", *arguments)
     out, err = process.communicate(timeout=FREEZE_S)
     debug.err = err
-    assert not list(Path(tempfile.gettempdir()).glob(f"ddpkit-debug-{process.pid}-*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"ddpkit-session-{process.pid}-*"))
     return process.returncode, out, said(err)
 
 
 def said(err):
-    reports = re.findall(r"ddpkit\.debug: (.*?)\n(?:[EW]\d{4} |Traceback|$)", err, re.DOTALL)
+    reports = re.findall(r"\nddpkit: (.*?)\n(?:[EW]\d{4} |Traceback|$)", err, re.DOTALL)
     assert len(reports) <= 1, err
     return " ".join(reports[0].split()) if reports else ""
 

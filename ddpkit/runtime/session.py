@@ -40,7 +40,7 @@ class Session:
         self.alone = here == self.world_size
         # The agent is the parent of all ranks of a machine; it starts them anew after a failure.
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.folder = Path(tempfile.gettempdir(), f"ddpkit-debug-{os.getppid()}-{again}")
+        self.folder = Path(tempfile.gettempdir(), f"ddpkit-session-{os.getppid()}-{again}")
         self.board = self._open_board()
         self.recorder = Recorder(self.rank, self.board, link, disagree=self._disagree)
         self.store: dist.Store | None = None
@@ -137,7 +137,7 @@ class Session:
                 (self.folder / "report").touch(exist_ok=False)
             except FileExistsError:
                 self.end()  # somebody else was first
-            print(f"\nddpkit.debug: {wrap(text)}", file=sys.stderr, flush=True)
+            print(f"\nddpkit: {wrap(text)}", file=sys.stderr, flush=True)
             if not self.alone and self.store is not None:
                 self.store.set("ddpkit/report", "out")
             self.end(cause=True)
