@@ -42,7 +42,8 @@ class GPT(nn.Module):
     vocabulary: number of tokens. context: longest sequence. width: numbers for each token between
     the layers. heads: must divide `width`, ValueError otherwise. dropout: of the embeddings and of
     what each half block adds. attention: as `torch_attention`, always called with causal=True, on
-    (n, heads, length, width / heads).
+    (n, heads, length, width / heads). kv_heads: of keys and values, each of which serves heads /
+    kv_heads queries (Ainslie et al. 2023); None: `heads`. ValueError: it doesn't divide `heads`.
 
     head.weight is tokens.weight, one parameter under two names: tokens that are alike when read are
     alike when written (Press and Wolf 2017).
@@ -61,16 +62,22 @@ class GPT(nn.Module):
         layers: int = 2,
         dropout: float = 0.0,
         attention: Attention = torch_attention,
+        kv_heads: int | None = None,
     ):
         super().__init__()
         if width % heads != 0:
             raise ValueError(
                 f"width {width} can't be shared among {heads} heads: make it a multiple of `heads`"
             )
+        if heads % (kv_heads or heads) != 0:
+            got = f"{heads} heads can't share {kv_heads} of keys and values"
+            raise ValueError(f"{got}: make `kv_heads` a divisor of `heads`")
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.empty(context, width), requires_grad=False)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, attention) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, dropout, attention, kv_heads) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
@@ -82,26 +89,38 @@ class GPT(nn.Module):
 
         ValueError: more tokens than the context has places.
         """
-        length, context = tokens.shape[1], len(self.positions)
-        if length > context:
-            got = f"GPT got sequences of {length} tokens, expected at most {context}"
-            raise ValueError(f"{got}: cut them, or build GPT(context={length})")
-        x = self.dropout(self.tokens(tokens) + self.positions[:length])
+        x = self.dropout(self.tokens(tokens) + first(self.positions, tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
+def first(positions: Tensor, length: int) -> Tensor:
+    """The first `length` of GPT's positions."""
+    if length > len(positions):
+        got = f"GPT got sequences of {length} tokens, expected at most {len(positions)}"
+        raise ValueError(f"{got}: cut them, or build GPT(context={length})")
+    return positions[:length]
+
+
 class Block(nn.Module):
     """A layer of GPT, of (n, length, width): attention to the tokens before each; then an MLP."""
 
-    def __init__(self, width: int, heads: int, dropout: float, attention: Attention):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        dropout: float,
+        attention: Attention,
+        kv_heads: int | None = None,
+    ):
         super().__init__()
-        self.heads, self.attention = heads, attention
+        self.heads, self.kv_heads, self.attention = heads, kv_heads or heads, attention
+        self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
         # No bias: softmax doesn't see the keys', so its gradient would be rounding errors, and Adam
         # would follow them.
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, (heads + 2 * self.kv_heads) * self.head_width, bias=False)
         self.out = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
@@ -114,10 +133,10 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
     def attend(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.kv_heads < self.heads:
+            k, v = (each.repeat_interleave(self.heads // self.kv_heads, dim=1) for each in (k, v))
         return self.out(self.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
 
 

@@ -15,8 +15,8 @@ MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 # it in this list.
 ORDER = """
     transport softmax flash_attention collectives ring doubling ring_attention shared_memory
-    data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp pipeline
-    tensor_parallel models train
+    data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp models
+    pipeline split_layers tensor_parallel sequence_parallel train
 """
 SUBJECTS = ORDER.split()
 # Public names of what lives elsewhere

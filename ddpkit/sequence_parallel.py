@@ -1,0 +1,154 @@
+"""Sequence parallelism: between the split layers, every rank has a part of the tokens.
+
+Norms, dropout and what is added up act on each token alone, but with f and g alone every rank
+computes, and keeps for backward, all of it. Here a rank has 1/W of the tokens there:
+
+                    forward           backward
+    instead of f    all-gather        reduce-scatter
+    instead of g    reduce-scatter    all-gather
+
+An all-reduce is a reduce-scatter and an all-gather, so the wire carries what it did. But the
+parameters between, norms and biases, see the tokens of one rank only, and their gradients are
+summands: `ParallelGPT.synchronize` adds them up.
+
+PyTorch's SequenceParallel. Korthikanti et al. 2022, section 4.2.2. Notebook 11.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .models import GPT, Block, first
+from .split_layers import count_copies
+from .tensor_parallel import (
+    ColumnParallelLinear,
+    CopyToRanks,
+    RowParallelLinear,
+    SumOverRanks,
+    VocabParallelEmbedding,
+    vocabulary_cross_entropy,
+)
+from .transport import start_all_gather, start_reduce_scatter
+
+
+def gather_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """(n, length / W, width) on each rank to (n, length, width) on all."""
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = x.new_empty(world_size, *x.shape)
+    parts[rank] = x
+    start_all_gather(parts.flatten(), group).wait()
+    return torch.cat(parts.unbind(), dim=1)
+
+
+def scatter_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """The sum of all ranks' (n, length, width); each gets its tokens, (n, length / W, width)."""
+    world_size, length = dist.get_world_size(group), x.shape[1]
+    if length % world_size != 0:
+        cut = f"sequences of {length} tokens can't be split among {world_size} ranks"
+        raise ValueError(f"{cut}, expected a multiple: cut or pad them, or leave sequence=False")
+    parts = torch.stack(x.chunk(world_size, dim=1))
+    start_reduce_scatter(parts.flatten(), group).wait()
+    return parts[dist.get_rank(group)].clone()  # and let go of the others' parts
+
+
+class GatherTokens(torch.autograd.Function):
+    """Instead of f: apply(x, group) returns all ranks' tokens; the gradients of each are summed."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        ctx.group = group
+        return gather_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return scatter_tokens(gradient, ctx.group), None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """Instead of g: apply(x, group) returns, of the sum of all ranks' `x`, this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        ctx.group = group
+        return scatter_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gather_tokens(gradient, ctx.group), None
+
+
+class ParallelGPT(nn.Module):
+    """`ddpkit.models.GPT`, split among the ranks of `group`; returns the loss, not the logits.
+
+    gpt: on the group's first rank, where all values come from; it stays as it is. sequence: split
+    the tokens, too, where layers aren't. Its parameters have the serial model's names, and
+    `ddpkit.split_layers.gather` makes them whole.
+
+    Data, and without `sequence` random numbers for dropout, must be alike on all ranks of the
+    group. ValueError: heads or kv_heads that W doesn't divide; sequences, if they are split.
+
+    Calls of a step: 2 all-reduces a layer forward and 2 backward; one each for embedding and
+    logits, and two small ones for the loss. With `sequence`, all but those of the loss are a
+    reduce-scatter and an all-gather.
+    """
+
+    def __init__(self, gpt: GPT, group: ProcessGroup | None = None, sequence: bool = False):
+        super().__init__()
+        self.group, self.sequence = group, sequence
+        enter, leave = (GatherTokens, ScatterTokens) if sequence else (CopyToRanks, SumOverRanks)
+        self.tokens = VocabParallelEmbedding(gpt.tokens, group, leave)
+        self.positions = copy.deepcopy(gpt.positions)
+        self.dropout, self.norm = copy.deepcopy(gpt.dropout), copy.deepcopy(gpt.norm)
+        self.blocks = nn.ModuleList(split_block(each, group, enter, leave) for each in gpt.blocks)
+        self.head = ColumnParallelLinear(gpt.head, group, enter=enter)
+        if gpt.head.weight is gpt.tokens.weight:
+            self.head.weight = self.tokens.weight
+        for parameter, count in count_copies(self, group).items():
+            if count > 1:
+                dist.broadcast(parameter.detach(), group=group, group_src=0)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens, targets: (n, length), int64. Returns the mean cross-entropy, on every rank."""
+        x, positions = self.tokens(tokens), first(self.positions, tokens.shape[1])
+        if self.sequence:
+            positions = positions.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+        x = self.dropout(x + positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        losses = vocabulary_cross_entropy(logits, targets, self.tokens.start, self.group)
+        return losses.sum() / max(1, losses.numel())
+
+    def synchronize(self) -> None:
+        """After the last backward of a step: sum up the gradients of what isn't split.
+
+        Only with `sequence`: without, all ranks have them already. Cost: one all-reduce of them.
+        """
+        copies = count_copies(self, self.group)
+        summands = [p.grad for p, count in copies.items() if count > 1 and p.grad is not None]
+        if self.sequence and summands:
+            flat = torch.cat([gradient.flatten() for gradient in summands])
+            dist.all_reduce(flat, group=self.group)
+            totals = flat.split([gradient.numel() for gradient in summands])
+            for gradient, total in zip(summands, totals, strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+
+def split_block(block: Block, group: ProcessGroup | None, enter=CopyToRanks, leave=SumOverRanks):
+    """A Block like `block`, split by heads and by the MLP's hidden numbers."""
+    world_size, block = dist.get_world_size(group), copy.deepcopy(block)
+    if block.heads % world_size != 0 or block.kv_heads % world_size != 0:
+        heads = f"{block.heads} heads and {block.kv_heads} of keys and values"
+        remedy = "choose numbers of heads that are multiples, or fewer ranks"
+        raise ValueError(f"{heads} can't be split among {world_size} ranks: {remedy}")
+    q, kv = block.heads * block.head_width, block.kv_heads * block.head_width
+    block.qkv = ColumnParallelLinear(block.qkv, group, [q, kv, kv], enter)
+    block.out = RowParallelLinear(block.out, group, leave)
+    block.mlp[0] = ColumnParallelLinear(block.mlp[0], group, enter=enter)
+    block.mlp[2] = RowParallelLinear(block.mlp[2], group, leave)
+    block.heads //= world_size
+    block.kv_heads //= world_size
+    return block

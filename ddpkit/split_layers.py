@@ -1,0 +1,103 @@
+"""Layers of which every rank holds a part: who has what, and whole again.
+
+A parameter is cut along one dimension, and `deal` says which rows (or columns) each rank gets. What
+isn't cut is a copy, alike on all ranks. `ddpkit.tensor_parallel` computes with such layers.
+
+PyTorch's DTensor: placements Shard(dim) and Replicate(). Notebook 11.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .tools.checks import check_in_group
+
+
+def deal(length: int, world_size: int, blocks: list[int] | None = None) -> list[Tensor]:
+    """Which of `length` rows each rank holds: a list of indices for each.
+
+    blocks: lengths of parts that are dealt each on its own, such as those of q, k and v. Where W
+    doesn't divide, the first ranks hold one more. ValueError: too few to go round.
+    """
+    hands = [[] for _ in range(world_size)]
+    for block in torch.arange(length).split(blocks or length):
+        if len(block) < world_size:
+            cut = f"{len(block)} can't be split among {world_size} ranks"
+            raise ValueError(f"{cut}, expected one for each at least: use fewer, or a wider layer")
+        for hand, part in zip(hands, block.tensor_split(world_size), strict=True):
+            hand.append(part)
+    return [torch.cat(hand) for hand in hands]
+
+
+class SplitLayer(nn.Module):
+    """A layer of which this rank holds a part.
+
+    layer: where weight and bias come from, on the group's first rank; it stays as it is. dims:
+    {name: along which dimension it is dealt out}; what isn't in it is whole on every rank.
+    blocks: see `deal`.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        dims: dict[str, int],
+        group: ProcessGroup | None,
+        blocks: list[int] | None = None,
+    ):
+        check_in_group(type(self).__name__, group)
+        super().__init__()
+        self.group, self.split = group, {}
+        for name in ("weight", "bias"):
+            parameter = getattr(layer, name, None)
+            if parameter is not None:
+                value = parameter.detach().clone()
+                dist.broadcast(value, group=group, group_src=0)
+                if name in dims:
+                    hands = deal(value.shape[dims[name]], dist.get_world_size(group), blocks)
+                    self.split[name] = dims[name], hands
+                    mine = hands[dist.get_rank(group)].to(value.device)
+                    value = value.index_select(dims[name], mine)
+                parameter = nn.Parameter(value, parameter.requires_grad)
+            self.register_parameter(name, parameter)
+
+
+def count_copies(module: nn.Module, group: ProcessGroup | None = None) -> dict[nn.Parameter, int]:
+    """{parameter: how many ranks of the group hold it alike}: 1 where it is split, otherwise W."""
+    split, world_size = splits(module), dist.get_world_size(group)
+    return {p: 1 if name in split else world_size for name, p in module.named_parameters()}
+
+
+def splits(module: nn.Module) -> dict[str, tuple[int, list[Tensor]]]:
+    """{name of a parameter: (dimension, which rows each rank holds)}, of those that are split."""
+    found = {}
+    for prefix, layer in module.named_modules():
+        for name, split in getattr(layer, "split", {}).items():
+            found[f"{prefix}.{name}".removeprefix(".")] = split
+    return found
+
+
+def gather(
+    values: dict[str, Tensor], module: nn.Module, group: ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """Whole tensors from those of all ranks, by name; the serial model takes them.
+
+    values: what this rank has of `module.state_dict()`, or gradients, by the parameters' names.
+    """
+    split, whole = splits(module), {}
+    for name, mine in values.items():  # in the same order on all ranks
+        whole[name] = join(mine, *split[name], group) if name in split else mine
+    return whole
+
+
+def join(mine: Tensor, dim: int, hands: list[Tensor], group: ProcessGroup | None) -> Tensor:
+    """A tensor from the parts of all ranks, which `deal` dealt out along `dim`."""
+    parts = []
+    for rank, hand in enumerate(hands):  # of unlike lengths, so no all-gather
+        part = mine.detach().contiguous()
+        if rank != dist.get_rank(group):
+            part = mine.new_empty((*mine.shape[:dim], len(hand), *mine.shape[dim + 1 :]))
+        dist.broadcast(part, group=group, group_src=rank)
+        parts.append(part)
+    order = torch.cat(hands).argsort().to(mine.device)
+    return torch.cat(parts, dim).index_select(dim, order)

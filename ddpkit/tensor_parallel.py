@@ -1,0 +1,176 @@
+"""Tensor parallelism: every rank holds a part of every layer, and all compute on the same data.
+
+    column-parallel   Wᵀ = [A₁ | A₂ | …]     each rank some of the outputs      f before it
+    row-parallel      the inputs cut alike    each rank a summand of the outputs g behind it
+
+              forward       backward
+    f         identity      all-reduce: each rank has a summand of the inputs' gradient
+    g         all-reduce    identity
+
+One after the other, with what acts on each number alone between them, they need no more: an MLP is
+cut by its hidden numbers, attention by its heads, a vocabulary by its tokens. A transformer layer
+calls two all-reduces forward and two backward, of its activations; data parallelism one a step, of
+its gradients. In `ddpkit.sequence_parallel` the parts between are cut, too.
+
+Megatron-LM; PyTorch's ColwiseParallel and RowwiseParallel. Shoeybi et al. 2019. Notebook 11.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .split_layers import SplitLayer
+
+
+class CopyToRanks(torch.autograd.Function):
+    """f: apply(x, group) returns `x`, which all ranks have; their gradients of it are summed."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        total = gradient.clone(memory_format=torch.contiguous_format)  # it may be others', too
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """g: apply(x, group) returns the sum of all ranks' `x`; all have the same gradient of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
+
+
+class ColumnParallelLinear(SplitLayer):
+    """Some of a Linear's outputs: (..., inputs), alike on all ranks, to (..., outputs / W).
+
+    blocks: see `deal`. q, k and v in one layer need one all-reduce backward; in three layers three.
+    enter: f, or what sequence parallelism has in its place.
+
+    Cost per rank: an all-reduce of `x` in backward. Shoeybi et al. 2019, section 3. Notebook 11.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        group: ProcessGroup | None = None,
+        blocks: list[int] | None = None,
+        enter: type[torch.autograd.Function] = CopyToRanks,
+    ):
+        super().__init__(linear, {"weight": 0, "bias": 0}, group, blocks)
+        self.enter = enter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.enter.apply(x, self.group), self.weight, self.bias)
+
+
+class RowParallelLinear(SplitLayer):
+    """A Linear that takes what a column-parallel layer gives: (..., inputs / W) to (..., outputs).
+
+    leave: g, or what sequence parallelism has in its place. The bias is whole on every rank.
+
+    Cost per rank: an all-reduce of the result in forward. Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        group: ProcessGroup | None = None,
+        leave: type[torch.autograd.Function] = SumOverRanks,
+    ):
+        super().__init__(linear, {"weight": 1}, group)
+        self.leave = leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.leave.apply(F.linear(x, self.weight), self.group)
+        return out if self.bias is None else out + self.bias  # once, not in each summand
+
+
+class VocabParallelEmbedding(SplitLayer):
+    """An Embedding cut by tokens: a rank has zeros for those of the others, and g adds up.
+
+    `start`: this rank's first token. Cost per rank: an all-reduce of the result in forward.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        group: ProcessGroup | None = None,
+        leave: type[torch.autograd.Function] = SumOverRanks,
+    ):
+        super().__init__(embedding, {"weight": 0}, group)
+        self.leave, self.vocabulary = leave, embedding.num_embeddings
+        _, hands = self.split["weight"]
+        self.start = int(hands[dist.get_rank(group)][0])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: (...), int64, alike on all ranks. Returns (..., width).
+
+        IndexError: a token that isn't in the vocabulary.
+        """
+        if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
+            raise IndexError(f"expected tokens from 0 to {self.vocabulary - 1}, got {tokens}")
+        mine, local = among(tokens, self.start, len(self.weight))
+        x = F.embedding(local, self.weight).where(mine.unsqueeze(-1), 0)
+        return self.leave.apply(x, self.group)
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor, targets: Tensor, start: int, group: ProcessGroup | None = None
+) -> Tensor:
+    """The cross-entropy of each target, in nats, where no rank has all logits.
+
+    logits: (..., this rank's part of the vocabulary), from token `start` on. targets: (...), int64,
+    alike on all ranks, as is the result, (...), in float32 at least.
+
+    Cost per rank: all-reduces of three numbers a target, whatever the vocabulary. Notebook 11.
+    """
+    logits = widened(logits)
+    largest = logits.detach().amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    shifted = logits - largest.unsqueeze(-1)
+    mine, local = among(targets, start, logits.shape[-1])
+    own = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0)
+    ell, of_target = SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group)
+    return ell.log() - of_target
+
+
+def among(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """(which are one of the `count` tokens from `start` on; their number there, 0 for others)."""
+    local = tokens - start
+    mine = (local >= 0) & (local < count)
+    return mine, local.where(mine, 0)
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32 at least: what is summed up over many numbers."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def clip_grad_norm(
+    copies: dict[nn.Parameter, int], max_norm: float, group: ProcessGroup | None = None
+) -> Tensor:
+    """Make the gradient of the whole model no longer than `max_norm`, in place; returns its length.
+
+    copies: {parameter: how many ranks of the group hold it alike}, from `count_copies`. Each adds
+    its share, so that the sum over the group is right, whatever is split.
+    """
+    gradients = [(p.grad, count) for p, count in copies.items() if p.grad is not None]
+    squared = sum(widened(g).square().sum() / count for g, count in gradients)
+    dist.all_reduce(squared, group=group)
+    norm = squared.sqrt()
+    for gradient, _ in gradients:
+        gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)  # as in torch
+    return norm
