@@ -21,14 +21,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .runtime.backends import nccl_version
+from .runtime.backends import SHARES_A_GPU, nccl_version
 from .runtime.launch import launch
 from .runtime.machine import count_cores, look_at_gpus, memory_bytes
 
 OK, NOTE, PROBLEM = "ok", "note", "PROBLEM"
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, TOO_NEW_TORCH = (2, 11), (2, 15)
-NCCL_SHARES_A_GPU = (2, 30)  # NCCL_MULTI_RANK_GPU_ENABLE
 GIB = 2**30
 PACKAGES = {"jupyterlab": "the notebooks", "ipywidgets": "players and calculators"}
 PACKAGES |= {"matplotlib": "figures", "nbval": "tests of the notebooks"}  # what each is for
@@ -110,7 +109,7 @@ def examine() -> Iterator[Finding]:
     gpus, version = torch.cuda.device_count(), nccl_version()  # the driver says, not CUDA
     yield judge_gpus(look_at_gpus() if gpus else [])
     value = f"{'.'.join(map(str, version))}: a GPU for each rank"
-    several = version >= NCCL_SHARES_A_GPU
+    several = version >= SHARES_A_GPU
     value += ", or several ranks on one" if several else ""
     yield judge("NCCL", value if gpus else "not needed without a GPU", several or not gpus)
     gloo = dist.is_gloo_available()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from outside import FREEZE_S, cell, run_script, wait_until
 
 from ddpkit import Link, RankError, Run, launch
-from ddpkit.runtime import backends, processes
+from ddpkit.runtime import backends, processes, worker
 from ddpkit.runtime.output import Output
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
@@ -112,15 +112,25 @@ def test_trap_25_the_choice_of_backend_and_its_reason(monkeypatch, gpus, version
     choice = backends.choose_backend("auto", world_size)
     assert choice.line.startswith(line)
     assert choice.line.startswith(choice.backend)
-    shared = choice.backend == "nccl" and gpus < world_size
-    assert choice.environ == ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shared else {})
+    assert choice.environ == (backends.sharing(4, version) if "share 1" in choice.line else {})
     linked = backends.choose_backend("auto", world_size, Link.preset("NVLink 4")).line
     assert linked == "gloo on CPU: the emulated link (NVLink 4) works on its wire"
     assert backends.choose_backend("gloo", 2).line == "gloo on CPU: as asked"
-    if choice.backend == "gloo":
-        reason = choice.line.removeprefix("gloo on CPU: ")
-        with pytest.raises(ValueError, match=re.escape(f"a GPU for each rank, got {reason}")):
+    if not gpus:
+        with pytest.raises(ValueError, match="expected a GPU, got no GPU that PyTorch can use"):
             backends.choose_backend("nccl", world_size)
+
+
+def test_trap_25_what_lets_ranks_share_a_gpu():
+    """As asked, an NCCL that refuses it is told that each rank is a host of its own."""
+    enabled = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert backends.sharing(2, (2, 30, 0)) == enabled
+    assert backends.sharing(3, (2, 30, 0)) == enabled | {"NCCL_MAX_CTAS": "4"}
+    assert "NCCL_MAX_CTAS" not in backends.sharing(4, (2, 28, 9))
+    choice = backends.Choice("gloo", 0, "", backends.sharing(2, (2, 28, 9)))
+    with processes.world(choice, 2, None, False, worker.main) as (ranks, _):
+        hosts = [rank.assignment.environ["NCCL_HOSTID"] for rank in ranks]
+    assert hosts == ["ddpkit-0", "ddpkit-1"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -140,14 +150,17 @@ def test_trap_1_and_24_nccl_after_cuda_was_used_here():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_trap_25_two_ranks_on_one_gpu():
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_trap_25_ranks_on_one_gpu(backend, ranks):
     def use():
         x = torch.ones(4, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(x)
         return x.sum().item()
 
-    run = launch(use, world_size=torch.cuda.device_count() + 1, timeout=60)
-    assert list(run) == [4.0 * len(run)] * len(run)
+    world_size = ranks * torch.cuda.device_count()
+    run = launch(use, world_size=world_size, backend=backend, timeout=60)
+    assert list(run) == [4.0 * world_size] * world_size
     assert "share" in run.backend
 
 

@@ -9,10 +9,15 @@ import torch.distributed as dist
 from ..tools.units import count
 from .link import Link
 
+SHARES_A_GPU = (2, 30)  # the first NCCL that lets ranks of one host share a GPU
+
 
 @dataclass
 class Choice:
-    """A backend and the reason for it. gpus: how many the ranks share out; 0 means CPU."""
+    """A backend and the reason for it. gpus: how many the ranks share out; 0 means CPU.
+
+    environ: what a rank finds in its environment; {rank} stands for its number.
+    """
 
     backend: str
     gpus: int
@@ -31,18 +36,31 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
     nccl = f"nccl {'.'.join(map(str, version))}"
     if gpus >= world_size:
         return Choice("nccl", gpus, f"{nccl}: a GPU for each of {world_size} ranks")
-    if gpus and version >= (2, 30):
-        several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-        line = f"{nccl}: {world_size} ranks share {count(gpus, 'GPU')}"
-        return Choice("nccl", gpus, line, several)
+    if gpus and (version >= SHARES_A_GPU or backend == "nccl"):
+        line = f"{nccl}: {world_size} ranks share {count(gpus, 'GPU')}, so bandwidths mean nothing"
+        return Choice("nccl", gpus, line, sharing(-(-world_size // gpus), version))
     reason = "no GPU that PyTorch can use"
     if gpus:
         reason = f"{count(gpus, 'GPU')} for {world_size} ranks, and {nccl.upper()} can't share one"
         reason += " (2.30 can)"
     if backend == "nccl":
-        expected = f"backend='nccl' expected a GPU for each rank, got {reason}"
-        raise ValueError(f"{expected}: use backend='auto' or fewer ranks")
+        expected = f"backend='nccl' expected a GPU, got {reason}"
+        raise ValueError(f"{expected}: use backend='auto'")
     return Choice("gloo", 0, f"gloo on CPU: {reason}")
+
+
+def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
+    """The environment in which NCCL lets so many `ranks` use one GPU.
+
+    Before 2.30 it refuses two ranks of one host on one GPU, and takes NCCL_HOSTID's word for who is
+    on which host: then all that they say goes through sockets.
+    """
+    if version >= SHARES_A_GPU:
+        environ = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        # A kernel waits on the GPU for the other ranks' kernels: all must fit at once, or all hang.
+        return environ | ({"NCCL_MAX_CTAS": "4"} if ranks > 2 else {})
+    apart = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
+    return apart | {"NCCL_HOSTID": "ddpkit-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def nccl_version() -> tuple[int, ...]:

@@ -102,13 +102,16 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
     folder = Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
     ranks: list[Rank] = []
     board = Board(folder / "board", world_size, create=True)
-    environ = {**LARGE_PAGES, **os.environ, **choice.environ}
-    rest = str(folder), choice, link, keep_values, environ, _cell_texts()
+    given = str(folder), choice, link, keep_values
+    texts = _cell_texts()
     try:
         (folder / "call").write_bytes(call)
         for rank in range(world_size):
+            own = {name: value.format(rank=rank) for name, value in choice.environ.items()}
+            environ = {**LARGE_PAGES, **os.environ, **own}
+            assignment = worker.Assignment(rank, world_size, *given, environ, texts)
             with interrupts_deferred():
-                ranks.append(Rank(worker.Assignment(rank, world_size, *rest), target))
+                ranks.append(Rank(assignment, target))
         yield ranks, board
     finally:
         with interrupts_deferred():
