@@ -11,10 +11,27 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported: where all cores are busy, threads mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["DDPKIT_PROGRESS"] = "off"  # no lines that come and go in compared outputs
-    # nbval reads its sanitiser file relative to the current directory; this makes it work from any.
-    config.option.nbval_sanitize_with = str(Path(__file__).parent / "tests/nbval-sanitize.cfg")
+    if config.pluginmanager.hasplugin("nbval"):
+        config.option.nbval = config.option.nbval_current_env = True
+        config.option.nbval_cell_timeout = 120
+        # Read relative to the current directory; this makes it work from any.
+        config.option.nbval_sanitize_with = str(Path(__file__).parent / "tests/nbval-sanitize.cfg")
     # Jobs that a shell runs in the background start with interrupts ignored; some tests need them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """What a machine without Jupyter leaves out, besides the tests that say so themselves."""
+    found = config.pluginmanager.hasplugin("nbval")
+    return None if found else "notebooks aren't run: nbval isn't installed"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no GPU")
 
 
 LIVE = "image/svg+xml", "text/html"  # refresh.py drops them

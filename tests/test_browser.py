@@ -13,10 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-import nbformat
 import psutil
 import pytest
 from outside import wait_until
+
+nbformat = pytest.importorskip("nbformat", reason="Jupyter isn't installed")
 
 ROOT = Path(__file__).parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")

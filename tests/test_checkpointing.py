@@ -343,7 +343,7 @@ def test_under_the_wrappers(check):
 # On a GPU
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @BOTH
 def test_gradients_on_a_gpu_are_the_same(way):
     """But for the order of sums, which may be another each time."""

@@ -16,8 +16,7 @@ from ddpkit.tools.memory import measure_saved, watch
 FLASH = [plain.flash_attention, fast.flash_attention]
 NAMES = {plain.attention: "attention", FLASH[0]: "plain", FLASH[1]: "fast"}
 TILE = fast.TILE
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 both = pytest.mark.parametrize("flash", FLASH, ids=NAMES.get)
 all_three = pytest.mark.parametrize("attend", [attention, *FLASH], ids=NAMES.get)
 

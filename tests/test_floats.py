@@ -25,7 +25,7 @@ from ddpkit.tools.floats import (
 )
 
 SMALL = [BF16, FP16, E4M3, E5M2]
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def names(format):

@@ -133,7 +133,7 @@ def test_trap_25_what_lets_ranks_share_a_gpu():
     assert hosts == ["ddpkit-0", "ddpkit-1"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 def test_trap_1_and_24_nccl_after_cuda_was_used_here():
     here = torch.ones(1, device="cuda")
 
@@ -149,7 +149,7 @@ def test_trap_1_and_24_nccl_after_cuda_was_used_here():
     assert here.item() == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
 def test_trap_25_ranks_on_one_gpu(backend, ranks):
@@ -313,7 +313,7 @@ def test_trap_13_results_of_every_kind_and_large_ones():
     assert (len(large), large[-1]) == (30_000_000, 2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 def test_trap_13_a_gpu_tensor_comes_back_on_the_cpu():
     run = launch(lambda: {"x": torch.ones(3, device="cuda")}, world_size=1)
     assert run[0]["x"].device.type == "cpu"

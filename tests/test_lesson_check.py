@@ -2,9 +2,11 @@
 
 import json
 
-import nbformat
+import pytest
 
 from ddpkit.lesson import check
+
+nbformat = pytest.importorskip("nbformat", reason="Jupyter isn't installed")
 
 CELLS = [
     "import time\nimport torch.distributed as dist\nfrom ddpkit.lesson import check",

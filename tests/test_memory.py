@@ -204,7 +204,7 @@ def test_block_that_there_is_not():
         block_activations(**SIZES | {"heads": 0})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["flash", "materialised"])
 def test_a_block_on_a_gpu_keeps_what_is_predicted(attention):
     modules = {"flash": torch_attention, "materialised": MaterialisedAttention(nn.Dropout(0.1))}

@@ -6,12 +6,13 @@ import re
 import statistics
 from pathlib import Path
 
-import nbformat
 import pytest
-import refresh
 
 from ddpkit.exercises.checker import source_of
 from ddpkit.lesson import check
+
+nbformat = pytest.importorskip("nbformat", reason="Jupyter isn't installed")
+refresh = pytest.importorskip("refresh")
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 MACHINE_PATH = re.compile(

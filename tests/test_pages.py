@@ -2,8 +2,10 @@
 
 import re
 
-import nbformat
-import pages
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="Jupyter isn't installed")
+pages = pytest.importorskip("pages")
 
 FIRST = """# 00 · First
 

@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import refresh
-import yaml
+
+pytest.importorskip("nbformat", reason="Jupyter isn't installed")
+refresh = pytest.importorskip("refresh")
+yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

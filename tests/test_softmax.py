@@ -31,7 +31,7 @@ always_the_same = settings(derandomize=True, deadline=None, database=None, max_e
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as functions of a notebook do
 
 INF, NAN = math.inf, math.nan
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LESS_THAN_FLOAT64 = [torch.float16, torch.bfloat16, torch.float32]
 FLOATS = [*LESS_THAN_FLOAT64, torch.float64]
 

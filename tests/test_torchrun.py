@@ -110,6 +110,7 @@ def test_a_world_of_the_scripts_own_is_used_as_it_is(tmp_path):
     assert list(launch(torchruns_rank, world_size=2)) == [expected] * 2
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 def test_nccl_under_torchrun(tmp_path):
     first, _ = run_under_torchrun(

@@ -1,7 +1,9 @@
 """What `make lab` gives the reader: notebooks without answers, and never over the reader's own."""
 
-import nbformat
-import working_copy
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="Jupyter isn't installed")
+working_copy = pytest.importorskip("working_copy")
 
 
 def write(path, source):
