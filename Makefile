@@ -1,4 +1,4 @@
-# make lab | test | test-all | bench | site | refresh.  The first run installs everything into .venv, later ones start at once.
+# make lab | test | test-all | bench | gpu | site | refresh.  The first run installs everything into .venv, later ones start at once.
 # Linux without a GPU: `make lab TORCH_INDEX=https://download.pytorch.org/whl/cpu` leaves out 3 GB of CUDA packages.
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -7,7 +7,7 @@ BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 # Every launch starts fresh ranks: without .pyc files each would compile what it imports.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: lab test test-all bench site refresh
+.PHONY: lab test test-all bench gpu site refresh
 
 SETTINGS := .venv/share/jupyter/lab/settings/overrides.json
 $(SETTINGS): tools/overrides.json .venv/ready
@@ -24,6 +24,10 @@ test test-all: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m ddpkit.bench
+
+# With the Python that is there: a machine with a GPU has a torch of its own.
+gpu:
+	PYTHONPATH=. $(if $(wildcard .venv/ready),$(BIN)/python,$(PYTHON)) tools/gpu.py
 
 site: .venv/ready
 	$(BIN)/python tools/pages.py

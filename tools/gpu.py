@@ -1,0 +1,125 @@
+"""`make gpu`: all that needs a GPU, tests and then benchmarks, in at most nine minutes.
+
+Needs Python, torch, triton, pytest and matplotlib, and no Jupyter. Each part has a process and a
+time limit of its own: one that fails, or hangs, doesn't stop the others. What they found, and on
+what, is in gpu-results/: gpu.json and a page, gpu.md.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ddpkit.bench.results import FOLDER as BENCH_RESULTS
+from ddpkit.runtime.backends import nccl_version
+from ddpkit.runtime.machine import look_at_gpus
+
+TESTS = "-m", "pytest", "-q", "-p", "no:cacheprovider"
+
+
+class Part(NamedTuple):
+    """Something to run: `python ARGUMENTS`. bench: the name of its results, if it leaves any."""
+
+    name: str
+    limit_s: int
+    arguments: tuple[str, ...]
+    bench: str = ""
+
+
+def bench(name: str, limit_s: int) -> Part:
+    return Part(f"bench {name}", limit_s, ("-m", "ddpkit.bench", name), name)
+
+
+PARTS = [
+    Part("tests that need a GPU", 120, (*TESTS, "-m", "gpu", "tests")),
+    Part("tests of the kernels", 120, (*TESTS, "tests/test_triton_attention.py")),
+    bench("attention", 140),
+    bench("precision", 40),
+    bench("ddp", 60),
+    bench("zero", 60),
+]
+
+
+def machine() -> dict[str, str]:
+    """What the figures hold for."""
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        driver = "can't tell"
+    triton = importlib.util.find_spec("triton")
+    gpus = look_at_gpus()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "GPUs": gpus if isinstance(gpus, str) else ", ".join(gpus),
+        "driver": driver.split("\n")[0],
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "NCCL": ".".join(map(str, nccl_version())),
+        "Triton": __import__("triton").__version__ if triton else "missing",
+    }
+
+
+def run(part: Part) -> dict:
+    """Run `part`; {"name", "ended", "seconds", "output"}, with its results, if it left any."""
+    begun = time.perf_counter()
+    kept = BENCH_RESULTS / f"{part.bench}.json"
+    kept.unlink(missing_ok=True)  # of an earlier day
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    child = subprocess.Popen([sys.executable, *part.arguments], **pipes)
+    try:
+        output, _ = child.communicate(timeout=part.limit_s)
+        ended = "ok" if child.returncode == 0 else f"failed, exit code {child.returncode}"
+    except subprocess.TimeoutExpired:
+        ended = f"stopped after its {part.limit_s} s"
+        child.send_signal(signal.SIGINT)  # a launch then ends its ranks
+        try:
+            output, _ = child.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            output, _ = child.communicate()
+    seconds = round(time.perf_counter() - begun, 1)
+    found = {"name": part.name, "ended": ended, "seconds": seconds, "output": output}
+    return found | ({"results": json.loads(kept.read_text())} if kept.exists() else {})
+
+
+def page(about: dict[str, str], found: list[dict]) -> str:
+    """All of it as Markdown: the machine, how each part ended, what each said in the end."""
+    lines = ["# On a GPU", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
+    lines += ["| part | | seconds |", "|---|---|---|"]
+    lines += [f"| {each['name']} | {each['ended']} | {each['seconds']} |" for each in found]
+    for each in found:
+        said = each["output"].strip().splitlines()[-200:]
+        lines += ["", f"## {each['name']}", "", "```text", *said, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None, parts: list[Part] = PARTS) -> int:
+    """0 if all parts ended well, or if there is no GPU."""
+    parser = argparse.ArgumentParser("make gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--into", type=Path, default=Path("gpu-results"), help="a folder")
+    into = parser.parse_args(arguments).into
+    if not torch.cuda.device_count():
+        print("make gpu: PyTorch finds no GPU here, so there is nothing to run.")
+        return 0
+    into.mkdir(parents=True, exist_ok=True)
+    about, found = machine(), []
+    for part in parts:
+        found.append(run(part))
+        print(f"{part.name}: {found[-1]['ended']}, {found[-1]['seconds']} s", flush=True)
+        (into / "gpu.json").write_text(json.dumps({"machine": about, "parts": found}, indent=1))
+        (into / "gpu.md").write_text(page(about, found))
+    return int(any(each["ended"] != "ok" for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
