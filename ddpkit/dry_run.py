@@ -8,23 +8,11 @@ PyTorch's counterparts are private: `_validate_schedule`, `_simulate_comms_compu
 `_add_send_recv` in `torch.distributed.pipelining.schedules`. Notebook 10.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 
-from .schedules import Schedule
-
-# What must be true of a schedule
-
-
-def parse(action: str) -> tuple[int, str, int]:
-    """(stage, kind, micro-batch) of an action. ValueError: it isn't one."""
-    found = re.fullmatch(r"(\d+)([FBIW])(\d+)", str(action))
-    if found is None:
-        form = 'a stage, one of F, B, I, W, and a micro-batch, as in "0F3"'
-        raise ValueError(f"expected an action to be {form}, got {str(action)!r}")
-    stage, kind, micro_batch = found.groups()
-    return int(stage), kind, int(micro_batch)
+from .schedules import Schedule, parse
 
 
 def rank_of_stage(schedule: Schedule) -> dict[int, int]:
@@ -46,7 +34,7 @@ def validate(schedule: Schedule) -> None:
     once; what an action needs must be done before; and no ranks may wait for each other.
     """
     ranks = rank_of_stage(schedule)
-    times = Counter(str(action) for actions in schedule for action in actions)
+    times = Counter(all_actions(schedule))
     stages, micro_batches = max(ranks, default=0) + 1, 1
     for action, number in times.items():
         stage, _, micro_batch = parse(action)
@@ -83,13 +71,17 @@ def needs(action: str, actions: set[str]) -> list[str]:
     return [each for each in before if each in actions]
 
 
+def all_actions(schedule: Schedule) -> list[str]:
+    return [str(action) for action in chain.from_iterable(schedule)]
+
+
 def in_turn(schedule: Schedule) -> Iterator[tuple[int, str]]:
     """(rank, action) in an order in which all can be done, a rank after the other, one each.
 
     Ends early where every rank waits for another.
     """
-    left = [[str(action) for action in actions] for actions in schedule]
-    everything, done = {action for actions in left for action in actions}, set()
+    left = [list(map(str, actions)) for actions in schedule]
+    everything, done = set(all_actions(schedule)), set()
     moved = True
     while moved:
         moved = False
@@ -106,56 +98,49 @@ def messages(schedule: Schedule) -> Schedule:
     A message is sent right after the action that made it, "0SEND_F3" after "0F3"; at that moment of
     the dry run the other side starts to receive, "1RECV_F3". So two ranks agree on the order of all
     messages between them, both ways: NCCL carries them one after the other, and hangs where each
-    side would first send. Between stages of one rank there are none.
-
-    A schedule that hangs gets its messages too: its ranks then wait for each other in receives.
+    side would first send. The ranks of a schedule that hangs will hang in receives.
     """
     ranks, program = rank_of_stage(schedule), [[] for _ in schedule]
     done = [action for _, action in in_turn(schedule)]
-    stuck = [str(action) for actions in schedule for action in actions if str(action) not in done]
+    stuck = [action for action in all_actions(schedule) if action not in done]
     for action in done:
-        send, receive, other = message(action, ranks)
-        program[ranks[parse(action)[0]]] += [action, *send]
-        program[other] += receive
-    for action in stuck:  # all their receives first: they hang in those that don't come
-        _, receive, other = message(action, ranks)
-        program[other] += receive
-    for action in stuck:
-        program[ranks[parse(action)[0]]] += [action, *message(action, ranks)[0]]
+        for rank, words in message(action, ranks):
+            program[rank] += words
+    for side in (1, 0):  # of what hangs, all receives first
+        for action in stuck:
+            rank, words = message(action, ranks)[side]
+            program[rank] += words
     return program
 
 
-def message(action: str, ranks: dict[int, int]) -> tuple[list[str], list[str], int]:
-    """(what is sent after an action, what is received, on which rank); nothing within a rank."""
+def message(action: str, ranks: dict[int, int]) -> list[tuple[int, list[str]]]:
+    """[(its rank, action and send), (the other rank, receive)]; no words within a rank."""
     stage, kind, micro_batch = parse(action)
     way = "F" if kind == "F" else "B"
     to = {"F": stage + 1, "W": stage}.get(kind, stage - 1)
-    other = ranks.get(to, ranks[stage])
-    if other == ranks[stage]:
-        return [], [], other
-    return [f"{stage}SEND_{way}{micro_batch}"], [f"{to}RECV_{way}{micro_batch}"], other
+    rank, other = ranks[stage], ranks.get(to, ranks[stage])
+    if other == rank:
+        return [(rank, [action]), (rank, [])]
+    send, receive = f"{stage}SEND_{way}{micro_batch}", f"{to}RECV_{way}{micro_batch}"
+    return [(rank, [action, send]), (other, [receive])]
 
 
 def cycle(schedule: Schedule, done: set[str]) -> str:
     """Who waits for whom, in words, once `done` is done and no rank can go on."""
-    everything = {str(action) for actions in schedule for action in actions}
-    ranks = rank_of_stage(schedule)
-    left = [[str(a) for a in actions if str(a) not in done] for actions in schedule]
-    rank = next(rank for rank, actions in enumerate(left) if actions)
-    said: dict[int, str] = {}
+    everything, ranks, first = all_actions(schedule), rank_of_stage(schedule), {}
+    for action in reversed(everything):
+        if action not in done:
+            first[ranks[parse(action)[0]]] = action  # of those that its rank has left
+    rank, said = min(first), {}
     while rank not in said:
-        action = left[rank][0]
-        missing = next(each for each in needs(action, everything) if each not in done)
+        missing = next(each for each in needs(first[rank], set(everything)) if each not in done)
         other = ranks[parse(missing)[0]]
-        who = "which it" if other == rank else f"which rank {other}"
-        said[rank] = f"rank {rank} waits in {action} for {missing}, {who} does only after "
-        said[rank] += left[other][0]
+        who = "it" if other == rank else f"rank {other}"
+        waits = f"rank {rank} waits in {first[rank]} for {missing}"
+        said[rank] = f"{waits}, which {who} does only after {first[other]}"
         rank = other
     round_and_round = list(said).index(rank)  # whoever only waits for the cycle is left out
     return "; ".join(list(said.values())[round_and_round:])
-
-
-# What a schedule costs
 
 
 def simulate(
@@ -171,7 +156,7 @@ def simulate(
     """
     validate(schedule)
     ticks = {"F": F, "B": B, "I": I, "W": W}
-    everything = {str(action) for actions in schedule for action in actions}
+    everything = set(all_actions(schedule))
     when: dict[str, tuple[float, float]] = {}
     free = [0] * len(schedule)  # when each rank is done with what it does
     for rank, action in in_turn(schedule):
@@ -188,7 +173,11 @@ def idle(schedule: Schedule, **ticks: float) -> list[float]:
     """
     when = simulate(schedule, **ticks)
     whole = max(end for _, end in when.values())
-    return [whole - sum(when[a][1] - when[a][0] for a in map(str, acts)) for acts in schedule]
+    idle_ticks = [whole] * len(schedule)
+    for rank, actions in enumerate(schedule):
+        for start, end in map(when.get, map(str, actions)):
+            idle_ticks[rank] -= end - start
+    return idle_ticks
 
 
 def held(schedule: Schedule) -> dict[int, int]:
@@ -197,9 +186,7 @@ def held(schedule: Schedule) -> dict[int, int]:
     From a forward until the backward, or its weight part, is done.
     """
     most, now = Counter(), Counter()
-    for actions in schedule:
-        for action in actions:
-            stage, kind, _ = parse(action)
-            now[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
-            most[stage] = max(most[stage], now[stage])
+    for stage, kind, _ in map(parse, all_actions(schedule)):
+        now[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+        most[stage] = max(most[stage], now[stage])
     return dict(sorted(most.items()))

@@ -19,6 +19,7 @@ ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleInterleavedZero
 `torch.distributed.pipelining`. Notebook 10.
 """
 
+import re
 from itertools import pairwise
 
 from .tools.checks import check_counts
@@ -106,3 +107,13 @@ def alternate(forwards: list[str], backwards: list[str], ahead: int) -> list[str
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         actions += [forward, backward]
     return actions + backwards[len(forwards[ahead:]) :]
+
+
+def parse(action: str) -> tuple[int, str, int]:
+    """(stage, kind, micro-batch) of an action. ValueError: it isn't one."""
+    found = re.fullmatch(r"(\d+)([FBIW])(\d+)", str(action))
+    if found is None:
+        form = 'a stage, one of F, B, I, W, and a micro-batch, as in "0F3"'
+        raise ValueError(f"expected an action to be {form}, got {str(action)!r}")
+    stage, kind, micro_batch = found.groups()
+    return int(stage), kind, int(micro_batch)
