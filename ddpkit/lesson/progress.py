@@ -7,6 +7,7 @@ for a while, who waits for whom. DDPKIT_PROGRESS=off: never (tests, stored outpu
 import contextlib
 import contextvars
 import os
+import sys
 import threading
 import time
 
@@ -53,11 +54,11 @@ class Progress:
 
 def show_progress() -> None:
     """Watch the cells of this kernel from now on; outside of one, do nothing."""
-    try:
-        from IPython import get_ipython
-        from IPython.display import display
-    except ImportError:
+    if "IPython" not in sys.modules:  # as in every rank, where importing it would take a while
         return
+    from IPython import get_ipython
+    from IPython.display import display
+
     shell = get_ipython()
     if hasattr(shell, "kernel") and os.environ.get("DDPKIT_PROGRESS") != "off":
         progress = Progress(display)

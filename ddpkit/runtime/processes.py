@@ -207,6 +207,8 @@ def preload(modules: Iterable[str]):
         if not new or start_method() != "forkserver":
             return
         server.set_forkserver_preload([*server._preload_modules[:-1], *new, LAST])
+        if server._forkserver_pid is None:
+            return
         os.close(server._forkserver_alive_fd)
         old = server._forkserver_pid, 0
         threading.Thread(target=os.waitpid, args=old, daemon=True).start()
