@@ -120,8 +120,10 @@ class VocabParallelEmbedding(SplitLayer):
 
         IndexError: a token that isn't in the vocabulary.
         """
-        if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
-            raise IndexError(f"expected tokens from 0 to {self.vocabulary - 1}, got {tokens}")
+        unknown = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
+        if len(unknown) > 0:  # which every rank would take for another's
+            got = f"got {int(unknown[0])}, expected tokens from 0 to {self.vocabulary - 1}"
+            raise IndexError(f"{got}: were they made with this vocabulary?")
         mine, local = among(tokens, self.start, len(self.weight))
         x = F.embedding(local, self.weight).where(mine.unsqueeze(-1), 0)
         return self.leave.apply(x, self.group)

@@ -1,0 +1,375 @@
+"""ddpkit.sequence_parallel: the GPT that is split among ranks trains as the serial one does."""
+
+import sys
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+import training_cases
+import twin
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+from training_cases import ADAMW, HALF_THE_DIGITS, SGD, sent_by, small_gpt
+
+from ddpkit.ddp import BucketedDDP
+from ddpkit.models import mean_loss
+from ddpkit.sequence_parallel import GatherTokens, ParallelGPT, ScatterTokens, split_block
+from ddpkit.split_layers import count_copies, gather, splits
+from ddpkit.tensor_parallel import (
+    CopyToRanks,
+    RowParallelLinear,
+    SumOverRanks,
+    clip_grad_norm,
+)
+
+for its in (sys.modules[__name__], training_cases):
+    cloudpickle.register_pickle_by_value(its)
+
+MAX_NORM = 0.1  # all steps are clipped
+FUNCTIONS = {False: (CopyToRanks, SumOverRanks), True: (GatherTokens, ScatterTokens)}
+
+
+def serial_gpt(seed=0, dtype=torch.float64, tied=True, unused=True, **sizes):
+    """With frozen parameters and an unused one; no number of ranks divides its 11 tokens."""
+    gpt = small_gpt(seed, dtype, **{"context": 8, "width": 8, "heads": 4, "layers": 2} | sizes)
+    if not tied:
+        gpt.head.weight = nn.Parameter(gpt.head.weight.detach().flip(0))
+    if unused:
+        gpt.blocks[0].unused = nn.Parameter(torch.ones(3, dtype=dtype))
+    for frozen in (gpt.blocks[0].mlp[0].weight, gpt.blocks[0].mlp[2].bias, gpt.blocks[1].mlp_norm):
+        frozen.requires_grad_(False)
+    return gpt
+
+
+def batch(step, micro_batch=0, share=0):
+    """Of all ranks, or of one share of the data."""
+    numbers = training_cases.numbers_of(step, micro_batch, share)
+    tokens = torch.randint(11, (2, 9), generator=numbers)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def gradients_of(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def part_of(values, model, group=None):
+    """What this rank should have of the serial model's `values`."""
+    mine = dict(values)
+    for name, (dim, hands) in splits(model).items():
+        if name in values:
+            mine[name] = values[name].index_select(dim, hands[dist.get_rank(group)])
+    return mine
+
+
+def near(check, got, expected, *what):
+    """Alike in half the digits, measured against the largest number (training_cases says why)."""
+    check.same(got.keys(), expected.keys(), *what)
+    for name in expected:
+        bound = HALF_THE_DIGITS * expected[name].abs().max()
+        check.close(got[name], expected[name], bound, *what, name)
+
+
+def train_beside(
+    check,
+    *what,
+    optimizer=SGD,
+    sequence=False,
+    micro_batches=1,
+    steps=5,
+    spoil=lambda model: None,
+    data=batch,
+    seed=lambda step: step,
+    copies=count_copies,
+    **options,
+):
+    """Every loss, gradient, norm and, in the end, parameter is the serial model's.
+
+    The rest says how the parallel model is spoilt: in itself, in its data, its dropout, its norm.
+    """
+    serial = serial_gpt(**options)
+    model = ParallelGPT(serial_gpt(dist.get_rank(), **options), sequence=sequence)  # rank 0's count
+    spoil(model)
+    models = serial, model
+    optimizers = [optimizer(each.parameters()) for each in models]
+    for step in range(steps):
+        for each in optimizers:
+            each.zero_grad()
+        for number in range(micro_batches):
+            torch.manual_seed(step)
+            tokens, targets = batch(step, number)
+            expected = mean_loss(serial(tokens), targets)
+            torch.manual_seed(seed(step))
+            loss = model(*data(step, number))
+            for each in (expected, loss):
+                (each / micro_batches).backward()
+            near(check, {"loss": loss.detach()}, {"loss": expected.detach()}, *what, step)
+        model.synchronize()
+        expected = part_of(gradients_of(serial), model)
+        near(check, gradients_of(model), expected, *what, step)
+        expected = clip_grad_norm_(serial.parameters(), MAX_NORM)
+        norm = clip_grad_norm(copies(model), MAX_NORM)
+        near(check, {"norm": norm}, {"norm": expected}, *what, step)
+        for each in optimizers:
+            each.step()
+    near(check, gather(model.state_dict(), model), serial.state_dict(), *what)
+
+
+@on_ranks(2, 4)
+def test_five_steps_equal_to_serial_training(check):
+    few = dist.get_world_size() == 2
+    for sequence in (False, True):
+        for optimizer in (SGD, ADAMW):
+            what = (f"{sequence=}", optimizer.func.__name__)
+            options = {"sequence": sequence, "optimizer": optimizer}
+            train_beside(check, *what, micro_batches=2 if few else 1, **options)
+    if few:
+        train_beside(check, "untied", tied=False, steps=2)
+        train_beside(check, "grouped heads", kv_heads=2, sequence=True, steps=2)
+        train_beside(check, "dropout", dropout=0.3, steps=2)
+
+
+@on_ranks(4)
+def test_bf16(check):
+    """As far from float64 as the serial model in bf16, or W times; and one rounding.
+
+    Where that one rounds the result of a row-parallel layer once, here W summands are rounded, and
+    W-1 sums.
+    """
+    for sequence in (False, True):
+        for optimizer in (SGD, ADAMW):
+            serial, exact = serial_gpt(dtype=torch.bfloat16), serial_gpt(dtype=torch.bfloat16)
+            model = ParallelGPT(serial, sequence=sequence)
+            found = [trained(each, optimizer) for each in (exact.double(), serial, model)]
+            for what, right, alone, together in zip(("losses", "weights"), *found, strict=True):
+                plain = (alone - right).norm()
+                bound = (
+                    dist.get_world_size() * plain + torch.finfo(torch.bfloat16).eps * right.norm()
+                )
+                case = (what, f"{sequence=}", optimizer.func.__name__)
+                check.close((together - right).norm(), torch.zeros(()), bound, *case)
+                check.unless(plain > 0, *case, "the serial model in bf16 is exact")
+
+
+def trained(model, optimizer):
+    """(the losses of five steps, all weights after them), in float64."""
+    losses, optimizer = [], optimizer(model.parameters())
+    for step in range(5):
+        optimizer.zero_grad()
+        losses.append(loss_of(model, *batch(step)))
+        losses[-1].backward()
+        if isinstance(model, ParallelGPT):
+            model.synchronize()
+        optimizer.step()
+    state = model.state_dict()
+    if isinstance(model, ParallelGPT):
+        state = gather(state, model)
+    weights = [state[name].double().flatten() for name in sorted(state)]
+    return torch.stack(losses).detach().double(), torch.cat(weights)
+
+
+def loss_of(model, tokens, targets):
+    if isinstance(model, ParallelGPT):
+        return model(tokens, targets)
+    return mean_loss(model(tokens), targets)
+
+
+# A mesh
+
+
+@on_ranks(4)
+def test_two_shares_of_the_data_times_two_parts_of_the_model(check):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data, tensor = mesh["data"].get_group(), mesh["tensor"].get_group()
+    for sequence in (False, True):
+        for optimizer in (SGD, ADAMW):
+            what = (f"{sequence=}", optimizer.func.__name__)
+            serial = serial_gpt(unused=False)
+            split = ParallelGPT(serial_gpt(unused=False), tensor, sequence)
+            model = BucketedDDP(split, group=data)
+            optimizers = [optimizer(each.parameters()) for each in (serial, split)]
+            for step in range(3):
+                for each in optimizers:
+                    each.zero_grad()
+                tokens, targets = zip(*(batch(step, 0, share) for share in (0, 1)), strict=True)
+                mean_loss(serial(torch.cat(tokens)), torch.cat(targets)).backward()
+                model(*batch(step, 0, dist.get_rank(data))).backward()
+                model.synchronize()
+                split.synchronize()
+                expected = part_of(gradients_of(serial), split, tensor)
+                near(check, gradients_of(split), expected, *what, step)
+                expected = clip_grad_norm_(serial.parameters(), MAX_NORM)
+                norm = clip_grad_norm(count_copies(split, tensor), MAX_NORM, tensor)
+                near(check, {"norm": norm}, {"norm": expected}, *what, step)
+                for each in optimizers:
+                    each.step()
+            near(check, gather(split.state_dict(), split, tensor), serial.state_dict(), *what)
+
+
+# Well-known mistakes
+
+
+class BiasOnEveryRank(RowParallelLinear):
+    def forward(self, x):
+        return self.leave.apply(nn.functional.linear(x, self.weight, self.bias), self.group)
+
+
+class NeitherWay(torch.autograd.Function):
+    """An f that forgets the all-reduce of backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class BothWays(SumOverRanks):
+    """A g whose backward sums, too, as that of torch.distributed.nn.functional.all_reduce does."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient, None
+
+
+def bias_on_every_rank(model):
+    model.blocks[1].out.__class__ = BiasOnEveryRank
+
+
+def neither_way(model):
+    model.blocks[1].qkv.enter = NeitherWay
+
+
+def both_ways(model):
+    model.blocks[1].out.leave = BothWays
+
+
+def never_synchronized(model):
+    model.synchronize = lambda: None
+
+
+def by_rank(step, micro_batch):
+    return batch(step, micro_batch, dist.get_rank())
+
+
+def own_seed(step):
+    return 100 * dist.get_rank() + step
+
+
+def each_once(model):
+    return dict.fromkeys(model.parameters(), 1)
+
+
+MISTAKES = {
+    "row-parallel bias on every rank": {"spoil": bias_on_every_rank},
+    "column-parallel without the all-reduce of dX": {"spoil": neither_way},
+    "a g that sums in backward, too": {"spoil": both_ways},
+    "norms' gradients not summed": {"spoil": never_synchronized, "sequence": True},
+    "other data on each rank": {"data": by_rank},
+    "other dropout on each rank": {"seed": own_seed, "dropout": 0.3},
+    "replicated parameters counted W times": {"copies": each_once},
+}
+
+
+@on_ranks(2)
+def test_mistakes_are_found(check):
+    """In the first step, though AdamW doesn't see by what factor a gradient is wrong."""
+    for mistake, options in MISTAKES.items():
+        complaints = twin.Complaints()
+        train_beside(complaints, optimizer=ADAMW, steps=1, **options)
+        check.unless(complaints, mistake, "was not found")
+
+
+# The wire
+
+
+def calls(records):
+    """{op: (how often, bytes of what is reduced or gathered)}; a Counter would lose the bytes."""
+    found = {}
+    for record in records:
+        times = dist.get_world_size() if record.op == "all_gather" else 1  # it brings a part
+        number, nbytes = found.get(record.op, (0, 0))
+        found[record.op] = number + 1, nbytes + times * record.bytes
+    return found
+
+
+@on_ranks(2, 4)
+def test_calls_of_a_layer(check):
+    """2 all-reduces forward and 2 backward; with sequence parallelism, the two halves of each.
+
+    An all-reduce sends 2(W-1)/W of its bytes, a reduce-scatter and an all-gather (W-1)/W of theirs.
+    """
+    nbytes = 2 * 3 * 8 * 16 * 4
+    for sequence, functions in FUNCTIONS.items():
+        expected = {"all_reduce": (2, nbytes)}
+        if sequence:
+            expected = {"all_gather": (2, nbytes), "reduce_scatter": (2, nbytes)}
+        for kv_heads in (8, 4):
+            gpt = small_gpt(dtype=torch.float32, width=16, heads=8, kv_heads=kv_heads)
+            block, out = split_block(gpt.blocks[0], None, *functions), []
+            length = 8 // dist.get_world_size() if sequence else 8
+            x = torch.ones(3, length, 16, requires_grad=True)
+            forward = calls(sent_by(lambda block=block, x=x, out=out: out.append(block(x))))
+            backward = calls(sent_by(out[0].sum().backward))
+            check.same([forward, backward], [expected, expected], f"{sequence=}, {kv_heads=}")
+
+
+@on_ranks(2)
+def test_calls_of_a_step(check):
+    """One more, forward for the embedding and backward for the logits; for the loss three numbers a
+    target, whatever the vocabulary; for norms and biases one at the end."""
+    for vocabulary in (11, 1100):
+        for sequence in (False, True):
+            gpt = small_gpt(
+                dtype=torch.float32, width=8, layers=3, context=8, vocabulary=vocabulary
+            )
+            model, out = ParallelGPT(gpt, sequence=sequence), []
+            loss, activations = 3 * 2 * 8 * 4, 7 * 2 * 8 * 8 * 4
+            between = 4 * (3 * (2 * 2 * 8 + 2 * 8) + 2 * 8)  # two norms and biases a layer, a norm
+            forward, backward, at_the_end = (
+                calls(sent_by(step))
+                for step in (
+                    lambda model=model, out=out: out.append(model(*batch(0))),
+                    lambda out=out: out[0].backward(),
+                    model.synchronize,
+                )
+            )
+            if sequence:
+                halves = {"reduce_scatter": (7, activations), "all_gather": (7, activations)}
+                expected = [
+                    halves | {"all_reduce": (2, loss)},
+                    halves,
+                    {"all_reduce": (1, between)},
+                ]
+            else:
+                whole = {"all_reduce": (7, activations)}
+                expected = [{"all_reduce": (9, activations + loss)}, whole, {}]
+            check.same([forward, backward, at_the_end], expected, f"{vocabulary=}, {sequence=}")
+
+
+# What can't be split
+
+
+@on_ranks(4)
+def test_what_cannot_be_split_is_refused(check):
+    for heads, kv_heads in ((2, 2), (4, 2), (6, 6)):
+        gpt = small_gpt(width=12, heads=heads, kv_heads=kv_heads)
+        says = (f"{heads} heads and {kv_heads} of keys and values", "4 ranks", "fewer ranks")
+        check.refused(ParallelGPT, gpt, says=says)
+    gpt = small_gpt(width=8, heads=4)
+    few = small_gpt(width=8, heads=4, vocabulary=3)
+    check.refused(ParallelGPT, few, says=("3 can't be split among 4 ranks", "use fewer"))
+    x = torch.zeros(2, 6, dtype=torch.int64)
+    says = ("sequences of 6 tokens can't be split among 4 ranks", "sequence=False")
+    check.refused(ParallelGPT(gpt, sequence=True), x, x, says=says)
+    x = torch.zeros(2, 8, dtype=torch.int64)
+    check.refused(ParallelGPT(gpt), x, x, says="sequences of 8 tokens, expected at most 6")
+    for token in (-1, 11):
+        says = f"got {token}, expected tokens from 0 to 10"
+        x = torch.full((2, 6), token)
+        check.refused(ParallelGPT(gpt), x, x, says=says, error=IndexError)
