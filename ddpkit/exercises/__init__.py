@@ -16,6 +16,8 @@ from .flash_attention import flash_backward, flash_forward
 from .flash_kernel import flash_kernel
 from .memory import Checkpoint, Products, alive, block_bytes, checkpoint_sequential
 from .mixed_precision import LossScaler, master_step, nearest, predict_bytes, quantise
+from .pipeline import gpipe, one_f_one_b, published_1f1b
+from .pipeline_ranks import accumulate, finish_step, run_stage
 from .ranks import neighbours, say_hello
 from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_plan, ring_reduce_scatter
 from .ring_attention import ring_attention

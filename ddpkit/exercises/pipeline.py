@@ -1,0 +1,227 @@
+"""Checkers of notebook 10's schedules: gpipe, one_f_one_b, and a published one to be mended.
+
+Those of what runs on ranks are in `pipeline_ranks`.
+"""
+
+from ddpkit import dry_run, schedules
+
+from .checker import Exercise, Trial, mistakes
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+CASES = [(3, 4), (2, 2), (4, 8), (4, 2), (1, 3)]  # stages, micro-batches
+
+
+def gpipe_rows(stages: int, micro_batches: int) -> list[list[str]]:
+    """The specification."""
+    rows = []
+    for stage in range(stages):
+        rows.append([f"{stage}{kind}{i}" for kind in "FB" for i in range(micro_batches)])
+    return rows
+
+
+def one_f_one_b_rows(stages: int, micro_batches: int) -> list[list[str]]:
+    """The specification: 0B0 comes after p forwards of stage 0, 1B0 after p - 1 of stage 1, ..."""
+    rows, last = [], micro_batches - 1
+    for stage in range(stages):
+        moments = {f"{stage}F{i}": (i, 0) for i in range(micro_batches)}
+        ahead = stages - stage - 1
+        moments |= {f"{stage}B{i}": (min(i + ahead, last), 1 + i) for i in range(micro_batches)}
+        rows.append(sorted(moments, key=moments.get))
+    return rows
+
+
+def _seen(plan: object, stages: int, micro_batches: int) -> dict[str, object]:
+    """How many lists there are, and what is in each; what isn't a list of lists, as it is."""
+    case = f"with {stages} stages and {micro_batches} micro-batches"
+    if not isinstance(plan, list | tuple) or not all(isinstance(r, list | tuple) for r in plan):
+        return {f"lists {case}": plan}
+    rows = {f"rank {r} {case}": " ".join(map(str, row)) for r, row in enumerate(plan)}
+    return {f"lists {case}": len(plan)} | rows
+
+
+def _run(answer, right: list[dict], cases):
+    """Plan after plan, up to the first that isn't right."""
+    seen = {}
+    for expected, case in zip(right, cases, strict=True):
+        plan = answer(*case)
+        seen |= _seen(plan, *case)
+        if expected != _seen(plan, *case):
+            return seen | {"plan": plan}
+    return seen
+
+
+def _trials(rows_of, cases=CASES):
+    right = [_seen(rows_of(*case), *case) for case in cases]
+    expected = {what: seen for each in right for what, seen in each.items()}
+    return [Trial(1, _run, (right, cases), [expected], what="by arguments")]
+
+
+def _explain(trial: Trial, rank: int, expected: dict, got: dict):
+    """What `validate` says of the plan."""
+    try:
+        dry_run.validate(got["plan"])
+    except ValueError as error:
+        return str(error)
+    except Exception:
+        return 'Return a list for each rank, of actions such as "0F0".'
+    return "It would run, and the gradients would be right; but it isn't this schedule."
+
+
+HINTS = {
+    "start": 'An action is a string: f"{stage}F{i}". A list for each rank, and in it, in order, '
+    "all that this rank does.",
+    "error": "micro_batches and stages are numbers: range(micro_batches).",
+}
+
+gpipe = Exercise(
+    reference=schedules.gpipe,
+    helpers=(schedules.each,),
+    trials=lambda: _trials(gpipe_rows),
+    hints=HINTS | {"values": "The same for every stage: its F of all micro-batches, then its B."},
+    praise="for 1 to 4 stages, with fewer micro-batches than stages, too.",
+    explain=_explain,
+    mistakes=mistakes("""
+one_micro_batch_at_a_time: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
+    ⏎[f"{stage}{kind}{i}" for i in range(micro_batches) for kind in "FB"]
+    It would run, but as slowly as without micro-batches: every rank waits for its backward before
+    it begins the next forward. All forwards first.
+one_f_one_b: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
+    ⏎alternate(each(stage, "F", micro_batches), each(stage, "B", micro_batches), stages - 1 - stage)
+    That is a schedule of a later section. Here a rank does all its forwards, then all backwards.
+from_the_last: + each(stage, "B", micro_batches) → + each(stage, "B", micro_batches)[::-1]
+    It would run, and papers draw it so. Here backward, too, begins with micro-batch 0: that helps
+    in a later section.
+backward_first: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
+    ⏎each(stage, "B", micro_batches) + each(stage, "F", micro_batches)
+    No backward without its forward: first all F, then all B.
+every_stage_on_every_rank: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
+    ⏎each(0, "F", micro_batches) + each(0, "B", micro_batches)
+    Each rank has a stage of its own: rank 1's actions begin with a 1.
+by_micro_batch: return schedule → return [list(column) for column in zip(*schedule)]
+    A list for each rank: schedule[rank] is what that rank does, from its first action to its last.
+in_one_list: return schedule → return sum(schedule, [])
+    A list for each rank: schedule[rank] is what that rank does, from its first action to its last.
+counts_from_one: range(first, end) → range(first + 1, end + 1)
+    Micro-batches are counted from 0.
+only_forward: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
+    ⏎each(stage, "F", micro_batches)
+    Each forward needs its backward: that is where the gradients come from.
+as_many_as_stages: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
+    ⏎each(stage, "F", stages) + each(stage, "B", stages)
+    The number of micro-batches is an argument, and need not be that of the stages.
+"""),
+)
+
+one_f_one_b = Exercise(
+    reference=schedules.one_f_one_b,
+    helpers=(schedules.alternate, schedules.each),
+    trials=lambda: _trials(one_f_one_b_rows),
+    hints=HINTS
+    | {
+        "values": "Stage s does p - 1 - s forwards ahead, but not more than there are; then it "
+        "takes turns, a forward and a backward, until no forward is left; then the backwards that "
+        "are left.",
+    },
+    praise="stage s holds p - s micro-batches, however many there are.",
+    explain=_explain,
+    mistakes=mistakes("""
+gpipe: ahead=stages - 1 - stage → ahead=micro_batches
+    It would run, but that is GPipe: a stage holds all micro-batches. Begin with backwards as soon
+    as one can be there.
+one_more_ahead: ahead=stages - 1 - stage → ahead=stages - stage
+    It would run, in the same time, but each stage holds one micro-batch more than it has to. The
+    last stage has no forward ahead: 3F0 3B0 3F1 3B1 with 4 stages.
+all_as_far_as_the_first: ahead=stages - 1 - stage → ahead=stages - 1
+    It would run, but all stages hold as much as the first. A stage further down needs fewer
+    forwards ahead: its backward comes sooner.
+none_ahead: ahead=stages - 1 - stage → ahead=0
+    It would run, but no two ranks would compute at the same time: every rank waits for its
+    backward before it begins the next forward.
+one_too_few: ahead=stages - 1 - stage → ahead=max(0, stages - 2 - stage)
+    It would run, and hold even less. But stage 0 waits for a backward when it could begin another
+    forward: p - 1 of them are on their way before the first comes back.
+the_wrong_way_round: ahead=stages - 1 - stage → ahead=stage
+    Stage 0 has the longest way to its first backward, so it does most forwards ahead; the last
+    stage does none.
+in_groups: schedule.append(alternate(forwards, backwards, ahead=stages - 1 - stage)) →
+    ⏎schedule.append([])
+    ⏎for i in range(0, micro_batches, stages):
+    ⏎    schedule[-1] += forwards[i : i + stages] + backwards[i : i + stages]
+    It would run, and hold no more than p. But between two groups the pipeline runs empty, and
+    every group pays for its bubble.
+backward_before_forward: actions += [forward, backward] → actions += [backward, forward]
+    The last stage begins with a backward, which has had no forward yet. In a turn the forward is
+    first.
+without_the_rest: return actions + backwards[len(forwards[ahead:]) :] → return actions
+    After the last forward some backwards are left.
+more_than_there_are: "F", micro_batches) → "F", max(micro_batches, stages - 1 - stage))
+    With fewer micro-batches than stages a rank does as many forwards ahead as there are.
+"""),
+)
+
+
+# published_1f1b: what is wrong with it?
+
+
+def published_1f1b(stages: int, micro_batches: int) -> schedules.Schedule:
+    schedule = []
+    for stage in range(stages):
+        actions = []
+        ahead = stages - 1 - stage
+        forward = -1  # the last one done: none yet
+        for i in range(ahead):
+            actions.append(f"{stage}F{i}")
+            forward = i
+        backward = 0
+        remaining = micro_batches - ahead
+        while remaining > 0:
+            forward += 1
+            actions.append(f"{stage}F{forward}")
+            remaining -= 1
+            actions.append(f"{stage}B{backward}")
+            backward += 1
+        while backward < micro_batches:
+            actions.append(f"{stage}B{backward}")
+            backward += 1
+        schedule.append(actions)
+    return schedule
+
+
+published_1f1b = Exercise(
+    reference=published_1f1b,
+    trials=lambda: _trials(one_f_one_b_rows, [(3, 4), (2, 2), (4, 8), (1, 3)]),
+    hints={
+        "values": "Which value has `forward` when the loop over `ahead` has not run once?",
+        "start": "On the last stage nothing is ahead. `forward` is the last one done: 0 would be "
+        "one too many.",
+    },
+    praise="one number, on the last stage only.",
+    note="One number, mended. PyTorch's own step() never used the list, only its drawing did.",
+    explain=_explain,
+    mistakes=mistakes("""
+as_found: forward = -1 → forward = 0
+    The stages before the last are right. What is different about the last, when its first turn
+    begins?
+counts_afterwards: forward = -1 → forward = 0
+    forward += 1⏎actions.append(f"{stage}F{forward}") →
+    ⏎actions.append(f"{stage}F{forward}")⏎forward += 1
+    Now the last stage is right, and the others do a forward twice: there `forward` is the last one
+    that was done, not the next.
+puts_it_in_front: forward = -1 → forward = 0
+    backward = 0 → backward = 0⏎if ahead == 0:⏎    actions.append(f"{stage}F0")
+    Now the last stage has its forward of micro-batch 0, but still as many turns, so it ends with a
+    micro-batch that isn't there.
+round_the_clock: forward = -1 → forward = 0
+    actions.append(f"{stage}F{forward}")⏎remaining →
+    ⏎actions.append(f"{stage}F{forward % micro_batches}")⏎remaining
+    Every forward is there now, but that of micro-batch 0 comes last, after its backward.
+one_more_ahead: ahead = stages - 1 - stage → ahead = stages - stage
+    It would run: the last stage, too, has a forward ahead now, so the loop sets `forward`. But
+    every stage holds a micro-batch more than it has to: mend the count, not the plan.
+all_ahead: ahead = stages - 1 - stage → ahead = micro_batches
+    It would run: with all forwards ahead it is GPipe, which holds all micro-batches.
+no_turns: while remaining > 0: → while remaining > 0 and stage < stages - 1:
+    Now the last stage does no forward at all.
+"""),
+)

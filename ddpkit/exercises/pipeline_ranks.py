@@ -1,0 +1,397 @@
+"""Checkers of notebook 10's stages on ranks: a stage's step, the mean over micro-batches, and the
+gradient of a weight that two stages have.
+
+Every stage multiplies by 2, and of a gradient each digit is a micro-batch: 321 has all of three,
+each with its own loss.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpkit import pipeline
+from ddpkit.runtime.records import recorder
+
+from .checker import Exercise, Trial, mistakes
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+
+# run_stage(module, actions, inputs, loss)
+
+
+def run_stage(module, actions, inputs, loss):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    held, sent = {}, []
+
+    def send(x, to):
+        sent.append((x, dist.isend(x, to)))  # x must live until it has left
+
+    for action in actions:
+        _, kind, i = pipeline.parse(action)
+        if kind == "F":
+            x = inputs[i]
+            if rank > 0:
+                dist.recv(x, rank - 1)
+            y = module(x.requires_grad_())
+            if rank < last:
+                send(y.detach(), rank + 1)
+            else:
+                y = loss(y, i) / len(inputs)
+            held[i] = x, y
+        else:
+            x, y = held.pop(i)
+            gradient = None
+            if rank < last:
+                gradient = torch.empty_like(y)
+                dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+            if rank > 0:
+                send(x.grad, rank - 1)
+    for _, work in sent:
+        work.wait()
+
+
+class _Double(nn.Module):
+    """A stage that writes down what it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 2.0, dtype=torch.float64))
+        self.done = []
+
+    def forward(self, x):
+        rank, last = dist.get_rank(), dist.get_world_size() - 1
+        micro_batch = round(math.log10(x.item() * 2 ** (last - rank)))
+        self.done.append(f"{rank}F{micro_batch}")
+        y = self.weight * x
+        y.register_hook(lambda _: self.done.append(f"{rank}B{micro_batch}"))
+        return y
+
+
+def _run_stage(answer, schedule):
+    rank, stages = dist.get_rank(), dist.get_world_size()
+    number = len(schedule[0]) // 2
+    inputs = [torch.full((1,), torch.nan, dtype=torch.float64) for _ in range(number)]
+    if rank == 0:
+        for i, x in enumerate(inputs):
+            x.fill_(10**i / 2 ** (stages - 1))
+    module = _Double()
+    answer(module, schedule[rank], inputs, lambda y, i: number * (i + 1) * y.sum())
+    gradient = module.weight.grad
+    return {
+        "gradient": None if gradient is None else gradient.item(),
+        "order": " ".join(module.done),
+        "sent": sum(record.bytes for record in recorder().records if record.op == "send"),
+    }
+
+
+LAST_FIRST = [
+    ["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"],
+    ["1F0", "1F1", "1F2", "1B2", "1B1", "1B0"],
+    ["2F0", "2F1", "2F2", "2B2", "2B1", "2B0"],
+]
+STAGE_TRIALS = {
+    "1F1B": pipeline.one_f_one_b(2, 4),
+    "the last backward first": LAST_FIRST,
+    "GPipe": pipeline.gpipe(4, 2),
+    "no neighbours": pipeline.gpipe(1, 3),
+}
+
+
+def _stage_trials():
+    for what, schedule in STAGE_TRIALS.items():
+        stages, number = len(schedule), len(schedule[0]) // 2
+        total = float(sum((i + 1) * 10**i for i in range(number)))
+        expected = []
+        for rank, actions in enumerate(schedule):
+            ways = (rank > 0) + (rank < stages - 1)
+            right = {"gradient": total, "order": " ".join(actions)}
+            expected.append(right | {"sent": 8 * number * ways})
+        told = f"{what}, {number} micro-batches"
+        yield Trial(stages, _run_stage, (schedule,), expected, what=told)
+
+
+run_stage = Exercise(
+    reference=run_stage,
+    trials=_stage_trials,
+    hints={
+        "start": "F: receive x into inputs[i], unless this is rank 0; y = module(x), where x "
+        "requires a gradient; isend y.detach(), or on the last rank take the loss. B: receive the "
+        "gradient, unless this is the last rank; y.backward(gradient); isend x.grad.",
+        "values": "Keep x and y of each micro-batch by its number until its backward. The last "
+        "rank's y is loss(y, i) / len(inputs), whose backward() needs no gradient.",
+        "hang": "dist.isend goes on at once. Keep what it returns, with the tensor, and wait() for "
+        "all of them after the last action.",
+        "error": "x.grad is there after backward if x.requires_grad_() was called before forward; "
+        "y.backward(gradient) wants a gradient of y's shape.",
+    },
+    praise="the same for every schedule: it does what the list says.",
+    note="One stage a rank, F and B only. ddpkit.pipeline.PipelineStage goes on from here.",
+    says={
+        "gradient": "the weight's gradient on rank {rank} is {got}, expected {expected} (digit i "
+        "is micro-batch i, whose loss counts i + 1 times).",
+        "order": "rank {rank} did {got}; its list says {expected}.",
+        "sent": "the gradients are right, but rank {rank} sent {got} bytes, expected {expected}: "
+        "each y once to the right, each x.grad once to the left.",
+    },
+    mistakes=mistakes("""
+never_divides: loss(y, i) / len(inputs) → loss(y, i)
+    Exactly as many times too large as there are micro-batches: the batch's loss is the *mean* of
+    theirs, so each counts a 1/m. AdamW would have hidden it.
+divides_on_every_rank: y.backward(gradient) →
+    ⏎y.backward(None if gradient is None else gradient / len(inputs))
+    Divided again on every rank: the gradient that arrives has been divided already, on the last.
+divides_by_the_stages: loss(y, i) / len(inputs) → loss(y, i) / dist.get_world_size()
+    The mean is over micro-batches, len(inputs), not over ranks.
+remembers_one_only: held[i] = x, y → held[0] = x, y
+    held.pop(i) → held[0]
+    Several micro-batches are on their way at a time. Keep x and y of each, by its number.
+first_in_first_out: held.pop(i) → held.pop(next(iter(held)))
+    Backward's micro-batch need not be the one that was first in: take it by its number.
+waits_for_each_send: sent.append((x, dist.isend(x, to))) → dist.send(x, to)
+    A send that waits until the other side receives: with 1F1B both sides send at the same time,
+    one forward, one back. isend, and wait after the last action.
+receives_all_first: held, sent = {}, [] →
+    ⏎held, sent = {}, []
+    ⏎for x in inputs if rank > 0 else []:
+    ⏎    dist.recv(x, rank - 1)
+    dist.recv(x, rank - 1) → pass
+    Stage 0 sends some of its outputs only after it has had gradients back. Receive right before
+    the forward that needs it.
+in_its_own_order: for action in actions: →
+    ⏎for action in sorted(actions, key=lambda a: "FB".index(pipeline.parse(a)[1])):
+    The gradients would be right, but the list is the schedule: do its actions, in its order.
+without_the_gradient: y.backward(gradient) → y.sum().backward()
+    The gradient that came from the right must go into backward: y.backward(gradient).
+needs_no_gradient: module(x.requires_grad_()) → module(x)
+    x.grad is there after backward if x.requires_grad_() was called before forward.
+sends_its_input: send(x.grad, rank - 1) → send(x.detach(), rank - 1)
+    What goes back is the gradient of the input, x.grad, not the input.
+never_waits: for _, work in sent:⏎work.wait() → return
+    Keep what isend returns, and call wait() on it
+forgets_what_was_before: y.backward(gradient) → module.zero_grad()⏎y.backward(gradient)
+    Only the last micro-batch is left: gradients add up over the micro-batches, if nobody zeroes
+    them.
+"""),
+)
+
+
+# accumulate(model, micro_batches, loss)
+
+ROWS = 8
+CUTS = {"4 micro-batches of 2 rows": (2, 2, 2, 2), "of 4, 2, 1 and 1 rows": (4, 2, 1, 1)}
+
+
+def accumulate(model, micro_batches, loss):
+    rows = sum(len(inputs) for inputs, _ in micro_batches)
+    logged = 0.0
+    for inputs, targets in micro_batches:
+        share = loss(model(inputs), targets) * len(inputs) / rows
+        share.backward()
+        logged += share.item()
+    return logged
+
+
+class _Line(nn.Linear):
+    """One weight, and how many rows had their forward and not yet their backward."""
+
+    def __init__(self):
+        super().__init__(1, 1, bias=False, dtype=torch.float64)
+        self.held = self.most = 0
+        nn.init.ones_(self.weight)
+
+    def forward(self, inputs):
+        y = super().forward(inputs)
+        self.held += len(inputs)
+        self.most = max(self.most, self.held)
+        y.register_hook(lambda _: self.goes_back(len(inputs)))
+        return y
+
+    def goes_back(self, rows: int) -> None:
+        self.held -= rows
+
+
+def _run_accumulate(answer, cuts):
+    """Row r is 10**r, and its loss is ROWS times that: each digit of the mean counts a row."""
+    model = _Line()
+    rows = 10.0 ** torch.arange(ROWS, dtype=torch.float64)[:, None]
+    micro_batches = [(part, torch.ones_like(part)) for part in rows.split(cuts)]
+    logged = answer(model, micro_batches, lambda y, t: ROWS * (y * t).mean())
+    gradient = model.weight.grad
+    return {
+        "gradient": None if gradient is None else round(gradient.item(), 3),
+        "returned": logged if logged is None else round(float(logged), 3),
+        "rows": model.most,
+    }
+
+
+def _accumulate_trials():
+    total = float("1" * ROWS)
+    for what, cuts in CUTS.items():
+        right = {"gradient": total, "returned": total, "rows": max(cuts)}
+        yield Trial(1, _run_accumulate, (cuts,), [right], what=what)
+
+
+accumulate = Exercise(
+    reference=accumulate,
+    trials=_accumulate_trials,
+    hints={
+        "start": "What is divided for the log, and what goes into backward()?",
+        "values": "A mean over all rows: each micro-batch's mean counts len(inputs) / rows, where "
+        "rows are those of all micro-batches.",
+    },
+    praise="each row counts once, also in micro-batches of different size.",
+    note="What is returned is what went into backward.",
+    says={
+        "gradient": "the gradient is {got}, expected {expected}: each digit is a row, which "
+        "counts once.",
+        "returned": "the gradient is right, but the loss returned is {got}, not {expected}.",
+        "rows": "gradient and loss are right, but {got} rows were in memory at a time, between "
+        "forward and backward; a micro-batch has {expected} at most.",
+    },
+    mistakes=mistakes("""
+as_found: * len(inputs) / rows →
+    logged += share.item() → logged += share.item() / len(micro_batches)
+    Four times too large, in every digit: what goes into backward is not what is logged.
+sums: * len(inputs) / rows →
+    Four times too large, in every digit: divide before backward.
+mean_of_means: * len(inputs) / rows → / len(micro_batches)
+    Right while all micro-batches have the same size. Here a row in a small one counts more: weigh
+    each mean with its share of the rows.
+by_the_first_size: * len(inputs) / rows → * len(micro_batches[0][0]) / rows
+    Right while all micro-batches are as large as the first one.
+divides_twice: * len(inputs) / rows → * len(inputs) / rows / len(micro_batches)
+    Divided once too often: loss is a mean already, and its share of the rows is all it needs.
+sum_over_rows: * len(inputs) / rows → * len(inputs)
+    That is the sum over the rows: divide by the number of all rows.
+logs_the_last: logged += share.item() → logged = share.item()
+    That is the last micro-batch's share: add them up.
+all_at_once: for inputs, targets in micro_batches: →
+    ⏎everything = [torch.cat(parts) for parts in zip(*micro_batches)]
+    ⏎for inputs, targets in [everything]:
+    Right, but all rows are in memory at a time, and the batch needn't have been cut: backward of
+    a micro-batch before forward of the next.
+backward_at_the_end: logged = 0.0 → logged = whole = 0.0
+    share.backward() → whole = whole + share
+    return logged → whole.backward()⏎return logged
+zeroes_each_time: share.backward() → model.zero_grad()⏎share.backward()
+    Only the last micro-batch is left: gradients add up, if nobody zeroes them.
+"""),
+)
+
+
+# finish_step(parameters, tied, ends)
+
+
+def finish_step(parameters, tied, ends):
+    if tied is not None:
+        dist.all_reduce(tied.grad, group=ends)
+    squares = torch.zeros((), dtype=parameters[0].dtype)
+    for parameter in parameters:
+        if parameter is not tied or dist.get_rank() == 0:
+            squares += parameter.grad.square().sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+OWN = (12.0, 84.0, 132.0)  # of rank 0, 1, 2; with the tied 3 and 4: 5, 13, 85, 157 in length
+FIRST, LAST = (1.0, 3.0), (2.0, 1.0)  # the tied weight's gradients, from both ends
+
+
+def _parameter(*gradient: float) -> nn.Parameter:
+    made = nn.Parameter(torch.full((len(gradient),), 7.0, dtype=torch.float64))
+    made.grad = torch.tensor(gradient, dtype=torch.float64)
+    return made
+
+
+def _run_finish(answer):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    ends = dist.new_group(sorted({0, last}))
+    tied = None
+    if rank in (0, last):
+        both = torch.tensor([FIRST, LAST]).sum(0).tolist()
+        tied = _parameter(*(both if last == 0 else FIRST if rank == 0 else LAST))
+    own = _parameter(OWN[rank])
+    parameters = [own] if tied is None else [tied, own]
+    begun = len(recorder().records)
+    norm = answer(parameters, tied, ends)
+    said = recorder().records[begun:]
+    return {
+        "tied.grad": None if tied is None else tied.grad.tolist(),
+        "length": None if norm is None else round(float(norm), 3),
+        "other": [own.grad.tolist(), [p.detach().unique().tolist() for p in parameters]],
+        "numbers": max(1 if tied is None else 3, sum(record.bytes for record in said) // 8),
+    }
+
+
+def _finish_trials():
+    for world_size in (2, 3, 1):
+        last = world_size - 1
+        length = math.hypot(3, 4, *OWN[:world_size])
+        expected = []
+        for rank in range(world_size):
+            at_end = rank in (0, last)
+            right = {"tied.grad": [3.0, 4.0] if at_end else None, "length": round(length, 3)}
+            right["other"] = [[OWN[rank]], [[7.0]] * (1 + at_end)]
+            expected.append(right | {"numbers": 3 if at_end else 1})
+        yield Trial(world_size, _run_finish, (), expected)
+
+
+finish_step = Exercise(
+    reference=finish_step,
+    trials=_finish_trials,
+    hints={
+        "start": "Two all_reduces: tied.grad in the group `ends`, where there is one, and one "
+        "number, the sum of squares, over all ranks.",
+        "values": "First the sum, then the squares; those of `tied` on one rank only.",
+        "hang": "In the group `ends` are the first and the last rank: only they may call with it. "
+        "All ranks must call for the length.",
+        "error": "all_reduce takes a tensor, and works in place.",
+    },
+    praise="both copies get one gradient, and so stay equal; it counts once.",
+    says={
+        "tied.grad": "tied.grad on rank {rank} is {got}, expected {expected}, on the first and on "
+        "the last rank.",
+        "length": "the length returned on rank {rank} is {got}, expected {expected}.",
+        "other": "rank {rank}'s other gradient, and the parameters, are {got}, expected "
+        "{expected}, as they were.",
+        "numbers": "all is right, but rank {rank} took {got} numbers to its calls, expected "
+        "{expected}: the tied gradient is the business of both ends, and the length is one number.",
+    },
+    mistakes=mistakes("""
+never_sums: dist.all_reduce(tied.grad, group=ends) → pass
+    Each end has only its own part of the gradient. The model has one such weight: the parts are
+    added up, as autograd does in one process.
+averages: dist.all_reduce(tied.grad, group=ends) →
+    ⏎dist.all_reduce(tied.grad, group=ends)⏎tied.grad /= dist.get_world_size(ends)
+    The sum, not the mean: both ends worked on the same batch, each on its part of the way.
+on_the_first_only: dist.all_reduce(tied.grad, → dist.reduce(tied.grad, 0,
+    The last rank has its own part still: after the step the two copies would differ. Both need the
+    sum.
+sums_the_weights: dist.all_reduce(tied.grad, → dist.all_reduce(tied.data,
+    Gradients are added up; the weights are equal, and stay so.
+counts_it_twice: if parameter is not tied or dist.get_rank() == 0: → if True:
+    The tied weight is in the length twice. The model has it once: count it on one of the ranks.
+counts_it_never: if parameter is not tied or dist.get_rank() == 0: → if parameter is not tied:
+    The tied weight is not in the length at all: count it on one of the ranks.
+of_this_stage: dist.all_reduce(squares) → pass
+    That is the length of this rank's part. If each rank clipped by its own, the gradient would
+    turn.
+squares_first: if tied is not None:⏎dist.all_reduce(tied.grad, group=ends) → whole = None
+    return squares.sqrt() →
+    ⏎if tied is not None:⏎    dist.all_reduce(tied.grad, group=ends)⏎return squares.sqrt()
+    The squares were taken before the tied gradient was whole: first the sum.
+sum_of_lengths: squares += parameter.grad.square().sum() → squares += parameter.grad.norm()
+    return squares.sqrt() → return squares
+    Lengths don't add up, their squares do.
+everyone_joins: if tied is not None:⏎dist.all_reduce(tied.grad, group=ends) →
+    ⏎whole = torch.zeros(2, dtype=torch.float64) if tied is None else tied.grad
+    ⏎dist.all_reduce(whole)
+    the tied gradient is the business of both ends
+without_the_group: dist.all_reduce(tied.grad, group=ends) → dist.all_reduce(tied.grad)
+    Without group=ends all ranks must call. With three stages the one between doesn't.
+"""),
+)

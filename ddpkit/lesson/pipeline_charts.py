@@ -1,0 +1,172 @@
+"""Notebook 10's pictures of a pipeline: a schedule as planned or as it ran, tick by tick, and what
+stages, micro-batches and schedule make of the bubble.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from .. import dry_run, schedules
+from ..tools.units import count
+from . import page
+from .page import Picture
+from .widgets import Calculator, Slider, StepThrough
+
+Spans = Mapping[str, tuple[float, float]]  # {action: (begin, end)}
+
+KINDS = {  # what a box looks like: how much of the rank's colour, and a hatch
+    "F": ("forward", 0.25, None),
+    "B": ("backward", 1.0, None),
+    "I": ("backward: input part", 0.6, None),
+    "W": ("weight part", 0.1, "///"),
+}
+
+
+def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: float) -> Picture:
+    """A dry run of `schedule`: a row for each rank, a box for each action with its micro-batch.
+
+    until: what begins at this tick or later is left out. ticks: as for `dry_run.simulate`. Of a
+    rank's second and third stage, micro-batches have a stroke or two: 3′, 3″. Notebook 10.
+    """
+    when = dry_run.simulate(schedule, **ticks)
+    rows = []
+    for actions in schedule:
+        rows.append({action: when[action] for action in map(str, actions)})
+    return _draw(rows, "ticks", _idle(rows), until)
+
+
+def draw_run(spans: Sequence[Sequence[tuple[str, float, float]]]) -> Picture:
+    """What ranks did and when, measured. spans: by rank, (action, begin, end) in seconds.
+
+    Its words hold no times.
+    """
+    start = min(row[0][1] for row in spans)
+    rows = []
+    for row in spans:
+        rows.append({action: (1e3 * (a - start), 1e3 * (b - start)) for action, a, b in row})
+    said = "; ".join(f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows))
+    return _draw(rows, "time (ms)", f"As it ran, {said}.")
+
+
+def bubble(rows: Sequence[Spans]) -> float:
+    """The share of all ranks' time in which they do nothing."""
+    whole = max(end for row in rows for _, end in row.values())
+    busy = sum(end - begin for row in rows for begin, end in row.values())
+    return 1 - busy / (whole * len(rows))
+
+
+def _idle(rows: Sequence[Spans]) -> str:
+    whole = max(end for row in rows for _, end in row.values())
+    return f"{whole:g} ticks; {bubble(rows):.0%} of the ranks' time is idle."
+
+
+def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = None) -> Picture:
+    whole = max(end for row in rows for _, end in row.values())
+    figure, (axes,) = page.chart("", min(page.TALLEST, 170 + 50 * len(rows)))
+    longest = max(len(_number(action, row)) for row in rows for action in row)
+    fits = whole * 11 * longest / 760  # ticks that a number takes, in about so many pixels
+    for rank, row in enumerate(rows):
+        for action, (begin, end) in row.items():
+            if until is not None and begin >= until:
+                continue
+            kind = schedules.parse(action)[1]
+            _, strength, hatch = KINDS[kind]
+            style = {"fc": (page.colour(rank), strength), "hatch": hatch, "ec": "black", "lw": 0.8}
+            axes.broken_barh([(begin, end - begin)], (rank - 0.4, 0.8), **style)
+            if end - begin > fits:
+                ink = page.ink(page.colour(rank)) if kind == "B" else "black"
+                under = {"fc": "white", "ec": "none", "pad": 1} if hatch else None
+                style = {"ha": "center", "va": "center", "fontsize": page.SMALL, "color": ink}
+                axes.text((begin + end) / 2, rank, _number(action, row), bbox=under, **style)
+    axes.set(xlim=(0, whole), ylim=(len(rows) - 0.5, -0.5), xlabel=unit)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+    axes.tick_params(axis="y", length=0)
+    kinds = {schedules.parse(action)[1] for row in rows for action in row}
+    looks = []
+    for kind, (name, strength, hatch) in KINDS.items():
+        if kind in kinds:
+            looks.append(page.patch(name, (page.BLUE, strength)))
+            looks[-1].set_hatch(hatch)
+    page.legend(figure, [*looks, page.patch("idle", page.EMPTY)])
+    return Picture(figure, said)
+
+
+def _number(action: str, row: Spans) -> str:
+    """The micro-batch, with a stroke for each stage that the rank has before this one."""
+    stage, _, micro_batch = schedules.parse(action)
+    stages = sorted({schedules.parse(each)[0] for each in row})
+    return f"{micro_batch}{'′' * stages.index(stage)}"
+
+
+def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough:
+    """Step through a dry run tick by tick: what each rank does, and what it holds. Notebook 10."""
+    when = dry_run.simulate(schedule, **ticks)
+    whole = int(max(end for _, end in when.values()))
+    lines = ["0. nothing yet"]
+    for tick in range(1, whole + 1):
+        does = [_at(actions, when, tick) for actions in schedule]
+        holds = [_held(actions, when, tick) for actions in schedule]
+        lines.append(f"{tick}. {' '.join(does)}, held: {' '.join(map(str, holds))}")
+
+    def look(tick: int) -> tuple[str, Picture]:
+        if not tick:
+            return "Before the first tick.", draw(schedule, 0, **ticks)
+        told = []
+        for rank, actions in enumerate(schedule):
+            does = _at(actions, when, tick).replace("-", "is idle")
+            told.append(f"rank {rank}: {does}, holds {_held(actions, when, tick)}")
+        return f"Tick {tick}. {'; '.join(told)}.", draw(schedule, tick, **ticks)
+
+    return StepThrough(look, "tick", range(whole + 1), text="\n".join(lines), telling=whole)
+
+
+def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
+    """What a rank does in the tick that ends at `tick`."""
+    found = [action for action in actions if when[action][0] < tick <= when[action][1]]
+    return found[0] if found else "-"
+
+
+def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
+    """The micro-batches whose activations a rank has in that tick."""
+    begun = [schedules.parse(action)[1] for action in actions if when[action][0] < tick]
+    over = [schedules.parse(action)[1] for action in actions if when[action][1] < tick]
+    return begun.count("F") - over.count("B") - over.count("W")
+
+
+SCHEDULES = {
+    "GPipe": schedules.gpipe,
+    "1F1B": schedules.one_f_one_b,
+    "interleaved": schedules.interleaved,
+    "zero bubble": schedules.zero_bubble,
+}
+
+
+def pipeline_calculator() -> Calculator:
+    """Stages, micro-batches and schedule: the bubble, and what is held. Notebook 10."""
+    return Calculator(
+        plan,
+        stages=Slider("ranks", [1, 2, 3, 4, 6, 8], 4),
+        micro_batches=Slider("micro-batches", [1, 2, 4, 8, 16, 32], 8),
+        schedule=Slider("schedule", list(SCHEDULES), "1F1B"),
+    )
+
+
+def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
+    """Caption and picture of `pipeline_calculator`."""
+    made = SCHEDULES[schedule](stages, micro_batches)
+    thin = {"F": 0.5, "B": 1.0} if schedule == "interleaved" else {}  # two stages a rank
+    picture = draw(made, **thin)
+    most = [max(_most_held(actions, thin), 0) for actions in made]
+    caption = (
+        f"{schedule}, {count(stages, 'rank')}, m = {micro_batches}: "
+        f"{picture.text} Held at most, by rank: {', '.join(f'{each:g}' for each in most)}."
+    )
+    return caption, picture
+
+
+def _most_held(actions: Sequence[str], thin: Mapping[str, float]) -> float:
+    """In micro-batches of all the rank's layers: a thin stage's counts half."""
+    now = most = 0.0
+    for action in actions:
+        now += {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]] * thin.get("B", 1)
+        most = max(most, now)
+    return most / (2 if thin else 1)

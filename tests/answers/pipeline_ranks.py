@@ -1,0 +1,64 @@
+"""Answers to notebook 10's exercises on ranks, right in another way than the reference."""
+
+import torch
+import torch.distributed as dist
+
+
+def run_stage_posts_its_receives(module, actions, inputs, loss):
+    """Every receive begun at the start, in the order in which they are needed."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    arriving, held, works = {}, {}, []
+    for action in actions:
+        i, other = int(action[2:]), rank - 1 if action[1] == "F" else rank + 1
+        if 0 <= other <= last:
+            buffer = inputs[i] if action[1] == "F" else torch.empty_like(inputs[i])
+            arriving[action] = buffer, dist.irecv(buffer, other)
+    for action in actions:
+        i = int(action[2:])
+        buffer, work = arriving.get(action, (inputs[i], None))
+        if work is not None:
+            work.wait()
+        if action[1] == "F":
+            x = buffer.requires_grad_()
+            y = module(x)
+            held[i] = x, y if rank < last else loss(y, i) / len(inputs)
+            out, to = y.detach(), rank + 1
+        else:
+            x, y = held[i]
+            torch.autograd.backward(y, None if rank == last else buffer)
+            out, to = x.grad, rank - 1
+        if 0 <= to <= last:
+            works.append((out, dist.isend(out, to)))
+    for _, work in works:
+        work.wait()
+
+
+def accumulate_by_sums(model, micro_batches, loss):
+    rows = sum(len(inputs) for inputs, _ in micro_batches)
+    losses = []
+    for inputs, targets in micro_batches:
+        each = loss(model(inputs), targets) * len(inputs)
+        each.backward()
+        losses.append(each.detach())
+    for parameter in model.parameters():
+        parameter.grad /= rows
+    return torch.stack(losses).sum() / rows
+
+
+def finish_step_by_messages(parameters, tied, ends):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    if tied is not None and last > 0:
+        parts = [torch.empty_like(tied.grad) for _ in range(2)]
+        dist.all_gather(parts, tied.grad, group=ends)
+        tied.grad = parts[0] + parts[1]
+    mine = [p.grad for p in parameters if p is not tied or rank == last]
+    square = torch.nn.utils.get_total_norm(mine) ** 2
+    dist.all_reduce(square)
+    return square.sqrt().item()
+
+
+RIGHT = [
+    ("run_stage", run_stage_posts_its_receives),
+    ("accumulate", accumulate_by_sums),
+    ("finish_step", finish_step_by_messages),
+]

@@ -1,0 +1,3 @@
+"""The exercises of notebook 10: schedules."""
+
+from .every import *  # noqa: F403

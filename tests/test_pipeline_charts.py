@@ -1,0 +1,54 @@
+"""Pictures and widgets of notebook 10: what is drawn is what a dry run, or a run, did."""
+
+from test_figures import check_picture
+
+from ddpkit import schedules
+from ddpkit.lesson import page, pipeline_charts
+
+
+def test_idle_time_is_said_and_all_kinds_are_drawn():
+    picture = pipeline_charts.draw(schedules.zero_bubble(4, 8))
+    assert repr(picture) == "27 ticks; 11% of the ranks' time is idle."
+    check_picture(picture, page.RANK_COLOURS[0])
+    shown = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    assert shown == ["forward", "backward: input part", "weight part", "idle"]
+
+
+def test_a_run_is_drawn_without_its_times_in_words():
+    spans = [[("0F0", 5.0, 5.5), ("0B0", 7.0, 8.0)], [("1F0", 5.5, 6.0), ("1B0", 6.0, 7.0)]]
+    picture = pipeline_charts.draw_run(spans)
+    assert repr(picture) == "As it ran, rank 0: 0F0 0B0; rank 1: 1F0 1B0."
+    assert picture.figure.axes[0].get_xlim() == (0, 3000)
+    rows = [{action: (begin, end) for action, begin, end in row} for row in spans]
+    assert pipeline_charts.bubble(rows) == 1 - 3 / 16
+
+
+def test_player_says_what_each_rank_does_and_holds():
+    player = pipeline_charts.schedule_player(schedules.one_f_one_b(2, 2))
+    assert repr(player).splitlines() == [
+        "0. nothing yet",
+        "1. 0F0 -, held: 1 0",
+        "2. 0F1 1F0, held: 2 1",
+        "3. - 1B0, held: 2 1",
+        "4. - 1B0, held: 2 1",
+        "5. 0B0 1F1, held: 2 1",
+        "6. 0B0 1B1, held: 2 1",
+        "7. - 1B1, held: 1 1",
+        "8. 0B1 -, held: 1 0",
+        "9. 0B1 -, held: 1 0",
+    ]
+    caption, picture = player.look(3)
+    assert caption.startswith("Tick 3. rank 0: is idle, holds 2; rank 1: 1B0, holds 1.")
+    assert len(picture.figure.axes[0].collections) == 4  # 0F0 0F1 1F0 1B0
+
+
+def test_calculator_says_bubble_and_what_is_held():
+    calculator = pipeline_charts.pipeline_calculator()
+    assert "27% of the ranks' time is idle" in repr(calculator)
+    assert repr(calculator).endswith("Held at most, by rank: 4, 3, 2, 1.")
+    calculator.widgets["schedule"].value = "GPipe"
+    assert calculator.look()[0].endswith("Held at most, by rank: 8, 8, 8, 8.")
+    calculator.widgets["schedule"].value = "interleaved"
+    assert calculator.look()[0].endswith(
+        "28.5 ticks; 16% of the ranks' time is idle. Held at most, by rank: 5.5, 4.5, 3.5, 2.5."
+    )
