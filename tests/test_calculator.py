@@ -9,6 +9,8 @@ from ddpkit.lesson.calculator import bucket_calculator, bucket_plans, zero_calcu
 from ddpkit.lesson.widgets import Calculator, Slider, StepThrough, img
 from ddpkit.tools import cost
 
+pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
+
 CAPS = Slider("bucket cap", [1, 2, 4, 8], 4, "{} MiB".format)
 
 

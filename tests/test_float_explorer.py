@@ -10,6 +10,8 @@ from ddpkit.lesson import float_explorer as module
 from ddpkit.lesson.float_explorer import FIELD_COLOURS, float_explorer, parse
 from ddpkit.tools import floats
 
+pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
+
 TENTH = """\
 0.1 in bf16: 0 01111011 1001101, 2^-4 × 1.6015625
 fp32: 0 01111011 10011001100110011001101 is 0.10000000149011612, normal; \

@@ -568,6 +568,7 @@ def test_trap_8_a_plain_script_where_ranks_are_spawned(tmp_path):
 
 def test_trap_9_an_ipython_terminal(tmp_path):
     """And ranks that stay end when it does."""
+    pytest.importorskip("IPython", reason="Jupyter isn't installed")
     magic = "get_ipython().run_cell_magic('ranks', '2', 'import os; print(os.getpid())\\nrank')"
     lines = ["%run script.py", "print(launch(work, world_size=1))", "%load_ext ddpkit", magic]
     command = (sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt")

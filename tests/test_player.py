@@ -325,6 +325,7 @@ def test_hop_by_hop_falls_back_to_single_steps():
 
 def test_every_frame_is_in_the_page():
     """The stack and the slider are linked in the browser: stepping needs no kernel."""
+    pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
     replayed = player(recorded(broadcast, world_size=3))
     controls, stack = replayed.box.children
     play, _, at, of, _, slider, pause = controls.children
@@ -356,6 +357,7 @@ def links_of(widget):
 
 
 def test_bundle():
+    pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
     replayed = player(recorded(naive, world_size=2))
     bundle, _ = replayed._repr_mimebundle_()
     assert set(bundle) == {"text/plain", "image/png", "application/vnd.jupyter.widget-view+json"}
@@ -365,6 +367,7 @@ def test_bundle():
 
 
 def test_world_explorer():
+    pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
     widget = world_explorer()
     assert repr(widget) == repr(figures.worlds(4))
     controls, stack = widget.box.children

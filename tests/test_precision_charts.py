@@ -72,6 +72,7 @@ def test_gradients_that_are_gone():
 
 
 def test_the_calculator_says_what_a_scale_does():
+    pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
     widget = precision_charts.scale_calculator(GRADIENTS)
     assert repr(widget) == repr(precision_charts.fp16_histogram(GRADIENTS))
     widget.widgets["power"].value = 16

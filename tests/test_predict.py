@@ -9,6 +9,7 @@ def predict():
 
 
 def test_a_number_is_kept_and_shown_beside_the_answer(predict):
+    pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
     hops = predict("Hops of a ring of 4 ranks?")
     assert repr(hops) == "Your prediction: Hops of a ring of 4 ranks?"
     field = hops.box.children[1]
@@ -22,6 +23,7 @@ def test_a_number_is_kept_and_shown_beside_the_answer(predict):
 
 
 def test_a_choice_is_one_of_those_offered(predict):
+    pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
     which = predict("Which sends less?", ["ring", "server"])
     which.box.children[1].value = "server"
     assert repr(which.answer("ring")) == "Which sends less? ring. ✗ You predicted server."

@@ -115,6 +115,10 @@ def pipeline_step():
     return calls_by_op(record for record in records if record.dtype == "float32")
 
 
+# Of 4 micro-batches, forward and backward; torch 2.11 tells shapes by messages of their own.
+MESSAGES = 5 if torch.__version__ < "2.12" else 4
+
+
 def test_counts_of_fsdp_tensor_parallel_and_1f1b():
     def count():
         return fully_sharded_step(), tensor_parallel_step(), pipeline_step()
@@ -122,4 +126,4 @@ def test_counts_of_fsdp_tensor_parallel_and_1f1b():
     for fsdp, (forward, backward), pipeline in launch(count, world_size=2):
         assert fsdp == {"all_gather": 6, "reduce_scatter": 3}
         assert (forward, backward) == ({"all_reduce": 1}, {"all_reduce": 1})
-        assert pipeline in ({"send": 4, "recv": 4}, {"recv": 4, "send": 4})
+        assert pipeline == {"send": MESSAGES, "recv": MESSAGES}
