@@ -1,0 +1,352 @@
+"""Checkers of notebook 11: f and g, the row-parallel layer, and an MLP with something wrong in it.
+
+Rank r brings 10ʳ, so that each digit of a sum counts a rank.
+"""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ddpkit import tensor_parallel as library
+from ddpkit.runtime.records import recorder
+
+from .checker import Exercise, Trial, mistakes
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+WORLDS = (2, 3, 4, 1)
+
+
+def calls(since: int, until: int | None = None) -> dict[str, int]:
+    """How many of which, from this record on."""
+    return dict(Counter(record.op for record in recorder().records[since:until]))
+
+
+def whole(tensor: torch.Tensor | None) -> list | None:
+    """Its numbers, rounded so far that the order of additions doesn't show."""
+    return None if tensor is None else [round(x, 6) + 0.0 for x in tensor.flatten().tolist()]
+
+
+# CopyToRanks and SumOverRanks: f and g
+
+
+def _run_pair(answer, gradient_of_all):
+    rank = dist.get_rank()
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64) * 10**rank
+    gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    gradient *= 1 if gradient_of_all else 10**rank
+    x.requires_grad_()
+    begun = len(recorder().records)
+    out = answer.apply(x, None)
+    then = len(recorder().records)
+    seen = {"out": out.tolist(), "x afterwards": x.tolist()}
+    seen["calls in forward"] = calls(begun, then)
+    out.backward(gradient.clone())
+    seen |= {"gradient of x": whole(x.grad), "calls in backward": calls(then)}
+    x.grad = None
+    (answer.apply(x, None) + x).backward(gradient)
+    return seen | {"gradient of x, where x is added to out,": whole(x.grad)}
+
+
+def _pair(world_size: int, sums_forward: bool) -> list[dict]:
+    """The specification: sums over the ranks in forward, or in backward."""
+    tally, called = sum(10.0**rank for rank in range(world_size)), {"all_reduce": 1}
+    right = []
+    for rank in range(world_size):
+        summed, own = (tally, 10.0**rank) if sums_forward else (10.0**rank, tally)
+        passed, beside = (1.0, 1.0) if sums_forward else (own, 10.0**rank)
+        right.append(
+            {
+                "out": [summed, 2 * summed],
+                "x afterwards": [10.0**rank, 2 * 10.0**rank],
+                "calls in forward": called if sums_forward else {},
+                "gradient of x": [3 * passed, 4 * passed],
+                "calls in backward": {} if sums_forward else called,
+                "gradient of x, where x is added to out,": [
+                    3 * (passed + beside),
+                    4 * (passed + beside),
+                ],
+            }
+        )
+    return right
+
+
+def _pair_trials(sums_forward: bool, what: str):
+    for world_size in WORLDS:
+        right = _pair(world_size, sums_forward)
+        yield Trial(world_size, _run_pair, (sums_forward,), right, what=what)
+
+
+CopyToRanks = Exercise(
+    reference=library.CopyToRanks,
+    trials=lambda: _pair_trials(False, "rank r's x is [1, 2]·10ʳ, its gradient [3, 4]·10ʳ"),
+    hints={
+        "start": "forward passes x on. backward is given this rank's gradient, and returns the "
+        "sum of all ranks' and None, for the group.",
+        "values": "total = gradient.clone(); dist.all_reduce(total); return total, None.",
+        "error": "backward returns something for each argument of forward after ctx: a gradient "
+        "for x, None for the group.",
+    },
+    praise="nothing forward, one all-reduce backward.",
+    mistakes=mistakes("""
+passes_the_gradient_on: dist.all_reduce(total, group=ctx.group) → pass
+    That is the gradient of this rank's use of x alone. Every rank has used x: its gradient is the
+    sum over all of them. Forward can't tell you, its values are right.
+sums_both_ways: return x.view_as(x) → total = x.clone()⏎dist.all_reduce(total)⏎return total
+    x is the same on every rank: pass it on in forward, and sum in backward only.
+sums_forward: return x.view_as(x) → total = x.clone()⏎dist.all_reduce(total)⏎return total
+    dist.all_reduce(total, group=ctx.group) → pass
+    That is g. f passes x on in forward, and sums in backward.
+averages: return total, None → return total / dist.get_world_size(), None
+    The ranks used x for different things, and their gradients add up. A mean is due where each
+    rank has its own data; here all have the same.
+on_what_it_was_given: gradient.clone(memory_format=torch.contiguous_format) → gradient
+    The gradient that backward is given may be others', too: here it also goes past f, as past
+    every block of a transformer. Work on gradient.clone().
+gathers: dist.all_reduce(total, group=ctx.group) →
+    ⏎parts = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+    ⏎dist.all_gather(parts, total)⏎total = sum(parts)
+    The sum is right, but every rank received all gradients: an all_reduce costs less.
+forgets_the_group: return total, None → return total
+    backward returns something for each argument of forward after ctx: total, None.
+returns_its_result: dist.all_reduce(total, group=ctx.group) → total = dist.all_reduce(total)
+    all_reduce works in place and returns None: the sum is in the tensor that you gave it.
+"""),
+)
+
+SumOverRanks = Exercise(
+    reference=library.SumOverRanks,
+    trials=lambda: _pair_trials(True, "rank r's x is [1, 2]·10ʳ; all have the gradient [3, 4]"),
+    hints={
+        "start": "The mirror of f: forward returns the sum of all ranks' x, backward passes the "
+        "gradient on.",
+        "values": "total = x.clone(); dist.all_reduce(total); return total. Backward: gradient, "
+        "None.",
+        "error": "backward returns something for each argument of forward after ctx.",
+    },
+    praise="one all-reduce forward, nothing backward.",
+    mistakes=mistakes("""
+sums_both_ways: return gradient, None → total = gradient.clone()⏎dist.all_reduce(total)
+    ⏎return total, None
+    The gradient is W times too large. Every rank has the gradient of the sum already, and a summand
+    has the same as its sum: pass it on. (The loss would fall all the same, with AdamW at least.)
+divides_the_gradient: return gradient, None → return gradient / dist.get_world_size(), None
+    The gradient is W times too small. A summand has the same gradient as the sum: if one rank's x
+    grows by 1, so does the sum.
+sums_backward: dist.all_reduce(total, group=group) → pass
+    return gradient, None → total = gradient.clone()⏎dist.all_reduce(total)⏎return total, None
+    That is f. g sums in forward, and passes the gradient on.
+sums_nothing: dist.all_reduce(total, group=group) → pass
+    out is this rank's summand alone. Sum over the ranks in forward.
+averages: return total → return total / dist.get_world_size()
+    out is the mean. The ranks hold summands of one product: add them up.
+in_x_itself: x.clone(memory_format=torch.contiguous_format) → x
+    x holds the sum now, and whoever uses x beside g sees that. Work on x.clone().
+gathers: dist.all_reduce(total, group=group) →
+    ⏎parts = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+    ⏎dist.all_gather(parts, total)⏎total = sum(parts)
+    The sum is right, but every rank received all summands: an all_reduce costs less.
+forgets_the_group: return gradient, None → return gradient
+    backward returns something for each argument of forward after ctx: gradient, None.
+"""),
+)
+
+
+# RowParallelLinear
+
+OUTPUTS = 3
+
+
+def _linear(inputs: int) -> nn.Linear:
+    linear = nn.Linear(inputs, OUTPUTS, dtype=torch.float64)
+    linear.weight.data = torch.arange(1.0, 1 + inputs * OUTPUTS).double().view(OUTPUTS, inputs)
+    linear.bias.data = torch.tensor([100.0, 200.0, 300.0], dtype=torch.float64)
+    return linear
+
+
+def _rows(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, whole, and the gradient of out: 2 rows."""
+    x = torch.arange(1.0, 1 + 4 * world_size).double().view(2, 2 * world_size)
+    return x, torch.arange(1.0, 7.0).double().view(2, OUTPUTS)
+
+
+def _run_row(answer):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layer = answer(_linear(2 * world_size))
+    x, gradient = _rows(world_size)
+    mine = x.chunk(world_size, dim=-1)[rank].clone().requires_grad_()
+    begun = len(recorder().records)
+    out = layer(mine)
+    then = len(recorder().records)
+    forward = calls(begun, then)
+    out.backward(gradient)
+    seen = {"out": whole(out), "gradient of weight": whole(layer.weight.grad)}
+    seen |= {"gradient of bias": whole(layer.bias.grad), "gradient of x": whole(mine.grad)}
+    return seen | {"calls in forward": forward, "calls in backward": calls(then)}
+
+
+def _row(world_size: int) -> list[dict]:
+    """The specification: one process with the whole layer."""
+    linear, (x, gradient) = _linear(2 * world_size), _rows(world_size)
+    weights = (gradient.T @ x).chunk(world_size, dim=-1)
+    inputs = (gradient @ linear.weight.data).chunk(world_size, dim=-1)
+    return [
+        {
+            "out": whole(x @ linear.weight.data.T + linear.bias.data),
+            "gradient of weight": whole(weights[rank]),
+            "gradient of bias": whole(gradient.sum(0)),
+            "gradient of x": whole(inputs[rank]),
+            "calls in forward": {"all_reduce": 1},
+            "calls in backward": {},
+        }
+        for rank in range(world_size)
+    ]
+
+
+RowParallelLinear = Exercise(
+    reference=library.RowParallelLinear,
+    trials=lambda: [
+        Trial(W, _run_row, (), _row(W), what="a bias of 100, 200, 300") for W in (2, 4, 1)
+    ],
+    hints={
+        "start": "The product of what this rank has is one summand of the result. g adds them up.",
+        "values": "out = SumOverRanks.apply(F.linear(x, self.weight), self.group); the bias "
+        "belongs to the sum, not to each summand.",
+    },
+    praise="one all-reduce forward, none backward, and the bias counted once.",
+    mistakes=mistakes("""
+bias_on_every_rank: F.linear(x, self.weight) → F.linear(x, self.weight, self.bias)
+    out if self.bias is None else out + self.bias → out
+    The bias is in the result W times: each rank added it to its summand. Add it once, to the sum.
+divides_the_bias: F.linear(x, self.weight) → F.linear(
+    ⏎    x, self.weight, self.bias / dist.get_world_size())
+    out if self.bias is None else out + self.bias → out
+    The result is right, but the bias gets a gradient W times too small: it is divided by W on its
+    way. AdamW wouldn't notice, SGD does. Add the bias whole, to the sum.
+bias_on_rank_0: out if self.bias is None else out + self.bias → out
+    F.linear(x, self.weight) → F.linear(x, self.weight, self.bias
+    ⏎if dist.get_rank() == 0 else self.bias * 0)
+    The result is right, but only rank 0's bias gets a gradient: after one step the ranks' biases
+    differ. Every rank adds the bias, to the sum.
+forgets_the_bias: out if self.bias is None else out + self.bias → out
+    The bias is missing: add it to the sum.
+sums_nothing: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
+    That is this rank's summand, with the bias: the other ranks' inputs are missing. g sums.
+by_f: self.leave.apply → CopyToRanks.apply
+    f passes on what it gets, in forward: the other ranks' inputs are missing. Here g is due.
+sums_its_inputs: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(
+    ⏎    self.leave.apply(x, self.group), self.weight)
+    You summed the inputs of the product. The ranks' inputs are different columns of X: multiply
+    first, and sum what comes out.
+with_f_before: F.linear(x, self.weight) → F.linear(CopyToRanks.apply(x, self.group), self.weight)
+    The result is right, the gradient of x isn't: it is summed over ranks that have different x. f
+    is for what is the same on every rank, and stands before a column-parallel layer.
+averages: F.linear(x, self.weight) → F.linear(x, self.weight) / dist.get_world_size()
+    The ranks hold summands of one product: add them up, no mean.
+"""),
+)
+
+
+# ParallelMLP: what is wrong with it?
+
+
+class ParallelMLP(nn.Module):
+    def __init__(self, up, down):
+        super().__init__()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.up_weight = nn.Parameter(up.weight.detach().chunk(world_size)[rank].clone())
+        self.up_bias = nn.Parameter(up.bias.detach().chunk(world_size)[rank].clone())
+        self.down_weight = nn.Parameter(down.weight.detach().chunk(world_size, 1)[rank].clone())
+        self.down_bias = nn.Parameter(down.bias.detach().clone())
+
+    def forward(self, x):
+        x = library.CopyToRanks.apply(x)
+        x = F.gelu(F.linear(x, self.up_weight, self.up_bias))
+        x = F.linear(x, self.down_weight)  # a summand, so without the bias
+        return library.SumOverRanks.apply(x) + self.down_bias
+
+
+LR = 0.25
+
+
+def _layers(hidden: int) -> tuple[nn.Linear, nn.Linear]:
+    """Of an MLP of width 2, its biases zeros."""
+    up, down = nn.Linear(2, hidden, dtype=torch.float64), nn.Linear(hidden, 2, dtype=torch.float64)
+    up.weight.data = torch.arange(2.0 * hidden).double().view(hidden, 2) / 8 - 0.5
+    down.weight.data = torch.arange(2.0 * hidden).double().view(2, hidden) / 16 - 0.5
+    up.bias.data.zero_()
+    down.bias.data.zero_()
+    return up, down
+
+
+def _train_mlp(forward, parameters, bias) -> dict:
+    """Two steps of SGD, the same rows on every rank."""
+    x, seen = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64), {}
+    for step in (1, 2):
+        rows = x.clone().requires_grad_()
+        out = forward(rows)
+        (out - 1).square().sum().backward()
+        seen[f"out in step {step}"] = whole(out)
+        seen[f"gradient of x in step {step}"] = whole(rows.grad)
+        seen[f"gradient of down's bias in step {step}"] = whole(bias.grad)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.data -= LR * parameter.grad
+                parameter.grad = None
+    return seen
+
+
+def _run_mlp(answer):
+    model = answer(*_layers(2 * dist.get_world_size()))
+    seen = _train_mlp(model, list(model.parameters()), model.down_bias)
+    return seen | {"calls in 2 steps": calls(0)}
+
+
+def _serial_mlp(world_size: int) -> dict:
+    """The specification: one process with the whole MLP."""
+    up, down = _layers(2 * world_size)
+    seen = _train_mlp(
+        lambda x: down(F.gelu(up(x))), [*up.parameters(), *down.parameters()], down.bias
+    )
+    return seen | {"calls in 2 steps": {"all_reduce": 4}}
+
+
+ParallelMLP = Exercise(
+    reference=ParallelMLP,
+    trials=lambda: [
+        Trial(W, _run_mlp, (), [_serial_mlp(W)] * W, what="biases 0 at first, 2 steps of SGD")
+        for W in (2, 4, 1)
+    ],
+    hints={
+        "start": "Step 1 is right, step 2 isn't: which of the numbers were zeros in step 1 only?",
+        "values": "What is added to a summand on every rank is in the sum W times.",
+        "wire": "Two all-reduces a step, one of them backward.",
+    },
+    praise="two steps as one process takes them, with one all-reduce forward and one backward.",
+    note="One line of forward, mended. ddpkit.tensor_parallel.RowParallelLinear is this layer.",
+    mistakes=mistakes("""
+as_found: F.linear(x, self.down_weight) → F.linear(x, self.down_weight, self.down_bias)
+    library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
+    That is as it was found. Step 1 hides it: what is 0 there, and is added on every rank?
+divides_the_bias: F.linear(x, self.down_weight) → F.linear(
+    ⏎    x, self.down_weight, self.down_bias / dist.get_world_size())
+    library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
+    What comes out is right now, but the gradient of the bias is divided by W on its way: SGD moves
+    it W times too little, and AdamW hides that. Don't divide, add it once.
+on_rank_0: F.linear(x, self.down_weight) → F.linear(x, self.down_weight,
+    ⏎    self.down_bias * (dist.get_rank() == 0))
+    library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
+    What comes out is right now, but only rank 0's bias gets a gradient: the ranks' copies of it go
+    apart, and a checkpoint keeps any one of them. Every rank must add it, to the sum.
+without_the_bias: library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
+    Now the bias is missing: add it once, to the sum.
+sums_its_gradient: + self.down_bias → + library.CopyToRanks.apply(self.down_bias)
+    The result is right, but the gradient of the bias is W times too large: every rank has all of it
+    already, since all have the same rows.
+without_f: library.CopyToRanks.apply(x) → x
+    f is needed: without it, the gradient of x is that of this rank's hidden numbers alone.
+"""),
+)

@@ -1,0 +1,308 @@
+"""Checkers of notebook 11, of a whole model: a block, the loss, norms' gradients, one length."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpkit import sequence_parallel, tensor_parallel
+from ddpkit.models import Block, torch_attention
+from ddpkit.runtime.records import recorder
+
+from .checker import Exercise, Trial, mistakes
+from .tensor_parallel import calls, whole
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+# split_block(block)
+
+WIDTH, HEADS = 8, 4
+
+
+def _block(kv_heads: int) -> Block:
+    torch.manual_seed(0)
+    block = Block(WIDTH, HEADS, 0.0, torch_attention, kv_heads).double()
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    return block
+
+
+def _through(block: nn.Module) -> dict:
+    """What a block makes of some rows, forward and backward."""
+    x = torch.randn(1, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    begun = len(recorder().records) if dist.is_initialized() else 0
+    out = block(x)
+    then = len(recorder().records) if dist.is_initialized() else 0
+    out.square().sum().backward()
+    seen = {"out": whole(out), "gradient of x": whole(x.grad)}
+    seen["gradient of a norm"] = whole(block.mlp_norm.weight.grad)
+    if dist.is_initialized():
+        seen |= {"calls in forward": calls(begun, then), "calls in backward": calls(then)}
+    return seen
+
+
+def _run_block(answer, kv_heads):
+    block = answer(_block(kv_heads), None)
+    torch.manual_seed(1)
+    return _through(block) | {KEPT: sum(p.numel() for p in block.parameters())}
+
+
+KEPT = "numbers in the parameters of a rank"
+
+
+def _blocks(world_size: int, kv_heads: int) -> list[dict]:
+    """The specification: the whole block in one process."""
+    block = _block(kv_heads)
+    torch.manual_seed(1)
+    right = _through(block)
+    right |= dict.fromkeys(("calls in forward", "calls in backward"), {"all_reduce": 2})
+    split = [block.qkv.weight, block.out.weight, *block.mlp[0].parameters(), block.mlp[2].weight]
+    numbers = sum(p.numel() for p in block.parameters())
+    numbers -= sum(p.numel() for p in split) * (world_size - 1) // world_size
+    return [right | {KEPT: numbers}] * world_size
+
+
+split_block = Exercise(
+    reference=sequence_parallel.split_block,
+    trials=lambda: [
+        Trial(W, _run_block, (kv,), _blocks(W, kv), what=f"4 heads, {kv} of keys and values")
+        for W, kv in ((2, 4), (2, 2), (4, 4))
+    ],
+    hints={
+        "start": "qkv and mlp[0] column-parallel, out and mlp[2] row-parallel; then block.heads "
+        "and block.kv_heads become those of this rank.",
+        "values": "qkv holds all rows of q, then all of k, then all of v, and each of the three is "
+        "dealt out by itself: ColumnParallelLinear(block.qkv, None, [q, kv, kv]).",
+        "wire": "Two all-reduces forward, two backward: one f before qkv, and one before mlp[0].",
+        "error": "A split block has heads / W heads: do block.heads and block.kv_heads say so?",
+    },
+    praise="two all-reduces forward, two backward, and 1/W of every weight.",
+    mistakes=mistakes("""
+cuts_qkv_in_one: (block.qkv, group, [q, kv, kv], enter) → (block.qkv, group, enter=enter)
+    qkv holds all rows of q, then those of k, then those of v: cut in one piece, rank 0 gets queries
+    and the last rank values. Each of the three is dealt out by itself: [q, kv, kv].
+f_for_each_of_qkv: ColumnParallelLinear(block.qkv, group, [q, kv, kv], enter) → nn.ModuleList()
+    ⏎for weight in copy.deepcopy(block_qkv).split([q, kv, kv]):
+    ⏎    part = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    ⏎    part.weight = nn.Parameter(weight.detach())
+    ⏎    block.qkv.append(ColumnParallelLinear(part, group, enter=enter))
+    ⏎three = list(block.qkv)
+    ⏎block.qkv.forward = lambda x: torch.cat([part(x) for part in three], -1)
+    q, kv = → block_qkv = block.qkv.weight⏎q, kv =
+    All values are right, but backward makes four all-reduces where two do: q, k and v have an f
+    each. They take the same x: one f for all three, one layer.
+splits_the_mlp_only: block.qkv = ColumnParallelLinear(block.qkv, group, [q, kv, kv], enter) → pass
+    block.out = RowParallelLinear(block.out, group, leave) → pass
+    block.heads //= world_size⏎block.kv_heads //= world_size → pass
+    All values are right, but attention is whole on every rank: its weights, and its work. Deal out
+    its heads.
+splits_attention_only: block.mlp[0] = ColumnParallelLinear(block.mlp[0], group, enter=enter) → pass
+    block.mlp[2] = RowParallelLinear(block.mlp[2], group, leave) → pass
+    All values are right, but the MLP is whole on every rank, and has two thirds of the weights.
+splits_nothing: block.qkv = ColumnParallelLinear(block.qkv, group, [q, kv, kv], enter) → pass
+    block.out = RowParallelLinear(block.out, group, leave) → pass
+    block.heads //= world_size⏎block.kv_heads //= world_size → pass
+    block.mlp[0] = ColumnParallelLinear(block.mlp[0], group, enter=enter) → pass
+    block.mlp[2] = RowParallelLinear(block.mlp[2], group, leave) → pass
+    All values are right, since every rank computes everything: nothing is split.
+keeps_all_heads: block.heads //= world_size⏎block.kv_heads //= world_size → pass
+    A rank has the queries, keys and values of heads / W heads: block.heads and block.kv_heads must
+    say so.
+keeps_all_kv_heads: block.kv_heads //= world_size → pass
+out_by_columns: RowParallelLinear(block.out, group, leave) → ColumnParallelLinear(
+    ⏎    block.out, group, enter=enter)
+    A rank has the results of its own heads, which are some of out's *inputs*: row-parallel.
+"""),
+)
+
+
+# vocabulary_cross_entropy(logits, targets, start)
+
+PER_RANK = 4  # tokens of the vocabulary
+NUMBERS = "numbers that a rank gave away for each target, where 3 are enough,"
+
+
+def _scores(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, whole, and targets, 2 of each rank; e to the power of the last rank's is inf."""
+    vocabulary = PER_RANK * world_size
+    targets = torch.arange(1, vocabulary, 2).flip(0)
+    logits = torch.arange(float(len(targets) * vocabulary), dtype=torch.float64)
+    logits = (7 * logits % 5 - 2).view(len(targets), vocabulary)
+    logits[:, -PER_RANK:] += 900
+    logits[0] -= 1800  # here e to the power of each is 0
+    return logits, targets
+
+
+def _run_loss(answer):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    logits, targets = _scores(world_size)
+    mine = logits.chunk(world_size, dim=-1)[rank].clone().requires_grad_()
+    begun = len(recorder().records)
+    losses = answer(mine, targets, PER_RANK * rank)
+    given = 0
+    for record in recorder().records[begun:]:
+        given += record.bytes / (8 * len(targets))
+    seen = {"losses": whole(losses)}
+    (losses * torch.arange(1.0, 1 + len(targets))).sum().backward()
+    seen["gradient of this rank's logits"] = whole(mine.grad)
+    return seen | {NUMBERS: 3 if given <= 3 else given}
+
+
+def _losses(world_size: int) -> list[dict]:
+    """The specification: one process that has all logits."""
+    logits, targets = _scores(world_size)
+    logits.requires_grad_()
+    losses = logits.logsumexp(-1) - logits[range(len(targets)), targets]
+    (losses * torch.arange(1.0, 1 + len(targets))).sum().backward()
+    parts = logits.grad.chunk(world_size, dim=-1)
+    return [
+        {"losses": whole(losses), "gradient of this rank's logits": whole(part), NUMBERS: 3}
+        for part in parts
+    ]
+
+
+vocabulary_cross_entropy = Exercise(
+    reference=tensor_parallel.vocabulary_cross_entropy,
+    trials=lambda: [
+        Trial(W, _run_loss, (), _losses(W), what=f"{PER_RANK} tokens of the vocabulary on each")
+        for W in (2, 3, 1)
+    ],
+    hints={
+        "start": "The loss is log Σ e^(x − m) − (x of the target − m), m being the largest x of "
+        "all ranks: dist.all_reduce(m, dist.ReduceOp.MAX), of a detached tensor.",
+        "values": "Sums over ranks by SumOverRanks.apply, which backward knows. The target's x: "
+        "its rank gathers it at targets - start, the others bring 0.",
+        "wire": "Three numbers a target: the maximum, the sum of powers, the target's logit.",
+        "error": "gather needs indices from 0 to the number of this rank's tokens: where the "
+        "target isn't among them, take 0, and don't count what comes.",
+    },
+    praise="three numbers a target, however many tokens a vocabulary has.",
+    mistakes=mistakes("""
+its_own_maximum: dist.all_reduce(largest, dist.ReduceOp.MAX, group) → pass
+    Each rank subtracted its own maximum, so their powers don't fit together. One maximum for all:
+    dist.all_reduce(largest, dist.ReduceOp.MAX).
+no_maximum: logits.detach().amax(-1) → torch.zeros_like(logits[..., 0])
+    e^900 is inf, and e^-1800 is 0. Subtract the largest logit of all ranks first (notebook 08).
+sums_the_maxima: dist.ReduceOp.MAX → dist.ReduceOp.SUM
+    The largest of all ranks' maxima, not their sum: dist.ReduceOp.MAX.
+its_own_powers: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
+    ⏎    shifted.exp().sum(-1), SumOverRanks.apply(own, group))
+    Each rank divides by the powers of its own tokens, as if there were no others: sum them over
+    the ranks.
+its_own_targets: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
+    ⏎    SumOverRanks.apply(shifted.exp().sum(-1), group), own)
+    A target lies on one rank only, but every rank needs its logit for the loss: sum over the ranks,
+    where the others bring 0.
+counts_from_0: among(targets, start, → among(targets, 0,
+    Rank 1's first token isn't token 0 of the vocabulary: subtract start.
+others_bring_their_first: .squeeze(-1).where(mine, 0) → .squeeze(-1)
+    Where a rank hasn't the target, it must bring 0 to the sum, not the logit of another token.
+counts_negative_ones: own = → mine = targets - start < logits.shape[-1]
+    ⏎local = ((targets - start) % logits.shape[-1])⏎own =
+    Targets before this rank's first token aren't its own either: 0 <= local < its tokens.
+gathers_the_logits: largest = → parts = [torch.empty_like(logits) for _ in range(
+    ⏎    dist.get_world_size(group))]⏎dist.all_gather(parts, logits.detach())
+    ⏎parts[dist.get_rank()] = logits⏎whole = torch.cat(parts, -1)
+    ⏎return whole.logsumexp(-1) - whole.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    ⏎largest =
+    The losses are right, but all logits were sent, and every rank has them all: that is the one
+    tensor that shouldn't exist. Three numbers a target are enough.
+without_gradient: shifted = logits - → logits = logits.detach()⏎shifted = logits -
+    The losses are right, but nothing leads back to the logits: only the maximum may be detached.
+the_mean: return ell.log() - of_target → return (ell.log() - of_target).mean()
+    A loss for each target: the mean is taken outside.
+"""),
+)
+
+
+# clip_grad_norm(copies, max_norm)
+
+CASES = {"long": 1.0, "a little too long": 1.0, "short": 1e4, "all zeros": 1.0}
+
+
+def _gradients(rank: int, what: str) -> dict[str, tuple[list[float], bool]]:
+    """{parameter: (this rank's gradient, whether it is split)}."""
+    times = {"all zeros": 0.0, "a little too long": 0.02}.get(what, 1.0)
+    split, alike = [3.0 * (rank + 1), -4.0 * (rank + 1)], [12.0, 0.0, 5.0]
+    return {"weight": ([times * x for x in split], True), "norm": ([times * x for x in alike], False)}
+
+
+def _run_clip(answer):
+    seen = {}
+    for what, max_norm in CASES.items():
+        copies = {nn.Parameter(torch.zeros(7)): 1}  # not used, so without a gradient
+        for numbers, split in _gradients(dist.get_rank(), what).values():
+            parameter = nn.Parameter(torch.zeros(len(numbers)))
+            parameter.grad = torch.tensor(numbers)
+            copies[parameter] = 1 if split else dist.get_world_size()
+        norm = answer(copies, max_norm)
+        seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
+        clipped = torch.cat([p.grad for p in copies if p.grad is not None])
+        seen[f"gradients, {what}"] = [round(x, 3) + 0.0 for x in clipped.tolist()]
+    largest = max((record.bytes for record in recorder().records), default=0)
+    return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
+
+
+def _clipped(world_size: int) -> list[dict]:
+    """The specification: the whole model's gradient in one list, each number once."""
+    seen = [{} for _ in range(world_size)]
+    for what, max_norm in CASES.items():
+        ranks = [_gradients(rank, what) for rank in range(world_size)]
+        numbers = list(ranks[0]["norm"][0])
+        for each in ranks:
+            numbers += each["weight"][0]
+        length = math.hypot(*numbers)
+        factor = min(1.0, max_norm / (length + 1e-6))
+        for rank, each in enumerate(ranks):
+            mine = each["weight"][0] + each["norm"][0]
+            seen[rank][f"length, {what}"] = round(length, 3)
+            seen[rank][f"gradients, {what}"] = [round(factor * x, 3) + 0.0 for x in mine]
+    return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
+
+
+clip_grad_norm = Exercise(
+    reference=tensor_parallel.clip_grad_norm,
+    trials=lambda: [
+        Trial(W, _run_clip, (), _clipped(W), what="[3, -4]·(r+1) is split, [12, 0, 5] alike")
+        for W in (2, 4, 1)
+    ],
+    hints={
+        "start": "The length of the whole model's gradient: the root of the sum of all squares, "
+        "each number once, whoever has it and however many do.",
+        "values": "A rank adds g.square().sum() / count for each parameter; all_reduce that one "
+        "number; then the root. What W ranks have alike is so counted W times 1/W.",
+        "hang": "Every rank must call all_reduce, whatever its own gradients are.",
+        "error": "A parameter that wasn't used has no gradient: leave it out.",
+    },
+    praise="one length on all ranks, each number of the model in it once.",
+    mistakes=mistakes("""
+counts_copies: widened(g).square().sum() / count → widened(g).square().sum()
+    What all ranks hold alike is in it W times: the gradient seems longer than it is, and is cut too
+    short. Divide its squares by the number of copies.
+of_this_rank: dist.all_reduce(squared, group=group) → pass
+    That is the length of what this rank has. The other ranks' parts are missing, and each rank
+    would shorten what they have alike by another factor: from then on it differs.
+as_pytorchs: / count for → for
+    dist.all_reduce(squared, group=group) → pass
+leaves_out_copies: if p.grad is not None] → if p.grad is not None and (
+    ⏎    count == 1 or dist.get_world_size() == 1)]
+    What every rank has alike belongs to the gradient, too: its squares count once.
+divides_before_squaring: widened(g).square().sum() / count → (widened(g) / count).square().sum()
+    Divide the squares by the number of copies, not the numbers: W times 1/W is 1, W times 1/W² isn't.
+averages: squared.sqrt() → (squared / dist.get_world_size()).sqrt()
+    The squares are added up, not averaged: split parameters are different numbers on each rank.
+sum_of_lengths: dist.all_reduce(squared, group=group) →
+    ⏎squared = squared.sqrt()⏎dist.all_reduce(squared, group=group)
+    squared.sqrt() → squared
+    Lengths don't add up, their squares do: 3 and 4 make 5.
+lengthens: .clamp(max=1) →
+    A short gradient was made longer. Leave it alone: the factor is 1 at most.
+each_by_itself: (norm + 1e-6) → (gradient.norm() + 1e-6)
+    Each tensor was shortened by its own length. One factor for all, or the gradient turns.
+returns_the_new_length: return norm → return norm.clamp(max=max_norm)
+    Return the length that the gradient had: it is what one logs.
+in_new_tensors: gradient *= → gradient = gradient *
+    The gradients are as before. Write into them in place: gradient *= factor.
+"""),
+)

@@ -1,0 +1,151 @@
+"""Pictures and the calculator of notebook 11: split products, and what splitting them sends."""
+
+from collections.abc import Sequence
+
+from ..runtime.link import Link
+from ..tools.cost import volume
+from ..tools.units import count, duration, size
+from . import page
+from .page import Canvas, Picture, chart, colour, legend, stroke
+from .widgets import Calculator, Slider
+
+# How each of three matrices is split: by rows 0, by columns 1, not at all None; of a product,
+# "sum": a part of each number, "blocks": some numbers only.
+SPLITS = {
+    "tokens": (0, None, 0),
+    "outputs": (None, 1, 1),
+    "inputs": (1, 0, "sum"),
+    "tokens and outputs": (0, 1, "blocks"),
+}
+SAYS = {0: "rows", 1: "columns", None: "whole", "sum": "summands", "blocks": "blocks"}
+
+
+def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> Picture:
+    """X·A = Y, to scale, split over the ranks in four ways: what each rank has, what it can get.
+
+    X: (tokens, inputs). A: (inputs, outputs). Notebook 11.
+    """
+    unit = 300 / (2 * inputs + outputs + outputs)
+    high, wide = unit * max(tokens, inputs) + 96, page.WIDEST / 2
+    canvas, said = Canvas(page.WIDEST, 2 * high + 66), []
+    for number, (name, splits) in enumerate(SPLITS.items()):
+        x, top = 24 + wide * (number % 2), 16 + high * (number // 2)
+        canvas.text(x, top + 14, f"split by {name}", page.NORMAL, "left", bold=True)
+        shapes = (tokens, inputs), (inputs, outputs), (tokens, outputs)
+        for letter, shape, split in zip("XAY", shapes, splits, strict=True):
+            tall, width = unit * shape[0], unit * shape[1]
+            _matrix(canvas, x, top + 40, tall, width, split, world_size)
+            below = 12 * (world_size - 1) if split == "sum" else 0
+            canvas.text(x + width / 2, top + 56 + tall + below, letter)
+            x += width + 46
+            if letter != "Y":
+                sign = "·" if letter == "X" else "="
+                canvas.text(x - 22, top + 40 + unit * inputs / 2, sign, page.LARGE, bold=True)
+        parts = (f"{letter} {SAYS[split]}" for letter, split in zip("XAY", splits, strict=True))
+        said.append(f"split by {name}: {', '.join(parts)}")
+    for rank in range(world_size):
+        canvas.badge(24 + 96 * rank, 2 * high + 18, rank)
+    canvas.key(40 + 96 * world_size, 2 * high + 26, page.MIXED, "every rank has it whole")
+    return canvas.picture("What a rank has, and what it gets by itself.\n" + "\n".join(said))
+
+
+def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
+    """A matrix, its parts in the colours of their ranks."""
+    if split is None:
+        canvas.box(x, y, wide, tall, page.MIXED)
+    for rank in range(world_size if split is not None else 0):
+        share, fill = rank / world_size, colour(rank)
+        if split == "sum":  # one behind the other
+            canvas.box(x + 12 * rank, y + 12 * rank, wide, tall, fill)
+            continue
+        down, right = (share if split in (0, "blocks") else 0), (0 if split == 0 else share)
+        part_tall = tall / world_size if split in (0, "blocks") else tall
+        part_wide = wide if split == 0 else wide / world_size
+        canvas.box(x + wide * right, y + tall * down, part_wide, part_tall, fill)
+    if split == "blocks":
+        canvas.box(x, y, wide, tall, "none", page.GREY, dashed=True)
+
+
+# Tensor or data parallel?
+
+WEIGHTS = 12  # of a layer, in width²: 4 of attention, 8 of its MLP
+CALLS = 4  # all-reduces of a layer in forward and backward, each of a number for each of its places
+FLOPS_PER_S = 400e12  # of 16-bit products, what a good program gets of an H100
+WIRES = ("NVLink 4", "100 Gbit InfiniBand", "10 Gbit Ethernet")
+
+
+def reduced_bytes(width: int, tokens: int, number_bytes: int = 2) -> dict[str, int]:
+    """What a layer of a transformer all-reduces in a step: of `tokens` activations, or gradients.
+
+    tokens: of the whole batch. {"tensor parallel": bytes, "data parallel": bytes}.
+    """
+    activations = CALLS * tokens * width * number_bytes
+    return {"tensor parallel": activations, "data parallel": WEIGHTS * width**2 * number_bytes}
+
+
+LOOKS = {"tensor parallel": (page.ORANGE, "o"), "data parallel": (page.BLUE, "s")}
+
+
+def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Picture:
+    """What a rank sends for a layer in a step, by the tokens of the whole batch. Notebook 11."""
+    title = f"Sent by each of {count(world_size, 'rank')} for a layer of width {width}, in a step"
+    figure, (axes,) = chart(title, 480)
+    for name, (fill, marker) in LOOKS.items():
+        wholes = [reduced_bytes(width, each)[name] for each in tokens]
+        sent = [volume("ring_all_reduce", whole, world_size).in_turn for whole in wholes]
+        axes.plot(tokens, sent, color=fill, lw=3, marker=marker, ms=10, label=name)
+    even = WEIGHTS * width / CALLS
+    axes.axvline(even, color="black", lw=2.5, ls=page.DASHES, label="as many tokens as 3 · width")
+    page.by_tokens(axes, tokens)
+    axes.set_xlabel("tokens of the whole batch")
+    page.log_y(axes, "bytes sent", "B")
+    legend(figure)
+    return Picture(figure, f"{title}: tensor parallel as many as data parallel at {even:,.0f}.")
+
+
+def tensor_calculator() -> Calculator:
+    """Ranks, width, tokens: what a layer sends and how long that takes, beside its computing."""
+    powers = [2**power for power in range(10, 23)]
+    return Calculator(
+        layer_times,
+        world_size=Slider("ranks", [2, 4, 8, 16, 32, 64], 8),
+        width=Slider("width", [1024, 2048, 4096, 8192, 16384], 8192),
+        tokens=Slider("tokens of the batch", powers, 2**15, "{:,}".format),
+    )
+
+
+def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
+    """Caption and picture of `tensor_calculator`: times by the α–β model of notebook 02."""
+    wholes = reduced_bytes(width, tokens)
+    computing = 6 * WEIGHTS * width**2 * tokens / world_size / FLOPS_PER_S
+    figure, (axes,) = chart("A layer, forward and backward", 400)
+    axes.axvline(computing, color="black", lw=2.5, ls=page.DASHES)
+    lines = []
+    for place, wire in enumerate(WIRES):
+        link, said = Link.preset(wire), []
+        for name, (fill, marker) in LOOKS.items():
+            calls = CALLS if name == "tensor parallel" else 1
+            seconds = calls * link.seconds("all_reduce", wholes[name] / calls, world_size)
+            axes.plot([seconds], [place], marker, color=fill, ms=16, mec="black")
+            said.append(f"{name} {duration(seconds)}")
+        lines.append(f"{wire}: {', '.join(said)}")
+    axes.set_xscale("log")
+    axes.set(ylim=(len(WIRES) - 0.5, -0.5), xlabel="time on the wire")
+    axes.set_yticks(range(len(WIRES)), WIRES, fontsize=page.NORMAL)
+    page.with_units(axes.xaxis, "s")
+    axes.grid(axis="x", color=page.FAINT, lw=0.6)
+    marks = [
+        stroke(name, fill, marker=mark, ms=13, lw=0) for name, (fill, mark) in LOOKS.items()
+    ]
+    dashed = stroke("a rank computes, at 400 TFLOP/s", lw=2.5, ls=page.DASHES)
+    legend(figure, [*marks, dashed])
+    sent = {
+        name: size(volume("ring_all_reduce", whole, world_size).in_turn)
+        for name, whole in wholes.items()
+    }
+    caption = (
+        f"{count(world_size, 'rank')}, width {width}, {tokens:,} tokens: each sends "
+        f"{sent['tensor parallel']} tensor parallel, {sent['data parallel']} data parallel, and "
+        f"computes for {duration(computing)}."
+    )
+    return caption, Picture(figure, "\n".join([caption, *lines]))
