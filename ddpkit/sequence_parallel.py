@@ -9,7 +9,7 @@ computes, and keeps for backward, all of it. Here a rank has 1/W of the tokens t
 
 An all-reduce is a reduce-scatter and an all-gather, so the wire carries what it did. But the
 parameters between, norms and biases, see the tokens of one rank only, and their gradients are
-summands: `ParallelGPT.synchronize` adds them up.
+summands: `sum_copies` adds them up.
 
 PyTorch's SequenceParallel. Korthikanti et al. 2022, section 4.2.2. Notebook 11.
 """
@@ -127,14 +127,24 @@ class ParallelGPT(nn.Module):
 
         Only with `sequence`: without, all ranks have them already. Cost: one all-reduce of them.
         """
-        copies = count_copies(self, self.group)
-        summands = [p.grad for p, count in copies.items() if count > 1 and p.grad is not None]
-        if self.sequence and summands:
-            flat = torch.cat([gradient.flatten() for gradient in summands])
-            dist.all_reduce(flat, group=self.group)
-            totals = flat.split([gradient.numel() for gradient in summands])
-            for gradient, total in zip(summands, totals, strict=True):
-                gradient.copy_(total.view_as(gradient))
+        if self.sequence:
+            sum_copies(count_copies(self, self.group), self.group)
+
+
+def sum_copies(copies: dict[nn.Parameter, int], group: ProcessGroup | None = None) -> None:
+    """Sum up, over the ranks, the gradients of parameters that each has seen some tokens for.
+
+    copies: {parameter: how many ranks of the group hold it alike}, from `count_copies`; split ones,
+    of which a rank has the only copy, are left alone.
+    """
+    summands = [p.grad for p, count in copies.items() if count > 1 and p.grad is not None]
+    if not summands:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in summands])
+    dist.all_reduce(flat, group=group)
+    totals = flat.split([gradient.numel() for gradient in summands])
+    for gradient, total in zip(summands, totals, strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def split_block(block: Block, group: ProcessGroup | None, enter=CopyToRanks, leave=SumOverRanks):

@@ -56,7 +56,7 @@ def _blocks(world_size: int, kv_heads: int) -> list[dict]:
     block = _block(kv_heads)
     torch.manual_seed(1)
     right = _through(block)
-    right |= dict.fromkeys(("calls in forward", "calls in backward"), {"all_reduce": 2})
+    right |= {"calls in forward": {"all_reduce": 2}, "calls in backward": {"all_reduce": 2}}
     split = [block.qkv.weight, block.out.weight, *block.mlp[0].parameters(), block.mlp[2].weight]
     numbers = sum(p.numel() for p in block.parameters())
     numbers -= sum(p.numel() for p in split) * (world_size - 1) // world_size
@@ -75,7 +75,8 @@ split_block = Exercise(
         "values": "qkv holds all rows of q, then all of k, then all of v, and each of the three is "
         "dealt out by itself: ColumnParallelLinear(block.qkv, None, [q, kv, kv]).",
         "wire": "Two all-reduces forward, two backward: one f before qkv, and one before mlp[0].",
-        "error": "A split block has heads / W heads: do block.heads and block.kv_heads say so?",
+        "error": "A split block has heads / W heads: do block.heads and block.kv_heads say so? "
+        "And a row-parallel layer takes this rank's part of its inputs, a column-parallel one all.",
     },
     praise="two all-reduces forward, two backward, and 1/W of every weight.",
     mistakes=mistakes("""
@@ -110,9 +111,6 @@ keeps_all_heads: block.heads //= world_size⏎block.kv_heads //= world_size → 
     A rank has the queries, keys and values of heads / W heads: block.heads and block.kv_heads must
     say so.
 keeps_all_kv_heads: block.kv_heads //= world_size → pass
-out_by_columns: RowParallelLinear(block.out, group, leave) → ColumnParallelLinear(
-    ⏎    block.out, group, enter=enter)
-    A rank has the results of its own heads, which are some of out's *inputs*: row-parallel.
 """),
 )
 
@@ -216,6 +214,81 @@ the_mean: return ell.log() - of_target → return (ell.log() - of_target).mean()
 )
 
 
+# sum_copies(copies)
+
+
+def _run_copies(answer):
+    """Rank r's gradients are 10ʳ times 1, 2, 3…; one parameter wasn't used."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shapes = {"a norm's weight": (2,), "a split weight": (2, 2), "a bias": (3,), "not used": (2,)}
+    copies, first = {}, 1.0
+    parameters = {what: nn.Parameter(torch.zeros(shape)) for what, shape in shapes.items()}
+    for what, parameter in parameters.items():
+        copies[parameter] = 1 if "split" in what else world_size
+        if what != "not used":
+            numbers = torch.arange(first, first + parameter.numel())
+            parameter.grad = numbers.view_as(parameter) * 10**rank
+            first += parameter.numel()
+    answer(copies)
+    seen = {f"gradient of {what}": whole(p.grad) for what, p in parameters.items()}
+    sent = sum(record.bytes for record in recorder().records)
+    return seen | {"bytes of its calls": sent}
+
+
+def _copies(world_size: int) -> list[dict]:
+    """The specification, worked out by hand."""
+    tally, right = sum(10.0**rank for rank in range(world_size)), []
+    for rank in range(world_size):
+        right.append(
+            {
+                "gradient of a norm's weight": [tally, 2 * tally],
+                "gradient of a split weight": [n * 10.0**rank for n in (3, 4, 5, 6)],
+                "gradient of a bias": [n * tally for n in (7, 8, 9)],
+                "gradient of not used": None,
+                "bytes of its calls": 5 * 4,
+            }
+        )
+    return right
+
+
+sum_copies = Exercise(
+    reference=sequence_parallel.sum_copies,
+    trials=lambda: [
+        Trial(W, _run_copies, (), _copies(W), what="rank r's gradients are 10ʳ times 1, 2, 3…")
+        for W in (2, 4)
+    ],
+    hints={
+        "start": "What is held by more than one rank has seen the tokens of one rank only: its "
+        "gradients are summands. What is split, count 1, has its whole gradient already.",
+        "values": "For each parameter with count > 1 and a gradient: dist.all_reduce(p.grad).",
+        "error": "A parameter that wasn't used has no gradient: leave it out.",
+    },
+    praise="what all ranks hold alike stays alike, and what is split is left alone.",
+    mistakes=mistakes("""
+sums_nothing: dist.all_reduce(flat, group=group) → pass
+    A norm's gradient is that of this rank's tokens: each rank would move its copy another way, and
+    the loss still falls. Sum it over the ranks.
+averages: dist.all_reduce(flat, group=group) → dist.all_reduce(flat, group=group)
+    ⏎flat /= dist.get_world_size()
+    The loss is a mean over all tokens already, and each rank has the summands of its tokens: add
+    them up, no mean. (AdamW wouldn't notice.)
+sums_everything: if count > 1 and p.grad → if p.grad
+    A split parameter has other numbers on each rank, and its gradient is whole: leave it alone.
+sums_what_is_split: if count > 1 and p.grad → if count == 1 and p.grad
+the_first_only: dist.all_reduce(flat, group=group) → dist.all_reduce(summands[0])
+    ⏎flat = torch.cat([gradient.flatten() for gradient in summands])
+    Norms' weights aren't all: every parameter that all ranks hold alike, such as the bias after a
+    reduce-scatter.
+from_rank_0: dist.all_reduce(flat, group=group) → dist.broadcast(flat, 0)
+    Now all ranks are alike, but rank 0's tokens alone have been learned from: sum.
+uses_the_result: dist.all_reduce(flat, group=group) → flat = dist.all_reduce(flat, group=group)
+    all_reduce works in place and returns None: the sum is in the tensor that you gave it.
+in_new_tensors: gradient.copy_(total.view_as(gradient)) → gradient = total.view_as(gradient)
+    The gradients are as before. Write into them: dist.all_reduce(p.grad), or p.grad.copy_(...).
+"""),
+)
+
+
 # clip_grad_norm(copies, max_norm)
 
 CASES = {"long": 1.0, "a little too long": 1.0, "short": 1e4, "all zeros": 1.0}
@@ -225,7 +298,10 @@ def _gradients(rank: int, what: str) -> dict[str, tuple[list[float], bool]]:
     """{parameter: (this rank's gradient, whether it is split)}."""
     times = {"all zeros": 0.0, "a little too long": 0.02}.get(what, 1.0)
     split, alike = [3.0 * (rank + 1), -4.0 * (rank + 1)], [12.0, 0.0, 5.0]
-    return {"weight": ([times * x for x in split], True), "norm": ([times * x for x in alike], False)}
+    return {
+        "weight": ([times * x for x in split], True),
+        "norm": ([times * x for x in alike], False),
+    }
 
 
 def _run_clip(answer):
@@ -289,7 +365,7 @@ leaves_out_copies: if p.grad is not None] → if p.grad is not None and (
     ⏎    count == 1 or dist.get_world_size() == 1)]
     What every rank has alike belongs to the gradient, too: its squares count once.
 divides_before_squaring: widened(g).square().sum() / count → (widened(g) / count).square().sum()
-    Divide the squares by the number of copies, not the numbers: W times 1/W is 1, W times 1/W² isn't.
+    Divide the squares by the number of copies, not the numbers: W times 1/W² isn't 1.
 averages: squared.sqrt() → (squared / dist.get_world_size()).sqrt()
     The squares are added up, not averaged: split parameters are different numbers on each rank.
 sum_of_lengths: dist.all_reduce(squared, group=group) →

@@ -134,9 +134,7 @@ def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]
     axes.set_yticks(range(len(WIRES)), WIRES, fontsize=page.NORMAL)
     page.with_units(axes.xaxis, "s")
     axes.grid(axis="x", color=page.FAINT, lw=0.6)
-    marks = [
-        stroke(name, fill, marker=mark, ms=13, lw=0) for name, (fill, mark) in LOOKS.items()
-    ]
+    marks = [stroke(name, fill, marker=mark, ms=13, lw=0) for name, (fill, mark) in LOOKS.items()]
     dashed = stroke("a rank computes, at 400 TFLOP/s", lw=2.5, ls=page.DASHES)
     legend(figure, [*marks, dashed])
     sent = {

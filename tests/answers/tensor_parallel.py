@@ -1,0 +1,55 @@
+"""Answers to the exercises of notebook 11 that are right in another way than the reference."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ddpkit.exercises import tensor_parallel as found
+from ddpkit.tensor_parallel import RowParallelLinear
+
+
+class CopyAsItIs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient + 0
+        dist.all_reduce(total)
+        return total, None
+
+
+class SumsInTheBackground(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        total = x.clone()
+        work = dist.all_reduce(total, async_op=True)
+        work.wait()
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone(), None
+
+
+class RowWithABiasOfItsOwn(RowParallelLinear):
+    def forward(self, x):
+        out = SumsInTheBackground.apply(x @ self.weight.T)
+        out += self.bias
+        return out
+
+
+class MLPMendedByAFullBias(found.ParallelMLP.reference):
+    def forward(self, x):
+        x = CopyAsItIs.apply(x)
+        x = F.gelu(F.linear(x, self.up_weight, self.up_bias))
+        return SumsInTheBackground.apply(x @ self.down_weight.T) + self.down_bias.expand(2)
+
+
+RIGHT = [
+    ("CopyToRanks", CopyAsItIs),
+    ("SumOverRanks", SumsInTheBackground),
+    ("RowParallelLinear", RowWithABiasOfItsOwn),
+    ("ParallelMLP", MLPMendedByAFullBias),
+]

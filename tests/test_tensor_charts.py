@@ -1,0 +1,46 @@
+"""Pictures of notebook 11: what is split is drawn to scale and said; its calculator counts."""
+
+from test_figures import check_picture
+
+from ddpkit.lesson import page
+from ddpkit.lesson.tensor_charts import (
+    bytes_by_tokens,
+    layer_times,
+    reduced_bytes,
+    split_products,
+    tensor_calculator,
+)
+
+
+def test_split_products_are_drawn_and_said():
+    picture = split_products(6, 4, 8, world_size=3)
+    assert repr(picture).splitlines()[1:] == [
+        "split by tokens: X rows, A whole, Y rows",
+        "split by outputs: X whole, A columns, Y columns",
+        "split by inputs: X columns, A rows, Y summands",
+        "split by tokens and outputs: X rows, A columns, Y blocks",
+    ]
+    check_picture(picture, *page.RANK_COLOURS[:3], page.MIXED)
+
+
+def test_both_send_as_much_at_three_widths_of_tokens():
+    both = reduced_bytes(width=64, tokens=3 * 64)
+    assert both["tensor parallel"] == both["data parallel"] == 12 * 64**2 * 2
+    picture = bytes_by_tokens(64, 4, [64, 256, 1024])
+    assert "at 192." in repr(picture)
+    check_picture(picture, page.ORANGE, page.BLUE)
+    tensor, data, even = picture.figure.axes[0].lines
+    assert list(data.get_ydata()) == [12 * 64**2 * 2 * 2 * 3 / 4] * 3
+    assert list(tensor.get_ydata()) == [4 * n * 64 * 2 * 2 * 3 / 4 for n in (64, 256, 1024)]
+    assert even.get_xdata()[0] == 192
+
+
+def test_the_calculator_counts_bytes_and_seconds():
+    caption, picture = layer_times(8, 8192, 2**15)
+    assert caption == (
+        "8 ranks, width 8192, 32,768 tokens: each sends 3.76 GB tensor parallel, 2.82 GB data "
+        "parallel, and computes for 49.5 ms."
+    )
+    assert "NVLink 4: tensor parallel 10.3 ms, data parallel 7.66 ms" in repr(picture)
+    check_picture(picture, page.ORANGE, page.BLUE)
+    assert tensor_calculator().text == caption
