@@ -3,13 +3,13 @@
 from test_figures import check_picture
 
 from ddpkit import schedules
-from ddpkit.lesson import page, pipeline_charts
+from ddpkit.lesson import pipeline_charts
 
 
 def test_idle_time_is_said_and_all_kinds_are_drawn():
     picture = pipeline_charts.draw(schedules.zero_bubble(4, 8))
     assert repr(picture) == "27 ticks; 11% of the ranks' time is idle."
-    check_picture(picture, page.RANK_COLOURS[0])
+    check_picture(picture)
     shown = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert shown == ["forward", "backward: input part", "weight part", "idle"]
 
@@ -19,8 +19,7 @@ def test_a_run_is_drawn_without_its_times_in_words():
     picture = pipeline_charts.draw_run(spans)
     assert repr(picture) == "As it ran, rank 0: 0F0 0B0; rank 1: 1F0 1B0."
     assert picture.figure.axes[0].get_xlim() == (0, 3000)
-    rows = [{action: (begin, end) for action, begin, end in row} for row in spans]
-    assert pipeline_charts.bubble(rows) == 1 - 3 / 16
+    assert pipeline_charts.bubble_of_run(spans) == 1 - 3 / 6
 
 
 def test_player_says_what_each_rank_does_and_holds():

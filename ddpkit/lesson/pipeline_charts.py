@@ -11,6 +11,7 @@ from .page import Picture
 from .widgets import Calculator, Slider, StepThrough
 
 Spans = Mapping[str, tuple[float, float]]  # {action: (begin, end)}
+Timed = Sequence[tuple[str, float, float]]  # (action, begin, end) in seconds
 
 KINDS = {  # what a box looks like: how much of the rank's colour, and a hatch
     "F": ("forward", 0.25, None),
@@ -26,36 +27,51 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
     until: what begins at this tick or later is left out. ticks: as for `dry_run.simulate`. Of a
     rank's second and third stage, micro-batches have a stroke or two: 3′, 3″. Notebook 10.
     """
-    when = dry_run.simulate(schedule, **ticks)
-    rows = []
-    for actions in schedule:
-        rows.append({action: when[action] for action in map(str, actions)})
-    return _draw(rows, "ticks", _idle(rows), until)
+    rows = _planned(schedule, ticks)
+    whole = max(end for row in rows for _, end in row.values())
+    said = f"{whole:g} ticks; {_idle(rows):.0%} of the ranks' time is idle."
+    return _draw(rows, "ticks", said, until)
 
 
-def draw_run(spans: Sequence[Sequence[tuple[str, float, float]]]) -> Picture:
-    """What ranks did and when, measured. spans: by rank, (action, begin, end) in seconds.
+def draw_run(spans: Sequence[Timed]) -> Picture:
+    """What ranks did and when, measured. spans: by rank, of `Pipeline`.
 
-    Its words hold no times.
+    Its words hold no times. Notebook 10.
     """
-    start = min(row[0][1] for row in spans)
-    rows = []
-    for row in spans:
-        rows.append({action: (1e3 * (a - start), 1e3 * (b - start)) for action, a, b in row})
+    rows = _measured(spans)
     said = "; ".join(f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows))
     return _draw(rows, "time (ms)", f"As it ran, {said}.")
 
 
-def bubble(rows: Sequence[Spans]) -> float:
-    """The share of all ranks' time in which they do nothing."""
+def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
+    """The share of all ranks' time in which they do nothing, by a dry run."""
+    return _idle(_planned(schedule, ticks))
+
+
+def bubble_of_run(spans: Sequence[Timed]) -> float:
+    """The share of all ranks' time in which they do nothing, measured. spans: as for `draw_run`."""
+    return _idle(_measured(spans))
+
+
+def _planned(schedule: schedules.Schedule, ticks: Mapping[str, float]) -> list[Spans]:
+    when, rows = dry_run.simulate(schedule, **ticks), []
+    for actions in schedule:
+        rows.append({action: when[action] for action in map(str, actions)})
+    return rows
+
+
+def _measured(spans: Sequence[Timed]) -> list[Spans]:
+    """In milliseconds from the first begin."""
+    start, rows = min(row[0][1] for row in spans), []
+    for row in spans:
+        rows.append({action: (1e3 * (a - start), 1e3 * (b - start)) for action, a, b in row})
+    return rows
+
+
+def _idle(rows: Sequence[Spans]) -> float:
     whole = max(end for row in rows for _, end in row.values())
     busy = sum(end - begin for row in rows for begin, end in row.values())
     return 1 - busy / (whole * len(rows))
-
-
-def _idle(rows: Sequence[Spans]) -> str:
-    whole = max(end for row in rows for _, end in row.values())
-    return f"{whole:g} ticks; {bubble(rows):.0%} of the ranks' time is idle."
 
 
 def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = None) -> Picture:
