@@ -98,18 +98,15 @@ def messages(schedule: Schedule) -> Schedule:
     A message is sent right after the action that made it, "0SEND_F3" after "0F3"; at that moment of
     the dry run the other side starts to receive, "1RECV_F3". So two ranks agree on the order of all
     messages between them, both ways: NCCL carries them one after the other, and hangs where each
-    side would first send. The ranks of a schedule that hangs will hang in receives.
+    side would first send. Where a schedule hangs, its receives end.
     """
     ranks, program = rank_of_stage(schedule), [[] for _ in schedule]
     done = [action for _, action in in_turn(schedule)]
     stuck = [action for action in all_actions(schedule) if action not in done]
-    for action in done:
-        for rank, words in message(action, ranks):
-            program[rank] += words
-    for side in (1, 0):  # of what hangs, all receives first
-        for action in stuck:
-            rank, words = message(action, ranks)[side]
-            program[rank] += words
+    for action in done + stuck:
+        (rank, words), (other, receive) = message(action, ranks)
+        program[rank] += words
+        program[other] += receive if action in done else []
     return program
 
 

@@ -1,18 +1,189 @@
-"""Pipeline parallelism: a model's layers across ranks, micro-batches one after the other."""
+"""Pipeline parallelism: each rank has some of a model's layers, and micro-batches pass through.
 
-from .dry_run import held, idle, messages, rank_of_stage, simulate, validate
-from .schedules import gpipe, interleaved, one_f_one_b, parse, zero_bubble
+    schedule = one_f_one_b(stages=4, micro_batches=8)
+    stage = PipelineStage(layers, number=rank, receives=torch.empty(2, 16, 64))
+    pipeline = Pipeline([stage], schedule, mean_loss)
+    loss = pipeline.step(inputs, targets)   # every .grad is that of the whole batch's mean loss
+    optimizer.step()
 
-__all__ = [
-    "gpipe",
-    "held",
-    "idle",
-    "interleaved",
-    "messages",
-    "one_f_one_b",
-    "parse",
-    "rank_of_stage",
-    "simulate",
-    "validate",
-    "zero_bubble",
-]
+A stage computes, the pipeline sends: activations to the stage after, gradients to the stage before.
+For each micro-batch two messages go between two stages, whatever the schedule, and none if one rank
+has both; then the loss is broadcast.
+
+PyTorch's `torch.distributed.pipelining`: PipelineStage, and schedules with a `step`. Huang et al.
+2019; Narayanan et al. 2021. Notebook 10.
+"""
+
+import re
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import P2POp, ProcessGroup
+
+from . import dry_run
+from .dry_run import held, idle, messages, rank_of_stage, simulate, validate  # noqa: F401
+from .schedules import Schedule, gpipe, interleaved, one_f_one_b, parse, zero_bubble  # noqa: F401
+from .stages import PipelineStage, cut_layers, gpt_layers  # noqa: F401
+from .tools.spans import doing
+
+
+class Pipeline:
+    """Runs a schedule on the ranks of `group` (None: all).
+
+    stages: those that the schedule gives to this rank. loss: of the last stage's output and a
+    micro-batch's targets, a mean. tied: this rank's copy of a weight that first and last stage
+    share; None on other ranks. validate: False lets a schedule run that would hang.
+
+    spans: of the last step [(action, begin, end)], `time.perf_counter()` around computing alone.
+    ValueError: the schedule is wrong, or is for other ranks or stages than these.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        schedule: Schedule,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        tied: nn.Parameter | None = None,
+        group: ProcessGroup | None = None,
+        validate: bool = True,
+    ):
+        if validate:
+            dry_run.validate(schedule)
+        self.stages = {stage.number: stage for stage in stages}
+        self.loss, self.tied, self.group = loss, tied, group
+        self.rank, self.ranks = dist.get_rank(group), rank_of_stage(schedule)
+        self.first, self.last = self.ranks[0], self.ranks[max(self.ranks)]
+        mine = [number for number, rank in self.ranks.items() if rank == self.rank]
+        if sorted(self.stages) != sorted(mine) or len(schedule) != dist.get_world_size(group):
+            got = (
+                f"rank {self.rank} of {dist.get_world_size(group)} has stages {sorted(self.stages)}"
+            )
+            wanted = f"a schedule for {len(schedule)} ranks, in which it has {sorted(mine)}"
+            raise ValueError(f"{got}, and got {wanted}: expected the same")
+        self.program = []
+        for word in messages(schedule)[self.rank]:
+            number, kind, k = re.fullmatch(r"(\d+)(\D+)(\d+)", word).groups()
+            self.program.append((word, int(number), kind, int(k)))
+        self.micro_batches = 1 + max(k for _, _, _, k in self.program)
+        weights = [p for stage in stages for p in stage.module.parameters()]
+        self.weights = list(dict.fromkeys(weights))  # one under two names comes once
+        self.device = self.weights[0].device if weights else torch.device("cpu")
+        self.spans: list[tuple[str, float, float]] = []
+
+    def step(self, inputs: Tensor | None, targets: Tensor | None) -> Tensor:
+        """Forward and backward of a batch; returns its mean loss, on every rank.
+
+        inputs: the whole batch, for stage 0; targets: for the last stage; None on other ranks, or
+        the same. ValueError: their rows can't be dealt out evenly: a mean of means would be wrong.
+        """
+        self.inputs, self.targets = self.cut(inputs), self.cut(targets)
+        self.losses, self.arriving, self.sent, self.spans = [], {}, [], []
+        for word, number, kind, k in self.program:
+            with doing(word):
+                if kind.startswith("RECV"):
+                    self.receive(number, kind[-1], k)
+                elif not kind.startswith("SEND"):  # `hand_on` does
+                    self.compute(word, number, kind, k)
+        for work, _ in self.sent:
+            work.wait()
+        loss = sum(self.losses, torch.zeros((), dtype=torch.float64, device=self.device))
+        dist.broadcast(loss, group=self.group, group_src=self.last)
+        return loss
+
+    def cut(self, batch: Tensor | None) -> list:
+        m = self.micro_batches
+        if batch is not None and len(batch) % m != 0:
+            got = f"rank {self.rank} got {len(batch)} rows for {m} micro-batches"
+            raise ValueError(f"{got}, expected a multiple: give every micro-batch as many")
+        return [None] * m if batch is None else list(batch.chunk(m))
+
+    def compute(self, action: str, number: int, kind: str, k: int) -> None:
+        """Do an action, once what it needs has come, and hand on what it makes."""
+        stage, last = self.stages[number], number == max(self.ranks)
+        came = loss = None
+        if kind == "F":
+            came = self.inputs[k] if number == 0 else self.take(number, "F", k)
+            if last:  # the mean over micro-batches is the batch's: without / m, m times too large
+                loss = lambda y: self.loss(y, self.targets[k]) / self.micro_batches  # noqa: E731
+        elif kind != "W" and not last:
+            came = self.take(number, "B", k)
+        begin = time.perf_counter()
+        if kind == "F":
+            made = stage.forward(k, came, loss)
+        elif kind == "B":
+            made = stage.backward(k, came)
+        elif kind == "I":
+            made = stage.backward_input(k, came)
+        else:
+            made = stage.backward_weight(k)
+        self.spans.append((action, begin, time.perf_counter()))
+        if kind == "F" and last:
+            self.losses.append(made.double())
+        elif kind == "F":
+            self.hand_on(made, number + 1, "F", k)
+        elif kind != "W" and number > 0:
+            self.hand_on(made, number - 1, "B", k)
+
+    def hand_on(self, made: Tensor, to: int, way: str, k: int) -> None:
+        """Send an activation or a gradient to a neighbouring stage, and go on at once."""
+        if to in self.stages:
+            self.arriving[to, way, k] = made, None
+            return
+        made = made.contiguous()
+        work = dist.isend(made, group=self.group, group_dst=self.ranks[to])
+        self.sent.append((work, made))  # which must live until it has gone
+
+    def receive(self, number: int, way: str, k: int) -> None:
+        """Begin to receive what stage `number` needs for micro-batch k, way F or B."""
+        stage = self.stages[number]
+        source, like = number - 1, stage.receives
+        if way == "B":
+            source, like = number + 1, stage.kept[k][1]
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        work = dist.irecv(buffer, group=self.group, group_src=self.ranks[source])
+        self.arriving[number, way, k] = buffer, work
+
+    def take(self, number: int, way: str, k: int) -> Tensor:
+        """What stage `number` needs for micro-batch k, once it is here."""
+        if (number, way, k) not in self.arriving:  # in a schedule that hangs
+            self.receive(number, way, k)
+        buffer, work = self.arriving.pop((number, way, k))
+        if work is not None:
+            work.wait()
+        return buffer
+
+    def synchronize(self) -> None:
+        """Make the tied weight's gradient the sum of both copies', before the optimizer's step.
+
+        It is an all-reduce between first and last rank: each sends its gradient once.
+        """
+        if self.tied is None or self.first == self.last:
+            return
+        other = self.last if self.rank == self.first else self.first
+        if self.tied.grad is None:
+            self.tied.grad = torch.zeros_like(self.tied)
+        mine, theirs = self.tied.grad, torch.empty_like(self.tied.grad)
+        send = P2POp(dist.isend, mine, group=self.group, group_peer=other)
+        receive = P2POp(dist.irecv, theirs, group=self.group, group_peer=other)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        mine += theirs
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Make the gradient of the whole model no longer than `max_norm`, in place; returns the
+        length that it had, on every rank. After `synchronize`. Cost: one number all-reduced.
+        """
+        squared = torch.zeros((), dtype=torch.float64, device=self.device)
+        for weight in self.weights:
+            counted = weight is self.tied and self.rank != self.first  # by the first rank
+            if weight.grad is not None and not counted:
+                squared += torch.linalg.vector_norm(weight.grad, dtype=torch.float64) ** 2
+        dist.all_reduce(squared, group=self.group)
+        norm = squared.sqrt()
+        for weight in self.weights:
+            if weight.grad is not None:
+                weight.grad *= (max_norm / (norm + 1e-6)).clamp(max=1)  # as in torch
+        return norm

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d as c10d
 
+from ..tools.spans import now_doing
 from .board import Record
 from .records import Recorder, call_site, is_library, recorder
 
@@ -256,6 +257,7 @@ class WireGroup(dist.ProcessGroup):
         peer, size = self.ranks[number], _size(tensors)
         channel = self._channel(src, dst, tag)
         detail = f"{size}, {name}={peer}" + (f", tag={tag}" if tag else "")
+        detail += f", {now_doing()}" if now_doing() else ""
         record = self._record(op, tensors, channel, size, detail)
         record.peer, record.ranks = peer, (self.ranks[src], self.ranks[dst])
         return record
