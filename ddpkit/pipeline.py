@@ -48,7 +48,7 @@ class Pipeline:
         loss: Callable[[Tensor, Tensor], Tensor],
         tied: nn.Parameter | None = None,
         group: ProcessGroup | None = None,
-        validate: bool = True,
+        validate: bool = True,  # noqa: F811
     ):
         if validate:
             dry_run.validate(schedule)

@@ -8,6 +8,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import accumulate, pairwise
 
 from torch import Tensor, nn
 
@@ -86,8 +87,8 @@ def cut_layers(
             options.append((max(sum(costs[start : start + many]), others), [many, *sizes]))
         return min(options)
 
-    left = iter(layers)
-    return [nn.Sequential(*(next(left) for _ in range(n))) for n in cheapest(0, stages)[1]]
+    ends = list(accumulate(cheapest(0, stages)[1]))
+    return [nn.Sequential(*layers[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def multiplications(layer: nn.Module) -> int:
