@@ -42,7 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
         os.execv(sys.executable, [*torchrun, "-m", "ddpkit.debug", *rest])
     if "RANK" not in os.environ:
         sys.exit("ddpkit.debug: start it by torchrun, or say how many ranks: --world-size 4")
-    session = Session(Link.preset(options.link) if options.link else None)
+    link = Link.preset(options.link) if options.link else None
+    session = Session(link, options.trace, options.flight_recorder)
     session.install()
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(Path(options.script).resolve().parent)
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
             session.exited(end.code if isinstance(end.code, int) else 1)
     except BaseException as error:
         session.failed(error)
-    session.done(options.trace, options.flight_recorder)
+    session.done()
 
 
 if __name__ == "__main__":

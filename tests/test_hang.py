@@ -104,6 +104,12 @@ def opposite():
         dist.all_reduce(torch.ones(2), group=group)
 
 
+def recv_or_reduce():
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(2), 1)
+    dist.all_reduce(torch.ones(2))
+
+
 def alone():
     if dist.get_rank() == 0:
         dist.new_group([0, 1])
@@ -119,6 +125,7 @@ def alone():
         (lambda: lonely(1), 2, "rank 0 waits in recv for rank 1, which has returned.", BOTH),
         (lonely, 3, "rank 0 waits in recv for ranks 1 and 2, which have returned.", BOTH),
         (opposite, 2, "rank 0 for rank 1 in all_reduce, rank 1 for rank 0 in all_reduce.", "All"),
+        (recv_or_reduce, 2, "rank 0 for rank 1 in recv, rank 1 for rank 0 in all_reduce.", BOTH),
         (alone, 2, "rank 0 for rank 1 in new_group, rank 1 for rank 0 in barrier.", "Every rank"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -436,10 +443,14 @@ def test_one_free_rank_is_enough_for_a_receive_from_any(board):
     assert stuck(board) == [0]
 
 
-@pytest.mark.parametrize(("done", "found"), [(None, [(0, (1, 2))]), (2.0, [])])
-def test_a_call_begun_but_not_waited_for_is_found_if_it_is_open(board, done, found):
-    """DistributedDataParallel waits in C++, where no mark is left."""
-    say(board, 0, wait=False, done=done)
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [({"by_future": True}, [(0, (1, 2))]), ({"by_future": True, "done": 2.0}, []), ({}, [])],
+    ids=["open", "done", "by its handle"],
+)
+def test_a_call_whose_future_was_taken_may_be_waited_for_where_no_mark_is_left(board, said, found):
+    """As DistributedDataParallel does, in C++. Who waits for a handle leaves a mark."""
+    say(board, 0, wait=False, **said)
     board.set_state(1, RETURNED)
     hidden = hang.abandoned(hang.situations(board), board)
     assert [(s.rank, s.missing) for s in hidden] == found

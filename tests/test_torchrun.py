@@ -7,7 +7,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from outside import run_script
+from outside import Script, run_script
 
 from ddpkit import launch
 
@@ -94,6 +94,29 @@ def test_trap_9_the_same_function_under_torchrun(tmp_path):
     assert values.startswith("[4.0, 4.0, 4.0, 4.0] ")
     # Alive while the interpreter ends, Gloo's threads abort one process in forty.
     assert threads == "0"
+
+
+HANGS = """
+from ddpkit import launch
+
+def waits():
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(3), 1)
+
+launch(work, 1.0)
+launch(waits)
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_under_torchrun_is_explained(tmp_path):
+    with Script(tmp_path, WORK + HANGS, command=TORCHRUN, OMP_NUM_THREADS="1") as script:
+        code, _, err = script.result()
+    said = " ".join(err.split())
+    circle = "rank 0 for rank 1 in recv, rank 1 for rank 0 in all_gather"
+    assert (code, said.count("ddpkit: ")) == (1, 1)
+    assert f"ddpkit: deadlock: each waits for another: {circle}." in said
+    assert "in waits: dist.recv(torch.ones(3), 1)" in said
 
 
 def test_a_world_of_the_scripts_own_is_used_as_it_is(tmp_path):

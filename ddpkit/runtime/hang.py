@@ -98,15 +98,16 @@ def _may_go_on(s: Situation, free: set[int]) -> bool:
 def abandoned(now: list[Situation], board: Board) -> list[Situation]:
     """Ranks with an open collective that another member returned without joining.
 
-    They may wait where we can't see it: DistributedDataParallel does in C++, where no mark is left.
+    They may wait where we can't see it, if somebody took the future of the call:
+    DistributedDataParallel does, and waits for that in C++, where no mark is left.
     """
     calls, found = _Calls(board), []
     ended = {s.rank for s in now if s.state in ("returned", "idle")}
     for s in now:
         for call in calls.records[s.rank] if s.state == "computing" else ():
             missing = calls.missing(call, s.rank)
-            collective = call.op not in MESSAGES and call.done is None
-            if collective and not ended.isdisjoint(missing):
+            unseen = call.op not in MESSAGES and call.done is None and call.by_future
+            if unseen and not ended.isdisjoint(missing):
                 found.append(Situation(s.rank, "waiting", call, missing, call.place))
                 break
     return found
@@ -188,7 +189,7 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     ops = {s.call.op for s in stuck}
     if "new_group" in ops:
         return "Every rank must call dist.new_group, also those that are not in the group."
-    if gone and not ops.isdisjoint(MESSAGES):
+    if not ops.isdisjoint(MESSAGES) and (gone or not ops.issubset(MESSAGES)):
         both = "Every send needs a recv on the other rank, and every recv a send."
         return f"{both} Count them on both sides."
     if gone:

@@ -1,9 +1,11 @@
 """`launch`: call a function on fresh ranks, bring back what they returned, printed and said."""
 
+import atexit
 import contextlib
 import difflib
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -19,10 +21,10 @@ from .call import pickle_call
 from .errors import RankError, shown
 from .hang import describe_place
 from .link import Link
-from .records import Recorder, call_site, recorder
+from .records import call_site, recorder
 from .run import Run
+from .session import Session
 from .watch import Watch
-from .wire import register_wire
 
 MOST_RANKS = 64
 
@@ -165,11 +167,12 @@ def _join_running_world(fn, args, kwargs, link, keep_values) -> Run:
 
 
 def _initialise_under_torchrun(link):
+    session = getattr(dist.init_process_group, "session", None)  # `ddpkit.debug` has made one
+    if session is None:
+        session = Session(link)
+        session.install()
+        atexit.register(session.leave)
     local = int(os.environ["LOCAL_RANK"])
     nccl = link is None and dist.is_nccl_available() and torch.cuda.device_count() > local
-    device = torch.device("cuda", local) if nccl else torch.device("cpu")
-    if nccl:
-        torch.cuda.set_device(device)
-    recorder = Recorder(int(os.environ["RANK"]))
-    register_wire(recorder, "nccl" if nccl else "gloo", device, one_machine=False)
-    dist.init_process_group("ddpkit")
+    dist.init_process_group("nccl" if nccl else "gloo")
+    sys.excepthook = lambda _, error, __: session.failed(error)  # in place of torch's

@@ -1,8 +1,13 @@
-"""A rank of any script on the wire, as `ddpkit.debug` runs it: a board, a recorder, a watcher."""
+"""A rank that torchrun started, on the wire: a board, a recorder, a watcher.
 
+`ddpkit.debug` runs any script so; `launch` does, where torchrun started the ranks.
+"""
+
+import contextlib
 import os
 import pickle
 import shutil
+import struct
 import sys
 import tempfile
 import threading
@@ -18,33 +23,47 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..tools.units import wrap
 from . import hang
-from .board import DISAGREES, RETURNED, RUNNING, Board
+from .board import DISAGREES, RETURNED, RUNNING, Board, Record
 from .link import Link
+from .processes import cpu_ticks
 from .records import Recorder, is_library
-from .run import Run
+from .run import Run, clock_s
 from .watch import CERTAIN_S, LOST_PEER
 from .wire import register_wire
 
 LOOK_S = 0.25  # how often the board is read
+SLEEPS_S = 1.0  # a rank that burns no CPU for so long computes nothing
 NEWS_S = 3.0  # how long a rank whose connection broke waits for the report of who fell first
+_ABOUT_PAGE = struct.Struct("<?d")  # what goes with a page: whether its rank sleeps, its clock_s
 
 
 class Session:
-    """One rank of a script under the wire: its board, its recorder, the thread that watches."""
+    """One rank of a script under the wire: its board, its recorder, the thread that watches.
 
-    def __init__(self, link: Link | None):
+    trace, flight_recorder: where rank 0 writes what all ranks said, at the end or after a report.
+    """
+
+    def __init__(
+        self, link: Link | None, trace: str | None = None, flight_recorder: str | None = None
+    ):
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         self.leads = local == 0  # the watcher of this machine
         self.here = range(self.rank - local, self.rank - local + here)
         self.alone = here == self.world_size
-        # The agent is the parent of all ranks of a machine; it starts them anew after a failure.
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.folder = Path(tempfile.gettempdir(), f"ddpkit-session-{os.getppid()}-{again}")
+        # torchrun makes a new folder each time that it starts the ranks of a machine.
+        theirs = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        own = Path(tempfile.gettempdir(), f"ddpkit-session-{os.getppid()}")
+        self.folder = Path(theirs).parent.parent / "ddpkit" if theirs else own
         self.board = self._open_board()
+        (self.folder / f"pid.{self.rank}").write_text(str(os.getpid()))
         self.recorder = Recorder(self.rank, self.board, link, disagree=self._disagree)
         self.store: dist.Store | None = None
+        self._trace, self._flight_recorder = trace, flight_recorder
         self._told, self._over = threading.Lock(), threading.Event()
+        self._burned: dict[int, tuple[int | None, float]] = {}  # CPU of a rank, since when so much
+        self._sleepers: set[int] = set()
+        self._clocks: dict[int, float] = {}  # clock_s of ranks on other machines
 
     def _open_board(self) -> Board:
         path = self.folder / "board"
@@ -70,11 +89,14 @@ class Session:
                 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 torch.cuda.set_device(device)
             register_wire(self.recorder, inner, device, one_machine=False)
+            self.recorder.joined = False  # a script may end its world and begin another
             original("ddpkit", *args, **kwargs)
-            self.store = c10d._get_default_store()
+            first, self.store = self.store is None, c10d._get_default_store()
             self.board.set_state(self.rank, RUNNING)
-            threading.Thread(target=self._watch, daemon=True, name="ddpkit watch").start()
+            if first:
+                threading.Thread(target=self._watch, daemon=True, name="ddpkit watch").start()
 
+        init_process_group.session = self
         for module in list(sys.modules.values()):  # DeviceMesh, too, has a name of its own for it
             if getattr(module, "init_process_group", None) is original:
                 module.init_process_group = init_process_group
@@ -84,40 +106,71 @@ class Session:
     def _watch(self) -> None:
         """On each rank: end when a report is out. On the first of all: look for hangs."""
         quiet_since, events = time.perf_counter(), None
-        while not self._over.wait(LOOK_S):
-            if self._report_is_out():
-                self.end()
-            if not self.leads:
-                continue
-            if not self.alone:
-                self._exchange_pages()
-            before, events = events, self.board.events()
-            now = time.perf_counter()
-            quiet_since = quiet_since if events == before else now
-            states = map(self.board.state, range(self.world_size))
-            if self.rank == 0 and (DISAGREES in states or now - quiet_since > CERTAIN_S):
-                self._look()
+        with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0's machine with it
+            while not self._over.wait(LOOK_S):
+                if self._report_is_out():
+                    self.end()
+                if not self.leads:
+                    continue
+                self._note_sleepers()
+                if not self.alone:
+                    self._exchange_pages()
+                before, events = events, self.board.events()
+                now = time.perf_counter()
+                quiet_since = quiet_since if events == before else now
+                states = map(self.board.state, range(self.world_size))
+                if self.rank == 0 and (DISAGREES in states or now - quiet_since > CERTAIN_S):
+                    self._look()
 
     def _look(self) -> None:
         """Tell what will never go on; ranks that compute may still come."""
         different = hang.mismatch(self.board)
         now = hang.situations(self.board)
         for hidden in hang.abandoned(now, self.board):
-            now[hidden.rank] = hidden
+            if hidden.rank in self._sleepers:
+                now[hidden.rank] = hidden
         stuck = hang.deadlocked(now, self.board)
         if different:
             self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
         elif stuck:
             self.tell(hang.report(*hang.explain_deadlock(now, stuck), now, self.board))
 
+    def _note_sleepers(self) -> None:
+        """Which ranks of this machine burn no CPU, where /proc tells."""
+        now = time.perf_counter()
+        for rank in self.here:
+            ticks = cpu_ticks(self._pid(rank))
+            before, since = self._burned.get(rank, (None, now))
+            self._burned[rank] = (ticks, since if ticks == before else now)
+            sleeps = ticks is not None and now - self._burned[rank][1] > SLEEPS_S
+            (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
+
+    def _pid(self, rank: int) -> int:
+        path = self.folder / f"pid.{rank}"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    def _dead(self, rank: int) -> bool:
+        """Whether a rank of this machine is gone without having ended, as far as /proc tells."""
+        pid = self._pid(rank)
+        if sys.platform != "linux" or not pid or self.board.state(rank) == RETURNED:
+            return False
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+        except OSError:
+            return True
+
     def _exchange_pages(self) -> None:
         """Give this machine's pages of the board to the first machine, or take the others'."""
         for rank in range(self.world_size):
             key = f"ddpkit/page/{rank}"
             if rank in self.here and self.rank != 0:
-                self.store.set(key, zlib.compress(self.board.page(rank), 1))
+                about = _ABOUT_PAGE.pack(rank in self._sleepers, clock_s())
+                self.store.set(key, about + zlib.compress(self.board.page(rank), 1))
             elif rank not in self.here and self.rank == 0 and self.store.check([key]):
-                self.board.set_page(rank, zlib.decompress(self.store.get(key)))
+                message = self.store.get(key)
+                sleeps, self._clocks[rank] = _ABOUT_PAGE.unpack_from(message)
+                self.board.set_page(rank, zlib.decompress(message[_ABOUT_PAGE.size :]))
+                (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
 
     def _disagree(self, _by_rank) -> None:
         """Another rank said something else at the same place: rank 0 will tell."""
@@ -135,7 +188,7 @@ class Session:
         with self._told:
             try:
                 (self.folder / "report").touch(exist_ok=False)
-            except FileExistsError:
+            except OSError:
                 self.end()  # somebody else was first
             print(f"\nddpkit: {wrap(text)}", file=sys.stderr, flush=True)
             if not self.alone and self.store is not None:
@@ -146,6 +199,8 @@ class Session:
         """Exit, the cause first: torchrun reports whoever goes first, and then ends the others."""
         self._over.set()
         sys.stdout.flush()
+        if self.rank == 0:
+            self._save(list(map(self.board.records, range(self.world_size))))
         if self.leads:
             time.sleep(2 * LOOK_S)  # so that all have seen that the report is out
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -158,52 +213,100 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """The script raised: tell it first, and what became of the others after it."""
-        if LOST_PEER.search(str(error)):
-            until = time.perf_counter() + NEWS_S
-            while time.perf_counter() < until and not self._report_is_out():
-                time.sleep(0.05)
+        said, lost = f"rank {self.rank} raised {type(error).__name__}: {error}", []
+        until = time.perf_counter() + NEWS_S
+        while LOST_PEER.search(str(error)) and not lost and time.perf_counter() < until:
             if self._report_is_out():
                 self.end()
-        lines = [f"rank {self.rank} raised {type(error).__name__}: {error}"]
+            lost = [rank for rank in self.here if self._dead(rank)]
+            time.sleep(0.02)
+        if lost:
+            died = hang.name_ranks(lost)
+            said = f"{died} died without a word; torchrun says how. Rank {self.rank} lost it in"
+        lines = [said]
         for frame in traceback.extract_tb(error.__traceback__):
             if not is_library(frame.filename):
                 place = frame.filename, frame.lineno, frame.name
                 lines.append(f"  {hang.describe_place(place)}")
         for s in hang.situations(self.board):
-            if s.rank != self.rank and s.state == "waiting":
+            if s.rank != self.rank and s.state == "waiting" and s.rank not in lost:
                 lines.append(f"Rank {s.rank} was in {s.call.call}, {hang.describe_place(s.place)}")
         self.tell("\n".join(lines))
 
     def exited(self, code: int) -> None:
         """The script called sys.exit with a code that isn't 0: torchrun will end the others."""
-        (self.folder / "report").touch()
+        with contextlib.suppress(OSError):  # somebody has told something already
+            (self.folder / "report").touch()
         self.end(code, cause=True)
 
-    def done(self, trace: str | None, flight_recorder: str | None) -> None:
-        """The script ended well. Whoever watches stays until the last has ended, too."""
-        records = self.folder / f"records.{self.rank}"
-        records.write_bytes(pickle.dumps(self.recorder.records))
+    def done(self) -> None:
+        """The script ended well. All ranks stay until the last has ended, too.
+
+        A connection that closes early would fail those who still wait for this rank, and hide why.
+        """
+        if self._trace or self._flight_recorder:
+            self._hand_in()
         self.board.set_state(self.rank, RETURNED)
-        if self.leads:
-            everybody = self.rank == 0 and self.store is not None
-            awaited = range(self.world_size) if everybody else self.here
-            while any(self.board.state(rank) != RETURNED for rank in awaited):
-                time.sleep(0.05)
-            if self.store is not None and not self.alone:
-                self._exchange_pages()
+        while self.store is not None and not self._all_have_ended():
+            time.sleep(0.05)
         self._over.set()
-        if self.rank == 0 and (trace or flight_recorder):
-            self._save(trace, flight_recorder)
-        if self.leads:
+        if self.rank == 0 and (self._trace or self._flight_recorder):
+            self._save(self._collect())
+        self.leave()
+
+    def leave(self) -> None:
+        """This rank ends; the last of a machine takes the folder with it."""
+        self._over.set()
+        (self.folder / f"pid.{self.rank}").unlink(missing_ok=True)
+        if all(not self._pid(rank) or self._dead(rank) for rank in self.here):
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _save(self, trace: str | None, flight_recorder: str | None) -> None:
-        """What the ranks of this machine said."""
-        wire = [[] for _ in range(self.world_size)]
+    def _all_have_ended(self) -> bool:
         for rank in self.here:
-            wire[rank] = pickle.loads((self.folder / f"records.{rank}").read_bytes())
-        run = Run([None] * len(wire), [""] * len(wire), wire, 0.0, "")
-        if trace:
-            run.trace(trace)
-        if flight_recorder:
-            run.flight_recorder(flight_recorder)
+            if self._dead(rank):  # by os._exit(0): else torchrun would have ended this one, too
+                self.board.set_state(rank, RETURNED)
+        if self.alone or self.rank == 0:
+            ended = all(self.board.state(rank) == RETURNED for rank in range(self.world_size))
+            if ended and not self.alone:
+                self.store.set("ddpkit/ended", "all")
+            return ended
+        try:
+            return self.store.check(["ddpkit/ended"])
+        except RuntimeError:  # rank 0 kept the store, and is gone
+            return True
+
+    # The trace and the dumps
+
+    def _hand_in(self) -> None:
+        """Give this rank's records to rank 0: by a file, from another machine by the store."""
+        mine = pickle.dumps((clock_s(), self.recorder.records))
+        if 0 in self.here:
+            (self.folder / f"records.{self.rank}").write_bytes(mine)
+        elif self.store is not None:
+            self.store.set(f"ddpkit/records/{self.rank}", zlib.compress(mine))
+
+    def _collect(self) -> list[list[Record]]:
+        wire = []
+        for rank in range(self.world_size):
+            if rank in self.here:
+                said = (self.folder / f"records.{rank}").read_bytes()
+            else:
+                said = zlib.decompress(self.store.get(f"ddpkit/records/{rank}"))
+            self._clocks[rank], records = pickle.loads(said)
+            wire.append(records)
+        return wire
+
+    def _save(self, wire: list[list[Record]]) -> None:
+        """Write what all ranks said."""
+        here = clock_s()
+        for rank in set(self._clocks).difference(self.here):  # they count from another moment
+            for record in wire[rank]:
+                for name in ("issued", "started", "done", "waited"):
+                    seconds = getattr(record, name)
+                    if seconds is not None:
+                        setattr(record, name, seconds + self._clocks[rank] - here)
+        run = Run([None] * len(wire), [""] * len(wire), wire, 0.0, "", clock_s=here)
+        if self._trace:
+            run.trace(self._trace)
+        if self._flight_recorder:
+            run.flight_recorder(self._flight_recorder)

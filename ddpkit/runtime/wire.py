@@ -415,12 +415,18 @@ def _gloo(options, store: dist.Store, one_machine: bool, calm: bool):
     if one_machine:
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     else:
-        gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
+        gloo._devices = list(map(_listen_on, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
     if calm:
         _let_others_go_first(_threads() - before)
     gloo._timeout = NEVER
     real = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, gloo)
     return real, dist.ProcessGroup.BackendType.GLOO
+
+
+def _listen_on(interface: str):
+    """A device of Gloo's for an interface, as torch makes it; "": where the host's name leads."""
+    gloo = dist.ProcessGroupGloo
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def _threads() -> set[str]:
