@@ -75,7 +75,6 @@ def debug(folder, text, *arguments, per_machine=2, world_size=2):
         )
         output = run.output
     except RankError as error:
-        assert "exited with code 1" in str(error) or "killed by SIGKILL" in str(error), error
         output = error.output
     reports = re.findall(r"^ddpkit: (.*)", "\n\n".join(output), re.DOTALL | re.MULTILINE)
     assert len(reports) <= 1, reports
@@ -173,8 +172,9 @@ def test_what_all_machines_said_is_gathered_on_rank_0(tmp_path):
 
 
 def test_after_a_report_dumps_are_there_too(tmp_path):
-    text, waits, _ = TOLD["rank 1 skips"]
-    debug(tmp_path, text, "--flight-recorder", f"{tmp_path}/dumps", per_machine=1)
+    debug(
+        tmp_path, TOLD["rank 1 skips"][0], "--flight-recorder", f"{tmp_path}/dumps", per_machine=1
+    )
     said = explain(read_dumps(tmp_path / "dumps"))
     assert said.startswith("rank 0 waits in all_reduce for rank 1, which didn't come to it.")
 
