@@ -9,11 +9,7 @@ ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHONDONTWRITEBYTECODE :=
 .PHONY: lab test test-all bench gpu site refresh
 
-SETTINGS := .venv/share/jupyter/lab/settings/overrides.json
-$(SETTINGS): tools/overrides.json .venv/ready
-	$(BIN)/python -c "import pathlib, shutil; pathlib.Path('$(@D)').mkdir(parents=True, exist_ok=True); shutil.copy('$<', '$@')"
-
-lab: .venv/ready $(SETTINGS)
+lab: .venv/ready
 	$(BIN)/python tools/working_copy.py
 	$(BIN)/python -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/my_notebooks/00_start_here.ipynb $(ROOT_FLAG)
 

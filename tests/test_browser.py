@@ -13,11 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+import jupyter_server_config
 import psutil
 import pytest
 from outside import wait_until
 
 nbformat = pytest.importorskip("nbformat", reason="Jupyter isn't installed")
+working_copy = pytest.importorskip("working_copy")
 
 ROOT = Path(__file__).parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
@@ -66,9 +68,7 @@ def cells_of_the_notebooks() -> list[str]:
 def write_notebook(path: Path, *sources: str) -> None:
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    notebook.metadata["kernelspec"] = kernel
-    nbformat.write(notebook, path)
+    path.write_text(working_copy.at_home(nbformat.writes(notebook)))
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,8 @@ def lab(tmp_path_factory):
     home = tmp_path_factory.mktemp("jupyter")
     folder = home / "notebooks"
     folder.mkdir()
+    (home / "config").mkdir()
+    shutil.copy(ROOT / "tools/jupyter_server_config.py", home / "config")
     settings = json.loads((ROOT / "tools/overrides.json").read_text())  # as make lab brings them
     # Otherwise cells outside the window are not in the page.
     settings["@jupyterlab/notebook-extension:tracker"] = {"windowingMode": "none"}
@@ -184,6 +186,13 @@ class Notebook:
             code,
         )
 
+    def save(self) -> None:
+        self.page.evaluate("() => jupyterapp.commands.execute('docmanager:save')")
+
+    def close(self) -> None:
+        self.page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+        self.page.close()
+
     def press(self, command: str) -> None:
         """Click the toolbar button of a command."""
         self.page.locator(f'.jp-Toolbar [data-command="{command}"]:visible').first.click()
@@ -198,10 +207,11 @@ def notebook(browser, lab):
     sources = [*cells_of_the_notebooks(), *HUNG, STAY, ANSWER]
     write_notebook(lab[2] / "test.ipynb", *sources)
     notebook = Notebook(browser, lab, "test.ipynb")
+    dirty = "() => jupyterapp.shell.currentWidget.context.model.dirty"
+    assert not notebook.page.evaluate(dirty)  # as soon as it is opened
     notebook.run_cell(0)
     yield notebook
-    notebook.page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-    notebook.page.close()
+    notebook.close()
 
 
 # Every kind of widget answers the keyboard.
@@ -271,18 +281,6 @@ def step_on(notebook) -> None:
     assert min(player.evaluate(STEP) for _ in range(3)) < 300  # milliseconds
 
 
-def test_a_saved_notebook_shows_its_widgets_again(notebook, browser, lab):
-    """Under another name it has a kernel that knows nothing of them."""
-    notebook.page.evaluate("() => jupyterapp.commands.execute('docmanager:save')")
-    shutil.copy(lab[2] / "test.ipynb", lab[2] / "again.ipynb")
-    again = Notebook(browser, lab, "again.ipynb")
-    again.page.locator(".widget-play").first.wait_for()
-    assert not DEAD.search(again.page.locator(".jp-Notebook").inner_text())
-    step_on(again)
-    again.page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-    again.page.close()
-
-
 def ranks_of(kernel: psutil.Process, at_least: int) -> list[psutil.Process]:
     """The descendants of a kernel once there are so many: fork server and ranks."""
     wait_until(lambda: len(kernel.children(recursive=True)) >= at_least)
@@ -309,6 +307,7 @@ def test_the_stop_button_ends_a_hung_cell_and_a_restart_leaves_no_rank(notebook)
         wait_until(lambda: "KeyboardInterrupt" in notebook.text(hung))  # noqa: B023
     notebook.run_cell(answer)
     assert notebook.text(answer).strip() == "42"
+    notebook.save()
 
     notebook.run_cell(stay)  # four ranks that stay, beside a launch that hangs
     notebook.start_cell(wait)
@@ -319,3 +318,19 @@ def test_the_stop_button_ends_a_hung_cell_and_a_restart_leaves_no_rank(notebook)
     step_on(notebook)
     notebook.start_cell(answer)
     wait_until(lambda: notebook.text(answer).strip() == "42")
+
+
+def test_a_saved_notebook_shows_its_widgets_again(notebook, browser, lab):
+    """Its kernel was restarted; under another name it has one that knows nothing of them."""
+    notebook.save()
+    shutil.copy(lab[2] / "test.ipynb", lab[2] / "again.ipynb")
+    again = Notebook(browser, lab, "again.ipynb")
+    again.page.locator(".widget-play").first.wait_for()
+    assert not DEAD.search(again.page.locator(".jp-Notebook").inner_text())
+    step_on(again)
+    again.save()  # and from here again
+    text = (lab[2] / "again.ipynb").read_text()
+    views = re.findall(r'"model_id": "(\w+)"', text)
+    assert len(views) == len(WIDGETS)
+    assert set(views) <= jupyter_server_config.saved_widgets(json.loads(text)).keys()
+    again.close()

@@ -1,6 +1,10 @@
-"""What `make lab` gives the reader: notebooks without answers, and never over the reader's own."""
+"""What `make lab` gives the reader: notebooks without answers, never over theirs; saved widgets."""
+
+import json
+from types import SimpleNamespace
 
 import pytest
+from jupyter_server_config import STATE, VIEW, keep_widgets, saved_widgets
 
 nbformat = pytest.importorskip("nbformat", reason="Jupyter isn't installed")
 working_copy = pytest.importorskip("working_copy")
@@ -40,3 +44,19 @@ def test_a_notebook_that_the_reader_deleted_comes_back(tmp_path):
     (target / "00_first.ipynb").unlink()
     assert working_copy.copy(source, target, "today") == []
     assert (target / "00_first.ipynb").exists()
+
+
+def test_saved_is_what_is_shown_and_was_ever_known(tmp_path):
+    """A player saved before its kernel ended; a picture for a widget that never was."""
+    player, link, image = ({"state": {"x": f"IPY_MODEL_{name}"}} for name in ("", "player", ""))
+    older = {"player": player, "link": link, "gone": image}
+    file = {"metadata": {"widgets": {STATE: {"state": older}}}}
+    (tmp_path / "a.ipynb").write_text(json.dumps(file))
+    shown = [{VIEW: {"model_id": each}, "text/plain": ""} for each in ("player", "new", "never")]
+    cell = {"outputs": [{"data": each} for each in shown] + [{"text": "printed"}]}
+    widgets = {STATE: {"state": {"new": image}}}
+    notebook = {"cells": [cell, {}], "metadata": {"widgets": widgets}}
+    model = {"type": "notebook", "content": notebook}
+    keep_widgets(model, "a.ipynb", SimpleNamespace(root_dir=tmp_path))
+    assert saved_widgets(notebook) == {"player": player, "link": link, "new": image}
+    assert [VIEW in each for each in shown] == [True, True, False]

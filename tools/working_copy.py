@@ -1,18 +1,25 @@
 """The reader's own notebooks, in my_notebooks/: without outputs, no answer before its question.
 
 `make lab` makes them, git ignores them, and nothing here ever writes over one: a newer version
-comes beside it, with a word.
+comes beside it, with a word. It also brings JupyterLab the course's settings.
 """
 
 import hashlib
 import json
+import shutil
+import sys
 from datetime import date
 from pathlib import Path
 
 import nbformat
+from ipykernel.ipkernel import IPythonKernel
 
 ROOT = Path(__file__).resolve().parents[1]
 OFFERED = ".offered.json"  # {notebook: fingerprint of the version that the reader has been given}
+SETTINGS = {  # file in this folder: where JupyterLab looks for it
+    "overrides.json": "share/jupyter/lab/settings",
+    "jupyter_server_config.py": "etc/jupyter",
+}
 
 
 def cleared(path: Path) -> str:
@@ -21,6 +28,14 @@ def cleared(path: Path) -> str:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+    return nbformat.writes(notebook)
+
+
+def at_home(text: str) -> str:
+    """The notebook as JupyterLab would save it here: else it looks changed as soon as it opens."""
+    notebook = nbformat.reads(text, as_version=4)
+    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    notebook.metadata |= {"kernelspec": kernel, "language_info": IPythonKernel.language_info}
     return nbformat.writes(notebook)
 
 
@@ -40,12 +55,15 @@ def copy(source: Path, target: Path, today: str) -> list[str]:
                 f"{path.name} has a new version. Yours stays as it is; beside it: {own.name}"
             )
         if not own.exists():
-            own.write_text(text, encoding="utf-8")
+            own.write_text(at_home(text), encoding="utf-8")
         offered[path.name] = fingerprint
     record.write_text(json.dumps(offered, indent=1), encoding="utf-8")
     return words
 
 
 if __name__ == "__main__":
+    for name, folder in SETTINGS.items():
+        Path(sys.prefix, folder).mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "tools" / name, Path(sys.prefix, folder))
     for word in copy(ROOT / "notebooks", ROOT / "my_notebooks", date.today().isoformat()):
         print(word)

@@ -1,0 +1,57 @@
+"""What JupyterLab does when it saves a notebook; `make lab` puts this file where Jupyter finds it.
+
+ipywidgets saves the widgets whose kernel lives, and no others: after a restart, or opened once more
+and saved, a notebook would say "model not found" in their place. So what the file had of them is
+kept; and a widget of which it has nothing gives way to the picture and the text beside it.
+"""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+STATE = "application/vnd.jupyter.widget-state+json"
+
+
+def saved_widgets(notebook: dict) -> dict:
+    """{id: a widget as the notebook has it}."""
+    return notebook["metadata"].get("widgets", {}).get(STATE, {}).get("state", {})
+
+
+def connected(shown: list[str], widgets: dict) -> dict:
+    """Those of `widgets` that are shown, or that belong to one that is."""
+    near = defaultdict(set)
+    for each, widget in widgets.items():
+        for other in re.findall(r"IPY_MODEL_(\w+)", json.dumps(widget)):
+            near[each].add(other)
+            near[other].add(each)  # a link between two names both, and neither names it
+    found, look_at = {}, list(shown)
+    while look_at:
+        each = look_at.pop()
+        if each in widgets and each not in found:
+            found[each] = widgets[each]
+            look_at += near[each]
+    return found
+
+
+def keep_widgets(model, path, contents_manager, **_) -> None:
+    """Before a notebook is saved: see above."""
+    if model["type"] != "notebook":
+        return
+    notebook, file = model["content"], Path(contents_manager.root_dir, path)
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"metadata": {}}
+    widgets = saved_widgets(before) | saved_widgets(notebook)
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+    shown = [output["data"] for output in outputs if VIEW in output.get("data", {})]
+    kept = connected([data[VIEW]["model_id"] for data in shown], widgets)
+    for data in shown:
+        if data[VIEW]["model_id"] not in kept:
+            del data[VIEW]
+    states = {STATE: {"version_major": 2, "version_minor": 0, "state": kept}}
+    notebook["metadata"].pop("widgets", None)
+    notebook["metadata"] |= {"widgets": states} if kept else {}
+
+
+if "get_config" in globals():  # Jupyter reads this file
+    get_config().ContentsManager.pre_save_hook = keep_widgets  # noqa: F821
