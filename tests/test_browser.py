@@ -222,6 +222,7 @@ KEYS = {  # by kind of widget: what takes the key, and which key
     "toggle": (".widget-toggle-button:not(.mod-active)", "Space"),
 }
 AT_THE_END = "widget => widget.ariaValueMax !== null && widget.ariaValueNow === widget.ariaValueMax"
+VISIBLE = "all => all.filter(each => each.checkVisibility()).map(each => each.outerHTML)"
 VALUES = """
 import json
 from ipywidgets import HTML, Image
@@ -246,7 +247,7 @@ def test_every_kind_of_widget_answers_the_keyboard(notebook, kind):
 
         def look(area=area) -> tuple:
             captions = area.locator(".widget-html-content").all_inner_texts()
-            pictures = area.locator("img").evaluate_all("all => all.map(image => image.src)")
+            pictures = area.locator("svg[role=img]").evaluate_all(VISIBLE)
             return captions, pictures or secrets.token_hex(), notebook.ask_kernel(VALUES)
 
         before = look()
@@ -265,7 +266,8 @@ DEAD = re.compile("model not found|Error displaying widget|Loading widget")
 
 
 STEP = """async player => {
-    const shown = () => [...player.querySelectorAll('img')].find(each => each.offsetParent).src;
+    const pictures = () => [...player.querySelectorAll('svg[role=img]')];
+    const shown = () => pictures().find(each => each.checkVisibility());
     const at = player.querySelector('input[type=number]'), before = shown();
     const way = at.value === at.max ? 'back' : 'on', begun = performance.now();
     player.querySelector(`[aria-label="one step ${way}"]`).click();

@@ -6,7 +6,7 @@ import torch
 from ddpkit import ddp
 from ddpkit.lesson import charts, figures
 from ddpkit.lesson.calculator import bucket_calculator, bucket_plans, zero_calculator
-from ddpkit.lesson.widgets import Calculator, Slider, StepThrough, img
+from ddpkit.lesson.widgets import Calculator, Slider, StepThrough, inline
 from ddpkit.tools import cost
 
 pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
@@ -41,14 +41,14 @@ def test_moving_a_slider_changes_caption_and_picture():
     assert [cap.options[at] for at in (0, 3)] == [("1 MiB", 1), ("8 MiB", 8)]
     assert (cap.value, kind.value, cap.continuous_update) == (4, "drawn", False)
     assert "4 drawn" in caption.value
-    assert image.value == img(figures.worlds(4))
+    assert image.value == inline(figures.worlds(4))
     move(widget, cap=2)
     assert "2 drawn" in caption.value
-    assert image.value == img(figures.worlds(2))
+    assert image.value == inline(figures.worlds(2))
     move(widget, kind="said")
     assert image.value == ""
     widget.reset()
-    assert (cap.value, kind.value, image.value) == (4, "drawn", img(figures.worlds(4)))
+    assert (cap.value, kind.value, image.value) == (4, "drawn", inline(figures.worlds(4)))
 
 
 def test_errors_are_shown():
@@ -57,10 +57,10 @@ def test_errors_are_shown():
     caption, image = live(widget)
     move(widget, cap=8)
     assert "ValueError: no &lt;eight&gt;" in caption.value
-    assert image.value == img(figures.worlds(4))
+    assert image.value == inline(figures.worlds(4))
     move(widget, cap=1)
     assert "ValueError" not in caption.value
-    assert image.value == img(figures.worlds(1))
+    assert image.value == inline(figures.worlds(1))
     with pytest.raises(ValueError, match="no <eight>"):  # at first there is somebody to raise to
         Calculator(words, cap=Slider("cap", [8], 8), kind=Slider("kind", [""], ""))
 

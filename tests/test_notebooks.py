@@ -122,6 +122,13 @@ def test_code_cells_are_short(code):
     assert max(len(cell.source.splitlines()) for cell in code) <= 25  # with blank lines
 
 
+def test_predictions_are_shown(code):
+    """A field that is made and not shown can't be filled in."""
+    for cell in code:
+        for name in re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE):
+            assert lines(cell)[-1] == name, cell.source
+
+
 def test_prose_cells_are_short(notebook):
     for cell in notebook.cells:
         if cell.cell_type == "markdown":

@@ -1,6 +1,7 @@
 """The player: real runs, right and wrong, replayed step by step, alike in every run."""
 
 import itertools
+import re
 import sys
 import time
 from functools import cache
@@ -17,6 +18,7 @@ from ddpkit.lesson.film import Cells, film, hop_by_hop
 from ddpkit.lesson.float_explorer import float_explorer
 from ddpkit.lesson.player import MOST_FRAMES, WIDTH, Stage, draw, player, world_explorer
 from ddpkit.lesson.replay import replay
+from ddpkit.lesson.widgets import inline
 
 
 def mine(length: int = 2) -> torch.Tensor:
@@ -334,8 +336,8 @@ def test_every_frame_is_in_the_page():
     captions = [stack.children[step].children[0].value for step in range(1, 5)]
     images = [stack.children[step].children[1].value for step in range(1, 5)]
     assert "of broadcast: collectives.broadcast(mine(), src=0)" in captions[0]
-    assert 'alt="rank 0 sends [1, 2] to rank 1"' in images[0]
-    assert 'alt="rank 1 receives' in images[1]
+    assert 'aria-label="rank 0 sends [1, 2] to rank 1"' in images[0]
+    assert 'aria-label="rank 1 receives' in images[1]
     assert len(set(images)) == 4
     assert len({replayed.look(step)[1].size for step in range(1, 5)}) == 1
     links = {(link.source, link.target) for link in links_of(replayed)}
@@ -345,6 +347,22 @@ def test_every_frame_is_in_the_page():
         ((at, "value"), (slider, "value")),
         ((pause, "value"), (play, "interval")),
     }
+
+
+def test_messages_travel():
+    """Up or down, from the row of their sender; those of a hop to the row where they arrive."""
+    one_by_one = player(recorded(broadcast, world_size=3))
+    by_hop = player(recorded(ring, world_size=3), by_hop=True)
+    moves = re.compile(r'class="ddpkit-travels" style="--from: (\S+)px; --to: (\S+)px"')
+    found = [moves.findall(inline(one_by_one.look(step)[1])) for step in (1, 2, 4)]
+    (one,), (two,) = map(set, found[1:])  # each with all that belongs to the message
+    assert not found[0]
+    assert (float(two[0]), one[1], two[1]) == (pytest.approx(2 * float(one[0])), "0.0", "0.0")
+    assert float(one[0]) < 0
+    down, up = dict.fromkeys(moves.findall(inline(by_hop.look(1)[1])))
+    assert (down[0], float(up[1])) == ("0.0", pytest.approx(-2 * float(down[1])))
+    assert float(down[1]) > 0
+    assert "ddpkit-travels" not in by_hop.look(1)[1].svg.decode()
 
 
 def links_of(widget):

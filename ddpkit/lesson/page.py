@@ -226,9 +226,15 @@ class Canvas:
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, width), ylim=(height, 0))
         self.axes.set_axis_off()
+        self.travel: tuple[float, float] | None = None  # from and to: pixels above or below
 
     def picture(self, text: str) -> Picture:
         return Picture(self.figure, text)
+
+    @property
+    def gid(self) -> str | None:
+        """Of what is drawn now, in the SVG, in its points."""
+        return self.travel and "from {:.1f} to {:.1f}".format(*(72 / DPI * y for y in self.travel))
 
     def box(self, x, y, width, height, fill=EMPTY, edge="black", line=1.5, dashed=False, round=0):
         from matplotlib.patches import FancyBboxPatch
@@ -236,12 +242,13 @@ class Canvas:
         shape = f"round,pad=0,rounding_size={round}" if round else "square,pad=0"
         edge = edge if edge == "none" else dark(edge)
         style = {"fc": fill, "ec": edge, "lw": line, "ls": DASHES if dashed else "solid"}
-        self.axes.add_patch(FancyBboxPatch((x, y), width, height, shape, zorder=1, **style))
+        style |= {"gid": self.gid, "zorder": 1}
+        self.axes.add_patch(FancyBboxPatch((x, y), width, height, shape, **style))
 
     def text(self, x, y, text, points=SMALL, align="center", ink="black", bold=False):
         style = {"fontsize": points, "ha": align, "va": "center_baseline", "color": ink}
         weight = "bold" if bold else "normal"
-        self.axes.text(x, y, text, zorder=1, weight=weight, **style)
+        self.axes.text(x, y, text, zorder=1, weight=weight, gid=self.gid, **style)
 
     def line(self, points, ink="black", line=1.5, dashed=False):
         style = {"color": ink, "lw": line, "ls": DASHES if dashed else "solid"}

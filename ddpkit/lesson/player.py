@@ -206,7 +206,7 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
         src, dst = each.event.rank, each.event.peer
         _draw_way(canvas, stage, src, dst, colour(src))
     for each in messages:
-        _draw_message(canvas, stage, each)
+        _draw_message(canvas, stage, each, event.kind == "hop")
     owners = [cells.owners for buffers in frame.memory for cells in buffers.values()]
     if change:
         owners += [theirs for _, _, theirs in change.by_rank.values()]
@@ -256,10 +256,15 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
     canvas.text(x, y, sign, page.NORMAL, ink=page.WRONG, bold=True)
 
 
-def _draw_message(canvas: Canvas, stage: Stage, frame: Frame):
-    """A message where it leaves, or where it arrives: its numbers, or how many there are."""
+def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
+    """A message where it leaves, or where it arrives: its numbers, or how many there are.
+
+    In the browser it travels from its sender, and all messages of a hop to where they arrive.
+    """
     event, fill = frame.event, colour(frame.event.rank)
     at = event.peer if event.kind == "receive" else event.rank
+    way = stage.middle(event.peer) - stage.middle(event.rank)
+    canvas.travel = (-way, 0) if event.kind == "receive" else (0, way) if by_hop else None
     x, y = stage.way(event.rank, event.peer), stage.middle(at) - page.ROW / 2
     record = event.records.get(event.rank) or event.records[event.peer]
     values = record.values or record.result or [record.detail.partition(",")[0]]
@@ -271,3 +276,4 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame):
         left - 5, y - 5, cell * len(values) + 10, page.ROW + 10, page.EMPTY, fill, 4, round=4
     )
     canvas.cells(left, y, values, owners, cell)
+    canvas.travel = None

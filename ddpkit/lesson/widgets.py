@@ -7,8 +7,8 @@ arguments. Each works on a function that returns (caption, Picture).
     )
 """
 
-import base64
 import html
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -77,7 +77,7 @@ def show(shown, look: Callable[[], Look]) -> None:
     try:
         text, picture = look()
         said = html.escape(text).replace("\n", "<br>")
-        image.value = img(picture) if picture else ""
+        image.value = inline(picture) if picture else ""
     except Exception as error:  # a callback has nobody to raise to
         text = html.escape(f"{type(error).__name__}: {error}")
         said = f'<b style="background: white; color: {page.WRONG}">{text}</b>'
@@ -85,13 +85,25 @@ def show(shown, look: Callable[[], Look]) -> None:
     caption.value = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
 
 
-def img(picture: Picture) -> str:
+# What a Canvas draws with `travel` set moves when its picture comes into view.
+MOVING = """<style>
+@keyframes ddpkit-travel { from { transform: translateY(var(--from)) } }
+.ddpkit-travels { transform: translateY(var(--to)); animation: ddpkit-travel 1s .3s both }
+@media (prefers-reduced-motion: reduce) { .ddpkit-travels { animation: none } }
+</style>"""
+
+
+def inline(picture: Picture) -> str:
     """HTML of a picture that has its size before it is drawn, so that the page doesn't jump."""
     width, height = picture.size
-    source = base64.b64encode(picture.svg).decode()
-    style = f"width: {width}px; max-width: 100%; aspect-ratio: {width} / {height}"
-    alt = html.escape(picture.text)
-    return f'<img alt="{alt}" style="{style}" src="data:image/svg+xml;base64,{source}">'
+    style = f"display: block; width: {width}px; max-width: 100%; aspect-ratio: {width} / {height}"
+    head, _, body = picture.svg.decode().partition("</metadata>")
+    view = re.search(r'viewBox="[^"]*"', head)[0]
+    body = re.sub("<style.*?</style>", "", body, count=1)  # it would hold for the whole page
+    travels = r'class="ddpkit-travels" style="--from: \1px; --to: \2px"'
+    body = re.sub(r'id="from (\S+) to (\S+)"', travels, body)
+    named = f'role="img" aria-label="{html.escape(picture.text)}"'
+    return f'{MOVING}<svg {view} {named} style="{style}; stroke-linejoin: round">{body}'
 
 
 def named(label: str) -> dict:
