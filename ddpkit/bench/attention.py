@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 import statistics
+import textwrap
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..fast.attention import flash_attention
 from ..flash_attention import attention
 from .interleave import Contest, race, synchronize, wrong
-from .results import AGAIN, SPEED, Goal, Result, Results, report
+from .results import AGAIN, PAGE, SPEED, Goal, Result, Results, report
 
 ROUNDS = 12
 TRITON_MODULE = "ddpkit.fast.triton_attention"  # loading it changes how Triton runs without a GPU
@@ -53,8 +54,8 @@ GOALS = [
     Goal(TRITON, CUDNN, 0.45, "backward, .* N (4096|8192|16384)"),
 ]
 LEGEND = f"""\
-Time: the median. TFLOP/s: of the same work for all, backward 2.5 × forward's.
-Ceiling: how much that is of a matrix product's.
+Time: the median. TFLOP/s: of the same work for all, backward 2.5 ×
+forward's. Ceiling: how much that is of a matrix product's.
 {SPEED}"""
 
 
@@ -156,7 +157,7 @@ def choose(
         except RuntimeError as error:
             if name not in BACKENDS and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            print(f"{name} can't run: {str(error).splitlines()[0]}")
+            print(textwrap.fill(f"{name} can't run: {str(error).splitlines()[0]}", PAGE))
             continue
         able[name], right = (attend, o), right or found
         for what, x, y in zip(("o", "dq", "dk", "dv"), found, right, strict=True):
@@ -191,7 +192,7 @@ def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Re
         median_s = statistics.median(of_rounds)
         flops = PARTS[part] * 4 * scores * case.head_size / median_s
         columns = {
-            "Time (ms)": f"{median_s * 1e3:.4g}",
+            "Time ms": f"{median_s * 1e3:.4g}",
             "TFLOP/s": f"{flops / 1e12:.3g}",
             "Ceiling": f"{100 * flops / ceiling:.0f} %",
         }

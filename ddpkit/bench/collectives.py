@@ -25,9 +25,9 @@ from .interleave import Contest, race, where, wrong
 from .results import AGAIN, SPEED, Goal, Result, Results, report
 
 LEGEND = f"""\
-Time: the median, until the last rank is done. Bandwidths: GB/s. Reached: of
-the speed of loopback, or, through shared memory, of a pass in place (of
-memcpy, where less is written than read).
+Time: the median, until the last rank is done. Bandwidths: GB/s.
+Reached: of the speed of loopback, or, through shared memory, of a pass
+in place (of memcpy, where less is written than read).
 {SPEED}"""
 FEWEST_ROUNDS, MOST_ROUNDS = 12, 100
 SIZES = {
@@ -93,7 +93,7 @@ def together(
         median_s = statistics.median(seconds[name])
         busbw = cost.bus_bandwidth(operation, nbytes, median_s, world_size)
         columns = {
-            "Time (ms)": f"{median_s * 1e3:.3f}",
+            "Time ms": f"{median_s * 1e3:.3f}",
             "algbw": f"{nbytes / median_s / 1e9:.3g}",
             "busbw": f"{busbw / 1e9:.3g}",
             "Reached": "",

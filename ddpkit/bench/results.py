@@ -17,6 +17,7 @@ from ..tools import cost, units
 FOLDER = Path("bench-results")
 AGAIN = " again"  # after the baseline's name: the same code, timed a second time in every round
 RESAMPLES = 2000
+PAGE = 72  # characters that a line has room for
 SPEED = """\
 Speed: how many times as fast as the first, round by round, with its
 95 % interval. A/A: the first against itself; inside may be chance."""
@@ -30,7 +31,8 @@ class Ratio(NamedTuple):
     high: float
 
     def __str__(self):
-        return f"{self.median:.2f} [{self.low:.2f}–{self.high:.2f}]"
+        median, low, high = (f"{each:{'.2f' if each < 10 else '.3g'}}" for each in self)
+        return f"{median} [{low}–{high}]"
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,16 @@ def _line(result: Result, speed: str, verdict: str) -> tuple[str, ...]:
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """Cells in columns, the first against the left, all others against the right."""
+    """Cells in columns, the first against the left, all others against the right.
+
+    They stand closer where the page is too narrow.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    gap = "  " if sum(widths) + 2 * len(widths) - 2 <= PAGE else " "
     text = []
     for what, *cells in lines:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        text.append("  ".join([what.ljust(widths[0]), *padded]).rstrip())
+        text.append(gap.join([what.ljust(widths[0]), *padded]).rstrip())
     return "\n".join(text)
 
 
@@ -190,7 +196,7 @@ class Goal(NamedTuple):
         return "yes" if speed.low >= self.times else "NO" if speed.high < self.times else "close"
 
     def __str__(self):
-        return f"{self.variant} ≥ {self.times:.3g} × speed of {self.against}"
+        return f"{self.variant} ≥ {self.times:.3g} × {self.against}"
 
 
 def judge(goals: Sequence[Goal], results: Results) -> list[dict[str, str]]:
