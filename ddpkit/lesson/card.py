@@ -22,7 +22,7 @@ def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] =
     style = f"background: {ground}; border: 1px solid {ink}; border-left-width: 8px"
     style += "; border-radius: 6px; padding: 8px 14px; margin: 4px 0; max-width: 100ex; color: #111"
     style += "; font-family: sans-serif; font-size: 15px; line-height: 1.45"
-    head = f'<b style="color: {ink}; font-size: 16px">{sign} {html.escape(title)}</b>'
+    head = f'<b style="color: {ink}; font-size: 16px">{sign} {marked(title)}</b>'
     parts = [head, *map(_paragraph, filter(None, said))]
     for name, text in folds.items():
         summary = f'<summary style="cursor: pointer">{html.escape(name)}</summary>'
@@ -31,8 +31,12 @@ def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] =
 
 
 def _paragraph(text: str) -> str:
-    text = html.escape(text)
     if "\n" in text:
-        return f'<div style="{CODE}; margin: 6px 0">{text}</div>'
+        return f'<div style="{CODE}; margin: 6px 0">{html.escape(text)}</div>'
+    return f'<div style="margin: 6px 0">{marked(text)}</div>'
+
+
+def marked(text: str) -> str:
+    """HTML of a line, `code` in backticks."""
     code = rf'<code style="background: none; color: inherit; {CODE}">\1</code>'
-    return f'<div style="margin: 6px 0">{re.sub("`([^`]+)`", code, text)}</div>'
+    return re.sub("`([^`]+)`", code, html.escape(text))

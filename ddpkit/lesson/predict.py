@@ -9,11 +9,10 @@
 Nothing has to be entered: then the answer stands alone.
 """
 
-import html
 from collections.abc import Sequence
 from functools import cached_property
 
-from .card import card
+from .card import card, marked
 from .page import BLUE
 from .widgets import Live
 
@@ -31,7 +30,7 @@ class Prediction(Live):
     def box(self):
         import ipywidgets
 
-        asked = ipywidgets.HTML(f"<b>Your prediction:</b> {html.escape(self.question)}")
+        asked = ipywidgets.HTML(f"<b>Your prediction:</b> {marked(self.question)}")
         if self.choices:
             style = {"button_width": "auto"}
             field = ipywidgets.ToggleButtons(options=self.choices, value=None, style=style)
