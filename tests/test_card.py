@@ -13,8 +13,8 @@ def test_right_wrong_and_neither_differ_in_sign_and_colour():
 
 
 def test_what_is_said_is_text_and_code_is_set_as_code():
-    page = card(False, "<b> `c`", "no `x < 2`", "two\n lines", "", folds={"hint": "add `y`"})
+    page = card(False, "<b> `c`", "so `x < 2`", "two\n lines", "", folds={"hint": "add `y`"})
     assert re.search("&lt;b&gt; <code [^>]*>c</code></b>", page)
-    assert re.search("no <code [^>]*>x &lt; 2</code></div>", page)
+    assert re.search("So <code [^>]*>x &lt; 2</code></div>", page)
     assert re.search(r"pre-wrap[^>]*>two\n lines</div>", page)
-    assert re.search("<details [^>]*><summary [^>]*>hint</summary><div [^>]*>add <code", page)
+    assert re.search("<details [^>]*><summary [^>]*>hint</summary><div [^>]*>Add <code", page)

@@ -40,11 +40,16 @@ class Prediction(Live):
 
         def enter(change) -> None:
             self.enter(change["new"])
-            kept.value = "That is no number." if self.guess is None else f"Kept: {self.guess}."
+            kept.value = "That is no number." if self.guess is None else f"Kept: {self.said}."
 
         field.observe(enter, "value")
         layout = {"border": "1px solid #888", "border_left": f"8px solid {BLUE}"}
         return ipywidgets.VBox([asked, field, kept], layout=layout | {"padding": "6px 14px"})
+
+    @property
+    def said(self) -> str:
+        """The guess, as it is shown."""
+        return self.guess if self.choices else f"{self.guess:,.6g}"
 
     def enter(self, guess: float | str) -> None:
         """Keep the reader's guess. What is no number isn't kept, where a number is asked for."""
@@ -70,8 +75,7 @@ class Prediction(Live):
         self.right = self.guess == value
         if not self.choices:
             self.right = abs(self.guess - value) <= within * abs(value)
-        guess = self.guess if self.choices else f"{self.guess:,.6g}"
-        sign, said = "✓" if self.right else "✗", f"You predicted {guess}."
+        sign, said = "✓" if self.right else "✗", f"You predicted {self.said}."
         return Answer(f"{found}. {sign} {said}", self.right, found, said)
 
 
