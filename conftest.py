@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+# What each rank would import for itself: in tests, where it takes longer than all else that they
+# do; where ranks train, as in some notebooks, which takes each a second and a half.
+IN_TESTS = ["pytest", "matplotlib.figure", "ddpkit.exercises", "ddpkit.lesson.player"]
+IN_TRAINING = ["torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported: where all cores are busy, threads mostly wait for each other.
@@ -26,7 +31,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return None if found else "notebooks aren't run: nbval isn't installed"
 
 
+@pytest.hookimpl(tryfirst=True)  # before a notebook's kernel starts
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    trains = item.path.suffix == ".ipynb" and "backward()" in item.path.read_text()
+    os.environ["DDPKIT_PRELOAD"] = " ".join(IN_TRAINING) if trains else ""
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -36,8 +44,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
 
-IN_RANKS = ["pytest", "matplotlib.figure", "ddpkit.exercises", "ddpkit.lesson.player"]
-
 # The files that take longest come first, so that no worker ends long after the others.
 LONGEST = ["04_bucketed_ddp", "test_bucketed_ddp", "02_ring_all_reduce", "test_browser"]
 LONGEST += ["test_triton_attention", "test_processes", "test_training", "test_data_parallel"]
@@ -46,12 +52,11 @@ LONGEST += ["test_triton_attention", "test_processes", "test_training", "test_da
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files, then the other notebooks and exercises, then the rest as it was.
 
-    Of notebooks, nothing is compared that is live and not stored. And the ranks of tests begin
-    with what each would import for itself: a tenth of a second, more than all else they do.
+    Of notebooks, nothing is compared that is live and not stored.
     """
-    from ddpkit.runtime import processes, worker
+    from ddpkit.runtime import processes
 
-    processes.preload([*IN_RANKS, *worker.SLOW_IMPORTS])
+    processes.preload([*IN_TESTS, *IN_TRAINING])
     for notebook in {item.parent for item in items if item.path.suffix == ".ipynb"}:
         notebook.skip_compare += LIVE
 

@@ -7,7 +7,7 @@ from outside import run_script
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 TESTS = [
-    "test_training.test_trained_like_one_process",
+    "test_training.test_no_sync_ends_however_it_ends",
     "test_fast_buckets.test_bf16_on_the_way",
     "test_ring.test_dtypes_shapes_and_segments",
     "test_shared_memory.test_several_buffers",

@@ -42,7 +42,7 @@ COMBINATIONS = (SGD, 1), (ADAMW, 2), (SGD, 2), (ADAMW, 1)  # optimizer, micro-ba
 def test_trained_like_one_process(check):
     """Each way with a combination in each world. In float64: dtypes are tested with each way."""
     world_size = dist.get_world_size()
-    for kind in ("GPT", "Routes"):
+    for kind in ("GPT", "Routes") if world_size in (2, 3) else ("GPT",):
         expected = [
             alone(kind, make, micro_batches=count, steps=range(2 + count // 2))
             for make, count in COMBINATIONS

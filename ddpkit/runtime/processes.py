@@ -189,9 +189,13 @@ def warm_up():
 
 @functools.cache
 def _server() -> forkserver.ForkServer:
-    """Our own: multiprocessing's may already serve the user, without torch preloaded."""
+    """Our own: multiprocessing's may already serve the user, without torch preloaded.
+
+    DDPKIT_PRELOAD: what it imports besides (tests of notebooks that train).
+    """
     server = forkserver.ForkServer()
-    server.set_forkserver_preload([*PRELOAD, LAST])
+    more = os.environ.get("DDPKIT_PRELOAD", "").split()
+    server.set_forkserver_preload([*PRELOAD, *more, LAST])
     return server
 
 
