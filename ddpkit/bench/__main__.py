@@ -3,7 +3,10 @@
 import argparse
 from importlib import import_module
 
-BENCHMARKS = "launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision", "attention"
+BENCHMARKS = (
+    *("launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision"),
+    *("attention", "tensor"),
+)
 MODULES = {"all_reduce": "collectives", "reduce_scatter": "collectives"}  # others: their names'
 
 

@@ -1,0 +1,103 @@
+"""Steps of an MLP split among ranks, ours and torch's `parallelize_module`, forward and backward.
+
+The same collectives, one all-reduce each way: what differs is what a call costs besides, so that a
+small layer shows more of it than a large one.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from .interleave import Contest, race, where, wrong
+from .results import AGAIN, SPEED, Goal, Result, Results, report
+
+ROUNDS = 40
+TORCH, OURS, WHOLE = "torch", "tensor_parallel", "not split"
+GOALS = [Goal(OURS, TORCH, 1.0), Goal(OURS, TORCH, 1 / 1.05)]
+SIZES = (64, 32), (512, 128), (1024, 256)  # width, rows
+LEGEND = f"""\
+Step: the median. Not split: every rank computes everything, and sends
+nothing.
+{SPEED}"""
+
+
+def make_mlp(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+
+def by_torch(mlp: nn.Sequential, group: ProcessGroup) -> nn.Module:
+    from torch.distributed.tensor.parallel import (  # a second's import, for this one only
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    return parallelize_module(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def by_us(mlp: nn.Sequential, group: ProcessGroup) -> nn.Module:
+    up, activation, down = mlp
+    return nn.Sequential(
+        ColumnParallelLinear(up, group), activation, RowParallelLinear(down, group)
+    )
+
+
+WAYS = {TORCH: by_torch, OURS: by_us, WHOLE: lambda mlp, group: mlp, TORCH + AGAIN: by_torch}
+
+
+def contest(width: int, rows: int, ways: dict[str, Callable], group: ProcessGroup) -> Contest:
+    """What `race` needs to time the ways on one size; RuntimeError: one computes something else."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+    modules = {name: split(make_mlp(width), group) for name, split in ways.items()}
+
+    def step(module: nn.Module) -> tuple[Tensor, Tensor]:
+        module.zero_grad()
+        inputs = x.clone().requires_grad_()
+        out = module(inputs)
+        out.square().mean().backward()
+        return out.detach(), inputs.grad
+
+    def found() -> None:
+        right = step(modules[WHOLE])
+        for name, module in modules.items():
+            for got, expected in zip(step(module), right, strict=True):
+                if not (got - expected).norm() <= 1e-5 * expected.norm():
+                    raise wrong(f"{name} computes something else on rank {dist.get_rank()}")
+
+    return Contest({name: partial(step, each) for name, each in modules.items()}, found=found)
+
+
+def measure(
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    rounds: int = ROUNDS,
+    ways: dict[str, Callable] = WAYS,
+    world_size: int = 2,
+) -> Results:
+    """Time forward and backward of every way on each size, on Gloo. ValueError: no round."""
+    found = Results(legend=LEGEND)
+    for width, rows in sizes:
+        seconds, _ = race(partial(contest, width, rows, ways), rounds, world_size=world_size)
+        found += together(f"MLP, width {width}, {rows} rows", seconds, world_size, 4 * rows * width)
+    return found
+
+
+def together(case: str, seconds: dict, world_size: int, nbytes: int) -> list[Result]:
+    """The results of one case. seconds: {way: of each step}; nbytes: of an all-reduce."""
+    found = []
+    for name, steps in seconds.items():
+        columns = {"Step ms": f"{statistics.median(steps) * 1e3:.2f}"}
+        found.append(Result(case, name, world_size, nbytes, steps, columns=columns))
+    return found
+
+
+def main(name: str):
+    report(name, where(), measure(), GOALS)

@@ -1,0 +1,40 @@
+"""`python -m ddpkit.bench tensor`: what it says; a wrong way gets no time. No test times."""
+
+import pytest
+from torch import nn
+
+from ddpkit import RankError
+from ddpkit.bench import tensor
+from ddpkit.bench.results import Results, judge
+
+
+def test_the_table_and_its_goals():
+    seconds = {tensor.TORCH: 0.2, tensor.OURS: 0.1, tensor.WHOLE: 0.3, "torch again": 0.2}
+    seconds = {name: (s, 2 * s) for name, s in seconds.items()}
+    found = Results(tensor.together("MLP", seconds, 2, 4000))
+    lines = [" ".join(line.split()) for line in repr(found).splitlines()]
+    assert lines[:5] == [
+        "MLP, 2 processes, 4 kB",
+        "Step ms Speed [95 %]",
+        "torch 300.00 1.00 [1.00–1.00] A/A",
+        "tensor_parallel 150.00 2.00 [2.00–2.00] faster",
+        "not split 450.00 0.67 [0.67–0.67] slower",
+    ]
+    assert [goal["met"] for goal in judge(tensor.GOALS, found)] == ["yes", "yes"]
+
+
+def test_all_ways_are_measured_and_a_wrong_one_is_not():
+    found = tensor.measure([(8, 4)], rounds=1)
+    assert [each.variant for each in found] == [*tensor.WAYS]
+    assert {each.nbytes for each in found} == {4 * 4 * 8}
+
+    def forgetful(mlp, group):
+        module = tensor.by_us(mlp, group)
+        module[2].bias = nn.Parameter(2 * module[2].bias.detach())
+        return module
+
+    ways = {tensor.OURS: forgetful, tensor.WHOLE: tensor.WAYS[tensor.WHOLE]}
+    with pytest.raises(RankError, match="tensor_parallel computes something else on rank"):
+        tensor.measure(
+            [(8, 4)], 1, {tensor.OURS: forgetful, tensor.WHOLE: tensor.WAYS["not split"]}
+        )
