@@ -35,6 +35,4 @@ def test_all_ways_are_measured_and_a_wrong_one_is_not():
 
     ways = {tensor.OURS: forgetful, tensor.WHOLE: tensor.WAYS[tensor.WHOLE]}
     with pytest.raises(RankError, match="tensor_parallel computes something else on rank"):
-        tensor.measure(
-            [(8, 4)], 1, {tensor.OURS: forgetful, tensor.WHOLE: tensor.WAYS["not split"]}
-        )
+        tensor.measure([(8, 4)], 1, ways)

@@ -15,6 +15,7 @@ from training_cases import ADAMW, HALF_THE_DIGITS, SGD, sent_by, small_gpt
 
 from ddpkit.ddp import BucketedDDP
 from ddpkit.models import mean_loss
+from ddpkit.pipeline import Pipeline, PipelineStage, cut_layers, gpt_layers, one_f_one_b
 from ddpkit.sequence_parallel import GatherTokens, ParallelGPT, ScatterTokens, split_block
 from ddpkit.split_layers import count_copies, gather, splits
 from ddpkit.tensor_parallel import (
@@ -22,6 +23,7 @@ from ddpkit.tensor_parallel import (
     RowParallelLinear,
     SumOverRanks,
     clip_grad_norm,
+    vocabulary_cross_entropy,
 )
 
 for its in (sys.modules[__name__], training_cases):
@@ -205,6 +207,49 @@ def test_two_shares_of_the_data_times_two_parts_of_the_model(check):
                 for each in optimizers:
                     each.step()
             near(check, gather(split.state_dict(), split, tensor), serial.state_dict(), *what)
+
+
+@on_ranks(4)
+def test_two_stages_times_two_parts_of_each(check):
+    """The tied weight is on both stages: two ranks hold each part of it, which the norm counts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "tensor"))
+    pipe, tensor = mesh["pipe"].get_group(), mesh["tensor"].get_group()
+    number = dist.get_rank(pipe)
+    for optimizer in (SGD, ADAMW):
+        serial, what = serial_gpt(), optimizer.func.__name__
+        split = ParallelGPT(serial, tensor)
+        module = cut_layers(gpt_layers(split), 2)[number]
+        names = {parameter: name for name, parameter in split.named_parameters()}
+        mine = {names[p]: p for p in module.parameters()}
+        stage = PipelineStage(module, number, torch.empty(2, 8, 8, dtype=torch.float64))
+
+        def loss(logits, targets, split=split, group=tensor):
+            return vocabulary_cross_entropy(logits, targets, split.tokens.start, group).mean()
+
+        tied = split.tokens.weight
+        pipeline = Pipeline([stage], one_f_one_b(2, 2), loss, tied, pipe)
+        copies = count_copies(module, tensor) | {tied: 2}
+        optimizers = [optimizer(each.parameters()) for each in (serial, module)]
+        for step in range(3):
+            for each in optimizers:
+                each.zero_grad()
+            both = zip(batch(step), batch(step, 1), strict=True)
+            tokens, targets = (torch.cat(micro_batches) for micro_batches in both)
+            mean_loss(serial(tokens), targets).backward()
+            pipeline.step(tokens, targets)
+            pipeline.synchronize()
+            expected = part_of(gradients_of(serial), split, tensor)
+            found = {name: p.grad for name, p in mine.items() if p.grad is not None}
+            expected = {name: expected[name] for name in mine if name in expected}
+            near(check, found, expected, what, step)
+            expected = clip_grad_norm_(serial.parameters(), MAX_NORM)
+            norm = clip_grad_norm(copies, MAX_NORM)
+            near(check, {"norm": norm}, {"norm": expected}, what, step)
+            for each in optimizers:
+                each.step()
+        expected = part_of(serial.state_dict(), split, tensor)
+        found = {name: p.detach() for name, p in mine.items()}
+        near(check, found, {name: expected[name] for name in found}, what)
 
 
 # Well-known mistakes
