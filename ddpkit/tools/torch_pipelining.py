@@ -1,0 +1,133 @@
+"""PyTorch's pipelines: its schedules in our words, ours run by its engine, and the CSV of both.
+
+All that is used of PyTorch here is private there: `_Action`, `_PipelineScheduleRuntime`,
+`_validate_schedule` and `pipeline_order` of `torch.distributed.pipelining.schedules`, as of torch
+2.11 to 2.13. Schedules are lists of words for each rank, as in `ddpkit.schedules`. Notebook 10.
+"""
+
+import csv
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+Schedule = list[list[str]]
+
+NAMES = {  # of get_schedule_class; how many stages a rank has
+    "GPipe": 1,
+    "1F1B": 1,  # torch 2.13 miscounts in it, and `pytorch_validates` says so
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+
+
+def private(name: str):
+    """One of PyTorch's private names. ImportError: it's gone."""
+    module = importlib.import_module("torch.distributed.pipelining.schedules")
+    if not hasattr(module, name):
+        has = f"torch {torch.__version__} has no {module.__name__}.{name}"
+        raise ImportError(f"{has}, which torch 2.11 to 2.13 have: take one of these")
+    return getattr(module, name)
+
+
+def to_csv(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule as PyTorch's `_load_csv` reads it: a line for each rank."""
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(schedule)
+
+
+def from_csv(path: str | Path) -> Schedule:
+    """A schedule as PyTorch's `_dump_csv` writes it, with messages or without."""
+    with open(path, newline="") as file:
+        return [words(cells) for cells in csv.reader(file)]
+
+
+def words(cells: list) -> list[str]:
+    """What a rank computes: without idle slots, messages, and what shards and reduces.
+
+    An action in two halves, "(0F1;3B0)OVERLAP_F_B", is one after the other.
+    """
+    found = []
+    for cell in cells:
+        if cell is not None:  # an idle slot
+            found += re.findall(r"(?<![A-Z_\d])\d+[FBIW]\d+(?=[;)]|$)", str(cell))
+    return found
+
+
+def pytorchs_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
+    """PyTorch's own schedule of that name, one of NAMES, in our words.
+
+    ValueError: PyTorch has none for these numbers.
+    """
+    stages = NAMES[name] * ranks
+    cls = private("get_schedule_class")(name)
+    own = []
+    for number in range(NAMES[name]):  # all that a schedule asks of a stage
+        facts = {"group_rank": 0, "group_size": ranks, "num_stages": stages}
+        place = {"stage_index": number, "is_first": number == 0, "is_last": False}
+        own.append(SimpleNamespace(**facts, **place, submod=None, has_backward=True))
+    made = cls(own[0] if NAMES[name] == 1 else own, micro_batches)
+    order = made._get_pipeline_order() if NAMES[name] == 1 else made.pipeline_order
+    return [words(order[rank]) for rank in range(ranks)]
+
+
+def pytorch_validates(schedule: Schedule) -> None:
+    """PyTorch's own check of a schedule. ValueError: what it says against it."""
+    try:
+        private("_validate_schedule")(_actions(schedule), len(schedule), *_sizes(schedule))
+    except AssertionError as refusal:
+        raise ValueError(f"PyTorch refuses it: {refusal}") from refusal
+
+
+def _actions(schedule: Schedule) -> dict[int, list]:
+    read = private("_Action").from_str
+    return {rank: [read(str(action)) for action in row] for rank, row in enumerate(schedule)}
+
+
+def _sizes(schedule: Schedule) -> tuple[int, int]:
+    """How many stages, how many micro-batches."""
+    numbers = re.findall(r"(\d+)[FBIW](\d+)", " ".join(map(str, chain(*schedule))))
+    stages, micro_batches = zip(*numbers, strict=True)
+    return 1 + max(map(int, stages)), 1 + max(map(int, micro_batches))
+
+
+class PyTorchPipeline:
+    """PyTorch's engine, `_PipelineScheduleRuntime`, on any schedule, as ours: `ddpkit.pipeline`.
+
+    modules: {stage: layers} of this rank. After `step` the gradients are in their `.grad`.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        schedule: Schedule,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        group: ProcessGroup | None = None,
+    ):
+        from torch.distributed.pipelining import PipelineStage
+
+        stages, micro_batches = _sizes(schedule)
+        self.own = []
+        for number, module in modules.items():
+            device = next(module.parameters(), torch.empty(0)).device
+            self.own.append(PipelineStage(module, number, stages, device, group=group))
+        self.engine = private("_PipelineScheduleRuntime")(self.own, micro_batches, loss)
+        self.engine._prepare_schedule_with_comms(_actions(schedule))
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Forward and backward of a batch; returns its mean loss on the last stage's rank."""
+        losses: list[Tensor] = []
+        whole = [inputs.contiguous()]  # as torch 2.11 wants them
+        first = whole if any(stage.is_first for stage in self.own) else []
+        last = any(stage.is_last for stage in self.own)
+        self.engine.step(*first, target=targets if last else None, losses=losses)
+        return torch.stack(losses).mean() if last else None
