@@ -90,7 +90,7 @@ def pytorch_validates(schedule: Schedule) -> None:
 
 def _actions(schedule: Schedule) -> dict[int, list]:
     read = private("_Action").from_str
-    return {rank: [read(str(action)) for action in row] for rank, row in enumerate(schedule)}
+    return {rank: [*map(read, map(str, row))] for rank, row in enumerate(schedule)}
 
 
 def _sizes(schedule: Schedule) -> tuple[int, int]:
