@@ -1,69 +1,337 @@
+"""Dumps for PyTorch's analyser and from PyTorch's recorders: they say what our reports say."""
+
+import contextlib
+import gc
+import io
 import os
 import pickle
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import cloudpickle
+import hang_cases
 import pytest
 import torch
 import torch.distributed as dist
+from hang_cases import CASES, UNSEEN
+from torch._C import _distributed_c10d as c10d
 
 from ddpkit import HangError, launch
 from ddpkit.explain import explain, main, read_dumps
 
+for module in (hang_cases, sys.modules[__name__]):  # ranks don't find the tests' folder
+    cloudpickle.register_pickle_by_value(module)
 
-def skips():
+TIMEOUTS = {"a_loop_without_end": 3, "a_long_sleep": 3}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """{case: (our report, folder of its dumps)}, of all cases: most of their time is waiting."""
+    launch(print, world_size=1)
+
+    def hang(name):
+        function, world_size, _ = (CASES | UNSEEN)[name]
+        with pytest.raises(HangError) as caught:
+            launch(function, world_size=world_size, timeout=TIMEOUTS.get(name, 60))
+        folder = tmp_path_factory.mktemp(name)
+        caught.value.run.flight_recorder(folder)
+        return name, (str(caught.value), folder)
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(pool.map(hang, CASES | UNSEEN))
+
+
+# Verdicts, as in `hang_cases`
+
+
+def analysers_verdict(folder):
+    """What PyTorch's analyser says of each group's first call that isn't right; None if all are."""
+    first = {}
+    for collective in analyse(folder):
+        if collective.missing_ranks or differing(collective):
+            first.setdefault(collective.group_id, collective)
+    missing = [collective.missing_ranks or set() for collective in first.values()]
+    if any(missing):
+        return "missing", set().union(*missing)
+    for collective in first.values():
+        members, others = collective.expected_ranks, differing(collective)
+        if collective.collective_name.startswith(("nccl:send", "nccl:recv")):
+            return "messages", set(members)
+        (kind,) = set(others.values())
+        return kind.split("_")[-2].lower().replace("syntax", "size"), odd(set(others), members)
+    return None
+
+
+def differing(collective) -> dict[int, str]:
+    """{rank: how}. That one is done already, and another not, is no mistake."""
+    others = (collective.mismatch_collectives or {}).items()
+    kinds = {rank: its.type_of_mismatch.state.name for rank, its in others}
+    return {rank: kind for rank, kind in kinds.items() if "_STATE_" not in kind}
+
+
+def analyse(folder) -> list:
+    """The collectives that PyTorch's analyser finds in dumps."""
+    from torch.distributed.flight_recorder.components import builder, config_manager, loader
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        arguments = config_manager.JobConfig().parse_args([str(folder)])
+        details, version = loader.read_dir(arguments)
+        gc.enable()  # which it disables
+        return builder.build_db(details, arguments, version).collectives
+
+
+def odd(one_side: set, everybody: set) -> set:
+    """The smaller of two sides; of equal ones, that without the first rank."""
+    sides = one_side, set(everybody) - one_side
+    return min(sides, key=lambda side: (len(side), min(everybody) in side))
+
+
+def our_verdict(report: str):
+    """What a report says, of `launch` or of `ddpkit.explain`."""
+    if not report.startswith("mismatch: "):
+        waits = re.findall(r"waiting for (ranks?[\d, and]+) in (\w+)", report)
+        circle = "each waits for another" in report
+        messages = circle and {call for _, call in waits} <= {"send", "recv"}
+        return "messages" if messages else "missing", set().union(*(named(r) for r, _ in waits))
+    headline = " ".join(report.partition("\n\n")[0].split())
+    said = re.findall(r"(ranks?[\d, and]+) called (\w+)\((.*?)\)(?:,|\.)", headline)
+    sides = [named(ranks) for ranks, _, _ in said]
+    calls, details = {call for _, call, _ in said}, [detail.split() for _, _, detail in said]
+    if calls <= {"send", "recv"}:
+        return "messages", set.union(*sides)
+    if len(calls) > 1:
+        kind = "type"
+    else:
+        kind = "size" if details[0][0] != details[1][0] else "dtype"
+    return kind, odd(sides[1], set.union(*sides))
+
+
+def named(ranks: str) -> set[int]:
+    numbers = list(map(int, re.findall(r"\d+", ranks)))
+    return set(range(numbers[0], numbers[1] + 1) if " to " in ranks else numbers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pytorchs_analyser_names_the_ranks_and_the_kind_that_our_reports_name(reports, name):
+    report, folder = reports[name]
+    verdict = CASES[name][2]
+    assert our_verdict(report) == verdict, report
+    assert analysers_verdict(folder) == verdict
+    explained = explain(read_dumps(folder))
+    assert our_verdict(explained) == verdict, explained
+
+
+def test_enough_is_tried():
+    assert len(CASES) >= 9 + 20
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_the_format_does_not_tell_only_our_report_does(reports, name):
+    report, folder = reports[name]
+    assert report.startswith("mismatch: ranks 0 and 2 called ")
+    assert analysers_verdict(folder) is None
+
+
+@pytest.mark.slow
+def test_the_analysers_own_command(reports):
+    _, folder = reports["skips"]
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
+    assert "missing ranks: {1}" in subprocess.run(command, capture_output=True, text=True).stderr
+
+
+def collectives_of_all_kinds():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    dist.all_gather([torch.ones(4) for _ in range(world_size)], x)
+    dist.reduce_scatter(torch.ones(2), [torch.ones(2) for _ in range(world_size)])
+    dist.broadcast(x, 1)
     dist.barrier()
-    if dist.get_rank() != 1:
-        dist.all_reduce(torch.ones(4))
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        dist.all_reduce(x, group=group)
 
 
-def another_length():
-    dist.barrier()
-    dist.all_reduce(torch.ones(4 + (dist.get_rank() == 2)))
+def test_a_run_without_a_mistake_has_none(tmp_path, capsys):
+    launch(collectives_of_all_kinds, world_size=3).flight_recorder(tmp_path)
+    found = analyse(tmp_path)
+    assert len(found) == 6
+    assert all(collective.pass_check for collective in found)
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("no rank waits for another")
 
 
-def dumps_of(fn, folder):
-    with pytest.raises(HangError) as caught:
-        launch(fn, world_size=3)
-    caught.value.run.flight_recorder(folder)
-    return read_dumps(folder)
-
-
-def test_a_rank_that_did_not_come_is_named(tmp_path):
-    text = explain(dumps_of(skips, tmp_path))
+def test_the_report_from_dumps(reports):
+    text = explain(read_dumps(reports["skips"][1]))
     said = "ranks 0 and 2 wait in all_reduce for rank 1, which didn't come to it.\n"
     assert text.startswith(said)
     assert "ranks 0 and 2: waiting for rank 1 in all_reduce(4 float32)\n" in text
-    assert "in skips: dist.all_reduce(torch.ones(4))" in text
+    assert "in skips: dist.all_reduce(x())" in text
     assert "\n1     barrier()              barrier()\n2 ≠   all_reduce(4 float32)  -\n" in text
 
 
-def test_messages_are_paired(tmp_path):
-    def sends():
-        other = 1 - dist.get_rank()
-        for _ in range(2):
-            handles = [dist.isend(torch.ones(3), other), dist.irecv(torch.ones(3), other)]
-            for handle in handles:
-                handle.wait()
-        dist.send(torch.ones(100_000), other)
+# PyTorch's own recorders
 
-    with pytest.raises(HangError) as caught:
-        launch(sends, world_size=2)
-    caught.value.run.flight_recorder(tmp_path)
+
+def own_dump():
+    """What PyTorch's recorder, in C++, has of Gloo; rank 1 comes late to the last call."""
+    rank, x = dist.get_rank(), torch.ones(4, 3)
+    dist.all_reduce(x)
+    dist.barrier()
+    dist.all_gather([torch.ones(2) for _ in range(2)], torch.ones(2))
+    dist.scatter(x, [x, x] if rank == 0 else None)
+    dist.all_reduce(x, group=dist.new_group([0, 1]))
+    handles = [dist.all_reduce(x, async_op=True)] if rank == 0 else []
+    time.sleep(0.2)
+    dump = c10d._dump_fr_trace()
+    handles = handles or [dist.all_reduce(x, async_op=True)]
+    handles[0].wait()
+    return dump
+
+
+@pytest.mark.skipif(not hasattr(c10d, "_dump_fr_trace"), reason="this torch can't dump on the CPU")
+def test_dumps_of_pytorchs_own_recorder_are_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    for rank, dump in enumerate(launch(own_dump, world_size=2)):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(dump)
     text = explain(read_dumps(tmp_path))
-    said = "deadlock: each waits for another: rank 0 for rank 1 in send, rank 1 for rank 0 in send."
-    assert text.startswith(said)
-    assert "rank 0: waiting for rank 1 in send(100000 float32, 0->1)\n" in text
+    assert text.startswith("rank 0 waits in all_reduce for rank 1, which didn't come to it.\n")
+    assert "test_explain.py:" in text
+    assert "in own_dump: handles = [dist.all_reduce(x, async_op=True)]" in text
+    assert "\n6 ≠   all_reduce(4×3 float32)  -\n" in text
 
 
-def test_calls_that_differ_are_told(tmp_path):
-    text = explain(dumps_of(another_length, tmp_path))
-    assert text.startswith("mismatch: ")
-    assert "all_reduce(5 float32)" in text
+def nccl(*calls, ranks="[0, 1, 2]", first=0):
+    """A dump as NCCL's recorder writes it: format 2.10, torch/csrc/…/c10d/FlightRecorderDetail.hpp.
+
+    calls: (name, size, state), a list of them for a batch.
+    """
+    entries, sequences = [], {False: first, True: first}
+
+    def add(name, size, state, is_p2p):
+        size, dtypes = [[size]] if size else [], ["Float"] if size else []
+        frames = [
+            ("all_reduce", "/opt/conda/lib/python3.12/site-packages/torch/distributed/c10d.py"),
+            ("step", "/home/she/train.py"),
+        ]
+        completed = state == "completed"
+        entry = {
+            "frames": [{"name": name, "filename": file, "line": 7} for name, file in frames],
+            "record_id": first + len(entries),
+            "pg_id": 0,
+            "process_group": ("0", "default_pg"),
+            "thread_name": "python",
+            "thread_id": "1",
+            "collective_seq_id": sequences[False],
+            "p2p_seq_id": sequences[True],
+            "op_id": len(entries) + 1,
+            "profiling_name": f"nccl:{name}",
+            "time_created_ns": 10**18 + len(entries),
+            "input_sizes": size,
+            "input_dtypes": dtypes,
+            "output_sizes": size,
+            "output_dtypes": dtypes,
+            "state": state,
+            "time_discovered_started_ns": 1 if state == "started" else None,
+            "time_discovered_completed_ns": 2 if completed else None,
+            "retired": completed,
+            "timeout_ms": 600_000,
+            "is_p2p": is_p2p,
+        }
+        entries.append(entry)
+
+    for call in calls:
+        batch = call if isinstance(call, list) else [call]
+        is_p2p = batch[0][0].startswith(("send", "recv"))
+        sequences[is_p2p] += 1
+        for each in batch:
+            add(*each, is_p2p)
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+    common = {"version": "2.10", "comm_lib_version": "2.27.3", "pg_config": config}
+    return common | {"pg_status": {}, "entries": entries, "nccl_comm_state": {}}
 
 
-def test_a_run_that_ended_well_waits_for_nothing(tmp_path, capsys):
-    launch(dist.barrier, world_size=2).flight_recorder(tmp_path)
-    assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("no rank waits for another")
+def write(folder, dumps):
+    for rank, dump in dumps.items():
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+
+
+DONE = ("all_reduce", 8, "completed")
+STUCK = ("_all_gather_base", 8, "started")
+
+
+def batch(*messages, state="completed"):
+    """batch_isend_irecv: the messages have no state, only what ends the batch has."""
+    return [*((name, 4, "scheduled") for name in messages), ("coalesced", 0, state)]
+
+
+def test_nccls_names_batches_and_frames(tmp_path):
+    there = batch("send 0->1", "recv 0<-1"), batch("send 1->0", "recv 1<-0"), DONE
+    dumps = {
+        0: nccl(DONE, there[0], STUCK),
+        1: nccl(DONE, there[1], STUCK),
+        2: nccl(DONE),
+    }
+    text = explain(dumps)
+    assert text.startswith("ranks 0 and 1 wait in _all_gather_base for rank 2, which didn't come")
+    assert "  train.py:7 in step\n" in text
+    for dump in dumps.values():  # PyTorch's analyser stumbles over a batch without rank 2
+        dump["entries"] = [entry for entry in dump["entries"] if not entry["is_p2p"]]
+    write(tmp_path, dumps)
+    assert analysers_verdict(tmp_path) == our_verdict(text) == ("missing", {2})
+
+
+def test_a_batch_that_waits(tmp_path):
+    stuck = batch("send 0->1", "recv 0<-1", state="started")
+    text = explain({0: nccl(DONE, stuck, ranks="[0, 1]"), 1: nccl(DONE, ranks="[0, 1]")})
+    assert text.startswith("rank 0 waits in send for rank 1, which didn't come to it.")
+
+
+def test_collectives_in_a_batch_are_compared_one_by_one():
+    def dump(numel):
+        parts = [("all_reduce", size, "scheduled") for size in (4, numel)]
+        return nccl([*parts, ("coalesced", 0, "started")], ranks="[0, 1]")
+
+    assert explain({0: dump(5), 1: dump(5)}).startswith("no rank waits")
+    assert "called all_reduce(6 float32)" in explain({0: dump(5), 1: dump(6)})
+
+
+def test_views_of_another_shape_and_what_only_a_root_hands_in_are_no_mismatch():
+    dumps = {rank: nccl(("scatter", 6, "started"), ranks="[0, 1]") for rank in (0, 1)}
+    dumps[1]["entries"][0] |= {"input_sizes": [], "input_dtypes": [], "output_sizes": [[2, 3]]}
+    assert explain(dumps).startswith("no rank waits")
+
+
+def test_a_recorder_that_was_too_short_for_all_calls():
+    sends, receives = [("send 0->1", 4, "completed")] * 3, [("recv 1<-0", 4, "completed")] * 5
+    late = ("recv 1<-0", 4, "started")
+    dumps = {0: nccl(*sends, ranks="[0, 1]", first=90)}
+    dumps[1] = nccl(*receives, late, ranks="[0, 1]", first=70)
+    assert explain(dumps).startswith("rank 1 waits in recv for rank 0, which didn't come to it.")
+    dumps[0] = nccl(*sends, ("send 0->1", 4, "started"), ranks="[0, 1]", first=90)
+    assert explain(dumps).startswith("no rank waits")
+
+
+def test_a_rank_far_ahead_of_the_call_that_waits():
+    """The CPU hands in what the GPU has yet to begin: more than the board remembers."""
+    queued = [("all_reduce", 8, "scheduled")] * 600
+    text = explain({0: nccl(DONE, STUCK, *queued, ranks="[0, 1]"), 1: nccl(DONE, ranks="[0, 1]")})
+    assert text.startswith("rank 0 waits in _all_gather_base for rank 1, which didn't come to it.")
+
+
+def test_a_rank_without_a_dump_is_named(tmp_path):
+    write(tmp_path, {0: nccl(DONE, STUCK), 2: nccl(DONE, STUCK)})
+    text = explain(read_dumps(tmp_path))
+    assert text.startswith("ranks 0 and 2 wait in _all_gather_base for rank 1, which didn't come ")
+    assert text.endswith("There is no dump of rank 1: did it end before the others?")
+    assert "\n2     _all_gather_base(8 float32)\n" in text  # nothing differs between those two
+
+
+# What is no dump
 
 
 class Evil:
@@ -71,19 +339,23 @@ class Evil:
         return os.system, ("touch executed",)
 
 
+GOOD = nccl(DONE, ranks="[0]")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (pickle.dumps(Evil()), "system, and a dump is plain data"),
         (b"not a pickle", "expected a flight recorder's dump, got rank_0"),
+        (pickle.dumps(GOOD)[:-20], "expected a flight recorder's dump, got rank_0: "),
+        (b"", "expected a flight recorder's dump, got rank_0: "),
         (pickle.dumps([1, 2]), "expected version, entries and pg_config in a dump"),
-        (
-            pickle.dumps({"version": "9.1", "entries": [], "pg_config": {}}),
-            "expected version 2.x of the dumps, got 9.1 in rank_0",
-        ),
+        (pickle.dumps(GOOD | {"version": "9.1"}), "expected version 2.x of the dumps, got 9.1 in"),
+        (pickle.dumps(GOOD | {"entries": [{}]}), "got KeyError: 'collective_seq_id'"),
+        (pickle.dumps(GOOD | {"entries": 7}), "expected a list of entries in rank_0, got int"),
         (None, "expected a folder of dumps, rank_0, rank_1, ..., got"),
     ],
-    ids=["evil", "no pickle", "no dump", "version", "empty"],
+    ids=["evil", "no pickle", "cut", "empty", "no dump", "version", "entry", "entries", "folder"],
 )
 def test_what_is_no_dump_is_refused_and_never_executed(
     content, says, tmp_path, capsys, monkeypatch
@@ -94,5 +366,12 @@ def test_what_is_no_dump_is_refused_and_never_executed(
     if content is not None:
         (folder / "rank_0").write_bytes(content)
     assert main([str(folder)]) == 1
-    assert says in capsys.readouterr().err
+    assert says in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "executed").exists()
+
+
+def test_two_dumps_of_a_rank_are_refused(tmp_path):
+    write(tmp_path, {0: GOOD})
+    (tmp_path / "rank_0").write_bytes(b"")
+    with pytest.raises(ValueError, match="one dump of rank 0, got nccl_trace_rank_0 and rank_0"):
+        read_dumps(tmp_path)

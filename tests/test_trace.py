@@ -1,8 +1,5 @@
-"""A run as a Chrome trace, and as dumps that PyTorch's own analyser reads."""
+"""A run as a Chrome trace; its dumps are in `test_explain`."""
 
-import argparse
-import contextlib
-import io
 import itertools
 import json
 import time
@@ -12,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit import HangError, launch
+from ddpkit import launch
 from ddpkit.runtime.flight_recorder import members
 
 # For Perfetto
@@ -129,100 +126,6 @@ def test_a_profile_of_the_same_run_is_merged_on_one_clock(tmp_path):
     labels = [e["args"]["name"] for e in merged if e.get("name") == "process_name"]
     assert "rank 0" in labels
     assert any(label.startswith("rank 1, ") for label in labels)
-
-
-# For PyTorch's analyser
-
-
-def analyse(folder) -> tuple[list, str]:
-    """What PyTorch's analyser makes of the dumps: its collectives, and what it printed."""
-    from torch.distributed.flight_recorder.components import builder, config_manager, loader
-
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        arguments: argparse.Namespace = config_manager.JobConfig().parse_args([str(folder)])
-        details, version = loader.read_dir(arguments)
-        found = builder.build_db(details, arguments, version).collectives
-    return found, said.getvalue()
-
-
-def collectives_of_all_kinds():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    x = torch.ones(4)
-    dist.all_reduce(x)
-    dist.all_gather([torch.ones(4) for _ in range(world_size)], x)
-    dist.reduce_scatter(torch.ones(2), [torch.ones(2) for _ in range(world_size)])
-    dist.broadcast(x, 1)
-    dist.barrier()
-    group = dist.new_group([0, 2])
-    if rank != 1:
-        dist.all_reduce(x, group=group)
-
-
-def test_a_run_without_a_mistake_has_none_for_pytorchs_analyser(tmp_path):
-    launch(collectives_of_all_kinds, world_size=3).flight_recorder(tmp_path / "dumps")
-    found, _ = analyse(tmp_path / "dumps")
-    assert len(found) == 6
-    assert all(collective.pass_check for collective in found)
-
-
-def skips():
-    dist.barrier()
-    if dist.get_rank() != 1:
-        dist.all_reduce(torch.ones(4))
-
-
-def ends_a_loop_early():
-    for _ in range(3 - (dist.get_rank() == 2)):
-        dist.all_reduce(torch.ones(4))
-
-
-def only_rank_0():
-    if dist.get_rank() == 0:
-        dist.barrier()
-
-
-def another_call():
-    dist.barrier()
-    if dist.get_rank() == 0:
-        dist.broadcast(torch.ones(4), 0)
-    else:
-        dist.all_reduce(torch.ones(4))
-
-
-def another_length():
-    dist.all_reduce(torch.ones(4 + (dist.get_rank() == 2)))
-
-
-def another_dtype():
-    wide = torch.float64 if dist.get_rank() == 2 else torch.float32
-    dist.all_reduce(torch.ones(4, dtype=wide))
-
-
-MISSING = {skips: {1}, ends_a_loop_early: {2}, only_rank_0: {1, 2}}
-DIFFERENT = {
-    another_call: ({0}, "COLLECTIVE_TYPE_MISMATCH"),
-    another_length: ({2}, "SIZE_OR_SYNTAX_MISMATCH"),
-    another_dtype: ({2}, "COLLECTIVE_DTYPE_MISMATCH"),
-}
-
-
-@pytest.mark.parametrize("fn", [*MISSING, *DIFFERENT], ids=lambda fn: fn.__name__)
-def test_pytorchs_analyser_names_the_ranks_that_the_report_names(fn, tmp_path, caplog):
-    with pytest.raises(HangError) as caught:
-        launch(fn, world_size=3)
-    caught.value.run.flight_recorder(tmp_path / "dumps")
-    with caplog.at_level("DEBUG"):
-        found, _ = analyse(tmp_path / "dumps")
-    if fn in MISSING:
-        assert str(caught.value).startswith("deadlock: ")
-        assert f"missing ranks: {MISSING[fn]}" in caplog.text
-        return
-    odd, kind = DIFFERENT[fn]
-    assert str(caught.value).startswith("mismatch: ")
-    (wrong,) = [collective for collective in found if not collective.pass_check]
-    others = set(wrong.mismatch_collectives)  # those that differ from the one it looked at
-    assert odd in (others, {0, 1, 2} - others)
-    assert kind in caplog.text
 
 
 def test_members_of_a_group_are_read_from_its_name():

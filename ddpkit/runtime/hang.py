@@ -219,9 +219,8 @@ def report(
     for s in now:
         where.setdefault(_where(s), []).append(s.rank)
     places = [f"{name_ranks(ranks)}: {place}" for place, ranks in where.items()]
-    return "\n".join(
-        [headline, "", *places, "", *_last_calls(board, stuck), *_loops(board), "", advice]
-    )
+    calls = _last_calls(board, [s.rank for s in now], stuck)
+    return "\n".join([headline, "", *places, "", *calls, *_loops(board), "", advice])
 
 
 def _where(s: Situation) -> str:
@@ -232,9 +231,9 @@ def _where(s: Situation) -> str:
     return f"{s.state}{missing}{call}{place}"
 
 
-def _last_calls(board: Board, stuck: bool) -> list[str]:
+def _last_calls(board: Board, ranks: list[int], stuck: bool) -> list[str]:
     """The last calls in columns, one for all ranks alike, marked where they first differ."""
-    made = [_numbered_calls(board, rank) for rank in range(board.world_size)]
+    made = [_numbered_calls(board, rank) for rank in ranks]
     last = max((number for column in made for number in column), default=0)
     if last == 0:
         return ["No rank has made a call."]
@@ -249,7 +248,7 @@ def _last_calls(board: Board, stuck: bool) -> list[str]:
     first = max(oldest, min(differs + 2, last + 1) - LAST_CALLS)
     shown = range(first, min(first + LAST_CALLS, last + 1))
     alike: dict[tuple, list[int]] = {}
-    for rank, column in enumerate(made):
+    for rank, column in zip(ranks, made, strict=True):
         alike.setdefault(tuple(column.get(number, "-") for number in shown), []).append(rank)
     which = "Their calls" if first == 1 else "Their last calls"
     mark = " (≠: here they differ)" if differs in shown else ""
@@ -294,11 +293,10 @@ def describe_place(place: tuple[str, int, str]) -> str:
     Cells carry no number: the same cell has another one in every session.
     """
     file, line, function = place
-    where = f"{short_path(file)}:{line}"
-    if os.path.exists(file) and function != "<module>":
-        where = f"{where} in {function}"
-    elif not os.path.exists(file):
-        where = f"line {line} of the cell" if function == "<module>" else f"{function}, line {line}"
+    whole = function == "<module>"
+    where = f"{short_path(file)}:{line}" + ("" if whole else f" in {function}")
+    if file.startswith("<") or "ipykernel_" in file:
+        where = f"line {line} of the cell" if whole else f"{function}, line {line}"
     text = linecache.getline(file, line).strip()
     return f"{where}: {text}" if text else where
 
