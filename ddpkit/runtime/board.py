@@ -9,20 +9,25 @@ import pickle
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 
 # What a rank is doing, as it last said.
 STARTING, RUNNING, RETURNED, IDLE, DISAGREES = range(5)
 
-# The head of a page: five counters of eight bytes.
-_CALLS, _EVENTS, _WAITING, _STATE, _THREADS = range(0, 40, 8)
-_HEAD_BYTES = 64
-_INT = struct.Struct("<q")
+# The head of a page: five counters, each a word of eight bytes.
+_CALLS, _EVENTS, _WAITING, _STATE, _THREADS = range(5)
+_WORD, _HEAD_BYTES = 8, 64
 
-# A slot: channel, seq, fingerprint, length of what follows; then the pickled record.
-_SLOT = struct.Struct("<IqII")
+# A slot: channel, fingerprint, seq and when it was issued; what may change until the call is over;
+# then the rest of the record, pickled.
+_FOUND_BY, _CHANGES = struct.Struct("=IIqd"), struct.Struct("=dddI??")
+_TEXT = _FOUND_BY.size + _CHANGES.size  # where the rest begins
+_SEQ_WORD = 1
 _SLOT_BYTES = 2048
 SLOTS = 256  # so many last calls of each rank does the board remember
+_PAGE_BYTES = _HEAD_BYTES + SLOTS * _SLOT_BYTES
 
 
 @dataclass(slots=True)
@@ -32,11 +37,11 @@ class Record:
     PyTorch's Flight Recorder keeps the like for NCCL.
     """
 
+    # The same whenever the same line makes the same call.
     op: str  # torch.distributed's name: all_reduce, send, ...
     group: str  # "world", or the ranks of a sub-group
     ranks: tuple[int, ...]  # the group's members, as global ranks
     channel: str  # calls meet on a channel: a group, or one direction between two ranks
-    seq: int  # how many calls this rank made on this channel before
     fingerprint: str  # what every rank must say alike here: "all_reduce 8 float32 sum"
     detail: str  # the arguments, for people: "8 float32, sum"
     bytes: int  # what this rank hands in (recv, and who receives a broadcast or scatter: gets)
@@ -46,6 +51,8 @@ class Record:
     file: str
     line: int
     function: str
+    # This time.
+    seq: int  # how many calls this rank made on this channel before
     issued: float
     started: float | None = None  # when an emulated link took it; without one, when it was issued
     done: float | None = None
@@ -81,13 +88,14 @@ class Board:
 
     def __init__(self, path: Path, world_size: int, create: bool = False):
         self.world_size = world_size
-        self._page_bytes = _HEAD_BYTES + SLOTS * _SLOT_BYTES
         with open(path, "w+b" if create else "r+b") as file:
             if create:
-                file.truncate(self._page_bytes * world_size)
-            self._map = mmap.mmap(file.fileno(), self._page_bytes * world_size)
+                file.truncate(_PAGE_BYTES * world_size)
+            self._map = mmap.mmap(file.fileno(), _PAGE_BYTES * world_size)
+        self._words = memoryview(self._map).cast("q")
 
     def close(self):
+        self._words.release()
         self._map.close()
 
     # Writing.
@@ -97,12 +105,21 @@ class Board:
 
         Others see it, complete, once the count of calls moves past it: that comes last.
         """
-        at, blob = self._slot(rank, index), _blob(record)
-        fingerprint = hash32(record.fingerprint)
-        self._write(at + _SLOT.size, blob)
-        self._write(at, _SLOT.pack(hash32(record.channel), record.seq, fingerprint, len(blob)))
-        if index == self._get(rank, _CALLS):
+        at, is_new = self._slot(rank, index), index == self.calls(rank)
+        if is_new:  # who just reads the call that was here before must not take half of each
+            self._words[at // _WORD + _SEQ_WORD] = -1
+        self._write(at + _TEXT, _rest(record))
+        self.update(rank, index, record)
+        channel, fingerprint = hash32(record.channel), hash32(record.fingerprint)
+        self._write(at, _FOUND_BY.pack(channel, fingerprint, record.seq, record.issued))
+        if is_new:
             self._set(rank, _CALLS, index + 1)
+
+    def update(self, rank: int, index: int, record: Record):
+        """Write again what changes until a call is over: its times, and what became of it."""
+        times = record.started or 0.0, record.done or 0.0, record.waited or 0.0
+        changes = _CHANGES.pack(*times, record.waits, record.by_future, record.dropped)
+        self._write(self._slot(rank, index) + _FOUND_BY.size, changes)
         self._set(rank, _EVENTS, self._get(rank, _EVENTS) + 1)
 
     def set_waiting(self, rank: int, index: int | None):
@@ -141,11 +158,18 @@ class Board:
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
             return None
         at = self._slot(rank, index)
-        length = _SLOT.unpack_from(self._map, at)[3]
+        found_by = _FOUND_BY.unpack_from(self._map, at)
+        *times, waits, by_future, dropped = _CHANGES.unpack_from(self._map, at + _FOUND_BY.size)
         try:
-            return Record(*pickle.loads(self._map[at + _SLOT.size : at + _SLOT.size + length]))
+            *same, values, result, memory = pickle.loads(self._map[at + _TEXT : at + _SLOT_BYTES])
         except Exception:  # half-written, it unpickles to anything; the next look sees it whole
             return None
+        *_, seq, issued = found_by
+        if seq < 0 or found_by != _FOUND_BY.unpack_from(self._map, at):  # written meanwhile
+            return None
+        times = [time or None for time in times]
+        became = waits, by_future, dropped
+        return Record(*same, seq, issued, *times, *became, values, result, memory)
 
     def records(self, rank: int) -> list[Record]:
         """The last calls of `rank`, oldest first."""
@@ -161,52 +185,69 @@ class Board:
         calls = self.calls(rank)
         oldest = max(0, calls - SLOTS + 1)  # the one before may just be making room for the next
         for index in range(calls - 1, oldest - 1, -1):
-            its_channel, its_seq, said, _ = _SLOT.unpack_from(self._map, self._slot(rank, index))
+            at = self._slot(rank, index)
+            its_channel, said, its_seq, _ = _FOUND_BY.unpack_from(self._map, at)
             if its_channel == channel and its_seq <= seq:
                 return (index, said) if its_seq == seq else None
         return None
 
     def page(self, rank: int) -> bytes:
         """All that `rank` has written, for a board on another machine."""
-        return self._map[rank * self._page_bytes : (rank + 1) * self._page_bytes]
+        return self._map[rank * _PAGE_BYTES : (rank + 1) * _PAGE_BYTES]
 
     def set_page(self, rank: int, page: bytes):
         """Take the page of a rank of another machine."""
-        self._write(rank * self._page_bytes, page)
+        self._write(rank * _PAGE_BYTES, page)
 
     def _slot(self, rank: int, index: int) -> int:
-        return rank * self._page_bytes + _HEAD_BYTES + index % SLOTS * _SLOT_BYTES
+        return rank * _PAGE_BYTES + _HEAD_BYTES + index % SLOTS * _SLOT_BYTES
 
     def _get(self, rank: int, field: int) -> int:
-        return _INT.unpack_from(self._map, rank * self._page_bytes + field)[0]
+        return self._words[rank * _PAGE_BYTES // _WORD + field]
 
     def _set(self, rank: int, field: int, value: int):
-        self._write(rank * self._page_bytes + field, _INT.pack(value))
+        self._words[rank * _PAGE_BYTES // _WORD + field] = value
 
     def _write(self, at: int, data: bytes):
         """Copy, in one go: pack_into would write zeros first, and a reader might see them."""
         self._map[at : at + len(data)] = data
 
 
+@lru_cache(4096)
 def hash32(text: str) -> int:
     """The same number for the same text in every process; Python's own hash differs."""
     return zlib.crc32(text.encode())
 
 
 _FIELDS = Record.__slots__
+_KEPT = "values", "result", "memory"
+_SAME = _FIELDS[: _FIELDS.index("seq")]
+_same, _kept = attrgetter(*_SAME), attrgetter(*_KEPT)
+# What a record that is too long for its slot loses, in this order.
 _SPARE = [
-    _FIELDS.index(name) for name in ("memory", "result", "values", "fingerprint", "detail", "file")
+    (*_SAME, *_KEPT).index(name)
+    for name in ("memory", "result", "values", "fingerprint", "detail", "file")
 ]
 
 
-def _blob(record: Record) -> bytes:
-    """The record, pickled; if it is too long, without what a report of a hang least needs."""
-    fields = [getattr(record, name) for name in _FIELDS]
-    blob = pickle.dumps(tuple(fields), protocol=5)
+def _rest(record: Record) -> bytes:
+    """What a slot's numbers leave out of `record`, pickled."""
+    kept = _kept(record)
+    return _pickled_once(_same(record)) if kept == (None,) * 3 else _pickled(_same(record) + kept)
+
+
+@lru_cache(1024)
+def _pickled_once(same: tuple) -> bytes:
+    return _pickled((*same, None, None, None))
+
+
+def _pickled(fields: tuple) -> bytes:
+    """The fields, pickled; if that is too long, without what a report of a hang least needs."""
+    blob, fields = pickle.dumps(fields, protocol=5), list(fields)
     for spare in _SPARE:
-        if len(blob) <= _SLOT_BYTES - _SLOT.size:
+        if len(blob) <= _SLOT_BYTES - _TEXT:
             return blob
         value = fields[spare]
         fields[spare] = value[:80] if isinstance(value, str) else None
-        blob = pickle.dumps(tuple(fields), protocol=5)
+        blob = pickle.dumps(fields, protocol=5)
     return blob

@@ -6,6 +6,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,7 @@ class Recorder:
         """A receive from any rank turned out to be from `peer`, on `channel`."""
         with self._lock:
             record.peer, record.channel, record.seq = peer, channel, self._next(channel)
+        self._write_again(record, whole=True)
 
     def waiting(self, record: Record):
         """This rank stops to wait for `record`."""
@@ -135,7 +137,7 @@ class Recorder:
             record.result = _values(arrived)
             record.memory = self._memory(buffer) or record.memory
         record.done = time.perf_counter()
-        self._write_again(record)
+        self._write_again(record, whole=self.keep_values)
         self._indices.pop(id(record), None)
 
     def dropped(self, record: Record):
@@ -148,12 +150,16 @@ class Recorder:
         record.by_future = True
         self._write_again(record)
 
-    def _write_again(self, record: Record):
-        """Put what is new about an open call on the board, if its slot is still its own."""
+    def _write_again(self, record: Record, whole: bool = False):
+        """Put what is new about an open call on the board, if its slot is still its own.
+
+        whole: not only its times.
+        """
         with self._lock:
             index = self._indices.get(id(record))
             if index is not None and index >= self._calls - SLOTS:
-                self.board.put(self.rank, index, record)
+                write = self.board.put if whole else self.board.update
+                write(self.rank, index, record)
 
     def latest_issue(self, record: Record) -> float:
         """When the last of the ranks in `record` came to it, as far as the board knows."""
@@ -199,6 +205,7 @@ def _values(tensors: Sequence[torch.Tensor]) -> list | None:
     return [value for tensor in tensors for value in tensor.detach().flatten().tolist()]
 
 
+@cache
 def is_library(file: str) -> bool:
     """Whether `file` is torch's, ddpkit's or Python's own."""
     return file.startswith((*_LIBRARY_FOLDERS, "<frozen"))

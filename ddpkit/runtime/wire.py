@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class WireWork(Work):
     ):
         super().__init__()
         self.inner, self.record, self._recorder = inner, record, recorder
-        self._arriving, self._delivered, self._learn = list(arriving), delivered, learn
+        self._arriving, self._delivered, self._learn = arriving, delivered, learn
         self._waited = False
 
     def wait(self, timeout=None) -> bool:
@@ -120,21 +121,25 @@ def _recorded(op: str, method: str, sent: int = 0):
     def call(self, *args):
         if len(args) == sent + 1:  # from C++, some come without options
             args += (OPTIONS[op](),)
-        return self._collective(op, method, args, _flat(args[sent]), _flat(args[0]))
+        arriving = _flat(args[0])
+        return self._collective(op, method, args, _flat(args[sent]) if sent else arriving, arriving)
 
     return call
 
 
-def _flat(tensors) -> list[torch.Tensor]:
+def _flat(tensors) -> Sequence[torch.Tensor]:
     """A tensor, a list of them, or a list of lists, as a list."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
-    return [tensor for each in tensors for tensor in _flat(each)]
+    if tensors and isinstance(tensors[0], torch.Tensor):
+        return tensors
+    return [tensor for each in tensors for tensor in each]
 
 
 OPTIONS = {"all_reduce": dist.AllreduceOptions, "all_gather": c10d.AllgatherOptions}
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+REDUCTIONS = {op.value: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 UNEQUAL = ("all_gather", "gather", "all_to_all")  # sizes may differ between ranks
 
 
@@ -206,10 +211,10 @@ class WireGroup(dist.ProcessGroup):
         if op in ROOTED:
             self._check_root(op, opts.rootRank)
         root = self.ranks[opts.rootRank] if op in ROOTED else None
-        said = _said(op, arriving[:1] if op == "scatter" else sent, opts, root)
-        fingerprint = " ".join([op, _dtype(sent), *said[1:]] if op in UNEQUAL else [op, *said])
-        record = self._record(op, sent or arriving[:1], None, fingerprint, ", ".join(said))
-        record.peer = root
+        reduction = REDUCTIONS[opts.reduceOp.op.value] if op in REDUCING else None
+        alike = arriving[:1] if op == "scatter" else sent
+        said = _say(op, _numel(alike), alike[0].dtype if alike else None, reduction, root)
+        record = self._record(op, sent or arriving[:1], self._name, *said, root)
         self.recorder.issue(record, sent, (sent or arriving or [None])[0])
         inner = getattr(self.inner, method)(*args)
         if self.recorder.link is not None:
@@ -258,8 +263,8 @@ class WireGroup(dist.ProcessGroup):
         channel = self._channel(src, dst, tag)
         detail = f"{size}, {name}={peer}" + (f", tag={tag}" if tag else "")
         detail += f", {now_doing()}" if now_doing() else ""
-        record = self._record(op, tensors, channel, size, detail)
-        record.peer, record.ranks = peer, (self.ranks[src], self.ranks[dst])
+        record = self._record(op, tensors, channel, size, detail, peer)
+        record.ranks = self.ranks[src], self.ranks[dst]
         return record
 
     def _check_root(self, op: str, number: int):
@@ -286,17 +291,22 @@ class WireGroup(dist.ProcessGroup):
     def _channel(self, src: int, dst: int, tag: int) -> str:
         return f"{self._name} {self.ranks[src]}>{self.ranks[dst]}:{tag}"
 
-    def _record(self, op: str, tensors, channel: str | None, fingerprint: str, detail: str):
-        """channel: None for the group's own."""
+    def _record(
+        self,
+        op: str,
+        tensors: Sequence[torch.Tensor],
+        channel: str,
+        fingerprint: str,
+        detail: str,
+        peer: int | None = None,
+    ) -> Record:
         if self._label != "world" and op != "new_group":
             detail = f"{detail}, {self._label}" if detail else self._label
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        said = self._label, self.ranks, channel, fingerprint, detail
+        nbytes = sum(tensor.nbytes for tensor in tensors)
         shape = tuple(tensors[0].shape) if tensors else ()
-        said = (self._label, self.ranks, channel or self._name, 0, fingerprint, detail)
-        now = time.perf_counter()
-        record = Record(op, *said, nbytes, None, shape, _dtype(tensors), *call_site(), issued=now)
-        record.started = now
-        return record
+        place, now = call_site(), time.perf_counter()
+        return Record(op, *said, nbytes, peer, shape, _dtype(tensors), *place, 0, now, now)
 
     # What torch.distributed asks of a group besides.
 
@@ -353,19 +363,25 @@ def _dtype(tensors) -> str:
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
 
 
+def _numel(tensors) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
 def _size(tensors) -> str:
-    return f"{sum(tensor.numel() for tensor in tensors)} {_dtype(tensors)}"
+    return f"{_numel(tensors)} {_dtype(tensors)}"
 
 
-def _said(op: str, tensors, opts, root: int | None) -> list[str]:
-    """The arguments of a collective in words: ["8 float32", "sum", "dst=1"]."""
-    said = [_size(tensors)] if tensors else []
-    if op in REDUCING:
-        reduction = getattr(opts.reduceOp, "op", opts.reduceOp)
-        said.append(str(reduction).rpartition(".")[2].lower())
-    if root is not None:
-        said.append(f"{_root_name(op)}={root}")
-    return said
+@lru_cache(1024)
+def _say(
+    op: str, numel: int, dtype: torch.dtype | None, reduction: str | None, root: int | None
+) -> tuple[str, str]:
+    """A collective's fingerprint and its arguments in words: "all_reduce 8 float32 sum", "8 float32, sum"."""
+    name = str(dtype).removeprefix("torch.")
+    said = [f"{numel} {name}"] if dtype else []
+    said += [reduction] if reduction else []
+    said += [f"{_root_name(op)}={root}"] if root is not None else []
+    fingerprint = [op, name, *said[1:]] if op in UNEQUAL else [op, *said]
+    return " ".join(fingerprint), ", ".join(said)
 
 
 def _root_name(op: str) -> str:
