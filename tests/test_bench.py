@@ -27,7 +27,7 @@ from ddpkit.bench.training import COMPUTE
 def test_what_is_unknown_is_named_before_anything_runs(capsys):
     with pytest.raises(SystemExit):
         main(["launch", "lunch"])
-    assert "no benchmark is called 'lunch'; there are launch, all_" in capsys.readouterr().err
+    assert "no benchmark is called 'lunch'; there are launch, wire, all_" in capsys.readouterr().err
 
 
 def test_every_benchmark_there_is_can_be_asked_for(monkeypatch):

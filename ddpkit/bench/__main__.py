@@ -4,7 +4,7 @@ import argparse
 from importlib import import_module
 
 BENCHMARKS = (
-    *("launch", "all_reduce", "reduce_scatter", "ddp", "zero", "precision"),
+    *("launch", "wire", "all_reduce", "reduce_scatter", "ddp", "zero", "precision"),
     *("attention", "tensor"),
 )
 MODULES = {"all_reduce": "collectives", "reduce_scatter": "collectives"}  # others: their names'

@@ -29,12 +29,11 @@ from .training import COMPUTE, Replica, Task, gpt, itself, linears, race_replica
 
 ROUNDS = 12
 TORCH, OURS, PLAIN = "torch", "fast buckets", "buckets"
-SHARED, RECORDED = "shared memory", "fast, recorded"
+SHARED = "shared memory"
 GOALS = [
     Goal(OURS, TORCH, 1.0),
     Goal(OURS, TORCH, 1 / 1.03),
     Goal(SHARED, TORCH, 1.0),
-    Goal(RECORDED, OURS, 1 / 1.03),
     Goal("flat", "naive", 1.0, "emulated"),
     Goal("overlap", "flat", 1.0, "emulated"),
     Goal(OURS, "overlap", 1 / 1.05, "emulated"),
@@ -66,7 +65,6 @@ def make_replicas(make: Callable[[], Task], group: ProcessGroup) -> dict[str, Re
     }
     if group is not dist.group.WORLD:  # the machine's own wire, without records
         wraps[SHARED] = partial(fast, group=group, shared_memory=True)
-        wraps[RECORDED] = partial(fast, group=dist.group.WORLD)
     wraps[TORCH + AGAIN] = wraps[TORCH]
     sgd = partial(torch.optim.SGD, lr=0.01, fused=True)  # cheap: the update is not the subject
     return {name: Replica(make, wrap, sgd) for name, wrap in wraps.items()}

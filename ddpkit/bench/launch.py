@@ -33,7 +33,6 @@ def main(name: str):
             ("4 fresh ranks, one all_reduce: median", 0.15, statistics.median(warm), "s"),
             ("the same, every core busy: median", 0.25, statistics.median(busy), "s"),
             ("%%ranks 4 with an empty cell: median", 2.0, time_cell(), "ms"),
-            ("recording a call: median", 30.0, launch(time_recording, world_size=2)[0], "µs"),
             ("SIGKILL in an all_reduce, until RankError", 0.5, time_until_told(die), "s"),
             ("certain deadlock, until HangError", 3.0, time_until_told(stay_away), "s"),
         ]
@@ -70,19 +69,6 @@ def time_cell(times: int = 50) -> float:
         magic("", "pass")
         found.append((time.perf_counter() - begun) * 1e3)
     magic.close()
-    return statistics.median(found)
-
-
-def time_recording(calls: int = 300) -> float:
-    """Microseconds by which an all-reduce of one number is longer on the group that records."""
-    plain, x, found = dist.new_group(backend="gloo"), torch.ones(1), []
-    for _ in range(calls):
-        times = []
-        for group in (plain, dist.group.WORLD, plain):
-            begun = time.perf_counter()
-            dist.all_reduce(x, group=group)
-            times.append(time.perf_counter() - begun)
-        found.append((times[1] - (times[0] + times[2]) / 2) * 1e6)
     return statistics.median(found)
 
 

@@ -28,6 +28,7 @@ _SEQ_WORD = 1
 _SLOT_BYTES = 2048
 SLOTS = 256  # so many last calls of each rank does the board remember
 _PAGE_BYTES = _HEAD_BYTES + SLOTS * _SLOT_BYTES
+_PAGE_WORDS = _PAGE_BYTES // _WORD
 
 
 @dataclass(slots=True)
@@ -105,7 +106,8 @@ class Board:
 
         Others see it, complete, once the count of calls moves past it: that comes last.
         """
-        at, is_new = self._slot(rank, index), index == self.calls(rank)
+        at, counters = self._slot(rank, index), rank * _PAGE_WORDS
+        is_new = index == self._words[counters + _CALLS]
         if is_new:  # who just reads the call that was here before must not take half of each
             self._words[at // _WORD + _SEQ_WORD] = -1
         self._write(at + _TEXT, _rest(record))
@@ -113,26 +115,26 @@ class Board:
         channel, fingerprint = hash32(record.channel), hash32(record.fingerprint)
         self._write(at, _FOUND_BY.pack(channel, fingerprint, record.seq, record.issued))
         if is_new:
-            self._set(rank, _CALLS, index + 1)
+            self._words[counters + _CALLS] += 1
 
     def update(self, rank: int, index: int, record: Record):
         """Write again what changes until a call is over: its times, and what became of it."""
         times = record.started or 0.0, record.done or 0.0, record.waited or 0.0
         changes = _CHANGES.pack(*times, record.waits, record.by_future, record.dropped)
         self._write(self._slot(rank, index) + _FOUND_BY.size, changes)
-        self._set(rank, _EVENTS, self._get(rank, _EVENTS) + 1)
+        self._words[rank * _PAGE_WORDS + _EVENTS] += 1
 
     def set_waiting(self, rank: int, index: int | None):
         """`rank` now sits in the wait of its call `index`, or no longer in any."""
-        self._set(rank, _WAITING, 0 if index is None else index + 1)
+        self._words[rank * _PAGE_WORDS + _WAITING] = 0 if index is None else index + 1
 
     def set_state(self, rank: int, state: int):
-        self._set(rank, _STATE, state)
-        self._set(rank, _EVENTS, self._get(rank, _EVENTS) + 1)
+        self._words[rank * _PAGE_WORDS + _STATE] = state
+        self._words[rank * _PAGE_WORDS + _EVENTS] += 1
 
     def set_threads(self, rank: int, threads: int):
         """How many threads of `rank` have made calls: of several, a wait blocks only one."""
-        self._set(rank, _THREADS, threads)
+        self._words[rank * _PAGE_WORDS + _THREADS] = threads
 
     # Reading, from any process, at any time.
 
@@ -203,10 +205,7 @@ class Board:
         return rank * _PAGE_BYTES + _HEAD_BYTES + index % SLOTS * _SLOT_BYTES
 
     def _get(self, rank: int, field: int) -> int:
-        return self._words[rank * _PAGE_BYTES // _WORD + field]
-
-    def _set(self, rank: int, field: int, value: int):
-        self._words[rank * _PAGE_BYTES // _WORD + field] = value
+        return self._words[rank * _PAGE_WORDS + field]
 
     def _write(self, at: int, data: bytes):
         """Copy, in one go: pack_into would write zeros first, and a reader might see them."""

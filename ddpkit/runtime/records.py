@@ -211,9 +211,12 @@ def is_library(file: str) -> bool:
     return file.startswith((*_LIBRARY_FOLDERS, "<frozen"))
 
 
-def call_site() -> tuple[str, int, str]:
-    """(file, line, function) of the innermost frame that is the user's own."""
-    frame = first = sys._getframe(1)
+def call_site(skip: int = 1) -> tuple[str, int, str]:
+    """(file, line, function) of the innermost frame that is the user's own.
+
+    skip: so many frames are ours for sure. Making an object of each takes a while.
+    """
+    frame = first = sys._getframe(skip)
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or first

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache, lru_cache
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -213,7 +214,7 @@ class WireGroup(dist.ProcessGroup):
         root = self.ranks[opts.rootRank] if op in ROOTED else None
         reduction = REDUCTIONS[opts.reduceOp.op.value] if op in REDUCING else None
         alike = arriving[:1] if op == "scatter" else sent
-        said = _say(op, _numel(alike), alike[0].dtype if alike else None, reduction, root)
+        said = _say(op, _numel(alike), _dtype(alike), reduction, root)
         record = self._record(op, sent or arriving[:1], self._name, *said, root)
         self.recorder.issue(record, sent, (sent or arriving or [None])[0])
         inner = getattr(self.inner, method)(*args)
@@ -303,9 +304,9 @@ class WireGroup(dist.ProcessGroup):
         if self._label != "world" and op != "new_group":
             detail = f"{detail}, {self._label}" if detail else self._label
         said = self._label, self.ranks, channel, fingerprint, detail
-        nbytes = sum(tensor.nbytes for tensor in tensors)
+        nbytes = sum(map(attrgetter("nbytes"), tensors))
         shape = tuple(tensors[0].shape) if tensors else ()
-        place, now = call_site(), time.perf_counter()
+        place, now = call_site(3), time.perf_counter()
         return Record(op, *said, nbytes, peer, shape, _dtype(tensors), *place, 0, now, now)
 
     # What torch.distributed asks of a group besides.
@@ -360,11 +361,16 @@ def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, de
 
 
 def _dtype(tensors) -> str:
-    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return _name_of(tensors[0].dtype) if tensors else ""
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _numel(tensors) -> int:
-    return sum(tensor.numel() for tensor in tensors)
+    return sum(map(torch.Tensor.numel, tensors))
 
 
 def _size(tensors) -> str:
@@ -373,14 +379,13 @@ def _size(tensors) -> str:
 
 @lru_cache(1024)
 def _say(
-    op: str, numel: int, dtype: torch.dtype | None, reduction: str | None, root: int | None
+    op: str, numel: int, dtype: str, reduction: str | None, root: int | None
 ) -> tuple[str, str]:
-    """A collective's fingerprint and its arguments in words: "all_reduce 8 float32 sum", "8 float32, sum"."""
-    name = str(dtype).removeprefix("torch.")
-    said = [f"{numel} {name}"] if dtype else []
+    """Of a collective: what all must say alike, "all_reduce 8 float32 sum", and its arguments."""
+    said = [f"{numel} {dtype}"] if dtype else []
     said += [reduction] if reduction else []
     said += [f"{_root_name(op)}={root}"] if root is not None else []
-    fingerprint = [op, name, *said[1:]] if op in UNEQUAL else [op, *said]
+    fingerprint = [op, dtype, *said[1:]] if op in UNEQUAL else [op, *said]
     return " ".join(fingerprint), ", ".join(said)
 
 
