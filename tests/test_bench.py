@@ -108,7 +108,7 @@ def test_no_line_is_wider_than_the_page():
     assert str(ratio) == "12.3 [9.88–123]"
     variants = dict.fromkeys(CEILINGS, wide)
     found = Results(collectives.together("all_reduce", 4, 25 * 2**20, variants, CEILINGS))
-    steps = dict.fromkeys([ddp.TORCH, COMPUTE, ddp.SHARED, ddp.RECORDED, ddp.TORCH + AGAIN], wide)
+    steps = dict.fromkeys([ddp.TORCH, COMPUTE, ddp.SHARED, ddp.TORCH + AGAIN], wide)
     found += ddp.together("12 × Linear(1024)", steps, 50 * 2**20, str(Link(50e-6, 0.25e9)))
     names = [zero.TORCH, zero.ZERO, COMPUTE]
     of_all = [dict.fromkeys(names, 123_456_789)] * 2

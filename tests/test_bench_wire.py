@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ddpkit import launch
 from ddpkit.bench import wire
-from ddpkit.bench.results import AGAIN
+from ddpkit.bench.results import AGAIN, Results
 from ddpkit.runtime.wire import recorder
 
 
@@ -49,7 +49,7 @@ def test_what_a_call_and_a_step_may_cost():
 
 
 def test_it_measures():
-    found = wire.measure({"a call": (wire.all_reduces, 2)}, rounds=1)
+    found = Results(wire.measure("a call", wire.all_reduces, 2, rounds=1))
     assert [each.variant for each in found] == [wire.PLAIN, wire.RECORDED, wire.PLAIN + AGAIN]
     assert all(len(each.seconds) == 1 for each in found)
     assert "A/A" in repr(found)

@@ -8,6 +8,7 @@ import operator
 import statistics
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -78,18 +79,17 @@ def contest(make: Callable[[ProcessGroup], Work], plain: ProcessGroup) -> Contes
     return Contest({name: make(group) for name, group in groups.items()})
 
 
-def measure(cases: dict[str, tuple[Callable, int]] = CASES, rounds: int = ROUNDS) -> Results:
-    """Time each case, by 2 ranks, on Gloo. rounds: turns of each. ValueError: no round."""
-    found = Results(legend=LEGEND)
-    for what, (make, calls) in cases.items():
-        seconds, _ = race(partial(contest, partial(make, calls)), rounds, world_size=2)
-        found += together(what, calls, seconds)
-    return found
+def measure(what: str, make: Callable, calls: int, rounds: int = ROUNDS) -> list[Result]:
+    """Time a case, by 2 ranks, on Gloo. make: with `calls` and a group, makes a turn of them."""
+    make_contest = partial(contest, partial(make, calls))
+    return together(what, calls, race(make_contest, rounds, world_size=2)[0])
 
 
 def together(what: str, calls: int, seconds: dict[str, tuple[float, ...]]) -> list[Result]:
     """The results of one case. seconds: {variant: of each turn}."""
-    each = {name: tuple(s / calls for s in turns) for name, turns in seconds.items()}
+    each = {}
+    for name, turns in seconds.items():
+        each[name] = tuple(s / calls for s in turns)
     plain_s = statistics.median(each[PLAIN])
     budget_s = CALL_S if calls > 1 else STEP * plain_s
     found = []
@@ -107,4 +107,5 @@ def together(what: str, calls: int, seconds: dict[str, tuple[float, ...]]) -> li
 
 
 def main(name: str):
-    report(name, where(), measure())
+    results = (measure(what, *case) for what, case in CASES.items())
+    report(name, where(), Results(chain.from_iterable(results), LEGEND))
