@@ -5,21 +5,6 @@ import math
 import torch
 
 
-def flash_forward_by_element(q, k, v, tile, causal=False):
-    """One query, one key at a time, with o divided all along."""
-    rows = []
-    for i, query in enumerate(q):
-        m, ell, o = torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros_like(query)
-        for j in range(i + 1 if causal else len(k)):
-            s = query @ k[j] / math.sqrt(len(query))
-            m_new = torch.maximum(m, s)
-            ell_new = ell * torch.exp(m - m_new) + torch.exp(s - m_new)
-            o = o * torch.exp(m - m_new) * ell / ell_new + torch.exp(s - m_new) / ell_new * v[j]
-            m, ell = m_new, ell_new
-        rows.append((o, m + ell.log()))
-    return torch.stack([o for o, _ in rows]), torch.stack([lse for _, lse in rows])
-
-
 def flash_forward_by_logaddexp(q, k, v, tile, causal=False):
     """Merges o and lse of tiles that are each finished."""
     o, lse = torch.zeros_like(q), q.new_full((len(q), 1), -math.inf)
@@ -61,19 +46,6 @@ def flash_forward_row_by_row(q, k, v, tile, causal=False):
     return o, lse
 
 
-def flash_backward_by_row(q, k, v, o, lse, do, causal=False):
-    scale = q.shape[1] ** -0.5
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for i in range(len(q)):
-        for j in range(i + 1 if causal else len(k)):
-            p = torch.exp(q[i] @ k[j] * scale - lse[i])
-            ds = p * (do[i] @ v[j] - do[i] @ o[i]) * scale
-            dq[i] += ds * k[j]
-            dk[j] += ds * q[i]
-            dv[j] += p * do[i]
-    return dq, dk, dv
-
-
 def flash_backward_of_scaled_q(q, k, v, o, lse, do, causal=False):
     scale = q.shape[1] ** -0.5
     q = q * scale
@@ -86,10 +58,8 @@ def flash_backward_of_scaled_q(q, k, v, o, lse, do, causal=False):
 
 
 RIGHT = [
-    ("flash_forward", flash_forward_by_element),
     ("flash_forward", flash_forward_by_logaddexp),
     ("flash_forward", flash_forward_in_float32),
     ("flash_forward", flash_forward_row_by_row),
-    ("flash_backward", flash_backward_by_row),
     ("flash_backward", flash_backward_of_scaled_q),
 ]

@@ -45,27 +45,6 @@ class CheckpointByAutogradGrad(torch.autograd.Function):
         return None, *(x.grad for x in inputs)
 
 
-class CheckpointPutsTheStateBackItself(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, fn, *inputs):
-        ctx.fn, ctx.state = fn, torch.get_rng_state()
-        ctx.save_for_backward(*inputs)
-        return fn(*inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        inputs = [x.detach() for x in ctx.saved_tensors]
-        for x, wanted in zip(inputs, ctx.needs_input_grad[1:], strict=True):
-            x.requires_grad = wanted
-        now = torch.get_rng_state()
-        torch.set_rng_state(ctx.state)
-        with torch.set_grad_enabled(True):
-            output = ctx.fn(*inputs)
-        torch.set_rng_state(now)
-        torch.autograd.backward(output, gradient)
-        return (None, *[x.grad for x in inputs])
-
-
 class CheckpointSavesTheState(torch.autograd.Function):
     """The generator's state beside the inputs, and forward explicitly without a graph."""
 
@@ -123,6 +102,5 @@ RIGHT = [
     ("block_bytes", block_bytes_with_statistics),
     ("block_bytes", block_bytes_as_a_float),
     ("Checkpoint", CheckpointByAutogradGrad),
-    ("Checkpoint", CheckpointPutsTheStateBackItself),
     ("Checkpoint", CheckpointSavesTheState),
 ]

@@ -66,16 +66,6 @@ def master_step_in_one_go(weights, masters, optimizer, scale):
         weight.data.copy_(master.data.half())
 
 
-def master_step_with_foreach(weights, masters, optimizer, scale):
-    optimizer.zero_grad()
-    for weight, master in zip(weights, masters, strict=True):
-        if weight.grad is not None:
-            master.grad = torch.empty_like(master).copy_(weight.grad).div_(scale)
-    optimizer.step()
-    with torch.no_grad():
-        torch._foreach_copy_(list(weights), list(masters))
-
-
 def predict_bytes_never_changes(parameters, precision, optimizer):
     """fp32 or mixed: 8, and 4 a moment."""
     return float(parameters * {"SGD": 8, "momentum": 12, "AdamW": 16}[optimizer])
@@ -104,6 +94,5 @@ RIGHT = [
     ("LossScaler", ScalerByTheNorm),
     ("LossScaler", ScalerGathers),
     ("master_step", master_step_in_one_go),
-    ("master_step", master_step_with_foreach),
     ("predict_bytes", predict_bytes_never_changes),
 ]

@@ -12,17 +12,6 @@ def _hop(outgoing, incoming, step=1):
     sending.wait()
 
 
-def ring_reduce_scatter_the_other_way_round(x):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chunks = x.tensor_split(world_size)
-    for hop in range(1, world_size):
-        chunk = chunks[(rank + hop + 1) % world_size]
-        arrived = torch.empty_like(chunk)
-        _hop(chunks[(rank + hop) % world_size], arrived, step=-1)
-        chunk += arrived
-    return chunks[rank]
-
-
 def ring_reduce_scatter_waits_for_sends_at_the_end(x):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks, sends = x.tensor_split(world_size), []
@@ -85,7 +74,6 @@ def ring_cost_of_two_halves(world_size, nbytes):
 
 
 RIGHT = [
-    ("ring_reduce_scatter", ring_reduce_scatter_the_other_way_round),
     ("ring_reduce_scatter", ring_reduce_scatter_waits_for_sends_at_the_end),
     ("ring_all_gather", ring_all_gather_the_other_way_round),
     ("ring_all_gather", ring_all_gather_skips_empty_chunks),

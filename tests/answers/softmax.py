@@ -5,8 +5,6 @@ from math import exp, inf
 
 import torch
 
-from ddpkit import softmax
-
 
 def online_softmax_in_torch(row):
     m, d = torch.tensor(-inf, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
@@ -17,32 +15,12 @@ def online_softmax_in_torch(row):
     return torch.stack([torch.exp(x - m) / d if d > 0 else torch.zeros(()).double() for x in row])
 
 
-def online_softmax_by_place(row):
-    m, d = row[0], 1.0 if row[0] > -inf else 0.0
-    for i in range(1, len(row)):
-        if row[i] == -inf:
-            continue
-        m_before, m = m, max(m, row[i])
-        d = d * exp(m_before - m) + exp(row[i] - m)
-    return [exp(row[i] - m) / d if row[i] > -inf else 0 for i in range(len(row))]
-
-
 def online_softmax_by_the_log_of_the_sum(row):
     log_sum = -inf
     for x in row:
         low, high = sorted((log_sum, float(x)))
         log_sum = high if low == -inf else high + math.log1p(exp(low - high))
     return tuple(exp(x - log_sum) if x > -inf else 0.0 for x in row)
-
-
-def online_softmax_in_blocks(row):
-    pair = -inf, 0.0
-    for start in range(0, len(row), 8):
-        numbers = [float(x) for x in row[start : start + 8]]
-        m = max(numbers)
-        pair = merge_in_two_cases(pair, (m, sum(exp(x - m) if x > -inf else 0.0 for x in numbers)))
-    m, d = pair
-    return [exp(x - m) / d if d else 0.0 for x in row]
 
 
 def online_softmax_looks_whether_all_is_masked(row):
@@ -60,10 +38,6 @@ def merge_in_two_cases(a, b):
     return (m_b, d_b) if m_a == -inf else (m_b, d_b + d_a * exp(m_a - m_b))
 
 
-def merge_by_the_library(a, b):
-    return list(softmax.merge(a, b))
-
-
 def merge_in_one_tensor(a, b):
     logs = torch.stack([a[0] + torch.log(a[1]), b[0] + torch.log(b[1])])
     m = torch.maximum(a[0], b[0])
@@ -72,11 +46,8 @@ def merge_in_one_tensor(a, b):
 
 RIGHT = [
     ("online_softmax", online_softmax_in_torch),
-    ("online_softmax", online_softmax_by_place),
     ("online_softmax", online_softmax_by_the_log_of_the_sum),
-    ("online_softmax", online_softmax_in_blocks),
     ("online_softmax", online_softmax_looks_whether_all_is_masked),
     ("merge", merge_in_two_cases),
-    ("merge", merge_by_the_library),
     ("merge", merge_in_one_tensor),
 ]

@@ -20,15 +20,6 @@ def online_weighted_mean_finished_all_along(x, v):
     return mean
 
 
-def online_weighted_mean_in_blocks(x, v):
-    triple = summarize(torch.zeros(0).double(), torch.zeros(0, v.shape[1]).double())
-    for first in range(0, len(x), 8):
-        part = slice(first, first + 8)
-        triple = merge(triple, summarize(x[part], v[part]))
-    _, ell, o = triple
-    return o / ell if ell else o
-
-
 def blockwise_softmax_by_hand(row, block):
     m, ell, result = -inf, 0.0, []
     for first in range(0, len(row), block):
@@ -67,7 +58,6 @@ def softmax_across_ranks_by_messages(x):
 
 RIGHT = [
     ("online_weighted_mean", online_weighted_mean_finished_all_along),
-    ("online_weighted_mean", online_weighted_mean_in_blocks),
     ("blockwise_softmax", blockwise_softmax_by_hand),
     ("softmax_across_ranks", softmax_across_ranks_by_logsumexp),
     ("softmax_across_ranks", softmax_across_ranks_by_messages),

@@ -5,16 +5,7 @@ from __future__ import annotations  # tl.constexpr, before there is tl
 tl = None
 
 
-def softmax_kernel_in_quotes(x_ptr, y_ptr, stride, columns, BLOCK: "tl.constexpr"):  # noqa: UP037 (as before Triton)
-    offsets = tl.arange(0, BLOCK)
-    x = tl.load(
-        x_ptr + tl.program_id(0) * stride + offsets, mask=offsets < columns, other=-float("inf")
-    )
-    p = tl.exp(x - tl.max(x, 0))
-    tl.store(y_ptr + tl.program_id(0) * stride + offsets, p / tl.sum(p, 0), mask=offsets < columns)
-
-
-def softmax_kernel_in_base_2(x_ptr, y_ptr, stride, columns, BLOCK: tl.constexpr):
+def softmax_kernel_in_base_2(x_ptr, y_ptr, stride, columns, BLOCK: "tl.constexpr"):  # noqa: UP037 (as before Triton)
     offsets = tl.arange(0, BLOCK)
     x_ptr += tl.program_id(0) * stride
     y_ptr += tl.program_id(0) * stride
@@ -36,7 +27,6 @@ def softmax_kernel_online(x_ptr, y_ptr, stride, columns, BLOCK: tl.constexpr):
 
 
 RIGHT = [
-    ("softmax_kernel", softmax_kernel_in_quotes),
     ("softmax_kernel", softmax_kernel_in_base_2),
     ("softmax_kernel", softmax_kernel_online),
 ]

@@ -27,29 +27,9 @@ def _update(where, gradient, state, lr, beta):
     where.sub_(lr * state["momentum"])
 
 
-def shard_plan_element_by_element(numels, world_size):
-    length = -(-sum(numels) // world_size)
-    elements = [(parameter, at) for parameter, numel in enumerate(numels) for at in range(numel)]
-    shards = []
-    for rank in range(world_size):
-        mine = elements[rank * length : (rank + 1) * length]
-        spans = {}
-        for parameter, at in mine:
-            first, _ = spans.get(parameter, (at, at))
-            spans[parameter] = first, at + 1
-        shards.append([(parameter, *span) for parameter, span in spans.items()])
-    return shards
-
-
 def shard_plan_as_tensors(numels, world_size):
     plan = shard_plan(numels, world_size)
     return [tuple(tuple(map(torch.tensor, part)) for part in shard) for shard in plan]
-
-
-def zero_step_divides_first(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
-    gradients /= _size()
-    _update(_shard(parameters), ring_reduce_scatter(gradients), state, lr, beta)
-    ring_all_gather(parameters)
 
 
 def zero_step_with_torchs_optimizer(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
@@ -60,13 +40,6 @@ def zero_step_with_torchs_optimizer(parameters, gradients, state, lr=1 / 16, bet
     optimizer.step()
     state["momentum"] = optimizer.state[shard]["momentum_buffer"]
     ring_all_gather(parameters)
-
-
-def zero_step_with_torchs_collectives(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
-    gradient = torch.empty_like(_shard(gradients))
-    dist.reduce_scatter(gradient, list(gradients.chunk(_size())))
-    _update(_shard(parameters), gradient / _size(), state, lr, beta)
-    dist.all_gather(list(parameters.chunk(_size())), _shard(parameters).clone())
 
 
 def zero_step_keeps_a_list_in_a_group(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
@@ -91,17 +64,6 @@ def model_states_stage_by_stage(parameters, stage, world_size):
     for number, place in enumerate((2, 1, 0)[:stage]):
         kept[place] = shard * (12 if number == 0 else 2)
     return kept
-
-
-def clip_by_all_lengths(shards, max_norm):
-    mine = torch.cat(shards).norm()
-    lengths = [torch.empty_like(mine) for _ in range(_size())]
-    dist.all_gather(lengths, mine)
-    norm = torch.stack(lengths).norm()
-    if norm > max_norm:
-        for shard in shards:
-            shard.mul_(max_norm / norm)
-    return norm
 
 
 def clip_one_reduction_a_tensor(shards, max_norm):
@@ -133,14 +95,10 @@ class GatherUseFreeByAutograd(torch.autograd.Function):
 
 RIGHT = [
     ("model_states", model_states_stage_by_stage),
-    ("clip_grad_norm_", clip_by_all_lengths),
     ("clip_grad_norm_", clip_one_reduction_a_tensor),
     ("GatherUseFree", GatherUseFreeByAutograd),
-    ("shard_plan", shard_plan_element_by_element),
     ("shard_plan", shard_plan_as_tensors),
-    ("zero_step", zero_step_divides_first),
     ("zero_step", zero_step_with_torchs_optimizer),
-    ("zero_step", zero_step_with_torchs_collectives),
     ("zero_step", zero_step_keeps_a_list_in_a_group),
     ("zero_step", zero_step_remembers_where_its_shard_is),
 ]

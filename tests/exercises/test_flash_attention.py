@@ -6,11 +6,6 @@ from ddpkit import flash_attention
 from .every import *  # noqa: F403
 
 
-def test_the_solutions_are_the_librarys_functions():
-    assert check.flash_forward.reference is flash_attention.flash_forward
-    assert check.flash_backward.reference is flash_attention.flash_backward
-
-
 def test_shapes_come_first_then_what_is_simplest():
     def shorter(q, k, v, o, lse, do, causal=False):
         return q[:1], k, v
