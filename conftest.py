@@ -45,8 +45,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
 
 # The files that take longest come first, so that no worker ends long after the others.
-LONGEST = ["04_bucketed_ddp", "test_bucketed_ddp", "02_ring_all_reduce", "test_browser"]
-LONGEST += ["test_triton_attention", "test_processes", "test_training", "test_data_parallel"]
+LONGEST = ["04_bucketed_ddp", "02_ring_all_reduce", "09_flash_attention", "test_browser"]
+LONGEST += ["test_debug", "test_training", "test_processes", "test_launch"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
