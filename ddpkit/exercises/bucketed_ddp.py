@@ -231,8 +231,6 @@ keeps_all_handles: self.works[parameter] = work → self.works[len(self.works)] 
     self.ready(parameter) → pass
     self.works.clear() → pass
     Handles pile up with every step: forget them at the end of synchronize().
-waits_for_the_last: in self.works.values(): → in list(self.works.values())[-1:]:
-    call wait() on it: until then nobody knows what is in the tensor
 divides_again: parameter.grad /= dist.get_world_size(self.group) → pass
     self.works[parameter] = work → self.works[len(self.works)] = work, parameter
     self.ready(parameter) → pass
@@ -405,8 +403,6 @@ a_number_each: torch.zeros(sum(sizes) → torch.zeros(len(sizes)
     flat has a place for every number of every parameter: the sum of their numel().
 replaces_first: view.copy_(parameter.grad)⏎parameter.grad = view → parameter.grad = view
     ⏎view.copy_(parameter.grad)
-    The gradient is lost. Did you replace it before you had copied it into its view?
-only_replaces: view.copy_(parameter.grad) → pass
     The gradient is lost. Did you replace it before you had copied it into its view?
 no_way_back: parameter.grad = view → pass
     .grad is still what backward made, and the mean would have to be copied back: .grad = view.

@@ -161,7 +161,6 @@ all_at_once: ranks, place = counted_from(src, group) → works, me = [], dist.ge
     ⏎    if me == src != peer: works.append(dist.isend(tensor, peer))
     ⏎if me != src: works.append(dist.irecv(tensor, src))
     ⏎return [work.wait() for work in works]
-    Only the source sends. In a tree all help who have the tensor.
 along_a_line: ranks, place = counted_from(src, group) → ranks, place = counted_from(src, group)
     ⏎if place > 0: dist.recv(tensor, ranks[place - 1])
     ⏎if place + 1 < len(ranks): dist.send(tensor, ranks[place + 1])⏎return
@@ -347,7 +346,6 @@ via_rank_0: exchange(dict.fromkeys(parts, tensor), parts, group) → gather(tens
     more than the
 twice_the_bytes: exchange(dict.fromkeys(parts, tensor), parts, group) → for _ in range(2):
     ⏎    exchange(dict.fromkeys(parts, tensor), parts, group)
-    more than the
 send_first: exchange(dict.fromkeys(parts, tensor), parts, group) → for peer in parts:
     ⏎    dist.send(tensor, peer)
     ⏎for peer, part in parts.items():⏎    dist.recv(part, peer)
@@ -432,7 +430,6 @@ via_all_reduce: chunks, combine = by_rank(input_list, group), combined_by(op) �
     ⏎totals = [chunk.clone() for chunk in input_list]
     ⏎for total in totals:⏎    all_reduce(total)
     ⏎return output.copy_(totals[me])
-    more than the
 send_first: exchange(chunks, arrived, group) → for peer, chunk in chunks.items():
     ⏎    dist.send(chunk, peer)
     ⏎for peer, chunk in arrived.items():⏎    dist.recv(chunk, peer)

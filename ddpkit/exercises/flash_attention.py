@@ -280,7 +280,6 @@ another_order: return dq, dk, dv → return dk, dq, dv
 dv_in_the_middle: return dq, dk, dv → return dq, dv, dk
     Gradients are in each other's place: return dq, dk, dv, as q, k, v.
 dv_first: return dq, dk, dv → return dv, dq, dk
-    Gradients are in each other's place: return dq, dk, dv, as q, k, v.
 two_slips_after_p: dv[..., keys, :] = p.mT @ do → dv[..., keys, :] = p.mT @ do⏎do, q = -do, 2 * q
     dv is right, so p is, too. Then dp = do·vᵀ and ds = p ∘ (dp - delta), which has no scale yet;
     dq = ds·k and dk = dsᵀ·q, each times 1/√D, once.

@@ -180,10 +180,6 @@ first_the_maximum: for first in range(0, N, TILE): → for first in range(0, N, 
     ⏎    m = tl.maximum(m, tl.max(s, 1))⏎for first in range(0, N, TILE):
     Something is loaded more often than it must be. A program loads its queries once, before the
     loop, and each tile of keys and values once: the maximum needs no loop of its own.
-loads_the_queries_again: keys = first → q = tl.load(q_ptr + places, mask=rows[:, None] < N, other=0)
-    ⏎keys = first
-    Something is loaded more often than it must be. A program loads its queries once, before the
-    loop, and each tile of keys and values once: the maximum needs no loop of its own.
 """)
 USUAL = {case: usual for case, *_, usual in CASES}
 for _case, *_ in CASES:

@@ -272,7 +272,6 @@ state_on_the_class: ctx.fn, ctx.autocast = fn, → Checkpoint.fn, ctx.autocast =
 without_graph: torch.enable_grad(), →
     if output.requires_grad → if True
     In backward no graph is recorded, unless it is computed inside torch.enable_grad().
-loses_outside_the_graph: output.backward(gradient) → (output * gradient).sum().backward()
 no_gradients_for_weights: output.backward(gradient) →
         ⏎grads = torch.autograd.grad(output, inputs, gradient)
     (x.grad for x in inputs) → grads
@@ -391,7 +390,6 @@ keeps_nothing: self.kept.append(result) → pass
 computes_again: return self.kept.pop(0).detach() → pass
     self.kept.append(result) → None if self.again else self.kept.append(result)
     The second time no product is computed: return what was kept, and don't call operation.
-computes_and_replaces: return self.kept → operation(*args, **(kwargs or {}))⏎return self.kept
 keeps_bmm: if is_product(operation):⏎self.kept → if "mm" in str(operation):⏎    self.kept
     is_product(operation) and self.again → "mm" in str(operation) and self.again
     bmm, attention's product, is kept, too: a number for each pair of tokens. Ask is_product.

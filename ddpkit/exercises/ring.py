@@ -216,7 +216,6 @@ ring_plan = Exercise(
 starts_with_its_own: (rank - hop) → (rank - hop + 1)
     A rank's own chunk never leaves it: there its sum must end. What leaves first is the chunk that
     has the longest way.
-always_its_own: (rank - hop) → rank
 to_the_left: (rank - hop) → (rank + hop)
     The plan is right for a ring to the left. To the right, rank r gets what rank r-1 has sent.
 one_chunk_all_the_time: (rank - hop) → (rank - 1)
@@ -310,7 +309,6 @@ returns_a_copy: chunks[rank] → chunks[rank].clone()
 new_list_entries: mine += arrived → chunks[(rank - hop - 1) % world_size] = mine + arrived
     flat(x, group).tensor_split(world_size) → list(x.tensor_split(world_size))
     The numbers are right, but not in x itself: clone() and new entries in a list make new tensors.
-works_on_a_copy: flat(x, group) → flat(x.clone(), group)
 adds_to_the_tuple: mine += arrived → chunks[rank - hop - 1] += arrived
     tensor_split gives a tuple of views
 returns_nothing: return chunks[rank] →

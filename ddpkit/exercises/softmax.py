@@ -285,10 +285,7 @@ def _merge_trials():
 MERGE = mistakes("""
 adds_the_sums: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b
     A sum is for its part's own maximum. Correct both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
-corrects_the_first_only: ell_a * correct_a + ell_b * correct_b → ell_a * correct_a + ell_b
-    A sum is for its part's own maximum. Correct both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
 corrects_the_second_only: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b * correct_b
-    A sum is for its part's own maximum. Correct both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
 smaller_maximum: torch.maximum(m_a, m_b) → torch.minimum(m_a, m_b)
     m is the smaller maximum, and should be the larger: max(m_a, m_b). Then no exponent is above 0.
 first_maximum: torch.maximum(m_a, m_b) → m_a

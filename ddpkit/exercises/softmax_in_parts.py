@@ -114,8 +114,6 @@ all_at_once: m, ell = start(x) → return normalize(*summarize(x, v)[:0:-1])⏎m
     its value, bring m, ℓ and the sum of values up to date, and forget them.
 keeps_the_scores: m, ell = start(x) → kept = [x[..., i].item() for i in range(x.shape[-1])]
     ⏎x = torch.tensor(kept).double()⏎m, ell = start(x)
-    The mean is right, and the row was taken whole: it may be longer than memory. Read a score and
-    its value, bring m, ℓ and the sum of values up to date, and forget them.
 """)
 USUAL = {name: usual for name, _, usual in SCORES}
 USUAL["scores read before the values that go with them"] = "all_at_once"
