@@ -37,15 +37,17 @@ VALUES = {  # what is nearest to each, written down by hand
 
 
 def _run_nearest(answer):
+    """By value, whatever `answer` makes of it; None: what is right."""
     seen = {}
     for (what, format), values in VALUES.items():
-        seen[f"{format.name}, {what}:"] = {value: answer(value, format) for value in values}
+        for value, right in values.items():
+            found = answer(value, format) if answer else right
+            seen[f"{value:.6g} in {format.name}, {what}"] = found
     return seen
 
 
 def _nearest_trials():
-    right = {f"{format.name}, {what}:": values for (what, format), values in VALUES.items()}
-    yield Trial(1, _run_nearest, (), [right])
+    yield Trial(1, _run_nearest, (), [_run_nearest(None)])
 
 
 nearest = Exercise(
@@ -393,32 +395,32 @@ master_in_fp32_too: (4 + 4, 0) → (4 + 4, 4)
 # quantise(x, block)
 
 BLOCK = 4
-BLOCKS = {  # four numbers each, and the greatest error, half a scale
-    "largest 127, so the scale is 1": [127.0, -3.4, 0.6, 12.0],
-    "small ones": [0.001, -0.002, 0.0005, 0.0],
-    "the largest is negative": [1.0, -254.0, 3.0, 100.0],
-    "nothing but zeros": [0.0, 0.0, 0.0, 0.0],
-}
+BLOCKS = [  # the first has the scale 1; each must come back to half a scale
+    [127.0, -3.4, 0.6, 12.0],
+    [0.001, -0.002, 0.0005, 0.0],
+    [1.0, -254.0, 3.0, 100.0],
+    [0.0, 0.0, 0.0, 0.0],
+]
+BACK = "numbers * scales, which may be half a scale off: {}".format
 
 
 def _run_quantise(answer):
     """Whether int8, how large the scales are, and what is further off than half a scale."""
-    x = torch.tensor(list(BLOCKS.values()))
+    x = torch.tensor(BLOCKS)
     numbers, scales = answer(x.flatten(), BLOCK)
     seen = {"dtype and shapes": [str(numbers.dtype), list(numbers.shape), list(scales.shape)]}
     if seen["dtype and shapes"][1:] != [[4, BLOCK], [4, 1]]:
         return seen
-    error = (numbers * scales - x).abs().amax(1)
-    most = x.abs().amax(1) / 127 / 2 * 1.0001
-    for at, what in enumerate(BLOCKS):
-        near = bool(error[at] <= most[at])
-        seen[what] = "near enough" if near else [numbers[at].tolist(), scales[at].item()]
+    back = numbers * scales
+    near = (back - x).abs().amax(1) <= x.abs().amax(1) / 127 / 2 * 1.0001
+    for at, block in enumerate(BLOCKS):
+        seen[BACK(block)] = block if near[at] else back[at].tolist()
     return seen | {"a scale is 0": bool((scales == 0).any())}
 
 
 def _quantise_trials():
     right = {"dtype and shapes": ["torch.int8", [4, BLOCK], [4, 1]]}
-    right |= dict.fromkeys(BLOCKS, "near enough") | {"a scale is 0": False}
+    right |= {BACK(block): block for block in BLOCKS} | {"a scale is 0": False}
     yield Trial(1, _run_quantise, (), [right], what=f"16 numbers in blocks of {BLOCK}")
 
 
