@@ -23,8 +23,8 @@ def deal(length: int, world_size: int, blocks: list[int] | None = None) -> list[
     hands = [[] for _ in range(world_size)]
     for block in torch.arange(length).split(blocks or length):
         if len(block) < world_size:
-            cut = f"{len(block)} can't be split among {world_size} ranks"
-            raise ValueError(f"{cut}, expected one for each at least: use fewer, or a wider layer")
+            few = f"a length of {len(block)} can't be split among {world_size} ranks"
+            raise ValueError(f"{few}, expected one for each at least: use fewer, or a wider layer")
         for hand, part in zip(hands, block.tensor_split(world_size), strict=True):
             hand.append(part)
     return [torch.cat(hand) for hand in hands]

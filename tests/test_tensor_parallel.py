@@ -70,9 +70,13 @@ def test_f_and_g(check):
     check.same(found[1:], expected[1:], "g")
 
     # A gradient that several have is nobody's to write in; one that is expanded has no room.
-    x = torch.ones(2, requires_grad=True)
-    (CopyToRanks.apply(x) + 3 * x).sum().backward()
-    check.same(x.grad, torch.full((2,), 3.0 + world_size), "f beside something else")
+    x, y = (torch.ones(4, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    first = 2 * y  # which backward comes to last
+    ((CopyToRanks.apply(x) + first) * weights).sum().backward()
+    check.same((x.grad, y.grad), (world_size * weights, 2 * weights), "f beside something else")
+    x.grad = None
+    CopyToRanks.apply(x).sum().backward()
+    check.same(x.grad, torch.full_like(x, world_size), "f of an expanded gradient")
     x = torch.ones(4, requires_grad=True)
     (x + SumOverRanks.apply(x.view(2, 2).t()).t().flatten()).sum().backward()
     check.same(x.grad, torch.full((4,), 2.0), "g of what isn't contiguous")
@@ -228,8 +232,8 @@ def test_norm(check):
             close(check, gradient, serial.get_parameter(name).grad, name)
     check.same(split[2].weight.grad, None, "unused")
 
-    half = nn.Parameter(torch.zeros(2**20, dtype=torch.bfloat16))
-    half.grad = torch.full_like(half, 2**-10)
-    norm = clip_grad_norm({half: dist.get_world_size()}, 0.5)
-    close(check, norm, torch.ones(()), "summed up in float32")
-    check.same(half.grad, torch.full_like(half, 2**-11), "clipped")
+    half = nn.Parameter(torch.zeros(257, dtype=torch.bfloat16))
+    half.grad = torch.full_like(half, 1 / 16)
+    norm = clip_grad_norm({half: dist.get_world_size()}, 1000.0)
+    expected = torch.tensor(257 / 256, dtype=torch.float64).sqrt()  # bf16 would say 1
+    check.close(norm, expected, 1e-6, "summed up in float32")
