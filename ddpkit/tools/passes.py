@@ -25,7 +25,10 @@ def between_barriers(run) -> list[str]:
             sections.append(Counter())
         elif sections:
             sections[-1][f"{record.op} of {size(record.bytes)}"] += 1
-    return [", ".join(f"{many} × {call}" for call, many in each.items()) for each in sections]
+    said = []
+    for each in sections:
+        said.append(", ".join(f"{many} × {call}" for call, many in each.items()))
+    return said
 
 
 def ring_bytes(run) -> float:
