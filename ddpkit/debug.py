@@ -33,6 +33,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if not Path(options.script).is_file():
         sys.exit(f"ddpkit.debug expected a script, got {options.script}: there is no such file")
+    if options.trace and not Path(options.trace).resolve().parent.is_dir():
+        sys.exit(f"ddpkit.debug expected a folder for {options.trace}: there is none; make it first")
+    try:
+        link = Link.preset(options.link) if options.link else None
+    except ValueError as error:
+        sys.exit(f"ddpkit.debug: {error}")
     if options.world_size:
         ranks = f"--nproc-per-node={options.world_size}"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
@@ -42,7 +48,6 @@ def main(arguments: list[str] | None = None) -> None:
         os.execv(sys.executable, [*torchrun, "-m", "ddpkit.debug", *rest])
     if "RANK" not in os.environ:
         sys.exit("ddpkit.debug: start it by torchrun, or say how many ranks: --world-size 4")
-    link = Link.preset(options.link) if options.link else None
     session = Session(link, options.trace, options.flight_recorder)
     session.install()
     sys.argv = [options.script, *options.arguments]

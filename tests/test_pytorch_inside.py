@@ -21,6 +21,7 @@ def run_all(folder):
         result = said_or_raised(name)
         found[name] = [result, None, len(recorder().records) - before]
         dist.barrier()
+    found["twins"] = [ways() for ways in (hybrid, sharded_and_split, pipelined)]
     rank = dist.get_rank()
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", WORLD)
@@ -29,6 +30,57 @@ def run_all(folder):
         found[name][1] = said_or_raised(name)
         dist.barrier()
     return found
+
+
+def batch(part):
+    return (torch.arange(24).view(3, 8) + 10 * part) / 100
+
+
+def furthest_from_serial(module, parts):
+    """The largest difference to the gradients of one process with the batches of all."""
+    twin, worst = pytorch_cases.mlp(), 0.0
+    for part in range(parts):
+        (twin(batch(part)).square().mean() / parts).backward()
+    for ours, its in zip(module.parameters(), twin.parameters(), strict=True):
+        worst = max(worst, (ours.grad.full_tensor() - its.grad).abs().max().item())
+    return worst
+
+
+def hybrid():
+    """HSDP on a 2 × 2 mesh: shards in a row, replicas in a column."""
+    from torch.distributed.fsdp import fully_shard
+
+    module = pytorch_cases.mlp()
+    fully_shard(module, mesh=pytorch_cases.grid())
+    module(batch(dist.get_rank())).square().mean().backward()
+    return furthest_from_serial(module, WORLD)
+
+
+def sharded_and_split():
+    """On a 2 × 2 mesh: FSDP in one direction, tensor parallel in the other."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh, plan = pytorch_cases.grid(), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    module = parallelize_module(pytorch_cases.mlp(), mesh["tp"], plan)
+    fully_shard(module, mesh=mesh["dp"])
+    module(batch(mesh["dp"].get_local_rank())).square().mean().backward()
+    return furthest_from_serial(module, 2)
+
+
+def pipelined():
+    _, ((weight, bias),) = pytorch_cases.schedule("Schedule1F1B")
+    torch.manual_seed(0)
+    twin = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(WORLD)))
+    for micro_batch in (torch.arange(32.0).view(8, 4) / 32).chunk(4):
+        ((twin(micro_batch) - micro_batch).square().mean() / 4).backward()
+    mine = twin[dist.get_rank()]
+    differences = mine.weight.grad - torch.tensor(weight), mine.bias.grad - torch.tensor(bias)
+    return max(difference.abs().max().item() for difference in differences)
 
 
 def said_or_raised(name):
@@ -52,6 +104,10 @@ def test_results_are_those_of_plain_gloo(run, name):
         calls += its_calls
     silent = {"split_group", "distributed_sampler"}  # Gloo can't split; a sampler says nothing
     assert (calls > 0) == (name not in silent)
+
+
+def test_gradients_are_the_serial_twins(run):
+    assert max(max(run[rank]["twins"]) for rank in range(WORLD)) < 1e-6
 
 
 def test_enough_of_pytorch_is_tried():
