@@ -25,6 +25,7 @@ from .tools.units import wrap
 KNOWN = "2."  # versions that begin so
 OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
+FAR = 1_000_000  # where messages are counted from, up and down
 UNEQUAL = ("all_to_all", "all_gather", "gather")  # their sizes may differ between ranks
 # Frames of torch or Python on another machine, and those of C++ (TORCH_FR_CPP_STACK).
 LIBRARY = re.compile(
@@ -117,7 +118,7 @@ def _fill(board: Board, rank: int, dump: dict, everybody: list[int], from_the_st
             messages[record.channel] -= 1
     for record in records:
         if record.op in hang.MESSAGES:
-            record.seq = messages[record.channel]
+            record.seq = FAR + messages[record.channel]
             messages[record.channel] += 1
     board.set_state(rank, RUNNING)
     waiting = next((n for n, record in enumerate(records) if record.done is None), None)
@@ -164,7 +165,7 @@ def _record(entry: dict, groups: dict, everybody: list[int]) -> Record:
     name = OUR_NAMES.get(name, name)
     detail = f"{shape or numel} {dtype}" if dtype else ""
     detail += f", {peers}" if peers else ""
-    if len(members) < len(everybody):
+    if len(members) < len(everybody) and name not in hang.MESSAGES:
         detail += f", group {list(members)}" if detail else f"group {list(members)}"
     frames = entry.get("frames") or [{"name": "?", "filename": "?", "line": 0}]
     theirs = (f for f in frames if not is_library(f["filename"]))

@@ -67,13 +67,13 @@ def groups_in_opposite_order():
         dist.all_reduce(x(), group=group)
 
 
-@case("messages", 0, 1, world_size=2)
+@case("missing", 0, 1, world_size=2)
 def both_send():
     dist.send(x(100_000), 1 - me())
     dist.recv(x(100_000), 1 - me())
 
 
-@case("messages", 0, 1, 2)
+@case("missing", 0, 1, 2)
 def a_circle_of_receives():
     dist.recv(x(), (me() + 1) % 3)
 
@@ -103,6 +103,12 @@ def a_loop_ends_early():
 @case("missing", 1, 2)
 def a_loop_goes_one_too_far():
     for _ in range(3 + (me() == 0)):
+        dist.all_reduce(x())
+
+
+@case("missing", 1)
+def after_more_calls_than_the_board_remembers():
+    for _ in range(300 - (me() == 1)):
         dist.all_reduce(x())
 
 
@@ -240,9 +246,23 @@ def one_send_too_few():
         dist.recv(x(), 0) if me() else dist.send(x(), 1)
 
 
-@case("messages", 0, 1, world_size=2)
+@case("size", 1, world_size=2)
 def another_length_of_a_message():
     dist.recv(x(7), 0) if me() else dist.send(x(8), 1)
+
+
+@case("missing", 0, 1, world_size=2)
+def tags_differ():
+    dist.recv(x(), 0, tag=4) if me() else dist.send(x(100_000), 1, tag=3)
+
+
+@case("missing", 2)
+def a_pipeline_with_a_stage_that_stops():
+    for _ in range(3 - (me() == 2)):
+        if me() > 0:
+            dist.recv(x(100_000), me() - 1)
+        if me() < 2:
+            dist.send(x(100_000), me() + 1)
 
 
 # What the dumps can't tell

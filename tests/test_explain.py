@@ -58,11 +58,10 @@ def analysers_verdict(folder):
     if any(missing):
         return "missing", set().union(*missing)
     for collective in first.values():
-        members, others = collective.expected_ranks, differing(collective)
-        if collective.collective_name.startswith(("nccl:send", "nccl:recv")):
-            return "messages", set(members)
+        others = differing(collective)
         (kind,) = set(others.values())
-        return kind.split("_")[-2].lower().replace("syntax", "size"), odd(set(others), members)
+        kind = kind.split("_")[-2].lower().replace("syntax", "size")
+        return kind, odd(set(others), collective.expected_ranks)
     return None
 
 
@@ -93,20 +92,16 @@ def odd(one_side: set, everybody: set) -> set:
 def our_verdict(report: str):
     """What a report says, of `launch` or of `ddpkit.explain`."""
     if not report.startswith("mismatch: "):
-        waits = re.findall(r"waiting for (ranks?[\d, and]+) in (\w+)", report)
-        circle = "each waits for another" in report
-        messages = circle and {call for _, call in waits} <= {"send", "recv"}
-        return "messages" if messages else "missing", set().union(*(named(r) for r, _ in waits))
+        waits = re.findall(r"waiting for (ranks?[\d, and]+) in ", report)
+        return "missing", set().union(*map(named, waits))
     headline = " ".join(report.partition("\n\n")[0].split())
     said = re.findall(r"(ranks?[\d, and]+) called (\w+)\((.*?)\)(?:,|\.)", headline)
-    sides = [named(ranks) for ranks, _, _ in said]
-    calls, details = {call for _, call, _ in said}, [detail.split() for _, _, detail in said]
-    if calls <= {"send", "recv"}:
-        return "messages", set.union(*sides)
-    if len(calls) > 1:
+    sides, calls = [named(ranks) for ranks, _, _ in said], {call for _, call, _ in said}
+    if len(calls) > 1 and calls != {"send", "recv"}:
         kind = "type"
     else:
-        kind = "size" if details[0][0] != details[1][0] else "dtype"
+        sizes = {detail.split()[0] for _, _, detail in said}
+        kind = "size" if len(sizes) > 1 else "dtype"
     return kind, odd(sides[1], set.union(*sides))
 
 
@@ -154,12 +149,18 @@ def collectives_of_all_kinds():
     group = dist.new_group([0, 2])
     if rank != 1:
         dist.all_reduce(x, group=group)
+    for _ in range(2):
+        right, left = (rank + 1) % world_size, (rank - 1) % world_size
+        handles = [dist.isend(x, right, tag=3), dist.irecv(torch.ones(4), left, tag=3)]
+        dist.all_reduce(torch.ones(2))
+        for handle in handles:
+            handle.wait()
 
 
 def test_a_run_without_a_mistake_has_none(tmp_path, capsys):
     launch(collectives_of_all_kinds, world_size=3).flight_recorder(tmp_path)
     found = analyse(tmp_path)
-    assert len(found) == 6
+    assert len(found) == 6 + 2 * (3 + 1)
     assert all(collective.pass_check for collective in found)
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("no rank waits for another")
@@ -311,7 +312,9 @@ def test_a_recorder_that_was_too_short_for_all_calls():
     late = ("recv 1<-0", 4, "started")
     dumps = {0: nccl(*sends, ranks="[0, 1]", first=90)}
     dumps[1] = nccl(*receives, late, ranks="[0, 1]", first=70)
-    assert explain(dumps).startswith("rank 1 waits in recv for rank 0, which didn't come to it.")
+    text = explain(dumps)
+    assert text.startswith("rank 1 waits in recv for rank 0, which didn't come to it.")
+    assert "\n3     send(4 float32, 0->1)  recv(4 float32, 1<-0)\n4     -  " in text
     dumps[0] = nccl(*sends, ("send 0->1", 4, "started"), ranks="[0, 1]", first=90)
     assert explain(dumps).startswith("no rank waits")
 

@@ -1,11 +1,14 @@
 """A run in the format of PyTorch's flight recorder, one pickle a rank, for PyTorch's own analyser:
 
 run.flight_recorder("dumps/")
-python -m torch.distributed.flight_recorder.fr_trace dumps/
+torchfrtrace dumps/  # or python -m torch.distributed.flight_recorder.fr_trace dumps/
+
+In one thing we differ from NCCL's recorder: messages from one rank to another are in a group of
+these two. The analyser compares all members of a group call by call, so it finds who didn't come.
+In the group of all ranks, it would ask all of them to join each message.
 """
 
 import pickle
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,28 +27,32 @@ def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: f
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    begins = {}  # {channel: number of the first call that no rank has forgotten}
+    for records in wire:
+        for channel, seq in {r.channel: r.seq for r in reversed(records)}.items():
+            begins[channel] = max(seq, begins.get(channel, 0))
     for rank, records in enumerate(wire):
-        dump = dump_of(rank, len(wire), records, clock_s)
+        known = [record for record in records if record.seq >= begins[record.channel]]
+        dump = dump_of(rank, len(wire), known, clock_s)
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump))
 
 
 def dump_of(rank: int, world_size: int, records: Sequence[Record], clock_s: float) -> dict:
     """What the flight recorder of `rank` would hold."""
     groups, entries = {}, []  # {name: (description, ranks)}
-    collectives, messages = Counter(), Counter()
     for record in records:
         whole = record.peer is not None or record.op != "recv"  # else it was to be from any rank
         if record.op == "new_group" or not whole:
             continue
-        name = record.channel.partition(" ")[0]
-        world = record.group == "world"
+        is_message, world = record.op in MESSAGES, record.group == "world"
         ranks = tuple(range(world_size)) if world else members(record.group)
-        groups[name] = "default_pg" if world else "undefined", ranks
-        (messages if record.op in MESSAGES else collectives)[name] += 1
+        ranks = tuple(sorted((rank, record.peer))) if is_message else ranks
+        description = "default_pg" if world and not is_message else "undefined"
+        groups[record.channel] = description, ranks
         entry = _entry(record, rank, ranks, clock_s)
         entry["record_id"], entry["op_id"] = len(entries), len(entries) + 1
-        entry["process_group"] = name, groups[name][0]
-        entry["collective_seq_id"], entry["p2p_seq_id"] = collectives[name], messages[name]
+        entry["process_group"] = record.channel, description
+        entry["collective_seq_id"] = entry["p2p_seq_id"] = record.seq + 1
         entries.append(entry)
     config = {}
     for name, (description, ranks) in groups.items():
