@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not Path(options.script).is_file():
         sys.exit(f"ddpkit.debug expected a script, got {options.script}: there is no such file")
     if options.trace and not Path(options.trace).resolve().parent.is_dir():
-        sys.exit(f"ddpkit.debug expected a folder for {options.trace}: there is none; make it first")
+        sys.exit(f"ddpkit.debug expected a folder for {options.trace}: make one first")
     try:
         link = Link.preset(options.link) if options.link else None
     except ValueError as error:

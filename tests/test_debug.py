@@ -346,7 +346,7 @@ def check_one_report(said):
         (["nowhere.py"], "expected a script, got nowhere.py"),
         ([__file__], "start it by torchrun, or say how many ranks: --world-size 4"),
         (["--link", "a string", __file__], "a string"),
-        (["--trace", "nowhere/step.json", __file__], "a folder for nowhere/step.json: there is no"),
+        (["--trace", "nowhere/step.json", __file__], "a folder for nowhere/step.json: make one"),
     ],
 )
 def test_what_can_not_be_started(arguments, says, monkeypatch):
