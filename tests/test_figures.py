@@ -131,7 +131,17 @@ def test_timeline():
     titles = [axes.get_title(loc="left") for axes in both.figure.axes]
     assert titles == [f"{name}, emulated link: 1 Gbit Ethernet" for name in ("one", "two")]
     check_picture(both)
-    assert "no calls" not in repr(figures.timeline(SimpleNamespace(wire=[[]])))
+
+
+def test_a_silent_run_is_told_in_words():
+    silent, sent = SimpleNamespace(wire=[[], []]), SimpleNamespace(wire=[[call(0, 1, None)], []])
+    picture = figures.timeline(silent)
+    assert repr(picture) == "No rank made a call: there is nothing to draw."
+    check_picture(picture)
+    after = repr(figures.timeline(sent, after="send"))
+    assert after == "No rank made a call after its last send: there is nothing to draw."
+    both = repr(figures.timeline({"one": silent, "two": sent}))
+    assert both == "Timeline. one: every rank: no calls. two: rank 0: 1 send; rank 1: no calls."
 
 
 def test_a_timeline_can_begin_after_the_preparations():

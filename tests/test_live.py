@@ -1,5 +1,6 @@
 """`%%ranks`: names persist, values are shown by rank, a world that broke is replaced."""
 
+import json
 import os
 import signal
 import threading
@@ -68,6 +69,16 @@ def test_output_comes_first_then_the_value_of_the_last_expression(cell):
     assert cell("y = 3") == cell("None") == cell("") == cell("# only a comment") == ""
     matrix = "tensor([[0.],\n                [0.]])\n"
     assert cell("torch.zeros(2, 1)") == f"rank 0: {matrix}rank 1: {matrix}"
+
+
+def test_a_cell_is_traced(cell, magic, tmp_path):
+    cell("dist.barrier()")  # of another cell
+    trace = magic(f"--trace {tmp_path}/cell.json", "dist.all_reduce(torch.ones(1))\nrank")
+    assert repr(trace) == f"{tmp_path}/cell.json: open it at https://ui.perfetto.dev"
+    events = json.loads((tmp_path / "cell.json").read_text())["traceEvents"]
+    calls = [(e["pid"], e["name"]) for e in events if e["ph"] == "X" and e["tid"] > 0]
+    assert calls == [(0, "all_reduce"), (1, "all_reduce")]
+    assert magic("", "pass") is None
 
 
 def test_some_ranks_only(cell):

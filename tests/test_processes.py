@@ -87,6 +87,34 @@ def broken(kind):
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.skipif(os.name != "posix", reason="no such locks here")
+def test_folders_of_killed_launches_are_swept(tmp_path, monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    names = {"dead": gone.pid, "young": gone.pid, "locked": gone.pid, "alive": os.getpid()}
+    for name, pid in names.items():
+        folder = tmp_path / f"ddpkit-{pid}-{name}"
+        folder.mkdir()
+        (folder / "board").touch()
+        os.utime(folder, (0, 0) if name != "young" else None)
+    link = tmp_path / f"ddpkit-{gone.pid}-elsewhere"
+    link.symlink_to(tmp_path / f"ddpkit-{gone.pid}-young")
+    os.utime(link, (0, 0), follow_symlinks=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with processes.locked(tmp_path / f"ddpkit-{gone.pid}-locked"):  # as by another container
+        processes.sweep.__wrapped__()
+    left = {path.name.rpartition("-")[2] for path in tmp_path.iterdir()}
+    assert left == {"young", "locked", "alive", "elsewhere"}
+
+
+def test_the_folder_of_a_launch_is_locked():
+    def free() -> bool:
+        with processes.locked(Path(multiprocessing.util.get_temp_dir())) as free:
+            return free
+
+    assert list(launch(free, world_size=1)) == [False]
+
+
 def leave():
     """A rank that returns while all that it began goes on."""
     os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")

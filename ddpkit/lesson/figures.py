@@ -286,7 +286,10 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
     """
     parts = {name: Part(run, after) for name, run in _named(run_or_runs).items()}
     shown = {name: part for name, part in parts.items() if any(part.wire)}
-    said = [f"{name}: {part.calls}" if name else part.calls for name, part in shown.items()]
+    said = [f"{name}: {part.calls}" if name else part.calls for name, part in parts.items()]
+    if not shown:
+        since = f" after its last {after}" if after else ""
+        return _in_words(f"No rank made a call{since}: there is nothing to draw.")
     ranks = [len(part.wire) for part in shown.values()]
     longest = max((part.end - part.start for part in shown.values()), default=1e-3)
     tall = min(64, (page.TALLEST - 110 - 36 * len(ranks)) / max(1, sum(ranks)))  # pixels of a rank
@@ -314,6 +317,13 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
         said.append("Above, light: forward, darker: backward and after, white: waits")
     legend(figure, [*computes, waits, wire])
     return Picture(figure, f"Timeline. {'. '.join(said)}.")
+
+
+def _in_words(text: str) -> Picture:
+    """Where there is nothing to draw."""
+    canvas = Canvas(720, 60)
+    canvas.text(canvas.width / 2, 30, text)
+    return canvas.picture(text)
 
 
 class Part:

@@ -5,18 +5,21 @@ import atexit
 import contextlib
 import hashlib
 import linecache
+import math
 import shlex
 
 from . import hang, processes, worker
 from .backends import choose_backend
+from .board import Record
 from .errors import LaunchError, RankError
 from .launch import MOST_RANKS
-from .run import show_by_rank
+from .run import Run, show_by_rank
+from .trace import Trace
 from .watch import Watch
 
 OWN_NAMES = "%%ranks cells know the names of %%ranks cells, not the notebook's: define it in one."
 GONE = "The ranks were ended, and their variables with them; the next %%ranks cell starts new ones."
-USAGE = "expected %%ranks [N] [--on 0,2]"
+USAGE = "expected %%ranks [N] [--on 0,2] [--trace FILE]"
 
 
 class LiveWorld:
@@ -33,10 +36,13 @@ class LiveWorld:
             self._stack = stack.pop_all()
         self.is_open = True
 
-    def run(self, source: str, on: list[int]) -> dict[int, str]:
+    def run(
+        self, source: str, on: list[int], traced: bool = False
+    ) -> tuple[dict[int, str], list[list[Record]]]:
         """Run a cell on the ranks `on` and print what they print.
 
-        Returns {rank: repr of its last expression, or None}. Raises RankError and HangError as
+        Returns {rank: repr of its last expression, or None}, and, if it is traced, what each rank
+        said meanwhile. Raises RankError and HangError as
         `launch` does. After an exception the world stays open if all ranks are idle again and have
         made the same calls; otherwise it is closed, and the message says so.
         """
@@ -47,10 +53,11 @@ class LiveWorld:
             watch.check_all_live()
             for rank in on:
                 with contextlib.suppress(BrokenPipeError):  # it just died; the watch will say how
-                    self.ranks[rank].pipe.send((source, file))
-            values = watch.until_all_reply(on)
+                    self.ranks[rank].pipe.send((source, file, traced))
+            replies = watch.until_all_reply(on)
             watch.show_output()
-            return values
+            wire = [replies[rank][1] if rank in on else [] for rank in range(self.world_size)]
+            return {rank: value for rank, (value, _) in replies.items()}, wire
         except BaseException as error:
             if isinstance(error, RankError) and " raised NameError: " in str(error):
                 error.args = (f"{error}\n{OWN_NAMES}",)
@@ -85,12 +92,13 @@ class RanksMagic:
         self._size = 4
         atexit.register(self.close)
 
-    def __call__(self, line: str, cell: str):
-        """%%ranks [N] [--on 0,2]
+    def __call__(self, line: str, cell: str) -> Trace | None:
+        """%%ranks [N] [--on 0,2] [--trace FILE]
 
         Run the cell on N ranks that stay (at first 4; later, as many as last time). Names persist
         between cells; `rank`, `world_size`, `dist`, `torch` and `device` are there. The value of
-        the last expression is shown for each rank.
+        the last expression is shown for each rank. --trace: write what they said as a trace, for
+        https://ui.perfetto.dev.
         """
         options = _parse(line)
         if self.world is not None and not self.world.is_open:
@@ -104,9 +112,12 @@ class RanksMagic:
         if self.world is None:
             self.world = LiveWorld(size)
             self._size = size
-        values = self.world.run("\n" + cell, on)
+        values, wire = self.world.run("\n" + cell, on, options.trace is not None)
         shown = show_by_rank({rank: values[rank] for rank in on if values[rank] is not None})
         print(shown, end="\n" if shown else "")
+        if options.trace is None:
+            return None
+        return Run([None] * size, [""] * size, wire, math.nan, "").trace(options.trace)
 
     def close(self):
         """End the ranks, if there are any."""
@@ -119,6 +130,7 @@ def _parse(line: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="%%ranks", add_help=False, exit_on_error=False)
     parser.add_argument("n", nargs="?", type=int)
     parser.add_argument("--on")
+    parser.add_argument("--trace")
     try:
         options, unknown = parser.parse_known_args(shlex.split(line))
     except (argparse.ArgumentError, ValueError) as error:  # ValueError: an open quote
@@ -153,7 +165,7 @@ def add_magic(ipython):
 
     def ranks(line, cell):
         try:
-            magic(line, cell)
+            return magic(line, cell)
         except ValueError as error:
             raise UsageError(str(error)) from None  # shown without a traceback
 

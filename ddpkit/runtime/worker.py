@@ -102,7 +102,10 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
                 join(assignment, recorder)
                 reply = ("done", None)
             else:
-                reply = ("done", run_cell(*cell, names))
+                source, file, traced = cell
+                before = len(recorder.records)
+                value = run_cell(source, file, names)
+                reply = ("done", (value, recorder.records[before:] if traced else []))
         except BaseException as error:
             reply = ("failed", failure(error))
         flush()
