@@ -191,7 +191,7 @@ def test_another_size_is_another_world_and_says_so(cell):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("two", "expected %%ranks [N] [--on 0,2], got"),
+        ("two", "expected %%ranks [N] [--on 0,2] [--trace FILE], got"),
         ("65", "%%ranks expected 1 to 64 ranks on one machine, got 65"),
         ("2 --on 2", "--on expected ranks from 0 to 1, got '2': there are 2 ranks"),
         ("2 --on a,b", "--on expected ranks separated by commas, as in --on 0,2, got 'a,b'"),
