@@ -1,16 +1,16 @@
 """Tensor parallelism: every rank holds a part of every layer, and all compute on the same data.
 
-    column-parallel   Wᵀ = [A₁ | A₂ | …]     each rank some of the outputs      f before it
-    row-parallel      the inputs cut alike    each rank a summand of the outputs g behind it
+    column-parallel    from all inputs, each rank computes some of the outputs    f before it
+    row-parallel       from some inputs, each a summand of every output           g behind it
 
-              forward       backward
-    f         identity      all-reduce: each rank has a summand of the inputs' gradient
-    g         all-reduce    identity
+         forward       backward
+    f    identity      all-reduce: each rank has a summand of the inputs' gradient
+    g    all-reduce    identity
 
-One after the other, with what acts on each number alone between them, they need no more: an MLP is
-cut by its hidden numbers, attention by its heads, a vocabulary by its tokens. A transformer layer
-calls two all-reduces forward and two backward, of its activations; data parallelism one a step, of
-its gradients. In `ddpkit.sequence_parallel` the parts between are cut, too.
+A column-parallel layer's outputs are a row-parallel one's inputs, and what is between them acts on
+each number, or each head, alone: an MLP is cut by its hidden numbers, attention by its heads. So a
+transformer layer calls two all-reduces forward and two backward, of its activations, where data
+parallelism calls one a step, of all gradients. `ddpkit.sequence_parallel` cuts what is left, too.
 
 Megatron-LM; PyTorch's ColwiseParallel and RowwiseParallel. Shoeybi et al. 2019. Notebook 11.
 """

@@ -132,7 +132,7 @@ def test_five_steps_equal_to_serial_training(check):
         train_beside(check, "dropout", dropout=0.3, steps=2)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_bf16(check):
     """As far from float64 as the serial model in bf16, or W times; and one rounding.
 
@@ -145,10 +145,8 @@ def test_bf16(check):
             model = ParallelGPT(serial, sequence=sequence)
             found = [trained(each, optimizer) for each in (exact.double(), serial, model)]
             for what, right, alone, together in zip(("losses", "weights"), *found, strict=True):
-                plain = (alone - right).norm()
-                bound = (
-                    dist.get_world_size() * plain + torch.finfo(torch.bfloat16).eps * right.norm()
-                )
+                plain, eps = (alone - right).norm(), torch.finfo(torch.bfloat16).eps
+                bound = dist.get_world_size() * plain + eps * right.norm()
                 case = (what, f"{sequence=}", optimizer.func.__name__)
                 check.close((together - right).norm(), torch.zeros(()), bound, *case)
                 check.unless(plain > 0, *case, "the serial model in bf16 is exact")
@@ -159,22 +157,18 @@ def trained(model, optimizer):
     losses, optimizer = [], optimizer(model.parameters())
     for step in range(5):
         optimizer.zero_grad()
-        losses.append(loss_of(model, *batch(step)))
-        losses[-1].backward()
+        tokens, targets = batch(step)
         if isinstance(model, ParallelGPT):
+            losses.append(model(tokens, targets))
+            losses[-1].backward()
             model.synchronize()
+        else:
+            losses.append(mean_loss(model(tokens), targets))
+            losses[-1].backward()
         optimizer.step()
-    state = model.state_dict()
-    if isinstance(model, ParallelGPT):
-        state = gather(state, model)
+    state = gather(model.state_dict(), model)  # of the serial model, itself
     weights = [state[name].double().flatten() for name in sorted(state)]
     return torch.stack(losses).detach().double(), torch.cat(weights)
-
-
-def loss_of(model, tokens, targets):
-    if isinstance(model, ParallelGPT):
-        return model(tokens, targets)
-    return mean_loss(model(tokens), targets)
 
 
 # A mesh
