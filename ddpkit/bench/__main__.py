@@ -5,7 +5,7 @@ from importlib import import_module
 
 BENCHMARKS = (
     *("launch", "wire", "all_reduce", "reduce_scatter", "ddp", "zero", "precision"),
-    *("attention", "tensor"),
+    *("attention", "pipeline", "tensor"),
 )
 MODULES = {"all_reduce": "collectives", "reduce_scatter": "collectives"}  # others: their names'
 

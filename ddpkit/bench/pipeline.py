@@ -1,0 +1,206 @@
+"""Steps of a pipeline beside torch's, on Gloo; and idle time beside the plan, with stages that
+sleep for a tick and compute nothing, so that more of them than cores don't disturb each other.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..models import GPT, mean_loss
+from ..pipeline import (
+    Pipeline,
+    PipelineStage,
+    cut_layers,
+    gpipe,
+    gpt_layers,
+    idle,
+    interleaved,
+    one_f_one_b,
+    rank_of_stage,
+    zero_bubble,
+)
+from ..runtime.launch import launch
+from ..schedules import Schedule
+from .interleave import Contest, race, where, wrong
+from .results import AGAIN, SPEED, Goal, Result, Results, report
+
+ROUNDS, SLEEPS = 24, 3
+TICK_S = 0.1
+TORCH, TORCH_GPIPE = "torch's Schedule1F1B", "torch's ScheduleGPipe"
+OURS = {"1F1B": one_f_one_b, "GPipe": gpipe, "zero bubble": zero_bubble}
+SLEEPING = {**OURS, "interleaved": interleaved}
+PLAN, RUN = "the plan", "the run"
+GOALS = [
+    Goal("1F1B", TORCH, 1.0),
+    Goal("GPipe", TORCH_GPIPE, 1.0),
+    Goal(RUN, PLAN, 0.95),
+]
+LEGEND = f"""\
+Step: the median, forward and backward, no update.
+Idle: of a rank in a step, the mean over the ranks, with stages that
+sleep {1e3 * TICK_S:g} ms for a forward, as long for each part of backward.
+{SPEED}"""
+
+
+# Steps beside torch's
+
+
+class Replica:
+    """This rank's layers of a GPT in two stages, and `run`, which takes all micro-batches through.
+
+    make: called with the layers, what comes in, and the group; returns `run`.
+    """
+
+    def __init__(self, make: Callable, micro_batches: int, rows: int, group: ProcessGroup):
+        torch.manual_seed(0)
+        model = GPT(layers=6, width=256, heads=8)
+        tokens = torch.randint(256, (micro_batches * rows, 65))
+        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        layers = cut_layers(gpt_layers(model), dist.get_world_size())[dist.get_rank()]
+        self.weights = [weight for weight in layers.parameters() if weight.requires_grad]
+        self.run = make(layers, torch.empty(rows, 64, 256), micro_batches, group)
+
+    def step(self) -> None:
+        for weight in self.weights:
+            weight.grad = None
+        self.run(*self.batch)
+
+
+def torchs(name: str, layers: nn.Module, comes: Tensor, m: int, group: ProcessGroup) -> Callable:
+    from torch.distributed import pipelining
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    stage = pipelining.PipelineStage(layers, rank, ranks, comes.device, group=group)
+    schedule = getattr(pipelining, name)(stage, m, loss_fn=mean_loss)
+
+    def run(inputs: Tensor, targets: Tensor) -> None:
+        first, last = [inputs] if rank == 0 else [], targets if rank == ranks - 1 else None
+        schedule.step(*first, target=last, losses=[])
+
+    return run
+
+
+def ours(
+    make: Callable[[int, int], Schedule], layers: nn.Module, comes: Tensor, m: int, group
+) -> Callable:
+    stage = PipelineStage(layers, dist.get_rank(), comes)
+    return Pipeline([stage], make(dist.get_world_size(), m), mean_loss, group=group).step
+
+
+def make_replicas(plain: ProcessGroup, micro_batches: int, rows: int) -> dict[str, Replica]:
+    """{variant: replica}, the baseline first and, again, last."""
+    made = {TORCH: partial(torchs, "Schedule1F1B"), TORCH_GPIPE: partial(torchs, "ScheduleGPipe")}
+    made |= {name: partial(ours, make) for name, make in OURS.items()}
+    made[TORCH + AGAIN] = made[TORCH]
+    return {name: Replica(make, micro_batches, rows, plain) for name, make in made.items()}
+
+
+def contest(micro_batches: int, rows: int, plain: ProcessGroup) -> Contest:
+    replicas = make_replicas(plain, micro_batches, rows)
+
+    def check_gradients() -> None:
+        for name, replica in replicas.items():
+            for got, expected in zip(replica.weights, replicas[TORCH].weights, strict=True):
+                if not torch.allclose(got.grad, expected.grad, rtol=1e-3, atol=1e-6):
+                    raise wrong(f"{name} has other gradients on rank {dist.get_rank()}")
+
+    return Contest({name: each.step for name, each in replicas.items()}, found=check_gradients)
+
+
+def measure_steps(rounds: int = ROUNDS, micro_batches: int = 8, rows: int = 2) -> list[Result]:
+    """Time torch's pipelines and ours, two stages on two ranks."""
+    seconds, _ = race(partial(contest, micro_batches, rows), rounds, world_size=2)
+    title = f"GPT in 2 stages, {micro_batches} micro-batches of {rows} × 64 tokens"
+    return results_of(title, "Step ms", seconds)
+
+
+def results_of(title: str, heading: str, seconds: dict[str, tuple[float, ...]]) -> list[Result]:
+    """A case; seconds: {variant: of each round}, of which the column has the median."""
+    found = []
+    for name, rounds in seconds.items():
+        columns = {heading: f"{1e3 * statistics.median(rounds):.1f}"}
+        found.append(Result(title, name, 0, 0, rounds, columns=columns))
+    return found
+
+
+# Idle time beside the plan
+
+
+class SleepingForward(torch.autograd.Function):
+    """The same numbers, after a while; and their gradient after a while."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+class Sleeping(nn.Module):
+    """A stage that takes a tick for each part. Stage 0 has nothing to do in the input's part of
+    backward: its weights take two.
+    """
+
+    def __init__(self, stage: int, tick_s: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.tick_s, self.weight_s = tick_s, tick_s if stage > 0 else 2 * tick_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = SleepingForward.apply(self.weight, 0.0, self.weight_s)
+        return SleepingForward.apply(x, self.tick_s, self.tick_s) + weight
+
+
+def sleep(schedule: Schedule, micro_batches: int, rounds: int, tick_s: float) -> list[tuple]:
+    """On each rank: (begin, end, seconds in which it did something) of each round but the first."""
+    ranks, x = rank_of_stage(schedule), torch.zeros(micro_batches, 1)
+    mine = [stage for stage in ranks if ranks[stage] == dist.get_rank()]
+    stages = [PipelineStage(Sleeping(stage, tick_s), stage, x[:1]) for stage in mine]
+    pipeline, found = Pipeline(stages, schedule, nn.functional.mse_loss), []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        pipeline.step(x, x)
+        busy = sum(end - begin for _, begin, end in pipeline.spans)
+        found.append((pipeline.spans[0][1], pipeline.spans[-1][2], busy))
+    return found[1:]
+
+
+def measure_idle(
+    ranks: int = 4, micro_batches: int = 8, rounds: int = SLEEPS, tick_s: float = TICK_S
+) -> list[Result]:
+    """What each schedule plans, and what came of it."""
+    found = []
+    for name, make in SLEEPING.items():
+        schedule = make(ranks, micro_batches)
+        run = launch(sleep, schedule, micro_batches, rounds, tick_s, world_size=ranks)
+        planned = tick_s * statistics.mean(idle(schedule))
+        measured = tuple(idle_seconds(each) for each in zip(*run, strict=True))
+        title = f"Idle, {name}, {ranks} ranks, {micro_batches} micro-batches"
+        found += results_of(title, "Idle ms", {PLAN: (planned,) * rounds, RUN: measured})
+    return found
+
+
+def idle_seconds(ranks: list[tuple[float, float, float]]) -> float:
+    """Of one round, the mean over the ranks, from the first begin to the last end."""
+    begins, ends, busy = zip(*ranks, strict=True)
+    return max(ends) - min(begins) - statistics.mean(busy)
+
+
+def measure(rounds: int = ROUNDS) -> Results:
+    """Steps beside torch's, and idle time beside the plan. ValueError: no round."""
+    return Results(measure_steps(rounds) + measure_idle(), legend=LEGEND)
+
+
+def main(name: str):
+    report(name, where(), measure(), GOALS)
