@@ -17,7 +17,7 @@ def test_idle_time_is_said_and_all_kinds_are_drawn():
 def test_a_run_is_drawn_without_its_times_in_words():
     spans = [[("0F0", 5.0, 5.5), ("0B0", 7.0, 8.0)], [("1F0", 5.5, 6.0), ("1B0", 6.0, 7.0)]]
     picture = pipeline_charts.draw_run(spans)
-    assert repr(picture) == "As it ran, rank 0: 0F0 0B0; rank 1: 1F0 1B0."
+    assert repr(picture) == "As it ran:\nrank 0: 0F0 0B0\nrank 1: 1F0 1B0"
     assert picture.figure.axes[0].get_xlim() == (0, 3000)
     assert pipeline_charts.bubble_of_run(spans) == 1 - 3 / 6
 
@@ -37,7 +37,7 @@ def test_player_says_what_each_rank_does_and_holds():
         "9. 0B1 -, held: 1 0",
     ]
     caption, picture = player.look(3)
-    assert caption.startswith("Tick 3. rank 0: is idle, holds 2; rank 1: 1B0, holds 1.")
+    assert caption.startswith("Tick 3. rank 0: idle, holds 2; rank 1: 1B0, holds 1.")
     assert len(picture.figure.axes[0].collections) == 4  # 0F0 0F1 1F0 1B0
 
 

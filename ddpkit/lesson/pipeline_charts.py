@@ -5,7 +5,7 @@ stages, micro-batches and schedule make of the bubble.
 from collections.abc import Mapping, Sequence
 
 from .. import dry_run, schedules
-from ..tools.units import count
+from ..tools.units import count, wrap
 from . import page
 from .page import Picture
 from .widgets import Calculator, Slider, StepThrough
@@ -39,8 +39,8 @@ def draw_run(spans: Sequence[Timed]) -> Picture:
     Its words hold no times. Notebook 10.
     """
     rows = _measured(spans)
-    said = "; ".join(f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows))
-    return _draw(rows, "time (ms)", f"As it ran, {said}.")
+    said = "\n".join(f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows))
+    return _draw(rows, "time (ms)", wrap(f"As it ran:\n{said}"))
 
 
 def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
@@ -92,6 +92,8 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
                 under = {"fc": "white", "ec": "none", "pad": 1} if hatch else None
                 style = {"ha": "center", "va": "center", "fontsize": page.SMALL, "color": ink}
                 axes.text((begin + end) / 2, rank, _number(action, row), bbox=under, **style)
+    if until is not None:
+        axes.axvline(until, color="black", lw=2, ls=page.DASHES)
     axes.set(xlim=(0, whole), ylim=(len(rows) - 0.5, -0.5), xlabel=unit)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
@@ -128,7 +130,7 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
             return "Before the first tick.", draw(schedule, 0, **ticks)
         told = []
         for rank, actions in enumerate(schedule):
-            does = _at(actions, when, tick).replace("-", "is idle")
+            does = _at(actions, when, tick).replace("-", "idle")
             told.append(f"rank {rank}: {does}, holds {_held(actions, when, tick)}")
         return f"Tick {tick}. {'; '.join(told)}.", draw(schedule, tick, **ticks)
 
