@@ -161,6 +161,15 @@ receives_all_first: held, sent = {}, [] →
     dist.recv(x, rank - 1) → pass
     Stage 0 sends some of its outputs only after it has had gradients back. Receive right before
     the forward that needs it.
+posts_receives_by_number: held, sent = {}, [] →
+    ⏎held, sent, posted = {}, [], []
+    ⏎for x in inputs if rank < last else []:
+    ⏎    gradient = torch.empty_like(x)
+    ⏎    posted.append((gradient, dist.irecv(gradient, rank + 1)))
+    gradient = torch.empty_like(y)⏎dist.recv(gradient, rank + 1) →
+    ⏎gradient, work = posted[i]⏎work.wait()
+    Between two ranks the first receive takes the first message. Gradients come in the order of the
+    neighbour's list, not by their numbers: begin each receive when it is its turn.
 in_its_own_order: for action in actions: →
     ⏎for action in sorted(actions, key=lambda a: "FB".index(pipeline.parse(a)[1])):
     The gradients would be right, but the list is the schedule: do its actions, in its order.
