@@ -248,7 +248,7 @@ class Session:
             self._hand_in()
         self.board.set_state(self.rank, RETURNED)
         while self.store is not None and not self._all_have_ended():
-            time.sleep(0.05)
+            time.sleep(0.05 if self.alone else LOOK_S)
         self._over.set()
         if self.rank == 0 and (self._trace or self._flight_recorder):
             self._save(self._collect())
