@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 # What each rank would import for itself: in tests, where it takes longer than all else that they
-# do; where ranks train, as in some notebooks, which takes each a second and a half.
+# do; where ranks train or watch memory, as in some notebooks: a second and a half for each.
 IN_TESTS = ["pytest", "matplotlib.figure", "ddpkit.exercises", "ddpkit.lesson.player"]
 IN_TRAINING = ["torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
 
@@ -33,8 +33,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before a notebook's kernel starts
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    trains = item.path.suffix == ".ipynb" and "backward()" in item.path.read_text()
-    os.environ["DDPKIT_PRELOAD"] = " ".join(IN_TRAINING) if trains else ""
+    text = item.path.read_text() if item.path.suffix == ".ipynb" else ""
+    slow = "backward()" in text or "memory.watch(" in text
+    os.environ["DDPKIT_PRELOAD"] = " ".join(IN_TRAINING) if slow else ""
     if item.get_closest_marker("gpu"):
         import torch
 

@@ -126,15 +126,20 @@ def test_the_test_can_fail(tmp_path, monkeypatch):
 LIGHT = """
 import sys
 from ddpkit import HangError, Link, RankError, launch
-heavy = "IPython", "ipywidgets", "matplotlib", "ipykernel", "nbformat", "ddpkit.lesson"
+heavy = "IPython", "ipywidgets", "matplotlib", "ipykernel", "nbformat", "torch._dynamo"
+heavy += ("ddpkit.lesson",)
 print([name for name in sys.modules if name.startswith(heavy)])
+import torch
 import ddpkit.exercises
+from ddpkit.tools import memory
+with memory.watch(torch.nn.Linear(1, 1)) as timeline:
+    torch.ones(1) + 1
 print([name for name in sys.modules if name.startswith(heavy[:-1])])
 """
 
 
 def test_importing_ddpkit_loads_no_jupyter():
-    """Nor does what a checker's ranks import: each would do it for itself."""
+    """Nor does what ranks import for a check, or to watch memory: each would do it for itself."""
     python = [sys.executable, "-W", "error", "-c", LIGHT]
     done = subprocess.run(python, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[]\n[]\n", "")

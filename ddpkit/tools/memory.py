@@ -398,6 +398,10 @@ class _Watcher(TorchDispatchMode):
         self.lives: list[_Life] = []
         self.alive: dict[int, _Life] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's default imports torch._dynamo: for a second, in each fresh rank
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         made = op(*args, **(kwargs or {}))
         if op.namespace == "profiler":  # the optimizer says that it begins and ends
