@@ -24,6 +24,17 @@ from .ring_attention import ring_attention
 from .softmax import merge, online_softmax
 from .softmax_in_parts import blockwise_softmax, online_weighted_mean, softmax_across_ranks
 from .softmax_kernel import softmax_kernel
-from .tensor_parallel import CopyToRanks, ParallelMLP, RowParallelLinear, SumOverRanks
-from .tensor_parallel_model import clip_grad_norm, split_block, sum_copies, vocabulary_cross_entropy
+from .tensor_parallel import (
+    CopyToRanks,
+    ParallelMLP,
+    RowParallelLinear,
+    SumOverRanks,
+    rows_and_seed,
+)
+from .tensor_parallel_model import (
+    clip_grad_norm,
+    split_block,
+    sum_copies,
+    vocabulary_cross_entropy,
+)
 from .zero import GatherUseFree, clip_grad_norm_, model_states, shard_plan, zero_step

@@ -1,14 +1,16 @@
-"""Checkers of notebook 11: f and g, the row-parallel layer, and an MLP with something wrong in it.
+"""Checkers of notebook 11: f and g, a row-parallel layer, an MLP with a bug, who has which data.
 
 Rank r brings 10ʳ, so that each digit of a sum counts a rank.
 """
 
+import warnings
 from collections import Counter
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from ddpkit import tensor_parallel as library
 from ddpkit.runtime.records import recorder
@@ -23,6 +25,11 @@ WORLDS = (2, 3, 4, 1)
 def calls(since: int, until: int | None = None) -> dict[str, int]:
     """How many of which, from this record on."""
     return dict(Counter(record.op for record in recorder().records[since:until]))
+
+
+def autograd_must_know() -> None:
+    """From now on in this rank: no backward through a collective that autograd doesn't know."""
+    warnings.filterwarnings("error", ".*autograd kernel was not registered")
 
 
 def whole(tensor: torch.Tensor | None) -> list | None:
@@ -174,6 +181,7 @@ def _rows(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _run_row(answer):
+    autograd_must_know()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layer = answer(_linear(2 * world_size))
     x, gradient = _rows(world_size)
@@ -227,14 +235,17 @@ divides_the_bias: F.linear(x, self.weight) → F.linear(
     The result is right, but the bias gets a gradient W times too small: it is divided by W on its
     way. AdamW wouldn't notice, SGD does. Add the bias whole, to the sum.
 bias_on_rank_0: out if self.bias is None else out + self.bias → out
-    F.linear(x, self.weight) → F.linear(x, self.weight, self.bias
-    ⏎if dist.get_rank() == 0 else self.bias * 0)
+    F.linear(x, self.weight) → F.linear(
+    ⏎    x, self.weight, self.bias if dist.get_rank() == 0 else None)
     The result is right, but only rank 0's bias gets a gradient: after one step the ranks' biases
     differ. Every rank adds the bias, to the sum.
 forgets_the_bias: out if self.bias is None else out + self.bias → out
     The bias is missing: add it to the sum.
 sums_nothing: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
     That is this rank's summand, with the bias: the other ranks' inputs are missing. g sums.
+by_all_reduce: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
+    ⏎dist.all_reduce(out)
+    SumOverRanks.apply(x, group) is the same sum, and backward knows it.
 by_f: self.leave.apply → CopyToRanks.apply
     f passes on what it gets, in forward: the other ranks' inputs are missing. Here g is due.
 sums_its_inputs: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(
@@ -300,6 +311,7 @@ def _train_mlp(forward, parameters, bias) -> dict:
 
 
 def _run_mlp(answer):
+    autograd_must_know()
     model = answer(*_layers(2 * dist.get_world_size()))
     seen = _train_mlp(model, list(model.parameters()), model.down_bias)
     return seen | {"calls in 2 steps": calls(0)}
@@ -336,8 +348,8 @@ divides_the_bias: F.linear(x, self.down_weight) → F.linear(
     library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
     What comes out is right now, but the gradient of the bias is divided by W on its way: SGD moves
     it W times too little, and AdamW hides that. Don't divide, add it once.
-on_rank_0: F.linear(x, self.down_weight) → F.linear(x, self.down_weight,
-    ⏎    self.down_bias * (dist.get_rank() == 0))
+on_rank_0: F.linear(x, self.down_weight) → F.linear(
+    ⏎    x, self.down_weight, self.down_bias if dist.get_rank() == 0 else None)
     library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
     What comes out is right now, but only rank 0's bias gets a gradient: the ranks' copies of it go
     apart, and a checkpoint keeps any one of them. Every rank must add it, to the sum.
@@ -348,5 +360,64 @@ sums_its_gradient: + self.down_bias → + library.CopyToRanks.apply(self.down_bi
     already, since all have the same rows.
 without_f: library.CopyToRanks.apply(x) → x
     f is needed: without it, the gradient of x is that of this rank's hidden numbers alone.
+"""),
+)
+
+
+# rows_and_seed(batch, mesh)
+
+
+def rows_and_seed(batch, mesh):
+    """This rank's rows of a batch, and a seed for its dropout, on a mesh of data × tensor."""
+    row, rows = mesh.get_local_rank("data"), mesh["data"].size()
+    return batch.chunk(rows)[row], row
+
+
+def _run_share(answer, shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    rows, seed = answer(torch.arange(4), mesh)
+    seeds = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(seeds, torch.tensor(int(seed)))
+    alike = [rank for rank, each in enumerate(seeds) if each == seed]
+    return {"rows": rows.tolist(), "ranks with its seed": alike}
+
+
+def _shares(data: int, tensor: int) -> list[dict]:
+    """The specification: ranks in rows of the mesh, each of which computes one batch together."""
+    right = []
+    for rank in range(data * tensor):
+        row, each = rank // tensor, 4 // data
+        ranks = list(range(row * tensor, (row + 1) * tensor))
+        mine = list(range(row * each, (row + 1) * each))
+        right.append({"rows": mine, "ranks with its seed": ranks})
+    return right
+
+
+rows_and_seed = Exercise(
+    reference=rows_and_seed,
+    trials=lambda: [
+        Trial(d * t, _run_share, ((d, t),), _shares(d, t), what=f"a mesh of {d} × {t}, 4 rows")
+        for d, t in ((1, 2), (2, 2))
+    ],
+    hints={
+        "start": "Ranks that share a model compute one batch together: all is alike on them. Which "
+        "of a rank's two numbers in the mesh do they have in common?",
+        "values": 'mesh.get_local_rank("data") is alike on ranks that share a model.',
+    },
+    praise="ranks that share a model have the same rows and the same dropout; others have others.",
+    mistakes=mistakes("""
+rows_by_rank: batch.chunk(rows)[row] → batch.chunk(dist.get_world_size())[dist.get_rank()]
+    Ranks that share a model have different rows: each multiplies its part of the weights with
+    other tokens, and g adds up what doesn't belong together. Nobody complains. Same rows for them.
+rows_by_place_in_the_model: row, rows = mesh.get_local_rank("data"), mesh["data"].size() → (
+    ⏎row) = mesh.get_local_rank("tensor")⏎rows = mesh["tensor"].size()
+    Ranks that share a model are those with the same number in "data". These have the same rows.
+all_rows: batch.chunk(rows)[row] → batch
+    All ranks have all rows: data parallelism computes the same twice. Each group that shares a
+    model has its own part.
+seed_by_rank: [row], row → [row], dist.get_rank()
+    Ranks that share a model draw different dropout: what ought to be alike on them goes apart.
+one_seed: [row], row → [row], 0
+    Ranks with different rows draw the same dropout, again and again: give them different seeds.
 """),
 )

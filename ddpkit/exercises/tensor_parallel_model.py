@@ -11,7 +11,7 @@ from ddpkit.models import Block, torch_attention
 from ddpkit.runtime.records import recorder
 
 from .checker import Exercise, Trial, mistakes
-from .tensor_parallel import calls, whole
+from .tensor_parallel import autograd_must_know, calls, whole
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -83,6 +83,13 @@ split_block = Exercise(
 cuts_qkv_in_one: (block.qkv, group, [q, kv, kv], enter) → (block.qkv, group, enter=enter)
     qkv holds all rows of q, then those of k, then those of v: cut in one piece, rank 0 gets queries
     and the last rank values. Each of the three is dealt out by itself: [q, kv, kv].
+returns_nothing: return block → pass
+    Return the block.
+thirds: [q, kv, kv] → [block.qkv.out_features // 3] * 3
+    With grouped heads, k and v have fewer rows than q: [q, kv, kv] are the rows of each.
+rows_of_this_rank: q, kv = → block.heads //= world_size⏎block.kv_heads //= world_size⏎q, kv =
+    block.heads //= world_size⏎block.kv_heads //= world_size⏎return block → return block
+    [q, kv, kv] are the rows of the whole layer: count them before heads become this rank's.
 f_for_each_of_qkv: ColumnParallelLinear(block.qkv, group, [q, kv, kv], enter) → nn.ModuleList()
     ⏎for weight in copy.deepcopy(block_qkv).split([q, kv, kv]):
     ⏎    part = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -133,6 +140,7 @@ def _scores(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _run_loss(answer):
+    autograd_must_know()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     logits, targets = _scores(world_size)
     mine = logits.chunk(world_size, dim=-1)[rank].clone().requires_grad_()
@@ -194,6 +202,11 @@ its_own_targets: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), g
     where the others bring 0.
 counts_from_0: among(targets, start, → among(targets, 0,
     Rank 1's first token isn't token 0 of the vocabulary: subtract start.
+target_without_the_maximum: own = shifted.gather → own = logits.gather
+    The maximum is subtracted from all logits but the target's: ln Σ e^(x - m) - (x of target - m).
+by_all_reduce: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
+    ⏎    shifted.exp().sum(-1), own)⏎dist.all_reduce(ell)⏎dist.all_reduce(of_target)
+    SumOverRanks.apply(x, group) is the same sum, and backward knows it.
 others_bring_their_first: .squeeze(-1).where(mine, 0) → .squeeze(-1)
     Where a rank hasn't the target, it must bring 0 to the sum, not the logit of another token.
 counts_negative_ones: own = → mine = targets - start < logits.shape[-1]
