@@ -324,8 +324,9 @@ leaves_one_open: full.append(filling.pop(dtype)) → full.append(bucket)⏎filli
     A bucket is empty: begin one only for a gradient that needs it.
 by_first: bucket[-1]) → bucket[0])
     Another order: a bucket can be sent when its last gradient is ready, so that one counts.
-backwards: bucket[-1]) → -bucket[-1])
-    The right buckets in another order: the one that can be sent first comes first.
+unsorted: return sorted(full + list(filling.values()), key=lambda bucket: bucket[-1]) →
+        ⏎return full + list(filling.values())
+    The right buckets in another order: what is left over comes where its last gradient puts it.
 backwards_inside: bucket.append(number) → bucket.insert(0, number)
     bucket[-1]) → bucket[0])
     A bucket is out of order: gradients come into it as they become ready.
