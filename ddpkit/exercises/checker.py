@@ -244,7 +244,7 @@ class Exercise:
     _outcome: Run | LaunchError | None = field(default=None, init=False)
     _passed: bool = field(default=False, init=False)
     # Of known mistakes by name: how many trials they pass, and how they fail the next one
-    _tried: dict[str, tuple[int, object]] = field(default_factory=dict, init=False)
+    _tried: dict[str, tuple[int, Problem | None]] = field(default_factory=dict, init=False)
 
     @property
     def name(self) -> str:
@@ -277,7 +277,7 @@ class Exercise:
             problem = self._problem(trial, self._outcome)
             self._passed = problem is None
             if problem and mistake:  # so that it isn't run again, to be compared with itself
-                self._tried[mistake.name] = number, problem.symptom
+                self._tried[mistake.name] = number, problem
             if problem:
                 return self._refuse(number, trial, problem, empty)
             if largest is None or trial.world_size >= largest[0].world_size:
@@ -313,22 +313,24 @@ class Exercise:
         calls = sum(map(len, self._outcome.wire))
         return self.replay() if 0 < calls <= 16 else None
 
-    def known(self, number: int, symptom: object) -> Mistake | None:
-        """The mistake of the table that passes the trials before this one, and fails it alike."""
-        trials = list(self.trials())
+    def known(self, number: int, problem: Problem) -> Mistake | None:
+        """The mistake of the table that passes the trials before this one, and fails it alike.
+
+        Else one that is told the same of this trial: an answer may have another mistake as well.
+        """
+        trials, near = list(self.trials()), None
         for mistake in self.mistakes:
             passed, failed = self._tried.get(mistake.name, (0, None))
             while failed is None and passed <= number:
                 answer = mistake.applied_to(self.reference, self.helpers)
-                problem = self._problem(trials[passed], _run(answer, trials[passed]))
-                if problem:
-                    failed = problem.symptom
-                else:
-                    passed += 1
+                failed = self._problem(trials[passed], _run(answer, trials[passed]))
+                passed += failed is None
             self._tried[mistake.name] = passed, failed
-            if (passed, failed) == (number, symptom):
+            if passed == number and failed and failed.symptom == problem.symptom:
                 return mistake
-        return None
+            if passed == number and failed and failed.text == problem.text:
+                near = near or mistake
+        return near
 
     def _unfit(self, answer: object) -> str | None:
         """What is wrong with an answer that can't be run at all."""
@@ -409,7 +411,7 @@ class Exercise:
 
     def _cause(self, number: int, problem: Problem) -> str | None:
         """Why it went wrong: as a known mistake does, or by what its values or Python say."""
-        mistake = self.known(number, problem.symptom)
+        mistake = self.known(number, problem)
         return mistake.says if mistake else problem.reading
 
     def _next_hint(self) -> str:
