@@ -101,9 +101,8 @@ def messages(schedule: Schedule) -> Schedule:
     side would first send. Where a schedule hangs, its receives end.
     """
     ranks, program = rank_of_stage(schedule), [[] for _ in schedule]
-    done = [action for _, action in in_turn(schedule)]
-    stuck = [action for action in all_actions(schedule) if action not in done]
-    for action in done + stuck:
+    done = dict.fromkeys(action for _, action in in_turn(schedule))
+    for action in done | dict.fromkeys(all_actions(schedule)):  # first those that can be done
         (rank, words), (other, receive) = message(action, ranks)
         program[rank] += words
         program[other] += receive if action in done else []

@@ -79,8 +79,11 @@ class Pipeline:
         inputs: the whole batch, for stage 0; targets: for the last stage; None on other ranks, or
         the same. ValueError: their rows can't be dealt out evenly: a mean of means would be wrong.
         """
-        self.inputs, self.targets = self.cut(inputs), self.cut(targets)
+        self.inputs = self.cut(inputs, "inputs", needed=0 in self.stages)
+        self.targets = self.cut(targets, "targets", needed=max(self.ranks) in self.stages)
         self.losses, self.arriving, self.sent, self.spans = [], {}, [], []
+        for stage in self.stages.values():
+            stage.reset()
         for word, number, kind, k in self.program:
             with doing(word):
                 if kind.startswith("RECV"):
@@ -93,10 +96,14 @@ class Pipeline:
         dist.broadcast(loss, group=self.group, group_src=self.last)
         return loss
 
-    def cut(self, batch: Tensor | None) -> list:
+    def cut(self, batch: Tensor | None, name: str, needed: bool) -> list:
         m = self.micro_batches
+        if batch is None and needed:
+            raise ValueError(
+                f"rank {self.rank} got no {name}, expected a batch's: its stage needs it"
+            )
         if batch is not None and len(batch) % m != 0:
-            got = f"rank {self.rank} got {len(batch)} rows for {m} micro-batches"
+            got = f"rank {self.rank} got {name} of {len(batch)} rows for {m} micro-batches"
             raise ValueError(f"{got}, expected a multiple: give every micro-batch as many")
         return [None] * m if batch is None else list(batch.chunk(m))
 

@@ -20,17 +20,26 @@ class PipelineStage:
     """Forward and backward of some layers of the model, one micro-batch after the other.
 
     module: these layers. number: which stage they are, from 0. receives: a tensor of the shape and
-    dtype that a micro-batch has when it comes from the stage before; None for stage 0.
+    dtype that a micro-batch has when it comes from the stage before; None for stage 0 alone, else
+    ValueError.
 
     Gradients add up in the parameters' `.grad`. kept: {micro-batch: what its backward needs}.
     most_held: of how many micro-batches at a time, at most.
     """
 
     def __init__(self, module: nn.Module, number: int, receives: Tensor | None = None):
+        if number > 0 and receives is None:
+            got = f"stage {number} got no `receives`, expected a tensor like a micro-batch from"
+            raise ValueError(f"{got} stage {number - 1}, as torch.empty(rows, length, width)")
         self.module, self.number, self.receives = module, number, receives
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.weight_parts: dict[int, Callable[[], None]] = {}
         self.most_held = 0
+
+    def reset(self) -> None:
+        """Let go of what a step left that ended early."""
+        self.kept.clear()
+        self.weight_parts.clear()
 
     def forward(self, k: int, x: Tensor, loss: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """What micro-batch `k` is after these layers; `loss` of it, if that is given."""
