@@ -324,6 +324,20 @@ def test_refusals(check):
     check.refused(cut_layers, layers, 3, says="2 layers can't make 3 stages")
 
 
+@on_ranks(1)
+def test_a_step_that_raised_leaves_nothing(check):
+    """GPipe holds two micro-batches when the second one's loss raises."""
+    model, inputs, targets = gpt_and_batch(2)
+    pipeline = pipeline_of(model, gpipe(1, 2))
+    (stage,) = pipeline.stages.values()
+    pipeline.loss = lambda y, targets: y.mean() if not pipeline.losses else 1 / 0
+    check.refused(pipeline.step, inputs, targets, says="zero", error=ZeroDivisionError)
+    check.same(list(stage.kept), [0])
+    pipeline.program.reverse()  # now it begins with a backward, for which nothing is kept
+    check.refused(pipeline.step, inputs, targets, says="1", error=KeyError)
+    check.same(list(stage.kept), [])
+
+
 # Layers to stages; backward in two parts
 
 
