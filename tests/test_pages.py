@@ -37,7 +37,7 @@ def test_a_page_needs_nothing_but_a_browser(tmp_path):
     assert "aligned" not in page
     assert "data:image/png;base64,iVBORw0K" in page
     assert "✗ ring on 2 ranks</b><div" in page
-    assert "no &lt;it&gt;</div>" in page
+    assert "No &lt;it&gt;</div>" in page
     assert 'alt="1."' in page
     assert "They live in JupyterLab" in page
     assert not re.search(r'(src|href)="https?:', page)
