@@ -171,6 +171,18 @@ def test_what_all_machines_said_is_gathered_on_rank_0(tmp_path):
     assert [path.name for path in sorted(tmp_path.rglob("ddpkit"))] == []
 
 
+def test_the_emulated_link_and_gloos_interfaces(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    text = "print(dist.group.WORLD.recorder.link.name)"
+    (said, _), report = debug(tmp_path, text, "--link", "10 Gbit Ethernet")
+    assert (said, report) == ("10 Gbit Ethernet\n", "")
+
+
+def test_interfaces_that_are_not_there_are_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")  # as without us
+    assert "nowhere0" in debug(tmp_path, "")[1]
+
+
 def test_after_a_report_dumps_are_there_too(tmp_path):
     debug(
         tmp_path, TOLD["rank 1 skips"][0], "--flight-recorder", f"{tmp_path}/dumps", per_machine=1
