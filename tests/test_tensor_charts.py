@@ -27,7 +27,7 @@ def test_both_send_as_much_at_three_widths_of_tokens():
     both = reduced_bytes(width=64, tokens=3 * 64)
     assert both["tensor parallel"] == both["data parallel"] == 12 * 64**2 * 2
     picture = bytes_by_tokens(64, 4, [64, 256, 1024])
-    assert "at 192." in repr(picture)
+    assert "at 192 tokens." in repr(picture)
     check_picture(picture, page.ORANGE, page.BLUE)
     tensor, data, even = picture.figure.axes[0].lines
     assert list(data.get_ydata()) == [12 * 64**2 * 2 * 2 * 3 / 4] * 3

@@ -100,7 +100,7 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
     axes.set_xlabel("tokens of the whole batch")
     page.log_y(axes, "bytes sent", "B")
     legend(figure)
-    return Picture(figure, f"{title}: tensor parallel as many as data parallel at {even:,.0f}.")
+    return Picture(figure, f"{title}: both ways send the same at {even:,.0f} tokens.")
 
 
 def tensor_calculator() -> Calculator:
