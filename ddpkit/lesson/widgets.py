@@ -198,6 +198,7 @@ class Slider:
         looks |= {"options": options, "layout": {"width": "430px", "max_width": "100%"}}
         if len(options) < 5 and isinstance(self.values[0], str | bool):
             looks["style"]["button_width"] = "auto"
+            looks["layout"] |= {"display": "flex", "flex_flow": "row"}  # the label beside them
             return ipywidgets.ToggleButtons(**looks)
         return ipywidgets.SelectionSlider(continuous_update=False, **looks)
 
