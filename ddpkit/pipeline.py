@@ -17,6 +17,7 @@ PyTorch's `torch.distributed.pipelining`: PipelineStage, and schedules with a `s
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -56,12 +57,11 @@ class Pipeline:
         self.loss, self.tied, self.group = loss, tied, group
         self.rank, self.ranks = dist.get_rank(group), rank_of_stage(schedule)
         self.first, self.last = self.ranks[0], self.ranks[max(self.ranks)]
-        mine = [number for number, rank in self.ranks.items() if rank == self.rank]
-        if sorted(self.stages) != sorted(mine) or len(schedule) != dist.get_world_size(group):
-            got = (
-                f"rank {self.rank} of {dist.get_world_size(group)} has stages {sorted(self.stages)}"
-            )
-            wanted = f"a schedule for {len(schedule)} ranks, in which it has {sorted(mine)}"
+        mine = sorted(number for number, rank in self.ranks.items() if rank == self.rank)
+        here, world_size = sorted(self.stages), dist.get_world_size(group)
+        if here != mine or len(schedule) != world_size:
+            got = f"rank {self.rank} of {world_size} has stages {here}"
+            wanted = f"a schedule for {len(schedule)} ranks, in which it has {mine}"
             raise ValueError(f"{got}, and got {wanted}: expected the same")
         self.program = []
         for word in messages(schedule)[self.rank]:
@@ -99,33 +99,33 @@ class Pipeline:
     def cut(self, batch: Tensor | None, name: str, needed: bool) -> list:
         m = self.micro_batches
         if batch is None and needed:
-            raise ValueError(
-                f"rank {self.rank} got no {name}, expected a batch's: its stage needs it"
-            )
+            got = f"rank {self.rank} got no {name}"
+            raise ValueError(f"{got}, expected a batch's: its stage needs them")
         if batch is not None and len(batch) % m != 0:
             got = f"rank {self.rank} got {name} of {len(batch)} rows for {m} micro-batches"
             raise ValueError(f"{got}, expected a multiple: give every micro-batch as many")
         return [None] * m if batch is None else list(batch.chunk(m))
 
+    def share_of_loss(self, k: int, y: Tensor) -> Tensor:
+        """Micro-batch k's part of the batch's mean loss: without / m, m times too large."""
+        return self.loss(y, self.targets[k]) / self.micro_batches
+
     def compute(self, action: str, number: int, kind: str, k: int) -> None:
         """Do an action, once what it needs has come, and hand on what it makes."""
         stage, last = self.stages[number], number == max(self.ranks)
-        came = loss = None
         if kind == "F":
-            came = self.inputs[k] if number == 0 else self.take(number, "F", k)
-            if last:  # the mean over micro-batches is the batch's: without / m, m times too large
-                loss = lambda y: self.loss(y, self.targets[k]) / self.micro_batches  # noqa: E731
-        elif kind != "W" and not last:
-            came = self.take(number, "B", k)
+            x = self.inputs[k] if number == 0 else self.take(number, "F", k)
+        elif kind != "W":
+            gradient = None if last else self.take(number, "B", k)
         begin = time.perf_counter()
         if kind == "F":
-            made = stage.forward(k, came, loss)
+            made = stage.forward(k, x, partial(self.share_of_loss, k) if last else None)
         elif kind == "B":
-            made = stage.backward(k, came)
+            made = stage.backward(k, gradient)
         elif kind == "I":
-            made = stage.backward_input(k, came)
+            made = stage.backward_input(k, gradient)
         else:
-            made = stage.backward_weight(k)
+            stage.backward_weight(k)
         self.spans.append((action, begin, time.perf_counter()))
         if kind == "F" and last:
             self.losses.append(made.double())
