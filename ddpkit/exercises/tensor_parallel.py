@@ -412,6 +412,8 @@ rows_by_rank: batch.chunk(rows)[row] → batch.chunk(dist.get_world_size())[dist
 rows_by_place_in_the_model: row, rows = mesh.get_local_rank("data"), mesh["data"].size() → (
     ⏎row) = mesh.get_local_rank("tensor")⏎rows = mesh["tensor"].size()
     Ranks that share a model are those with the same number in "data". These have the same rows.
+dealt_to_columns: mesh["data"].size() → mesh["tensor"].size()
+    A batch is dealt out to the rows of the mesh, mesh["data"].size() of them: columns share it.
 all_rows: batch.chunk(rows)[row] → batch
     All ranks have all rows: data parallelism computes the same twice. Each group that shares a
     model has its own part.
