@@ -11,7 +11,7 @@ from outside import wait_until
 from ddpkit import HangError, RankError
 from ddpkit.runtime import hang
 from ddpkit.runtime.board import IDLE
-from ddpkit.runtime.live import GONE, RanksMagic
+from ddpkit.runtime.live import GONE, OWN_NAMES, RanksMagic
 from ddpkit.runtime.trace import LANES
 
 
@@ -70,6 +70,18 @@ def test_output_comes_first_then_the_value_of_the_last_expression(cell):
     assert cell("y = 3") == cell("None") == cell("") == cell("# only a comment") == ""
     matrix = "tensor([[0.],\n                [0.]])\n"
     assert cell("torch.zeros(2, 1)") == f"rank 0: {matrix}rank 1: {matrix}"
+
+
+def test_it_says_where_the_rest_of_long_output_is(cell, capfd):
+    assert "rank 1 | ... 100 more lines ...\n" in cell("print('\\n'.join('a' * 300))")
+    with pytest.raises(RankError):
+        cell("print('\\n'.join('a' * 300))\n1 / 0")
+    more = "rank 1 | ... 100 more lines, all of them in the error's .output[1] ...\n"
+    assert more in capfd.readouterr().out
+
+
+def test_a_name_of_the_notebook_gets_a_hint(fails):
+    assert fails(RankError, "name_of_the_notebook")[-1] == OWN_NAMES
 
 
 def test_a_cell_is_traced(cell, magic, tmp_path):
