@@ -120,6 +120,11 @@ def test_pytorchs_analyser_names_the_ranks_and_the_kind_that_our_reports_name(re
     assert our_verdict(explained) == verdict, explained
 
 
+def test_calls_that_some_rank_has_forgotten_are_in_no_dump(reports):
+    found = analyse(reports["after_more_calls_than_the_board_remembers"][1])
+    assert sum(collective.missing_ranks is not None for collective in found) == 1
+
+
 def test_enough_is_tried():
     assert len(CASES) >= 9 + 20
 
@@ -293,12 +298,13 @@ def test_a_batch_that_waits(tmp_path):
 
 
 def test_collectives_in_a_batch_are_compared_one_by_one():
-    def dump(numel):
-        parts = [("all_reduce", size, "scheduled") for size in (4, numel)]
+    def dump(*sizes):
+        parts = [("all_reduce", size, "scheduled") for size in sizes]
         return nccl([*parts, ("coalesced", 0, "started")], ranks="[0, 1]")
 
-    assert explain({0: dump(5), 1: dump(5)}).startswith("no rank waits")
-    assert "called all_reduce(6 float32)" in explain({0: dump(5), 1: dump(6)})
+    assert explain({0: dump(4, 5), 1: dump(4, 5)}).startswith("no rank waits")
+    for other in ((6, 5), (4, 6)):
+        assert "called all_reduce(6 float32)" in explain({0: dump(4, 5), 1: dump(*other)})
 
 
 def test_views_of_another_shape_and_what_only_a_root_hands_in_are_no_mismatch():
