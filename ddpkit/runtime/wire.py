@@ -155,7 +155,7 @@ class WireGroup(dist.ProcessGroup):
     ):
         super().__init__(inner.rank(), inner.size())
         self.inner, self.ranks, self.recorder, self.device = inner, ranks, recorder, device
-        self._name = name
+        self._name, self._rank = name, inner.rank()  # asking C++ takes microseconds
         self._c10d_name, self._description = "", "undefined"
         self._label = "world" if not recorder.joined else f"group {list(ranks)}"
         self._deliveries = ThreadPoolExecutor(1)  # of the emulated link: one after the other
@@ -230,7 +230,7 @@ class WireGroup(dist.ProcessGroup):
     # Point to point.
 
     def send(self, tensors, dst, tag):
-        record = self._message("send", tensors, self.rank(), dst, tag)
+        record = self._message("send", tensors, self._rank, dst, tag)
         link = self.recorder.link
         if link is not None:  # before it is on the board, where the receiver looks when it left
             record.started = max(record.issued, self.recorder.link_out)
@@ -239,7 +239,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(self.inner.send(tensors, dst, tag), record, self.recorder)
 
     def recv(self, tensors, src, tag):
-        record = self._message("recv", tensors, src, self.rank(), tag)
+        record = self._message("recv", tensors, src, self._rank, tag)
         self.recorder.issue(record, (), tensors[0])
         return WireWork(self.inner.recv(tensors, src, tag), record, self.recorder, tensors)
 
@@ -251,7 +251,7 @@ class WireGroup(dist.ProcessGroup):
 
         def learn(work: Work):
             source = work._source_rank()
-            channel = self._channel(source, self.rank(), tag)
+            channel = self._channel(source, self._rank, tag)
             self.recorder.came_from(record, self.ranks[source], channel)
 
         inner = self.inner.recv_anysource(tensors, tag)
@@ -270,18 +270,19 @@ class WireGroup(dist.ProcessGroup):
 
     def _check_root(self, op: str, number: int):
         if not 0 <= number < len(self.ranks):
-            me = f"rank {self.ranks[self.rank()]} called {op} with {_root_name(op)}={number}"
+            me = f"rank {self.ranks[self._rank]} called {op} with {_root_name(op)}={number}"
             raise ValueError(f"{me}, but the ranks go from 0 to {len(self.ranks) - 1}.")
 
     def _check_peer(self, op: str, name: str, number: int):
         """torch lets both mistakes pass; Gloo answers with an assertion in C++, or not at all."""
-        me = f"rank {self.ranks[self.rank()]} called {op} with {name}={number}"
-        if not 0 <= number < len(self.ranks):
+        if 0 <= number < len(self.ranks) and number != self._rank:
+            return
+        me = f"rank {self.ranks[self._rank]} called {op} with {name}={number}"
+        if number != self._rank:
             last = f"there is no rank {number}: the last is {len(self.ranks) - 1}"
             raise ValueError(f"{me}, but {last}. {self._why_not(number)}")
-        if number == self.rank():
-            remedy = "leave this rank out, it has its own data already"
-            raise ValueError(f"{me}, which is itself: {remedy}")
+        remedy = "leave this rank out, it has its own data already"
+        raise ValueError(f"{me}, which is itself: {remedy}")
 
     def _why_not(self, number: int) -> str:
         if number < 0:
