@@ -362,7 +362,8 @@ class Exercise:
         if isinstance(outcome, LaunchError):
             stage, text = "hang" if isinstance(outcome, HangError) else "error", str(outcome)
             meaning = next((means for says, means in ERRORS.items() if says in text), None)
-            return Problem(stage, text, text.partition("\n")[0], meaning)
+            alike = text.partition("\n")[0], "never waited" in text
+            return Problem(stage, text, alike, meaning)
         luck = never_waited(outcome) or self.races(trial, outcome) or _overwritten(outcome)
         if luck:
             return Problem("luck", luck, "a matter of luck")  # and the values mean nothing

@@ -54,7 +54,7 @@ def _run(answer, right: list[dict], cases):
 def _trials(rows_of, cases=CASES):
     right = [_seen(rows_of(*case), *case) for case in cases]
     expected = {what: seen for each in right for what, seen in each.items()}
-    return [Trial(1, _run, (right, cases), [expected], what="by arguments")]
+    return [Trial(1, _run, (right, cases), [expected], what="as a plan")]
 
 
 def _explain(trial: Trial, rank: int, expected: dict, got: dict):

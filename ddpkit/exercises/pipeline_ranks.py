@@ -154,6 +154,8 @@ first_in_first_out: held.pop(i) → held.pop(next(iter(held)))
 waits_for_each_send: sent.append((x, dist.isend(x, to))) → dist.send(x, to)
     A send that waits until the other side receives: with 1F1B both sides send at the same time,
     one forward, one back. isend, and wait after the last action.
+never_receives: dist.recv(x, rank - 1) → pass
+    On the ranks after the first, inputs[i] is empty: dist.recv into it before its forward.
 receives_all_first: held, sent = {}, [] →
     ⏎held, sent = {}, []
     ⏎for x in inputs if rank > 0 else []:
@@ -355,7 +357,8 @@ finish_step = Exercise(
     hints={
         "start": "Two all_reduces: tied.grad in the group `ends`, where there is one, and one "
         "number, the sum of squares, over all ranks.",
-        "values": "First the sum, then the squares; those of `tied` on one rank only.",
+        "values": "Lengths don't add up, their squares do: first the sum, then the squares of all "
+        "ranks; those of `tied` on one rank only.",
         "hang": "In the group `ends` are the first and the last rank: only they may call with it. "
         "All ranks must call for the length.",
         "error": "all_reduce takes a tensor, and works in place.",
@@ -396,6 +399,8 @@ squares_first: if tied is not None:⏎dist.all_reduce(tied.grad, group=ends) →
 sum_of_lengths: squares += parameter.grad.square().sum() → squares += parameter.grad.norm()
     return squares.sqrt() → return squares
     Lengths don't add up, their squares do.
+none_between: if tied is not None: → if True:
+    `tied` is None on the ranks between both ends: they skip this call.
 everyone_joins: if tied is not None:⏎dist.all_reduce(tied.grad, group=ends) →
     ⏎whole = torch.zeros(2, dtype=torch.float64) if tied is None else tied.grad
     ⏎dist.all_reduce(whole)
