@@ -113,12 +113,6 @@ averages: return total, None → return total / dist.get_world_size(), None
 on_what_it_was_given: gradient.clone(memory_format=torch.contiguous_format) → gradient
     The gradient that backward is given may be others', too: here it also goes past f, as past
     every block of a transformer. Work on gradient.clone().
-gathers: dist.all_reduce(total, group=ctx.group) →
-    ⏎parts = [torch.empty_like(total) for _ in range(dist.get_world_size())]
-    ⏎dist.all_gather(parts, total)⏎total = sum(parts)
-    The sum is right, but every rank received all gradients: an all_reduce costs less.
-forgets_the_group: return total, None → return total
-    backward returns something for each argument of forward after ctx: total, None.
 returns_its_result: dist.all_reduce(total, group=ctx.group) → total = dist.all_reduce(total)
     all_reduce works in place and returns None: the sum is in the tensor that you gave it.
 """),
@@ -152,12 +146,6 @@ averages: return total → return total / dist.get_world_size()
     out is the mean. The ranks hold summands of one product: add them up.
 in_x_itself: x.clone(memory_format=torch.contiguous_format) → x
     x holds the sum now, and whoever uses x beside g sees that. Work on x.clone().
-gathers: dist.all_reduce(total, group=group) →
-    ⏎parts = [torch.empty_like(total) for _ in range(dist.get_world_size())]
-    ⏎dist.all_gather(parts, total)⏎total = sum(parts)
-    The sum is right, but every rank received all summands: an all_reduce costs less.
-forgets_the_group: return gradient, None → return gradient
-    backward returns something for each argument of forward after ctx: gradient, None.
 """),
 )
 
@@ -223,6 +211,7 @@ RowParallelLinear = Exercise(
         "start": "The product of what this rank has is one summand of the result. g adds them up.",
         "values": "out = SumOverRanks.apply(F.linear(x, self.weight), self.group); the bias "
         "belongs to the sum, not to each summand.",
+        "error": "self.weight is outputs × inputs, as in nn.Linear: F.linear(x, self.weight).",
     },
     praise="one all-reduce forward, none backward, and the bias counted once.",
     mistakes=mistakes("""
@@ -246,17 +235,9 @@ sums_nothing: self.leave.apply(F.linear(x, self.weight), self.group) → F.linea
 by_all_reduce: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
     ⏎dist.all_reduce(out)
     SumOverRanks.apply(x, group) is the same sum, and backward knows it.
-by_f: self.leave.apply → CopyToRanks.apply
-    f passes on what it gets, in forward: the other ranks' inputs are missing. Here g is due.
-sums_its_inputs: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(
-    ⏎    self.leave.apply(x, self.group), self.weight)
-    You summed the inputs of the product. The ranks' inputs are different columns of X: multiply
-    first, and sum what comes out.
 with_f_before: F.linear(x, self.weight) → F.linear(CopyToRanks.apply(x, self.group), self.weight)
     The result is right, the gradient of x isn't: it is summed over ranks that have different x. f
     is for what is the same on every rank, and stands before a column-parallel layer.
-averages: F.linear(x, self.weight) → F.linear(x, self.weight) / dist.get_world_size()
-    The ranks hold summands of one product: add them up, no mean.
 """),
 )
 
@@ -402,7 +383,8 @@ rows_and_seed = Exercise(
     hints={
         "start": "Ranks that share a model compute one batch together: all is alike on them. Which "
         "of a rank's two numbers in the mesh do they have in common?",
-        "values": 'mesh.get_local_rank("data") is alike on ranks that share a model.',
+        "values": 'mesh.get_local_rank("data") is alike on ranks that share a model: that piece of '
+        'batch.chunk(mesh["data"].size()), in order.',
     },
     praise="ranks that share a model have the same rows and the same dropout; others have others.",
     mistakes=mistakes("""

@@ -85,7 +85,7 @@ cuts_qkv_in_one: (block.qkv, group, [q, kv, kv], enter) → (block.qkv, group, e
     and the last rank values. Each of the three is dealt out by itself: [q, kv, kv].
 returns_nothing: return block → pass
     Return the block.
-thirds: [q, kv, kv] → [block.qkv.out_features // 3] * 3
+all_like_q: [q, kv, kv] → [q, q, q]
     With grouped heads, k and v have fewer rows than q: [q, kv, kv] are the rows of each.
 rows_of_this_rank: q, kv = → block.heads //= world_size⏎block.kv_heads //= world_size⏎q, kv =
     block.heads //= world_size⏎block.kv_heads //= world_size⏎return block → return block
@@ -108,12 +108,6 @@ splits_the_mlp_only: block.qkv = ColumnParallelLinear(block.qkv, group, [q, kv, 
 splits_attention_only: block.mlp[0] = ColumnParallelLinear(block.mlp[0], group, enter=enter) → pass
     block.mlp[2] = RowParallelLinear(block.mlp[2], group, leave) → pass
     All values are right, but the MLP is whole on every rank, and has two thirds of the weights.
-splits_nothing: block.qkv = ColumnParallelLinear(block.qkv, group, [q, kv, kv], enter) → pass
-    block.out = RowParallelLinear(block.out, group, leave) → pass
-    block.heads //= world_size⏎block.kv_heads //= world_size → pass
-    block.mlp[0] = ColumnParallelLinear(block.mlp[0], group, enter=enter) → pass
-    block.mlp[2] = RowParallelLinear(block.mlp[2], group, leave) → pass
-    All values are right, since every rank computes everything: nothing is split.
 keeps_all_heads: block.heads //= world_size⏎block.kv_heads //= world_size → pass
     A rank has the queries, keys and values of heads / W heads: block.heads and block.kv_heads must
     say so.
@@ -175,8 +169,8 @@ vocabulary_cross_entropy = Exercise(
         for W in (2, 3, 1)
     ],
     hints={
-        "start": "The loss is log Σ e^(x − m) − (x of the target − m), m being the largest x of "
-        "all ranks: dist.all_reduce(m, dist.ReduceOp.MAX), of a detached tensor.",
+        "start": "The loss is log Σ e^(x − m) − (x of the target − m), m being the target's "
+        "largest x on any rank: dist.all_reduce(m, dist.ReduceOp.MAX), of a detached tensor.",
         "values": "Sums over ranks by SumOverRanks.apply, which backward knows. The target's x: "
         "its rank gathers it at targets - start, the others bring 0.",
         "wire": "Three numbers a target: the maximum, the sum of powers, the target's logit.",
@@ -189,9 +183,10 @@ its_own_maximum: dist.all_reduce(largest, dist.ReduceOp.MAX, group) → pass
     Each rank subtracted its own maximum, so their powers don't fit together. One maximum for all:
     dist.all_reduce(largest, dist.ReduceOp.MAX).
 no_maximum: logits.detach().amax(-1) → torch.zeros_like(logits[..., 0])
-    e^900 is inf, and e^-1800 is 0. Subtract the largest logit of all ranks first (notebook 08).
-sums_the_maxima: dist.ReduceOp.MAX → dist.ReduceOp.SUM
-    The largest of all ranks' maxima, not their sum: dist.ReduceOp.MAX.
+    e^900 is inf, and e^-1800 is 0. First subtract a target's largest logit on any rank.
+one_maximum: logits.detach().amax(-1) → logits.detach().amax().expand(len(logits)).clone()
+    That is one maximum for all targets. Each has its own logits, and its own maximum: .amax(-1),
+    or a row far below the others has no powers left.
 its_own_powers: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
     ⏎    shifted.exp().sum(-1), SumOverRanks.apply(own, group))
     Each rank divides by the powers of its own tokens, as if there were no others: sum them over
@@ -209,9 +204,6 @@ by_all_reduce: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), gro
     SumOverRanks.apply(x, group) is the same sum, and backward knows it.
 others_bring_their_first: .squeeze(-1).where(mine, 0) → .squeeze(-1)
     Where a rank hasn't the target, it must bring 0 to the sum, not the logit of another token.
-counts_negative_ones: own = → mine = targets - start < logits.shape[-1]
-    ⏎local = ((targets - start) % logits.shape[-1])⏎own =
-    Targets before this rank's first token aren't its own either: 0 <= local < its tokens.
 gathers_the_logits: largest = → parts = [torch.empty_like(logits) for _ in range(
     ⏎    dist.get_world_size(group))]⏎dist.all_gather(parts, logits.detach())
     ⏎parts[dist.get_rank()] = logits⏎whole = torch.cat(parts, -1)
@@ -219,10 +211,6 @@ gathers_the_logits: largest = → parts = [torch.empty_like(logits) for _ in ran
     ⏎largest =
     The losses are right, but all logits were sent, and every rank has them all: that is the one
     tensor that shouldn't exist. Three numbers a target are enough.
-without_gradient: shifted = logits - → logits = logits.detach()⏎shifted = logits -
-    The losses are right, but nothing leads back to the logits: only the maximum may be detached.
-the_mean: return ell.log() - of_target → return (ell.log() - of_target).mean()
-    A loss for each target: the mean is taken outside.
 """),
 )
 
@@ -274,7 +262,8 @@ sum_copies = Exercise(
         "start": "What is held by more than one rank has seen the tokens of one rank only: its "
         "gradients are summands. What is split, count 1, has its whole gradient already.",
         "values": "For each parameter with count > 1 and a gradient: dist.all_reduce(p.grad).",
-        "error": "A parameter that wasn't used has no gradient: leave it out.",
+        "error": "copies is {parameter: number of ranks}, and a parameter that wasn't used has no "
+        "gradient: leave it out.",
     },
     praise="what all ranks hold alike stays alike, and what is split is left alone.",
     mistakes=mistakes("""
@@ -292,10 +281,6 @@ the_first_only: dist.all_reduce(flat, group=group) → dist.all_reduce(summands[
     ⏎flat = torch.cat([gradient.flatten() for gradient in summands])
     Norms' weights aren't all: every parameter that all ranks hold alike, such as the bias after a
     reduce-scatter.
-from_rank_0: dist.all_reduce(flat, group=group) → dist.broadcast(flat, 0)
-    Now all ranks are alike, but rank 0's tokens alone have been learned from: sum.
-uses_the_result: dist.all_reduce(flat, group=group) → flat = dist.all_reduce(flat, group=group)
-    all_reduce works in place and returns None: the sum is in the tensor that you gave it.
 in_new_tensors: gradient.copy_(total.view_as(gradient)) → gradient = total.view_as(gradient)
     The gradients are as before. Write into them: dist.all_reduce(p.grad), or p.grad.copy_(...).
 """),
@@ -374,13 +359,6 @@ of_this_rank: dist.all_reduce(squared, group=group) → pass
     would shorten what they have alike by another factor: from then on it differs.
 as_pytorchs: / count for → for
     dist.all_reduce(squared, group=group) → pass
-leaves_out_copies: if p.grad is not None] → if p.grad is not None and (
-    ⏎    count == 1 or dist.get_world_size() == 1)]
-    What every rank has alike belongs to the gradient, too: its squares count once.
-divides_before_squaring: widened(g).square().sum() / count → (widened(g) / count).square().sum()
-    Divide the squares by the number of copies, not the numbers: W times 1/W² isn't 1.
-averages: squared.sqrt() → (squared / dist.get_world_size()).sqrt()
-    The squares are added up, not averaged: split parameters are different numbers on each rank.
 sum_of_lengths: dist.all_reduce(squared, group=group) →
     ⏎squared = squared.sqrt()⏎dist.all_reduce(squared, group=group)
     squared.sqrt() → squared
