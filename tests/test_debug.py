@@ -90,11 +90,6 @@ TOLD = {
         "rank 1 raised ValueError: the batch is empty train.py:11: raise",
         2,
     ),
-    "killed": (
-        "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(x)",
-        "rank 1 died without a word; torchrun says how. Rank 0 lost it in train.py:12: dist.all",
-        3,
-    ),
     "unused parameters, last step": (UNUSED, WAITS.format(0, 1), 10),
     "unused parameters, a step": (
         UNUSED + "net(x)",
@@ -119,6 +114,26 @@ def test_what_will_never_go_on_is_told_once_with_its_line(text, says, line, tmp_
     _, report = debug(tmp_path, text)
     assert report.startswith(says)
     assert f"train.py:{LINES + line}: {text.splitlines()[line - 1].strip()}" in report
+
+
+def test_a_rank_that_was_killed_is_named(tmp_path):
+    """By rank 0, if it has the time: torchrun soon ends it. Here nobody does."""
+    script, attempt = tmp_path / "train.py", tmp_path / "attempt"
+    attempt.mkdir()
+    kill = "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(x)"
+    script.write_text(BEGIN + kill)
+    common = os.environ | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+    common["STORE"] = f"file://{tmp_path}/store"
+    ranks = []
+    for rank in "01":
+        own = {"RANK": rank, "LOCAL_RANK": rank}
+        own["TORCHELASTIC_ERROR_FILE"] = f"{attempt}/{rank}/error.json"
+        command = [sys.executable, "-m", "ddpkit.debug", script]
+        ranks.append(subprocess.Popen(command, env=common | own, stderr=subprocess.PIPE, text=True))
+    reports = [" ".join(rank.communicate(timeout=FREEZE_S)[1].split()) for rank in ranks]
+    says = "ddpkit: rank 1 died without a word; torchrun says how. Rank 0 lost it in train.py:12:"
+    assert says in reports[0]
+    assert [rank.returncode for rank in ranks] == [1, -9]
 
 
 def test_two_machines_give_one_report(tmp_path):
