@@ -16,7 +16,7 @@ lab: .venv/ready
 test: WHICH := -m "not slow"
 test test-all: .venv/ready
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(WHICH)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(WHICH)
 
 bench: .venv/ready
 	$(BIN)/python -m ddpkit.bench
