@@ -8,7 +8,6 @@ import pickle
 import re
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
@@ -192,8 +191,10 @@ def own_dump():
     dist.scatter(x, [x, x] if rank == 0 else None)
     dist.all_reduce(x, group=dist.new_group([0, 1]))
     handles = [dist.all_reduce(x, async_op=True)] if rank == 0 else []
-    time.sleep(0.2)
     dump = c10d._dump_fr_trace()
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"dumped {rank}", "")
+    store.wait(["dumped 0", "dumped 1"])
     handles = handles or [dist.all_reduce(x, async_op=True)]
     handles[0].wait()
     return dump
