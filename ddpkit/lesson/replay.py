@@ -5,11 +5,10 @@ Wall time plays no part. Where a run went wrong, the last events say what never 
 
 from dataclasses import dataclass, field
 
-from ..runtime.board import Record
+from ..runtime.board import MESSAGES, Record
 from ..runtime.errors import HangError, LaunchError
 from ..tools.units import name_ranks, numbers
 
-MESSAGES = ("send", "recv")
 ORDER = ("receive", "send", "enter")  # of what happens in one round
 
 

@@ -26,6 +26,7 @@ _FOUND_BY, _CHANGES = struct.Struct("=IIqd"), struct.Struct("=dddI??")
 _TEXT = _FOUND_BY.size + _CHANGES.size  # where the rest begins
 _SEQ_WORD = 1
 _SLOT_BYTES = 2048
+MESSAGES = "send", "recv"  # the other calls are collectives
 SLOTS = 256  # so many last calls of each rank does the board remember
 _PAGE_BYTES = _HEAD_BYTES + SLOTS * _SLOT_BYTES
 _PAGE_WORDS = _PAGE_BYTES // _WORD

@@ -12,11 +12,10 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
-from .board import Record
+from .board import MESSAGES, Record
 from .trace import DTYPES, numels
 
 VERSION = "2.10"
-MESSAGES = "send", "recv"
 NAMES = {"barrier": "all_reduce_barrier"}  # of what the analyser calls otherwise
 
 

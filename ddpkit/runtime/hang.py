@@ -7,12 +7,11 @@ import sysconfig
 from dataclasses import dataclass
 
 from ..tools.units import COLUMNS, name_ranks
-from .board import DISAGREES, IDLE, RETURNED, STARTING, Board, Record
+from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record
 
 LAST_CALLS = 5
 MANY_CALLS = 1000
 ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
-MESSAGES = ("send", "recv")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from decimal import Decimal
 from functools import cached_property, partial
 from pathlib import Path
 
-from .board import Record, hash32
+from .board import MESSAGES, Record, hash32
 
 PROGRAM = 0  # the number of the program's lane
 LANES = 10**6  # more than a rank has
@@ -110,7 +110,7 @@ def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterat
     for record, lane in zip(records, lanes, strict=True):
         until = us(record.done or end)
         yield _span(record.op, rank, lane, us(record.issued), until, kineto_arguments(record))
-        if record.op in ("send", "recv"):
+        if record.op in MESSAGES:
             yield _arrow(record, rank, lane, us(record.issued), until)
     under_way = 0
     for at, change in sorted(_changes(records)):

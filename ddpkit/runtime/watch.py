@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ..tools.units import count
 from . import hang, processes, worker
-from .board import Board
+from .board import MESSAGES, Board
 from .errors import HangError, LaunchError, RankError, shown
 from .output import Output, label, shorten
 from .records import is_library
@@ -124,7 +124,7 @@ class Watch:
     def _waits_unseen(self, rank: int) -> bool:
         """Whether it has an open collective and burns no CPU: it may wait for it in C++."""
         records = self.board.records(rank)
-        opened = any(r.done is None and r.op not in hang.MESSAGES for r in records)
+        opened = any(r.done is None and r.op not in MESSAGES for r in records)
         return opened and self._sleeps(rank)
 
     def _sleeps(self, rank: int) -> bool:

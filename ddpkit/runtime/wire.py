@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d as c10d
 
 from ..tools.spans import now_doing
-from .board import Record
+from .board import MESSAGES, Record
 from .records import Recorder, call_site, is_library, recorder
 
 __all__ = ["Recorder", "WireGroup", "WireWork", "is_library", "recorder", "register_wire"]
@@ -74,7 +74,7 @@ class WireWork(Work):
     synchronize = wait
 
     def __del__(self):
-        message = self.record.op in ("send", "recv")
+        message = self.record.op in MESSAGES
         if message and self.record.waited is None and not sys.is_finalizing():
             self._recorder.dropped(self.record)
 
