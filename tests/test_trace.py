@@ -19,11 +19,16 @@ from ddpkit.runtime.trace import LANES, Trace
 
 
 def work():
-    """An all-reduce that goes on while two messages are sent, and a wait for each."""
+    """An all-reduce that goes on while two messages are on their way, and a wait for each.
+
+    Rank 1 comes to it with rank 0's message, so that on rank 0 it can't end before.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    got = dist.irecv(torch.ones(3), (rank - 1) % world_size)
+    if rank == 1:
+        got.wait()
     summed = dist.all_reduce(torch.ones(1000), async_op=True)
     sent = dist.isend(torch.ones(3), (rank + 1) % world_size)
-    got = dist.irecv(torch.ones(3), (rank - 1) % world_size)
     for handle in (summed, sent, got):
         handle.wait()
     dist.barrier()
