@@ -8,7 +8,7 @@ import mmap
 import pickle
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
@@ -65,6 +65,7 @@ class Record:
     values: list | None = None  # keep_values: the message as handed in, up to 64 elements
     result: list | None = None  # keep_values: what arrived
     memory: tuple[int, int, list] | None = None  # keep_values: (buffer, offset, all it holds)
+    number: int = field(default=-1, compare=False)  # how many calls its rank made before
 
     @property
     def call(self) -> str:
@@ -107,22 +108,20 @@ class Board:
 
         Others see it, complete, once the count of calls moves past it: that comes last.
         """
-        at, counters = self._slot(rank, index), rank * _PAGE_WORDS
-        is_new = index == self._words[counters + _CALLS]
+        words, counters, at = self._words, rank * _PAGE_WORDS, self._slot(rank, index)
+        is_new = index == words[counters + _CALLS]
         if is_new:  # who just reads the call that was here before must not take half of each
-            self._words[at // _WORD + _SEQ_WORD] = -1
-        self._write(at + _TEXT, _rest(record))
-        self.update(rank, index, record)
+            words[at // _WORD + _SEQ_WORD] = -1
+        self._write(at + _FOUND_BY.size, _changes(record) + _rest(record))
         channel, fingerprint = hash32(record.channel), hash32(record.fingerprint)
         self._write(at, _FOUND_BY.pack(channel, fingerprint, record.seq, record.issued))
+        words[counters + _EVENTS] += 1
         if is_new:
-            self._words[counters + _CALLS] += 1
+            words[counters + _CALLS] += 1
 
     def update(self, rank: int, index: int, record: Record):
         """Write again what changes until a call is over: its times, and what became of it."""
-        times = record.started or 0.0, record.done or 0.0, record.waited or 0.0
-        changes = _CHANGES.pack(*times, record.waits, record.by_future, record.dropped)
-        self._write(self._slot(rank, index) + _FOUND_BY.size, changes)
+        self._write(self._slot(rank, index) + _FOUND_BY.size, _changes(record))
         self._words[rank * _PAGE_WORDS + _EVENTS] += 1
 
     def set_waiting(self, rank: int, index: int | None):
@@ -228,6 +227,11 @@ _SPARE = [
     (*_SAME, *_KEPT).index(name)
     for name in ("memory", "result", "values", "fingerprint", "detail", "file")
 ]
+
+
+def _changes(record: Record) -> bytes:
+    times = record.started or 0.0, record.done or 0.0, record.waited or 0.0
+    return _CHANGES.pack(*times, record.waits, record.by_future, record.dropped)
 
 
 def _rest(record: Record) -> bytes:

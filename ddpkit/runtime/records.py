@@ -16,6 +16,7 @@ from .link import Link
 
 KEPT_ELEMENTS = 64  # keep_values keeps messages and buffers up to this size
 MOST_RECORDS = 200_000  # records a rank keeps; older ones are dropped
+SETTLE_S = 0.2  # so long may a thread that has the word take to be heard
 
 # Frames of these belong to the library; a record names the line of the reader's own code.
 _LIBRARY_FOLDERS = tuple(
@@ -51,7 +52,6 @@ class Recorder:
         self._disagree = disagree
         self._calls = 0
         self._seq: dict[str, int] = {}
-        self._indices: dict[int, int] = {}  # id of a record not yet done -> its number on the board
         self._threads: set[int] = set()
         self._buffers: dict[int, int] = {}
         # DDP calls from autograd's thread, Gloo's own threads complete calls, and the garbage
@@ -69,16 +69,15 @@ class Recorder:
             record.values, record.memory = _values(sent), self._memory(buffer)
         with self._lock:
             record.seq = self._next(record.channel)
-            index, self._calls = self._calls, self._calls + 1
+            record.number, self._calls = self._calls, self._calls + 1
             self.records.append(record)
             if len(self.records) > MOST_RECORDS:
                 del self.records[: MOST_RECORDS // 2]
             if self.board is None:
                 return
-            self._indices[id(record)] = index
-            self.board.put(self.rank, index, record)
-            if threading.get_ident() not in self._threads:
-                self._threads.add(threading.get_ident())
+            self.board.put(self.rank, record.number, record)
+            if (thread := threading.get_ident()) not in self._threads:
+                self._threads.add(thread)
                 self.board.set_threads(self.rank, len(self._threads))
         differing = self._said_differently(record)
         if differing is not None:
@@ -113,8 +112,8 @@ class Recorder:
     def waiting(self, record: Record):
         """This rank stops to wait for `record`."""
         record.waited = time.perf_counter()
-        if self.board is not None and id(record) in self._indices:
-            self.board.set_waiting(self.rank, self._indices[id(record)])
+        if self.board is not None and record.done is None:
+            self.board.set_waiting(self.rank, record.number)
 
     def waited(self):
         """It goes on."""
@@ -138,7 +137,14 @@ class Recorder:
             record.memory = self._memory(buffer) or record.memory
         record.done = time.perf_counter()
         self._write_again(record, whole=self.keep_values)
-        self._indices.pop(id(record), None)
+
+    def settle(self):
+        """Let Gloo's threads note what is done: who waited in C++ may go on before they have."""
+        until = time.perf_counter() + SETTLE_S
+        while any(r.done is None and r.by_future for r in self.records[-SLOTS:]):
+            if time.perf_counter() > until:
+                return
+            time.sleep(0.001)
 
     def dropped(self, record: Record):
         """The handle of a message was let go before anybody waited: Gloo may never deliver it."""
@@ -151,15 +157,14 @@ class Recorder:
         self._write_again(record)
 
     def _write_again(self, record: Record, whole: bool = False):
-        """Put what is new about an open call on the board, if its slot is still its own.
+        """Put what is new about a call on the board, if its slot is still its own.
 
         whole: not only its times.
         """
         with self._lock:
-            index = self._indices.get(id(record))
-            if index is not None and index >= self._calls - SLOTS:
+            if self.board is not None and record.number >= self._calls - SLOTS:
                 write = self.board.put if whole else self.board.update
-                write(self.rank, index, record)
+                write(self.rank, record.number, record)
 
     def latest_issue(self, record: Record) -> float:
         """When the last of the ranks in `record` came to it, as far as the board knows."""

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import cache, lru_cache
 from operator import attrgetter
 
 import torch
@@ -22,6 +21,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d as c10d
 
 from ..tools.spans import now_doing
+from . import wording
 from .board import MESSAGES, Record
 from .records import Recorder, call_site, is_library, recorder
 
@@ -63,7 +63,8 @@ class WireWork(Work):
                 self.inner.wait()
                 if self._learn:
                     self._learn(self.inner)
-                _hold_back(self._recorder, self.record)
+                if self._recorder.link:
+                    _hold_back(self._recorder, self.record)
         finally:
             self._recorder.waited()
         self._waited = True
@@ -74,8 +75,8 @@ class WireWork(Work):
     synchronize = wait
 
     def __del__(self):
-        message = self.record.op in MESSAGES
-        if message and self.record.waited is None and not sys.is_finalizing():
+        unseen = self.record.waited is None and self.record.op in MESSAGES
+        if unseen and not sys.is_finalizing():
             self._recorder.dropped(self.record)
 
     def get_future(self) -> torch.futures.Future:
@@ -138,10 +139,6 @@ def _flat(tensors) -> Sequence[torch.Tensor]:
 
 
 OPTIONS = {"all_reduce": dist.AllreduceOptions, "all_gather": c10d.AllgatherOptions}
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
-REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-REDUCTIONS = {op.value: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
-UNEQUAL = ("all_gather", "gather", "all_to_all")  # sizes may differ between ranks
 
 
 class WireGroup(dist.ProcessGroup):
@@ -155,9 +152,9 @@ class WireGroup(dist.ProcessGroup):
     ):
         super().__init__(inner.rank(), inner.size())
         self.inner, self.ranks, self.recorder, self.device = inner, ranks, recorder, device
-        self._name, self._rank = name, inner.rank()  # asking C++ takes microseconds
+        label = "world" if not recorder.joined else f"group {list(ranks)}"
+        self._member = wording.Member(name, label, ranks, inner.rank())
         self._c10d_name, self._description = "", "undefined"
-        self._label = "world" if not recorder.joined else f"group {list(ranks)}"
         self._deliveries = ThreadPoolExecutor(1)  # of the emulated link: one after the other
 
     @contextlib.contextmanager
@@ -167,7 +164,7 @@ class WireGroup(dist.ProcessGroup):
             yield
             self.recorder.joined = True
             return
-        record = self._record("new_group", [], f"new {self._name}", "", str(list(self.ranks)))
+        record = _record(wording.new_group(self._member))
         self.recorder.issue(record)
         self.recorder.waiting(record)
         try:
@@ -209,13 +206,14 @@ class WireGroup(dist.ProcessGroup):
         self, op: str, method: str, args: tuple, sent: list, arriving: list
     ) -> WireWork:
         opts = args[-1]
-        if op in ROOTED:
-            self._check_root(op, opts.rootRank)
-        root = self.ranks[opts.rootRank] if op in ROOTED else None
-        reduction = REDUCTIONS[opts.reduceOp.op.value] if op in REDUCING else None
-        alike = arriving[:1] if op == "scatter" else sent
-        said = _say(op, _numel(alike), _dtype(alike), reduction, root)
-        record = self._record(op, sent or arriving[:1], self._name, *said, root)
+        root = opts.rootRank if op in wording.ROOTED else None
+        reduction = opts.reduceOp.op.value if op in wording.REDUCING else None
+        said = sent or arriving[:1]
+        alike = sum(map(torch.Tensor.numel, arriving[:1] if op == "scatter" else sent))
+        nbytes = sum(map(attrgetter("nbytes"), said))
+        shape, dtype = (said[0].shape, said[0].dtype) if said else ((), None)
+        words = wording.collective(self._member, op, alike, nbytes, shape, dtype, reduction, root)
+        record = _record(words)
         self.recorder.issue(record, sent, (sent or arriving or [None])[0])
         inner = getattr(self.inner, method)(*args)
         if self.recorder.link is not None:
@@ -230,7 +228,7 @@ class WireGroup(dist.ProcessGroup):
     # Point to point.
 
     def send(self, tensors, dst, tag):
-        record = self._message("send", tensors, self._rank, dst, tag)
+        record = self._message("send", tensors[0], dst, tag)
         link = self.recorder.link
         if link is not None:  # before it is on the board, where the receiver looks when it left
             record.started = max(record.issued, self.recorder.link_out)
@@ -239,76 +237,25 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(self.inner.send(tensors, dst, tag), record, self.recorder)
 
     def recv(self, tensors, src, tag):
-        record = self._message("recv", tensors, src, self._rank, tag)
+        record = self._message("recv", tensors[0], src, tag)
         self.recorder.issue(record, (), tensors[0])
         return WireWork(self.inner.recv(tensors, src, tag), record, self.recorder, tensors)
 
     def recv_anysource(self, tensors, tag):
-        # The channel's "?": only when the message is there is known on which it came.
-        detail = f"{_size(tensors)}, src=any"
-        record = self._record("recv", tensors, f"{self._name} ?", "", detail)
+        record = self._message("recv", tensors[0], None, tag)
         self.recorder.issue(record, (), tensors[0])
 
         def learn(work: Work):
             source = work._source_rank()
-            channel = self._channel(source, self._rank, tag)
+            channel = self._member.channel(source, self._member.rank, tag)
             self.recorder.came_from(record, self.ranks[source], channel)
 
         inner = self.inner.recv_anysource(tensors, tag)
         return WireWork(inner, record, self.recorder, tensors, learn=learn)
 
-    def _message(self, op: str, tensors, src: int, dst: int, tag: int) -> Record:
-        name, number = ("dst", dst) if op == "send" else ("src", src)
-        self._check_peer(op, name, number)
-        peer, size = self.ranks[number], _size(tensors)
-        channel = self._channel(src, dst, tag)
-        detail = f"{size}, {name}={peer}" + (f", tag={tag}" if tag else "")
-        detail += f", {now_doing()}" if now_doing() else ""
-        record = self._record(op, tensors, channel, size, detail, peer)
-        record.ranks = self.ranks[src], self.ranks[dst]
-        return record
-
-    def _check_root(self, op: str, number: int):
-        if not 0 <= number < len(self.ranks):
-            me = f"rank {self.ranks[self._rank]} called {op} with {_root_name(op)}={number}"
-            raise ValueError(f"{me}, but the ranks go from 0 to {len(self.ranks) - 1}.")
-
-    def _check_peer(self, op: str, name: str, number: int):
-        """torch lets both mistakes pass; Gloo answers with an assertion in C++, or not at all."""
-        if 0 <= number < len(self.ranks) and number != self._rank:
-            return
-        me = f"rank {self.ranks[self._rank]} called {op} with {name}={number}"
-        if number != self._rank:
-            last = f"there is no rank {number}: the last is {len(self.ranks) - 1}"
-            raise ValueError(f"{me}, but {last}. {self._why_not(number)}")
-        remedy = "leave this rank out, it has its own data already"
-        raise ValueError(f"{me}, which is itself: {remedy}")
-
-    def _why_not(self, number: int) -> str:
-        if number < 0:
-            made = f"Is it made for fewer ranks than {len(self.ranks)}?"
-            return f"{made} Then say how many: launch(..., world_size=2)."
-        return "Did a loop go one too far?"
-
-    def _channel(self, src: int, dst: int, tag: int) -> str:
-        return f"{self._name} {self.ranks[src]}>{self.ranks[dst]}:{tag}"
-
-    def _record(
-        self,
-        op: str,
-        tensors: Sequence[torch.Tensor],
-        channel: str,
-        fingerprint: str,
-        detail: str,
-        peer: int | None = None,
-    ) -> Record:
-        if self._label != "world" and op != "new_group":
-            detail = f"{detail}, {self._label}" if detail else self._label
-        said = self._label, self.ranks, channel, fingerprint, detail
-        nbytes = sum(map(attrgetter("nbytes"), tensors))
-        shape = tuple(tensors[0].shape) if tensors else ()
-        place, now = call_site(3), time.perf_counter()
-        return Record(op, *said, nbytes, peer, shape, _dtype(tensors), *place, 0, now, now)
+    def _message(self, op: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
+        shape, dtype = tensor.shape, tensor.dtype
+        return _record(wording.message(self._member, op, peer, tag, shape, dtype, now_doing()))
 
     # What torch.distributed asks of a group besides.
 
@@ -361,37 +308,10 @@ def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, de
         delivered.set_exception(error)
 
 
-def _dtype(tensors) -> str:
-    return _name_of(tensors[0].dtype) if tensors else ""
-
-
-@cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _numel(tensors) -> int:
-    return sum(map(torch.Tensor.numel, tensors))
-
-
-def _size(tensors) -> str:
-    return f"{_numel(tensors)} {_dtype(tensors)}"
-
-
-@lru_cache(1024)
-def _say(
-    op: str, numel: int, dtype: str, reduction: str | None, root: int | None
-) -> tuple[str, str]:
-    """Of a collective: what all must say alike, "all_reduce 8 float32 sum", and its arguments."""
-    said = [f"{numel} {dtype}"] if dtype else []
-    said += [reduction] if reduction else []
-    said += [f"{_root_name(op)}={root}"] if root is not None else []
-    fingerprint = [op, dtype, *said[1:]] if op in UNEQUAL else [op, *said]
-    return " ".join(fingerprint), ", ".join(said)
-
-
-def _root_name(op: str) -> str:
-    return "dst" if op in ("reduce", "gather") else "src"
+def _record(words: wording.Words) -> Record:
+    """The record of a call that is made now, by a method of a group or a helper of its own."""
+    now = time.perf_counter()
+    return Record(*words, *call_site(3), 0, now, now)
 
 
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):

@@ -76,6 +76,7 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
             function, args, kwargs = pickle.load(file)
         join(assignment, recorder)
         value = function(*args, **kwargs)
+        recorder.settle()
         save(assignment.path("result"), (value, recorder.records))
         recorder.board.set_state(assignment.rank, RETURNED)
         reply = ("done", [name for name in SLOW_IMPORTS if name in sys.modules])

@@ -1,0 +1,125 @@
+"""What a call says of itself: the fields of its `Record`, op to dtype, that are alike each time.
+
+A training step makes the same calls again and again, and these words are put together once.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+UNEQUAL = ("all_gather", "gather", "all_to_all")  # sizes may differ between ranks
+REDUCTIONS = {op.value: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+Words = tuple[str, str, tuple[int, ...], str, str, str, int, int | None, tuple[int, ...], str]
+once = lru_cache(4096)
+
+
+class Member(NamedTuple):
+    """A rank as a member of a group."""
+
+    name: str  # the group's, on the board
+    label: str  # the group's, for people
+    ranks: tuple[int, ...]  # the members, as global ranks
+    rank: int  # this one's number among them
+
+    def channel(self, src: int, dst: int, tag: int) -> str:
+        return f"{self.name} {self.ranks[src]}>{self.ranks[dst]}:{tag}"
+
+    def check_root(self, op: str, root: int):
+        if not 0 <= root < len(self.ranks):
+            me = f"rank {self.ranks[self.rank]} called {op} with {_root_name(op)}={root}"
+            raise ValueError(f"{me}, but the ranks go from 0 to {len(self.ranks) - 1}.")
+
+    def check_peer(self, op: str, name: str, number: int):
+        """torch lets both mistakes pass; Gloo answers with an assertion in C++, or not at all."""
+        if 0 <= number < len(self.ranks) and number != self.rank:
+            return
+        me = f"rank {self.ranks[self.rank]} called {op} with {name}={number}"
+        if number != self.rank:
+            last = f"there is no rank {number}: the last is {len(self.ranks) - 1}"
+            raise ValueError(f"{me}, but {last}. {self._why_not(number)}")
+        remedy = "leave this rank out, it has its own data already"
+        raise ValueError(f"{me}, which is itself: {remedy}")
+
+    def _why_not(self, number: int) -> str:
+        if number < 0:
+            made = f"Is it made for fewer ranks than {len(self.ranks)}?"
+            return f"{made} Then say how many: launch(..., world_size=2)."
+        return "Did a loop go one too far?"
+
+
+def new_group(member: Member) -> Words:
+    members = str(list(member.ranks))
+    said = member.ranks, f"new {member.name}", "", members
+    return "new_group", member.label, *said, 0, None, (), ""
+
+
+@once
+def collective(
+    member: Member,
+    op: str,
+    numel: int,
+    nbytes: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    reduction: int | None,
+    root: int | None,
+) -> Words:
+    """numel: of what all must bring alike. nbytes, shape: of what this rank hands in."""
+    said = [f"{numel} {_name(dtype)}"] if dtype else []
+    said += [REDUCTIONS[reduction]] if reduction is not None else []
+    peer = None
+    if root is not None:
+        member.check_root(op, root)
+        peer = member.ranks[root]
+        said += [f"{_root_name(op)}={peer}"]
+    alike = [op, _name(dtype), *said[1:]] if op in UNEQUAL else [op, *said]
+    detail = ", ".join(said + _in_group(member))
+    words = op, member.label, member.ranks, member.name, " ".join(alike), detail
+    return *words, nbytes, peer, tuple(shape), _name(dtype)
+
+
+@once
+def message(
+    member: Member,
+    op: str,
+    number: int | None,
+    tag: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    doing: str,
+) -> Words:
+    """number: of the rank at the other end, in the group; None: of a receive from any rank."""
+    size = f"{shape.numel()} {_name(dtype)}"
+    said = [size]
+    if number is None:  # the channel's "?": which it is, is known when the message is there
+        ranks, channel, fingerprint, peer = member.ranks, f"{member.name} ?", "", None
+        said += ["src=any"]
+    else:
+        name, ends = ("dst", (member.rank, number))
+        if op == "recv":
+            name, ends = ("src", (number, member.rank))
+        member.check_peer(op, name, number)
+        ranks, channel = tuple(member.ranks[end] for end in ends), member.channel(*ends, tag)
+        fingerprint, peer = size, member.ranks[number]
+        said += [f"{name}={peer}"]
+        said += [f"tag={tag}"] if tag else []
+        said += [doing] if doing else []
+    detail = ", ".join(said + _in_group(member))
+    words = op, member.label, ranks, channel, fingerprint, detail
+    return *words, shape.numel() * dtype.itemsize, peer, tuple(shape), _name(dtype)
+
+
+def _in_group(member: Member) -> list[str]:
+    return [] if member.label == "world" else [member.label]
+
+
+def _root_name(op: str) -> str:
+    return "dst" if op in ("reduce", "gather") else "src"
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.") if dtype else ""
