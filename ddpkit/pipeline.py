@@ -28,6 +28,7 @@ from . import dry_run
 from .dry_run import held, idle, messages, rank_of_stage, simulate, validate  # noqa: F401
 from .schedules import Schedule, gpipe, interleaved, one_f_one_b, parse, zero_bubble  # noqa: F401
 from .stages import PipelineStage, cut_layers, gpt_layers  # noqa: F401
+from .tensor_parallel import clip_grad_norm
 from .tools.spans import doing
 
 
@@ -183,14 +184,6 @@ class Pipeline:
         """Make the gradient of the whole model no longer than `max_norm`, in place; returns the
         length that it had, on every rank. After `synchronize`. Cost: one number all-reduced.
         """
-        squared = torch.zeros((), dtype=torch.float64, device=self.device)
-        for weight in self.weights:
-            counted = weight is self.tied and self.rank != self.first  # by the first rank
-            if weight.grad is not None and not counted:
-                squared += torch.linalg.vector_norm(weight.grad, dtype=torch.float64) ** 2
-        dist.all_reduce(squared, group=self.group)
-        norm = squared.sqrt()
-        for weight in self.weights:
-            if weight.grad is not None:
-                weight.grad *= (max_norm / (norm + 1e-6)).clamp(max=1)  # as in torch
-        return norm
+        ends = 1 if self.first == self.last else 2  # ranks that have the tied weight
+        copies = {weight: ends if weight is self.tied else 1 for weight in self.weights}
+        return clip_grad_norm(copies, max_norm, self.group)

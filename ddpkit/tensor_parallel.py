@@ -167,10 +167,13 @@ def clip_grad_norm(
     """Make the gradient of the whole model no longer than `max_norm`, in place; returns its length.
 
     copies: {parameter: how many ranks of the group hold it alike}, from `count_copies`. Each adds
-    its share, so that the sum over the group is right, whatever is split.
+    its share, so that the sum over the group is right, whatever is split. Cost: one number
+    all-reduced, in float64, also by a rank that has no gradients.
     """
     gradients = [(p.grad, count) for p, count in copies.items() if p.grad is not None]
-    squared = sum(widened(g).square().sum() / count for g, count in gradients)
+    device = next((p.device for p in copies), None)
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    squared = sum((widened(g).square().sum() / count for g, count in gradients), nothing)
     dist.all_reduce(squared, group=group)
     norm = squared.sqrt()
     for gradient, _ in gradients:

@@ -16,8 +16,8 @@ MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 ORDER = """
     transport softmax flash_attention collectives ring doubling ring_attention shared_memory
     data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp models
-    schedules dry_run split_backward stages pipeline split_layers tensor_parallel
-    sequence_parallel train
+    split_layers tensor_parallel sequence_parallel schedules dry_run split_backward stages pipeline
+    train
 """
 SUBJECTS = ORDER.split()
 # Public names of what lives elsewhere

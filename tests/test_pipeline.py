@@ -216,7 +216,8 @@ def test_a_stage_without_anything_to_train(check):
         rank, x = dist.get_rank(), torch.ones(4, 4, dtype=torch.float64)
         stage = PipelineStage(stages[rank], rank, x[:2])
         loss = lambda y, target: (y - target).square().mean()  # noqa: E731
-        Pipeline([stage], make(3, 2), loss).step(x, 2 * x)
+        pipeline = Pipeline([stage], make(3, 2), loss)
+        pipeline.step(x, 2 * x)
         twin = copy.deepcopy(nn.Sequential(*layers)).requires_grad_()
         twin.zero_grad()
         loss(twin(x), 2 * x).backward()
@@ -225,6 +226,8 @@ def test_a_stage_without_anything_to_train(check):
                 check.close(layer.weight.grad, other.weight.grad, 1e-12, make.__name__, at)
             elif at // 2 == rank:
                 check.unless(layer.weight.grad is None, at, "is frozen, and has a gradient")
+        whole = get_total_norm([p.grad for layer in twin[3:] for p in layer.parameters()])
+        check.close(pipeline.clip_grad_norm(math.inf), whole, 1e-12, make.__name__, "norm")
 
 
 @on_ranks(4)

@@ -237,3 +237,14 @@ def test_norm(check):
     norm = clip_grad_norm({half: dist.get_world_size()}, 1000.0)
     expected = torch.tensor(257 / 256, dtype=torch.float64).sqrt()  # bf16 would say 1
     check.close(norm, expected, 1e-6, "summed up in float32")
+
+    # The last of several ranks brings nothing; the others have a dtype each.
+    rank, others = dist.get_rank(), max(1, dist.get_world_size() - 1)
+    mine = nn.Parameter(
+        torch.zeros(2, dtype=(torch.float32, torch.float64, torch.float16)[rank % 3])
+    )
+    if rank < others:
+        mine.grad = torch.full_like(mine, 2)
+    for copies in ({mine: 1}, {mine: 1} if rank < others else {}):
+        norm, expected = clip_grad_norm(copies, 1000.0), torch.tensor(8.0 * others).double().sqrt()
+        check.same(norm, expected, "a rank without gradients, or without parameters")
