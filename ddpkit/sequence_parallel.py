@@ -87,8 +87,9 @@ class ParallelGPT(nn.Module):
     the tokens, too, where layers aren't. Its parameters have the serial model's names, and
     `ddpkit.split_layers.gather` makes them whole.
 
-    Data, and without `sequence` random numbers for dropout, must be alike on all ranks of the
-    group. ValueError: heads or kv_heads that W doesn't divide; sequences, if they are split.
+    Data must be alike on all ranks of the group. So must random numbers for dropout; but with
+    `sequence` each rank draws for its own tokens, and needs a seed of its own.
+    ValueError: heads or kv_heads that W doesn't divide; sequences, if they are split.
 
     Calls of a step: 2 all-reduces a layer forward and 2 backward; one each for embedding and
     logits, and two small ones for the loss. With `sequence`, all but those of the loss are a
