@@ -8,6 +8,7 @@ from ..tools.units import size
 
 MOST_LINES = 200  # of a rank's output that are shown
 MOST_SHOWN = 100_000  # bytes of it: a notebook file with four such ranks stays small
+MOST_LIVE = 2_000  # lines of it, live: each takes 25 bytes of the file besides
 KEPT_BYTES = 2_000_000  # of a rank: the first half of them and the last
 HALF = KEPT_BYTES // 2
 GLOO_CHATTER = re.compile(
@@ -23,7 +24,8 @@ class Output:
     def __init__(self, path: Path):
         self.path = path
         self._start = self._size()
-        self._shown = 0  # bytes that `new_lines` has returned
+        self._shown = self._lines = 0  # bytes and lines that `new_lines` has returned
+        self._is_shown = True  # what comes now, too
         self._lost, self._tail = 0, b""  # what `trim` took from the file: its bytes, and the last
 
     def read(self) -> str:
@@ -46,18 +48,19 @@ class Output:
     def new_lines(self, last: bool = False) -> str:
         """The whole lines since the last call; also the unfinished one if it is the `last` call.
 
-        After `MOST_SHOWN` bytes nothing more.
+        After `MOST_SHOWN` bytes or `MOST_LIVE` lines nothing more.
         """
-        if self._shown >= MOST_SHOWN:
+        if not self._is_shown:
             return ""
-        before = self._shown
-        data = self._bytes(before, MOST_SHOWN - before)
-        whole = data if last else data[: data.rfind(b"\n") + 1]
-        self._shown += len(whole)
-        if len(data) < MOST_SHOWN - before:
-            return _clean(whole)
-        self._shown = MOST_SHOWN
-        return f"{_clean(data)}\n... it goes on, but no more of it is shown ...\n"
+        room = MOST_SHOWN - self._shown
+        new = self._bytes(self._shown, room)
+        some = b"\n".join(new.split(b"\n")[: MOST_LIVE - self._lines])
+        self._is_shown = some == new and len(new) < room
+        if not self._is_shown:
+            return f"{_clean(some)}\n... it goes on, but no more of it is shown ...\n"
+        whole = new if last else new[: new.rfind(b"\n") + 1]
+        self._shown, self._lines = self._shown + len(whole), self._lines + whole.count(b"\n")
+        return _clean(whole)
 
     def _size(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
