@@ -40,12 +40,14 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"ddpkit.debug: {error}")
     if options.world_size:
-        ranks = f"--nproc-per-node={options.world_size}"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
+        from torch.distributed.run import main as torchrun
+
         kept = arguments or sys.argv[1:]
         at = next(i for i, each in enumerate(kept) if each.startswith("--world-size"))
         rest = kept[:at] + kept[at + (1 if "=" in kept[at] else 2) :]
-        os.execv(sys.executable, [*torchrun, "-m", "ddpkit.debug", *rest])
+        ranks = f"--nproc-per-node={options.world_size}"
+        torchrun(["--standalone", ranks, "-m", "ddpkit.debug", *rest])
+        return
     if "RANK" not in os.environ:
         sys.exit("ddpkit.debug: start it by torchrun, or say how many ranks: --world-size 4")
     session = Session(link, options.trace, options.flight_recorder)

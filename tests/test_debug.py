@@ -1,6 +1,7 @@
 """`ddpkit.debug`: unmodified scripts under torchrun, with their own init_process_group."""
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -51,8 +52,11 @@ net(x).sum().backward()
 """
 
 
-def torchruns_rank(folder, per_machine, *arguments):
-    """Within `launch`: become a rank as torchrun starts it, and run `ddpkit.debug` in it."""
+def torchruns_rank(folder, per_machine, arguments=(), networks=(), fork=False):
+    """Within `launch`: become a rank as torchrun starts it, and run `ddpkit.debug` in it.
+
+    networks: of the machines: (namespace, interface). fork: run it in a child; the child's code.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     machine, local = divmod(rank, per_machine)
@@ -61,19 +65,25 @@ def torchruns_rank(folder, per_machine, *arguments):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(per_machine)}
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{attempt}/{local}/error.json"
-    os.environ["STORE"] = f"file://{folder}/store"
-    main(list(arguments))
+    if networks:
+        namespace, os.environ["GLOO_SOCKET_IFNAME"] = networks[machine]
+        with open(f"/run/netns/{namespace}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+        os.environ |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
+    else:
+        os.environ["STORE"] = f"file://{folder}/store"
+    if fork and (child := os.fork()):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    main([*arguments, f"{folder}/train.py"])
+    return os._exit(0) if fork else None
 
 
-def debug(folder, text, *arguments, per_machine=2, world_size=2):
+def debug(folder, text, *arguments, per_machine=2, world_size=2, networks=()):
     """(what each rank printed, the report) of a script, without the seconds that torchrun takes."""
-    script = Path(folder, "train.py")
-    script.write_text(BEGIN + text)
+    Path(folder, "train.py").write_text(BEGIN + text)
+    start = torchruns_rank, folder, per_machine, arguments, networks
     try:
-        run = launch(
-            *(torchruns_rank, folder, per_machine, *arguments, str(script)), world_size=world_size
-        )
-        output = run.output
+        output = launch(*start, world_size=world_size).output
     except RankError as error:
         output = error.output
     reports = re.findall(r"^ddpkit: (.*)", "\n\n".join(output), re.DOTALL | re.MULTILINE)
@@ -118,29 +128,23 @@ def test_what_will_never_go_on_is_told_once_with_its_line(text, says, line, tmp_
 
 def test_a_rank_that_was_killed_is_named(tmp_path):
     """By rank 0, if it has the time: torchrun soon ends it. Here nobody does."""
-    script, attempt = tmp_path / "train.py", tmp_path / "attempt"
-    attempt.mkdir()
     kill = "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(x)"
-    script.write_text(BEGIN + kill)
-    common = os.environ | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
-    common["STORE"] = f"file://{tmp_path}/store"
-    ranks = []
-    for rank in "01":
-        own = {"RANK": rank, "LOCAL_RANK": rank}
-        own["TORCHELASTIC_ERROR_FILE"] = f"{attempt}/{rank}/error.json"
-        command = [sys.executable, "-m", "ddpkit.debug", script]
-        ranks.append(subprocess.Popen(command, env=common | own, stderr=subprocess.PIPE, text=True))
-    reports = [" ".join(rank.communicate(timeout=FREEZE_S)[1].split()) for rank in ranks]
+    (tmp_path / "train.py").write_text(BEGIN + kill)
+    run = launch(torchruns_rank, tmp_path, 2, fork=True, world_size=2)
     says = "ddpkit: rank 1 died without a word; torchrun says how. Rank 0 lost it in train.py:12:"
-    assert says in reports[0]
-    assert [rank.returncode for rank in ranks] == [1, -9]
+    assert says in " ".join(run.output[0].split())
+    assert list(run) == [1, -9]
+
+
+MISMATCH = (
+    "mismatch: ranks 0, 1 and 2 called all_reduce(4 float32, sum), but rank 3 called all_reduce(5"
+)
 
 
 def test_two_machines_give_one_report(tmp_path):
     text = "dist.all_reduce(torch.ones(4 + (rank == 3)))"
     output, report = debug(tmp_path, text, world_size=4)
-    whole = "ranks 0, 1 and 2 called all_reduce(4 float32, sum), but rank 3 called all_reduce(5"
-    assert report.startswith(f"mismatch: {whole}")
+    assert report.startswith(MISMATCH)
     assert "ddpkit: " in output[0]
 
 
@@ -218,10 +222,10 @@ def test_a_script_may_end_its_world_and_begin_another(tmp_path):
 # With torchrun itself
 
 
-def start(*arguments, before=(), **environ):
-    command = [*before, sys.executable, "-m", *arguments]
+def start(*arguments):
+    command = [sys.executable, "-m", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environ, **pipes)
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
 
 
 def leftovers():
@@ -290,7 +294,8 @@ def test_what_works_under_torchrun_works_under_debug(tmp_path):
 
 LISTENS = """
 import psutil
-listens = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+listens = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+listens = [ip for ip, port in listens if str(port) != os.environ["MASTER_PORT"]]  # torch's store
 said = " ".join(["listens on", *sorted(set(listens))])
 os.write(1, f"{said}\\n".encode())  # in one piece: the other rank writes here, too
 dist.all_reduce(torch.ones(4 + (rank == 3)))
@@ -299,7 +304,7 @@ dist.all_reduce(torch.ones(4 + (rank == 3)))
 
 @pytest.fixture
 def namespaces():
-    """Two network namespaces with a wire between them: ([their names], [their interfaces])."""
+    """Two network namespaces with a wire between them: [(name, interface), ...]."""
     names = [f"ddpkit{os.getpid()}{end}" for end in "ab"]
     ends = [f"dd{os.getpid()}{end}" for end in "ab"]
 
@@ -315,7 +320,7 @@ def namespaces():
             ip("-n", name, "address", "add", f"10.77.0.{place + 1}/24", "dev", end)
             ip("-n", name, "link", "set", end, "up")
             ip("-n", name, "link", "set", "lo", "up")
-        yield names, ends
+        yield list(zip(names, ends, strict=True))
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"network namespaces can't be made here: {error}")
     finally:
@@ -324,47 +329,31 @@ def namespaces():
                 subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def two_agents(script, address, port, befores, environs):
-    """What the agents of two machines printed: [(exit code, out, err)]."""
-    agent = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-    agent += [f"--master-addr={address}", f"--master-port={port}"]
-    agents = []
-    for n, (before, environ) in enumerate(zip(befores, environs, strict=True)):
-        run = *agent, f"--node-rank={n}", "-m", "ddpkit.debug", str(script)
-        agents.append(start(*run, before=before, **environ))
-    try:
-        said = [agent.communicate(timeout=FREEZE_S) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.communicate()
-    return [(agent.returncode, *each) for agent, each in zip(agents, said, strict=True)]
-
-
 def test_two_namespaces_are_two_machines(tmp_path, namespaces):
     """They have no interface in common but the wire, and no name of a host leads anywhere."""
-    (tmp_path / "train.py").write_text(BEGIN + LISTENS)
-    names, ends = namespaces
-    befores = [("ip", "netns", "exec", name) for name in names]
-    environs = [{"GLOO_SOCKET_IFNAME": end} for end in ends]  # as for torchrun without us
-    said = two_agents(tmp_path / "train.py", "10.77.0.1", 29500, befores, environs)
-    check_one_report(said)
-    for place, (_, out, _) in enumerate(said):
-        assert out.splitlines() == [f"listens on 10.77.0.{place + 1}"] * 2
+    output, report = debug(tmp_path, LISTENS, world_size=4, networks=namespaces)
+    assert report.startswith(MISMATCH)
+    assert "ddpkit: " in output[0]
+    listens = re.findall("listens on .*", "\n".join(output))
+    assert listens == [f"listens on 10.77.0.{machine}" for machine in (1, 1, 2, 2)]
 
 
 @pytest.mark.slow
 def test_two_agents_of_one_machine_are_two_machines(tmp_path):
     (tmp_path / "train.py").write_text(BEGIN + LISTENS)
-    port = 20_000 + os.getpid() % 10_000
-    check_one_report(two_agents(tmp_path / "train.py", "127.0.0.1", port, [(), ()], [{}, {}]))
-
-
-def check_one_report(said):
-    assert [code for code, _, _ in said] == [1, 1]
-    reports = [" ".join(err.partition("\nddpkit: ")[2].split()) for _, _, err in said]
-    whole = "ranks 0, 1 and 2 called all_reduce(4 float32, sum), but rank 3 called all_reduce(5"
-    assert reports[0].startswith(f"mismatch: {whole}")
+    run = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    run.append(f"--master-port={20_000 + os.getpid() % 10_000}")
+    script = "-m", "ddpkit.debug", str(tmp_path / "train.py")
+    agents = [start(*run, f"--node-rank={machine}", *script) for machine in range(2)]
+    try:
+        said = [agent.communicate(timeout=FREEZE_S)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+    assert [agent.returncode for agent in agents] == [1, 1]
+    reports = [" ".join(err.partition("\nddpkit: ")[2].split()) for err in said]
+    assert reports[0].startswith(MISMATCH)
     assert reports[1] == ""
 
 
