@@ -105,12 +105,12 @@ def run_script(folder: Path, source: str, *arguments: str, **options) -> str:
         return out
 
 
-def wait_until(condition):
+def wait_until(condition, every_s=0.02):
     """Wait for `condition()` to be true, and return it."""
     until = time.monotonic() + FREEZE_S
     while not (value := condition()):
         assert time.monotonic() < until, "it never came"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return value
 
 

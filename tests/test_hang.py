@@ -355,7 +355,7 @@ def test_a_loop_that_does_not_end_is_told_and_no_difference_is_claimed():
         while True:
             dist.barrier()
 
-    text = report(loop, world_size=2, times=1, timeout=5)
+    text = report(loop, world_size=2, times=1, timeout=2)
     assert "≠" not in text
     assert re.search(r"\nRank 0 has made [\d,]+ calls, the last of them all alike: a loop", text)
 

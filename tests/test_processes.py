@@ -371,17 +371,19 @@ def import_slowly() -> tuple[int, bool]:
 
 
 @forks
-def test_a_server_that_died_is_replaced_and_so_is_one_that_knows_too_little():
+def test_a_server_that_died_is_replaced_and_so_is_one_that_knows_too_little(monkeypatch):
     """A rank that makes an optimizer imports for a second: later ranks shall begin with that."""
+    server = processes._server.__wrapped__()  # the one of all tests stays
+    monkeypatch.setattr(processes, "_server", lambda: server)
     died = launch(os.getppid, world_size=1)[0]
-    processes._server().set_forkserver_preload([*processes.PRELOAD, processes.LAST])
     os.kill(died, signal.SIGKILL)
     os.waitid(os.P_PID, died, os.WEXITED | os.WNOWAIT)
     ((old, was_there),) = launch(import_slowly, world_size=1)
     assert (old != died, was_there) == (True, False)
     one, other = launch(import_slowly, world_size=2)
-    assert one == other == (processes._server()._forkserver_pid, True)
+    assert one == other == (server._forkserver_pid, True)
     wait_until(lambda: not psutil.pid_exists(old))
+    server._stop()
 
 
 def test_before_a_server_starts_what_it_will_import_is_only_noted(monkeypatch):

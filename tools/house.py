@@ -220,12 +220,15 @@ def spelled_twice(root: Path = ROOT) -> list[str]:
         if part(path, root) != "fast"
         for called, runs in functions(path)
     ]
-    return [
-        f"{name(one, root)} {called} ~ {name(other, root)} {also}"
-        for (one, called, runs), (other, also, others) in combinations(known, 2)
-        if one != other
-        and len(runs & others) >= (ALIKE if called != also else ALIKE / 2) * len(runs | others)
-    ]
+    found = []
+    for (one, called, runs), (other, also, others) in combinations(known, 2):
+        enough = ALIKE if called != also else ALIKE / 2
+        fewer, more = sorted((len(runs), len(others)))
+        if one == other or fewer < enough * more:  # whose sizes differ that much are not alike
+            continue
+        if len(runs & others) >= enough * len(runs | others):
+            found.append(f"{name(one, root)} {called} ~ {name(other, root)} {also}")
+    return found
 
 
 def references_beside_the_library() -> list[str]:
