@@ -156,7 +156,8 @@ def test_a_timeline_can_begin_after_the_preparations():
 
 
 def call(issued, done, waited):
-    return SimpleNamespace(op="send", issued=issued, done=done, waited=waited)
+    times = {"issued": issued, "begun": issued, "done": done, "waited": waited}
+    return SimpleNamespace(op="send", stream="", **times)
 
 
 class Timed(list):

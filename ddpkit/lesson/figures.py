@@ -305,6 +305,9 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
         for rank, label in enumerate(axes.get_yticklabels()):
             label.set(color=ink(colour(rank)), weight="bold")
             label.set_bbox({"fc": colour(rank), "ec": "black", "boxstyle": "round,pad=0.15"})
+        streams = [part.streams(rank) for rank in range(len(part.wire))]
+        if any(map(any, streams)):
+            said.append(f"Lanes of streams: {', '.join(max(streams, key=len))}")
             if part.wire[rank]:
                 _draw_program(axes, part, rank, part.run[rank] if backward else None)
                 _draw_wire(axes, part, rank, longest, named=tall > 48)
@@ -348,6 +351,10 @@ class Part:
         said = alike(_say_calls(records) for records in self.wire)
         self.calls = "; ".join(f"{who}: {text}" for who, text in said)
 
+    def streams(self, rank: int) -> list[str]:
+        """The streams that its calls are on; on a CPU that is "", alone."""
+        return list(dict.fromkeys(record.stream for record in self.wire[rank]))
+
     def spans(self, times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
         """(begin, length) in milliseconds from the start, of times from and to."""
         return [(1e3 * (begin - self.start), 1e3 * (end - begin)) for begin, end in times]
@@ -383,22 +390,26 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
 
 
 def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
-    """The lower lane: a box for each call. Of calls that overlap, the one that is done first lies
-    above: what is seen of the later is where it outlasts the earlier. named: with their names,
-    where there is room.
+    """The lower lane: a box for each call; on a GPU a lane for each stream, from the first used.
+    Of calls that overlap, the one that is done first lies above: what is seen of the later is where
+    it outlasts the earlier. named: with their names, where there is room.
     """
     records, fill = part.wire[rank], page.dark(colour(rank))
     per_second = 780 / longest  # about so many pixels
-    last, shown_from = last_known(records), 0.0
-    calls = sorted(((r.done or last, r.issued, r.op) for r in records), key=lambda call: call[0])
-    edges = []
-    for end, begin, op in calls:
-        edges.append("white" if (end - begin) * per_second > 6 else "none")
-        seen, shown_from = max(begin, shown_from), end
-        if named and (end - seen) * per_second > 9 * len(op):
-            page.write_on(axes, 1e3 * ((seen + end) / 2 - part.start), rank + 0.2, op, fill)
-    bars = part.spans((begin, end) for end, begin, _ in reversed(calls))
-    axes.broken_barh(bars, (rank, 0.4), fc=fill, ec=edges[::-1], lw=0.8)
+    last, streams = last_known(records), part.streams(rank)
+    tall = 0.4 / len(streams)
+    for lane, stream in enumerate(streams):
+        found = ((r.done or last, r.begun, r.op) for r in records if r.stream == stream)
+        calls, y = sorted(found, key=lambda call: call[0]), rank + tall * lane
+        shown_from, edges = 0.0, []
+        for end, begin, op in calls:
+            edges.append("white" if (end - begin) * per_second > 6 else "none")
+            seen, shown_from = max(begin, shown_from), end
+            if named and (end - seen) * per_second > 9 * len(op):
+                middle = 1e3 * ((seen + end) / 2 - part.start)
+                page.write_on(axes, middle, y + tall / 2, op, fill)
+        bars = part.spans((begin, end) for end, begin, _ in reversed(calls))
+        axes.broken_barh(bars, (y, tall), fc=fill, ec=edges[::-1], lw=0.8)
 
 
 # Where ranks live

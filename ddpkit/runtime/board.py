@@ -66,6 +66,7 @@ class Record:
     result: list | None = None  # keep_values: what arrived
     memory: tuple[int, int, list] | None = None  # keep_values: (buffer, offset, all it holds)
     number: int = field(default=-1, compare=False)  # how many calls its rank made before
+    stream: str = ""  # that carries it, on a GPU: `streams.py` says what the times mean there
 
     @property
     def call(self) -> str:
@@ -76,6 +77,16 @@ class Record:
     def place(self) -> tuple[str, int, str]:
         """(file, line, function) of the reader's own code that made the call."""
         return self.file, self.line, self.function
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether it is on a GPU, and not yet known to be over: `started` comes with `done`."""
+        return self.done is None and self.started is None
+
+    @property
+    def begun(self) -> float:
+        """When the wire began: on a GPU's stream later than it was issued."""
+        return (self.stream and self.started) or self.issued
 
     @property
     def whole_bytes(self) -> int:

@@ -12,6 +12,7 @@ from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record
 LAST_CALLS = 5
 MANY_CALLS = 1000
 ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
+ON_STREAM = "its stream waiting"  # of a GPU, while the program may go on
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Situation:
     """Where one rank is."""
 
     rank: int
-    state: str  # starting, computing, waiting, returned, idle
+    state: str  # starting, computing, waiting, its stream waiting, returned, idle
     call: Record | None = None  # the call it sits in, or the last it made
     missing: tuple[int, ...] = ()  # the ranks that have not come to that call
     place: tuple[str, int, str] | None = None  # file, line, function, where known
@@ -68,7 +69,10 @@ def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
         return Situation(rank, ENDED[state])
     call = board.record(rank, waiting) if waiting is not None else None
     if call is None or call.done is not None:
-        return Situation(rank, "computing")
+        held = (r for r in calls.records[rank] if r.on_stream and r.waited)
+        if (call := next(held, None)) is None:
+            return Situation(rank, "computing")
+        return Situation(rank, ON_STREAM, call, calls.missing(call, rank), call.place)
     lost = calls.lost(call)
     missing = (call.peer,) if lost else calls.missing(call, rank)
     return Situation(rank, "waiting", call, missing, call.place, lost)
@@ -77,15 +81,17 @@ def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
 def deadlocked(now: list[Situation], board: Board) -> list[int]:
     """The ranks that can never go on: they wait, in the end, only for ranks that won't come.
 
-    A rank that computes may still come; so may one of several threads. A call whose ranks have all
-    come goes on.
+    A rank that computes may still come, also while its stream waits; so may one of several threads.
+    A call whose ranks have all come goes on.
     """
-    free = {s.rank for s in now if s.state in ("computing", "starting")}
+    on_stream = [s for s in now if s.state == ON_STREAM]
+    free = {s.rank for s in now if s.state in ("computing", "starting", ON_STREAM)}
     free |= {s.rank for s in now if board.threads(s.rank) > 1}
     waiting = [s for s in now if s.state == "waiting"]
     for _ in waiting:  # each round frees those that wait for free ones; there are at most so many
         free |= {s.rank for s in waiting if _may_go_on(s, free)}
-    return [s.rank for s in waiting if s.rank not in free]
+    stuck = [s.rank for s in waiting if s.rank not in free]
+    return sorted(stuck + [s.rank for s in on_stream if not _may_go_on(s, free)])
 
 
 def _may_go_on(s: Situation, free: set[int]) -> bool:

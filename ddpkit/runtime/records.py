@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .board import DISAGREES, SLOTS, Board, Record, hash32
 from .link import Link
+from .streams import Streams
 
 KEPT_ELEMENTS = 64  # keep_values keeps messages and buffers up to this size
 MOST_RECORDS = 200_000  # records a rank keeps; older ones are dropped
@@ -48,6 +49,7 @@ class Recorder:
         self.rank, self.board, self.link, self.keep_values = rank, board, link, keep_values
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
+        self.streams: Streams | None = None  # on NCCL: what tells when calls ran
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
         self._disagree = disagree
         self._calls = 0
@@ -107,11 +109,15 @@ class Recorder:
         """A receive from any rank turned out to be from `peer`, on `channel`."""
         with self._lock:
             record.peer, record.channel, record.seq = peer, channel, self._next(channel)
-        self._write_again(record, whole=True)
+        self.write_again(record, whole=True)
 
     def waiting(self, record: Record):
         """This rank stops to wait for `record`."""
         record.waited = time.perf_counter()
+        self.stands_at(record)
+
+    def stands_at(self, record: Record):
+        """It can't go on before `record` is done."""
         if self.board is not None and record.done is None:
             self.board.set_waiting(self.rank, record.number)
 
@@ -125,21 +131,37 @@ class Recorder:
         record: Record,
         arrived: Sequence[torch.Tensor] = (),
         buffer: torch.Tensor | None = None,
+        at: float | None = None,
     ):
         """`record` is complete; the first to notice writes it down.
 
         buffer: of what arrived, if nobody else can be writing into the rest of it just now.
+        at: when that was, if not now.
         """
         if record.done is not None:
             return
+        self.arrived(record, arrived, buffer)
+        record.done = at or time.perf_counter()
+        self.write_again(record, whole=self.keep_values)
+
+    def arrived(
+        self,
+        record: Record,
+        arrived: Sequence[torch.Tensor],
+        buffer: torch.Tensor | None = None,
+    ):
+        """With keep_values, keep what arrived. On a GPU, to read it is to wait for it."""
         if self.keep_values and arrived:
             record.result = _values(arrived)
             record.memory = self._memory(buffer) or record.memory
-        record.done = time.perf_counter()
-        self._write_again(record, whole=self.keep_values)
 
     def settle(self):
-        """Let Gloo's threads note what is done: who waited in C++ may go on before they have."""
+        """Let Gloo's threads note what is done: who waited in C++ may go on before they have.
+
+        On a GPU, stop until all calls are done, and their times are known.
+        """
+        if self.streams:
+            self.streams.settle()
         until = time.perf_counter() + SETTLE_S
         while any(r.done is None and r.by_future for r in self.records[-SLOTS:]):
             if time.perf_counter() > until:
@@ -149,14 +171,14 @@ class Recorder:
     def dropped(self, record: Record):
         """The handle of a message was let go before anybody waited: Gloo may never deliver it."""
         record.dropped = True
-        self._write_again(record)
+        self.write_again(record)
 
     def gave_future(self, record: Record):
         """Somebody took the future of the call: from now on a wait for it may leave no mark."""
         record.by_future = True
-        self._write_again(record)
+        self.write_again(record)
 
-    def _write_again(self, record: Record, whole: bool = False):
+    def write_again(self, record: Record, whole: bool = False):
         """Put what is new about a call on the board, if its slot is still its own.
 
         whole: not only its times.

@@ -127,7 +127,7 @@ class Session:
         different = hang.mismatch(self.board)
         now = hang.situations(self.board)
         for hidden in hang.abandoned(now, self.board):
-            if hidden.rank in self._sleepers:
+            if hidden.call.on_stream or hidden.rank in self._sleepers:
                 now[hidden.rank] = hidden
         stuck = hang.deadlocked(now, self.board)
         if different:
@@ -244,6 +244,7 @@ class Session:
 
         A connection that closes early would fail those who still wait for this rank, and hide why.
         """
+        self.recorder.settle()
         if self._trace or self._flight_recorder:
             self._hand_in()
         self.board.set_state(self.rank, RETURNED)

@@ -104,14 +104,19 @@ def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterat
     yield _name("thread_name", rank, name="program")
     for what, begin, until in _program(records, end):
         yield _span(what, rank, PROGRAM, us(begin), us(until))
-    lanes = lanes_of(records, end)
-    for lane in range(1, max(lanes, default=0) + 1):
-        yield _name("thread_name", rank, lane, name=f"calls {lane}" if lane > 1 else "calls")
-    for record, lane in zip(records, lanes, strict=True):
-        until = us(record.done or end)
-        yield _span(record.op, rank, lane, us(record.issued), until, kineto_arguments(record))
-        if record.op in MESSAGES:
-            yield _arrow(record, rank, lane, us(record.issued), until)
+    used = PROGRAM
+    for stream in dict.fromkeys(record.stream for record in records):
+        calls = [record for record in records if record.stream == stream]
+        what, lanes = f"stream {stream}" if stream else "calls", lanes_of(calls, end)
+        for lane in range(1, max(lanes) + 1):
+            name = f"{what} {lane}" if lane > 1 else what
+            yield _name("thread_name", rank, used + lane, name=name)
+        for record, lane in zip(calls, lanes, strict=True):
+            at, begin, until = used + lane, us(record.begun), us(record.done or end)
+            yield _span(record.op, rank, at, begin, until, kineto_arguments(record))
+            if record.op in MESSAGES:
+                yield _arrow(record, rank, at, begin, until)
+        used += max(lanes)
     under_way = 0
     for at, change in sorted(_changes(records)):
         under_way += change
@@ -137,7 +142,7 @@ def lanes_of(records: Iterable[Record], end: float) -> list[int]:
     """A lane for each, from 1 on: the first in which the call before it was done by then."""
     free, found = [], []
     for record in records:
-        lane = next((n for n, since in enumerate(free) if since <= record.issued), len(free))
+        lane = next((n for n, since in enumerate(free) if since <= record.begun), len(free))
         free[lane : lane + 1] = [record.done or end]
         found.append(lane + 1)
     return found

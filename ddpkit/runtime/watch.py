@@ -106,12 +106,16 @@ class Watch:
     def _look_for_hang(self, quiet_s: float):
         now = hang.situations(self.board)
         for hidden in hang.abandoned(now, self.board):
-            if self._sleeps(hidden.rank):
+            if hidden.call.on_stream or self._sleeps(hidden.rank):
                 now[hidden.rank] = hidden
+        overdue = quiet_s > self.hang_after + self._emulated_s()
+        for s in now:
+            if overdue and s.state == hang.ON_STREAM:  # its program waits for the GPU by now
+                s.state = "waiting"
         stuck = hang.deadlocked(now, self.board)
         if stuck:
             self._raise_hang(*hang.explain_deadlock(now, stuck), now)
-        if quiet_s <= self.hang_after + self._emulated_s():
+        if not overdue:
             return
         alive = [s for s in now if s.state in ("waiting", "computing", "starting")]
         if alive and all(s.state == "waiting" or self._waits_unseen(s.rank) for s in alive):
@@ -122,10 +126,13 @@ class Watch:
             )
 
     def _waits_unseen(self, rank: int) -> bool:
-        """Whether it has an open collective and burns no CPU: it may wait for it in C++."""
+        """Whether it has an open collective and burns no CPU: it may wait for it in C++.
+
+        Who waits for a GPU burns CPU.
+        """
         records = self.board.records(rank)
-        opened = any(r.done is None and r.op not in MESSAGES for r in records)
-        return opened and self._sleeps(rank)
+        opened = [r for r in records if r.done is None and r.op not in MESSAGES]
+        return any(r.on_stream for r in opened) or (bool(opened) and self._sleeps(rank))
 
     def _sleeps(self, rank: int) -> bool:
         """Whether the rank's process burns no CPU."""

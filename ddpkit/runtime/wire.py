@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -24,6 +25,7 @@ from ..tools.spans import now_doing
 from . import wording
 from .board import MESSAGES, Record
 from .records import Recorder, call_site, is_library, recorder
+from .streams import Cuda, Streams, StreamWork
 
 __all__ = ["Recorder", "WireGroup", "WireWork", "is_library", "recorder", "register_wire"]
 
@@ -197,14 +199,17 @@ class WireGroup(dist.ProcessGroup):
     alltoall_base = _recorded("all_to_all", "alltoall_base", 1)
 
     def barrier(self, opts=None):
-        return self._collective("barrier", "barrier", (opts or dist.BarrierOptions(),), [], [])
+        opts = opts or dist.BarrierOptions()
+        if self.recorder.streams:  # so that it is wait() in which NCCL stops the program
+            opts.asyncOp = True
+        return self._collective("barrier", "barrier", (opts,), [], [])
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
         self.barrier().wait()  # whoever doesn't come is named in the report of the hang
 
     def _collective(
         self, op: str, method: str, args: tuple, sent: list, arriving: list
-    ) -> WireWork:
+    ) -> WireWork | StreamWork | None:
         opts = args[-1]
         root = opts.rootRank if op in wording.ROOTED else None
         reduction = opts.reduceOp.op.value if op in wording.REDUCING else None
@@ -213,17 +218,25 @@ class WireGroup(dist.ProcessGroup):
         nbytes = sum(map(attrgetter("nbytes"), said))
         shape, dtype = (said[0].shape, said[0].dtype) if said else ((), None)
         words = wording.collective(self._member, op, alike, nbytes, shape, dtype, reduction, root)
-        record = _record(words)
+        record, asynchronous = _record(words), getattr(opts, "asyncOp", True)
+        if streams := self._streams(said):
+            call = partial(getattr(self.inner, method), *args)
+            return streams.call(record, call, sent, arriving, asynchronous)
         self.recorder.issue(record, sent, (sent or arriving or [None])[0])
         inner = getattr(self.inner, method)(*args)
         if self.recorder.link is not None:
             delivered = torch.futures.Future()
             self._deliveries.submit(_deliver, self.recorder, inner, record, arriving, delivered)
             return WireWork(inner, record, self.recorder, arriving, delivered)
-        if getattr(opts, "asyncOp", True):
+        if asynchronous and not (self.recorder.streams and op == "barrier"):  # NCCL's is done now
             with contextlib.suppress(RuntimeError):  # Gloo's reduce_scatter gives no future
                 inner.get_future().add_done_callback(lambda _: self.recorder.done(record, arriving))
         return WireWork(inner, record, self.recorder, arriving)
+
+    def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
+        """What tells when calls with these tensors run, if they are on a GPU."""
+        streams = self.recorder.streams
+        return streams if streams and tensors and tensors[0].is_cuda else None
 
     # Point to point.
 
@@ -233,11 +246,15 @@ class WireGroup(dist.ProcessGroup):
         if link is not None:  # before it is on the board, where the receiver looks when it left
             record.started = max(record.issued, self.recorder.link_out)
             self.recorder.link_out = record.started + record.bytes / link.bytes_per_s
+        if streams := self._streams(tensors):
+            return streams.call(record, partial(self.inner.send, tensors, dst, tag), tensors, ())
         self.recorder.issue(record, tensors, tensors[0])
         return WireWork(self.inner.send(tensors, dst, tag), record, self.recorder)
 
     def recv(self, tensors, src, tag):
         record = self._message("recv", tensors[0], src, tag)
+        if streams := self._streams(tensors):
+            return streams.call(record, partial(self.inner.recv, tensors, src, tag), (), tensors)
         self.recorder.issue(record, (), tensors[0])
         return WireWork(self.inner.recv(tensors, src, tag), record, self.recorder, tensors)
 
@@ -330,6 +347,9 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
                 on_gpu = _nccl(options, device)
                 on_cpu = _gloo(options, dist.PrefixStore("cpu", options.store), one_machine, calm)
+                if recorder.streams is None:
+                    recorder.streams = Streams(recorder, Cuda(device))
+                    recorder.streams.watch()
             else:
                 on_gpu = on_cpu = _gloo(options, options.store, one_machine, calm)
         inner._set_default_backend(on_gpu[1])
@@ -412,7 +432,5 @@ def _batched(p2p_op_list):
         return _batch_isend_irecv(p2p_op_list)
     group.inner._start_coalescing(first.tensor.device)
     works = _batch_isend_irecv(p2p_op_list)
-    whole = group.inner._end_coalescing(first.tensor.device)
-    for work in works:
-        work.inner = whole
+    group.recorder.streams.end(works, group.inner._end_coalescing(first.tensor.device))
     return works

@@ -106,6 +106,7 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
                 source, file, traced = cell
                 before = len(recorder.records)
                 value = run_cell(source, file, names)
+                recorder.settle()
                 reply = ("done", (value, recorder.records[before:] if traced else []))
         except BaseException as error:
             reply = ("failed", failure(error))

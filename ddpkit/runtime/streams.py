@@ -1,0 +1,200 @@
+"""When calls on a GPU ran: told by events on its streams, and no step waits for the GPU.
+
+NCCL puts a call on a stream and returns; `wait()` puts the current stream behind it, and returns,
+too. So the host's clock knows when a call was issued, and no more. Each call gets events, which a
+thread reads when they are over. What the GPU never ends stays open on the board, for the report of
+a hang. `wait` doesn't mark the rank as waiting: its stream waits, and the program goes on.
+
+In a record, on the clock of the host:
+    stream   that of its group; "current" if it wasn't asynchronous: NCCL runs it there
+    started  its inputs were ready, and the call before it on its stream was done; until then None
+    waited   the current stream came to wait for it: what of it is later than that is exposed
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from .board import Record
+
+LOOK_S = 0.05  # how often the events are read
+# Their tensors are not all in NCCL's future, which then waits for nothing.
+WITHOUT_FUTURE = "send", "recv", "gather", "scatter"
+
+
+class Cuda:
+    """What `Streams` needs of a GPU; tests have one of their own."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._behind: dict[str, torch.cuda.Stream] = {}
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream, behind all that is on it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def mark_end(self, work: Work, record: Record) -> torch.cuda.Event:
+        """An event behind `work`, on a stream that nobody else is put behind.
+
+        A work's own wait lets go of tensors that NCCL may still read; its future doesn't. Programs
+        get their streams from the pool of another priority.
+        """
+        if record.stream not in self._behind:
+            self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
+        with torch.cuda.stream(self._behind[record.stream]):
+            if record.op in WITHOUT_FUTURE:
+                work.block_current_stream()
+            else:
+                work.get_future().wait()
+            return self.mark()
+
+    def both_clocks(self) -> tuple[torch.cuda.Event, float]:
+        """An event that is over, and the host's clock at it: the only wait for the GPU."""
+        torch.cuda.synchronize(self.device)
+        begun, event = time.perf_counter(), self.mark()
+        torch.cuda.synchronize(self.device)
+        return event, (begun + time.perf_counter()) / 2
+
+    def use(self):
+        """Let this thread ask for events without a context on GPU 0."""
+        torch.cuda.set_device(self.device)
+
+
+class StreamWork(Work):
+    """The handle of a call on a GPU: `wait` puts the current stream behind it, and returns.
+
+    inner: None as long as a batch isn't complete. before: the event in front of the call.
+    """
+
+    def __init__(self, inner: Work | None, record: Record, before, arriving, streams: "Streams"):
+        super().__init__()
+        self.inner, self.record, self.before, self.arriving = inner, record, before, arriving
+        self._streams = streams
+
+    def wait(self, timeout=None) -> bool:
+        self._streams.wait(self)
+        return True
+
+    synchronize = wait
+
+    def get_future(self) -> torch.futures.Future:
+        self._streams.recorder.gave_future(self.record)
+        return self.inner.get_future()
+
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
+
+    def result(self):
+        return self.inner.result()
+
+
+class Streams:
+    """The events of a rank's calls. gpu: what makes them, a `Cuda`.
+
+    Times are float32 milliseconds since the start: after a quarter of an hour, good to 0.06 ms.
+    """
+
+    def __init__(self, recorder, gpu):
+        self.recorder, self._gpu = recorder, gpu
+        # (records, {field of theirs: event}, tensors that are needed until it is over)
+        self._pending: deque[tuple[list[Record], dict, tuple]] = deque()
+        self._busy_until: dict[str, float] = {}  # by stream
+        self._reading = threading.Lock()
+        self._origin, self._begun = gpu.both_clocks()
+
+    def watch(self):
+        """Read the events from now on, in a thread."""
+        threading.Thread(target=self._watch, daemon=True, name="ddpkit streams").start()
+
+    def _watch(self):
+        self._gpu.use()
+        with contextlib.suppress(RuntimeError):  # the GPU failed: the program hears of it, too
+            while True:
+                time.sleep(LOOK_S)
+                self.read()
+
+    def call(
+        self,
+        record: Record,
+        call: Callable[[], Work | None],
+        sent: Sequence[Tensor],
+        arriving: Sequence[Tensor],
+        asynchronous: bool = True,
+    ) -> StreamWork | None:
+        """Record a call, make it, with events around it, and return its handle.
+
+        None, as from NCCL, if it isn't asynchronous: then it is on the current stream.
+        """
+        record.stream, record.started = (record.group if asynchronous else "current"), None
+        self.recorder.issue(record, sent, (*sent, *arriving)[0])
+        before, inner = self._gpu.mark(), call()
+        if asynchronous:
+            work = StreamWork(inner, record, before, arriving, self)
+            if inner is not None:
+                self.end([work], inner, (sent, arriving))
+            return work
+        self._pending.append(([record], {"waited": before}, ()))
+        self._pending.append(([record], {"started": before, "done": self._gpu.mark()}, ()))
+        self.recorder.arrived(record, arriving)
+        return None
+
+    def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
+        """Note the end of `inner`, which is all of these works: one, or a batch."""
+        for work in works:
+            work.inner = inner
+        first = works[0]
+        events = {"started": first.before, "done": self._gpu.mark_end(inner, first.record)}
+        kept = tensors if first.record.op in WITHOUT_FUTURE else ()
+        self._pending.append(([work.record for work in works], events, kept))
+
+    def wait(self, work: StreamWork):
+        """Put the current stream behind `work`."""
+        work.record.waits += 1
+        if work.record.waits == 1:
+            self._pending.append(([work.record], {"waited": self._gpu.mark()}, ()))
+        work.inner.wait()
+        self.recorder.arrived(work.record, work.arriving)
+
+    def read(self) -> list[Record]:
+        """Write down what is over by now, without waiting; returns the records of what isn't."""
+        with self._reading:
+            left = []
+            for _ in range(len(self._pending)):
+                records, events, kept = self._pending.popleft()
+                if all(event.query() for event in events.values()):
+                    self._note(records, events)
+                else:
+                    left.append((records, events, kept))
+            self._pending.extendleft(reversed(left))
+            return [record for records, *_ in left for record in records]
+
+    def _note(self, records: list[Record], events: dict):
+        times = {}
+        for name, event in events.items():
+            times[name] = self._begun + self._origin.elapsed_time(event) / 1e3
+        if "waited" in times:
+            records[0].waited = times["waited"]
+            self.recorder.write_again(records[0])
+            return
+        stream = records[0].stream
+        started = max(times["started"], self._busy_until.get(stream, 0.0))
+        self._busy_until[stream] = times["done"]
+        for record in records:
+            record.started = started
+            self.recorder.done(record, at=times["done"])
+
+    def settle(self):
+        """Stop until all calls are done. The rank is marked as waiting: one may never be."""
+        while left := self.read():
+            self.recorder.stands_at(left[0])
+            while (now := self.read()) and now[0] is left[0]:
+                time.sleep(0.001)
+            self.recorder.waited()
