@@ -305,12 +305,12 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
         for rank, label in enumerate(axes.get_yticklabels()):
             label.set(color=ink(colour(rank)), weight="bold")
             label.set_bbox({"fc": colour(rank), "ec": "black", "boxstyle": "round,pad=0.15"})
-        streams = [part.streams(rank) for rank in range(len(part.wire))]
-        if any(map(any, streams)):
-            said.append(f"Lanes of streams: {', '.join(max(streams, key=len))}")
             if part.wire[rank]:
                 _draw_program(axes, part, rank, part.run[rank] if backward else None)
                 _draw_wire(axes, part, rank, longest, named=tall > 48)
+        streams = max(map(part.streams, range(len(part.wire))), key=len)
+        if any(streams):
+            said.append(f"Lanes of streams: {', '.join(streams)}")
     panels[-1].set_xlabel("time (ms)")
     wire = patch("its calls on the wire, in its colour", colour(0))
     waits = patch("it waits", page.EMPTY, page.GREY)
