@@ -405,7 +405,7 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
         for end, begin, op in calls:
             edges.append("white" if (end - begin) * per_second > 6 else "none")
             seen, shown_from = max(begin, shown_from), end
-            if named and (end - seen) * per_second > 9 * len(op):
+            if named and len(streams) == 1 and (end - seen) * per_second > 9 * len(op):
                 middle = 1e3 * ((seen + end) / 2 - part.start)
                 page.write_on(axes, middle, y + tall / 2, op, fill)
         bars = part.spans((begin, end) for end, begin, _ in reversed(calls))
