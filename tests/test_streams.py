@@ -109,6 +109,7 @@ def test_times_are_the_hosts_and_a_call_starts_when_its_stream_is_free(streams):
 def test_what_never_ends_stays_open_and_stops_no_other_stream(streams):
     stuck, _ = start(streams)
     other, _ = start(streams, group="group [0, 1]")
+    assert streams.read() == streams.read() == [stuck, other]
     streams._gpu.happen(101, None, 101.5, 102)
     assert streams.read() == streams.read() == [stuck]
     assert (stuck.started, stuck.done, stuck.on_stream) == (None, None, True)
