@@ -26,7 +26,7 @@ def test_bytes_are_said_and_drawn():
         "tiled: 1,024 tokens 1 MB, 2,048 tokens 2 MB"
     )
     check_picture(picture, *page.RANK_COLOURS[:2])
-    assert not has_colour(picture.png, page.RANK_COLOURS[2])
+    assert not has_colour(picture, page.RANK_COLOURS[2])
 
 
 def test_times_are_drawn_and_not_said():

@@ -64,11 +64,11 @@ def test_measured_idle_time_is_a_table():
 def test_goals(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     steps = {TORCH: (2.0, 2.1), TORCH_GPIPE: (2.0, 2.0), "1F1B": (1.9, 2.0), "GPipe": (2.2, 2.2)}
-    found = pipeline.results_of("GPT", "Step ms", steps)
-    found += pipeline.results_of("Idle, 1F1B", "Idle ms", {PLAN: (9.0, 9.0), RUN: (9.4, 9.3)})
-    found += pipeline.results_of("Idle, GPipe", "Idle ms", {PLAN: (9.0, 9.0), RUN: (9.9, 9.8)})
+    found = results.results_of("GPT", "Step ms", steps)
+    found += results.results_of("Idle, 1F1B", "Idle ms", {PLAN: (9.0, 9.0), RUN: (9.4, 9.3)})
+    found += results.results_of("Idle, GPipe", "Idle ms", {PLAN: (9.0, 9.0), RUN: (9.9, 9.8)})
     monkeypatch.setattr(pipeline, "measure", lambda: Results(found))
     pipeline.main("pipeline")
     kept = json.loads((tmp_path / "pipeline.json").read_text())
     assert [goal["met"] for goal in kept["goals"]] == ["yes", "NO", "yes", "NO"]
-    assert kept["results"][0]["columns"] == {"Step ms": "2050.0"}
+    assert kept["results"][0]["columns"] == {"Step ms": "2050.00"}

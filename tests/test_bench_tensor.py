@@ -5,13 +5,13 @@ from torch import nn
 
 from ddpkit import RankError
 from ddpkit.bench import tensor
-from ddpkit.bench.results import Results, judge
+from ddpkit.bench.results import Results, judge, results_of
 
 
 def test_the_table_and_its_goals():
     seconds = {tensor.TORCH: 0.2, tensor.OURS: 0.1, tensor.WHOLE: 0.3, "torch again": 0.2}
     seconds = {name: (s, 2 * s) for name, s in seconds.items()}
-    found = Results(tensor.together("MLP", seconds, 2, 4000))
+    found = Results(results_of("MLP", "Step ms", seconds, 2, 4000))
     lines = [" ".join(line.split()) for line in repr(found).splitlines()]
     assert lines[:5] == [
         "MLP, 2 processes, 4 kB",

@@ -58,7 +58,7 @@ def test_grouped_bars(draw, what):
         "Black marks: the same bytes just moved, by loopback or memcpy."
     )
     check_picture(picture, page.BLUE, page.ORANGE, page.GREEN)
-    assert not has_colour(picture.png, page.PINK)
+    assert not has_colour(picture, page.PINK)
 
 
 def test_heights_are_the_times_and_bandwidths():

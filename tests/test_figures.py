@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.colors import to_hex, to_rgb, to_rgba_array
 from matplotlib.lines import Line2D
 from PIL import Image
 
@@ -45,30 +46,41 @@ def recorded(fn, world_size=4):
     return launch(fn, world_size=world_size)
 
 
-def has_colour(png: bytes, colour: str) -> bool:
-    wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
-    found = Image.open(io.BytesIO(png)).convert("RGB").getcolors(1 << 24)
-    return any(
-        all(abs(a - b) < 12 for a, b in zip(pixel, wanted, strict=True)) for _, pixel in found
-    )
+def has_colour(picture, colour: str) -> bool:
+    """Whether anything in it has that colour, on white."""
+    found = set()
+    for part in picture.figure.findobj():
+        for which in ("facecolor", "edgecolor", "color", "markerfacecolor"):
+            for *rgb, alpha in to_rgba_array(getattr(part, f"get_{which}", list)()):
+                found.add(to_hex([alpha * value + 1 - alpha for value in rgb]).upper())
+    return colour in found
 
 
 def check_picture(picture, *colours):
-    """On a white card with a border, small enough for the page, lines dark, with these colours."""
-    bundle, metadata = picture._repr_mimebundle_()
-    assert bundle["text/plain"] == metadata["image/png"]["alt"] == repr(picture)
-    assert bundle["image/svg+xml"].encode() == picture.svg
-    assert bundle["image/png"] == picture.png
-    image = Image.open(io.BytesIO(picture.png)).convert("RGB")
-    assert image.size == (2 * picture.size[0], 2 * picture.size[1])
+    """It can be drawn, is small enough for the page, its lines are dark, it has these colours."""
+    picture.figure.draw_without_rendering()
     assert picture.size[0] <= WIDTH
     assert picture.size[1] <= page.TALLEST
-    assert max(image.getpixel((0, 0))) < 120
-    assert min(image.getpixel((6, 6))) > 240
     for line in picture.figure.findobj(Line2D):
         assert page.dark(line.get_color()) == line.get_color()
     for colour in colours:
-        assert has_colour(picture.png, colour) or has_colour(picture.png, page.dark(colour))
+        assert has_colour(picture, colour) or has_colour(picture, page.dark(colour))
+
+
+def test_a_picture_is_a_card_in_two_formats():
+    """White, with a border, twice as large as it is shown, in the colours that were drawn."""
+    picture = figures.worlds(2)
+    bundle, metadata = picture._repr_mimebundle_()
+    assert bundle["text/plain"] == metadata["image/png"]["alt"] == repr(picture)
+    assert bundle["image/svg+xml"].encode() == picture.svg
+    image = Image.open(io.BytesIO(bundle["image/png"])).convert("RGB")
+    assert image.size == (2 * picture.size[0], 2 * picture.size[1])
+    assert max(image.getpixel((0, 0))) < 120
+    assert min(image.getpixel((6, 6))) > 240
+    pixels = [pixel for _, pixel in image.getcolors(1 << 24)]
+    for colour in page.RANK_COLOURS[:2]:
+        wanted = [round(255 * value) for value in to_rgb(colour)]
+        assert min(max(abs(a - b) for a, b in zip(wanted, p, strict=True)) for p in pixels) < 12
 
 
 def test_lines_of_all_colours_are_seen():
@@ -203,7 +215,7 @@ GATHER = ([[1], [10], [100]], [[1, 10, 100], None, None])
 def test_before_after(rows):
     picture = figures.before_after(zip(*rows, strict=True), title="it")
     check_picture(picture, *page.RANK_COLOURS[:3])
-    assert rows[1][0] != SUM or has_colour(picture.png, page.MIXED)
+    assert rows[1][0] != SUM or has_colour(picture, page.MIXED)
 
 
 def test_before_after_says_it_in_words():
@@ -224,8 +236,8 @@ def test_owners():
     # Its own, else nobody can tell whose.
     assert figures.find_owners([[5], [5]], [[5, 5], [5]]) == [[0, None], [1]]
     pairs = [([5], [5, 5]), ([5], [5])]
-    given = figures.before_after(pairs, owners=[[0, 1], [1]])
-    assert given.png != figures.before_after(pairs).png
+    for owners, mixed in (([[0, 1], [1]], False), (None, True)):
+        assert has_colour(figures.before_after(pairs, owners=owners), page.MIXED) is mixed
 
 
 def test_before_after_of_long_floats_fits_the_page():

@@ -28,7 +28,7 @@ from ..pipeline import (
 from ..runtime.launch import launch
 from ..schedules import Schedule
 from .interleave import Contest, race, where, wrong
-from .results import AGAIN, SPEED, Goal, Result, Results, report
+from .results import AGAIN, SPEED, Goal, Result, Results, report, results_of
 
 ROUNDS, SLEEPS = 24, 3
 TICK_S = 0.1
@@ -118,15 +118,6 @@ def measure_steps(rounds: int = ROUNDS, micro_batches: int = 8, rows: int = 2) -
     seconds, _ = race(partial(contest, micro_batches, rows), rounds, world_size=2)
     title = f"GPT in 2 stages, {micro_batches} micro-batches of {rows} × 64 tokens"
     return results_of(title, "Step ms", seconds)
-
-
-def results_of(title: str, heading: str, seconds: dict[str, tuple[float, ...]]) -> list[Result]:
-    """A case; seconds: {variant: of each round}, of which the column has the median."""
-    found = []
-    for name, rounds in seconds.items():
-        columns = {heading: f"{1e3 * statistics.median(rounds):.1f}"}
-        found.append(Result(title, name, 0, 0, rounds, columns=columns))
-    return found
 
 
 # Idle time beside the plan

@@ -77,6 +77,17 @@ class Result:
         return units.round_size(self.nbytes)
 
 
+def results_of(
+    case: str, heading: str, seconds: dict[str, tuple[float, ...]], world_size=0, nbytes=0
+) -> list[Result]:
+    """A case; seconds: {variant: of each round}, of which the column `heading` has the median."""
+    found = []
+    for name, rounds in seconds.items():
+        columns = {heading: f"{1e3 * statistics.median(rounds):.2f}"}
+        found.append(Result(case, name, world_size, nbytes, rounds, columns=columns))
+    return found
+
+
 class Results(list[Result]):
     """Results in the order of their measurement; printed, they are a table for each case.
 

@@ -4,7 +4,6 @@ The same collectives, one all-reduce each way: what differs is what a call costs
 small layer shows more of it than a large one.
 """
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from .interleave import Contest, race, where, wrong
-from .results import AGAIN, SPEED, Goal, Result, Results, report
+from .results import AGAIN, SPEED, Goal, Results, report, results_of
 
 ROUNDS = 40
 TORCH, OURS, WHOLE = "torch", "tensor_parallel", "not split"
@@ -86,16 +85,8 @@ def measure(
     found = Results(legend=LEGEND)
     for width, rows in sizes:
         seconds, _ = race(partial(contest, width, rows, ways), rounds, world_size=world_size)
-        found += together(f"MLP, width {width}, {rows} rows", seconds, world_size, 4 * rows * width)
-    return found
-
-
-def together(case: str, seconds: dict, world_size: int, nbytes: int) -> list[Result]:
-    """The results of one case. seconds: {way: of each step}; nbytes: of an all-reduce."""
-    found = []
-    for name, steps in seconds.items():
-        columns = {"Step ms": f"{statistics.median(steps) * 1e3:.2f}"}
-        found.append(Result(case, name, world_size, nbytes, steps, columns=columns))
+        case, nbytes = f"MLP, width {width}, {rows} rows", 4 * rows * width  # of an all-reduce
+        found += results_of(case, "Step ms", seconds, world_size, nbytes)
     return found
 
 

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..fast.buckets import BucketedDDP
 from ..fast.transports import SharedMemoryTransport
 from ..fast.zero import ZeroOptimizer
-from ..runtime.board import Record
 from ..runtime.launch import launch
 from ..runtime.wire import recorder
+from ..tools.passes import sent_by_all
 from . import training
 from .interleave import where
 from .results import AGAIN, SPEED, Goal, Result, Results, report
@@ -92,13 +92,6 @@ def count_sent(make: Callable[[], Task], names: Iterable[str] = VARIANTS) -> dic
         step = recorder().records[before:]
         sent[name] = sum(sent_by_all(record, rank, world_size) for record in step)
     return sent
-
-
-def sent_by_all(record: Record, rank: int, world_size: int) -> float:
-    """This rank's part of what all send: a ring's bytes of an all-reduce, W-1 of a broadcast."""
-    shares = {"send": 1.0, "recv": 0.0, "all_reduce": 2 * (world_size - 1) / world_size}
-    shares["broadcast"] = world_size - 1.0 if record.peer == rank else 0.0
-    return shares[record.op] * record.bytes
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""A layer's forward and backward between barriers, and what each of the two called. Notebook 11."""
+"""What calls send; a layer's forward and backward between barriers. Notebooks 07 and 11."""
 
 from collections import Counter
 
@@ -33,8 +33,17 @@ def between_barriers(run) -> list[str]:
 
 def ring_bytes(run) -> float:
     """What rank 0 sends after its first barrier, if each collective goes round a ring."""
-    world_size, records = len(run.wire), run.wire[0]
+    records = run.wire[0]
     first = next(at for at, record in enumerate(records) if record.op == "barrier")
-    part = (world_size - 1) / world_size
-    shares = {"all_reduce": 2 * part, "reduce_scatter": part, "all_gather": world_size - 1}
-    return sum(shares.get(record.op, 0) * record.bytes for record in records[first:])
+    return sum(sent_by_all(record, 0, len(run.wire)) for record in records[first:])
+
+
+def sent_by_all(record, rank: int, world_size: int) -> float:
+    """This rank's part of what all send in a call: a ring's bytes, W-1 times those of a broadcast.
+
+    record: of `run.wire[rank]`; its bytes are of the part that the rank gives to an all_gather.
+    """
+    others = world_size - 1
+    shares = {"send": 1, "recv": 0, "barrier": 0, "broadcast": others * (record.peer == rank)}
+    shares |= {"all_reduce": 2 * others / world_size, "reduce_scatter": others / world_size}
+    return (shares | {"all_gather": others})[record.op] * record.bytes
