@@ -19,9 +19,9 @@ CEILING = {1024: 0.002, 2048: 0.008}
 
 
 def test_bytes_are_said_and_drawn():
-    picture = bytes_by_length(PEAKS)
+    picture = bytes_by_length(PEAKS, "Most bytes")
     assert repr(picture) == (
-        "Most bytes alive at once.\n"
+        "Most bytes.\n"
         "plain: 1,024 tokens 4 MB, 2,048 tokens 16 MB\n"
         "tiled: 1,024 tokens 1 MB, 2,048 tokens 2 MB"
     )

@@ -8,6 +8,7 @@ from ddpkit.lesson import charts, figures
 from ddpkit.lesson.calculator import bucket_calculator, bucket_plans, zero_calculator
 from ddpkit.lesson.widgets import Calculator, Slider, StepThrough, inline
 from ddpkit.tools import cost
+from ddpkit.tools.memory import model_states
 
 pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
 
@@ -146,6 +147,15 @@ def test_zero_calculator():
         "optimizer 1.41 GB: 31.4 GB on each, which fits "
         "on a GPU of 80 GB, activations not counted. Each sends 29.5 GB in a step."
     )
+    picture = widget.look()[1]
+    assert repr(picture).splitlines()[:3] == [
+        "Model states on each of 64 ranks.",
+        "stage 0: 120 GB (parameters 15 GB, gradients 15 GB, optimizer 90 GB).",
+        "stage 1: 31.4 GB (parameters 15 GB, gradients 15 GB, optimizer 1.41 GB).",
+    ]
+    kept = [model_states(7_500_000_000, stage, 64) for stage in range(4)]
+    bars = [bar.get_width() for bar in picture.figure.axes[0].patches[:12]]
+    assert bars == [nbytes for kind in zip(*kept, strict=True) for nbytes in kind]
     move(widget, stage=3)
     assert "1.88 GB on each" in widget.look()[0]
     assert "Each sends 44.3 GB" in widget.look()[0]

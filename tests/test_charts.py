@@ -8,7 +8,6 @@ from test_figures import check_picture, has_colour
 from ddpkit.bench.results import Result, Results
 from ddpkit.lesson import charts, page
 from ddpkit.tools import cost
-from ddpkit.tools.memory import model_states
 
 SECONDS = {
     "gloo": 4e-3,
@@ -111,18 +110,16 @@ def test_variants():
 
 def test_bars_are_as_long_as_the_medians():
     """Naive takes 300 ms, the median, and computing 110 ms."""
-    drawn = bars(charts.variants(STEPS, "compute alone"))
+    picture = charts.variants(STEPS, "compute alone")
+    drawn = bars(picture)
     assert [left for left, _ in drawn] == pytest.approx([0, 0, 0, 110, 300 - 190, 100])
     assert [wide for _, wide in drawn] == pytest.approx([110, 110, 100, 0, 190, 0])
+    whiskers = [text.xy[0] for text in picture.figure.axes[0].texts]  # to the third quartiles
+    assert whiskers == pytest.approx([115, 350, 100])
 
 
-def test_the_middle_half_of_the_rounds():
-    assert charts.middle_half([5, 1, 2, 4, 3]) == [2000, 3000, 4000]
-    assert charts.middle_half([0.3]) == pytest.approx([300] * 3)
-
-
-def drawn(plan, ready_s, nbytes=10**6, model=MODEL, **options):
-    return charts.bucket_timeline(plan, ready_s, [nbytes] * len(ready_s), model, 2, **options)
+def drawn(plan, ready_s, nbytes=10**6, model=MODEL):
+    return charts.bucket_timeline(plan, ready_s, [nbytes] * len(ready_s), model, 2, 0.0)
 
 
 def test_bucket_timeline():
@@ -143,7 +140,7 @@ def test_buckets_are_drawn_to_scale():
     assert picture.figure.axes[0].get_xlim() == pytest.approx((0, 8))
     said = [text.get_text() for text in picture.figure.axes[0].texts]
     assert said == ["3.81 MiB", "1.91 MiB", "exposed: 3 ms"]
-    alone = charts.bucket_timeline([[0], [1]], [1e-3, 2e-3], [4, 4], MODEL, 1)
+    alone = charts.bucket_timeline([[0], [1]], [1e-3, 2e-3], [4, 4], MODEL, 1, 0.0)
     assert alone.figure.axes[0].texts[-1].get_text() == "nothing exposed"
 
 
@@ -159,30 +156,25 @@ def test_bucket_moments():
     assert said == ["1", "2.5", "view", "None", "1", "2.5", "3", "view"]
 
 
-def points(sizes, world_sizes=(2, 4), wrong=1.0):
-    return [
-        cost.Measurement(
-            "ring_all_reduce",
-            ranks,
-            nbytes,
-            wrong * MODEL.seconds("ring_all_reduce", nbytes, ranks),
-        )
-        for ranks in world_sizes
-        for nbytes in sizes
-    ]
+def points(sizes, algorithm="ring_all_reduce", wrong=1.0):
+    found = []
+    for nbytes in sizes:
+        seconds = wrong * MODEL.seconds(algorithm, nbytes, 4)
+        found.append(cost.Measurement(algorithm, 4, nbytes, seconds))
+    return found
 
 
 def test_fitted():
     measured, held_out = points((10**4, 10**6, 10**8)), points((10**5,), wrong=1.1)
     picture = charts.fitted(cost.fit(measured), measured, held_out, "A ring, emulated")
     assert repr(picture) == (
-        "A ring, emulated. Time by size for ring_all_reduce, 2 ranks; ring_all_reduce, 4 ranks: "
-        "6 points that the model was fitted to, 2 held out, and the model's lines."
+        "A ring, emulated. Time by size for ring_all_reduce, 4 ranks: "
+        "3 points that the model was fitted to, 1 held out, and the model's lines."
     )
-    check_picture(picture, *page.RANK_COLOURS[:2])
+    check_picture(picture, page.BLUE)
     lines = picture.figure.axes[0].lines
     hollow = [len(line.get_xdata()) for line in lines if line.get_markerfacecolor() == "white"]
-    assert hollow == [1, 1, 0]  # the last is in the legend
+    assert hollow == [1, 0]  # the last is in the legend
 
 
 def test_crossing():
@@ -191,18 +183,16 @@ def test_crossing():
     assert charts.takeovers(MODEL, algorithms, 4) == [
         (pytest.approx(8 * 50e-6 * 1e9), *algorithms[:2])
     ]
-    bare = charts.crossing(MODEL, algorithms, 4)
-    assert repr(bare) == (
-        "Predicted time with 4 ranks. "
-        "By size, for doubling_all_reduce, ring_all_reduce, all_reduce; "
+    measured = points((10**5, 10**6)) + points((10**5,), "doubling_all_reduce")
+    picture = charts.crossing(MODEL, algorithms, 4, measured, "On a link")
+    assert repr(picture) == (
+        "On a link. By size, for doubling_all_reduce, ring_all_reduce, all_reduce; "
         "the fastest, from small sizes to large: doubling_all_reduce, then ring_all_reduce."
     )
-    check_picture(bare)
-    for world_size, many in ((4, 1), (2, 0)):  # of other worlds: not drawn
-        measured = points((10**5,), (world_size,))
-        axes = charts.crossing(MODEL, algorithms, 4, measured).figure.axes[0]
-        drawn = [len(line.get_xdata()) for line in axes.lines if line.get_marker() in "osD"]
-        assert sum(drawn) == many + 1  # and where they cross
+    check_picture(picture)
+    lines = picture.figure.axes[0].lines
+    drawn = [len(line.get_xdata()) for line in lines if line.get_linestyle() == "None"]
+    assert drawn == [1, 2, 0]  # of each algorithm
 
 
 def test_where_slower_ones_cross_is_no_takeover():
@@ -215,8 +205,7 @@ def test_where_slower_ones_cross_is_no_takeover():
 
 
 def test_crossing_where_nothing_crosses():
-    picture = charts.crossing(MODEL, ("all_reduce", "ring_all_reduce"), 4, title="On a link")
-    assert repr(picture).startswith("On a link. ")
+    picture = charts.crossing(MODEL, ("all_reduce", "ring_all_reduce"), 4, [], "On a link")
     assert repr(picture).endswith("the fastest, from small sizes to large: ring_all_reduce.")
 
 
@@ -238,19 +227,6 @@ def test_zero_grid():
     widths = [round(bar.get_width(), 2) for bar in picture.figure.axes[0].patches]
     assert widths.count(0.25) == 4 * (1 + 2 + 3)  # of the others' parts there is the outline
     assert widths.count(1) == 4 * (12 + 12 - 1 - 2 - 3)
-
-
-def test_zero_stages():
-    picture = charts.zero_stages(7_500_000_000, 64, 1, 10**10)
-    assert repr(picture).splitlines()[:3] == [
-        "Model states on each of 64 ranks.",
-        "stage 0: 120 GB (parameters 15 GB, gradients 15 GB, optimizer 90 GB).",
-        "stage 1: 31.4 GB (parameters 15 GB, gradients 15 GB, optimizer 1.41 GB).",
-    ]
-    check_picture(picture, page.BLUE, page.ORANGE, page.GREEN)
-    kept = [model_states(7_500_000_000, stage, 64) for stage in range(4)]
-    lengths = [length for _, length in bars(picture)[:12]]
-    assert lengths == [nbytes for kind in zip(*kept, strict=True) for nbytes in kind]
 
 
 def test_trips():

@@ -50,6 +50,8 @@ def has_colour(picture, colour: str) -> bool:
     """Whether anything in it has that colour, on white."""
     found = set()
     for part in picture.figure.findobj():
+        if hasattr(part, "get_text") and not part.get_text():
+            continue
         for which in ("facecolor", "edgecolor", "color", "markerfacecolor"):
             for *rgb, alpha in to_rgba_array(getattr(part, f"get_{which}", list)()):
                 found.add(to_hex([alpha * value + 1 - alpha for value in rgb]).upper())
@@ -219,8 +221,8 @@ def test_before_after(rows):
 
 
 def test_before_after_says_it_in_words():
-    assert repr(figures.before_after(zip(*GATHER, strict=True))) == (
-        "before, rank 0 has [1], rank 1 has [10], rank 2 has [100]; "
+    assert repr(figures.before_after(zip(*GATHER, strict=True), "gather")) == (
+        "gather: before, rank 0 has [1], rank 1 has [10], rank 2 has [100]; "
         "after, rank 0 has [1, 10, 100], ranks 1 and 2 have nothing."
     )
     pairs = [([1.5], torch.tensor([1.5])), (None, torch.tensor([1.5]))]
@@ -237,13 +239,13 @@ def test_owners():
     assert figures.find_owners([[5], [5]], [[5, 5], [5]]) == [[0, None], [1]]
     pairs = [([5], [5, 5]), ([5], [5])]
     for owners, mixed in (([[0, 1], [1]], False), (None, True)):
-        assert has_colour(figures.before_after(pairs, owners=owners), page.MIXED) is mixed
+        assert has_colour(figures.before_after(pairs, "it", owners), page.MIXED) is mixed
 
 
 def test_before_after_of_long_floats_fits_the_page():
     torch.manual_seed(0)
     values = [torch.randn(16) / 10**rank for rank in range(8)]
-    picture = figures.before_after((value, sum(values)) for value in values)
+    picture = figures.before_after(((value, sum(values)) for value in values), "it")
     assert picture.size[0] <= WIDTH
 
 

@@ -1,6 +1,7 @@
 """The float explorer: typed numbers, turned bits and chosen formats, all three in step."""
 
 import math
+from functools import cache
 
 import pytest
 from test_figures import has_colour
@@ -27,6 +28,13 @@ fp8 e4m3: 0 0011 101 is 0.1015625, normal; spacing 0.0078125, between 0.09375 an
 fp8 e5m2: 0 01011 10 is 0.09375, normal; spacing 0.015625, between 0.078125 and 0.109375"""
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """In place of the picture, which takes a while, the row that stands out, in words."""
+    said = cache(figures.in_words)
+    monkeypatch.setattr(module, "float_bits", lambda numbers, chosen: said(str(chosen)))
+
+
 def live(value, format):
     """(explorer, caption, image), its widgets made."""
     explorer = float_explorer(value, format)
@@ -46,7 +54,7 @@ def test_text_and_picture():
         assert has_colour(explorer.telling, colour)
 
 
-def test_buttons_turn_bits():
+def test_buttons_turn_bits(quick):
     explorer, caption, image = live("1", "fp16")
     assert "1 in fp16: 0 01111 0000000000, 2^0 × 1.0" in caption.value
     picture = image.value
@@ -62,8 +70,8 @@ def test_buttons_turn_bits():
 
 
 def test_every_button_turns_its_own_bit(monkeypatch):
-    one = figures.worlds(1)
-    monkeypatch.setattr(module, "float_bits", lambda *_: one)  # 94 pictures take a while
+    one = figures.in_words("94 pictures would take a while")
+    monkeypatch.setattr(module, "float_bits", lambda *_: one)
     for format in floats.FORMATS:
         explorer, *_ = live("1", format.name)
         assert len(explorer.buttons.children) == format.bits
@@ -74,7 +82,7 @@ def test_every_button_turns_its_own_bit(monkeypatch):
             assert button.tooltip == floats.field_of(place, format)
 
 
-def test_typed_numbers():
+def test_typed_numbers(quick):
     explorer, caption, image = live("1", "bf16")
     explorer.entry.value = "-0"
     assert shown(explorer) == "1" + 15 * "0"
@@ -88,7 +96,7 @@ def test_typed_numbers():
     assert image.value
 
 
-def test_formats():
+def test_formats(quick):
     """The number stays what was typed, also where a format before it had no place for it."""
     explorer, _, image = live("70000", "fp16")
     assert explorer.number.value == math.inf

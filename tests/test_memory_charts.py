@@ -37,9 +37,9 @@ def two_timelines():
 
 
 def test_timelines():
-    picture = memory_charts.timelines(two_timelines(), "Bytes of a step")
+    picture = memory_charts.timelines(two_timelines())
     assert repr(picture) == (
-        "Bytes of a step.\n"
+        "Bytes alive during a step.\n"
         "one: at most 4 MB in backward: parameters 1 MB, activations 3 MB.\n"
         "two: at most 2 MB: parameters 1 MB, buckets 1 MB."
     )

@@ -34,7 +34,7 @@ def test_scale_steps():
 
 
 def test_counts_are_those_of_fp16():
-    counts = precision_charts.fp16_counts(GRADIENTS)
+    counts = precision_charts.fp16_counts(GRADIENTS, 1.0)
     assert counts == {"rounds to 0": 1, "subnormal": 1, "normal": 2, "infinite": 0}
     assert precision_charts.fp16_counts(GRADIENTS, 2.0**16)["normal"] == 4
     assert precision_charts.fp16_counts(GRADIENTS, 2.0**26)["infinite"] == 2
@@ -46,7 +46,7 @@ def heights(picture) -> list[float]:
 
 def test_one_gradient_among_many_can_be_seen():
     crowd = torch.cat([torch.full((10_000,), 2.0**-10), torch.tensor([2.0**20])])
-    drawn = heights(precision_charts.fp16_histogram(crowd))
+    drawn = heights(precision_charts.fp16_histogram(crowd, 1.0))
     assert sorted(drawn)[-2:] == pytest.approx([10_000 / 75, 10_000])
 
 
@@ -68,13 +68,13 @@ def test_the_histogram_moves_with_the_scale():
 
 def test_gradients_that_are_gone():
     with pytest.raises(ValueError, match="got only zeros"):
-        precision_charts.fp16_histogram(torch.zeros(3))
+        precision_charts.fp16_histogram(torch.zeros(3), 1.0)
 
 
 def test_the_calculator_says_what_a_scale_does():
     pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
     widget = precision_charts.scale_calculator(GRADIENTS)
-    assert repr(widget) == repr(precision_charts.fp16_histogram(GRADIENTS))
+    assert repr(widget) == repr(precision_charts.fp16_histogram(GRADIENTS, 1.0))
     widget.widgets["power"].value = 16
     said, picture = widget.look()
     assert said == "loss × 2^16 = 65,536. rounds to 0: 0, subnormal: 0, normal: 4, infinite: 0"

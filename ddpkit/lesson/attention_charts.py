@@ -12,7 +12,7 @@ from .page import Canvas, Picture, chart, legend
 Curves = Mapping[str, Mapping[int, float]]  # {name: {length: what it takes}}
 
 
-def bytes_by_length(peaks: Curves, title: str = "Most bytes alive at once") -> Picture:
+def bytes_by_length(peaks: Curves, title: str) -> Picture:
     """Both axes logarithmic: what grows with the length rises by one, with its square by two.
 
     peaks: the same on every machine, so that the picture's words hold them. Notebook 09.

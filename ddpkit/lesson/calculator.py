@@ -84,14 +84,18 @@ def zero_calculator() -> Calculator:
 def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
     """Caption and picture of `zero_calculator`."""
     parameters = MODELS[model]
-    states = memory.model_states(parameters, stage, world_size)
+    rows = {}
+    for number in range(4):
+        rows[f"stage {number}"] = memory.model_states(parameters, number, world_size)._asdict()
+    total = sum(rows[f"stage {stage}"].values())
     passes = 3 if stage == 3 else 2  # of the parameters, in half precision
     sent_bytes = passes * 2 * parameters * (world_size - 1) / world_size
-    fits = "fits" if states.total < CAPACITY_BYTES else "doesn't fit"
-    kept = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in states._asdict().items())
+    fits = "fits" if total < CAPACITY_BYTES else "doesn't fit"
+    kept = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in rows[f"stage {stage}"].items())
     caption = (
-        f"{model} on {count(world_size, 'rank')}, stage {stage}: {kept}: {size(states.total)} on "
+        f"{model} on {count(world_size, 'rank')}, stage {stage}: {kept}: {size(total)} on "
         f"each, which {fits} on a GPU of {size(CAPACITY_BYTES)}, activations not counted. "
         f"Each sends {size(sent_bytes)} in a step."
     )
-    return caption, charts.zero_stages(parameters, world_size, stage, CAPACITY_BYTES)
+    title = f"Model states on each of {count(world_size, 'rank')}"
+    return caption, charts.byte_bars(rows, CAPACITY_BYTES, title, f"stage {stage}")

@@ -7,9 +7,7 @@ stand in the tables.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
 
 from ..tools import cost, memory
 from ..tools.units import binary_size, count, duration, size
@@ -21,7 +19,6 @@ COLOURS = {  # of those that are always there
     "ring": page.ORANGE,
     "ring_all_reduce": page.ORANGE,
     "shared memory": page.GREEN,
-    "nccl": page.PINK,
     "doubling": page.SKY,
     "doubling_all_reduce": page.SKY,
     "gloo, list": page.RED,
@@ -121,7 +118,11 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     seconds: {name: of each round}; drawn are the median and the middle half of the rounds.
     compute: the one that sends nothing. link: the emulated link, if they ran on one. Notebook 04.
     """
-    quartiles = {name: middle_half(rounds) for name, rounds in seconds.items()}
+    import numpy
+
+    quartiles = {}
+    for name, rounds in seconds.items():
+        quartiles[name] = [1e3 * each for each in numpy.quantile(rounds, (0.25, 0.5, 0.75))]
     alone = quartiles[compute][1]
     title = "Time of a training step"
     if link:
@@ -187,12 +188,6 @@ def _stacked_bars(axes, rows: Mapping[str, Mapping[str, float]], colours: Mappin
     return ends
 
 
-def middle_half(seconds: Sequence[float]) -> list[float]:
-    """First quartile, median and third, in milliseconds."""
-    milliseconds = 1e3 * torch.tensor(seconds, dtype=torch.float64)
-    return milliseconds.quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
-
-
 # One step, bucket by bucket
 
 
@@ -202,7 +197,7 @@ def bucket_timeline(
     sizes: Sequence[int],
     model: cost.CostModel,
     world_size: int,
-    longest_s: float = 0.0,
+    longest_s: float,
 ) -> Picture:
     """When gradients become ready in backward and when their buckets travel, by `cost.timeline`.
 
@@ -211,7 +206,7 @@ def bucket_timeline(
     """
     line = cost.timeline(plan, ready_s, sizes, model, world_size)
     backward, end = 1e3 * line.backward_s, 1e3 * line.done[-1]
-    longest = max(end, 1e3 * longest_s) or 1.0
+    longest = max(end, 1e3 * longest_s)
     title = f"{count(len(plan), 'bucket')}, {count(world_size, 'rank')}, predicted"
     figure, (axes,) = chart(title, 400)
     axes.broken_barh([(0, backward)], (-0.4, 0.8), fc=page.PALE, ec="black")
@@ -335,8 +330,8 @@ KIND_COLOURS = dict(zip(memory.KINDS, [*page.RANK_COLOURS[:5], page.MIXED], stri
 
 def byte_bars(
     rows: Mapping[str, Mapping[str, int]],
-    capacity_bytes: int | None = None,
-    title: str = "",
+    capacity_bytes: int,
+    title: str,
     chosen: str | None = None,
 ) -> Picture:
     """Bytes by kind, a bar for each row with its total; dashed: what a GPU has.
@@ -350,33 +345,20 @@ def byte_bars(
     ends = _stacked_bars(axes, rows, colours)
     for name, end in zip(rows, ends, strict=True):
         page.write_after(axes, end, name, size(end))
-    handles = [patch(*each) for each in colours.items()]
-    if capacity_bytes:
-        dashed = {"color": page.WRONG, "lw": 2.5, "ls": page.DASHES}
-        axes.axvline(capacity_bytes, **dashed)
-        handles.append(stroke(f"a GPU of {size(capacity_bytes)}", **dashed))
-        axes.set_xlim(right=max(axes.get_xlim()[1], 1.02 * capacity_bytes))
+    dashed = {"color": page.WRONG, "lw": 2.5, "ls": page.DASHES}
+    axes.axvline(capacity_bytes, **dashed)
+    axes.set_xlim(right=max(axes.get_xlim()[1], 1.02 * capacity_bytes))
     if chosen:
         place = list(rows).index(chosen)
         axes.axhspan(place - 0.45, place + 0.45, fc=page.PALE, ec="black", lw=2, zorder=0)
     page.with_units(axes.xaxis, "B")
-    legend(figure, handles)
+    kinds = [patch(*each) for each in colours.items()]
+    legend(figure, [*kinds, stroke(f"a GPU of {size(capacity_bytes)}", **dashed)])
     said = [f"{title}."]
     for name, row in rows.items():
         kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in row.items() if nbytes)
         said.append(f"{name}: {size(sum(row.values()))} ({kinds}).")
     return Picture(figure, "\n".join(said))
-
-
-def zero_stages(parameters: int, world_size: int, stage: int, capacity_bytes: int) -> Picture:
-    """The model states that a rank keeps in each of ZeRO's stages, to scale; one stage stands out.
-
-    Arguments as for `memory.model_states`, mixed precision with AdamW. Notebook 07.
-    """
-    states = [memory.model_states(parameters, each, world_size) for each in range(4)]
-    rows = {f"stage {number}": kept._asdict() for number, kept in enumerate(states)}
-    title = f"Model states on each of {count(world_size, 'rank')}"
-    return byte_bars(rows, capacity_bytes, title, f"stage {stage}")
 
 
 def zero_grid(world_size: int) -> Picture:
@@ -438,25 +420,22 @@ def _times_n(factor: float) -> str:
 
 def fitted(
     fit: cost.CostModel,
-    measured: Iterable[cost.Measurement],
-    held_out: Iterable[cost.Measurement],
-    title: str = "Measured and predicted time",
+    measured: Sequence[cost.Measurement],
+    held_out: Sequence[cost.Measurement],
+    title: str,
 ) -> Picture:
-    """Times by size, both logarithmic: what was measured, and the lines of the model.
+    """Times of one algorithm by size, both logarithmic: what was measured, and the model's line.
 
     measured: what the model was fitted to; drawn full. held_out: what it has not seen; drawn
     hollow. title: says "emulated" where the times are those of an emulated link. Notebook 02.
     """
-    measured, held_out = list(measured), list(held_out)
-    points = measured + held_out
-    curves = dict.fromkeys((each.algorithm, each.world_size) for each in points)
-    names = [f"{algorithm}, {world_size} ranks" for algorithm, world_size in curves]
-    sizes = between([each.nbytes for each in points])
+    algorithm, world_size, *_ = measured[0]
+    name = f"{algorithm}, {world_size} ranks"
+    style = {"color": colour(0), "marker": page.MARKERS[0]}
+    sizes = between([each.nbytes for each in (*measured, *held_out)])
     figure, (axes,) = chart(title)
-    for number, (algorithm, world_size) in enumerate(curves):
-        style = {"color": colour(number), "marker": page.MARKERS[number % len(page.MARKERS)]}
-        _curve(axes, fit, algorithm, world_size, sizes, measured, label=names[number], **style)
-        _points(axes, held_out, algorithm, world_size, mfc="white", **style)
+    _curve(axes, fit, algorithm, world_size, sizes, measured, label=name, **style)
+    _points(axes, held_out, mfc="white", **style)
     _log_axes(axes)
     errors = [f"{100 * fit.error(part):.0f} %" for part in (measured, held_out)]
     note = (
@@ -473,7 +452,7 @@ def fitted(
     legend(figure)
     return Picture(
         figure,
-        f"{title}. Time by size for {'; '.join(names)}: {count(len(measured), 'point')} that the "
+        f"{title}. Time by size for {name}: {count(len(measured), 'point')} that the "
         f"model was fitted to, {len(held_out)} held out, and the model's lines.",
     )
 
@@ -482,23 +461,22 @@ def crossing(
     model: cost.CostModel,
     algorithms: Sequence[str],
     world_size: int,
-    measured: Iterable[cost.Measurement] = (),
-    title: str = "",
+    measured: Sequence[cost.Measurement],
+    title: str,
 ) -> Picture:
     """The time that the model gives each algorithm, by size, and where another one gets fastest.
 
-    measured: drawn as points, those of these algorithms and this `world_size`. title: as in
-    `fitted`. Notebook 02.
+    measured: in such a world; drawn as points. title: as in `fitted`. Notebook 02.
     """
-    title, measured = title or f"Predicted time with {world_size} ranks", list(measured)
     changes = takeovers(model, algorithms, world_size)
     around = [nbytes * factor for nbytes, _, _ in changes for factor in (1 / 30, 30)]
     sizes = between([1e3, 1e7, *around, *(each.nbytes for each in measured)])
     figure, (axes,) = chart(title)
     looks = zip(colours_of(algorithms).items(), itertools.cycle(page.MARKERS), strict=False)
     for (algorithm, fill), marker in looks:
-        style = {"color": fill, "marker": marker if measured else ""}
-        _curve(axes, model, algorithm, world_size, sizes, measured, label=algorithm, **style)
+        style = {"color": fill, "marker": marker, "label": algorithm}
+        its = [each for each in measured if each.algorithm == algorithm]
+        _curve(axes, model, algorithm, world_size, sizes, its, **style)
     for number, (nbytes, _, after) in enumerate(changes):
         axes.axvline(nbytes, color="black", lw=1.5, ls=page.DASHES)
         seconds = model.seconds(after, nbytes, world_size)
@@ -507,8 +485,7 @@ def crossing(
         style = {"transform": axes.get_xaxis_transform(), "bbox": page.WHITE}
         axes.text(*place, said, fontsize=page.SMALL, **style)
     _log_axes(axes)
-    lines = f"size of the tensor; lines: {model}"
-    axes.set_xlabel(f"{lines}; points: measured" if measured else lines)
+    axes.set_xlabel(f"size of the tensor; lines: {model}; points: measured")
     legend(figure)
     fastest = [_fastest(model, algorithms, world_size, sizes[0])] + [new for *_, new in changes]
     return Picture(
@@ -543,15 +520,12 @@ def _curve(axes, model, algorithm: str, world_size: int, sizes, measured, label:
     """What the model predicts, and what was measured of it."""
     seconds = [model.seconds(algorithm, nbytes, world_size) for nbytes in sizes]
     axes.plot(sizes, seconds, color=style["color"], lw=2.5)
-    _points(axes, measured, algorithm, world_size, **style)
+    _points(axes, measured, **style)
     axes.plot([], [], label=label, lw=2.5, ms=11, **style)
 
 
-def _points(axes, measured: Sequence[cost.Measurement], algorithm: str, world_size: int, **style):
-    """What was measured of one algorithm in one world."""
-    curve = algorithm, world_size
-    seen = [each for each in measured if (each.algorithm, each.world_size) == curve]
-    x, y = [each.nbytes for each in seen], [each.seconds for each in seen]
+def _points(axes, measured: Sequence[cost.Measurement], **style):
+    x, y = [each.nbytes for each in measured], [each.seconds for each in measured]
     axes.plot(x, y, ls="none", ms=11, mew=2.5, zorder=3, **style)
 
 

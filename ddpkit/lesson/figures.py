@@ -14,9 +14,7 @@ from .page import Canvas, Picture, chart, colour, ink, legend, patch
 # What a collective does
 
 
-def before_after(
-    pairs: Iterable, title: str | None = None, owners: Sequence | None = None
-) -> Picture:
+def before_after(pairs: Iterable, title: str, owners: Sequence | None = None) -> Picture:
     """What each rank holds before and after a collective, a row for each rank.
 
     pairs: by rank, (before, after), for instance a run whose function returned that; each a list
@@ -26,12 +24,11 @@ def before_after(
     before, after = zip(*((flat(first), flat(then)) for first, then in pairs), strict=True)
     owners = owners or find_owners(before, after)
     change = Change(dict(enumerate(zip(before, after, owners, strict=True))))
-    top, ranks = 86 if title else 46, range(len(before))
+    top, ranks = 86, range(len(before))
     mixed = 34 if any(None in row for row in owners) else 0
     tall = [page.ROW * change.lines(rank) + 12 for rank in ranks]
     canvas = Canvas(max(400, 130 + change.width), top + sum(tall) + mixed)
-    if title:
-        canvas.text(canvas.width / 2, 28, title, page.LARGE, bold=True)
+    canvas.text(canvas.width / 2, 28, title, page.LARGE, bold=True)
     for x, heading in zip(change.middles, ("before", "after"), strict=True):
         canvas.text(110 + x, top - 22, heading, page.NORMAL)
     for rank in ranks:
@@ -40,8 +37,8 @@ def before_after(
         change.draw(canvas, 110, y, rank)
     if mixed:
         canvas.mixed_key()
-    said = f"before, {_say_rows(before)}; after, {_say_rows(after)}."
-    return canvas.picture(f"{title}: {said}" if title else said)
+    said = f"{title}: before, {_say_rows(before)}; after, {_say_rows(after)}."
+    return canvas.picture(said)
 
 
 class Change:
@@ -289,7 +286,7 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
     said = [f"{name}: {part.calls}" if name else part.calls for name, part in parts.items()]
     if not shown:
         since = f" after its last {after}" if after else ""
-        return _in_words(f"No rank made a call{since}: there is nothing to draw.")
+        return in_words(f"No rank made a call{since}: there is nothing to draw.")
     ranks = [len(part.wire) for part in shown.values()]
     longest = max((part.end - part.start for part in shown.values()), default=1e-3)
     tall = min(64, (page.TALLEST - 110 - 36 * len(ranks)) / max(1, sum(ranks)))  # pixels of a rank
@@ -322,7 +319,7 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
     return Picture(figure, f"Timeline. {'. '.join(said)}.")
 
 
-def _in_words(text: str) -> Picture:
+def in_words(text: str) -> Picture:
     """Where there is nothing to draw."""
     canvas = Canvas(720, 60)
     canvas.text(canvas.width / 2, 30, text)

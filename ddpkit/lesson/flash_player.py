@@ -66,22 +66,21 @@ def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
             yield Tile(rows, columns, *known, last)
 
 
-def flash_player(scores: Tensor, tile: int = 2, causal: bool = False) -> StepThrough:
+def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
     """Work through a small attention matrix tile by tile: what each row knows, what is forgotten.
 
-    scores: (queries, keys), up to 8 × 8 finite numbers. tile: its queries and keys. ValueError:
-    anything else.
+    scores: (queries, keys), up to 8 × 8 finite numbers. ValueError: anything else. A tile has 2 of
+    each.
     """
     fits = scores.ndim == 2 and min(scores.shape) > 0 and max(scores.shape) <= LARGEST
-    if not fits or not scores.isfinite().all() or tile < 1:
-        got = f"shape {tuple(scores.shape)}, tile {tile}"
+    if not fits or not scores.isfinite().all():
         expected = f"flash_player expected finite scores of 1 to {LARGEST} queries and keys"
-        raise ValueError(f"{expected}, and a tile of at least one, got {got}: take few")
+        raise ValueError(f"{expected}, got shape {tuple(scores.shape)}: take few")
     scores = scores.float()
     if causal:
         later = scores.new_ones(scores.shape).triu(1).bool()
         scores = scores.masked_fill(later, -math.inf)
-    steps = list(tiles(scores, tile, causal))
+    steps = list(tiles(scores, 2, causal))
 
     def look(step: int) -> tuple[str, Picture]:
         said = describe(steps[step - 1])

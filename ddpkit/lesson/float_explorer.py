@@ -17,12 +17,13 @@ FIELD_COLOURS = {"sign": page.PINK, "exponent": page.ORANGE, "fraction": page.SK
 
 
 class FloatExplorer(Live):
-    """A number in every format, and a button for each of its bits in one of them.
+    """A number, as typed, in every format of `floats.FORMATS`, with the bits of one to turn over.
 
-    number: what the buttons show. `entry`, `choice` and `buttons` are the widgets.
+    number: what the buttons show. `entry`, `choice` and `buttons` are the widgets. ValueError: no
+    number, or no such format.
     """
 
-    def __init__(self, value: str, format: str):
+    def __init__(self, value: str = "0.1", format: str = "bf16"):
         if format not in BY_NAME:
             raise ValueError(f"no format is called {format!r}; there are {', '.join(BY_NAME)}")
         self._following = False
@@ -113,12 +114,7 @@ class FloatExplorer(Live):
         return button
 
 
-def float_explorer(value: str = "0.1", format: str = "bf16") -> FloatExplorer:
-    """A number, as typed, in every format of `floats.FORMATS`, with the bits of one to turn over.
-
-    ValueError: no number, or no such format.
-    """
-    return FloatExplorer(value, format)
+float_explorer = FloatExplorer  # called like the other widgets
 
 
 def parse(text: str) -> float:

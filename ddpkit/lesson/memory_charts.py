@@ -27,12 +27,13 @@ PEAK = {"marker": "o", "ms": 13, "mfc": "none", "mec": "black", "mew": 2.5, "ls"
 # A step
 
 
-def timelines(watched: Mapping[str, Timeline], title: str = "Bytes alive during a step") -> Picture:
+def timelines(watched: Mapping[str, Timeline]) -> Picture:
     """What was alive after each operation, by kind, one above the other on the same scales.
 
     watched: {name: as `ddpkit.memory.watch` gives it}. A circle: the peak. Dashed: marks.
     Notebook 06.
     """
+    title = "Bytes alive during a step"
     used = [kind for each in watched.values() for kind in KINDS if any(each.by_kind[kind])]
     kinds = [kind for kind in KINDS if kind in used]
     height = min(page.TALLEST, 150 + 200 * len(watched))

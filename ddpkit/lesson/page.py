@@ -250,9 +250,8 @@ class Canvas:
         weight = "bold" if bold else "normal"
         self.axes.text(x, y, text, zorder=1, weight=weight, gid=self.gid, **style)
 
-    def line(self, points, ink="black", line=1.5, dashed=False):
-        style = {"color": ink, "lw": line, "ls": DASHES if dashed else "solid"}
-        self.axes.plot(*zip(*points, strict=True), zorder=1, **style)
+    def line(self, points, ink, line=1.5):
+        self.axes.plot(*zip(*points, strict=True), color=ink, lw=line, zorder=1)
 
     def arrow(self, start, end, ink="black", line=3.0, dashed=False):
         from matplotlib.patches import FancyArrowPatch

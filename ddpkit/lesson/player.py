@@ -41,9 +41,7 @@ def player(run, by_hop: bool = False) -> StepThrough:
 
     def look(step: int) -> tuple[str, Picture]:
         if not frames:
-            nothing = Canvas(600, 80)
-            nothing.text(300, 40, text, page.NORMAL)
-            return text, nothing.picture(text)
+            return text, figures.in_words(text)
         frame = frames[step - 1]
         return _whence(frame.event), draw(frame, stage, step)
 

@@ -21,9 +21,7 @@ EVERY = 10  # steps whose mean is a point
 # Training curves
 
 
-def loss_curves(
-    curves: Mapping[str, Sequence[float]], title: str = "Loss while training"
-) -> Picture:
+def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
     """The losses of several trainings, each point the mean of ten steps, up to the first NaN.
 
     curves: in bits per byte. Notebook 05.
@@ -73,7 +71,7 @@ ZONES = {  # of fp16: from and to which power, colour of the bars
 }
 
 
-def fp16_histogram(gradients: Tensor, scale: float = 1.0) -> Picture:
+def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
     """How many gradients, times `scale`, lie at each power of two, and what fp16 makes of them.
 
     gradients: any shape, finite; those that are 0 aren't counted. ValueError: all of them are 0.
@@ -110,7 +108,7 @@ def _nonzero(values: Tensor) -> Tensor:
     return values
 
 
-def fp16_counts(gradients: Tensor, scale: float = 1.0) -> dict[str, int]:
+def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
     """How many of `gradients`, zeros left out, fp16 makes 0, subnormal, normal and infinite."""
     rounded = (_nonzero(gradients) * scale).half().abs()
     edges = torch.tensor([2.0**-24, FP16.smallest_normal, math.inf], dtype=torch.float16)

@@ -74,13 +74,13 @@ FLOPS_PER_S = 400e12  # of 16-bit products, what a good program gets of an H100
 WIRES = ("NVLink 4", "100 Gbit InfiniBand", "10 Gbit Ethernet")
 
 
-def reduced_bytes(width: int, tokens: int, number_bytes: int = 2) -> dict[str, int]:
+def reduced_bytes(width: int, tokens: int) -> dict[str, int]:
     """What a layer of a transformer all-reduces in a step: of `tokens` activations, or gradients.
 
-    tokens: of the whole batch. {"tensor parallel": bytes, "data parallel": bytes}.
+    tokens: of the whole batch; 16-bit numbers. {"tensor parallel": bytes, "data parallel": bytes}.
     """
-    activations = CALLS * tokens * width * number_bytes
-    return {"tensor parallel": activations, "data parallel": WEIGHTS * width**2 * number_bytes}
+    activations, gradients = CALLS * tokens * width, WEIGHTS * width**2
+    return {"tensor parallel": 2 * activations, "data parallel": 2 * gradients}
 
 
 LOOKS = {"tensor parallel": (page.ORANGE, "o"), "data parallel": (page.BLUE, "s")}

@@ -220,11 +220,10 @@ def _next(pattern: int, format: Format, step: int) -> float | None:
 # Tensors
 
 
-def round_stochastically(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def round_stochastically(x: Tensor) -> Tensor:
     """Every element as one of the two bf16 numbers around it, the nearer the likelier.
 
-    x: float32, any shape and device; it stays as it is. generator: on the device of x (None:
-    torch's own). ValueError: another dtype.
+    x: float32, any shape and device; it stays as it is. ValueError: another dtype.
 
     bf16 is the upper half of fp32: the lower half, as a part of 2^16, is the chance to be carried
     over. In the mean it is the element itself, so bf16 weights learn from updates below half their
@@ -232,8 +231,7 @@ def round_stochastically(x: Tensor, generator: torch.Generator | None = None) ->
     """
     if x.dtype != torch.float32:
         raise ValueError(f"expected float32 to round to bf16, got {x.dtype}: say x.float()")
-    options = {"dtype": torch.int32, "device": x.device, "generator": generator}
-    carry = torch.randint(0, 2**16, x.shape, **options)
+    carry = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device)
     upper = x.detach().view(torch.int32) + carry & -(2**16)
     return upper.view(torch.float32).bfloat16()
 

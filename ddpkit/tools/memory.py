@@ -424,9 +424,6 @@ class _Watcher(TorchDispatchMode):
         if self.alive[address].kind == "other":
             self.alive[address].kind = kind
 
-    def meet_gradient(self, parameter: Tensor) -> None:
-        self.meet(parameter.grad, "gradients")
-
     def _gone(self, address: int) -> None:
         self.alive.pop(address).died = len(self.timeline.ops)
 
@@ -475,11 +472,12 @@ def watch(
 
     buckets = list(buckets)
     label()
-    hooks = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            hook = parameter.register_post_accumulate_grad_hook(watcher.meet_gradient)
-            hooks.append(hook)
+
+    def meet_gradient(parameter: Tensor) -> None:
+        watcher.meet(parameter.grad, "gradients")
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [each.register_post_accumulate_grad_hook(meet_gradient) for each in trained]
     try:
         with watcher, saved_tensors_hooks(keep, lambda x: x):
             yield timeline

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 Schedule = list[list[str]]
 
@@ -111,7 +110,6 @@ class PyTorchPipeline:
         modules: Mapping[int, nn.Module],
         schedule: Schedule,
         loss: Callable[[Tensor, Tensor], Tensor],
-        group: ProcessGroup | None = None,
     ):
         from torch.distributed.pipelining import PipelineStage
 
@@ -119,7 +117,7 @@ class PyTorchPipeline:
         self.own = []
         for number, module in modules.items():
             device = next(module.parameters(), torch.empty(0)).device
-            self.own.append(PipelineStage(module, number, stages, device, group=group))
+            self.own.append(PipelineStage(module, number, stages, device))
         self.engine = private("_PipelineScheduleRuntime")(self.own, micro_batches, loss)
         self.engine._prepare_schedule_with_comms(_actions(schedule))
 
