@@ -5,6 +5,7 @@ Rank r brings 10ʳ, so that each digit of a sum counts a rank.
 
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,23 @@ from .checker import Exercise, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
-WORLDS = (2, 3, 4, 1)
+WORLDS = (2, 2), (3, 3), (4, 2), (1, 1)  # ranks, and of those how many share a model
+
+
+def group_of(size: int) -> dist.ProcessGroup | None:
+    """Of `size` ranks, one after the other, with this one among them; None where that is all."""
+    return None if size == dist.get_world_size() else dist.new_subgroups(size)[0]
+
+
+def in_groups(program: Callable, right: Callable[..., list], what: str, *args) -> Iterator[Trial]:
+    """Trials of a program that is called with `args` and how many ranks share a model.
+
+    right: what each rank must return, called with the number of ranks, this one, and `args`.
+    """
+    for world_size, size in WORLDS:
+        groups = f"in groups of {size}, " if size < world_size else ""
+        right_ones = right(world_size, size, *args)
+        yield Trial(world_size, program, (*args, size), right_ones, what=groups + what)
 
 
 def calls(since: int, until: int | None = None) -> dict[str, int]:
@@ -40,29 +57,30 @@ def whole(tensor: torch.Tensor | None) -> list | None:
 # CopyToRanks and SumOverRanks: f and g
 
 
-def _run_pair(answer, gradient_of_all):
-    rank = dist.get_rank()
+def _run_pair(answer, gradient_of_all, size):
+    rank, group = dist.get_rank(), group_of(size)
     x = torch.tensor([1.0, 2.0], dtype=torch.float64) * 10**rank
     gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
     gradient *= 1 if gradient_of_all else 10**rank
     x.requires_grad_()
     begun = len(recorder().records)
-    out = answer.apply(x, None)
+    out = answer.apply(x, group)
     then = len(recorder().records)
     seen = {"out": out.tolist(), "x afterwards": x.tolist()}
     seen["calls in forward"] = calls(begun, then)
     out.backward(gradient.clone())
     seen |= {"gradient of x": whole(x.grad), "calls in backward": calls(then)}
     x.grad = None
-    (answer.apply(x, None) + x).backward(gradient)
+    (answer.apply(x, group) + x).backward(gradient)
     return seen | {"gradient of x, where x is added to out,": whole(x.grad)}
 
 
-def _pair(world_size: int, sums_forward: bool) -> list[dict]:
-    """The specification: sums over the ranks in forward, or in backward."""
-    tally, called = sum(10.0**rank for rank in range(world_size)), {"all_reduce": 1}
-    right = []
+def _pair(world_size: int, size: int, sums_forward: bool) -> list[dict]:
+    """The specification: sums over the ranks of a group in forward, or in backward."""
+    right, called = [], {"all_reduce": 1}
     for rank in range(world_size):
+        first = rank - rank % size
+        tally = sum(10.0**each for each in range(first, first + size))
         summed, own = (tally, 10.0**rank) if sums_forward else (10.0**rank, tally)
         passed, beside = (1.0, 1.0) if sums_forward else (own, 10.0**rank)
         right.append(
@@ -81,19 +99,16 @@ def _pair(world_size: int, sums_forward: bool) -> list[dict]:
     return right
 
 
-def _pair_trials(sums_forward: bool, what: str):
-    for world_size in WORLDS:
-        right = _pair(world_size, sums_forward)
-        yield Trial(world_size, _run_pair, (sums_forward,), right, what=what)
-
-
 CopyToRanks = Exercise(
     reference=library.CopyToRanks,
-    trials=lambda: _pair_trials(False, "rank r's x is [1, 2]·10ʳ, its gradient [3, 4]·10ʳ"),
+    trials=lambda: in_groups(
+        _run_pair, _pair, "rank r's x is [1, 2]·10ʳ, its gradient [3, 4]·10ʳ", False
+    ),
     hints={
         "start": "forward passes x on. backward is given this rank's gradient, and returns the "
         "sum of all ranks' and None, for the group.",
-        "values": "total = gradient.clone(); dist.all_reduce(total); return total, None.",
+        "values": "total = gradient.clone(); dist.all_reduce(total, group=ctx.group); "
+        "return total, None.",
         "error": "backward returns something for each argument of forward after ctx: a gradient "
         "for x, None for the group.",
     },
@@ -113,6 +128,9 @@ averages: return total, None → return total / dist.get_world_size(), None
 on_what_it_was_given: gradient.clone(memory_format=torch.contiguous_format) → gradient
     The gradient that backward is given may be others', too: here it also goes past f, as past
     every block of a transformer. Work on gradient.clone().
+of_the_world: dist.all_reduce(total, group=ctx.group) → dist.all_reduce(total)
+    That is the sum over all ranks. Only those of `group` share x: keep it in ctx, and give it to
+    all_reduce. On a mesh the others have other rows.
 returns_its_result: dist.all_reduce(total, group=ctx.group) → total = dist.all_reduce(total)
     all_reduce works in place and returns None: the sum is in the tensor that you gave it.
 """),
@@ -120,12 +138,14 @@ returns_its_result: dist.all_reduce(total, group=ctx.group) → total = dist.all
 
 SumOverRanks = Exercise(
     reference=library.SumOverRanks,
-    trials=lambda: _pair_trials(True, "rank r's x is [1, 2]·10ʳ; all have the gradient [3, 4]"),
+    trials=lambda: in_groups(
+        _run_pair, _pair, "rank r's x is [1, 2]·10ʳ; all have the gradient [3, 4]", True
+    ),
     hints={
         "start": "The mirror of f: forward returns the sum of all ranks' x, backward passes the "
         "gradient on.",
-        "values": "total = x.clone(); dist.all_reduce(total); return total. Backward: gradient, "
-        "None.",
+        "values": "total = x.clone(); dist.all_reduce(total, group=group); return total. "
+        "Backward: gradient, None.",
         "error": "backward returns something for each argument of forward after ctx.",
     },
     praise="one all-reduce forward, nothing backward.",
@@ -144,6 +164,9 @@ sums_nothing: dist.all_reduce(total, group=group) → pass
     out is this rank's summand alone. Sum over the ranks in forward.
 averages: return total → return total / dist.get_world_size()
     out is the mean. The ranks hold summands of one product: add them up.
+of_the_world: dist.all_reduce(total, group=group) → dist.all_reduce(total)
+    That is the sum over all ranks. Only those of `group` hold summands of this product: give it to
+    all_reduce. On a mesh the others have other rows.
 in_x_itself: x.clone(memory_format=torch.contiguous_format) → x
     x holds the sum now, and whoever uses x beside g sees that. Work on x.clone().
 """),
@@ -168,12 +191,11 @@ def _rows(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.arange(1.0, 7.0).double().view(2, OUTPUTS)
 
 
-def _run_row(answer):
+def _run_row(answer, size):
     autograd_must_know()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    layer = answer(_linear(2 * world_size))
-    x, gradient = _rows(world_size)
-    mine = x.chunk(world_size, dim=-1)[rank].clone().requires_grad_()
+    layer = answer(_linear(2 * size), group_of(size))
+    x, gradient = _rows(size)
+    mine = x.chunk(size, dim=-1)[dist.get_rank() % size].clone().requires_grad_()
     begun = len(recorder().records)
     out = layer(mine)
     then = len(recorder().records)
@@ -184,17 +206,17 @@ def _run_row(answer):
     return seen | {"calls in forward": forward, "calls in backward": calls(then)}
 
 
-def _row(world_size: int) -> list[dict]:
+def _row(world_size: int, size: int) -> list[dict]:
     """The specification: one process with the whole layer."""
-    linear, (x, gradient) = _linear(2 * world_size), _rows(world_size)
-    weights = (gradient.T @ x).chunk(world_size, dim=-1)
-    inputs = (gradient @ linear.weight.data).chunk(world_size, dim=-1)
+    linear, (x, gradient) = _linear(2 * size), _rows(size)
+    weights = (gradient.T @ x).chunk(size, dim=-1)
+    inputs = (gradient @ linear.weight.data).chunk(size, dim=-1)
     return [
         {
             "out": whole(x @ linear.weight.data.T + linear.bias.data),
-            "gradient of weight": whole(weights[rank]),
+            "gradient of weight": whole(weights[rank % size]),
             "gradient of bias": whole(gradient.sum(0)),
-            "gradient of x": whole(inputs[rank]),
+            "gradient of x": whole(inputs[rank % size]),
             "calls in forward": {"all_reduce": 1},
             "calls in backward": {},
         }
@@ -204,9 +226,7 @@ def _row(world_size: int) -> list[dict]:
 
 RowParallelLinear = Exercise(
     reference=library.RowParallelLinear,
-    trials=lambda: [
-        Trial(W, _run_row, (), _row(W), what="a bias of 100, 200, 300") for W in (2, 4, 1)
-    ],
+    trials=lambda: in_groups(_run_row, _row, "a bias of 100, 200, 300"),
     hints={
         "start": "The product of what this rank has is one summand of the result. g adds them up.",
         "values": "out = SumOverRanks.apply(F.linear(x, self.weight), self.group); the bias "
@@ -232,6 +252,10 @@ forgets_the_bias: out if self.bias is None else out + self.bias → out
     The bias is missing: add it to the sum.
 sums_nothing: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
     That is this rank's summand, with the bias: the other ranks' inputs are missing. g sums.
+of_the_world: self.leave.apply(F.linear(x, self.weight), self.group) → self.leave.apply(
+    ⏎    F.linear(x, self.weight))
+    That is the sum over all ranks. Only those of self.group hold summands of this product:
+    SumOverRanks.apply(x, self.group).
 by_all_reduce: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
     ⏎dist.all_reduce(out)
     SumOverRanks.apply(x, group) is the same sum, and backward knows it.

@@ -11,7 +11,7 @@ from ddpkit.models import Block, torch_attention
 from ddpkit.runtime.records import recorder
 
 from .checker import Exercise, Trial, mistakes
-from .tensor_parallel import autograd_must_know, calls, whole
+from .tensor_parallel import autograd_must_know, calls, group_of, in_groups, whole
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -42,8 +42,8 @@ def _through(block: nn.Module) -> dict:
     return seen
 
 
-def _run_block(answer, kv_heads):
-    block = answer(_block(kv_heads), None)
+def _run_block(answer, kv_heads, size):
+    block = answer(_block(kv_heads), group_of(size))
     torch.manual_seed(1)
     return _through(block) | {KEPT: sum(p.numel() for p in block.parameters())}
 
@@ -66,14 +66,19 @@ def _blocks(world_size: int, kv_heads: int) -> list[dict]:
 split_block = Exercise(
     reference=sequence_parallel.split_block,
     trials=lambda: [
-        Trial(W, _run_block, (kv,), _blocks(W, kv), what=f"4 heads, {kv} of keys and values")
-        for W, kv in ((2, 4), (2, 2), (4, 4))
+        Trial(W, _run_block, (kv, size), _blocks(size, kv) * (W // size), what=said)
+        for W, size, kv, said in (
+            (2, 2, 4, "4 heads"),
+            (2, 2, 2, "4 heads, 2 of keys and values"),
+            (4, 4, 4, "4 heads"),
+            (4, 2, 4, "in groups of 2, 4 heads"),
+        )
     ],
     hints={
         "start": "qkv and mlp[0] column-parallel, out and mlp[2] row-parallel; then block.heads "
         "and block.kv_heads become those of this rank.",
         "values": "qkv holds all rows of q, then all of k, then all of v, and each of the three is "
-        "dealt out by itself: ColumnParallelLinear(block.qkv, None, [q, kv, kv]).",
+        "dealt out by itself: ColumnParallelLinear(block.qkv, group, [q, kv, kv]).",
         "wire": "Two all-reduces forward, two backward: one f before qkv, and one before mlp[0].",
         "error": "A split block has heads / W heads: do block.heads and block.kv_heads say so? "
         "And a row-parallel layer takes this rank's part of its inputs, a column-parallel one all.",
@@ -83,6 +88,9 @@ split_block = Exercise(
 cuts_qkv_in_one: (block.qkv, group, [q, kv, kv], enter) → (block.qkv, group, enter=enter)
     qkv holds all rows of q, then those of k, then those of v: cut in one piece, rank 0 gets queries
     and the last rank values. Each of the three is dealt out by itself: [q, kv, kv].
+of_the_world: world_size, block = → group = None⏎world_size, block =
+    All ranks got a piece each. Only those of `group` share the block: every layer must know it, and
+    W is dist.get_world_size(group).
 returns_nothing: return block → pass
     Return the block.
 all_like_q: [q, kv, kv] → [q, q, q]
@@ -133,13 +141,13 @@ def _scores(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, targets
 
 
-def _run_loss(answer):
+def _run_loss(answer, size):
     autograd_must_know()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    logits, targets = _scores(world_size)
-    mine = logits.chunk(world_size, dim=-1)[rank].clone().requires_grad_()
+    rank, group = dist.get_rank() % size, group_of(size)
+    logits, targets = _scores(size)
+    mine = logits.chunk(size, dim=-1)[rank].clone().requires_grad_()
     begun = len(recorder().records)
-    losses = answer(mine, targets, PER_RANK * rank)
+    losses = answer(mine, targets, PER_RANK * rank, group)
     given = 0
     for record in recorder().records[begun:]:
         given += record.bytes / (8 * len(targets))
@@ -149,13 +157,13 @@ def _run_loss(answer):
     return seen | {NUMBERS: 3 if given <= 3 else given}
 
 
-def _losses(world_size: int) -> list[dict]:
+def _losses(world_size: int, size: int) -> list[dict]:
     """The specification: one process that has all logits."""
-    logits, targets = _scores(world_size)
+    logits, targets = _scores(size)
     logits.requires_grad_()
     losses = logits.logsumexp(-1) - logits[range(len(targets)), targets]
     (losses * torch.arange(1.0, 1 + len(targets))).sum().backward()
-    parts = logits.grad.chunk(world_size, dim=-1)
+    parts = logits.grad.chunk(size, dim=-1) * (world_size // size)
     return [
         {"losses": whole(losses), "gradient of this rank's logits": whole(part), NUMBERS: 3}
         for part in parts
@@ -164,14 +172,11 @@ def _losses(world_size: int) -> list[dict]:
 
 vocabulary_cross_entropy = Exercise(
     reference=tensor_parallel.vocabulary_cross_entropy,
-    trials=lambda: [
-        Trial(W, _run_loss, (), _losses(W), what=f"{PER_RANK} tokens of the vocabulary on each")
-        for W in (2, 3, 1)
-    ],
+    trials=lambda: in_groups(_run_loss, _losses, f"{PER_RANK} tokens of the vocabulary on each"),
     hints={
         "start": "The loss is log Σ e^(x − m) − (x of the target − m), m being the target's "
-        "largest x on any rank: dist.all_reduce(m, dist.ReduceOp.MAX), of a detached tensor.",
-        "values": "Sums over ranks by SumOverRanks.apply, which backward knows. The target's x: "
+        "largest x on any rank: dist.all_reduce(m, dist.ReduceOp.MAX, group), of a detached tensor.",
+        "values": "Sums over ranks by SumOverRanks.apply(x, group), known to backward. Target's x: "
         "its rank gathers it at targets - start, the others bring 0.",
         "wire": "Three numbers a target: the maximum, the sum of powers, the target's logit.",
         "error": "gather needs indices from 0 to the number of this rank's tokens: where the "
@@ -191,6 +196,9 @@ its_own_powers: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), gr
     ⏎    shifted.exp().sum(-1), SumOverRanks.apply(own, group))
     Each rank divides by the powers of its own tokens, as if there were no others: sum them over
     the ranks.
+of_the_world: logits = widened(logits) → group = None⏎logits = widened(logits)
+    Sums over all ranks count tokens twice: only those of `group` share a vocabulary. Give it to
+    all_reduce, and to SumOverRanks.apply.
 its_own_targets: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
     ⏎    SumOverRanks.apply(shifted.exp().sum(-1), group), own)
     A target lies on one rank only, but every rank needs its logit for the loss: sum over the ranks,
@@ -218,35 +226,38 @@ gathers_the_logits: largest = → parts = [torch.empty_like(logits) for _ in ran
 # sum_copies(copies)
 
 
-def _run_copies(answer):
+def _run_copies(answer, size):
     """Rank r's gradients are 10ʳ times 1, 2, 3…; one parameter wasn't used."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, group = dist.get_rank(), group_of(size)
     shapes = {"a norm's weight": (2,), "a split weight": (2, 2), "a bias": (3,), "not used": (2,)}
     copies, first = {}, 1.0
     parameters = {what: nn.Parameter(torch.zeros(shape)) for what, shape in shapes.items()}
     for what, parameter in parameters.items():
-        copies[parameter] = 1 if "split" in what else world_size
+        copies[parameter] = 1 if "split" in what else size
         if what != "not used":
             numbers = torch.arange(first, first + parameter.numel())
             parameter.grad = numbers.view_as(parameter) * 10**rank
             first += parameter.numel()
-    answer(copies)
+    begun = len(recorder().records)
+    answer(copies, group)
     seen = {f"gradient of {what}": whole(p.grad) for what, p in parameters.items()}
-    sent = sum(record.bytes for record in recorder().records)
+    sent = sum(record.bytes for record in recorder().records[begun:])
     return seen | {"bytes of its calls": sent}
 
 
-def _copies(world_size: int) -> list[dict]:
+def _copies(world_size: int, size: int) -> list[dict]:
     """The specification, worked out by hand."""
-    tally, right = sum(10.0**rank for rank in range(world_size)), []
+    right = []
     for rank in range(world_size):
+        first = rank - rank % size
+        tally = sum(10.0**each for each in range(first, first + size))
         right.append(
             {
                 "gradient of a norm's weight": [tally, 2 * tally],
                 "gradient of a split weight": [n * 10.0**rank for n in (3, 4, 5, 6)],
                 "gradient of a bias": [n * tally for n in (7, 8, 9)],
                 "gradient of not used": None,
-                "bytes of its calls": 5 * 4,
+                "bytes of its calls": 5 * 4 if size > 1 else 0,
             }
         )
     return right
@@ -254,14 +265,12 @@ def _copies(world_size: int) -> list[dict]:
 
 sum_copies = Exercise(
     reference=sequence_parallel.sum_copies,
-    trials=lambda: [
-        Trial(W, _run_copies, (), _copies(W), what="rank r's gradients are 10ʳ times 1, 2, 3…")
-        for W in (2, 4)
-    ],
+    trials=lambda: in_groups(_run_copies, _copies, "rank r's gradients are 10ʳ times 1, 2, 3…"),
     hints={
         "start": "What is held by more than one rank has seen the tokens of one rank only: its "
         "gradients are summands. What is split, count 1, has its whole gradient already.",
-        "values": "For each parameter with count > 1 and a gradient: dist.all_reduce(p.grad).",
+        "values": "For each parameter with count > 1 and a gradient: "
+        "dist.all_reduce(p.grad, group=group).",
         "error": "copies is {parameter: number of ranks}, and a parameter that wasn't used has no "
         "gradient: leave it out.",
     },
@@ -274,6 +283,9 @@ averages: dist.all_reduce(flat, group=group) → dist.all_reduce(flat, group=gro
     ⏎flat /= dist.get_world_size()
     The loss is a mean over all tokens already, and each rank has the summands of its tokens: add
     them up, no mean. (AdamW wouldn't notice.)
+of_the_world: dist.all_reduce(flat, group=group) → dist.all_reduce(flat)
+    That is the sum over all ranks. Only those of `group` have tokens of the same sequences: give it
+    to all_reduce.
 sums_everything: if count > 1 and p.grad → if p.grad
     A split parameter has other numbers on each rank, and its gradient is whole: leave it alone.
 sums_what_is_split: if count > 1 and p.grad → if count == 1 and p.grad
@@ -302,33 +314,35 @@ def _gradients(rank: int, what: str) -> dict[str, tuple[list[float], bool]]:
     }
 
 
-def _run_clip(answer):
-    seen = {}
+def _run_clip(answer, size):
+    seen, group = {}, group_of(size)
+    begun = len(recorder().records)
     for what, max_norm in CASES.items():
         copies = {nn.Parameter(torch.zeros(7)): 1}  # not used, so without a gradient
         for numbers, split in _gradients(dist.get_rank(), what).values():
             parameter = nn.Parameter(torch.zeros(len(numbers)))
             parameter.grad = torch.tensor(numbers)
-            copies[parameter] = 1 if split else dist.get_world_size()
-        norm = answer(copies, max_norm)
+            copies[parameter] = 1 if split else size
+        norm = answer(copies, max_norm, group)
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
         clipped = torch.cat([p.grad for p in copies if p.grad is not None])
         seen[f"gradients, {what}"] = [round(x, 3) + 0.0 for x in clipped.tolist()]
-    largest = max((record.bytes for record in recorder().records), default=0)
+    largest = max((record.bytes for record in recorder().records[begun:]), default=0)
     return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
 
 
-def _clipped(world_size: int) -> list[dict]:
+def _clipped(world_size: int, size: int) -> list[dict]:
     """The specification: the whole model's gradient in one list, each number once."""
     seen = [{} for _ in range(world_size)]
     for what, max_norm in CASES.items():
         ranks = [_gradients(rank, what) for rank in range(world_size)]
-        numbers = list(ranks[0]["norm"][0])
-        for each in ranks:
-            numbers += each["weight"][0]
-        length = math.hypot(*numbers)
-        factor = min(1.0, max_norm / (length + 1e-6))
         for rank, each in enumerate(ranks):
+            first = rank - rank % size
+            numbers = list(each["norm"][0])
+            for other in ranks[first : first + size]:
+                numbers += other["weight"][0]
+            length = math.hypot(*numbers)
+            factor = min(1.0, max_norm / (length + 1e-6))
             mine = each["weight"][0] + each["norm"][0]
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"gradients, {what}"] = [round(factor * x, 3) + 0.0 for x in mine]
@@ -337,10 +351,7 @@ def _clipped(world_size: int) -> list[dict]:
 
 clip_grad_norm = Exercise(
     reference=tensor_parallel.clip_grad_norm,
-    trials=lambda: [
-        Trial(W, _run_clip, (), _clipped(W), what="[3, -4]·(r+1) is split, [12, 0, 5] alike")
-        for W in (2, 4, 1)
-    ],
+    trials=lambda: in_groups(_run_clip, _clipped, "[3, -4]·(r+1) is split, [12, 0, 5] alike"),
     hints={
         "start": "The length of the whole model's gradient: the root of the sum of all squares, "
         "each number once, whoever has it and however many do.",
@@ -357,6 +368,9 @@ counts_copies: widened(g).square().sum() / count → widened(g).square().sum()
 of_this_rank: dist.all_reduce(squared, group=group) → pass
     That is the length of what this rank has. The other ranks' parts are missing, and each rank
     would shorten what they have alike by another factor: from then on it differs.
+of_the_world: dist.all_reduce(squared, group=group) → dist.all_reduce(squared)
+    That is the sum over all ranks. Only those of `group` share the model: give it to all_reduce, or
+    on a mesh every row counts the same parameters again.
 as_pytorchs: / count for → for
     dist.all_reduce(squared, group=group) → pass
 sum_of_lengths: dist.all_reduce(squared, group=group) →

@@ -1,5 +1,7 @@
 """Answers to the exercises of notebook 11 that are right in another way than the reference."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,12 +13,13 @@ from ddpkit.tensor_parallel import RowParallelLinear
 class CopyAsItIs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group=None):
+        ctx.all_reduce = partial(dist.all_reduce, group=group)
         return x
 
     @staticmethod
     def backward(ctx, gradient):
         total = gradient + 0
-        dist.all_reduce(total)
+        ctx.all_reduce(total)
         return total, None
 
 
@@ -24,7 +27,7 @@ class SumsInTheBackground(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group=None):
         total = x.clone()
-        work = dist.all_reduce(total, async_op=True)
+        work = dist.all_reduce(total, group=group, async_op=True)
         work.wait()
         return total
 
@@ -35,7 +38,7 @@ class SumsInTheBackground(torch.autograd.Function):
 
 class RowWithABiasOfItsOwn(RowParallelLinear):
     def forward(self, x):
-        out = SumsInTheBackground.apply(x @ self.weight.T)
+        out = SumsInTheBackground.apply(x @ self.weight.T, self.group)
         out += self.bias
         return out
 

@@ -12,48 +12,48 @@ def block_itself(block, group=None):
     kv = block.kv_heads * block.head_width
     rows = [block.heads * block.head_width, kv, kv]
     block.heads, block.kv_heads = (
-        n // dist.get_world_size() for n in (block.heads, block.kv_heads)
+        n // dist.get_world_size(group) for n in (block.heads, block.kv_heads)
     )
-    block.mlp[2], block.out = RowParallelLinear(block.mlp[2]), RowParallelLinear(block.out)
-    block.mlp[0] = ColumnParallelLinear(block.mlp[0])
-    block.qkv = ColumnParallelLinear(block.qkv, blocks=rows)
+    block.mlp[2], block.out = (RowParallelLinear(it, group) for it in (block.mlp[2], block.out))
+    block.mlp[0] = ColumnParallelLinear(block.mlp[0], group)
+    block.qkv = ColumnParallelLinear(block.qkv, group, rows)
     return block
 
 
 def loss_by_one_hot(logits, targets, start, group=None):
     largest = logits.detach().max(dim=-1).values
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    powers = SumOverRanks.apply((logits - largest[:, None]).exp().sum(-1))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    powers = SumOverRanks.apply((logits - largest[:, None]).exp().sum(-1), group)
     numbers = torch.arange(start, start + logits.shape[-1])
     is_target = targets[:, None] == numbers
-    of_target = SumOverRanks.apply((logits * is_target).sum(-1))
+    of_target = SumOverRanks.apply((logits * is_target).sum(-1), group)
     return powers.log() + largest - of_target
 
 
 def loss_by_padding(logits, targets, start, group=None):
     """The targets of other ranks find a 0 behind the last logit."""
     largest = logits.detach().amax(-1, keepdim=True)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     shifted = F.pad(logits - largest, (0, 1))
     local, last = targets - start, logits.shape[-1]
     local = torch.where((local < 0) | (local > last), last, local)
-    of_target = SumOverRanks.apply(shifted.gather(-1, local[:, None])[:, 0])
-    return SumOverRanks.apply(shifted[:, :-1].exp().sum(-1)).log() - of_target
+    of_target = SumOverRanks.apply(shifted.gather(-1, local[:, None])[:, 0], group)
+    return SumOverRanks.apply(shifted[:, :-1].exp().sum(-1), group).log() - of_target
 
 
 def copies_one_by_one(copies, group=None):
     for parameter, count in copies.items():
         if count != 1 and parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
+            dist.all_reduce(parameter.grad, group=group)
 
 
 def clip_alike_on_rank_0(copies, max_norm, group=None):
     """What is alike is counted by the first rank only."""
-    first = dist.get_rank() == 0
+    first = dist.get_rank(group) == 0
     used = {p: count for p, count in copies.items() if p.grad is not None}
     squares = [p.grad.norm() ** 2 for p, count in used.items() if count == 1 or first]
     total = torch.stack(squares).sum()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     if total.sqrt() > max_norm:
         for parameter in used:
             parameter.grad.mul_(max_norm / total.sqrt())
