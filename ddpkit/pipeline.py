@@ -104,7 +104,8 @@ class Pipeline:
             raise ValueError(f"{got}, expected a batch's: its stage needs them")
         if batch is not None and len(batch) % m != 0:
             got = f"rank {self.rank} got {name} of {len(batch)} rows for {m} micro-batches"
-            raise ValueError(f"{got}, expected a multiple: give every micro-batch as many")
+            remedy = f"leave out {len(batch) % m}, as a DataLoader with drop_last=True does"
+            raise ValueError(f"{got}, expected a multiple of {m}: {remedy}")
         return [None] * m if batch is None else list(batch.chunk(m))
 
     def share_of_loss(self, k: int, y: Tensor) -> Tensor:

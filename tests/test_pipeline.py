@@ -319,8 +319,8 @@ def test_refusals(check):
     check.refused(pipeline_of, model, hangs, says="this would hang: rank 0 waits in 0B0 for 1B0")
     inputs, targets = batch(2)
     step = pipeline_of(model, good).step
-    says = f"rank {rank} got inputs of 3 rows for 2 micro-batches, expected a multiple"
-    check.refused(step, inputs[:3], targets, says=says)
+    says = f"rank {rank} got inputs of 3 rows for 2 micro-batches, expected a multiple of 2"
+    check.refused(step, inputs[:3], targets, says=(says, "leave out 1, as a DataLoader with drop"))
     says = f"rank {rank} got no {('inputs', 'targets')[rank]}, expected a batch's"
     check.refused(step, *((None, targets), (inputs, None))[rank], says=says)
     check.refused(PipelineStage, model, 1, says="stage 1 got no `receives`, expected a tensor like")

@@ -175,7 +175,7 @@ vocabulary_cross_entropy = Exercise(
     trials=lambda: in_groups(_run_loss, _losses, f"{PER_RANK} tokens of the vocabulary on each"),
     hints={
         "start": "The loss is log Σ e^(x − m) − (x of the target − m), m being the target's "
-        "largest x on any rank: dist.all_reduce(m, dist.ReduceOp.MAX, group), of a detached tensor.",
+        "largest x on any rank: detach it, and dist.all_reduce(m, dist.ReduceOp.MAX, group).",
         "values": "Sums over ranks by SumOverRanks.apply(x, group), known to backward. Target's x: "
         "its rank gathers it at targets - start, the others bring 0.",
         "wire": "Three numbers a target: the maximum, the sum of powers, the target's logit.",
