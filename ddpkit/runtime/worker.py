@@ -106,7 +106,8 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
                 source, file, traced = cell
                 before = len(recorder.records)
                 value = run_cell(source, file, names)
-                recorder.settle()
+                if traced:  # else a call may wait for what a later cell says on another rank
+                    recorder.settle()
                 reply = ("done", (value, recorder.records[before:] if traced else []))
         except BaseException as error:
             reply = ("failed", failure(error))
