@@ -83,7 +83,7 @@ class StreamWork(Work):
         self._streams.wait(self)
         return True
 
-    synchronize = wait
+    synchronize = block_current_stream = wait
 
     def get_future(self) -> torch.futures.Future:
         self._streams.recorder.gave_future(self.record)
