@@ -147,8 +147,8 @@ def test_the_calls_of_a_batch_end_together(streams):
 def test_every_wait_puts_a_stream_behind_the_call_and_stops_nobody(streams):
     inner = Inner()
     record, work = start(streams, inner)
-    for _ in range(2):  # perhaps on another stream
-        assert work.wait()
+    for wait in (work.wait, work.block_current_stream):  # perhaps on another stream
+        assert wait()
         assert streams.recorder.board.waiting(0) is None
     assert (inner.waits, record.waits) == (2, 2)
     streams._gpu.happen(101, 103, 102)  # no event for the second
