@@ -1,5 +1,7 @@
 """Widgets and calculators: what they say and show, moved as by a hand, live or not."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -12,13 +14,14 @@ from ddpkit.tools.memory import model_states
 
 pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
 
+picture_of = cache(figures.worlds)
 CAPS = Slider("bucket cap", [1, 2, 4, 8], 4, "{} MiB".format)
 
 
 def words(cap, kind):
     if cap == 8:
         raise ValueError("no <eight>")
-    return f"{cap} {kind}", figures.worlds(cap) if kind == "drawn" else None
+    return f"{cap} {kind}", picture_of(cap) if kind == "drawn" else None
 
 
 def worlds(**values):
@@ -42,14 +45,14 @@ def test_moving_a_slider_changes_caption_and_picture():
     assert [cap.options[at] for at in (0, 3)] == [("1 MiB", 1), ("8 MiB", 8)]
     assert (cap.value, kind.value, cap.continuous_update) == (4, "drawn", False)
     assert "4 drawn" in caption.value
-    assert image.value == inline(figures.worlds(4))
+    assert image.value == inline(picture_of(4))
     move(widget, cap=2)
     assert "2 drawn" in caption.value
-    assert image.value == inline(figures.worlds(2))
+    assert image.value == inline(picture_of(2))
     move(widget, kind="said")
     assert image.value == ""
     widget.reset()
-    assert (cap.value, kind.value, image.value) == (4, "drawn", inline(figures.worlds(4)))
+    assert (cap.value, kind.value, image.value) == (4, "drawn", inline(picture_of(4)))
 
 
 def test_errors_are_shown():
@@ -58,17 +61,17 @@ def test_errors_are_shown():
     caption, image = live(widget)
     move(widget, cap=8)
     assert "ValueError: no &lt;eight&gt;" in caption.value
-    assert image.value == inline(figures.worlds(4))
+    assert image.value == inline(picture_of(4))
     move(widget, cap=1)
     assert "ValueError" not in caption.value
-    assert image.value == inline(figures.worlds(1))
+    assert image.value == inline(picture_of(1))
     with pytest.raises(ValueError, match="no <eight>"):  # at first there is somebody to raise to
         Calculator(words, cap=Slider("cap", [8], 8), kind=Slider("kind", [""], ""))
 
     def look(step):
         if step == 2:
             raise ValueError("no <two>")
-        return str(step), figures.worlds(step)
+        return str(step), picture_of(step)
 
     stack = StepThrough(look, "ranks", range(1, 4)).box.children[1]
     captions = [page.children[0].value for page in stack.children]
@@ -79,8 +82,8 @@ def test_bundle():
     bundle, metadata = worlds()._repr_mimebundle_()
     assert set(bundle) == {"text/plain", "image/png", "application/vnd.jupyter.widget-view+json"}
     assert bundle["text/plain"] == repr(worlds()) == "4 drawn"
-    assert bundle["image/png"] == figures.worlds(4).png
-    assert metadata == figures.worlds(4).metadata
+    assert bundle["image/png"] == picture_of(4).png
+    assert metadata == picture_of(4).metadata
     assert repr(worlds(text="no numbers")) == "no numbers"
 
 

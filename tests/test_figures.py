@@ -217,7 +217,8 @@ GATHER = ([[1], [10], [100]], [[1, 10, 100], None, None])
 def test_before_after(rows):
     picture = figures.before_after(zip(*rows, strict=True), title="it")
     check_picture(picture, *page.RANK_COLOURS[:3])
-    assert rows[1][0] != SUM or has_colour(picture, page.MIXED)
+    fills = [to_hex(box.get_facecolor()).upper() for box in picture.figure.axes[0].patches]
+    assert fills.count(page.MIXED) == (6 + 1 if rows[1][0] == SUM else 0)  # cells, and the key
 
 
 def test_before_after_says_it_in_words():
@@ -244,7 +245,7 @@ def test_owners():
 
 def test_before_after_of_long_floats_fits_the_page():
     torch.manual_seed(0)
-    values = [torch.randn(16) / 10**rank for rank in range(8)]
+    values = [torch.randn(16) / 10**rank for rank in (0, 3, 7)]
     picture = figures.before_after(((value, sum(values)) for value in values), "it")
     assert picture.size[0] <= WIDTH
 

@@ -3,7 +3,7 @@
 Notebook 05.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
 
@@ -66,26 +66,25 @@ class FloatExplorer(Live):
         self.choice = ipywidgets.SelectionSlider(options=list(BY_NAME), **looks)
         wrapped = {"flex_flow": "row wrap"}
         self.buttons = ipywidgets.HBox(layout=wrapped)
-        shown = view(self._brief)
-
-        def move(*_, pattern: int | None = None):
-            """What a hand did to a widget: bring the others and the picture to it."""
-
-            def changed():
-                self._set(self.entry.value, self.choice.value, pattern)
-                self._follow(move)
-                return self._brief()
-
-            if not self._following:
-                show(shown, changed)
-
-        self._follow(move)
-        self.entry.observe(move, "value")
-        self.choice.observe(move, "value")
+        self._shown = view(self._brief)
+        self._follow()
+        self.entry.observe(self._move, "value")
+        self.choice.observe(self._move, "value")
         controls = ipywidgets.HBox([self.entry, self.choice, self.buttons], layout=wrapped)
-        return ipywidgets.VBox([controls, shown])
+        return ipywidgets.VBox([controls, self._shown])
 
-    def _follow(self, move: Callable) -> None:
+    def _move(self, _, pattern: int | None = None) -> None:
+        """What a hand did to a widget: bring the others and the picture to it."""
+
+        def changed() -> tuple[str, Picture]:
+            self._set(self.entry.value, self.choice.value, pattern)
+            self._follow()
+            return self._brief()
+
+        if not self._following:
+            show(self._shown, changed)
+
+    def _follow(self) -> None:
         """Bring the widgets to what the number is now."""
         self._following = True  # the widgets report these changes too
         try:
@@ -93,14 +92,14 @@ class FloatExplorer(Live):
             self.entry.value, self.choice.value = self._typed, format.name
             places = [floats.field_of(place, format) for place in range(format.bits)]
             if [button.tooltip for button in self.buttons.children] != places:
-                self.buttons.children = [self._button(at, move) for at in range(format.bits)]
+                self.buttons.children = list(map(self._button, range(format.bits)))
             bits = self.number.bits.replace(" ", "")
             for button, bit in zip(self.buttons.children, bits, strict=True):
                 button.value, button.description = bit == "1", bit
         finally:
             self._following = False
 
-    def _button(self, place: int, move: Callable):
+    def _button(self, place: int):
         """One that turns over a bit."""
         import ipywidgets
 
@@ -110,7 +109,7 @@ class FloatExplorer(Live):
         layout = {"width": "27px", "margin": "1px", "padding": "0", "border_bottom": edge}
         button = ipywidgets.ToggleButton(tooltip=field, layout=layout)
         bit = 1 << (format.bits - 1 - place)
-        button.observe(lambda _: move(pattern=self.number.pattern ^ bit), "value")
+        button.observe(lambda change: self._move(change, self.number.pattern ^ bit), "value")
         return button
 
 
