@@ -181,7 +181,7 @@ def gib(nbytes: int) -> str:
 
 
 def main() -> int:
-    result = Report(tuple(examine()))
+    result = report()
     print(result)
     return 1 if result.problems else 0
 

@@ -19,7 +19,6 @@ from .. import doubling, ring
 from ..fast import ring as fast
 from ..lesson import charts
 from ..shared_memory import SharedBuffer
-from ..tools import cost
 from ..tools.checks import check_counts
 from .interleave import Contest, race, where, wrong
 from .results import AGAIN, SPEED, Goal, Result, Results, report
@@ -90,19 +89,13 @@ def together(
     """The results of one case. seconds: {variant: of each round}; ceilings: {variant: which}."""
     found = []
     for name, ceiling in ceilings.items():
-        median_s = statistics.median(seconds[name])
-        busbw = cost.bus_bandwidth(operation, nbytes, median_s, world_size)
-        columns = {
-            "Time ms": f"{median_s * 1e3:.3f}",
-            "algbw": f"{nbytes / median_s / 1e9:.3g}",
-            "busbw": f"{busbw / 1e9:.3g}",
-            "Reached": "",
-        }
-        if ceiling:
-            reached = statistics.median(seconds[ceiling]) / median_s
-            columns["Reached"] = f"{100 * reached:.0f} %"
-        case = operation, name, world_size, nbytes, seconds[name]
-        found.append(Result(*case, ceiling, columns=columns))
+        result = Result(operation, name, world_size, nbytes, seconds[name], ceiling)
+        reached = statistics.median(seconds[ceiling]) / result.median_s if ceiling else None
+        result.columns["Time ms"] = f"{result.median_s * 1e3:.3f}"
+        result.columns["algbw"] = f"{nbytes / result.median_s / 1e9:.3g}"
+        result.columns["busbw"] = f"{result.busbw / 1e9:.3g}"
+        result.columns["Reached"] = f"{100 * reached:.0f} %" if ceiling else ""
+        found.append(result)
     return found
 
 
