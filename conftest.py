@@ -47,8 +47,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
 
 # The files that take longest come first, so that no worker ends long after the others.
-LONGEST = ["10_pipeline", "11_tensor_parallel", "04_bucketed_ddp", "07_zero", "02_ring_all_reduce"]
-LONGEST += ["test_browser", "test_processes", "09_flash_attention", "test_training"]
+LONGEST = ["04_bucketed_ddp", "02_ring_all_reduce", "09_flash_attention", "test_browser"]
+LONGEST += ["test_debug", "test_training", "test_processes", "test_launch"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

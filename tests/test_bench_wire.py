@@ -1,7 +1,5 @@
 """`python -m ddpkit.bench wire`: what it compares and says. No test times."""
 
-from functools import partial
-
 import torch.distributed as dist
 
 from ddpkit import launch
@@ -10,13 +8,14 @@ from ddpkit.bench.results import AGAIN, Results
 from ddpkit.runtime.wire import recorder
 
 
-def records_of_a_turn(make) -> dict[str, list[str]]:
+def records_of_a_turn(make, calls) -> dict[str, list[str]]:
     """{variant: what a turn of it leaves in the records}."""
-    contest, found = wire.contest(make, dist.new_group(backend="gloo")), {}
+    contest, found = wire.contest(make, calls, dist.new_group(backend="gloo")), {}
     for name, turn in contest.calls.items():
         before = len(recorder().records)
         turn()
         found[name] = [record.op for record in recorder().records[before:]]
+    assert all(len(turns) == 1 and turns[0] > 0 for turns in contest.found().values())
     return found
 
 
@@ -25,31 +24,37 @@ def test_one_variant_is_recorded_and_the_others_are_not():
         (wire.all_reduces, [["all_reduce"] * 3] * 2),
         (wire.messages, [["send", "recv", "send"], ["recv", "send", "recv"]]),
     ):
-        for rank, found in enumerate(launch(records_of_a_turn, partial(make, 3), world_size=2)):
-            assert found == {wire.PLAIN: [], wire.RECORDED: said[rank], wire.PLAIN + AGAIN: []}
+        for rank, found in enumerate(launch(records_of_a_turn, make, 3, world_size=2)):
+            assert found.pop(wire.RECORDED) == said[rank]
+            assert found == {wire.PLAIN: [], wire.PLAIN + AGAIN: [], wire.BUSY: []}
 
 
 def test_a_step_is_recorded_too():
-    for found in launch(records_of_a_turn, partial(wire.steps, 1), world_size=2):
+    for found in launch(records_of_a_turn, wire.steps, 1, world_size=2):
         assert "all_reduce" in found[wire.RECORDED]
         assert found[wire.PLAIN] == found[wire.PLAIN + AGAIN] == []
 
 
 def test_what_a_call_and_a_step_may_cost():
-    plain, recorded = (10e-3, 12e-3), (12e-3, 15e-3)  # of turns of 100 calls
-    seconds = {wire.PLAIN: plain, wire.RECORDED: recorded, wire.PLAIN + AGAIN: (12e-3, 12e-3)}
-    for calls, again, more, at_most, within in (
-        (100, "10 µs", "25 µs", "30 µs", "yes"),
-        (1, "1 ms", "2.5 ms", "330 µs", "NO"),
-    ):
-        found = {each.variant: each.columns for each in wire.together("calls", calls, seconds)}
-        its = found[wire.RECORDED]
-        assert (its["More"], its["At most"], its["Within?"]) == (more, at_most, within)
-        assert found[wire.PLAIN]["More"] == again  # A/A
+    plain, again, much = (10e-3, 12e-3), (12e-3, 12e-3), (12e-3, 18e-3)  # of turns of 100 calls
+    little = tuple(s + 0.1e-3 for s in plain)
+
+    def judged(calls, recorded, its_cpu):
+        seconds = {wire.PLAIN: plain, wire.RECORDED: recorded, wire.PLAIN + AGAIN: again}
+        found = wire.together("calls", calls, seconds, seconds | {wire.RECORDED: its_cpu})
+        assert found[0].columns["More"] == {1: "1 ms", 100: "10 µs"}[calls]  # A/A
+        its = found[1].columns
+        return its["More"], its["More CPU"], its["Within?"]
+
+    assert judged(100, much, little) == ("40 µs", "1 µs", "yes")  # of a call, CPU time counts
+    assert judged(100, little, much) == ("1 µs", "40 µs", "NO")
+    assert judged(1, little, much) == ("100 µs", "4 ms", "yes")  # of a step, its time
+    assert judged(1, much, little) == ("4 ms", "100 µs", "NO")
 
 
 def test_it_measures():
     found = Results(wire.measure("a call", wire.all_reduces, 2, rounds=1))
-    assert [each.variant for each in found] == [wire.PLAIN, wire.RECORDED, wire.PLAIN + AGAIN]
+    variants = wire.PLAIN, wire.RECORDED, wire.PLAIN + AGAIN, wire.BUSY
+    assert tuple(each.variant for each in found) == variants
     assert all(len(each.seconds) == 1 for each in found)
     assert "A/A" in repr(found)

@@ -2,10 +2,15 @@
 
 Both in the same processes, in turns. A turn makes many calls in a row, as a training step does, so
 that what one of them costs isn't lost in what it takes two ranks to begin together.
+
+What a call may cost is CPU time, of the thread that makes it. Wall time is for comparison: where
+ranks and Gloo's threads share cores, computing between two calls makes them longer, or shorter, by
+other than its own time. `busy` has that too, and records nothing.
 """
 
 import operator
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -16,44 +21,55 @@ from torch.distributed import ProcessGroup
 
 from ..fast.buckets import BucketedDDP
 from ..tools.units import duration
-from .interleave import Contest, race, where
+from .interleave import WARM_UP, Contest, race, where
 from .results import AGAIN, SPEED, Result, Results, report
 from .training import Replica, gpt
 
 ROUNDS = 30
 CALLS = 100  # in a turn
-PLAIN, RECORDED = "plain", "recorded"
-CALL_S, STEP = 30e-6, 0.03  # what recording may cost: seconds a call, a part of a step
+PLAIN, RECORDED, BUSY = "plain", "recorded", "busy"
+CALL_S, STEP = 30e-6, 0.03  # what recording may cost: CPU seconds a call, a part of a step's time
 LEGEND = f"""\
-Time: the median. More: than plain, the median round by round; for
-plain itself, its second time (A/A). A step is of the small GPT, its
-gradients in buckets, with AdamW.
+Time, CPU: medians; CPU is the calling thread's, the ranks' mean. More:
+than plain, the median round by round; for plain itself, its second time
+(A/A). Busy: plain, with 30 µs of computing before each call. A step is
+of the small GPT, its gradients in buckets, with AdamW. Within: 30 µs of
+CPU more a call, or 3 % of a step's time.
 {SPEED}"""
 Work = Callable[[], object]
+Turns = dict[str, tuple[float, ...]]
 
 
-def all_reduces(calls: int, group: ProcessGroup) -> Work:
+def all_reduces(calls: int, group: ProcessGroup, busy_s: float = 0.0) -> Work:
     x = torch.ones(1)
 
     def turn():
         for _ in range(calls):
+            compute(busy_s)
             dist.all_reduce(x, group=group)
 
     return turn
 
 
-def messages(calls: int, group: ProcessGroup) -> Work:
+def messages(calls: int, group: ProcessGroup, busy_s: float = 0.0) -> Work:
     """There and back, each a call on both ranks."""
     x, rank = torch.ones(1), dist.get_rank()
 
     def turn():
         for number in range(calls):
+            compute(busy_s)
             if number % 2 == rank:
                 dist.send(x, 1 - rank, group=group)
             else:
                 dist.recv(x, 1 - rank, group=group)
 
     return turn
+
+
+def compute(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
 
 
 def steps(calls: int, group: ProcessGroup) -> Work:
@@ -74,36 +90,58 @@ CASES = {  # what it is: how to make a turn of it, how many are in a turn
 }
 
 
-def contest(make: Callable[[ProcessGroup], Work], plain: ProcessGroup) -> Contest:
+def contest(make: Callable[..., Work], calls: int, plain: ProcessGroup) -> Contest:
     groups = {PLAIN: plain, RECORDED: dist.group.WORLD, PLAIN + AGAIN: plain}
-    return Contest({name: make(group) for name, group in groups.items()})
+    turns = {name: make(calls, group) for name, group in groups.items()}
+    if calls > 1:
+        turns[BUSY] = make(calls, plain, CALL_S)
+    cpu = {name: [] for name in turns}  # seconds of each turn
+
+    def timed(name: str) -> Work:
+        def turn():
+            begun = time.thread_time()
+            turns[name]()
+            cpu[name].append(time.thread_time() - begun)
+
+        return turn
+
+    return Contest({name: timed(name) for name in turns}, found=lambda: cpu)
 
 
 def measure(what: str, make: Callable, calls: int, rounds: int = ROUNDS) -> list[Result]:
     """Time a case, by 2 ranks, on Gloo. make: with `calls` and a group, makes a turn of them."""
-    make_contest = partial(contest, partial(make, calls))
-    return together(what, calls, race(make_contest, rounds, world_size=2)[0])
+    seconds, by_rank = race(partial(contest, make, calls), rounds, world_size=2)
+    cpu = {}
+    for name in seconds:
+        turns = zip(*(found[name][WARM_UP:] for found in by_rank), strict=True)
+        cpu[name] = tuple(map(statistics.fmean, turns))
+    return together(what, calls, seconds, cpu)
 
 
-def together(what: str, calls: int, seconds: dict[str, tuple[float, ...]]) -> list[Result]:
-    """The results of one case. seconds: {variant: of each turn}."""
-    each = {}
-    for name, turns in seconds.items():
-        each[name] = tuple(s / calls for s in turns)
-    plain_s = statistics.median(each[PLAIN])
-    budget_s = CALL_S if calls > 1 else STEP * plain_s
+def together(what: str, calls: int, seconds: Turns, cpu: Turns) -> list[Result]:
+    """The results of one case. seconds, cpu: {variant: of each turn}."""
     found = []
-    for name, its in each.items():
-        other = each[PLAIN + AGAIN] if name == PLAIN else its
-        more_s = statistics.median(map(operator.sub, other, each[PLAIN]))
+    for name, turns in seconds.items():
+        more_s, more_cpu_s = more(seconds, name) / calls, more(cpu, name) / calls
+        within = more_cpu_s <= CALL_S
+        if calls == 1:
+            within = more_s <= STEP * statistics.median(seconds[PLAIN])
         columns = {
-            "Time": duration(statistics.median(its)),
+            "Time": duration(statistics.median(turns) / calls),
             "More": duration(more_s),
-            "At most": duration(budget_s),
-            "Within?": "yes" if more_s <= budget_s else "NO",
+            "CPU": duration(statistics.median(cpu[name]) / calls),
+            "More CPU": duration(more_cpu_s),
+            "Within?": "" if name == BUSY else "yes" if within else "NO",
         }
-        found.append(Result(what, name, 2, 0, its, columns=columns))
+        each = tuple(s / calls for s in turns)
+        found.append(Result(what, name, 2, 0, each, columns=columns))
     return found
+
+
+def more(each: Turns, name: str) -> float:
+    """How much more than plain, the median over the turns; of plain, its second time."""
+    its = each[PLAIN + AGAIN if name == PLAIN else name]
+    return statistics.median(map(operator.sub, its, each[PLAIN]))
 
 
 def main(name: str):

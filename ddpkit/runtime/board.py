@@ -231,7 +231,7 @@ def hash32(text: str) -> int:
 
 _FIELDS = Record.__slots__
 _KEPT = "values", "result", "memory"
-_SAME = _FIELDS[: _FIELDS.index("seq")]
+_SAME, _NOTHING = _FIELDS[: _FIELDS.index("seq")], (None,) * len(_KEPT)
 _same, _kept = attrgetter(*_SAME), attrgetter(*_KEPT)
 # What a record that is too long for its slot loses, in this order.
 _SPARE = [
@@ -241,14 +241,14 @@ _SPARE = [
 
 
 def _changes(record: Record) -> bytes:
-    times = record.started or 0.0, record.done or 0.0, record.waited or 0.0
-    return _CHANGES.pack(*times, record.waits, record.by_future, record.dropped)
+    started, done, waited = record.started or 0.0, record.done or 0.0, record.waited or 0.0
+    return _CHANGES.pack(started, done, waited, record.waits, record.by_future, record.dropped)
 
 
 def _rest(record: Record) -> bytes:
     """What a slot's numbers leave out of `record`, pickled."""
     kept = _kept(record)
-    return _pickled_once(_same(record)) if kept == (None,) * 3 else _pickled(_same(record) + kept)
+    return _pickled_once(_same(record)) if kept == _NOTHING else _pickled(_same(record) + kept)
 
 
 @lru_cache(1024)

@@ -33,61 +33,52 @@ NEVER = timedelta(days=365)  # Gloo's own timeout must not come before the repor
 
 
 class WireWork(Work):
-    """The handle of a call. `wait` marks the rank as waiting, so that a hang can be explained.
+    """The handle of a call. `wait` marks the rank as waiting, so that a hang can be explained."""
 
-    delivered: on an emulated link, the future that a collective completes; messages have none.
-    learn: called once the call is done, to note what only then is known of it.
-    """
+    inner: Work | None = None  # the handle of the real group, once the call is made
+    delivered: torch.futures.Future | None = None  # by an emulated link: of a collective
+    learn: Callable[[Work], None] | None = None  # notes what is known only when the call is done
+    _waited = False
 
-    def __init__(
-        self,
-        inner: Work,
-        record: Record,
-        recorder: Recorder,
-        arriving: Sequence[torch.Tensor] = (),
-        delivered: torch.futures.Future | None = None,
-        learn: Callable[[Work], None] | None = None,
-    ):
+    def __init__(self, record: Record, recorder: Recorder, arriving: Sequence[torch.Tensor] = ()):
         super().__init__()
-        self.inner, self.record, self._recorder = inner, record, recorder
-        self._arriving, self._delivered, self._learn = arriving, delivered, learn
-        self._waited = False
+        self.record, self._recorder, self._arriving = record, recorder, arriving
 
     def wait(self, timeout=None) -> bool:
-        self.record.waits += 1
+        record, recorder = self.record, self._recorder
+        record.waits += 1
         if self._waited:  # Gloo would wait for a second message
             return True
-        self._recorder.waiting(self.record)
+        recorder.waiting(record)
         try:
-            if self._delivered is not None:
-                self._delivered.wait()
+            if self.delivered is not None:
+                self.delivered.wait()
             else:
                 self.inner.wait()
-                if self._learn:
-                    self._learn(self.inner)
-                if self._recorder.link:
-                    _hold_back(self._recorder, self.record)
+                if self.learn:
+                    self.learn(self.inner)
+                if recorder.link:
+                    _hold_back(recorder, record)
         finally:
-            self._recorder.waited()
+            recorder.waited()
         self._waited = True
-        buffer = self._arriving[0] if self._arriving else None
-        self._recorder.done(self.record, self._arriving, buffer)
+        recorder.done(record, self._arriving, self._arriving[0] if self._arriving else None)
         return True
 
     synchronize = wait
 
     def __del__(self):
         unseen = self.record.waited is None and self.record.op in MESSAGES
-        if unseen and not sys.is_finalizing():
+        if unseen and self.inner is not None and not sys.is_finalizing():
             self._recorder.dropped(self.record)
 
     def get_future(self) -> torch.futures.Future:
-        future = self._delivered or self.inner.get_future()
+        future = self.delivered or self.inner.get_future()
         self._recorder.gave_future(self.record)
         return future
 
     def is_completed(self) -> bool:
-        return (self._delivered.done if self._delivered else self.inner.is_completed)()
+        return (self.delivered.done if self.delivered else self.inner.is_completed)()
 
     def result(self):
         return self.inner.result()
@@ -140,6 +131,7 @@ def _flat(tensors) -> Sequence[torch.Tensor]:
     return [tensor for each in tensors for tensor in each]
 
 
+SHAPE = attrgetter("shape")
 OPTIONS = {"all_reduce": dist.AllreduceOptions, "all_gather": c10d.AllgatherOptions}
 
 
@@ -212,26 +204,26 @@ class WireGroup(dist.ProcessGroup):
     ) -> WireWork | StreamWork | None:
         opts = args[-1]
         root = opts.rootRank if op in wording.ROOTED else None
-        reduction = opts.reduceOp.op.value if op in wording.REDUCING else None
+        reduction = hash(opts.reduceOp) if op in wording.REDUCING else None
         said = sent or arriving[:1]
-        alike = sum(map(torch.Tensor.numel, arriving[:1] if op == "scatter" else sent))
-        nbytes = sum(map(attrgetter("nbytes"), said))
-        shape, dtype = (said[0].shape, said[0].dtype) if said else ((), None)
-        words = wording.collective(self._member, op, alike, nbytes, shape, dtype, reduction, root)
+        shapes = tuple(map(SHAPE, said))
+        alike = (arriving[0].shape,) if op == "scatter" else shapes
+        dtype = said[0].dtype if said else None
+        words = wording.collective(self._member, op, alike, shapes, dtype, reduction, root)
         record, asynchronous = _record(words), getattr(opts, "asyncOp", True)
         if streams := self._streams(said):
             call = partial(getattr(self.inner, method), *args)
             return streams.call(record, call, sent, arriving, asynchronous)
-        self.recorder.issue(record, sent, (sent or arriving or [None])[0])
-        inner = getattr(self.inner, method)(*args)
+        self.recorder.issue(record, sent, said[0] if said else None)
+        work = WireWork(record, self.recorder, arriving)
+        work.inner = inner = getattr(self.inner, method)(*args)
         if self.recorder.link is not None:
-            delivered = torch.futures.Future()
+            work.delivered = delivered = torch.futures.Future()
             self._deliveries.submit(_deliver, self.recorder, inner, record, arriving, delivered)
-            return WireWork(inner, record, self.recorder, arriving, delivered)
-        if asynchronous and not (self.recorder.streams and op == "barrier"):  # NCCL's is done now
+        elif asynchronous and not (self.recorder.streams and op == "barrier"):  # NCCL's is done now
             with contextlib.suppress(RuntimeError):  # Gloo's reduce_scatter gives no future
                 inner.get_future().add_done_callback(lambda _: self.recorder.done(record, arriving))
-        return WireWork(inner, record, self.recorder, arriving)
+        return work
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
         """What tells when calls with these tensors run, if they are on a GPU."""
@@ -249,14 +241,18 @@ class WireGroup(dist.ProcessGroup):
         if streams := self._streams(tensors):
             return streams.call(record, partial(self.inner.send, tensors, dst, tag), tensors, ())
         self.recorder.issue(record, tensors, tensors[0])
-        return WireWork(self.inner.send(tensors, dst, tag), record, self.recorder)
+        work = WireWork(record, self.recorder)
+        work.inner = self.inner.send(tensors, dst, tag)
+        return work
 
     def recv(self, tensors, src, tag):
         record = self._message("recv", tensors[0], src, tag)
         if streams := self._streams(tensors):
             return streams.call(record, partial(self.inner.recv, tensors, src, tag), (), tensors)
         self.recorder.issue(record, (), tensors[0])
-        return WireWork(self.inner.recv(tensors, src, tag), record, self.recorder, tensors)
+        work = WireWork(record, self.recorder, tensors)
+        work.inner = self.inner.recv(tensors, src, tag)
+        return work
 
     def recv_anysource(self, tensors, tag):
         record = self._message("recv", tensors[0], None, tag)
@@ -267,8 +263,9 @@ class WireGroup(dist.ProcessGroup):
             channel = self._member.channel(source, self._member.rank, tag)
             self.recorder.came_from(record, self.ranks[source], channel)
 
-        inner = self.inner.recv_anysource(tensors, tag)
-        return WireWork(inner, record, self.recorder, tensors, learn=learn)
+        work = WireWork(record, self.recorder, tensors)
+        work.inner, work.learn = self.inner.recv_anysource(tensors, tag), learn
+        return work
 
     def _message(self, op: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
         shape, dtype = tensor.shape, tensor.dtype

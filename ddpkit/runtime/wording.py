@@ -61,15 +61,15 @@ def new_group(member: Member) -> Words:
 def collective(
     member: Member,
     op: str,
-    numel: int,
-    nbytes: int,
-    shape: tuple[int, ...],
+    alike: tuple[torch.Size, ...],
+    shapes: tuple[torch.Size, ...],
     dtype: torch.dtype | None,
     reduction: int | None,
     root: int | None,
 ) -> Words:
-    """numel: of what all must bring alike. nbytes, shape: of what this rank hands in."""
-    said = [f"{numel} {_name(dtype)}"] if dtype else []
+    """alike: shapes of what all must bring alike. shapes: of what this rank hands in."""
+    nbytes = sum(map(torch.Size.numel, shapes)) * dtype.itemsize if dtype else 0
+    said = [f"{sum(map(torch.Size.numel, alike))} {_name(dtype)}"] if dtype else []
     said += [REDUCTIONS[reduction]] if reduction is not None else []
     peer = None
     if root is not None:
@@ -79,7 +79,7 @@ def collective(
     alike = [op, _name(dtype), *said[1:]] if op in UNEQUAL else [op, *said]
     detail = ", ".join(said + _in_group(member))
     words = op, member.label, member.ranks, member.name, " ".join(alike), detail
-    return *words, nbytes, peer, tuple(shape), _name(dtype)
+    return *words, nbytes, peer, tuple(shapes[0]) if shapes else (), _name(dtype)
 
 
 @once
