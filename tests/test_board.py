@@ -9,6 +9,7 @@ import pytest
 
 from ddpkit import launch
 from ddpkit.runtime.board import DISAGREES, IDLE, SLOTS, STARTING, Board, Record, hash32
+from ddpkit.runtime.records import Recorder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
@@ -120,3 +121,12 @@ def test_a_record_that_is_written_again_never_looks_different(board, tmp_path):
         seen.add(board.find(0, hash32("0"), 0))
     assert board.events()[0] > 100
     assert seen == {(0, hash32("f"))}
+
+
+def test_a_rank_that_ends_waits_for_what_gloos_threads_still_have_to_note():
+    """Who waits for a future in C++, as DDP does, may go on before they have."""
+    recorder, record = Recorder(0), call(by_future=True)
+    recorder.records = [call(), record]  # the first was never waited for: nothing is due
+    threading.Timer(0.02, recorder.done, [record]).start()
+    recorder.settle()
+    assert record.done is not None
