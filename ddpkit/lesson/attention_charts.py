@@ -93,16 +93,15 @@ def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
     """
     canvas, said = Canvas(page.WIDEST, 110 * len(levels) + 20), []
     for at, (name, (nbytes, speed, holds)) in enumerate(levels.items()):
+        shown = f"{size(nbytes)}, {size(speed)}/s"
+        said.append(f"{name}: {shown}; {holds}")
         share = (at + 1) / len(levels)
         wide, y = 180 + 340 * share, 20 + 110 * at
         fill = (page.ORANGE, page.SKY, page.EMPTY)[min(at, 2)]
         canvas.box(290 - wide / 2, y, wide, 86, fill, round=8)
         canvas.text(290, y + 28, name, page.NORMAL, bold=True)
-        canvas.text(290, y + 60, f"{size(nbytes)}, {size(speed)}/s")
+        canvas.text(290, y + 60, shown)
         canvas.text(590, y + 43, holds, align="left")
-    said = (
-        f"{name}: {size(n)}, {size(speed)}/s; {holds}" for name, (n, speed, holds) in levels.items()
-    )
     return canvas.picture("\n".join(said))
 
 
