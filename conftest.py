@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 # What each rank would import for itself: in tests, where it takes longer than all else that they
-# do; where ranks train or watch memory, as in some notebooks: a second and a half for each.
-IN_TESTS = ["pytest", "matplotlib.figure", "ddpkit.exercises", "ddpkit.lesson.player"]
-IN_TRAINING = ["torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
+# do; for gradients that go into backward, a third of a second; for an optimizer, 1.5 s. A fork of
+# a server that has imported all of it costs a quarter more.
+IN_TESTS = ["pytest", "matplotlib.figure", "ddpkit.lesson.player"]
+IN_BACKWARD, IN_TRAINING = ["torch.fx.experimental.symbolic_shapes"], ["torch._dynamo"]
+TRAINING_EXERCISES = ["test_data_parallel", "test_mixed_precision"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,10 +35,14 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before a notebook's kernel starts
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    from ddpkit.runtime import processes
+
     text = item.path.read_text() if item.path.suffix == ".ipynb" else ""
-    slow = "backward()" in text or "memory.watch(" in text
-    checked = ["ddpkit.exercises"] if "✗" in text else []  # by a check, not only "not written yet"
-    os.environ["DDPKIT_PRELOAD"] = " ".join([*(IN_TRAINING if slow else []), *checked])
+    trains = "torch.optim" in text or "DistributedDataParallel" in text
+    needs = IN_BACKWARD * ("backward(" in text) + IN_TRAINING * trains
+    os.environ["DDPKIT_PRELOAD"] = " ".join(needs)
+    if not is_light(item):
+        processes.preload(IN_TESTS + IN_BACKWARD + IN_TRAINING)
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -46,26 +52,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
 
-# The files that take longest come first, so that no worker ends long after the others.
-LONGEST = ["04_bucketed_ddp", "02_ring_all_reduce", "09_flash_attention", "test_browser"]
-LONGEST += ["test_debug", "test_training", "test_processes", "test_launch"]
+# No worker shall end long after the others.
+LONG = ["test_browser", "test_debug", "test_training", "test_processes", "test_launch"]
+
+
+def is_light(item: pytest.Item) -> bool:
+    """Whether its ranks import next to nothing: a notebook's have a server of their own."""
+    exercise = item.path.parent.name == "exercises" and item.path.stem not in TRAINING_EXERCISES
+    return exercise or item.path.suffix == ".ipynb"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files, then the other notebooks and exercises, then the rest as it was.
+    """Notebooks and exercises, for which the server is light, then long files, then the rest.
 
     Of notebooks, nothing is compared that is live and not stored.
     """
     from ddpkit.runtime import processes
 
-    processes.preload([*IN_TESTS, *IN_TRAINING])
+    processes.preload(["ddpkit.exercises"])
     for notebook in {item.parent for item in items if item.path.suffix == ".ipynb"}:
         notebook.skip_compare += LIVE
 
     def place(item: pytest.Item) -> int:
-        if item.path.stem in LONGEST:
-            return LONGEST.index(item.path.stem)
-        long = item.path.suffix == ".ipynb" or item.path.parent.name == "exercises"
-        return len(LONGEST) + (not long)
+        kinds = is_light(item), item.path.stem in TRAINING_EXERCISES, item.path.stem in LONG
+        return kinds.index(True) if any(kinds) else len(kinds)
 
     items.sort(key=place)

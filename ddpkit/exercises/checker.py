@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ddpkit.runtime import processes
 from ddpkit.runtime.errors import HangError, LaunchError
 from ddpkit.runtime.hang import describe_place, situations
 from ddpkit.runtime.launch import Run, launch
@@ -264,13 +263,6 @@ class Exercise:
             which = f": {', '.join(empty)}" if inspect.isclass(answer) else ""
             hint = {"hint": next(iter(self.hints.values()))}
             return Verdict(None, f"{self.name}: not written yet{which}", folds=lambda: hint)
-        try:
-            return self._judge(answer, mistake, empty)
-        finally:  # the ranks of the next check begin with what these have imported
-            processes.preload([__package__])
-
-    def _judge(self, answer: Callable, mistake: Mistake | None, empty: list[str]) -> Verdict:
-        """What the trials say of an answer; `empty`: which of its methods aren't written yet."""
         largest = None
         for number, trial in enumerate(self.trials()):
             self._outcome = _run(answer, trial)
