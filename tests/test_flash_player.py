@@ -52,7 +52,7 @@ def test_tiles_in_the_future_are_skipped(queries, keys, worked):
 def test_only_the_tile_in_work_has_its_colour(causal):
     from matplotlib.colors import to_hex
 
-    boxes = flash_player(torch.zeros(4, 4), causal=causal).look(2)[1].figure.axes[0].patches[:16]
+    boxes = flash_player(torch.zeros(4, 4), causal=causal).look(2)[1].figure.artists[:16]
     fills = [to_hex(box.get_facecolor()).upper() for box in boxes]
     rows = [fills[at : at + 4] for at in range(0, 16, 4)]
     todo = "#FFFFFF"

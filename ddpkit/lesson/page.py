@@ -220,12 +220,12 @@ class Canvas:
 
     def __init__(self, width: float, height: float):
         from matplotlib.figure import Figure
+        from matplotlib.transforms import Affine2D
 
         self.width, self.height = width, height
         self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
-        self.axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set(xlim=(0, width), ylim=(height, 0))
-        self.axes.set_axis_off()
+        self.pixels = Affine2D().scale(1 / width, -1 / height).translate(0, 1)
+        self.pixels += self.figure.transFigure
         self.travel: tuple[float, float] | None = None  # from and to: pixels above or below
 
     def picture(self, text: str) -> Picture:
@@ -242,23 +242,28 @@ class Canvas:
         shape = f"round,pad=0,rounding_size={round}" if round else "square,pad=0"
         edge = edge if edge == "none" else dark(edge)
         style = {"fc": fill, "ec": edge, "lw": line, "ls": DASHES if dashed else "solid"}
-        style |= {"gid": self.gid, "zorder": 1}
-        self.axes.add_patch(FancyBboxPatch((x, y), width, height, shape, **style))
+        style |= {"gid": self.gid, "zorder": 1, "transform": self.pixels}
+        self.figure.add_artist(FancyBboxPatch((x, y), width, height, shape, **style))
 
     def text(self, x, y, text, points=SMALL, align="center", ink="black", bold=False):
         style = {"fontsize": points, "ha": align, "va": "center_baseline", "color": ink}
         weight = "bold" if bold else "normal"
-        self.axes.text(x, y, text, zorder=1, weight=weight, gid=self.gid, **style)
+        style |= {"gid": self.gid, "zorder": 1, "transform": self.pixels}
+        self.figure.text(x, y, text, weight=weight, **style)
 
     def line(self, points, ink, line=1.5):
-        self.axes.plot(*zip(*points, strict=True), color=ink, lw=line, zorder=1)
+        from matplotlib.lines import Line2D
+
+        style = {"color": ink, "lw": line, "zorder": 1, "transform": self.pixels}
+        self.figure.add_artist(Line2D(*zip(*points, strict=True), **style))
 
     def arrow(self, start, end, ink="black", line=3.0, dashed=False):
         from matplotlib.patches import FancyArrowPatch
 
         style = {"color": ink, "lw": line, "ls": DASHES if dashed else "solid", "zorder": 1}
         shape = {"arrowstyle": "-|>", "mutation_scale": 10 + 3 * line, "shrinkA": 0, "shrinkB": 0}
-        self.axes.add_patch(FancyArrowPatch(start, end, **shape, **style))
+        arrow = FancyArrowPatch(start, end, transform=self.pixels, **shape, **style)
+        self.figure.add_artist(arrow)
 
     def badge(self, x, y, rank):
         """The label of a rank, in its colour, 84 pixels wide."""
