@@ -80,7 +80,7 @@ def test_a_stamp_for_each_thing_that_is_kept():
     terms = block_activations(2, 128, 64, 4)
     picture = memory_charts.stamped_block(terms)
     check_picture(picture, page.ORANGE)
-    written = [text.get_text() for text in picture.figure.axes[0].texts]
+    written = [text.get_text() for text in picture.figure.texts]
     assert [each for each in written if each in {term.formula for term in terms}] == [
         term.formula for term in terms
     ]
