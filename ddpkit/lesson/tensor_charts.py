@@ -110,7 +110,7 @@ def tensor_calculator() -> Calculator:
         layer_times,
         world_size=Slider("ranks", [2, 4, 8, 16, 32, 64], 8),
         width=Slider("width", [1024, 2048, 4096, 8192, 16384], 8192),
-        tokens=Slider("tokens of the batch", powers, 2**15, "{:,}".format),
+        tokens=Slider("tokens", powers, 2**15, "{:,}".format),
     )
 
 
