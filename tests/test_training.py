@@ -111,7 +111,7 @@ def test_messages_and_bytes(check):
     world_size = dist.get_world_size()
     trained = len(trained_of(small_gpt()))
     for way in WAYS:
-        for quiet, loud in ((0, 1), (2, 1), (2, 0)):
+        for quiet, loud in ((0, 1), (2, 0)) if world_size == 2 else ((2, 1),):
             sent, counts, buckets, nbytes = step_and_bytes(way, quiet, loud)
             learns = way in ("fast", "shared")
             learned = sum(
