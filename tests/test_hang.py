@@ -385,6 +385,23 @@ def test_stop_says_where_the_ranks_were(tmp_path):
     assert "KeyboardInterrupt: stopped" in caught.value._render_traceback_()[0]
 
 
+def test_ranks_that_go_on_while_the_board_is_read_are_not_stuck(monkeypatch):
+    """Reading takes long, and each waits for what the other hadn't called when it began."""
+
+    class Slow(hang._Calls):
+        def __init__(self, board):
+            super().__init__(board)
+            time.sleep(1)
+
+    def take_turns():
+        for late in (1, 2):
+            time.sleep(1.2 * (dist.get_rank() == late))
+            dist.barrier()
+
+    monkeypatch.setattr(hang, "_Calls", Slow)
+    launch(take_turns, world_size=3, timeout=60)
+
+
 # Reading the board, without any process.
 
 

@@ -120,10 +120,10 @@ class Session:
                 quiet_since = quiet_since if events == before else now
                 states = map(self.board.state, range(self.world_size))
                 if self.rank == 0 and (DISAGREES in states or now - quiet_since > CERTAIN_S):
-                    self._look()
+                    self._look(events)
 
-    def _look(self) -> None:
-        """Tell what will never go on; ranks that compute may still come."""
+    def _look(self, events: list[int]) -> None:
+        """Tell what will never go on; ranks that compute may still come. events: the board's."""
         different = hang.mismatch(self.board)
         now = hang.situations(self.board)
         for hidden in hang.abandoned(now, self.board):
@@ -132,7 +132,7 @@ class Session:
         stuck = hang.deadlocked(now, self.board)
         if different:
             self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
-        elif stuck:
+        elif stuck and self.board.events() == events:  # nobody went on while it was read
             self.tell(hang.report(*hang.explain_deadlock(now, stuck), now, self.board))
 
     def _note_sleepers(self) -> None:

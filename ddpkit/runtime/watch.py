@@ -79,7 +79,7 @@ class Watch:
             if not self.pending:
                 return
             if now - max(self.quiet_since, looked) > CERTAIN_S:  # ranks need the cores
-                self._look_for_hang(now - self.quiet_since)
+                self._look_for_hang(now - self.quiet_since, events)
                 looked = now
             if self.timeout is not None and now - begun > self.timeout:
                 headline = f"no result after {self.timeout:g} s."
@@ -103,7 +103,8 @@ class Watch:
 
     # Hangs.
 
-    def _look_for_hang(self, quiet_s: float):
+    def _look_for_hang(self, quiet_s: float, events: list[int]):
+        """events: the board's, when it had been quiet for so long."""
         now = hang.situations(self.board)
         for hidden in hang.abandoned(now, self.board):
             if hidden.call.on_stream or self._sleeps(hidden.rank):
@@ -113,6 +114,8 @@ class Watch:
             if overdue and s.state == hang.ON_STREAM:  # its program waits for the GPU by now
                 s.state = "waiting"
         stuck = hang.deadlocked(now, self.board)
+        if self.board.events() != events:  # the ranks went on while it was read
+            return
         if stuck:
             self._raise_hang(*hang.explain_deadlock(now, stuck), now)
         if not overdue:
