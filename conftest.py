@@ -11,7 +11,8 @@ import pytest
 # a server that has imported all of it costs a quarter more.
 IN_TESTS = ["pytest", "matplotlib.figure", "ddpkit.lesson.player"]
 IN_BACKWARD, IN_TRAINING = ["torch.fx.experimental.symbolic_shapes"], ["torch._dynamo"]
-TRAINING_EXERCISES = ["test_data_parallel", "test_mixed_precision"]
+TRAINING_EXERCISES = ["test_data_parallel", "test_mixed_precision", "test_zero", "test_memory"]
+TRAINING_EXERCISES += ["test_tensor_parallel"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
