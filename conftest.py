@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 
 # What each rank would import for itself: in tests, where it takes longer than all else that they
-# do; for gradients that go into backward, a third of a second; for an optimizer, 1.5 s. A fork of
-# a server that has imported all of it costs a quarter more.
-IN_TESTS = ["pytest", "matplotlib.figure", "ddpkit.lesson.player"]
+# do; for gradients that go into backward, a third of a second; for an optimizer, 1.5 s.
+IN_TESTS = ["pytest", "matplotlib.figure", "ddpkit.exercises", "ddpkit.lesson.player"]
 IN_BACKWARD, IN_TRAINING = ["torch.fx.experimental.symbolic_shapes"], ["torch._dynamo"]
-TRAINING_EXERCISES = ["test_data_parallel", "test_mixed_precision", "test_zero", "test_memory"]
-TRAINING_EXERCISES += ["test_tensor_parallel"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,14 +33,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before a notebook's kernel starts
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    from ddpkit.runtime import processes
-
     text = item.path.read_text() if item.path.suffix == ".ipynb" else ""
     trains = "torch.optim" in text or "DistributedDataParallel" in text
     needs = IN_BACKWARD * ("backward(" in text) + IN_TRAINING * trains
     os.environ["DDPKIT_PRELOAD"] = " ".join(needs)
-    if not is_light(item):
-        processes.preload(IN_TESTS + IN_BACKWARD + IN_TRAINING)
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -57,25 +50,20 @@ LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
 LONG = ["test_browser", "test_debug", "test_training", "test_processes", "test_launch"]
 
 
-def is_light(item: pytest.Item) -> bool:
-    """Whether its ranks import next to nothing: a notebook's have a server of their own."""
-    exercise = item.path.parent.name == "exercises" and item.path.stem not in TRAINING_EXERCISES
-    return exercise or item.path.suffix == ".ipynb"
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Notebooks and exercises, for which the server is light, then long files, then the rest.
+    """Notebooks, long files, exercises, then the rest.
 
     Of notebooks, nothing is compared that is live and not stored.
     """
     from ddpkit.runtime import processes
 
-    processes.preload(["ddpkit.exercises"])
+    processes.preload(IN_TESTS + IN_BACKWARD + IN_TRAINING)
     for notebook in {item.parent for item in items if item.path.suffix == ".ipynb"}:
         notebook.skip_compare += LIVE
 
     def place(item: pytest.Item) -> int:
-        kinds = is_light(item), item.path.stem in TRAINING_EXERCISES, item.path.stem in LONG
-        return kinds.index(True) if any(kinds) else len(kinds)
+        path = item.path
+        kinds = path.suffix == ".ipynb", path.stem in LONG, path.parent.name == "exercises", True
+        return kinds.index(True)
 
     items.sort(key=place)
