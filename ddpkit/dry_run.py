@@ -16,9 +16,11 @@ from .schedules import Schedule, parse
 
 
 def rank_of_stage(schedule: Schedule) -> dict[int, int]:
-    """{stage: the rank that has it}. ValueError: two have it."""
+    """{stage: the rank that has it}. ValueError: two have it; actions aren't in lists."""
     ranks: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
+        if isinstance(actions, str):
+            raise ValueError(f"expected a list of actions for each rank, got {actions!r} for one")
         for action in actions:
             stage = parse(action)[0]
             if ranks.setdefault(stage, rank) != rank:

@@ -204,6 +204,11 @@ def test_a_refusal_says_why(text):
         validate([actions.split() for actions in text.split("|")])
 
 
+def test_one_list_for_all_ranks_is_refused():
+    with pytest.raises(ValueError, match="a list of actions for each rank, got '0F0' for one"):
+        validate(["0F0", "0B0"])
+
+
 def test_sizes_are_checked():
     for make in (gpipe, one_f_one_b, interleaved, zero_bubble):
         with pytest.raises(ValueError, match="micro_batches to be 1 or more, got 0"):
