@@ -19,7 +19,7 @@ from ddpkit import HangError, ddp, launch, zero
 from ddpkit.fast import buckets
 from ddpkit.fast import zero as fast_zero
 from ddpkit.lesson import figures
-from ddpkit.runtime import hang, run, wire
+from ddpkit.runtime import hang, run
 from ddpkit.runtime.board import RETURNED, RUNNING, Board
 from ddpkit.runtime.records import Recorder, recorder
 from ddpkit.runtime.streams import Cuda, Streams
@@ -289,13 +289,6 @@ class Ends(Event):
         return self.at is not None
 
 
-class OnStream(wire.WireGroup):
-    """Its tensors are as if on a GPU."""
-
-    def _streams(self, tensors):
-        return self.recorder.streams
-
-
 def as_on_a_gpu(*groups):
     """From now on the wire doesn't know the groups' Gloo from NCCL."""
     for group in groups:
@@ -306,7 +299,7 @@ def as_on_a_gpu(*groups):
             return SimpleNamespace(wait=lambda: None, is_completed=work.is_completed, gloo=work)
 
         group.inner = SimpleNamespace(allreduce=allreduce)
-        group.__class__ = OnStream
+        group._streams = lambda _: recorder().streams  # its tensors are as if on a GPU
     recorder().streams = Streams(recorder(), GlooAsGpu())
     recorder().streams.watch()
 
