@@ -14,11 +14,11 @@ from .board import MESSAGES, Record
 from .flight_recorder import NAMES
 from .records import is_library
 from .trace import DTYPES
+from .wording import UNEQUAL
 
 KNOWN = "2."  # versions that begin so
 OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
-UNEQUAL = ("all_to_all", "all_gather", "gather")  # their sizes may differ between ranks
 # Frames of torch or Python on another machine, and those of C++ (TORCH_FR_CPP_STACK).
 LIBRARY = re.compile(
     r"[/\\](torch[/\\]|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages))|\.(cpp|cc|h|hpp)$|^[?<]"
