@@ -9,7 +9,8 @@ import pytest
 # What each rank would import for itself: in tests, where it takes longer than all else that they
 # do; for gradients that go into backward, a third of a second; for an optimizer, 1.5 s.
 IN_TESTS = ["pytest", "matplotlib.figure", "ddpkit.exercises", "ddpkit.lesson.player"]
-IN_BACKWARD, IN_TRAINING = ["torch.fx.experimental.symbolic_shapes"], ["torch._dynamo"]
+IN_TESTS += ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+IN_KERNELS = ["ipykernel.kernelapp", "ipywidgets", "matplotlib.backends.backend_svg"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,12 +32,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return None if found else "notebooks aren't run: nbval isn't installed"
 
 
-@pytest.hookimpl(tryfirst=True)  # before a notebook's kernel starts
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    text = item.path.read_text() if item.path.suffix == ".ipynb" else ""
-    trains = "torch.optim" in text or "DistributedDataParallel" in text
-    needs = IN_BACKWARD * ("backward(" in text) + IN_TRAINING * trains
-    os.environ["DDPKIT_PRELOAD"] = " ".join(needs)
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -50,14 +46,20 @@ LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
 LONG = ["test_browser", "test_debug", "test_training", "test_processes", "test_launch"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Notebooks, long files, exercises, then the rest.
 
     Of notebooks, nothing is compared that is live and not stored.
     """
     from ddpkit.runtime import processes
 
-    processes.preload(IN_TESTS + IN_BACKWARD + IN_TRAINING)
+    forks = processes.start_method() == "forkserver" and config.option.markexpr == "not slow"
+    if forks and config.pluginmanager.hasplugin("nbval"):
+        from tests import forked_kernel
+
+        forked_kernel.use()
+        processes.preload(IN_KERNELS)
+    processes.preload(IN_TESTS)
     for notebook in {item.parent for item in items if item.path.suffix == ".ipynb"}:
         notebook.skip_compare += LIVE
 

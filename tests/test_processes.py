@@ -387,9 +387,9 @@ def test_a_server_that_died_is_replaced_and_so_is_one_that_knows_too_little(monk
 
 
 def test_before_a_server_starts_what_it_will_import_is_only_noted(monkeypatch):
-    monkeypatch.setenv("DDPKIT_PRELOAD", "colorsys")
     server = processes._server.__wrapped__()
     monkeypatch.setattr(processes, "_server", lambda: server)
+    processes.preload(["colorsys"])
     processes.preload(["this", "colorsys"])
     expected = [*processes.PRELOAD, "colorsys", "this", processes.LAST]
     assert (server._preload_modules, server._forkserver_pid) == (expected, None)

@@ -244,13 +244,9 @@ def warm_up():
 
 @functools.cache
 def _server() -> forkserver.ForkServer:
-    """Our own: multiprocessing's may already serve the user, without torch preloaded.
-
-    DDPKIT_PRELOAD: what it imports besides (tests of notebooks that train).
-    """
+    """Our own: multiprocessing's may already serve the user, without torch preloaded."""
     server = forkserver.ForkServer()
-    more = os.environ.get("DDPKIT_PRELOAD", "").split()
-    server.set_forkserver_preload([*PRELOAD, *more, LAST])
+    server.set_forkserver_preload([*PRELOAD, LAST])
     return server
 
 

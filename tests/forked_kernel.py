@@ -1,0 +1,71 @@
+"""Kernels for notebooks under nbval, forked from the server that starts the tests' ranks.
+
+It has imported what each kernel and its own server would, five seconds of CPU time each.
+`make test-all` starts kernels as Jupyter does.
+"""
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from multiprocessing import forkserver, resource_tracker
+from unittest import mock
+
+import nbval.kernel
+from ipykernel.kernelapp import IPKernelApp
+from jupyter_client.provisioning import local_provisioner
+
+from ddpkit.runtime import processes
+
+
+class ForkedKernel:
+    """What jupyter_client asks of a `subprocess.Popen`."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, command: list[str], cwd: str, env: dict[str, str], **_streams):
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=run_kernel, args=(command[command.index("-f") + 1], cwd, env)
+        )
+        with processes._starting, processes._our_way():
+            self._process.start()
+        self.pid = self._process.pid
+        while os.getpgid(self.pid) != self.pid:  # jupyter_client signals the group
+            time.sleep(0.01)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+
+def run_kernel(connection_file: str, cwd: str, env: dict[str, str]) -> None:
+    os.setsid()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    server = forkserver._forkserver  # that this process came from: its ranks do, too
+    server.ensure_running = resource_tracker.ensure_running
+    processes._server = lambda: server
+    sys.argv = ["ipykernel_launcher", "-f", connection_file]
+    IPKernelApp.launch_instance()
+
+
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def use() -> None:
+    """From now on, nbval's kernels are forked."""
+    start = nbval.kernel.start_new_kernel
+
+    def start_new_kernel(**options):
+        with mock.patch.object(local_provisioner, "launch_kernel", ForkedKernel):
+            return start(**options)
+
+    nbval.kernel.start_new_kernel = start_new_kernel
