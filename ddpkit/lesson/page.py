@@ -73,10 +73,17 @@ class Picture:
         self.figure, self.text = figure, text
         style = {"fill": False, "ec": GREY, "lw": 2.5, "transform": figure.transFigure}
         figure.add_artist(Rectangle((0, 0), 1, 1, zorder=9, **style))
-        for line in figure.findobj(Line2D) + figure.findobj(FancyArrowPatch):
-            line.set_color(dark(line.get_color() if isinstance(line, Line2D) else line.get_ec()))
-        for lines in figure.findobj(LineCollection):
-            lines.set_color([dark(each) for each in lines.get_color()])
+        lines = Line2D, FancyArrowPatch, LineCollection
+        for line in figure.findobj(lambda artist: isinstance(artist, lines)):
+            if isinstance(line, LineCollection):
+                line.set_color([dark(each) for each in line.get_color()])
+            elif isinstance(line, FancyArrowPatch):
+                line.set_color(dark(line.get_ec()))
+            else:
+                line.set_color(dark(line.get_color()))
+        if figure.get_layout_engine():  # once, instead of twice for each format
+            figure.draw_without_rendering()
+            figure.set_layout_engine(None)
 
     def __repr__(self):
         return self.text
