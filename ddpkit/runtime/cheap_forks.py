@@ -4,6 +4,8 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import multiprocessing.popen_forkserver  # noqa: F401  each rank would import it
+import sys
 
 MADV_COLLAPSE = 25  # Linux 6.1; an older one refuses, and nothing changes
 HUGE_PAGE = 2**21
@@ -22,6 +24,8 @@ def use_huge_pages():
             madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
 
 
+if "torch._dynamo" in sys.modules:  # init_process_group would, and copy what it frees
+    sys.modules["torch._dynamo"].trace_rules.clear_lru_cache()
 gc.freeze()  # a full collection in a rank would write to all objects, and so copy them: 0.1 s
 atexit.register(gc.unfreeze)  # else C++ modules complain of leaks when the server ends
 with contextlib.suppress(OSError):  # no /proc
