@@ -223,21 +223,18 @@ def test_a_script_may_end_its_world_and_begin_another(tmp_path):
 # With torchrun itself
 
 
-def start(*arguments):
+def start(folder, *arguments):
+    """folder: where temporary files go."""
     command = [sys.executable, "-m", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
-
-
-def leftovers():
-    return set(Path("/tmp").glob("torchelastic_*/*/*/ddpkit"))
+    own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    return subprocess.Popen(command, env=os.environ | own, **pipes)
 
 
 def test_a_right_script_says_what_it_says_without_us(tmp_path):
     (tmp_path / "train.py").write_text(BEGIN + RIGHT)
-    before = leftovers()
     process = start(
-        *("ddpkit.debug", "--world-size", "2", "--trace", f"{tmp_path}/step.json"),
+        *(tmp_path, "ddpkit.debug", "--world-size", "2", "--trace", f"{tmp_path}/step.json"),
         *(str(tmp_path / "train.py"), "--lr", "1"),
     )
     out, err = process.communicate(timeout=FREEZE_S)
@@ -246,13 +243,13 @@ def test_a_right_script_says_what_it_says_without_us(tmp_path):
     assert sorted(re.findall(r"\d: .*?'1'\]", out)) == lines
     names = [e["name"] for e in json.loads((tmp_path / "step.json").read_text())["traceEvents"]]
     assert names.count("all_reduce") == 2
-    assert leftovers() <= before
+    assert not list(tmp_path.glob("torchelastic_*/*/*/ddpkit"))
 
 
 @pytest.mark.slow
 def test_a_code_that_the_script_exits_with_is_kept(tmp_path):
     (tmp_path / "train.py").write_text(BEGIN + "if rank == 1:\n    sys.exit(3)\ntime.sleep(9)")
-    process = start("ddpkit.debug", "--world-size", "2", str(tmp_path / "train.py"))
+    process = start(tmp_path, "ddpkit.debug", "--world-size", "2", str(tmp_path / "train.py"))
     err = process.communicate(timeout=FREEZE_S)[1]
     assert (process.returncode, "ddpkit: " in err) == (1, False)  # torchrun's own code
     assert re.search(r"\(exitcode: 3\) local_rank: 1", err)
@@ -345,7 +342,7 @@ def test_two_agents_of_one_machine_are_two_machines(tmp_path):
     run = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     run.append(f"--master-port={20_000 + os.getpid() % 10_000}")
     script = "-m", "ddpkit.debug", str(tmp_path / "train.py")
-    agents = [start(*run, f"--node-rank={machine}", *script) for machine in range(2)]
+    agents = [start(tmp_path, *run, f"--node-rank={machine}", *script) for machine in range(2)]
     try:
         said = [agent.communicate(timeout=FREEZE_S)[1] for agent in agents]
     finally:

@@ -64,6 +64,7 @@ class Session:
         self._burned: dict[int, tuple[int | None, float]] = {}  # CPU of a rank, since when so much
         self._sleepers: set[int] = set()
         self._clocks: dict[int, float] = {}  # clock_s of ranks on other machines
+        self._differed = False  # whether the last look found a mismatch
 
     def _open_board(self) -> Board:
         path = self.folder / "board"
@@ -123,16 +124,22 @@ class Session:
                     self._look(events)
 
     def _look(self, events: list[int]) -> None:
-        """Tell what will never go on; ranks that compute may still come. events: the board's."""
+        """Tell what will never go on; ranks that compute may still come. events: the board's.
+
+        A mismatch is told at the second look: by then the pages of all who made that call are there.
+        """
         different = hang.mismatch(self.board)
         now = hang.situations(self.board)
         for hidden in hang.abandoned(now, self.board):
             if hidden.call.on_stream or hidden.rank in self._sleepers:
                 now[hidden.rank] = hidden
         stuck = hang.deadlocked(now, self.board)
-        if different:
+        if different and self._differed:
             self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
-        elif stuck and self.board.events() == events:  # nobody went on while it was read
+        self._differed = bool(different)
+        if (
+            stuck and not different and self.board.events() == events
+        ):  # nobody went on while it was read
             self.tell(hang.report(*hang.explain_deadlock(now, stuck), now, self.board))
 
     def _note_sleepers(self) -> None:
