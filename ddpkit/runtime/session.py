@@ -126,7 +126,7 @@ class Session:
     def _look(self, events: list[int]) -> None:
         """Tell what will never go on; ranks that compute may still come. events: the board's.
 
-        A mismatch is told at the second look: by then the pages of all who made that call are there.
+        A mismatch is told at the second look, when the pages of all who made that call are there.
         """
         different = hang.mismatch(self.board)
         now = hang.situations(self.board)
