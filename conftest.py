@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of notebooks, nothing is compared that is live and not stored.
     """
+    import cloudpickle
+
     from ddpkit.runtime import processes
 
     forks = processes.start_method() == "forkserver" and config.option.markexpr == "not slow"
@@ -60,6 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         forked_kernel.use()
         processes.preload(IN_KERNELS)
     processes.preload(IN_TESTS)
+    for module in list(sys.modules.values()):  # their functions travel to ranks as a notebook's do
+        if Path(getattr(module, "__file__", None) or "").parent == Path(__file__).parent / "tests":
+            cloudpickle.register_pickle_by_value(module)
     for notebook in {item.parent for item in items if item.path.suffix == ".ipynb"}:
         notebook.skip_compare += LIVE
 

@@ -2,16 +2,12 @@
 
 import functools
 import inspect
-import sys
 
-import cloudpickle
 import pytest
 import twin
 
 from ddpkit import launch
 from ddpkit.runtime.errors import LaunchError
-
-cloudpickle.register_pickle_by_value(twin)  # ranks don't find the tests' folder
 
 
 def on_ranks(*world_sizes: int, **options):
@@ -26,8 +22,6 @@ def on_ranks(*world_sizes: int, **options):
     """
 
     def decorate(test):
-        cloudpickle.register_pickle_by_value(sys.modules[test.__module__])
-
         @functools.wraps(test)
         def in_worlds(**fixtures):
             for world_size in world_sizes:
@@ -62,6 +56,3 @@ def _complaints(test, fixtures: dict) -> list[str]:
         print("".join(f"{one}\n" for one in check), end="")  # the report quotes the last lines
         raise
     return list(check)
-
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])

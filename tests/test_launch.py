@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 
-import cloudpickle
 import psutil
 import pytest
 import torch
@@ -20,8 +19,6 @@ from outside import FREEZE_S, cell, run_script, wait_until
 from ddpkit import Link, RankError, Run, launch
 from ddpkit.runtime import backends, processes, worker
 from ddpkit.runtime.output import Output
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 # The Run.
 

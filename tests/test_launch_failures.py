@@ -12,15 +12,12 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 from outside import cell
 
 from ddpkit import HangError, LaunchError, RankError, launch
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 NAME = Path(__file__).name
 

@@ -2,18 +2,14 @@
 
 import itertools
 import pickle
-import sys
 import time
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import HangError, Link, launch
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 SLOW = Link(latency_s=0.01, bytes_per_s=1e6)
 

@@ -12,7 +12,6 @@ import threading
 import time
 from pathlib import Path
 
-import cloudpickle
 import psutil
 import pytest
 import torch
@@ -21,8 +20,6 @@ from outside import FREEZE_S, PREAMBLE, Script, run_script, wait_until
 
 from ddpkit import LaunchError, launch
 from ddpkit.runtime import processes, worker
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 forks = pytest.mark.skipif(processes.start_method() != "forkserver", reason="no fork server here")

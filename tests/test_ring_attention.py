@@ -1,10 +1,7 @@
 """ddpkit.ring_attention, on every rank, against one process that has the whole sequence."""
 
-import sys
 from unittest.mock import patch
 
-import attention_cases
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,9 +14,6 @@ from ddpkit.flash_attention import tile_scores
 from ddpkit.lesson.figures import received_bytes, sent_bytes
 from ddpkit.ring_attention import ring_attention
 from ddpkit.runtime.wire import recorder
-
-for its in (sys.modules[__name__], attention_cases):  # as functions of a notebook travel
-    cloudpickle.register_pickle_by_value(its)
 
 
 def compare(check, n, causal, dtype=torch.float64, axes=(2, 3), D=4, group=None):

@@ -4,7 +4,6 @@ import functools
 import math
 import sys
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ st = pytest.importorskip("hypothesis.strategies", reason="hypothesis isn't insta
 given, settings = sys.modules["hypothesis"].given, sys.modules["hypothesis"].settings
 always_the_same = settings(derandomize=True, deadline=None, database=None, max_examples=50)
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as functions of a notebook do
 
 INF, NAN = math.inf, math.nan
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -3,13 +3,9 @@
 A model of them, and the well-known mistakes, are in test_sequence_parallel.
 """
 
-import sys
-
-import cloudpickle
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import training_cases
 from on_ranks import on_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -25,9 +21,6 @@ from ddpkit.tensor_parallel import (
     clip_grad_norm,
     vocabulary_cross_entropy,
 )
-
-for its in (sys.modules[__name__], training_cases):
-    cloudpickle.register_pickle_by_value(its)
 
 
 def randn(*shape, seed=0):

@@ -3,15 +3,12 @@
 import os
 import sys
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 from outside import Script, run_script
 
 from ddpkit import launch
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 

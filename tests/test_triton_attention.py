@@ -6,7 +6,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,8 +17,6 @@ triton = pytest.importorskip("triton", reason="triton isn't installed")
 from ddpkit.fast import triton_attention as kernels  # noqa: E402
 from ddpkit.fast.triton_attention import INTERPRETED  # noqa: E402
 from ddpkit.flash_triton import flash_attention_triton  # noqa: E402
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as functions of a notebook do
 
 ON_GPU = not INTERPRETED and torch.cuda.get_device_capability() >= (8, 0)
 OLD = INTERPRETED and triton.__version__ < "3.7"  # converts arrays in ways that NumPy 2.4 forbids

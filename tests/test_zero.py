@@ -2,10 +2,8 @@
 
 import contextlib
 import copy
-import sys
 from functools import partial
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 import twin
@@ -35,8 +33,6 @@ from ddpkit.fast.transports import SharedMemoryTransport
 from ddpkit.fast.zero import ZeroOptimizer as FastZero
 from ddpkit.fsdp import ShardedLinear
 from ddpkit.zero import ZeroOptimizer, shard_plan
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as functions of a notebook
 
 
 def sharded(way, make=ADAMW, dtype=torch.float64):

@@ -1,10 +1,8 @@
 """Small models and their data, every way to train them in parallel, and the serial twin."""
 
 import contextlib
-import sys
 from functools import partial
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,8 +15,6 @@ from ddpkit.fast import zero as fast_zero
 from ddpkit.fast.ring import RingTransport
 from ddpkit.fast.transports import SharedMemoryTransport
 from ddpkit.models import GPT, MLP, mean_loss
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks don't find the tests' folder
 
 # Roundings of 1e-16 grow in some steps, but nowhere near the eighth digit; a wrong gradient moves a
 # parameter by a good part of the learning rate.
