@@ -1,4 +1,4 @@
-"""Charts of measurements: they draw what was measured, and their words hold no measured number."""
+"""Charts of measurements: they draw what was measured. What they say, stored outputs hold."""
 
 from dataclasses import replace
 
@@ -46,31 +46,16 @@ def bars(picture) -> list[tuple[float, float]]:
     return [(bar.get_x(), bar.get_width()) for bar in picture.figure.axes[0].patches]
 
 
-@pytest.mark.parametrize(
-    ("draw", "what"), [(charts.median_time, "Median time"), (charts.bandwidth, "Bus bandwidth")]
-)
-def test_grouped_bars(draw, what):
-    picture = draw(MEASURED)
-    assert repr(picture) == (
-        f"{what} of all_reduce. By size: 1 MB, 25 MiB; by backend: gloo; ring; shared memory; "
-        "by number of processes: 2, 4. "
-        "Black marks: the same bytes just moved, by loopback or memcpy."
-    )
-    check_picture(picture, page.BLUE, page.ORANGE, page.GREEN)
-    assert not has_colour(picture, page.PINK)
-
-
-def test_heights_are_the_times_and_bandwidths():
-    one = Results(each for each in MEASURED if each.nbytes == 10**6 and each.variant == "ring")
+def test_grouped_bars():
+    ring = Results(each for each in MEASURED if each.nbytes == 10**6 and each.variant == "ring")
     for draw, heights in (
-        (charts.median_time, [each.median_s * 1e3 for each in one]),
-        (charts.bandwidth, [each.busbw / 1e9 for each in one]),
+        (charts.median_time, [each.median_s * 1e3 for each in ring]),
+        (charts.bandwidth, [each.busbw / 1e9 for each in ring]),
     ):
-        drawn = draw(one).figure.axes[0].patches
+        check_picture(draw(MEASURED), page.BLUE, page.ORANGE, page.GREEN)
+        assert not has_colour(draw(MEASURED), page.PINK)
+        drawn = draw(ring).figure.axes[0].patches
         assert [bar.get_height() for bar in drawn] == pytest.approx(heights)
-
-
-def test_an_emulated_link_is_named():
     title = "Median time of all_reduce, emulated: 10 Gbit Ethernet. By"
     assert repr(charts.median_time(EMULATED)).startswith(title)
 
@@ -96,7 +81,9 @@ def test_long_legends_take_several_lines():
 STEPS = {"compute alone": [0.1, 0.12, 0.11], "naive": [0.3, 0.2, 0.4], "overlapped": [0.1]}
 
 
-def test_variants():
+def test_bars_are_as_long_as_the_medians():
+    """Naive takes 300 ms, the median, and computing 110 ms."""
+    assert "emulated" not in repr(charts.variants(STEPS, "compute alone"))
     picture = charts.variants(STEPS, "compute alone", "2 ms, 0.25 GB/s")
     assert repr(picture) == (
         "Time of a training step, emulated link: 2 ms, 0.25 GB/s. "
@@ -105,12 +92,6 @@ def test_variants():
         "orange: what communication adds."
     )
     check_picture(picture)
-    assert "emulated" not in repr(charts.variants(STEPS, "compute alone"))
-
-
-def test_bars_are_as_long_as_the_medians():
-    """Naive takes 300 ms, the median, and computing 110 ms."""
-    picture = charts.variants(STEPS, "compute alone")
     drawn = bars(picture)
     assert [left for left, _ in drawn] == pytest.approx([0, 0, 0, 110, 300 - 190, 100])
     assert [wide for _, wide in drawn] == pytest.approx([110, 110, 100, 0, 190, 0])
@@ -118,23 +99,11 @@ def test_bars_are_as_long_as_the_medians():
     assert whiskers == pytest.approx([115, 350, 100])
 
 
-def drawn(plan, ready_s, nbytes=10**6, model=MODEL):
-    return charts.bucket_timeline(plan, ready_s, [nbytes] * len(ready_s), model, 2, 0.0)
-
-
-def test_bucket_timeline():
-    picture = drawn([[0, 1], [2]], [1e-3, 2e-3, 4e-3])
-    assert repr(picture) == (
-        "A training step with 2 buckets, predicted. Above, backward, with a mark where each of "
-        "3 gradients becomes ready; below, an all-reduce for each bucket, one after the other. "
-        "Red: exposed, after the end of backward."
-    )
-    check_picture(picture, page.ORANGE, page.BLUE)
-
-
 def test_buckets_are_drawn_to_scale():
     """An all-reduce of 4 ms from 2 ms on, one of 2 ms after it; backward ends at 5 ms."""
-    picture = drawn([[0, 1], [2]], [1e-3, 2e-3, 5e-3], 2 * 10**6, cost.CostModel(0.0, 1e9))
+    ready_s, sizes, wire = [1e-3, 2e-3, 5e-3], [2 * 10**6] * 3, cost.CostModel(0.0, 1e9)
+    picture = charts.bucket_timeline([[0, 1], [2]], ready_s, sizes, wire, 2, 0.0)
+    check_picture(picture, page.ORANGE, page.BLUE)
     lanes = [spans(picture, at) for at in range(6) if at not in (1, 3)]  # not the marks
     assert lanes == [[pytest.approx(span)] for span in ((0, 5), (2, 6), (6, 8), (5, 8))]
     assert picture.figure.axes[0].get_xlim() == pytest.approx((0, 8))
@@ -147,10 +116,6 @@ def test_buckets_are_drawn_to_scale():
 def test_bucket_moments():
     moments = {"take": ([1.0, 2.5], ["view", None]), "backward": ([1.0, 2.5], [[3.0], "view"])}
     picture = charts.bucket_moments({"a": 1, "b": 1}, moments)
-    assert repr(picture) == (
-        "A bucket. take: flat 1 2.5, a.grad view, b.grad None. "
-        "backward: flat 1 2.5, a.grad 3, b.grad view."
-    )
     check_picture(picture)
     said = [text.get_text() for text in picture.figure.axes[0].texts]
     assert said == ["1", "2.5", "view", "None", "1", "2.5", "3", "view"]
@@ -167,10 +132,6 @@ def points(sizes, algorithm="ring_all_reduce", wrong=1.0):
 def test_fitted():
     measured, held_out = points((10**4, 10**6, 10**8)), points((10**5,), wrong=1.1)
     picture = charts.fitted(cost.fit(measured), measured, held_out, "A ring, emulated")
-    assert repr(picture) == (
-        "A ring, emulated. Time by size for ring_all_reduce, 4 ranks: "
-        "3 points that the model was fitted to, 1 held out, and the model's lines."
-    )
     check_picture(picture, page.BLUE)
     lines = picture.figure.axes[0].lines
     hollow = [len(line.get_xdata()) for line in lines if line.get_markerfacecolor() == "white"]
@@ -185,10 +146,6 @@ def test_crossing():
     ]
     measured = points((10**5, 10**6)) + points((10**5,), "doubling_all_reduce")
     picture = charts.crossing(MODEL, algorithms, 4, measured, "On a link")
-    assert repr(picture) == (
-        "On a link. By size, for doubling_all_reduce, ring_all_reduce, all_reduce; "
-        "the fastest, from small sizes to large: doubling_all_reduce, then ring_all_reduce."
-    )
     check_picture(picture)
     lines = picture.figure.axes[0].lines
     drawn = [len(line.get_xdata()) for line in lines if line.get_linestyle() == "None"]
@@ -212,10 +169,6 @@ def test_crossing_where_nothing_crosses():
 def test_shards():
     """14 numbers and 2 of padding on 4 ranks: parameters to scale, below a colour for each rank."""
     picture = charts.shards({"weight": 6, "bias": 2, "weight 2": 4, "bias 2": 2}, 4)
-    assert repr(picture) == (
-        "A flat buffer of 16 numbers: weight from 0 to 6, bias from 6 to 8, weight 2 from 8 to 12, "
-        "bias 2 from 12 to 14; padding: 2. Below, 4 shards of 4, one for each rank."
-    )
     check_picture(picture, *page.RANK_COLOURS[:4], page.MIXED)
     parameters = [(0, 6), (6, 2), (8, 4), (12, 2), (14, 2)]
     assert bars(picture) == [*parameters, (0, 4), (4, 4), (8, 4), (12, 4)]
@@ -223,7 +176,6 @@ def test_shards():
 
 def test_zero_grid():
     picture = charts.zero_grid(4)
-    assert "From stage 2 on it keeps 1/4 of: gradients." in picture.text
     widths = [round(bar.get_width(), 2) for bar in picture.figure.axes[0].patches]
     assert widths.count(0.25) == 4 * (1 + 2 + 3)  # of the others' parts there is the outline
     assert widths.count(1) == 4 * (12 + 12 - 1 - 2 - 3)
@@ -231,7 +183,5 @@ def test_zero_grid():
 
 def test_trips():
     picture = charts.trips({"three passes": (3.0, 1.0), "one": (1.0, 1.0)})
-    said = "Numbers moved: three passes reads 3N, writes N; one reads N, writes N."
-    assert repr(picture) == said
     check_picture(picture, page.BLUE)
     assert bars(picture) == [(0, 3), (0, 1), (3, 1), (1, 1)]

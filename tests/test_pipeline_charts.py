@@ -6,36 +6,22 @@ from ddpkit import schedules
 from ddpkit.lesson import pipeline_charts
 
 
-def test_idle_time_is_said_and_all_kinds_are_drawn():
+def test_all_kinds_are_drawn():
     picture = pipeline_charts.draw(schedules.zero_bubble(4, 8))
-    assert repr(picture) == "27 ticks; 11% of the ranks' time is idle."
     check_picture(picture)
     shown = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert shown == ["forward", "backward: input part", "weight part", "idle"]
 
 
-def test_a_run_is_drawn_without_its_times_in_words():
+def test_a_run_is_drawn():
     spans = [[("0F0", 5.0, 5.5), ("0B0", 7.0, 8.0)], [("1F0", 5.5, 6.0), ("1B0", 6.0, 7.0)]]
     picture = pipeline_charts.draw_run(spans)
-    assert repr(picture) == "As it ran:\nrank 0: 0F0 0B0\nrank 1: 1F0 1B0"
     assert picture.figure.axes[0].get_xlim() == (0, 3000)
     assert pipeline_charts.bubble_of_run(spans) == 1 - 3 / 6
 
 
 def test_player_says_what_each_rank_does_and_holds():
     player = pipeline_charts.schedule_player(schedules.one_f_one_b(2, 2))
-    assert repr(player).splitlines() == [
-        "0. nothing yet",
-        "1. 0F0 -, held: 1 0",
-        "2. 0F1 1F0, held: 2 1",
-        "3. - 1B0, held: 2 1",
-        "4. - 1B0, held: 2 1",
-        "5. 0B0 1F1, held: 2 1",
-        "6. 0B0 1B1, held: 2 1",
-        "7. - 1B1, held: 1 1",
-        "8. 0B1 -, held: 1 0",
-        "9. 0B1 -, held: 1 0",
-    ]
     caption, picture = player.look(3)
     assert caption.startswith("Tick 3. rank 0: idle, holds 2; rank 1: 1B0, holds 1.")
     assert len(picture.figure.axes[0].collections) == 4  # 0F0 0F1 1F0 1B0

@@ -52,10 +52,6 @@ def test_one_gradient_among_many_can_be_seen():
 
 def test_the_histogram_moves_with_the_scale():
     pictures = {scale: precision_charts.fp16_histogram(GRADIENTS, 2.0**scale) for scale in (0, 16)}
-    assert repr(pictures[16]) == (
-        "Gradients × 2^16, by power of two: how many there are, in the zones of fp16: "
-        "rounds to 0, subnormal, normal, infinite."
-    )
     for scale, picture in pictures.items():
         check_picture(picture)
         drawn = heights(picture)

@@ -12,14 +12,8 @@ from ddpkit.lesson.tensor_charts import (
 )
 
 
-def test_split_products_are_drawn_and_said():
+def test_split_products_are_drawn():
     picture = split_products(6, 4, 8, world_size=3)
-    assert repr(picture).splitlines()[1:] == [
-        "split by tokens: X rows, A whole, Y rows",
-        "split by outputs: X whole, A columns, Y columns",
-        "split by inputs: X columns, A rows, Y summands",
-        "split by tokens and outputs: X rows, A columns, Y blocks",
-    ]
     check_picture(picture, *page.RANK_COLOURS[:3], page.MIXED)
 
 
@@ -27,7 +21,6 @@ def test_both_send_as_much_at_three_widths_of_tokens():
     both = reduced_bytes(width=64, tokens=3 * 64)
     assert both["tensor parallel"] == both["data parallel"] == 12 * 64**2 * 2
     picture = bytes_by_tokens(64, 4, [64, 256, 1024])
-    assert "at 192 tokens." in repr(picture)
     check_picture(picture, page.ORANGE, page.BLUE)
     tensor, data, even = picture.figure.axes[0].lines
     assert list(data.get_ydata()) == [12 * 64**2 * 2 * 2 * 3 / 4] * 3
