@@ -4,6 +4,7 @@ import functools
 import inspect
 
 import pytest
+import torch.distributed as dist
 import twin
 
 from ddpkit import launch
@@ -14,7 +15,7 @@ def on_ranks(*world_sizes: int, **options):
     """Run the decorated test in each rank of worlds of these sizes, in one launch a size.
 
         @on_ranks(2, 3, 4)  # options are launch's: on_ranks(2, link=Link(1e-3, 1e9))
-        def test_gradients(check, tmp_path):  # check: twin.Complaints; the rest: pytest's fixtures
+        def test_gradients(check, rank, tmp_path):  # check: twin.Complaints; the rest: fixtures
             check.same(w.grad, expected, "w.grad")  # many cases in one test: loop, name the case
 
     Fails with what all ranks complained of, `3 ranks, rank 2: w.grad got [1.] expected [2.]`, and
@@ -32,7 +33,8 @@ def on_ranks(*world_sizes: int, **options):
         parameters = list(inspect.signature(test).parameters.values())
         if parameters[0].name != "check":
             raise TypeError(f"{test.__name__} runs on ranks: expected `check` as first parameter")
-        in_worlds.__signature__ = inspect.Signature(parameters[1:])
+        fixtures = [each for each in parameters[1:] if each.name not in ("rank", "world_size")]
+        in_worlds.__signature__ = inspect.Signature(fixtures)
         return in_worlds
 
     return decorate
@@ -47,11 +49,18 @@ def _run(test, fixtures: dict, world_size: int, options: dict) -> list[str]:
     return [f"{world_size} ranks, {one}" for its in run for one in its]
 
 
+def call_on_rank(test, check, fixtures) -> None:
+    """With this rank's number and how many there are, if the test wants to know."""
+    here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    wanted = {name: here[name] for name in here if name in inspect.signature(test).parameters}
+    test(check, **fixtures, **wanted)
+
+
 def _complaints(test, fixtures: dict) -> list[str]:
     """Run the test in this rank; what it complained of."""
     check = twin.Complaints()
     try:
-        test(check, **fixtures)
+        call_on_rank(test, check, fixtures)
     except BaseException:
         print("".join(f"{one}\n" for one in check), end="")  # the report quotes the last lines
         raise

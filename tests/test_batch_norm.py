@@ -56,8 +56,7 @@ def outcome(norm, x, weights):
 
 
 @on_ranks(1, 2, 3, 4)
-def test_ranks_together_are_one_process(check):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def test_ranks_together_are_one_process(check, rank, world_size):
     for shares in SHARES[world_size]:
         start = sum(shares[:rank])
         mine = slice(start, start + shares[rank])

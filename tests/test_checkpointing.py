@@ -19,14 +19,7 @@ from ddpkit.checkpointing import (
     sequential_bytes,
 )
 from ddpkit.models import Block, torch_attention
-from ddpkit.tools.memory import (
-    ByteDropout,
-    MaterialisedAttention,
-    block_activations,
-    checkpointed_activations,
-    coefficients,
-    measure_saved,
-)
+from ddpkit.tools import memory
 
 BOTH = pytest.mark.parametrize("way", [checkpoint, selective_checkpoint])
 STATE = torch.get_rng_state().nbytes
@@ -79,7 +72,7 @@ def step(model, seed=1):
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_the_same_to_the_last_bit(way, dtype):
-    for attention in (torch_attention, MaterialisedAttention(nn.Dropout(0.3))):
+    for attention in (torch_attention, memory.MaterialisedAttention(nn.Dropout(0.3))):
         with_it, without = (small_gpt(each, attention).to(dtype) for each in (way, directly))
         expected = step(without)
         assert_same_bits(step(with_it), expected)
@@ -213,7 +206,7 @@ class Counting(TorchDispatchMode):
 
 
 def counted(way):
-    block = Block(8, 2, 0.3, MaterialisedAttention(nn.Dropout(0.3)))
+    block = Block(8, 2, 0.3, memory.MaterialisedAttention(nn.Dropout(0.3)))
     x = torch.ones(2, 6, 8, requires_grad=True)
     with Counting() as forward:
         y = way(block, x)
@@ -255,7 +248,7 @@ SIZES = {"batch": 2, "length": 48, "width": 64}
 
 
 def kept_bytes(fn, *args):
-    return [saved.nbytes for saved in measure_saved(fn, *args) if saved.nbytes]
+    return [saved.nbytes for saved in memory.measure_saved(fn, *args) if saved.nbytes]
 
 
 @BOTH
@@ -263,18 +256,18 @@ def kept_bytes(fn, *args):
 def test_a_checkpointed_block_keeps_what_is_predicted(way, dtype):
     x = torch.ones(2, 48, 64, dtype=dtype, requires_grad=True)
     selective = way is selective_checkpoint
-    terms = checkpointed_activations(**SIZES, itemsize=dtype.itemsize, selective=selective)
-    for attention in (torch_attention, MaterialisedAttention(ByteDropout(0.1))):
+    terms = memory.checkpointed_activations(**SIZES, itemsize=dtype.itemsize, selective=selective)
+    for attention in (torch_attention, memory.MaterialisedAttention(memory.ByteDropout(0.1))):
         block = Block(64, 4, 0.1, attention).to(dtype)
         assert kept_bytes(way, block, x) == [term.nbytes for term in terms]
 
 
 def test_what_a_checkpointed_block_keeps_in_numbers():
     """At 16 bits: 34sbd + 5bs²H without, 20sbd selectively, 2sbd with."""
-    assert coefficients(block_activations(**SIZES, heads=4))["sbd"] == 34
-    selective = checkpointed_activations(**SIZES, selective=True)
-    assert coefficients(selective) == {"": STATE, "sbd": 20}
-    assert coefficients(checkpointed_activations(**SIZES)) == {"": STATE, "sbd": 2}
+    assert memory.coefficients(memory.block_activations(**SIZES, heads=4))["sbd"] == 34
+    selective = memory.checkpointed_activations(**SIZES, selective=True)
+    assert memory.coefficients(selective) == {"": STATE, "sbd": 20}
+    assert memory.coefficients(memory.checkpointed_activations(**SIZES)) == {"": STATE, "sbd": 2}
 
 
 # A stack in segments

@@ -102,9 +102,8 @@ def test_every_dtype_and_shape(check):
 
 
 @on_ranks(3)
-def test_sums_that_round(check):
+def test_sums_that_round(check, rank, world_size):
     """The same bits on all ranks and in every run, also into a tensor far larger than a socket."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     for dtype in twin.FLOATS:
         parts = [twin.fractions(r, 1000, dtype) for r in range(world_size)]
         for name, args in (("all_reduce", ()), ("tree_reduce", (1,))):
@@ -124,8 +123,7 @@ def test_sums_that_round(check):
 
 
 @on_ranks(3)
-def test_parts_of_different_sizes(check):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def test_parts_of_different_sizes(check, rank, world_size):
     sizes = range(world_size)  # rank 0's is empty
     parts = [part(r, (r, 2)) for r in sizes]
     got = [torch.empty(r, 2) for r in sizes]

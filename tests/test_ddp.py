@@ -7,30 +7,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import training_cases as cases
 from on_ranks import on_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training_cases import (
-    ADAMW,
-    FAST,
-    HALF_THE_DIGITS,
-    IN_BACKWARD,
-    MODELS,
-    SGD,
-    WRAPPERS,
-    Routes,
-    gradients_of,
-    mlp_batch,
-    routes_batch,
-    routes_step,
-    said,
-    sent_by,
-    small_gpt,
-    small_mlp,
-    trained_of,
-    weights_of,
-)
 
 from ddpkit.batch_norm import convert
 from ddpkit.data_parallel import average_gradients, join
@@ -39,7 +20,7 @@ from ddpkit.fast import buckets as fast
 from ddpkit.models import mean_loss
 from ddpkit.tools.text import Batches
 
-ALL = WRAPPERS | {"bf16": partial(FAST, wire_dtype=torch.bfloat16)}
+ALL = cases.WRAPPERS | {"bf16": partial(cases.FAST, wire_dtype=torch.bfloat16)}
 
 
 def all_tensors(module) -> dict[str, torch.Tensor]:
@@ -48,7 +29,7 @@ def all_tensors(module) -> dict[str, torch.Tensor]:
 
 def check_means(check, module, parts, *what):
     """Every gradient is the mean of these of the ranks."""
-    for name, parameter in trained_of(module).items():
+    for name, parameter in cases.trained_of(module).items():
         shares = [part[name] / len(parts) for part in parts]
         check.near(parameter.grad, shares, *what, name)
 
@@ -57,14 +38,13 @@ def check_means(check, module, parts, *what):
 
 
 @on_ranks(1, 3)
-def test_replicas_are_made_equal(check):
-    rank = dist.get_rank()
-    for (name, wrap), build in itertools.product(ALL.items(), (small_gpt, small_mlp)):
+def test_replicas_are_made_equal(check, rank):
+    for (name, wrap), build in itertools.product(ALL.items(), (cases.small_gpt, cases.small_mlp)):
         module, firsts = build(seed=rank), all_tensors(build(seed=0))
-        if build is small_mlp:
+        if build is cases.small_mlp:
             module[1].num_batches_tracked += 3 * rank
         addresses = [tensor.data_ptr() for tensor in all_tensors(module).values()]
-        records = sent_by(lambda module=module, wrap=wrap: wrap(module))
+        records = cases.sent_by(lambda module=module, wrap=wrap: wrap(module))
         sent = [record.bytes for record in records if record.op == "broadcast"]
         check.same(sent[: len(firsts)], [t.nbytes for t in firsts.values()], name, "sent")
         check.same(all_tensors(module), firsts, name)
@@ -85,8 +65,7 @@ class Two(nn.Module):
 
 
 @on_ranks(3)
-def test_other_modules_are_refused_on_every_rank(check):
-    rank = dist.get_rank()
+def test_other_modules_are_refused_on_every_rank(check, rank):
     differences = [{"names": names} for names in (("one", "three"), ("one",), ("two", "one"))]
     differences += [{"n": 3}, {"dtype": torch.float64}, {"trained": False}, {"buffer": True}]
     for difference, odd in itertools.product(differences, (0, 1)):
@@ -101,11 +80,11 @@ def test_other_modules_are_refused_on_every_rank(check):
 @on_ranks(3)
 def test_average_gradients_counts_a_missing_one_as_zeros(check):
     """No rank waits for one that left out a layer; what is frozen stays without a gradient."""
-    rank, module, routes = dist.get_rank(), Routes(), ["abc", "ac", "bc"]
+    rank, module, routes = dist.get_rank(), cases.Routes(), ["abc", "ac", "bc"]
     module.c.weight.requires_grad_(False)
-    inputs = [routes_batch(rank=r)[0] for r in range(3)]
+    inputs = [cases.routes_batch(rank=r)[0] for r in range(3)]
     losses = [module(x, route) for x, route in zip(inputs, routes, strict=True)]
-    parts = [gradients_of(module, loss) for loss in losses]
+    parts = [cases.gradients_of(module, loss) for loss in losses]
     module(inputs[rank], routes[rank]).backward()
     average_gradients(module)
     check_means(check, module, parts)
@@ -133,10 +112,9 @@ class Mixed(nn.Module):
 
 
 @on_ranks(2)
-def test_dtypes_and_layouts(check):
+def test_dtypes_and_layouts(check, rank, world_size):
     """Each gradient is 2 · scale · parameter: a rounding or two of its dtype away."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for name, wrap in WRAPPERS.items():
+    for name, wrap in cases.WRAPPERS.items():
         torch.manual_seed(rank)
         module = Mixed()
         model = wrap(module)
@@ -160,7 +138,7 @@ def test_dtypes_and_layouts(check):
 @on_ranks(2)
 def test_reentrant_checkpoints_hand_over_a_weights_gradient_in_parts(check):
     says = "backward ran twice without synchronize()", "use_reentrant=False"
-    for (name, wrap), use_reentrant in itertools.product(IN_BACKWARD.items(), (False, True)):
+    for (name, wrap), use_reentrant in itertools.product(cases.IN_BACKWARD.items(), (False, True)):
         x, model = torch.ones(1, 3, requires_grad=True), wrap(nn.Linear(3, 3))
         for _ in range(2):
             x = checkpoint(model, x, use_reentrant=use_reentrant)
@@ -175,9 +153,9 @@ def test_reentrant_checkpoints_hand_over_a_weights_gradient_in_parts(check):
 @on_ranks(2)
 def test_backward_twice_is_fine_where_nothing_is_on_its_way(check):
     for wrap in (NaiveDDP, FlatDDP):
-        model, parts = wrap(Routes()), []
-        inputs = [[routes_batch(step, 0, r)[0] for step in range(2)] for r in range(2)]
-        parts = [gradients_of(model.module, sum(map(model.module, each))) for each in inputs]
+        model, parts = wrap(cases.Routes()), []
+        inputs = [[cases.routes_batch(step, 0, r)[0] for step in range(2)] for r in range(2)]
+        parts = [cases.gradients_of(model.module, sum(map(model.module, each))) for each in inputs]
         for x in inputs[dist.get_rank()]:
             model(x).backward()
         model.synchronize()
@@ -196,7 +174,7 @@ UNEVEN = {  # rows of each batch of each rank, by world size
 
 def rows_of(kind, step, rank, rows):
     """A rank's batch of a step."""
-    parts = zip(*(MODELS[kind][1](step, number, rank) for number in range(2)), strict=True)
+    parts = zip(*(cases.MODELS[kind][1](step, number, rank) for number in range(2)), strict=True)
     return tuple(torch.cat(part)[:rows] for part in parts)
 
 
@@ -210,7 +188,7 @@ def whole_batches(kind, uneven):
 
 def train_on(kind, batches, wrap, seed, make):
     """All weights and buffers."""
-    module = MODELS[kind][0](seed)
+    module = cases.MODELS[kind][0](seed)
     model = wrap(module)
     optimizer = make(module.parameters())
     for inputs, targets, weight in batches:
@@ -220,7 +198,7 @@ def train_on(kind, batches, wrap, seed, make):
             model.synchronize()
         optimizer.step()
     buffers = [buffer.double() for buffer in module.buffers()]
-    return torch.cat([weights_of(module), *(buffer.flatten() for buffer in buffers)])
+    return torch.cat([cases.weights_of(module), *(buffer.flatten() for buffer in buffers)])
 
 
 @on_ranks(1, 2, 3, 4)
@@ -228,17 +206,19 @@ def test_a_join_is_one_process_with_the_rows_that_are_left(check):
     """Also of batch norm over all ranks' rows. It sends a number a step, and one in the end."""
     rank, uneven = dist.get_rank(), UNEVEN[dist.get_world_size()]
     for kind, make, name in (
-        ("GPT", ADAMW, "naive"),
-        ("MLP", SGD, "buckets"),
-        ("MLP", ADAMW, "fast"),
+        ("GPT", cases.ADAMW, "naive"),
+        ("MLP", cases.SGD, "buckets"),
+        ("MLP", cases.ADAMW, "fast"),
     ):
         expected = train_on(kind, whole_batches(kind, uneven), nn.Module.train, 0, make)
         batches = [rows_of(kind, s, rank, rows) for s, rows in enumerate(uneven[rank])]
-        before = len(said())
-        got = train_on(kind, join(batches), partial(converted, WRAPPERS[name]), rank, make)
-        check.close(got, expected, HALF_THE_DIGITS, kind, make, name)
+        before = len(cases.said())
+        got = train_on(kind, join(batches), partial(converted, cases.WRAPPERS[name]), rank, make)
+        check.close(got, expected, cases.HALF_THE_DIGITS, kind, make, name)
         check.same_on_all(got, kind, make, name)
-        asked = [r.bytes for r in said()[before:] if (r.op, r.dtype) == ("all_reduce", "int64")]
+        asked = [
+            r.bytes for r in cases.said()[before:] if (r.op, r.dtype) == ("all_reduce", "int64")
+        ]
         check.same(asked, [8] * (max(map(len, uneven)) + 1), kind, name)
 
 
@@ -247,9 +227,8 @@ def converted(wrap, module):
 
 
 @on_ranks(4)
-def test_weights_of_a_join(check):
+def test_weights_of_a_join(check, rank, world_size):
     """Of twelve sequences dealt out nine at a time, the last batch has none for the last rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = Batches(torch.zeros(25, dtype=torch.uint8), 9, 2, rank=rank, world_size=world_size)
     found = [(len(inputs), weight == batches.weight) for inputs, _, weight in join(batches)]
     check.same(found, [(3 if rank == 0 else 2, True), (0 if rank == 3 else 1, True)])
@@ -310,11 +289,11 @@ def test_the_messages_are_torchs(check):
             module = nn.Sequential(*[nn.Linear(*shape) for shape in layers])
             model = wrap(module, bucket_cap_mb=cap_bytes / 2**20)
             for _ in range(3):
-                before = len(said())
+                before = len(cases.said())
                 model(torch.ones(2, layers[0][0])).sum().backward()
                 if hasattr(model, "synchronize"):
                     model.synchronize()
-            sent = said()[before:]
+            sent = cases.said()[before:]
             bytes_of[wrap] = [record.bytes for record in sent if record.op == "all_reduce"]
         torchs, *ours = bytes_of.values()
         for each in ours:
@@ -322,14 +301,13 @@ def test_the_messages_are_torchs(check):
 
 
 @on_ranks(2)
-def test_all_ranks_send_in_the_order_of_the_plan(check):
+def test_all_ranks_send_in_the_order_of_the_plan(check, rank):
     """A bucket that is full before its turn waits."""
-    rank = dist.get_rank()
     for wrap, routes in itertools.product(BUCKETED, (["acb", "bca"], ["cab", "abc"])):
-        model = wrap(Routes(), 336 / 2**20)  # a layer's weight and bias
+        model = wrap(cases.Routes(), 336 / 2**20)  # a layer's weight and bias
         for step in range(2):
             sizes = [flat.nbytes for flat, _ in buckets_of(model)]
-            records = sent_by(partial(routes_step, model, step, routes[rank]))
+            records = cases.sent_by(partial(cases.routes_step, model, step, routes[rank]))
             sent = [record.bytes for record in records if record.op == "all_reduce"]
             check.same(sent, sizes, wrap, routes, step)
             check.unless(len(set(sizes)) > 1, wrap, "has equal buckets: no order would show")
@@ -365,9 +343,9 @@ class Copied(TorchDispatchMode):
 
 def bytes_copied(make, set_to_none) -> int:
     """In a third step, of an MLP of float32."""
-    module = small_mlp(0, torch.float32)
+    module = cases.small_mlp(0, torch.float32)
     model = make(module)
-    inputs, targets = mlp_batch(dtype=torch.float32)
+    inputs, targets = cases.mlp_batch(dtype=torch.float32)
     for _ in range(3):
         with Copied() as copied:
             mean_loss(model(inputs), targets).backward()
@@ -384,7 +362,7 @@ def test_copies(check):
     FlatDDP copies gradients into its message and back. Buckets take them in, unless they are there
     already; bf16 always, into a message of half the bytes, and from there into the bucket.
     """
-    gradient_bytes = sum(p.nbytes for p in small_mlp(0, torch.float32).parameters())
+    gradient_bytes = sum(p.nbytes for p in cases.small_mlp(0, torch.float32).parameters())
     for name, expected in {
         "naive": (0, 0),
         "flat": (2, 2),

@@ -18,9 +18,8 @@ def narrow(batch):
 
 
 @on_ranks(1, 2, 3)
-def test_bf16_on_the_way(check):
+def test_bf16_on_the_way(check, rank, world_size):
     """Each gradient is rounded to bf16 once, and so is each of the W-1 sums: as `near` allows."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     wrap = partial(FAST, wire_dtype=torch.bfloat16)
     for kind in ("GPT", "MLP"):
         build, batch, loss = MODELS[kind]

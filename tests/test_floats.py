@@ -7,24 +7,9 @@ import struct
 import pytest
 import torch
 
-from ddpkit.tools.floats import (
-    BF16,
-    E4M3,
-    E5M2,
-    FORMATS,
-    FP16,
-    FP32,
-    TF32,
-    decode,
-    describe,
-    encode,
-    fields,
-    nearest,
-    quantise,
-    round_stochastically,
-)
+from ddpkit.tools import floats
 
-SMALL = [BF16, FP16, E4M3, E5M2]
+SMALL = [floats.BF16, floats.FP16, floats.E4M3, floats.E5M2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -48,7 +33,7 @@ def same(ours: float, torchs: float) -> bool:
 def cast(x: torch.Tensor, format) -> torch.Tensor:
     """torch's own, as float64; older ones make NaN of what is too large for e4m3."""
     there = x.to(format.dtype).double()
-    if format is E4M3 and torch.tensor(1e9).to(format.dtype).isnan():
+    if format is floats.E4M3 and torch.tensor(1e9).to(format.dtype).isnan():
         there = torch.where(
             there.isnan() & ~x.isnan(), torch.tensor(448.0).copysign(x).double(), there
         )
@@ -75,10 +60,10 @@ def test_patterns_are_torchs_numbers(format):
     step = 1 if format.bits == 8 else 37
     values = patterns(format).double().tolist()
     for pattern in {*range(0, len(values), step), 0, len(values) // 2, len(values) - 1}:
-        value = decode(pattern, format)
+        value = floats.decode(pattern, format)
         assert same(value, values[pattern]), f"{pattern:#x}"
-        assert math.isnan(value) or encode(value, format) == pattern
-    assert math.isnan(decode(encode(math.nan, format), format))
+        assert math.isnan(value) or floats.encode(value, format) == pattern
+    assert math.isnan(floats.decode(floats.encode(math.nan, format), format))
 
 
 @pytest.mark.parametrize("format", SMALL, ids=names)
@@ -86,9 +71,9 @@ def test_ties_go_where_torchs_go(format):
     x = ties(format)
     x = x[:: 1 if format.bits == 8 else 67]
     for value, torchs in zip(x.tolist(), cast(x, format).tolist(), strict=True):
-        assert same(decode(encode(value, format), format), torchs), value
+        assert same(floats.decode(floats.encode(value, format), format), torchs), value
         if format.has_inf and math.isfinite(value):
-            assert nearest(value, format) == torchs, value
+            assert floats.nearest(value, format) == torchs, value
 
 
 def test_tf32_is_fp32_without_its_last_13_bits():
@@ -100,76 +85,78 @@ def test_tf32_is_fp32_without_its_last_13_bits():
     kept = (bits + 2**12 - 1 + (bits >> 13 & 1)) >> 13
     values = bits.to(torch.int32).view(torch.float32)
     for value, pattern in zip(values.tolist(), kept.tolist(), strict=True):
-        assert encode(value, TF32) == pattern
+        assert floats.encode(value, floats.TF32) == pattern
 
 
 def test_fp32_is_rounded_as_c_does():
     x = torch.randn(500, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     values = (x * 2.0 ** torch.arange(500).sub(300).div(2)).tolist()
     for value in [*values, 0.1, -0.0, 1 + 2**-24, 1 + 3 * 2**-24, 2.0**-150, 2.0**-149]:
-        pattern = encode(value, FP32)
+        pattern = floats.encode(value, floats.FP32)
         assert pattern == int.from_bytes(struct.pack(">f", value))
-        assert same(decode(pattern, FP32), struct.unpack(">f", struct.pack(">f", value))[0])
+        assert same(
+            floats.decode(pattern, floats.FP32), struct.unpack(">f", struct.pack(">f", value))[0]
+        )
 
 
 def test_what_is_too_large():
-    for format in FORMATS:
+    for format in floats.FORMATS:
         most = math.inf if format.has_inf else format.largest
-        spacing = describe(encode(format.largest, format), format).spacing
+        spacing = floats.describe(floats.encode(format.largest, format), format).spacing
         for value in (math.inf, 1e308, format.largest + spacing):
-            assert decode(encode(value, format), format) == most
-            assert decode(encode(-value, format), format) == -most
+            assert floats.decode(floats.encode(value, format), format) == most
+            assert floats.decode(floats.encode(-value, format), format) == -most
         almost = format.largest + 0.499 * spacing
-        assert decode(encode(almost, format), format) == format.largest
+        assert floats.decode(floats.encode(almost, format), format) == format.largest
 
 
-@pytest.mark.parametrize("format", [FP32, *SMALL], ids=names)
+@pytest.mark.parametrize("format", [floats.FP32, *SMALL], ids=names)
 def test_extremes_are_torchs(format):
     info = torch.finfo(format.dtype)
     assert (format.bits, format.largest) == (info.bits, info.max)
     assert (format.smallest_normal, format.epsilon) == (info.smallest_normal, info.eps)
-    assert format.smallest_subnormal == decode(1, format)
+    assert format.smallest_subnormal == floats.decode(1, format)
 
 
 def test_describe():
     """3.14 in fp16: 2^1 × (1 + 584/1024); there numbers are 2/1024 apart."""
-    number = describe(encode(3.14, FP16), FP16)
+    number = floats.describe(floats.encode(3.14, floats.FP16), floats.FP16)
     found = number.sign, number.exponent, number.fraction
-    assert fields(number.pattern, FP16) == found == (0, 16, 584)
+    assert floats.fields(number.pattern, floats.FP16) == found == (0, 16, 584)
     assert (number.bits, number.formula) == ("0 10000 1001001000", "2^1 × 1.5703125")
     assert (number.value, number.spacing) == (3.140625, 2**-9)
     assert str(number) == (
         "fp16: 0 10000 1001001000 is 3.140625, normal; spacing 0.001953125, between 3.138671875 "
         "and 3.142578125"
     )
-    assert str(describe(0xFE, E4M3)) == (
+    assert str(floats.describe(0xFE, floats.E4M3)) == (
         "fp8 e4m3: 1 1111 110 is -448.0, normal; spacing 32.0, between nothing and -416.0"
     )
-    assert str(describe(0x7C, E5M2)) == "fp8 e5m2: 0 11111 00 is inf, infinity"
+    assert str(floats.describe(0x7C, floats.E5M2)) == "fp8 e5m2: 0 11111 00 is inf, infinity"
 
 
 @pytest.mark.parametrize(
     ("pattern", "format", "formula"),
     [
-        (0x8001, FP16, "-2^-14 × 0.0009765625"),
-        (0x8000, FP16, "zero"),
-        (0x7C00, FP16, "infinity"),
-        (0x7F, E4M3, "NaN"),
-        (0x78, E4M3, "2^8 × 1.0"),
-        (0xC0, E5M2, "-2^1 × 1.0"),
+        (0x8001, floats.FP16, "-2^-14 × 0.0009765625"),
+        (0x8000, floats.FP16, "zero"),
+        (0x7C00, floats.FP16, "infinity"),
+        (0x7F, floats.E4M3, "NaN"),
+        (0x78, floats.E4M3, "2^8 × 1.0"),
+        (0xC0, floats.E5M2, "-2^1 × 1.0"),
     ],
 )
 def test_formulas(pattern, format, formula):
-    number = describe(pattern, format)
+    number = floats.describe(pattern, format)
     assert number.formula == formula
     if "×" in formula:
         power, significand = formula.lstrip("-").removeprefix("2^").split(" × ")
         assert abs(number.value) == 2.0 ** int(power) * float(significand)
 
 
-@pytest.mark.parametrize("format", [E4M3, E5M2], ids=names)
+@pytest.mark.parametrize("format", [floats.E4M3, floats.E5M2], ids=names)
 def test_neighbours_are_the_next_numbers_in_order(format):
-    numbers = [describe(pattern, format) for pattern in range(2**format.bits)]
+    numbers = [floats.describe(pattern, format) for pattern in range(2**format.bits)]
     there = [n for n in numbers if n.kind != "NaN" and n.pattern != 2 ** (format.bits - 1)]
     numbers = sorted(there, key=lambda number: number.value)
     assert (numbers[0].below, numbers[-1].above) == (None, None)
@@ -183,7 +170,7 @@ def test_patterns_of_another_format():
     for pattern in (-1, 256):
         says = f"8 bits for fp8 e4m3, got {pattern:#x}: is it of another"
         with pytest.raises(ValueError, match=says):
-            decode(pattern, E4M3)
+            floats.decode(pattern, floats.E4M3)
 
 
 # By chance. Each rounding is up with probability p or down. By Hoeffding's inequality the mean of n
@@ -195,7 +182,7 @@ def test_chance_is_fair(device):
     values = [1 + 2**-12, -1.001, 0.1, -3.3e-6, 1e-30, 65000.0, 3.14159, -0.00012345, 1e-39]
     x = torch.tensor(values, device=device).expand(20_000, -1)
     torch.manual_seed(4)
-    rounded = round_stochastically(x)
+    rounded = floats.round_stochastically(x)
     assert rounded.dtype == torch.bfloat16
     below = (x.view(torch.int32) & -(2**16)).view(torch.float32).double()  # towards 0
     above = (below.float().view(torch.int32) + 2**16).view(torch.float32).double()
@@ -204,16 +191,21 @@ def test_chance_is_fair(device):
 
 
 def test_chance_leaves_bf16_and_its_argument_alone():
-    numbers = patterns(BF16).float()
+    numbers = patterns(floats.BF16).float()
     numbers = numbers[~numbers.isnan()]
-    assert round_stochastically(numbers).float().view(torch.int32).equal(numbers.view(torch.int32))
+    assert (
+        floats.round_stochastically(numbers)
+        .float()
+        .view(torch.int32)
+        .equal(numbers.view(torch.int32))
+    )
     x = torch.rand(1000, generator=torch.Generator().manual_seed(5)).requires_grad_()
-    was, rounded = x.detach().clone(), round_stochastically(x)
-    assert not rounded.equal(round_stochastically(x))
+    was, rounded = x.detach().clone(), floats.round_stochastically(x)
+    assert not rounded.equal(floats.round_stochastically(x))
     assert x.equal(was)
     assert not rounded.requires_grad
     with pytest.raises(ValueError, match=r"expected float32 .*got torch.float64: say x.float"):
-        round_stochastically(x.double())
+        floats.round_stochastically(x.double())
 
 
 # int8
@@ -222,7 +214,7 @@ def test_chance_leaves_bf16_and_its_argument_alone():
 def test_quantised_numbers_are_within_half_a_scale():
     x = torch.randn(12, 32, generator=torch.Generator().manual_seed(8)) * torch.logspace(-9, 9, 32)
     x[3] = 0
-    numbers, scales = quantise(x, 32)
+    numbers, scales = floats.quantise(x, 32)
     assert (numbers.dtype, numbers.shape, scales.shape) == (torch.int8, (12, 32), (12, 1))
     assert (numbers.abs().amax(1) == torch.tensor([127] * 3 + [0] + [127] * 8)).all()
     assert ((numbers * scales - x).abs() <= 0.501 * scales).all()

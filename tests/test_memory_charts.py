@@ -8,24 +8,15 @@ from torch import nn
 from ddpkit.checkpointing import checkpoint, selective_checkpoint
 from ddpkit.lesson import charts, memory_charts, page
 from ddpkit.models import GPT, mean_loss, torch_attention
-from ddpkit.tools.memory import (
-    KINDS,
-    ByteDropout,
-    MaterialisedAttention,
-    Timeline,
-    block_activations,
-    measure_saved,
-    model_states,
-    watch,
-)
+from ddpkit.tools import memory
 
 # Timelines
 
 
 def a_timeline(**by_kind):
     entries = len(next(iter(by_kind.values())))
-    return Timeline(
-        {kind: by_kind.get(kind, [0] * entries) for kind in KINDS},
+    return memory.Timeline(
+        {kind: by_kind.get(kind, [0] * entries) for kind in memory.KINDS},
         [""] + ["an operation"] * (entries - 1),
     )
 
@@ -77,7 +68,7 @@ def test_marks_stand_one_after_the_other():
 
 
 def test_a_stamp_for_each_thing_that_is_kept():
-    terms = block_activations(2, 128, 64, 4)
+    terms = memory.block_activations(2, 128, 64, 4)
     picture = memory_charts.stamped_block(terms)
     check_picture(picture, page.ORANGE)
     written = [text.get_text() for text in picture.figure.texts]
@@ -96,12 +87,12 @@ def test_heaps():
 
 
 def terms(length):
-    return block_activations(1, length, 3584, 28)
+    return memory.block_activations(1, length, 3584, 28)
 
 
 def test_attention_weights():
     for attention, found in (("materialised", 5 * 2 * 48**2 * 4), ("flash", 4 * 2 * 48 * 4)):
-        block = block_activations(2, 48, 64, 4, attention=attention)
+        block = memory.block_activations(2, 48, 64, 4, attention=attention)
         assert memory_charts.total(memory_charts.attention_weights(block)) == found
 
 
@@ -150,10 +141,10 @@ BATCH = {"batch": 2, "length": 96}
 def a_gpt(attention, dropout, way=None):
     module = torch_attention
     if attention == "materialised":
-        module = MaterialisedAttention(ByteDropout(0.1) if dropout else nn.Identity())
+        module = memory.MaterialisedAttention(memory.ByteDropout(0.1) if dropout else nn.Identity())
     gpt = GPT(memory_charts.VOCABULARY, 96, 64, 4, 5, 0.0, module)
     for each in [gpt, *gpt.blocks]:
-        each.dropout = ByteDropout(0.1 * dropout) if dropout else nn.Identity()
+        each.dropout = memory.ByteDropout(0.1 * dropout) if dropout else nn.Identity()
     if way:
         gpt.blocks = nn.ModuleList(Through(way, block) for block in gpt.blocks)
     return gpt
@@ -174,7 +165,7 @@ def test_parameters_of_a_gpt():
     assert memory_charts.gpt_parameters(64, 5) == sum(trained)
     kept = predicted("flash", True)["everything kept"]
     assert {kind: kept[kind] for kind in ("parameters", "gradients", "optimizer")} == (
-        model_states(sum(trained), precision="fp32")._asdict()
+        memory.model_states(sum(trained), precision="fp32")._asdict()
     )
 
 
@@ -183,7 +174,9 @@ def test_activations_of_a_gpt(attention, dropout):
     """All but tokens, targets and the loss's weight, 8, 8 and 4 bytes: those aren't counted."""
     tokens = torch.ones(2, 96, dtype=torch.int64)
     gpt = a_gpt(attention, dropout)
-    measured = sum(saved.nbytes for saved in measure_saved(lambda: mean_loss(gpt(tokens), tokens)))
+    measured = sum(
+        saved.nbytes for saved in memory.measure_saved(lambda: mean_loss(gpt(tokens), tokens))
+    )
     assert measured == pytest.approx(
         predicted(attention, dropout)["everything kept"]["activations"], rel=1e-3
     )
@@ -199,7 +192,7 @@ def test_activations_of_a_gpt(attention, dropout):
 def test_peaks_of_a_checkpointed_gpt(attention, name, way):
     tokens = torch.ones(2, 96, dtype=torch.int64)
     gpt = a_gpt(attention, True, way)
-    with watch(gpt) as timeline:
+    with memory.watch(gpt) as timeline:
         mean_loss(gpt(tokens), tokens).backward()
     peak = max(timeline.by_kind["activations"])
     assert peak == pytest.approx(predicted(attention, True)[name]["activations"], rel=0.02)

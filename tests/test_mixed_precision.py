@@ -263,8 +263,7 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(inner):
 
 
 @on_ranks(1, 3)
-def test_one_rank_with_an_overflow_is_enough_for_all_to_skip(check):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def test_one_rank_with_an_overflow_is_enough_for_all_to_skip(check, rank, world_size):
     for odd in range(world_size):
         for bad in (math.inf, -math.inf, math.nan):
             parameter = parameter_with([1.0, bad if rank == odd else 2.0])
@@ -311,13 +310,12 @@ def accumulate(model, optimizer, step, micro_batches, rank):
 
 
 @on_ranks(1, 2, 3, 4)
-def test_trained_like_one_process(check):
+def test_trained_like_one_process(check, rank, world_size):
     """The gradients that a process alone computes for all ranks; then the step that torch takes.
 
     A mean of W gradients is divided and added in 16 bits: W roundings, each at most eps/2 of the
     sum of magnitudes, or half the smallest number. The step is the same to the last bit.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     for name, inner, dtype, micro_batches in CASES:
         case = name, inner.func.__name__, dtype, micro_batches
         model, alone = small_gpt(), small_gpt()

@@ -5,18 +5,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import training_cases as cases
 from on_ranks import on_ranks
-from training_cases import (
-    ADAMW,
-    HALF_THE_DIGITS,
-    SGD,
-    gpt_batch,
-    gpt_loss,
-    sent_by,
-    small_gpt,
-    trained_of,
-    weights_of,
-)
 
 from ddpkit.parameter_server import Update, push_and_pull, serve, serve_asynchronously
 
@@ -25,37 +15,37 @@ STEPS = 2
 
 def loss_of(gpt, worker, step):
     """Of data that no other worker and no other step has."""
-    return gpt_loss(gpt, [gpt_batch(step, 0, worker)])
+    return cases.gpt_loss(gpt, [cases.gpt_batch(step, 0, worker)])
 
 
 def train(make, serve=serve, steps=STEPS, before=lambda step: None):
     """What serve returned, and the weights."""
-    rank, gpt = dist.get_rank(), small_gpt()
+    rank, gpt = dist.get_rank(), cases.small_gpt()
     if rank == 0:
-        return serve(gpt, make(gpt.parameters()), steps), weights_of(gpt)
+        return serve(gpt, make(gpt.parameters()), steps), cases.weights_of(gpt)
     for step in range(steps):
         before(step)
         gpt.zero_grad()
         loss_of(gpt, rank, step).backward()
         push_and_pull(gpt)
-    return None, weights_of(gpt)
+    return None, cases.weights_of(gpt)
 
 
 def one_process(make):
-    gpt = small_gpt()
+    gpt = cases.small_gpt()
     optimizer, workers = make(gpt.parameters()), range(1, dist.get_world_size())
     for step in range(STEPS):
         optimizer.zero_grad()
         for worker in workers:
             (loss_of(gpt, worker, step) / len(workers)).backward()
         optimizer.step()
-    return weights_of(gpt)
+    return cases.weights_of(gpt)
 
 
 @on_ranks(2, 3, 4)
 def test_synchronous_is_one_process(check):
-    for make in (SGD, ADAMW):
-        check.close(train(make)[1], one_process(make), HALF_THE_DIGITS, make)
+    for make in (cases.SGD, cases.ADAMW):
+        check.close(train(make)[1], one_process(make), cases.HALF_THE_DIGITS, make)
 
 
 # Asynchronous: the server tells who may come next. Nothing is left to time.
@@ -89,7 +79,7 @@ def train_in_turns(turns, make):
 
 def one_process_in_turns(turns, make):
     """Each gradient at the weights that its worker saw last. Those of each rank in the end."""
-    gpt = small_gpt()
+    gpt = cases.small_gpt()
     optimizer = make(gpt.parameters())
     seen = [copy.deepcopy(gpt) for _ in range(dist.get_world_size())]
     done = dict.fromkeys(turns, 0)
@@ -103,7 +93,7 @@ def one_process_in_turns(turns, make):
         done[worker] += 1
         seen[worker] = copy.deepcopy(gpt)
     seen[0] = gpt
-    return [weights_of(each) for each in seen]
+    return [cases.weights_of(each) for each in seen]
 
 
 TURNS = {  # by world: workers in turn, and how stale each gradient is
@@ -114,12 +104,11 @@ TURNS = {  # by world: workers in turn, and how stale each gradient is
 
 
 @on_ranks(2, 3, 4)
-def test_staleness_is_what_others_did_meanwhile(check):
-    rank = dist.get_rank()
+def test_staleness_is_what_others_did_meanwhile(check, rank):
     turns, staleness = TURNS[dist.get_world_size()]
-    for make in (SGD, ADAMW):
+    for make in (cases.SGD, cases.ADAMW):
         told, got = train_in_turns(turns, make)
-        check.close(got, one_process_in_turns(turns, make)[rank], HALF_THE_DIGITS, make)
+        check.close(got, one_process_in_turns(turns, make)[rank], cases.HALF_THE_DIGITS, make)
         if rank == 0:
             check.same(told, [Update(*each) for each in zip(turns, staleness, strict=True)])
 
@@ -131,11 +120,11 @@ def test_staleness_is_what_others_did_meanwhile(check):
 def test_bytes_on_the_wire(check):
     """A step: from each worker and back to it, in the synchronous server's order."""
     rank, workers = dist.get_rank(), range(1, dist.get_world_size())
-    nbytes = sum(parameter.nbytes for parameter in trained_of(small_gpt()).values())
+    nbytes = sum(parameter.nbytes for parameter in cases.trained_of(cases.small_gpt()).values())
     served = [(op, worker, nbytes) for op in ("recv", "send") for worker in workers]
     worked = [("send", 0, nbytes), ("recv", 0, nbytes)]
     for how in (serve, serve_asynchronously):
-        got = [(r.op, r.peer, r.bytes) for r in sent_by(partial(train, SGD, how))]
+        got = [(r.op, r.peer, r.bytes) for r in cases.sent_by(partial(train, cases.SGD, how))]
         expected = worked * STEPS if rank else served * STEPS
         if rank == 0 and how is serve_asynchronously:
             got, expected = sorted(got), sorted(expected)
@@ -144,5 +133,7 @@ def test_bytes_on_the_wire(check):
 
 @on_ranks(1)
 def test_a_server_needs_workers(check):
-    gpt = small_gpt()
-    check.refused(serve, gpt, SGD(gpt.parameters()), 1, says="expected workers to be 1 or more")
+    gpt = cases.small_gpt()
+    check.refused(
+        serve, gpt, cases.SGD(gpt.parameters()), 1, says="expected workers to be 1 or more"
+    )

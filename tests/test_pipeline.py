@@ -157,8 +157,7 @@ def train_alone(twin, optimizer, m, times, norms):
 
 
 @on_ranks(3)
-def test_five_steps_beside_the_twin(check):
-    world_size = dist.get_world_size()
+def test_five_steps_beside_the_twin(check, world_size):
     cases = [(one_f_one_b, SGD, 4, 1), (one_f_one_b, ADAMW, 2, 2), (interleaved, SGD, 2, 1)]
     cases += [(zero_bubble, SGD, 2, 2), (zero_bubble, ADAMW, 4, 1), (gpipe, ADAMW, 2, 1)]
     for make, optimizer, m, times in cases:

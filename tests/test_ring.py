@@ -72,9 +72,8 @@ def check_all(check, parts, group=None, functions=None):
 
 
 @on_ranks(1, 2, 3, 4)
-def test_dtypes_shapes_and_segments(check):
+def test_dtypes_shapes_and_segments(check, world_size):
     """Every dtype in one of three worlds; segments of any length, any number of them ahead."""
-    world_size = dist.get_world_size()
     for dtype in twin.DTYPES[world_size % 3 :: 3]:
         check_all(check, parts_of(world_size, 29, dtype))
     for shape in (0, 1, world_size - 1, world_size + 1, (), (0, 3), (3, 4, 5)):
@@ -92,9 +91,8 @@ def test_more_ranks_than_cores(check):
 
 
 @on_ranks(3, 4)
-def test_sums_that_round(check):
+def test_sums_that_round(check, rank, world_size):
     """Near the exact sum; the same bits on all ranks, in plain and fast, and in any segments."""
-    rank, world_size = rank_and_world()
     for dtype in twin.FLOATS:
         parts = [twin.fractions(r, 1003, dtype) for r in range(world_size)]
         for function in for_so_many(world_size, ALL_REDUCES):
@@ -120,8 +118,7 @@ def test_sums_that_round(check):
 
 
 @on_ranks(3)
-def test_views_parameters_and_gaps(check):
-    rank, world_size = rank_and_world()
+def test_views_parameters_and_gaps(check, rank, world_size):
     parts = parts_of(world_size, 17)
     for function, segment_bytes in itertools.product(ALL_REDUCES, (fast.SEGMENT_BYTES, 16)):
         buffer = torch.full((30,), -1.0)
@@ -143,9 +140,8 @@ def test_views_parameters_and_gaps(check):
 
 
 @on_ranks(5)
-def test_groups_that_interleave(check):
+def test_groups_that_interleave(check, rank):
     """Each works as often as it likes, also while the other does; who is outside is told."""
-    rank = dist.get_rank()
     evens, odds, three = (dist.new_group(members) for members in ([0, 2, 4], [3, 1], [1, 2, 4]))
     for _ in range(1 + 2 * (rank % 2)):
         group, members = (odds, [1, 3]) if rank % 2 else (evens, [0, 2, 4])

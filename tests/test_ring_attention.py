@@ -50,8 +50,7 @@ def test_equal_to_one_process(check):
 
 
 @on_ranks(5)
-def test_groups(check):
-    rank = dist.get_rank()
+def test_groups(check, rank):
     evens, odds = dist.new_group([0, 2, 4]), dist.new_group([3, 1])
     for causal in (False, True):
         compare(check, 4, causal, group=odds if rank % 2 else evens)

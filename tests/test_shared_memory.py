@@ -59,8 +59,7 @@ def every_call(check, parts, group=None, buffer=None):
 
 
 @on_ranks(1, 2, 3, 4)
-def test_dtypes_and_lengths(check):
-    world_size = dist.get_world_size()
+def test_dtypes_and_lengths(check, world_size):
     cases = [(29, dtype) for dtype in twin.DTYPES[world_size % 3 :: 3]]
     for length in (0, 1, world_size - 1, world_size, 4 * world_size + 1):
         cases.append((length, torch.float32))
@@ -69,9 +68,8 @@ def test_dtypes_and_lengths(check):
 
 
 @on_ranks(3)
-def test_sums_that_round(check):
+def test_sums_that_round(check, rank, world_size):
     """In one piece and in several; NaNs of other bits on every rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     for dtype in twin.FLOATS:
         parts = [twin.fractions(r, 1003, dtype) for r in range(world_size)]
         for piece_bytes in (shared_memory.PIECE_BYTES, 64, 8):
@@ -87,9 +85,8 @@ def test_sums_that_round(check):
 
 
 @on_ranks(2, 5)
-def test_many_calls(check):
+def test_many_calls(check, rank, world_size):
     """With new data, in a random order of calls, with random pauses, each checked to the bit."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     order, pauses = random.Random(0), random.Random(rank + 1)  # the order is the same on all
     buffers = [SharedBuffer(41), SharedBuffer(7)]
     for number in range(100):
@@ -112,9 +109,8 @@ def test_many_calls(check):
 
 
 @on_ranks(3)
-def test_several_buffers(check):
+def test_several_buffers(check, rank, world_size):
     """One in place of one that is gone; two at once; `local` without the buffer it belongs to."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     parts = [twin.whole(r, 41) for r in range(world_size)]
     buffer = filled(SharedBuffer(41), parts[rank])
     buffer.reduce_scatter()
@@ -140,9 +136,8 @@ def test_several_buffers(check):
 
 
 @on_ranks(5)
-def test_groups(check):
+def test_groups(check, rank):
     """They interleave, each calls as often as it likes; a rank outside is refused."""
-    rank = dist.get_rank()
     evens, odds = dist.new_group([0, 2, 4]), dist.new_group([3, 1])
     three = dist.new_group([1, 2, 4])
     group, members = (odds, [1, 3]) if rank % 2 else (evens, [0, 2, 4])
@@ -260,8 +255,7 @@ def test_ranks_that_make_different_calls_are_told(check):
 
 
 @on_ranks(3)
-def test_every_rank_hears_that_they_disagree(check):
-    rank = dist.get_rank()
+def test_every_rank_hears_that_they_disagree(check, rank):
     says = ("same SharedBuffer", "numel=42 on rank 1, numel=41 in its place on rank 0")
     check.refused(SharedBuffer, 41 + rank % 2, says=says)
     dtype = torch.float64 if rank == 2 else torch.float32

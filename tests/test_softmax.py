@@ -301,8 +301,7 @@ def test_across_ranks(slices):
 
 
 @on_ranks(3)
-def test_across_a_group(check):
-    rank = dist.get_rank()
+def test_across_a_group(check, rank):
     group, x = dist.new_group([2, 0]), torch.full((1,), float(rank))
     if rank == 1:
         says = ("rank 1 called softmax_across_ranks with a group that it isn't in", "ranks only")

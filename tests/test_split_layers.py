@@ -29,9 +29,8 @@ def layers(seed):
 
 
 @on_ranks(1, 2, 4)
-def test_split_and_gathered(check):
+def test_split_and_gathered(check, rank, world_size):
     """The first rank's values; what was frozen still is; parts of lengths that W doesn't divide."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     serial, mine = layers(0), layers(rank)
     for each in (serial, mine):
         each["row"].weight.requires_grad_(False)

@@ -2,25 +2,18 @@
 
 from test_figures import check_picture
 
-from ddpkit.lesson import page
-from ddpkit.lesson.tensor_charts import (
-    bytes_by_tokens,
-    layer_times,
-    reduced_bytes,
-    split_products,
-    tensor_calculator,
-)
+from ddpkit.lesson import page, tensor_charts
 
 
 def test_split_products_are_drawn():
-    picture = split_products(6, 4, 8, world_size=3)
+    picture = tensor_charts.split_products(6, 4, 8, world_size=3)
     check_picture(picture, *page.RANK_COLOURS[:3], page.MIXED)
 
 
 def test_both_send_as_much_at_three_widths_of_tokens():
-    both = reduced_bytes(width=64, tokens=3 * 64)
+    both = tensor_charts.reduced_bytes(width=64, tokens=3 * 64)
     assert both["tensor parallel"] == both["data parallel"] == 12 * 64**2 * 2
-    picture = bytes_by_tokens(64, 4, [64, 256, 1024])
+    picture = tensor_charts.bytes_by_tokens(64, 4, [64, 256, 1024])
     check_picture(picture, page.ORANGE, page.BLUE)
     tensor, data, even = picture.figure.axes[0].lines
     assert list(data.get_ydata()) == [12 * 64**2 * 2 * 2 * 3 / 4] * 3
@@ -29,11 +22,11 @@ def test_both_send_as_much_at_three_widths_of_tokens():
 
 
 def test_the_calculator_counts_bytes_and_seconds():
-    caption, picture = layer_times(8, 8192, 2**15)
+    caption, picture = tensor_charts.layer_times(8, 8192, 2**15)
     assert caption == (
         "8 ranks, width 8192, 32,768 tokens: each sends 3.76 GB tensor parallel, 2.82 GB data "
         "parallel, and computes for 49.5 ms."
     )
     assert "NVLink 4: tensor parallel 10.3 ms, data parallel 7.66 ms" in repr(picture)
     check_picture(picture, page.ORANGE, page.BLUE)
-    assert tensor_calculator().text == caption
+    assert tensor_charts.tensor_calculator().text == caption

@@ -50,8 +50,7 @@ def both_ways(layer, x):
 
 
 @on_ranks(1, 3)
-def test_f_and_g(check):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def test_f_and_g(check, rank, world_size):
     xs = [randn(4, 2, seed=rank) for rank in range(world_size)]
     weights, total, call = randn(4, 2, seed=9), sum(xs), [("all_reduce", 64)]
 
@@ -158,9 +157,8 @@ def test_embedding(check):
 
 
 @on_ranks(1, 2, 4)
-def test_cross_entropy(check):
+def test_cross_entropy(check, rank, world_size):
     """Of large logits, too: exp(1000) is inf. A part of the vocabulary may be impossible."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = deal(11, world_size)[rank]
     targets = torch.arange(12).view(3, 4) % 11
     impossible = randn(3, 4, 11)

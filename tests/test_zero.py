@@ -6,26 +6,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import training_cases as cases
 import twin
 from on_ranks import on_ranks
 from torch import nn
-from training_cases import (
-    ADAMW,
-    HALF_THE_DIGITS,
-    SGD,
-    ZEROS,
-    alone,
-    backward,
-    gpt_batch,
-    gpt_loss,
-    prepare,
-    sent_by,
-    small_gpt,
-    together,
-    train,
-    trained_of,
-    weights_of,
-)
 
 from ddpkit import launch, transport
 from ddpkit.fast.ring import RingTransport
@@ -35,9 +19,9 @@ from ddpkit.fsdp import ShardedLinear
 from ddpkit.zero import ZeroOptimizer, shard_plan
 
 
-def sharded(way, make=ADAMW, dtype=torch.float64):
+def sharded(way, make=cases.ADAMW, dtype=torch.float64):
     """What `prepare` returns; each rank begins with other weights."""
-    return prepare(way, small_gpt(dist.get_rank(), dtype), make)
+    return cases.prepare(way, cases.small_gpt(dist.get_rank(), dtype), make)
 
 
 # Beside plain training
@@ -46,14 +30,14 @@ def sharded(way, make=ADAMW, dtype=torch.float64):
 @on_ranks(2)
 def test_zero_grad_forgets_all_gradients(check):
     """Also those that are sent, and those that added up in no_sync, whoever owns them."""
-    rank, expected = dist.get_rank(), alone("GPT", steps=range(1))
-    for way in ZEROS:
+    rank, expected = dist.get_rank(), cases.alone("GPT", steps=range(1))
+    for way in cases.ZEROS:
         for quiet in (True, False):
-            prepared = module, _, optimizer, _ = sharded(way, SGD)
+            prepared = module, _, optimizer, _ = sharded(way, cases.SGD)
             with optimizer.no_sync() if quiet else contextlib.nullcontext():
-                backward("GPT", module, None, [rank], 8)
-            got = train("GPT", prepared, [rank], set_to_none=quiet, steps=range(1))
-            check.close(got, expected, HALF_THE_DIGITS, way, "no_sync", quiet)
+                cases.backward("GPT", module, None, [rank], 8)
+            got = cases.train("GPT", prepared, [rank], set_to_none=quiet, steps=range(1))
+            check.close(got, expected, cases.HALF_THE_DIGITS, way, "no_sync", quiet)
 
 
 OPTIMIZERS = {
@@ -69,12 +53,12 @@ OPTIMIZERS = {
 def test_any_elementwise_optimizer(check):
     """`train` changes learning rates as schedulers do. A step with a closure returns its loss."""
     for name, make in OPTIMIZERS.items():
-        expected = alone("GPT", make)
-        check.close(together("zero", "GPT", make), expected, HALF_THE_DIGITS, name)
+        expected = cases.alone("GPT", make)
+        check.close(cases.together("zero", "GPT", make), expected, cases.HALF_THE_DIGITS, name)
     module, _, optimizer, _ = sharded("zero")
 
     def closure():
-        loss = gpt_loss(module, [gpt_batch()])
+        loss = cases.gpt_loss(module, [cases.gpt_batch()])
         loss.backward()
         return loss
 
@@ -90,10 +74,12 @@ def test_clipping_by_the_norm_of_all_shards(check):
         return optimizer.clip_grad_norm_(max_norm)
 
     for max_norm in (0.05, 100.0):
-        expected = alone("GPT", micro_batches=2, clip=by_torch)
+        expected = cases.alone("GPT", micro_batches=2, clip=by_torch)
         for way in ("fast zero", "fast zero, shared"):
-            got = train("GPT", sharded(way, SGD), [dist.get_rank()], micro_batches=2, clip=ours)
-            check.close(got, expected, HALF_THE_DIGITS, way, max_norm)
+            got = cases.train(
+                "GPT", sharded(way, cases.SGD), [dist.get_rank()], micro_batches=2, clip=ours
+            )
+            check.close(got, expected, cases.HALF_THE_DIGITS, way, max_norm)
 
 
 # Who owns what
@@ -112,18 +98,17 @@ def test_shard_plan():
 
 
 @on_ranks(2, 3)
-def test_state_is_k_psi_over_w(check):
-    world_size = dist.get_world_size()
-    cases = [(way, torch.float32, 8) for way in ZEROS]
-    cases += [(way, torch.bfloat16, 12) for way in ZEROS if way.startswith("fast")]
-    for way, dtype, k in cases:
+def test_state_is_k_psi_over_w(check, world_size):
+    kinds = [(way, torch.float32, 8) for way in cases.ZEROS]
+    kinds += [(way, torch.bfloat16, 12) for way in cases.ZEROS if way.startswith("fast")]
+    for way, dtype, k in kinds:
         prepared = module, _, optimizer, _ = sharded(way, dtype=dtype)
-        train("GPT", prepared, [dist.get_rank()], steps=range(2))
+        cases.train("GPT", prepared, [dist.get_rank()], steps=range(2))
         shards = [bucket.shard for bucket in optimizer.buckets]
         states = [b.optimizer.state[b.shard] for b in optimizer.buckets]
         kept = [value for state in states for value in state.values()]
         owned = sum(bucket.numel for bucket in optimizer.buckets) // world_size
-        trained = trained_of(module).values()
+        trained = cases.trained_of(module).values()
         padding = owned * world_size - sum(p.numel() for p in trained)
         check.unless(0 <= padding < world_size * len(shards), way, "padding", padding)
         check.same(optimizer.state_bytes(), k * owned, way, dtype, "state_bytes")
@@ -138,25 +123,24 @@ def test_state_is_k_psi_over_w(check):
 
 
 @on_ranks(2)
-def test_half_precision_has_a_master_copy(check):
+def test_half_precision_has_a_master_copy(check, rank):
     """Against master copies by hand, to the bit: two ranks' sum is the same in either order.
 
     A learning rate of 1e-4 is less than the spacing of bf16 at most weights: without a copy,
     nothing would move.
     """
-    rank = dist.get_rank()
     for way, dtype in (("fast zero", torch.bfloat16), ("fast zero, shared", torch.float16)):
-        plain = small_gpt(0, dtype)
-        trained = list(trained_of(plain).values())
+        plain = cases.small_gpt(0, dtype)
+        trained = list(cases.trained_of(plain).values())
         masters = [nn.Parameter(parameter.detach().float()) for parameter in trained]
         adamw = torch.optim.AdamW(masters, lr=1e-4)
-        module = small_gpt(rank, dtype)
-        cls, cap_mb, how = ZEROS[way]
+        module = cases.small_gpt(rank, dtype)
+        cls, cap_mb, how = cases.ZEROS[way]
         optimizer = cls(module.parameters(), torch.optim.AdamW, cap_mb, None, how(), lr=1e-4)
         for step in range(3):
             shares = []
             for r in range(2):
-                backward("GPT", plain, None, [r], step)
+                cases.backward("GPT", plain, None, [r], step)
                 shares.append([parameter.grad / 2 for parameter in trained])
                 plain.zero_grad()
             for master, *each in zip(masters, *shares, strict=True):
@@ -164,9 +148,9 @@ def test_half_precision_has_a_master_copy(check):
             adamw.step()
             for parameter, master in zip(trained, masters, strict=True):
                 parameter.data.copy_(master)
-            backward("GPT", module, None, [rank], step)
+            cases.backward("GPT", module, None, [rank], step)
             optimizer.step()
-            check.same(weights_of(module), weights_of(plain), way, "step", step)
+            check.same(cases.weights_of(module), cases.weights_of(plain), way, "step", step)
         saved = optimizer.state_dict()["state"]
         numbers = [number for number, p in enumerate(module.parameters()) if p.requires_grad]
         for number, master in zip(numbers, masters, strict=True):
@@ -179,26 +163,26 @@ def test_half_precision_has_a_master_copy(check):
 def save(path, dtype):
     """Train, save, train on; what came out."""
     prepared = module, _, optimizer, _ = sharded("fast zero", dtype=dtype)
-    train("GPT", prepared, range(4))
+    cases.train("GPT", prepared, range(4))
     saved = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
     if dist.get_rank() == 0:
         torch.save(saved, path)
-    return train("GPT", prepared, range(4), steps=range(3, 6))
+    return cases.train("GPT", prepared, range(4), steps=range(3, 6))
 
 
 def load(path, dtype, way):
     """Load into another model with other options, and train on; that and what is saved again."""
     saved, prepared = torch.load(path), sharded(way, dtype=dtype)
     module, _, optimizer, _ = prepared
-    train("GPT", prepared, range(4), steps=range(7, 8))
+    cases.train("GPT", prepared, range(4), steps=range(7, 8))
     module.load_state_dict(saved["module"])
     optimizer.load_state_dict(saved["optimizer"])
     again = copy.deepcopy(optimizer.state_dict())
-    return train("GPT", prepared, range(4), steps=range(3, 6)), again
+    return cases.train("GPT", prepared, range(4), steps=range(3, 6)), again
 
 
 def test_saved_on_four_ranks_loads_on_fewer_and_into_adamw(tmp_path):
-    path, near = tmp_path / "saved", {"rtol": 0, "atol": HALF_THE_DIGITS}
+    path, near = tmp_path / "saved", {"rtol": 0, "atol": cases.HALF_THE_DIGITS}
     expected = launch(save, path, torch.float64, world_size=4)[0]
     whole = torch.load(path)["optimizer"]
     for world_size, way in ((3, "fast zero, shared"), (1, "fast zero, one bucket"), (1, None)):
@@ -215,13 +199,15 @@ def test_half_precision_is_saved_with_its_master_copies(tmp_path):
 
 @on_ranks(3)
 def test_a_plain_optimizers_state_loads(check):
-    plain = module, _, adamw, _ = prepare(None, small_gpt(), ADAMW)
-    train("GPT", plain, range(3))
+    plain = module, _, adamw, _ = cases.prepare(None, cases.small_gpt(), cases.ADAMW)
+    cases.train("GPT", plain, range(3))
     ours = mine, _, optimizer, _ = sharded("fast zero")
     mine.load_state_dict(module.state_dict())
     optimizer.load_state_dict(adamw.state_dict())
-    expected, got = (train("GPT", each, range(3), steps=range(3, 6)) for each in (plain, ours))
-    check.close(got, expected, HALF_THE_DIGITS)
+    expected, got = (
+        cases.train("GPT", each, range(3), steps=range(3, 6)) for each in (plain, ours)
+    )
+    check.close(got, expected, cases.HALF_THE_DIGITS)
     counted = adamw.state_dict()
     next(iter(counted["state"].values()))["step"] += 1
     one = sharded("fast zero, one bucket")[2]
@@ -261,8 +247,7 @@ class Kept:
 
 
 @on_ranks(1, 2, 3)
-def test_sharded_linear(check):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def test_sharded_linear(check, rank, world_size):
     for bias, how in ((True, transport), (False, RingTransport())):
         torch.manual_seed(rank)
         layer = ShardedLinear(nn.Linear(3, 5, bias, dtype=torch.float64), transport=how)
@@ -280,14 +265,14 @@ def test_sharded_linear(check):
             check.same(kept.numel, x.numel(), "autograd keeps")
             out.square().sum().backward()
             (first(inputs).square().sum() / world_size).backward()
-            check.close(out, first(y), HALF_THE_DIGITS, "forward")
+            check.close(out, first(y), cases.HALF_THE_DIGITS, "forward")
             (expected,) = torch.autograd.grad(first(y).square().sum(), y)
-            check.close(x.grad, expected, HALF_THE_DIGITS, "gradient of x")
+            check.close(x.grad, expected, cases.HALF_THE_DIGITS, "gradient of x")
             for optimizer in sgd:
                 optimizer.step()
                 optimizer.zero_grad()
             for value, parameter in zip(layer.gather(), first.parameters(), strict=True):
-                check.close(value, parameter, HALF_THE_DIGITS, "updated")
+                check.close(value, parameter, cases.HALF_THE_DIGITS, "updated")
         numel = -(-sum(p.numel() for p in first.parameters()) // world_size)
         check.same([p.numel() for p in layer.parameters()], [numel], "kept")
 
@@ -296,7 +281,7 @@ def test_sharded_linear(check):
 def test_stage_3_sends_half_as_much_again(check):
     layer = ShardedLinear(nn.Linear(8, 7), transport=RingTransport())  # 63 numbers, one of padding
     found = []
-    forward = sent_by(lambda: found.append(layer(torch.ones(1, 8)).sum()))
-    then = sent_by(found[0].backward)
+    forward = cases.sent_by(lambda: found.append(layer(torch.ones(1, 8)).sum()))
+    then = cases.sent_by(found[0].backward)
     sent = [sum(r.bytes for r in part if r.op == "send") for part in (forward, then)]
     check.same(sent, [64 * 4 * 3 // 4, 2 * 64 * 4 * 3 // 4])
