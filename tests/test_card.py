@@ -16,5 +16,6 @@ def test_what_is_said_is_text_and_code_is_set_as_code():
     page = card(False, "<b> `c`", "so `x < 2`", "two\n lines", "", folds={"hint": "add `y`"})
     assert re.search("&lt;b&gt; <code [^>]*>c</code></b>", page)
     assert re.search("So <code [^>]*>x &lt; 2</code></div>", page)
+    assert ">pair = 0</div>" in card(False, "merge", "pair = 0")  # code begins as it is
     assert re.search(r"pre-wrap[^>]*>two\n lines</div>", page)
     assert re.search("<details [^>]*><summary [^>]*>hint</summary><div [^>]*>Add <code", page)

@@ -11,7 +11,7 @@ from ddpkit import flash_attention
 from ddpkit.tools.memory import watch
 
 from .checker import Exercise, mistakes
-from .softmax import Numbers, read_by_case, trial_of
+from .softmax import Numbers, read_by_case, returned_by, trial_of
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -41,7 +41,7 @@ def _look(answer: Callable, case: str, names: dict[str, int], given: tuple, *opt
     """What it returns, the shapes first, and whether what it was given is still as it was."""
     copies = [x.clone() for x in given]
     with torch.no_grad():
-        returned = answer(*copies, *options)
+        returned = returned_by(answer, *copies, *options)
     returned = returned if isinstance(returned, tuple | list) else [returned]
     seen = {f"{case}: shapes": [tuple(getattr(x, "shape", ())) for x in returned]}
     if len(returned) == len(names) and all(isinstance(x, Tensor) for x in returned):
@@ -109,6 +109,9 @@ ell_of_the_tile: ell * correction + →
     ell is that of the last tile: add up all of them, and rescale what is there.
 never_divided: acc / ell → acc
     acc is still a sum: divide it by ell at the end.
+correction_as_a_row: acc * correction → acc * correction.squeeze(-1)
+    m, ell and correction are one number a query. They meet s and acc as columns, m_new[:, None].
+maximum_as_a_row: torch.exp(s - m_new) → torch.exp(s - m_new.squeeze(-1))
 not_scaled: * q.shape[-1] ** -0.5 →
     The scores aren't scaled by 1/√D.
 scaled_twice: * q.shape[-1] ** -0.5 → / q.shape[-1]
@@ -119,6 +122,8 @@ sees_the_next: triu(1 - first) → triu(2 - first)
     With causal, a query sees the key after its own: -inf begins at j = i + 1.
 each_tile_alone: triu(1 - first) → triu(1)
     The causal mask begins anew in each tile: the tile's keys have numbers from `first` on.
+mask_to_the_right: triu(1 - first) → triu(1 + first)
+    Without causal it is right. Column c of a tile is key first + c, hidden where first + c > i.
 past_hidden: triu(1 - first) → tril(-1 - first)
     With causal, it is the past that is masked: -inf belongs at j > i.
 not_causal: if causal: → if False:
@@ -174,6 +179,7 @@ first_lse_then_o: acc = acc * correction + p @ v[..., keys, :] →
 """)
 USUAL = {"8 keys in one tile: o": "two_slips", "8 keys in tiles of 3: o": "two_slips_between_tiles"}
 USUAL |= {"8 keys in one tile: lse, though o is right": "lse_without_maximum"}
+USUAL |= {"causal: o": "mask_to_the_right"}
 USUAL |= {ALIVE: "all_at_once", PRODUCTS: "first_lse_then_o"}
 flash_forward = Exercise(
     reference=flash_attention.flash_forward,
@@ -185,8 +191,8 @@ flash_forward = Exercise(
         "last tile may be shorter.",
         "values": "m_new = torch.maximum(m, s.amax(1, keepdim=True)). Both ell and acc are "
         "multiplied by exp(m - m_new) before the tile's part is added.",
-        "error": "Causal: query i sees key j if j <= i, and the tile's keys are first, first + 1, "
-        "... At the end o = acc / ell, lse = (m + ell.log()).squeeze(1).",
+        "error": "The tile's keys are first, first + 1, ..., and the last tile has fewer. m, ell "
+        "and lse are one number a query: columns, [:, None], where they meet s or acc.",
     },
     praise="o and lse, from one tile of scores at a time.",
     explain=partial(read_by_case, FORWARD, USUAL),

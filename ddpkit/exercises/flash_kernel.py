@@ -167,8 +167,8 @@ fills_with_minus_1e9: s, float("-inf")) → s, -1e9)
     All scores are far below -1e9, too. A key that isn't there has the score -inf.
 loads_beyond: k_ptr + there, mask=keys[:, None] < N, other=0.0 → k_ptr + there
     v_ptr + there, mask=keys[:, None] < N, other=0.0 → v_ptr + there
-    The last tile sticks out over the end of k and v, and what lies there is anything: mask the
-    loads. (0 times NaN is NaN: the weight 0 alone doesn't help.)
+    The last tile sticks out over the end of k and v. Mask the loads, with other=0.0: NaN or -inf
+    from there makes every product NaN, even with weight 0. tl.where hides the scores.
 stores_nothing: tl.store(o_ptr + places, acc / ell[:, None], mask=rows[:, None] < N) → return acc
     Nothing was written to o. What a kernel returns is lost: tl.store(o_ptr + …, values, mask=…).
 stores_the_whole_tile: acc / ell[:, None], mask=rows[:, None] < N → acc / ell[:, None]

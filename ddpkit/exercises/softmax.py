@@ -47,10 +47,18 @@ class Numbers:
         return f"[{', '.join(numbers)}]"
 
 
+def returned_by(answer: Callable, *args: object) -> object:
+    """What it returns; TypeError: nothing."""
+    returned = answer(*args)
+    if returned is None:
+        raise TypeError("it returned None: is a `return` missing?")
+    return returned
+
+
 def numbers(answer: Callable, *args: object) -> object:
     """What `answer` returns, or the error of Python's arithmetic that it raised."""
     try:
-        returned = answer(*args)
+        returned = returned_by(answer, *args)
     except (OverflowError, ZeroDivisionError) as error:
         return error
     try:
@@ -143,7 +151,8 @@ class Row(Tensor):
         numbers = self.as_subclass(Tensor)
         places = torch.arange(len(self)).view(-1, *[1] * (self.dim() - 1))
         places = places.expand(self.shape)[index].unique()
-        if self.last is None or not torch.equal(places, self.last):
+        again = self.last is not None and torch.equal(places, self.last)
+        if len(places) and not again:
             self.times[places] += 1
             self.log.append((self, len(places)))
         self.last = places if len(places) < len(self) else None

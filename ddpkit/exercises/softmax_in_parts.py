@@ -23,6 +23,7 @@ from .softmax import (
     exact_softmax,
     numbers,
     read_by_case,
+    returned_by,
     trial_of,
 )
 
@@ -201,6 +202,8 @@ keeps_the_blocks: for part in blocks:⏎pair = → kept = torch.cat([x[..., part
     ⏎for part in blocks:⏎    pair =
     finish(x[..., part], → finish(kept[..., part],
     Was the row kept, or its powers? It may be longer than memory: read each block again.
+starts_with_floats: a, pair = torch.empty_like(x), start(x) → a, pair = x, (-math.inf, 0.0)
+    The library's merge takes tensors: begin with summarize(row[:0]), the pair of an empty part.
 masked_block_is_nan: m.masked_fill(m == -math.inf, 0) → m
     A block that is all masked has the pair (-inf, 0), and changes nothing: mind -inf - -inf.
 """)
@@ -215,8 +218,8 @@ blockwise_softmax = Exercise(
     note="Ours, for many rows at a time: x[..., part] is a block of every row.",
     trials=_block_trials,
     hints={
-        "start": "pair = -inf, 0 at first. For each block: its own maximum and sum, as safe "
-        "softmax has them, and pair = merge(pair, that).",
+        "start": "pair = summarize(row[:0]) at first: (-inf, 0). For each block: its own maximum "
+        "and sum, as safe softmax has them, and pair = merge(pair, that).",
         "values": "for first in range(0, len(row), block): row[first : first + block] is a block, "
         "and the last may be shorter. Twice: for the pair, then for exp(x - m) / ell.",
     },
@@ -229,15 +232,15 @@ blockwise_softmax = Exercise(
 # softmax_across_ranks(x)
 
 SHARED = [  # three rows, in parts: two for each rank. The last is all masked
-    [[LN2, 0.0, LN5], [LN3], [], [LN4, 0.0]],
-    [[-INF, -INF, 1000.0], [1000 + LN3], [], [-INF, 1000 + LN4]],
-    [[-INF] * 3, [-INF], [], [-INF] * 2],
+    [[LN2, LN5], [LN3], [], [LN4, 0.0]],
+    [[-INF, 1000.0], [1000 + LN3], [], [-INF, 1000 + LN4]],
+    [[-INF] * 2, [-INF], [], [-INF] * 2],
 ]
 PAIRS = len(SHARED) * 2 * 8  # bytes of a pair for each row
 
 
 def _share(answer: Callable, world_size: int) -> Numbers:
-    return numbers(lambda x: answer(x).flatten(), _part(dist.get_rank(), world_size))
+    return numbers(lambda x: returned_by(answer, x).flatten(), _part(dist.get_rank(), world_size))
 
 
 def _part(rank: int, world_size: int) -> torch.Tensor:
@@ -286,6 +289,12 @@ own_maximum: return finish(x, *functools.reduce(merge, everyones)) → m, _ = su
     The sum is right, for the maximum of the whole row: subtract that one, not your own part's.
 last_pair: functools.reduce(merge, everyones) → everyones[-1]
     That is one rank's pair. Merge all of them.
+one_tensor_many_times: for _ in range(dist.get_world_size(group))] → ] * dist.get_world_size(group)
+    `[tensor] * W` is one tensor W times, and what comes last is left in it. Make one for each rank:
+    `[torch.empty_like(mine) for _ in range(W)]`.
+m_as_a_row: finish(x, *functools.reduce(merge, everyones)) → (
+    ⏎    x - functools.reduce(merge, everyones)[0])
+    m and ℓ are one number a row. They meet `x` as columns, m[:, None] and ell[:, None].
 averages: return finish(x, *functools.reduce(merge, everyones)) → W = len(everyones)
     ⏎return W * finish(x, *functools.reduce(merge, everyones))
     The sums were averaged. ℓ counts the numbers of all ranks: add them.
@@ -337,7 +346,7 @@ softmax_across_ranks = Exercise(
         "of the row.",
         "error": "With all pairs merged, the result is exp(x - m[:, None]) / ell[:, None].",
     },
-    praise="two numbers a row from each rank, however long the row is.",
+    praise="no more than two numbers a row from each rank, however long the row is.",
     wire=_pairs_only,
     explain=_explain_parts,
     mistakes=ACROSS,

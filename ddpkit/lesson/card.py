@@ -33,7 +33,9 @@ def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] =
 def _paragraph(text: str) -> str:
     if "\n" in text:
         return f'<div style="{CODE}; margin: 6px 0">{html.escape(text)}</div>'
-    return f'<div style="margin: 6px 0">{marked(text[:1].upper() + text[1:])}</div>'
+    word = re.match("[a-z]{2,} (?!=)", text)  # and not code, such as `pair = …`
+    text = text[:1].upper() + text[1:] if word else text
+    return f'<div style="margin: 6px 0">{marked(text)}</div>'
 
 
 def marked(text: str) -> str:
