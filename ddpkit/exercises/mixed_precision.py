@@ -153,6 +153,8 @@ multiplies: .float() / scale → .float() * scale
     The first moved far too far: divide its gradient by the scale, once.
 divides_in_fp16: weight.grad.float() / scale → (weight.grad / scale).float()
     The second master copy never moved: its gradient, 2**-26, is 0 in fp16. To fp32 first.
+leaves_the_gradient_in_fp16: weight.grad.float() / scale → weight.grad / scale
+    A master copy is fp32, and so is its gradient: weight.grad.float() first.
 without_step: optimizer.step() → pass
     Nothing moved. Does optimizer.step() find a gradient in each master copy's .grad?
 starts_from_the_weights: master.grad = → master.data.copy_(weight)⏎master.grad =
@@ -173,6 +175,9 @@ keeps_a_stale_gradient: master.grad = None if weight.grad is None else → if we
     The second had no gradient in step 2, but moved: then master.grad is None, too.
 makes_fp32_weights: weight.copy_(master) → weight.grad = None⏎weight.data = master.data
     The model computes in fp16, and its weights must stay so: weight.copy_(master) rounds, in place.
+makes_new_memory: weight.copy_(master) → weight.data = master.data.half()
+    The weight has new memory, and whoever holds the old one, such as a bucket (notebook 04), sees
+    nothing of it: weight.copy_(master) rounds in place.
 replaces_the_weights: optimizer.step() → optimizer.step()
         ⏎weights[:] = [master.detach().half().requires_grad_() for master in masters]
     The model holds the old tensors: weight.copy_(master) rounds in place.
@@ -445,7 +450,7 @@ truncates: .round() →
 without_abs: .abs() →
     Which is the largest of a block without its sign? amax of abs().
 divides_by_zero: scales[scales == 0] = 1 → pass
-    A block of zeros has the scale 0, and 0/0 is NaN, in int8 any number. Give it another scale.
+    No scale may be 0: in a block of zeros 0/0 is NaN, in int8 any number. Give it another scale.
 upside_down: , scales⏎ → , 1 / scales⏎
     numbers * scales must give x again, so return what you divided by.
 gives_floats: .to(torch.int8), scales → * scales, scales

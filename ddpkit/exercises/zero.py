@@ -96,6 +96,11 @@ in_lengths: append((parameter, start, stop)) → append((parameter, start, stop 
     The third number is where the part stops, not how many elements it has.
 of_this_rank_only: return shards → return shards[dist.get_rank()]
     Return a list for each rank, of tuples (parameter, start, stop): every rank knows the plan.
+each_parameter: length = -(-sum(numels) // world_size) → length = 0
+    start = max(rank * length, first) - first → start = rank * numel // world_size
+    stop = min((rank + 1) * length, first + numel) - first →
+    ⏎stop = (rank + 1) * numel // world_size
+    Each parameter was cut into W. Cut the flat buffer, all of them end to end, once.
 by_parameter: if start < stop: → if rank == parameter % world_size:
     append((parameter, start, stop)) → append((parameter, 0, numel))
     Cut the flat buffer, not the list of parameters: a parameter may lie in two shards.
@@ -282,7 +287,7 @@ def _run_states(answer):
 model_states = Exercise(
     reference=memory.model_states,
     trials=lambda: [Trial(1, _run_states, (), [KEEPS], what="by arguments")],
-    explain=lambda *_: "Three numbers of bytes: of parameters, gradients and optimizer state.",
+    explain=lambda *_: "Three numbers of bytes. Rounded up is a shard's length, not its bytes.",
     hints={
         "start": "First how many numbers a rank keeps: Ψ, or Ψ / W, rounded up: -(-Ψ // W). Then "
         "times 2, 2 and 12 bytes.",
@@ -371,7 +376,7 @@ clip_grad_norm_ = Exercise(
         "hang": "Every rank must call all_reduce, also one whose own shards are short.",
         "error": "all_reduce takes a tensor, and returns None: the sum is in the tensor.",
     },
-    praise="right on 1, 2 and 4 ranks, for one number on the wire.",
+    praise="right on 1, 2 and 4 ranks, and nobody sent a gradient.",
     mistakes=mistakes("""
 norm_of_the_shard: dist.all_reduce(squared, group=group) → pass
     That is the length of this rank's part. Each rank would shorten its own by another factor, and

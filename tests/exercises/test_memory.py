@@ -30,7 +30,7 @@ def test_what_is_wrong_of_a_blocks_bytes_is_said_by_term():
 
     assert "The sbd are right" in told(34, 7)
     assert "The bs²H are right" in told(29, 5)
-    assert "how many sbd, and how many" in told(17, 2.5)
+    assert "17sbd + 2.5bs²H. Numbers count 2 bytes" in told(17, 2.5)
 
 
 def test_the_first_segment_is_not_the_one_to_spare():
