@@ -145,11 +145,6 @@ def test_latencies_of_the_bucket_calculator():
 
 def test_zero_calculator():
     widget = zero_calculator()
-    assert repr(widget) == (
-        "7.5B on 64 ranks, stage 1: parameters 15 GB, gradients 15 GB, "
-        "optimizer 1.41 GB: 31.4 GB on each, which fits "
-        "on a GPU of 80 GB, activations not counted. Each sends 29.5 GB in a step."
-    )
     picture = widget.look()[1]
     assert repr(picture).splitlines()[:3] == [
         "Model states on each of 64 ranks.",

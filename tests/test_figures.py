@@ -216,10 +216,6 @@ def test_before_after(rows):
 
 
 def test_before_after_says_it_in_words():
-    assert repr(figures.before_after(zip(*GATHER, strict=True), "gather")) == (
-        "gather: before, rank 0 has [1], rank 1 has [10], rank 2 has [100]; "
-        "after, rank 0 has [1, 10, 100], ranks 1 and 2 have nothing."
-    )
     pairs = [([1.5], torch.tensor([1.5])), (None, torch.tensor([1.5]))]
     assert repr(figures.before_after(pairs, "broadcast")) == (
         "broadcast: before, rank 0 has [1.5], rank 1 has nothing; after, every rank has [1.5]."

@@ -118,11 +118,12 @@ def test_all_ranks_fail_alike():
     ]
 
 
-def test_ranks_that_fail_differently_are_all_told():
+def test_ranks_that_fail_differently_are_all_told_with_their_lines():
     def differ():
         raise ValueError(f"from {dist.get_rank()}")
 
-    said = re.findall(r"ank (\d) raised ValueError: from (\d)", str(failure(differ, times=1)))
+    told = r"ank (\d) raised ValueError: from (\d)\n  .* in differ: raise ValueError"
+    said = re.findall(told, str(failure(differ, times=1)))
     assert sorted(said) == [("0", "0"), ("1", "1"), ("2", "2")]
 
 
@@ -271,11 +272,8 @@ def test_a_rank_killed_while_it_starts():
         def __reduce__(self):
             return os._exit, (7,)
 
-    (rank,) = re.fullmatch(
-        r"rank (\d) exited with code 7, in the middle of its work\.",
-        message(print, Bomb(), world_size=2, times=1)[0],
-    ).groups()
-    assert rank in "01"  # both die: whose death is seen first is chance
+    said = message(print, Bomb(), world_size=2, times=1)[0]  # both die: whose is seen is chance
+    assert re.fullmatch(r"rank [01] exited with code 7, in the middle of its work\.", said)
 
 
 def test_no_rank_begins_before_all_have_joined():
@@ -288,10 +286,8 @@ def test_no_rank_begins_before_all_have_joined():
 
     for _ in range(3):
         lines = message(dies_at_once)
-        assert [" was in barrier(), " in line for line in lines if line.startswith("  Rank ")] == [
-            True,
-            True,
-        ]
+        others = [line for line in lines if line.startswith("  Rank ")]
+        assert len(others) == sum(" was in barrier(), " in line for line in others) == 2
 
 
 # What readers get wrong in the call itself.
@@ -328,14 +324,3 @@ def test_ranks_that_are_not_there():
         launch(pairs, world_size=4)
     with pytest.raises(RankError, match="broadcast with src=7, but the ranks go from 0 to 1"):
         launch(beyond, world_size=2)
-
-
-def test_different_errors_are_told_with_their_lines():
-    def fail():
-        if dist.get_rank() == 0:
-            raise KeyError("a")
-        time.sleep(0.05)
-        raise OSError("b")
-
-    with pytest.raises(RankError, match=r"Rank 1 raised OSError: b\n  .* raise OSError"):
-        launch(fail, world_size=2)

@@ -10,13 +10,6 @@ from ddpkit.lesson.softmax_player import MOST_NUMBERS, NEW, READ, draw, moments,
 
 INF = math.inf
 ROW = [1.0, 3.0, -INF, 2.0, 5.0]
-TRACE = """\
-0. nothing read: m = −∞, ℓ = 0
-1. x = 1: m grows from −∞ to 1; ℓ = 0 × 0 + 1 = 1
-2. x = 3: m grows from 1 to 3; ℓ = 1 × 0.135 + 1 = 1.14
-3. x = −∞: masked, m stays 3 and ℓ 1.14
-4. x = 2: m stays 3; ℓ = 1.14 × 1 + 0.368 = 1.5
-5. x = 5: m grows from 3 to 5; ℓ = 1.5 × 0.135 + 1 = 1.2"""
 
 
 @pytest.mark.parametrize("row", [ROW, [1000.0, -1000.0, 1000.0], [-INF, -INF], [-INF, -3.0]])
@@ -36,7 +29,6 @@ def test_moments_are_those_of_the_row(row):
 
 def test_text_and_pictures():
     player = softmax_player(ROW)
-    assert repr(player) == TRACE
     assert player.telling is player.look(5)[1]  # where the maximum grew last
     assert softmax_player([1, 3, 2]).telling.text.startswith("2. x = 3")
     caption = "5 of 5 numbers read. x = 5: m grows from 3 to 5; ℓ = 1.5 × 0.135 + 1 = 1.2"
