@@ -466,25 +466,6 @@ def test_what_is_kept_of_very_much_is_its_beginning_and_end(tmp_path):
     assert len(text) < 2_000_100
 
 
-def test_trap_11_and_22_a_data_loader_with_workers(capfd):
-    class Numbers(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            print(f"loading {index}")
-            return torch.tensor(float(index))
-
-    def load():
-        loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2)
-        return [batch.tolist() for batch in loader]
-
-    run = launch(load, world_size=2, timeout=60)
-    assert list(run) == [[[0.0, 1.0], [2.0, 3.0]]] * 2
-    for output in run.output:
-        assert sorted(output.splitlines()) == [f"loading {index}" for index in range(4)]
-
-
 # Not from inside.
 
 

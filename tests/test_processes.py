@@ -117,7 +117,7 @@ def leave():
     os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
     sys.child = subprocess.Popen(["sleep", "1000"])  # kept: it has none of the rank's descriptors
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
-    list(torch.utils.data.DataLoader(range(4), num_workers=2))
+    assert len(list(torch.utils.data.DataLoader(range(4), num_workers=2))) == 4  # trap 22
     threading.Thread(target=time.sleep, args=(1000,)).start()
     torch.ones(10).share_memory_()
     return sys.child.pid
@@ -125,7 +125,7 @@ def leave():
 
 @linux
 @pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_trap_4_and_21_launches_leave_nothing(times, monkeypatch):
+def test_trap_4_21_and_22_launches_leave_nothing(times, monkeypatch):
     """Neither those that work, nor broken ones, nor what a rank started, nor half a start."""
     launch(add, world_size=2)
     before = belongings()

@@ -74,6 +74,17 @@ def near(check, got, expected, *what):
         check.close(got[name], expected[name], bound, *what, name)
 
 
+def same_step(check, got, expected, copies, serial, optimizers, *what, group=None):
+    """Gradients and their norm are the serial model's; then both are clipped and take a step."""
+    near(check, got, expected, *what)
+    expected = clip_grad_norm_(serial.parameters(), MAX_NORM)
+    norm = clip_grad_norm(copies, MAX_NORM, group)
+    near(check, {"norm": norm}, {"norm": expected}, *what)
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
+
+
 def train_beside(
     check,
     *what,
@@ -81,7 +92,7 @@ def train_beside(
     sequence=False,
     micro_batches=1,
     steps=5,
-    spoil=lambda model: None,
+    spoil=None,
     data=batch,
     seed=lambda step: step,
     copies=count_copies,
@@ -94,12 +105,12 @@ def train_beside(
     """
     serial = twin_of(serial_gpt(**options))
     model = ParallelGPT(serial_gpt(dist.get_rank(), **options), sequence=sequence)  # rank 0's count
-    spoil(model)
+    if spoil:
+        place, name, value = spoil
+        setattr(model.get_submodule(place), name, value)
     models = serial, model
     optimizers = [optimizer(each.parameters()) for each in models]
     for step in range(steps):
-        for each in optimizers:
-            each.zero_grad()
         for number in range(micro_batches):
             torch.default_generator.manual_seed(step)  # torch.manual_seed seeds GPUs, too: slow
             tokens, targets = batch(step, number)
@@ -110,13 +121,8 @@ def train_beside(
                 (each / micro_batches).backward()
             near(check, {"loss": loss.detach()}, {"loss": expected.detach()}, *what, step)
         model.synchronize()
-        expected = part_of(gradients_of(serial), model)
-        near(check, gradients_of(model), expected, *what, step)
-        expected = clip_grad_norm_(serial.parameters(), MAX_NORM)
-        norm = clip_grad_norm(copies(model), MAX_NORM)
-        near(check, {"norm": norm}, {"norm": expected}, *what, step)
-        for each in optimizers:
-            each.step()
+        got, expected = gradients_of(model), part_of(gradients_of(serial), model)
+        same_step(check, got, expected, copies(model), serial, optimizers, *what, step)
     near(check, gather(model.state_dict(), model), serial.state_dict(), *what)
 
 
@@ -192,13 +198,11 @@ def trained(model, optimizer):
     for step in range(5):
         optimizer.zero_grad()
         tokens, targets = batch(step)
-        if isinstance(model, ParallelGPT):
-            losses.append(model(tokens, targets))
-            losses[-1].backward()
+        split = isinstance(model, ParallelGPT)
+        losses.append(model(tokens, targets) if split else mean_loss(model(tokens), targets))
+        losses[-1].backward()
+        if split:
             model.synchronize()
-        else:
-            losses.append(mean_loss(model(tokens), targets))
-            losses[-1].backward()
         optimizer.step()
     state = gather(model.state_dict(), model)  # of the serial model, itself
     weights = [state[name].double().flatten() for name in sorted(state)]
@@ -220,20 +224,14 @@ def test_two_shares_of_the_data_times_two_parts_of_the_model(check):
             model = BucketedDDP(split, group=data)
             optimizers = [optimizer(each.parameters()) for each in (serial, split)]
             for step in range(3):
-                for each in optimizers:
-                    each.zero_grad()
                 tokens, targets = zip(*(batch(step, 0, share) for share in (0, 1)), strict=True)
                 mean_loss(serial(torch.cat(tokens)), torch.cat(targets)).backward()
                 model(*batch(step, 0, dist.get_rank(data))).backward()
                 model.synchronize()
                 split.synchronize()
-                expected = part_of(gradients_of(serial), split, tensor)
-                near(check, gradients_of(split), expected, *what, step)
-                expected = clip_grad_norm_(serial.parameters(), MAX_NORM)
-                norm = clip_grad_norm(count_copies(split, tensor), MAX_NORM, tensor)
-                near(check, {"norm": norm}, {"norm": expected}, *what, step)
-                for each in optimizers:
-                    each.step()
+                got, right = gradients_of(split), part_of(gradients_of(serial), split, tensor)
+                copies = count_copies(split, tensor)
+                same_step(check, got, right, copies, serial, optimizers, *what, step, group=tensor)
             near(check, gather(split.state_dict(), split, tensor), serial.state_dict(), *what)
 
 
@@ -259,8 +257,6 @@ def test_two_stages_times_two_parts_of_each(check):
         copies = count_copies(module, tensor) | {tied: 2}
         optimizers = [optimizer(each.parameters()) for each in (serial, module)]
         for step in range(3):
-            for each in optimizers:
-                each.zero_grad()
             both = zip(batch(step), batch(step, 1), strict=True)
             tokens, targets = (torch.cat(micro_batches) for micro_batches in both)
             mean_loss(serial(tokens), targets).backward()
@@ -269,12 +265,7 @@ def test_two_stages_times_two_parts_of_each(check):
             expected = part_of(gradients_of(serial), split, tensor)
             found = {name: p.grad for name, p in mine.items() if p.grad is not None}
             expected = {name: expected[name] for name in mine if name in expected}
-            near(check, found, expected, what, step)
-            expected = clip_grad_norm_(serial.parameters(), MAX_NORM)
-            norm = clip_grad_norm(copies, MAX_NORM)
-            near(check, {"norm": norm}, {"norm": expected}, what, step)
-            for each in optimizers:
-                each.step()
+            same_step(check, found, expected, copies, serial, optimizers, what, step)
         expected = part_of(serial.state_dict(), split, tensor)
         found = {name: p.detach() for name, p in mine.items()}
         near(check, found, {name: expected[name] for name in found}, what)
@@ -310,22 +301,6 @@ class BothWays(SumOverRanks):
         return gradient, None
 
 
-def bias_on_every_rank(model):
-    model.blocks[1].out.__class__ = BiasOnEveryRank
-
-
-def neither_way(model):
-    model.blocks[1].qkv.enter = NeitherWay
-
-
-def both_ways(model):
-    model.blocks[1].out.leave = BothWays
-
-
-def never_synchronized(model):
-    model.synchronize = lambda: None
-
-
 def by_rank(step, micro_batch):
     return batch(step, micro_batch, dist.get_rank())
 
@@ -335,10 +310,10 @@ def each_once(model):
 
 
 MISTAKES = {
-    "row-parallel bias on every rank": {"spoil": bias_on_every_rank},
-    "column-parallel without the all-reduce of dX": {"spoil": neither_way},
-    "a g that sums in backward, too": {"spoil": both_ways},
-    "norms' gradients not summed": {"spoil": never_synchronized, "sequence": True},
+    "row-parallel bias on every rank": {"spoil": ("blocks.1.out", "__class__", BiasOnEveryRank)},
+    "column-parallel without dX's all-reduce": {"spoil": ("blocks.1.qkv", "enter", NeitherWay)},
+    "a g that sums in backward, too": {"spoil": ("blocks.1.out", "leave", BothWays)},
+    "norms' gradients not summed": {"spoil": ("", "synchronize", bool), "sequence": True},
     "other data on each rank": {"data": by_rank},
     "other dropout on each rank": {"seed": own_seed, "dropout": 0.3},
     "the same dropout for each rank's tokens": DROPOUT_OF_TOKENS,
