@@ -2,14 +2,13 @@
 
 import inspect
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import twin
 
 from ddpkit import collectives, doubling, launch, ring
-from ddpkit.ddp import plan_buckets
 from ddpkit.lesson import figures
 from ddpkit.tools.cost import (
     ALGORITHMS,
@@ -62,16 +61,6 @@ def every_algorithm():
         dist.barrier()
 
 
-def by_algorithm(run):
-    """{algorithm: what `figures` needs of a run: the records of rank 0, of rank 1, ...}."""
-    found = {name: SimpleNamespace(wire=[]) for name in algorithms(len(run.wire))}
-    for records in run.wire:
-        ends = [number for number, record in enumerate(records) if record.op == "barrier"]
-        for run, begin, end in zip(found.values(), [-1, *ends], ends, strict=False):
-            run.wire.append(records[begin + 1 : end])
-    return found
-
-
 def measured(run):
     """The `Volume` that a run shows."""
     ranks, hops, in_turn = range(len(run.wire)), figures.hops_of(run), 0
@@ -98,7 +87,7 @@ TOTAL = {  # that 4 ranks send together, in units of the whole; FACTS.md has mos
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_volumes_are_those_of_real_runs(world_size):
     run = launch(every_algorithm, world_size=world_size, backend="gloo")
-    parts = by_algorithm(run)
+    parts = dict(zip(algorithms(world_size), twin.between_barriers(run), strict=True))
     seen = {name: measured(part) for name, part in parts.items()}
     for name in algorithms(world_size):
         assert seen[name] == pytest.approx(volume(name, WHOLE, world_size), rel=1e-12), name
@@ -290,14 +279,6 @@ def test_a_bucket_starts_when_its_gradients_are_ready_and_the_wire_is_free():
     assert (found.backward_s, found.exposed_s) == (20.0, 4.0)
 
 
-def test_what_is_sent_after_backward_is_all_exposed():
-    """Naive: each message by itself; flat: one. They differ by the latencies."""
-    after = [20.0] * 4
-    naive = timeline([[0], [1], [2], [3]], after, BYTES, SLOW, 2).exposed_s
-    flat = timeline([[0, 1, 2, 3]], after, BYTES, SLOW, 2).exposed_s
-    assert (naive, flat) == (4 * 2 + 12, 2 + 12)
-
-
 def test_every_gradient_needs_a_bucket_a_time_and_a_size():
     for plan, ready, sizes, complaint in [
         ([], [], [], "a plan of 0 gradients, 0 times and 0 sizes"),
@@ -306,13 +287,3 @@ def test_every_gradient_needs_a_bucket_a_time_and_a_size():
     ]:
         with pytest.raises(ValueError, match=f"each gradient once, .* got {complaint}"):
             timeline(plan, ready, sizes, SLOW, 2)
-
-
-def test_a_cap_between_the_extremes_leaves_the_least_exposed():
-    """Twelve gradients, 1 s apart, messages of 2 s + 0.5 s each: small ones queue, large wait."""
-    model, ready, sizes = CostModel(1.0, 2.0), [float(number) for number in range(12)], [1] * 12
-    plans = {cap: plan_buckets([(1, torch.float32)] * 12, cap) for cap in range(1, 13)}
-    exposed = {cap: timeline(plan, ready, sizes, model, 2).exposed_s for cap, plan in plans.items()}
-    assert exposed[1] == 12 * 2.5 - 11
-    assert exposed[12] == 2 + 6
-    assert exposed[4] == min(exposed.values()) == 4

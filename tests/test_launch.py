@@ -445,6 +445,8 @@ def test_endless_printing_is_capped_and_can_be_stopped(tmp_path, capsys, live):
     shown = capsys.readouterr().out
     assert len(shown) < 1_000_000
     assert "rank 3 | the first line" in shown
+    goes_on = "rank 3 | ... it goes on, but no more of it is shown ...\n"
+    assert (goes_on in shown) is live
 
 
 def test_what_is_kept_of_very_much_is_its_beginning_and_end(tmp_path):

@@ -3,7 +3,6 @@ the data of all; and what goes over the wire meanwhile."""
 
 import itertools
 from collections import Counter
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -191,13 +190,7 @@ def one_after_the_other(calls):
 
 def phases(world_size, *calls) -> list:
     """For each call, the records of all ranks."""
-    run = launch(one_after_the_other, calls, world_size=world_size)
-    found = [SimpleNamespace(wire=[]) for _ in calls]
-    for records in run.wire:
-        ends = [-1, *(number for number, record in enumerate(records) if record.op == "barrier")]
-        for phase, (begin, end) in zip(found, itertools.pairwise(ends), strict=True):
-            phase.wire.append(records[begin + 1 : end])
-    return found
+    return twin.between_barriers(launch(one_after_the_other, calls, world_size=world_size))
 
 
 def assert_goes_round(phase, nbytes, messages):

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from ddpkit.dry_run import held, idle, messages, rank_of_stage, simulate, validate
+from ddpkit.dry_run import held, idle, messages, rank_of_stage, validate
 from ddpkit.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
@@ -129,19 +129,6 @@ def test_as_published():
         " ".join(zero_bubble(4, 5)[3])
         == "3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3F4 3I4 3W1 3W2 3W3 3W4"
     )
-
-
-def test_simulated_by_hand():
-    assert simulate(gpipe(2, 2)) == {
-        "0F0": (0, 1),
-        "0F1": (1, 2),
-        "1F0": (1, 2),
-        "1F1": (2, 3),
-        "1B0": (3, 5),
-        "1B1": (5, 7),
-        "0B0": (5, 7),
-        "0B1": (7, 9),
-    }
 
 
 def broken(schedule):

@@ -1,5 +1,8 @@
 """The serial twin: what every rank brings to a sum, known to all, so that each can compare."""
 
+from itertools import pairwise
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,6 +43,15 @@ def total(parts: list[Tensor]) -> Tensor:
 
 def bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def between_barriers(run) -> list[SimpleNamespace]:
+    """For each part of a run that one of torch's barriers ends, the records of all ranks."""
+    by_rank = []
+    for records in run.wire:
+        ends = [-1, *(number for number, record in enumerate(records) if record.op == "barrier")]
+        by_rank.append([records[begin + 1 : end] for begin, end in pairwise(ends)])
+    return [SimpleNamespace(wire=wire) for wire in zip(*by_rank, strict=True)]
 
 
 class Complaints(list):
