@@ -186,8 +186,7 @@ def unshare(*options):
     return command
 
 
-BARE = PREAMBLE + (
-    """
+BARE = """
 print(launch(total, world_size=8))
 print(len(launch(lambda: torch.zeros(30_000_000), world_size=1)[0]), os.uname().nodename)
 try:
@@ -195,7 +194,6 @@ try:
 except OSError as error:
     print(error.strerror)
 """
-)
 
 
 def test_trap_5_and_6_odd_host_name_little_shared_memory_read_only_directory_8_ranks(tmp_path):
@@ -205,7 +203,7 @@ def test_trap_5_and_6_odd_host_name_little_shared_memory_read_only_directory_8_r
     command = (*unshare("--uts", "--mount"), "sh", "-c", here, sys.executable)
     totals = "".join(f"rank {rank}: 8.0\n" for rank in range(8))
     expected = totals + "30000000 odd.invalid\nRead-only file system\n"
-    assert run_script(tmp_path, BARE, command=command) == expected
+    assert run_script(tmp_path, PREAMBLE + BARE, command=command) == expected
 
 
 def test_trap_8_which_systems_spawn(monkeypatch):
@@ -217,8 +215,7 @@ def test_trap_8_which_systems_spawn(monkeypatch):
 
 # Traps 18, 20 and 21: interrupts, and no orphans.
 
-WORK = PREAMBLE + (
-    """
+WORK = """
 from ddpkit.runtime.live import LiveWorld
 
 def compute():
@@ -247,7 +244,6 @@ def work(*fns):
     print("ready", flush=True)
     fns[dist.get_rank() % len(fns)]()
 """
-)
 INTERRUPTED = """
 print("start", flush=True)
 try:
@@ -286,7 +282,7 @@ def kill_while_it_works(script, world_size):
 def test_trap_18_20_and_21_interrupts_and_a_kill(tmp_path):
     """While ranks start, and in all that they do; once, and twice in a row: nothing is left."""
     names = ["hang_in_a_collective", "hold_the_lock_in_c", "compute", "sleep", "ignore_signals"]
-    with Script(tmp_path, WORK + INTERRUPTED + KILLED, "5") as script:
+    with Script(tmp_path, PREAMBLE + WORK + INTERRUPTED + KILLED, "5") as script:
         assert script.line() == "start"
         time.sleep(0.05)  # the fork server imports torch
         script.interrupt_group()
@@ -305,7 +301,7 @@ def test_trap_18_20_and_21_interrupts_and_a_kill(tmp_path):
 @linux
 @pytest.mark.slow
 def test_trap_21_spawned_ranks_do_not_outlive_the_notebook(tmp_path):
-    with Script(tmp_path, WORK + KILLED, "2", DDPKIT_START_METHOD="spawn") as script:
+    with Script(tmp_path, PREAMBLE + WORK + KILLED, "2", DDPKIT_START_METHOD="spawn") as script:
         kill_while_it_works(script, 2)
 
 
@@ -331,14 +327,12 @@ def test_interrupts_are_deferred_not_lost():
     assert reached
 
 
-STARTING = PREAMBLE + (
-    """
+STARTING = """
 print("begin", flush=True)
 while True:
     launch(total, world_size=2)
     print("again", flush=True)
 """
-)
 
 
 @linux
@@ -346,7 +340,7 @@ while True:
     ("moment", "ending"), [("begin", signal.SIGTERM), ("again", signal.SIGKILL)]
 )
 def test_trap_21_the_notebook_dies_while_the_server_or_ranks_start(tmp_path, moment, ending):
-    with Script(tmp_path, STARTING) as script:
+    with Script(tmp_path, PREAMBLE + STARTING) as script:
         while script.line() != moment:
             pass
         time.sleep(0.1)
