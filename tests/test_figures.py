@@ -228,9 +228,9 @@ def test_owners():
     assert figures.find_owners(V, [SUM] * 3) == [[None, None]] * 3
     # Its own, else nobody can tell whose.
     assert figures.find_owners([[5], [5]], [[5, 5], [5]]) == [[0, None], [1]]
-    pairs = [([5], [5, 5]), ([5], [5])]
-    for owners, mixed in (([[0, 1], [1]], False), (None, True)):
-        assert has_colour(figures.before_after(pairs, "it", owners), page.MIXED) is mixed
+    for other, mixed in ((6, False), (5, True)):
+        pairs = [([5], [5, other]), ([other], [other])]
+        assert has_colour(figures.before_after(pairs, "it"), page.MIXED) is mixed
 
 
 def test_before_after_of_long_floats_fits_the_page():

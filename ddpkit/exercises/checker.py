@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ddpkit.runtime.errors import HangError, LaunchError
 from ddpkit.runtime.hang import describe_place, situations
 from ddpkit.runtime.launch import Run, launch
-from ddpkit.tools.units import wrap
+from ddpkit.tools.units import name_ranks, wrap
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -405,7 +405,8 @@ class Exercise:
     def _cause(self, number: int, problem: Problem) -> str | None:
         """Why it went wrong: as a known mistake does, or by what its values or Python say."""
         mistake = self.known(number, problem)
-        return mistake.says if mistake else problem.reading
+        said = mistake.says if mistake else ""
+        return problem.reading if said in (problem.reading or "") else said
 
     def _next_hint(self) -> str:
         stages = self._stages or list(self.hints)
@@ -572,11 +573,10 @@ def who_is_in(value: int, world_size: int) -> list[int]:
 def read_sum(value: int, world_size: int) -> str:
     """In words, what is wrong with a sum that should count every rank once."""
     counts = who_is_in(value, world_size)
-    missing = [str(rank) for rank, count in enumerate(counts) if count == 0]
-    twice = [str(rank) for rank, count in enumerate(counts) if count > 1]
+    missing = [rank for rank, count in enumerate(counts) if count == 0]
+    twice = [rank for rank, count in enumerate(counts) if count > 1]
     parts = []
-    if missing:
-        parts.append(f"rank {', '.join(missing)} is missing from it")
-    if twice:
-        parts.append(f"rank {', '.join(twice)} is in it more than once")
+    for ranks, how in ((missing, "missing from it"), (twice, "in it more than once")):
+        if ranks:
+            parts.append(f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {how}")
     return " and ".join(parts)

@@ -17,7 +17,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 JUNK = -1  # what a buffer holds before it is filled
 SIMPLE, OTHER = (1, (3,), torch.int64), (2, (2, 2), torch.float64)  # calls, shape, dtype
 CASES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (3, 2, OTHER), (1, 0, SIMPLE)]
-TREES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (6, 4, OTHER), (1, 0, SIMPLE)]
+TREES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (7, 4, OTHER), (1, 0, SIMPLE)]
 REPLACED = "new tensors in the list"
 
 
@@ -116,7 +116,7 @@ new_tensor: dist.recv(tensor, src, group) → dist.recv(torch.empty_like(tensor)
 from_0: ranks = members(group) → src, ranks = 0, members(group)
     The source is `src`; it isn't always rank 0.
 sends_to_itself: if peer != src: → if True:
-    leave this rank out
+    Leave this rank out: it has its own data already.
 to_nobody: for peer in ranks: → for peer in range(1, len(ranks) + 1):
     Did a loop go one too far?
 nobody_receives: dist.recv(tensor, src, group) → pass
@@ -149,13 +149,13 @@ tree_broadcast = Exercise(
         "below have_it send to the place have_it further on; then have_it doubles.",
         "values": "A place that has the tensor sends, in every hop that is left. A place receives "
         "once, in the hop in which have_it <= place < 2 * have_it.",
-        "wire": "Who has received sends from then on, each hop to another rank.",
+        "wire": "A rank that has received sends from then on, to another rank in each hop.",
         "hang": "In each hop, who sends to place p, and does p receive from just that rank?",
     },
-    praise="right on 1 to 6 ranks, in ⌈log₂ W⌉ hops.",
+    praise="right on up to 7 ranks, in ⌈log₂ W⌉ hops.",
     mistakes=mistakes("""
 source_alone: ranks, place = counted_from(src, group) → return broadcast(tensor, src)
-    Only the source sends. In a tree all help who have the tensor.
+    Only the source sends. In a tree every rank that has the tensor helps.
 all_at_once: ranks, place = counted_from(src, group) → works, me = [], dist.get_rank()
     ⏎for peer in members(group):
     ⏎    if me == src != peer: works.append(dist.isend(tensor, peer))
@@ -164,8 +164,14 @@ all_at_once: ranks, place = counted_from(src, group) → works, me = [], dist.ge
 along_a_line: ranks, place = counted_from(src, group) → ranks, place = counted_from(src, group)
     ⏎if place > 0: dist.recv(tensor, ranks[place - 1])
     ⏎if place + 1 < len(ranks): dist.send(tensor, ranks[place + 1])⏎return
-    Each rank hands the tensor to one other: a line. Who has it goes on sending, to another rank in
-    each hop.
+    Each rank hands the tensor to one other: a line. Whoever has it goes on sending, to another rank
+    in each hop.
+to_two_each: ranks, place = counted_from(src, group) → ranks, place = counted_from(src, group)
+    ⏎if place > 0: dist.recv(tensor, ranks[(place - 1) // 2])
+    ⏎for child in (2 * place + 1, 2 * place + 2):
+    ⏎    if child < len(ranks): dist.send(tensor, ranks[child])⏎return
+    Each rank hands the tensor to two others and stops. Whoever has it goes on sending until the
+    last hop.
 from_0: counted_from(src, group) → counted_from(0, group)
     Count from the source: place = (rank - src) % W, and back, rank = (place + src) % W.
 powers_of_two_only:  and place + have_it < len(ranks) →
@@ -175,7 +181,7 @@ rounds_down: while have_it < len(ranks): → while 2 * have_it <= len(ranks):
     Too few hops: go on while have_it is less than W. The last hop may reach only some.
 places_as_ranks: ranks[place + have_it] → place + have_it
     ranks[place - have_it] → place - have_it
-    A place is no rank yet, unless the source is rank 0: rank = (place + src) % W.
+    A place isn't a rank, unless the source is rank 0: rank = (place + src) % W.
 receives_in_each_hop: have_it <= place < 2 * have_it → have_it <= place
     Some ranks receive in a hop in which nobody sends to them. Each receives once, when
     have_it <= place < 2 * have_it.
@@ -207,10 +213,10 @@ tree_reduce = Exercise(
         "places send to the place below them, in the next those 2 above a multiple of 4, and so "
         "on: place % (2 * distance) == distance.",
         "values": "Add what arrives to what this rank has so far, and hand on the whole of it.",
-        "hang": "Who has sent its part is done, and leaves the loop.",
-        "wire": "Half of those who still hold a part hand it on, to the other half, all at once.",
+        "hang": "A rank that has sent its part is done, and leaves the loop.",
+        "wire": "Half of those that still hold a part hand it on, to the other half, all at once.",
     },
-    praise="right on 1 to 6 ranks, in ⌈log₂ W⌉ hops.",
+    praise="right on up to 7 ranks, in ⌈log₂ W⌉ hops.",
     explain=_explain_sum,
     mistakes=mistakes("""
 all_to_the_root: ranks, place = counted_from(dst, group) → return reduce(tensor, dst)
@@ -219,9 +225,11 @@ along_a_line: ranks, place = counted_from(dst, group) → ranks, place = counted
     ⏎other = torch.empty_like(tensor)⏎if place + 1 < len(ranks):
     ⏎    dist.recv(other, ranks[place + 1])⏎    tensor += other
     ⏎if place > 0: dist.send(tensor, ranks[place - 1])⏎return
-    Each rank waits for one other: a line. In each hop, half of those who hold a part hand it on.
+    Each rank waits for one other: a line. In each hop, half of those that hold a part hand it on.
 goes_on_after_sending: - distance], group)⏎return → - distance], group)
-    Who has sent its part is done, and leaves the loop.
+    A rank that has sent its part is done, and leaves the loop.
+or_else_receives: - distance], group)⏎return → - distance], group)
+    if place + distance < → elif place + distance <
 own_part_only: dist.send(total, → dist.send(tensor,
     Hand on the sum of all that this rank has so far, not only its own numbers.
 overwrites: dist.recv(part, ranks → dist.recv(total, ranks
@@ -233,7 +241,7 @@ from_0: counted_from(dst, group) → counted_from(0, group)
 in_a_new_tensor: total = tensor if place == 0 else tensor.clone() → total = tensor.clone()
 places_as_ranks: ranks[place - distance] → place - distance
     ranks[place + distance] → place + distance
-    A place is no rank yet, unless the root is rank 0: rank = (place + dst) % W.
+    A place isn't a rank, unless the root is rank 0: rank = (place + dst) % W.
 powers_of_two_only: if place + distance < len(ranks): → if True:
     ranks[place + distance] → ranks[(place + distance) % len(ranks)]
     W need not be a power of two: receive only from places below W.
@@ -330,7 +338,7 @@ without_own: .copy_(tensor) →
 adds_own: .copy_(tensor) → .add_(tensor)
     What was in tensor_list[rank] before is still in it: copy_, don't add.
 wrong_places: by_rank(tensor_list, group) → by_rank(tensor_list[1:] + tensor_list[:1], group)
-    All parts are there, in the wrong places: what rank r sent belongs into tensor_list[r].
+    All parts are there, in the wrong places: what rank r sent belongs in tensor_list[r].
 new_tensors: exchange(dict.fromkeys(parts, tensor), parts, group) → for peer in parts:
     ⏎    tensor_list[peer] = torch.empty_like(tensor)
     ⏎    parts[peer] = tensor_list[peer]
@@ -376,7 +384,10 @@ def _explain_reduce_scatter(trial: Trial, rank: int, expected: dict, got: dict):
         if times and chunk != rank:
             return f"Rank {other}'s chunk {chunk} is in it. Rank {rank} sums chunk {rank} of all."
         if times != 1 and chunk == rank:
-            return f"Rank {other}'s chunk is in it {times} times. Each rank's is added once."
+            return (
+                f"Rank {other}'s chunk is in it {times} times, not once. Of several irecvs under "
+                "way, each needs a tensor of its own."
+            )
     return None
 
 

@@ -36,7 +36,7 @@ halving_doubling_all_reduce = Exercise(
         sums=True,
         returns="x",
         halves=2,
-        lengths=[(2, 4), (2, 5), (4, 10), (4, 8), (1, 3)],
+        lengths=[(2, 4), (2, 5), (4, 4), (4, 10), (1, 3)],
         hops={1: 0, 2: 2, 4: 4},
     ),
     hints={
@@ -52,7 +52,7 @@ halving_doubling_all_reduce = Exercise(
     | {
         "sent": "rank {rank} sent nothing. In each of 2 log₂ W hops it sends a part.",
         "too many": "the values are right, but rank {rank} sent more than 2 log₂ W messages; the "
-        "further ones had {got} bytes.",
+        "others had {got} bytes.",
     },
     explain=ring.explain_sum,
     wire=_evenly,
@@ -72,7 +72,7 @@ only_the_way_there: in reversed(swaps) → in []
     Every rank has its part of the sum. The way back is missing: there each swap is done again, the
     last one first, and what was given away comes back finished.
 the_first_swap_first: in reversed(swaps) → in swaps
-    The way back begins with the last swap: only of the last half that it kept has a rank the sum.
+    The way back begins with the last swap: a rank has the sum only of the last half that it kept.
 keeps_what_arrives: kept += arrived → kept.copy_(arrived)
     Its own numbers are missing: what arrives is added to the half that is kept.
 both_keep_the_lower: (upper, lower) if me & distance else (lower, upper) → lower, upper
@@ -144,7 +144,7 @@ alpha_beta = Exercise(
     },
     praise="the relative errors are as small as they can be, also of noisy times.",
     says={
-        "two numbers": "Return two numbers, α and β.",
+        "two numbers": "Return two numbers, α and β: lstsq has them in its `.solution`.",
         "α": "α is {got} s, expected {expected}.",
         "β": "β is {got} s a byte, expected {expected}.",
     },
@@ -153,7 +153,7 @@ alpha_beta = Exercise(
 absolute_errors: torch.stack([hops, nbytes]) / seconds → torch.stack([hops, nbytes])
     rows.sum(dim=1) → rows @ seconds
     Yours are the least absolute errors: a percent of 100 MB's time is more than all of 4 kB's. Make
-    relative ones of them: divide each equation by its seconds.
+    them relative: divide each equation by its seconds.
 first_and_last: alpha, beta → rows = rows[:, :: len(points) - 1]⏎alpha, beta
     A line through two of the points believes their noise.
 smallest_and_largest: rows = → return seconds[0] / hops[0], seconds[-1] / nbytes[-1]⏎rows =

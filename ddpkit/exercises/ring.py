@@ -118,7 +118,7 @@ SAYS = {
     "too far": "the values are right, but rank {rank} also sent to {got}. In a ring it sends to "
     "its right neighbour only: what goes further is passed on from neighbour to neighbour.",
     "too many": "the values are right, but rank {rank} sent more messages than there are hops; "
-    "the further ones had {got} bytes. In each hop it sends one, the whole chunk.",
+    "the others had {got} bytes. In each hop it sends one, the whole chunk.",
 }
 
 # What goes wrong in a hop, whatever is done with the chunks
@@ -132,6 +132,8 @@ send_send: works = dist.batch_isend_irecv([send, receive]) → works = []
     both with isend and irecv
 to_the_left: right, left = (rank + 1) → left, right = (rank + 1)
     It goes round to the left, but the chunks are counted as if it went round to the right.
+without_the_circle: (rank + 1) % world_size, (rank - 1) % world_size → rank + 1, rank - 1
+    The last rank's right neighbour is rank 0: take % world_size.
 one_hop_too_many: (1, world_size) → (1, world_size + 1)
     W-1 hops are enough: in each of them a chunk comes one rank nearer to its last.
 loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
@@ -214,8 +216,8 @@ ring_plan = Exercise(
     explain=_explain_plan,
     mistakes=mistakes("""
 starts_with_its_own: (rank - hop) → (rank - hop + 1)
-    A rank's own chunk never leaves it: there its sum must end. What leaves first is the chunk that
-    has the longest way.
+    A rank's own chunk never leaves it: its sum must end there. What leaves first is the chunk that
+    has farthest to go.
 to_the_left: (rank - hop) → (rank + hop)
     The plan is right for a ring to the left. To the right, rank r gets what rank r-1 has sent.
 one_chunk_all_the_time: (rank - hop) → (rank - 1)
@@ -286,8 +288,8 @@ adds_before_wait: send_right_receive_left(passed_on, arrived, group) → mine +=
     holds whatever lay there.
 one_chunk_late: chunks[(rank - hop) % world_size] → chunks[(rank - hop + 1) % world_size]
     (rank - hop - 1) → (rank - hop)
-    Everything is one hop off: in hop 1 rank r sends chunk r-1, so that after W-1 hops chunk r comes
-    home to rank r.
+    Nothing was added to the rank's own chunk. In hop 1 rank r sends chunk r-1; what arrives is its
+    left neighbour's chunk r-2, and is added to chunk r-2.
 ends_on_the_next_chunk: chunks[(rank - hop) % world_size] → chunks[(rank - hop + 1) % world_size]
     (rank - hop - 1) → (rank - hop)
     chunks[rank] → chunks[(rank + 1) % world_size]
@@ -340,7 +342,7 @@ ring_all_gather = Exercise(
     helpers=(ring.send_right_receive_left,),
     trials=partial(lengths_trials, sums=False, returns="x"),
     hints={
-        "start": "In hop 1 every rank sends the chunk it has finished, its own. What has it to "
+        "start": "In hop 1 every rank sends the chunk it has finished, its own. What does it "
         "pass on in hop 2?",
         "values": "In hop h send chunk (rank - h + 1) % world_size, and receive into chunk "
         "(rank - h) % world_size.",
@@ -377,7 +379,7 @@ returns_nothing: return x →
 returns_its_chunk: return x → return chunks[rank]
     x is right: return all of it.
 returns_a_new_tensor: flat(x, group) → flat(x := x.clone(), group)
-    The result belongs into x itself.
+    The result belongs in x itself.
 passes_on_too_early: for work in works:⏎work.wait() → return works
     for hop → begun = []⏎for hop
     send_right_receive_left(passed_on, → begun += send_right_receive_left(passed_on,

@@ -14,15 +14,14 @@ from .page import Canvas, Picture, chart, colour, ink, legend, patch
 # What a collective does
 
 
-def before_after(pairs: Iterable, title: str, owners: Sequence | None = None) -> Picture:
+def before_after(pairs: Iterable, title: str) -> Picture:
     """What each rank holds before and after a collective, a row for each rank.
 
     pairs: by rank, (before, after), for instance a run whose function returned that; each a list
-    or tensor of any length, or None for nothing yet. owners: by rank, for each number after, whose
-    data it is (None: of several); found by comparing, unless given. Notebook 01.
+    or tensor of any length, or None for nothing yet. Notebook 01.
     """
     before, after = zip(*((flat(first), flat(then)) for first, then in pairs), strict=True)
-    owners = owners or find_owners(before, after)
+    owners = find_owners(before, after)
     change = Change(dict(enumerate(zip(before, after, owners, strict=True))))
     top, ranks = 86, range(len(before))
     mixed = 34 if any(None in row for row in owners) else 0

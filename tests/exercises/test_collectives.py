@@ -13,7 +13,8 @@ def test_the_digits_say_what_is_wrong():
         collectives.all_reduce(tensor)
         tensor += tensor
 
-    assert "Read the digits: rank 0, 1 is in it more than once." in check.all_reduce(doubles).text
+    said = check.all_reduce(doubles).text
+    assert "Read the digits: ranks 0 and 1 are in it more than once." in said
 
     def others_chunk(output, input_list):
         collectives.reduce_scatter(output, input_list)
