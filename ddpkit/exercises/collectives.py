@@ -384,10 +384,7 @@ def _explain_reduce_scatter(trial: Trial, rank: int, expected: dict, got: dict):
         if times and chunk != rank:
             return f"Rank {other}'s chunk {chunk} is in it. Rank {rank} sums chunk {rank} of all."
         if times != 1 and chunk == rank:
-            return (
-                f"Rank {other}'s chunk is in it {times} times, not once. Of several irecvs under "
-                "way, each needs a tensor of its own."
-            )
+            return f"Rank {other}'s chunk is in it {times} times. Has each irecv its own tensor?"
     return None
 
 
