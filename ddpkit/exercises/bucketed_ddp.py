@@ -193,7 +193,8 @@ gathers: dist.all_reduce(flat, group=self.group) → parts = [flat * 0 for _ in 
     ⏎    dist.get_world_size())]⏎dist.all_gather(parts, flat)⏎flat = sum(parts)
     The mean is right, without an all_reduce: to gather all of everybody's costs W/2 times as much.
 names_another: gradient.copy_(part.view_as(gradient)) → gradient = part.view_as(gradient)
-    `gradient = …` gives a name to another tensor. Write into the gradient: gradient.copy_(…).
+    The mean isn't in .grad: copy each part back, gradient.copy_(part.view_as(gradient)).
+    (`gradient = …` only names another tensor.)
 keeps_the_first: flat = torch.cat( → self.flat = flat = getattr(self, "flat", None)
     ⏎if flat is None: flat = self.flat = torch.cat(
     What was sent in step 2 isn't what .grad was: copy the gradients in, in each step.
@@ -420,8 +421,6 @@ takes_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
 
 # BucketedDDP(module, bucket_cap_mb)
 
-BY_NUMBERS = "`in`, index and == on lists of tensors compare numbers: use a set, a dict, or `is`."
-
 BucketedDDP = Exercise(
     reference=ddp.BucketedDDP,
     helpers=(ddp.Bucket,),
@@ -430,11 +429,10 @@ BucketedDDP = Exercise(
         "start": "ready: the bucket takes the gradient, and notes it in `arrived`. synchronize: "
         "wait, divide each flat, clear what was noted.",
         "wire": "ready, then: while bucket len(self.works) is full, send it.",
-        "error": BY_NUMBERS,
     },
     **IN_BOTH,
     mistakes=WITH_HOOKS
-    + mistakes(f"""
+    + mistakes("""
 by_arrival: while len(self.works) < len(self.buckets) and → if
     self.buckets[len(self.works)].full: → bucket.full:
     flat = self.buckets[len(self.works)].flat → flat = bucket.flat
@@ -458,6 +456,8 @@ sends_again: while len(self.works) < len(self.buckets) and → for b in
 if_not_while: while len(self.works) < → if len(self.works) <
     zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets):
     Which was never sent? When one leaves, the next may be full already: `while`, not `if`.
+looks_past_the_last: while len(self.works) < len(self.buckets) and → while
+    After the last bucket there is none: look only while len(self.works) < len(self.buckets).
 leaves_the_last: while len(self.works) < len(self.buckets) → while len(self.works) + 1 < len(
     ⏎self.buckets)
     zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets):
@@ -467,7 +467,7 @@ counts_all: self.buckets[len(self.works)].full: → sum(len(b.arrived) for b in 
     A bucket left too early. How many of its own gradients have come counts, not how many of all.
 finds_by_numbers: bucket = self.bucket_of[parameter] → bucket = next(
     ⏎b for b in self.buckets if parameter in list(b.views))
-    {BY_NUMBERS}
+    `in`, index and == on lists of tensors compare numbers: use a set, a dict, or `is`.
 never_takes: bucket.take(parameter) → pass
     The gradient is 0: bucket.take(parameter) copies it into the bucket.
 copies_back: bucket.take(parameter) → bucket.views[parameter].copy_(parameter.grad)
@@ -476,7 +476,7 @@ copies_back: bucket.take(parameter) → bucket.views[parameter].copy_(parameter.
     The mean was copied once more: take() makes .grad a view, and it is in place.
 made_anew: self.works.clear() → self.works.clear()
     ⏎self.buckets = [Bucket([*b.views]) for b in self.buckets]
-    ⏎self.bucket_of = {{p: b for b in self.buckets for p in b.views}}
+    ⏎self.bucket_of = {p: b for b in self.buckets for p in b.views}
     Make them once, at the start: memory costs time to get, and the peak counts.
 forgets_nothing: raise RuntimeError(TWICE) → pass
     bucket.arrived.clear() → pass
@@ -603,6 +603,8 @@ without_finally: finally: → except ZeroDivisionError:⏎    pass⏎else:
     After no_sync nothing is sent any more. An exception passed: only `finally` is done then, too.
 always_on_again: self.syncing = before → self.syncing = True
     The inner one switched the outer one off, too: put back what `syncing` was before.
+flips: self.syncing, False → self.syncing, not self.syncing
+    The inner one switched it on again: set syncing to False, whatever it was.
 for_ever: self.syncing = before → pass
     After no_sync nothing is sent any more: put back what `syncing` was before.
 swallows: finally: → except InterruptedError:⏎    pass⏎finally:

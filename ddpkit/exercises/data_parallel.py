@@ -356,6 +356,9 @@ thaws_the_frozen: if parameter.requires_grad: → if True:
 only_where_there_is_one: if parameter.requires_grad: → if parameter.grad is not None:
     Rank 1 has no gradient in one layer and passes over it: rank 0 waits for ever. All ranks must
     send the same. Go by requires_grad, and where .grad is None, send zeros.
+keeps_none: parameter.grad = torch.zeros_like(parameter) → dist.all_reduce(
+    ⏎    torch.zeros_like(parameter))⏎continue
+    Rank 1 sends zeros, and keeps None. Its .grad must become the mean as well, like the others'.
 sends_none: parameter.grad = torch.zeros_like(parameter) → pass
     Rank 1 has no gradient in one layer. None can't be sent; zeros can, and leave the sum as it is.
 never_waits: dist.all_reduce( → dist.all_reduce(async_op=True, tensor=
@@ -427,7 +430,7 @@ sum_or_mean = Exercise(
         "hang": "No rank knows all rows: each begins with an all_reduce of torch.tensor(rows).",
     },
     praise="right for the sum and for the mean, whatever rows a rank has, and if it has none.",
-    explain=lambda *_: "Write down the gradient of one process with all rows. What does one weigh?",
+    explain=lambda *_: "Write down one process's gradient: how much does each row count in it?",
     note="Ours. Yours may look different: the check looks at what it does.",
     mistakes=mistakes("""
 leaves_means_alone: dist.all_reduce(parameter → reduction == "sum" and dist.all_reduce(parameter
@@ -457,6 +460,8 @@ always_divides: 1 if reduction == "sum" else rows / all_rows.item() → 1 / dist
     It is divided by the number of ranks. A sum over all rows is divided by nothing.
 divides_the_sum_by_rows: weight = 1 if → weight = 1 / all_rows.item() if
     It is divided by the number of rows. That makes a mean of it; the loss is a sum.
+weights_sums_too: 1 if reduction == "sum" → rows if reduction == "sum"
+    A sum was multiplied by its rows. It holds them all already: sums just add up.
 swapped: reduction == "sum" → reduction == "mean"
     It is weighted with rows. A sum needs no weights; a mean does. Are the two swapped?
 leaves_when_it_has_none: all_rows = → if not rows:⏎    return⏎all_rows =
