@@ -184,10 +184,7 @@ def test_activations_of_a_gpt(attention, dropout):
 
 @pytest.mark.parametrize(
     ("attention", "name", "way"),
-    [
-        ("materialised", "selective", selective_checkpoint),
-        ("flash", "every block", checkpoint),
-    ],
+    [("materialised", "selective", selective_checkpoint), ("flash", "every block", checkpoint)],
 )
 def test_peaks_of_a_checkpointed_gpt(attention, name, way):
     tokens = torch.ones(2, 96, dtype=torch.int64)
