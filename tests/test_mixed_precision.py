@@ -237,25 +237,6 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(inner):
 # On ranks
 
 
-@on_ranks(1, 3)
-def test_one_rank_with_an_overflow_is_enough_for_all_to_skip(check, rank, world_size):
-    for odd in range(world_size):
-        for bad in (math.inf, -math.inf, math.nan):
-            parameter = parameter_with([1.0, bad if rank == odd else 2.0])
-            optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
-            scaler = LossScaler(4.0)
-            scaler.step(optimizer)
-            check.same(scaler.overflow, True, "overflow: rank", odd, "has", bad)
-            check.same(parameter.tolist(), [1.0, 1.0], "weights, though rank", odd, "has", bad)
-            check.unless(not optimizer.state, "momentum, though rank", odd, "has", bad)
-            scaler.update()
-            check.same(scaler.get_scale(), 2.0, "scale")
-            parameter.grad = torch.ones(2)
-            scaler.step(optimizer)
-            scaler.update()
-            check.same(parameter.tolist(), [0.5, 0.5], "weights after the next step")
-
-
 @on_ranks(4)
 def test_ranks_agree_within_their_group(check):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
