@@ -522,23 +522,22 @@ def schedule(kind, stages_per_rank=1):
     from torch.distributed import pipelining
 
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 4) for _ in range(WORLD * stages_per_rank)]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layers = [nn.Linear(4, 4) for _ in range(world_size * stages_per_rank)]
     stages = []
-    for number in range(dist.get_rank(), len(layers), WORLD):
+    for number in range(rank, len(layers), world_size):
         device = torch.device("cpu")
         stages.append(pipelining.PipelineStage(layers[number], number, len(layers), device))
     one = stages[0] if stages_per_rank == 1 else stages
     plan = getattr(pipelining, kind)(one, 4, loss_fn=lambda y, t: (y - t).square().mean())
     inputs, losses = torch.arange(32.0).view(8, 4) / 32, []
-    if dist.get_rank() == 0:
+    if rank == 0:
         plan.step(inputs)
-    elif dist.get_rank() == WORLD - 1:
+    elif rank == world_size - 1:
         plan.step(target=inputs, losses=losses)
     else:
         plan.step()
-    return listed(losses), [
-        gradients(layers[n]) for n in range(dist.get_rank(), len(layers), WORLD)
-    ]
+    return listed(losses), [gradients(layers[n]) for n in range(rank, len(layers), world_size)]
 
 
 @case

@@ -8,7 +8,7 @@ import cloudpickle
 import pytest
 
 from ddpkit import launch
-from ddpkit.runtime.board import DISAGREES, IDLE, SLOTS, STARTING, Board, Record, hash32
+from ddpkit.runtime.board import DISAGREES, IDLE, SLOTS, STARTING, Board, Record, Said, hash32
 from ddpkit.runtime.records import Recorder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
@@ -16,9 +16,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel 
 
 def call(seq=0, op="all_reduce", ranks=(0, 1), channel="0", fingerprint="f", **changes) -> Record:
     said = {"group": "world", "detail": "8 float32, sum", "bytes": 32, "peer": None}
-    said |= {"shape": (8,), "dtype": "float32", "issued": float(seq)}
-    said |= {"file": "train.py", "line": 12, "function": "step"} | changes
-    return Record(op=op, ranks=ranks, channel=channel, seq=seq, fingerprint=fingerprint, **said)
+    said |= {"shape": (8,), "dtype": "float32", "file": "train.py", "line": 12, "function": "step"}
+    became = {name: changes.pop(name) for name in changes.keys() - Said.__dataclass_fields__}
+    said = Said(op=op, ranks=ranks, channel=channel, fingerprint=fingerprint, **said | changes)
+    return Record(said, seq, **{"issued": float(seq)} | became)
 
 
 @pytest.fixture
@@ -98,8 +99,8 @@ def test_even_an_absurd_record_fits(board):
 
 def test_a_record_caught_half_written_is_no_record(board):
     board.put(0, 0, call())
-    at = board._slot(0, 0)
-    board._map[at + 30 : at + 60] = bytes(30)
+    at = board._slot(0, 0) * 8
+    board._map[at + 60 : at + 90] = bytes(30)
     assert board.record(0, 0) is None
     assert board.records(0) == []
 

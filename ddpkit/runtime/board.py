@@ -6,40 +6,31 @@ C++ or dead; another rank, to see whether both are about to say the same.
 
 import mmap
 import pickle
-import struct
 import zlib
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
 
 # What a rank is doing, as it last said.
 STARTING, RUNNING, RETURNED, IDLE, DISAGREES = range(5)
 
-# The head of a page: five counters, each a word of eight bytes.
+# A page is a head of five counters, and slots for the last calls. All numbers are words of eight
+# bytes, written one by one: who reads meanwhile sees the old one or the new one.
 _CALLS, _EVENTS, _WAITING, _STATE, _THREADS = range(5)
-_WORD, _HEAD_BYTES = 8, 64
-
-# A slot: channel, fingerprint, seq and when it was issued; what may change until the call is over;
-# then the rest of the record, pickled.
-_FOUND_BY, _CHANGES = struct.Struct("=IIqd"), struct.Struct("=dddI??")
-_TEXT = _FOUND_BY.size + _CHANGES.size  # where the rest begins
-_SEQ_WORD = 1
-_SLOT_BYTES = 2048
+_WORD, _HEAD, _SLOT = 8, 8, 256  # bytes of a word, words of a head and of a slot
+# A slot: hashes of channel and fingerprint, times, what became of the handle; then, pickled, what
+# the call says, and what it moved.
+_SEQ, _CHANNEL, _FINGERPRINT, _ISSUED, _STARTED, _DONE, _WAITED, _BECAME, _TEXT = range(9)
 MESSAGES = "send", "recv"  # the other calls are collectives
 SLOTS = 256  # so many last calls of each rank does the board remember
-_PAGE_BYTES = _HEAD_BYTES + SLOTS * _SLOT_BYTES
-_PAGE_WORDS = _PAGE_BYTES // _WORD
+_PAGE = _HEAD + SLOTS * _SLOT
 
 
-@dataclass(slots=True)
-class Record:
-    """One call of one rank. Times are this machine's `time.perf_counter()`, or None.
+@dataclass(frozen=True)
+class Said:
+    """What a call says, the same whenever the same line makes the same call."""
 
-    PyTorch's Flight Recorder keeps the like for NCCL.
-    """
-
-    # The same whenever the same line makes the same call.
     op: str  # torch.distributed's name: all_reduce, send, ...
     group: str  # "world", or the ranks of a sub-group
     ranks: tuple[int, ...]  # the group's members, as global ranks
@@ -53,13 +44,33 @@ class Record:
     file: str
     line: int
     function: str
-    # This time.
+
+    @cached_property
+    def hashes(self) -> tuple[int, int]:
+        """Of channel and fingerprint."""
+        return hash32(self.channel), hash32(self.fingerprint)
+
+    @cached_property
+    def text(self) -> bytes:
+        """As on the board, where no values are kept."""
+        return _pickled(self)
+
+
+@dataclass(slots=True)
+class Record:
+    """One call of one rank. Times are this machine's `time.perf_counter()`, or None.
+
+    What it `said` can be asked of the record, too: `record.op`. PyTorch's Flight Recorder keeps the
+    like for NCCL.
+    """
+
+    said: Said
     seq: int  # how many calls this rank made on this channel before
     issued: float
     started: float | None = None  # when an emulated link took it; without one, when it was issued
     done: float | None = None
     waited: float | None = None  # when the rank first stopped to wait for it
-    waits: int = 0  # how often wait() was called on its handle
+    waits: int = 0  # how often wait() was called on its handle; not on the board
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
     dropped: bool = False  # its handle was let go before anybody waited for it
     values: list | None = None  # keep_values: the message as handed in, up to 64 elements
@@ -67,6 +78,9 @@ class Record:
     memory: tuple[int, int, list] | None = None  # keep_values: (buffer, offset, all it holds)
     number: int = field(default=-1, compare=False)  # how many calls its rank made before
     stream: str = ""  # that carries it, on a GPU: `streams.py` says what the times mean there
+
+    def __getattr__(self, name: str):
+        return getattr(object.__getattribute__(self, "said"), name)
 
     @property
     def call(self) -> str:
@@ -104,12 +118,14 @@ class Board:
         self.world_size = world_size
         with open(path, "w+b" if create else "r+b") as file:
             if create:
-                file.truncate(_PAGE_BYTES * world_size)
-            self._map = mmap.mmap(file.fileno(), _PAGE_BYTES * world_size)
+                file.truncate(_PAGE * _WORD * world_size)
+            self._map = mmap.mmap(file.fileno(), _PAGE * _WORD * world_size)
         self._words = memoryview(self._map).cast("q")
+        self._times = memoryview(self._map).cast("d")
 
     def close(self):
         self._words.release()
+        self._times.release()
         self._map.close()
 
     # Writing.
@@ -119,33 +135,40 @@ class Board:
 
         Others see it, complete, once the count of calls moves past it: that comes last.
         """
-        words, counters, at = self._words, rank * _PAGE_WORDS, self._slot(rank, index)
-        is_new = index == words[counters + _CALLS]
+        words, at, said = self._words, self._slot(rank, index), record.said
+        kept = record.values, record.result, record.memory
+        text = said.text if kept == _NOTHING else _pickled(said, kept)
+        is_new = index == self.calls(rank)
         if is_new:  # who just reads the call that was here before must not take half of each
-            words[at // _WORD + _SEQ_WORD] = -1
-        self._write(at + _FOUND_BY.size, _changes(record) + _rest(record))
-        channel, fingerprint = hash32(record.channel), hash32(record.fingerprint)
-        self._write(at, _FOUND_BY.pack(channel, fingerprint, record.seq, record.issued))
-        words[counters + _EVENTS] += 1
-        if is_new:
-            words[counters + _CALLS] += 1
+            words[at] = -1
+        words[at + _CHANNEL], words[at + _FINGERPRINT] = said.hashes
+        self._times[at + _ISSUED] = record.issued
+        start = (at + _TEXT) * _WORD
+        self._map[start : start + len(text)] = text
+        self.update(rank, index, record)
+        words[at] = record.seq
+        words[rank * _PAGE + _CALLS] += is_new
 
     def update(self, rank: int, index: int, record: Record):
         """Write again what changes until a call is over: its times, and what became of it."""
-        self._write(self._slot(rank, index) + _FOUND_BY.size, _changes(record))
-        self._words[rank * _PAGE_WORDS + _EVENTS] += 1
+        times, at = self._times, self._slot(rank, index)
+        times[at + _STARTED] = record.started or 0.0
+        times[at + _DONE] = record.done or 0.0
+        times[at + _WAITED] = record.waited or 0.0
+        self._words[at + _BECAME] = record.by_future + 2 * record.dropped
+        self._words[rank * _PAGE + _EVENTS] += 1
 
     def set_waiting(self, rank: int, index: int | None):
-        """`rank` now sits in the wait of its call `index`, or no longer in any."""
-        self._words[rank * _PAGE_WORDS + _WAITING] = 0 if index is None else index + 1
+        """`rank` now sits in the wait of its call `index`, until that is done; or in none."""
+        self._words[rank * _PAGE + _WAITING] = 0 if index is None else index + 1
 
     def set_state(self, rank: int, state: int):
-        self._words[rank * _PAGE_WORDS + _STATE] = state
-        self._words[rank * _PAGE_WORDS + _EVENTS] += 1
+        self._words[rank * _PAGE + _STATE] = state
+        self._words[rank * _PAGE + _EVENTS] += 1
 
     def set_threads(self, rank: int, threads: int):
         """How many threads of `rank` have made calls: of several, a wait blocks only one."""
-        self._words[rank * _PAGE_WORDS + _THREADS] = threads
+        self._words[rank * _PAGE + _THREADS] = threads
 
     # Reading, from any process, at any time.
 
@@ -158,7 +181,9 @@ class Board:
 
     def waiting(self, rank: int) -> int | None:
         """Number of the call that `rank` sits in, or None."""
-        return self._get(rank, _WAITING) - 1 if self._get(rank, _WAITING) else None
+        index = self._get(rank, _WAITING) - 1
+        is_done = index >= self.calls(rank) - SLOTS and self._words[self._slot(rank, index) + _DONE]
+        return None if index < 0 or is_done else index
 
     def state(self, rank: int) -> int:
         return self._get(rank, _STATE)
@@ -170,19 +195,20 @@ class Board:
         """Call number `index` of `rank`; None if it was overwritten or is just being written."""
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
             return None
-        at = self._slot(rank, index)
-        found_by = _FOUND_BY.unpack_from(self._map, at)
-        *times, waits, by_future, dropped = _CHANGES.unpack_from(self._map, at + _FOUND_BY.size)
+        words, at = self._words, self._slot(rank, index)
+        seq, issued, *times = words[at], *self._times[at + _ISSUED : at + _BECAME]
+        by_future, dropped = bool(words[at + _BECAME] & 1), bool(words[at + _BECAME] & 2)
         try:
-            *same, values, result, memory = pickle.loads(self._map[at + _TEXT : at + _SLOT_BYTES])
+            text = self._map[(at + _TEXT) * _WORD : (at + _SLOT) * _WORD]
+            *said, values, result, memory = pickle.loads(text)
+            said = Said(*said)
         except Exception:  # half-written, it unpickles to anything; the next look sees it whole
             return None
-        *_, seq, issued = found_by
-        if seq < 0 or found_by != _FOUND_BY.unpack_from(self._map, at):  # written meanwhile
+        if seq < 0 or (seq, issued) != (words[at], self._times[at + _ISSUED]):  # written meanwhile
             return None
         times = [time or None for time in times]
-        became = waits, by_future, dropped
-        return Record(*same, seq, issued, *times, *became, values, result, memory)
+        became = 0, by_future, dropped
+        return Record(said, seq, issued, *times, *became, values, result, memory)
 
     def records(self, rank: int) -> list[Record]:
         """The last calls of `rank`, oldest first."""
@@ -195,32 +221,28 @@ class Board:
 
         channel: its hash.
         """
-        calls = self.calls(rank)
+        words, slots = self._words, rank * _PAGE + _HEAD
+        calls = words[rank * _PAGE + _CALLS]
         oldest = max(0, calls - SLOTS + 1)  # the one before may just be making room for the next
         for index in range(calls - 1, oldest - 1, -1):
-            at = self._slot(rank, index)
-            its_channel, said, its_seq, _ = _FOUND_BY.unpack_from(self._map, at)
-            if its_channel == channel and its_seq <= seq:
-                return (index, said) if its_seq == seq else None
+            at = slots + index % SLOTS * _SLOT
+            if words[at + _CHANNEL] == channel and words[at] <= seq:
+                return (index, words[at + _FINGERPRINT]) if words[at] == seq else None
         return None
 
     def page(self, rank: int) -> bytes:
         """All that `rank` has written, for a board on another machine."""
-        return self._map[rank * _PAGE_BYTES : (rank + 1) * _PAGE_BYTES]
+        return self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD]
 
     def set_page(self, rank: int, page: bytes):
         """Take the page of a rank of another machine."""
-        self._write(rank * _PAGE_BYTES, page)
+        self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD] = page
 
     def _slot(self, rank: int, index: int) -> int:
-        return rank * _PAGE_BYTES + _HEAD_BYTES + index % SLOTS * _SLOT_BYTES
+        return rank * _PAGE + _HEAD + index % SLOTS * _SLOT
 
     def _get(self, rank: int, field: int) -> int:
-        return self._words[rank * _PAGE_WORDS + field]
-
-    def _write(self, at: int, data: bytes):
-        """Copy, in one go: pack_into would write zeros first, and a reader might see them."""
-        self._map[at : at + len(data)] = data
+        return self._words[rank * _PAGE + field]
 
 
 @lru_cache(4096)
@@ -229,38 +251,22 @@ def hash32(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-_FIELDS = Record.__slots__
-_KEPT = "values", "result", "memory"
-_SAME, _NOTHING = _FIELDS[: _FIELDS.index("seq")], (None,) * len(_KEPT)
-_same, _kept = attrgetter(*_SAME), attrgetter(*_KEPT)
+_NOTHING = None, None, None
+_SAID = tuple(Said.__dataclass_fields__)
+_all_said = attrgetter(*_SAID)
 # What a record that is too long for its slot loses, in this order.
 _SPARE = [
-    (*_SAME, *_KEPT).index(name)
+    (*_SAID, "values", "result", "memory").index(name)
     for name in ("memory", "result", "values", "fingerprint", "detail", "file")
 ]
 
 
-def _changes(record: Record) -> bytes:
-    started, done, waited = record.started or 0.0, record.done or 0.0, record.waited or 0.0
-    return _CHANGES.pack(started, done, waited, record.waits, record.by_future, record.dropped)
-
-
-def _rest(record: Record) -> bytes:
-    """What a slot's numbers leave out of `record`, pickled."""
-    kept = _kept(record)
-    return _pickled_once(_same(record)) if kept == _NOTHING else _pickled(_same(record) + kept)
-
-
-@lru_cache(1024)
-def _pickled_once(same: tuple) -> bytes:
-    return _pickled((*same, None, None, None))
-
-
-def _pickled(fields: tuple) -> bytes:
+def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
     """The fields, pickled; if that is too long, without what a report of a hang least needs."""
-    blob, fields = pickle.dumps(fields, protocol=5), list(fields)
+    fields = [*_all_said(said), *kept]
+    blob = pickle.dumps(fields, protocol=5)
     for spare in _SPARE:
-        if len(blob) <= _SLOT_BYTES - _TEXT:
+        if len(blob) <= (_SLOT - _TEXT) * _WORD:
             return blob
         value = fields[spare]
         fields[spare] = value[:80] if isinstance(value, str) else None

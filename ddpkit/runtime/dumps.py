@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .board import MESSAGES, Record
+from .board import MESSAGES, Record, Said
 from .flight_recorder import NAMES
 from .records import is_library
 from .trace import DTYPES
@@ -88,13 +88,13 @@ def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
         if end["profiling_name"].startswith("gloo:"):  # knows no other state
             done = end["retired"]
         for place, entry in enumerate(batch[:-1] or batch):
-            record = _record(entry, dump["pg_config"], everybody)
+            part = f" part {place}" if place else ""
+            record = _record(entry, part, dump["pg_config"], everybody)
             record.done = 1.0 if done else None
-            record.channel += f" part {place}" if place and not entry["is_p2p"] else ""
             yield record
 
 
-def _record(entry: dict, groups: dict, everybody: list[int]) -> Record:
+def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Record:
     name, _, peers = entry["profiling_name"].partition(":")[2].partition(" ")
     group = entry["process_group"][0]
     members = tuple(members_of(groups[group])) if group in groups else ()
@@ -112,18 +112,17 @@ def _record(entry: dict, groups: dict, everybody: list[int]) -> Record:
     frames = entry.get("frames") or [{"name": "?", "filename": "?", "line": 0}]
     theirs = (f for f in frames if not is_library(f["filename"]))
     frame = next((f for f in theirs if not LIBRARY.search(f["filename"])), frames[0])
-    channel = group
+    channel = group + part
     fingerprint = f"{name} {'' if name.startswith(UNEQUAL) else numel} {dtype}"
     if name in MESSAGES:  # "0->1" or "1<-0", as places in the group
         members = tuple(members[int(place)] for place in re.findall(r"\d+", peers))
         members = members if name == "send" else members[::-1]
         channel, fingerprint = f"{group} {members[0]}>{members[1]}", f"{numel} {dtype}"
-    return Record(
+    said = Said(
         op=name,
         group=group,
         ranks=members,
         channel=channel,
-        seq=entry["collective_seq_id"],
         fingerprint=fingerprint,
         detail=detail,
         bytes=0,
@@ -133,5 +132,5 @@ def _record(entry: dict, groups: dict, everybody: list[int]) -> Record:
         file=frame["filename"],
         line=frame["line"],
         function=frame["name"],
-        issued=(entry["time_created_ns"] or 0) / 1e9,
     )
+    return Record(said, entry["collective_seq_id"], (entry["time_created_ns"] or 0) / 1e9)

@@ -5,8 +5,11 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -53,7 +56,7 @@ class Recorder:
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
         self._disagree = disagree
         self._calls = 0
-        self._seq: dict[str, int] = {}
+        self._seq: dict[str, Iterator[int]] = defaultdict(count)
         self._threads: set[int] = set()
         self._buffers: dict[int, int] = {}
         # DDP calls from autograd's thread, Gloo's own threads complete calls, and the garbage
@@ -70,7 +73,7 @@ class Recorder:
         if self.keep_values:
             record.values, record.memory = _values(sent), self._memory(buffer)
         with self._lock:
-            record.seq = self._next(record.channel)
+            record.seq = next(self._seq[record.said.channel])
             record.number, self._calls = self._calls, self._calls + 1
             self.records.append(record)
             if len(self.records) > MOST_RECORDS:
@@ -86,43 +89,47 @@ class Recorder:
             self.board.set_state(self.rank, DISAGREES)
             self._disagree({self.rank: record, **differing})
 
-    def _next(self, channel: str) -> int:
-        self._seq[channel] = self._seq.get(channel, -1) + 1
-        return self._seq[channel]
-
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
         """{rank: what it said} for one that said something else.
 
         Written first, looked second: of two ranks that disagree, the later one always sees it.
         """
-        if not record.fingerprint:
+        said, seq = record.said, record.seq
+        if not said.fingerprint:
             return None
-        channel, fingerprint = hash32(record.channel), hash32(record.fingerprint)
-        for rank in record.ranks:
-            said = self.board.find(rank, channel, record.seq) if rank != self.rank else None
-            if said is not None and said[1] != fingerprint:
-                theirs = self.board.record(rank, said[0])
+        channel, fingerprint = said.hashes
+        for rank in said.ranks:
+            found = self.board.find(rank, channel, seq) if rank != self.rank else None
+            if found is not None and found[1] != fingerprint:
+                theirs = self.board.record(rank, found[0])
                 return {} if theirs is None else {rank: theirs}
         return None
 
     def came_from(self, record: Record, peer: int, channel: str):
         """A receive from any rank turned out to be from `peer`, on `channel`."""
         with self._lock:
-            record.peer, record.channel, record.seq = peer, channel, self._next(channel)
+            record.said = replace(record.said, peer=peer, channel=channel)
+            record.seq = next(self._seq[channel])
         self.write_again(record, whole=True)
 
-    def waiting(self, record: Record):
-        """This rank stops to wait for `record`."""
+    def wait(self, record: Record, until_done: Callable, arrived: Sequence[torch.Tensor] = ()):
+        """Stop until `record` is complete, which is when `until_done` returns."""
         record.waited = time.perf_counter()
         self.stands_at(record)
+        try:
+            until_done()
+        except BaseException:
+            self.waited()
+            raise
+        self.done(record, arrived, arrived[0] if arrived else None)
 
     def stands_at(self, record: Record):
-        """It can't go on before `record` is done."""
+        """This rank can't go on before `record` is done."""
         if self.board is not None and record.done is None:
             self.board.set_waiting(self.rank, record.number)
 
     def waited(self):
-        """It goes on."""
+        """It goes on, though that isn't done."""
         if self.board is not None:
             self.board.set_waiting(self.rank, None)
 
@@ -140,7 +147,8 @@ class Recorder:
         """
         if record.done is not None:
             return
-        self.arrived(record, arrived, buffer)
+        if self.keep_values:
+            self.arrived(record, arrived, buffer)
         record.done = at or time.perf_counter()
         self.write_again(record, whole=self.keep_values)
 

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..tools.spans import now_doing
 from . import wording
-from .board import MESSAGES, Record
+from .board import MESSAGES, Record, Said
 from .records import Recorder, call_site, is_library, recorder
 from .streams import Cuda, Streams, StreamWork
 
@@ -33,52 +33,47 @@ NEVER = timedelta(days=365)  # Gloo's own timeout must not come before the repor
 
 
 class WireWork(Work):
-    """The handle of a call. `wait` marks the rank as waiting, so that a hang can be explained."""
+    """The handle of a call. `wait` marks the rank as waiting, so that a hang can be explained.
 
-    inner: Work | None = None  # the handle of the real group, once the call is made
-    delivered: torch.futures.Future | None = None  # by an emulated link: of a collective
-    learn: Callable[[Work], None] | None = None  # notes what is known only when the call is done
-    _waited = False
+    inner: the handle of the real group. until_done: what `wait` stops in, if not in that one's.
+    delivered: by an emulated link, of a collective.
+    """
 
-    def __init__(self, record: Record, recorder: Recorder, arriving: Sequence[torch.Tensor] = ()):
+    def __init__(
+        self,
+        inner: Work,
+        record: Record,
+        recorder: Recorder,
+        arriving: Sequence[torch.Tensor] = (),
+        until_done: Callable[[], object] | None = None,
+        delivered: torch.futures.Future | None = None,
+    ):
         super().__init__()
-        self.record, self._recorder, self._arriving = record, recorder, arriving
+        self.inner, self.record, self._recorder = inner, record, recorder
+        self._arriving, self._delivered = arriving, delivered
+        self._until_done = until_done or inner.wait
 
     def wait(self, timeout=None) -> bool:
-        record, recorder = self.record, self._recorder
+        record = self.record
         record.waits += 1
-        if self._waited:  # Gloo would wait for a second message
-            return True
-        recorder.waiting(record)
-        try:
-            if self.delivered is not None:
-                self.delivered.wait()
-            else:
-                self.inner.wait()
-                if self.learn:
-                    self.learn(self.inner)
-                if recorder.link:
-                    _hold_back(recorder, record)
-        finally:
-            recorder.waited()
-        self._waited = True
-        recorder.done(record, self._arriving, self._arriving[0] if self._arriving else None)
+        if record.waits == 1 or record.done is None:  # Gloo would wait for a second message
+            self._recorder.wait(record, self._until_done, self._arriving)
         return True
 
     synchronize = wait
 
     def __del__(self):
         unseen = self.record.waited is None and self.record.op in MESSAGES
-        if unseen and self.inner is not None and not sys.is_finalizing():
+        if unseen and not sys.is_finalizing():
             self._recorder.dropped(self.record)
 
     def get_future(self) -> torch.futures.Future:
-        future = self.delivered or self.inner.get_future()
+        future = self._delivered or self.inner.get_future()
         self._recorder.gave_future(self.record)
         return future
 
     def is_completed(self) -> bool:
-        return (self.delivered.done if self.delivered else self.inner.is_completed)()
+        return (self._delivered.done if self._delivered else self.inner.is_completed)()
 
     def result(self):
         return self.inner.result()
@@ -158,9 +153,10 @@ class WireGroup(dist.ProcessGroup):
             yield
             self.recorder.joined = True
             return
-        record = _record(wording.new_group(self._member))
+        record = self._record(wording.new_group)
         self.recorder.issue(record)
-        self.recorder.waiting(record)
+        record.waited = time.perf_counter()
+        self.recorder.stands_at(record)
         try:
             yield
         finally:
@@ -202,74 +198,83 @@ class WireGroup(dist.ProcessGroup):
     def _collective(
         self, op: str, method: str, args: tuple, sent: list, arriving: list
     ) -> WireWork | StreamWork | None:
-        opts = args[-1]
+        opts, recorder = args[-1], self.recorder
         root = opts.rootRank if op in wording.ROOTED else None
         reduction = hash(opts.reduceOp) if op in wording.REDUCING else None
-        said = sent or arriving[:1]
-        shapes = tuple(map(SHAPE, said))
+        handed = sent or arriving[:1]
+        shapes = tuple(map(SHAPE, handed))
         alike = (arriving[0].shape,) if op == "scatter" else shapes
-        dtype = said[0].dtype if said else None
-        words = wording.collective(self._member, op, alike, shapes, dtype, reduction, root)
-        record, asynchronous = _record(words), getattr(opts, "asyncOp", True)
-        if streams := self._streams(said):
-            call = partial(getattr(self.inner, method), *args)
-            return streams.call(record, call, sent, arriving, asynchronous)
-        self.recorder.issue(record, sent, said[0] if said else None)
-        work = WireWork(record, self.recorder, arriving)
-        work.inner = inner = getattr(self.inner, method)(*args)
-        if self.recorder.link is not None:
-            work.delivered = delivered = torch.futures.Future()
-            self._deliveries.submit(_deliver, self.recorder, inner, record, arriving, delivered)
-        elif asynchronous and not (self.recorder.streams and op == "barrier"):  # NCCL's is done now
+        dtype = handed[0].dtype if handed else None
+        record = self._record(wording.collective, op, alike, shapes, dtype, reduction, root)
+        asynchronous, call = getattr(opts, "asyncOp", True), getattr(self.inner, method)
+        if streams := recorder.streams and self._streams(handed):
+            return streams.call(record, partial(call, *args), sent, arriving, asynchronous)
+        recorder.issue(record, sent, handed[0] if handed else None)
+        inner = call(*args)
+        if recorder.link is not None:
+            delivered = torch.futures.Future()
+            self._deliveries.submit(_deliver, recorder, inner, record, arriving, delivered)
+            return WireWork(inner, record, recorder, arriving, delivered.wait, delivered)
+        if not asynchronous:
+            record.waits = 1
+            return recorder.wait(record, inner.wait, arriving)
+        if not (recorder.streams and op == "barrier"):  # NCCL's is done now
             with contextlib.suppress(RuntimeError):  # Gloo's reduce_scatter gives no future
-                inner.get_future().add_done_callback(lambda _: self.recorder.done(record, arriving))
-        return work
+                inner.get_future().add_done_callback(lambda _: recorder.done(record, arriving))
+        return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
         """What tells when calls with these tensors run, if they are on a GPU."""
-        streams = self.recorder.streams
-        return streams if streams and tensors and tensors[0].is_cuda else None
+        return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.
 
     def send(self, tensors, dst, tag):
-        record = self._message("send", tensors[0], dst, tag)
-        link = self.recorder.link
+        record, recorder = self._message("send", tensors[0], dst, tag), self.recorder
+        link = recorder.link
         if link is not None:  # before it is on the board, where the receiver looks when it left
-            record.started = max(record.issued, self.recorder.link_out)
-            self.recorder.link_out = record.started + record.bytes / link.bytes_per_s
-        if streams := self._streams(tensors):
+            record.started = max(record.issued, recorder.link_out)
+            recorder.link_out = record.started + record.bytes / link.bytes_per_s
+        if streams := recorder.streams and self._streams(tensors):
             return streams.call(record, partial(self.inner.send, tensors, dst, tag), tensors, ())
-        self.recorder.issue(record, tensors, tensors[0])
-        work = WireWork(record, self.recorder)
-        work.inner = self.inner.send(tensors, dst, tag)
-        return work
+        recorder.issue(record, tensors, tensors[0])
+        return self._handle(self.inner.send(tensors, dst, tag), record)
 
     def recv(self, tensors, src, tag):
-        record = self._message("recv", tensors[0], src, tag)
-        if streams := self._streams(tensors):
+        record, recorder = self._message("recv", tensors[0], src, tag), self.recorder
+        if streams := recorder.streams and self._streams(tensors):
             return streams.call(record, partial(self.inner.recv, tensors, src, tag), (), tensors)
-        self.recorder.issue(record, (), tensors[0])
-        work = WireWork(record, self.recorder, tensors)
-        work.inner = self.inner.recv(tensors, src, tag)
-        return work
+        recorder.issue(record, (), tensors[0])
+        return self._handle(self.inner.recv(tensors, src, tag), record, tensors)
 
     def recv_anysource(self, tensors, tag):
-        record = self._message("recv", tensors[0], None, tag)
-        self.recorder.issue(record, (), tensors[0])
+        record, recorder = self._message("recv", tensors[0], None, tag), self.recorder
+        recorder.issue(record, (), tensors[0])
+        inner = self.inner.recv_anysource(tensors, tag)
 
-        def learn(work: Work):
-            source = work._source_rank()
+        def until_done():
+            inner.wait()
+            source = inner._source_rank()
             channel = self._member.channel(source, self._member.rank, tag)
-            self.recorder.came_from(record, self.ranks[source], channel)
+            recorder.came_from(record, self.ranks[source], channel)
+            _hold_back(recorder, record)
 
-        work = WireWork(record, self.recorder, tensors)
-        work.inner, work.learn = self.inner.recv_anysource(tensors, tag), learn
-        return work
+        return WireWork(inner, record, recorder, tensors, until_done)
 
     def _message(self, op: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
-        shape, dtype = tensor.shape, tensor.dtype
-        return _record(wording.message(self._member, op, peer, tag, shape, dtype, now_doing()))
+        return self._record(
+            wording.message, op, peer, tag, tensor.shape, tensor.dtype, now_doing(), frames=4
+        )
+
+    def _handle(self, inner: Work, record: Record, arriving: Sequence[torch.Tensor] = ()):
+        recorder = self.recorder
+        held_back = partial(_through_link, recorder, inner, record) if recorder.link else None
+        return WireWork(inner, record, recorder, arriving, held_back)
+
+    def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
+        """The record of a call that is made now. frames: so many up to it are ours."""
+        said, now = words(self._member, call_site(frames), *what), time.perf_counter()
+        return Record(said, 0, now, now)
 
     # What torch.distributed asks of a group besides.
 
@@ -312,20 +317,18 @@ class WireGroup(dist.ProcessGroup):
         return self.inner._get_backend(device)
 
 
+def _through_link(recorder: Recorder, inner: Work, record: Record):
+    inner.wait()
+    _hold_back(recorder, record)
+
+
 def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, delivered):
     try:
-        inner.wait()
-        _hold_back(recorder, record)
+        _through_link(recorder, inner, record)
         recorder.done(record, arriving)
         delivered.set_result(arriving)
     except BaseException as error:
         delivered.set_exception(error)
-
-
-def _record(words: wording.Words) -> Record:
-    """The record of a call that is made now, by a method of a group or a helper of its own."""
-    now = time.perf_counter()
-    return Record(*words, *call_site(3), 0, now, now)
 
 
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):

@@ -1,23 +1,26 @@
-"""What a call says of itself: the fields of its `Record`, op to dtype, that are alike each time.
+"""What a call says of itself, which is put together once for each call in the reader's code.
 
-A training step makes the same calls again and again, and these words are put together once.
+Recording may cost 30 µs a call, and a training step makes the same calls again and again.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from .board import Said
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 UNEQUAL = ("all_gather", "gather", "all_to_all")  # sizes may differ between ranks
 REDUCTIONS = {op.value: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
-Words = tuple[str, str, tuple[int, ...], str, str, str, int, int | None, tuple[int, ...], str]
+Place = tuple[str, int, str]  # file, line, function
 once = lru_cache(4096)
 
 
-class Member(NamedTuple):
+@dataclass(frozen=True, eq=False)  # to look one up by what it is would take long
+class Member:
     """A rank as a member of a group."""
 
     name: str  # the group's, on the board
@@ -51,22 +54,23 @@ class Member(NamedTuple):
         return "Did a loop go one too far?"
 
 
-def new_group(member: Member) -> Words:
+def new_group(member: Member, place: Place) -> Said:
     members = str(list(member.ranks))
     said = member.ranks, f"new {member.name}", "", members
-    return "new_group", member.label, *said, 0, None, (), ""
+    return Said("new_group", member.label, *said, 0, None, (), "", *place)
 
 
 @once
 def collective(
     member: Member,
+    place: Place,
     op: str,
     alike: tuple[torch.Size, ...],
     shapes: tuple[torch.Size, ...],
     dtype: torch.dtype | None,
     reduction: int | None,
     root: int | None,
-) -> Words:
+) -> Said:
     """alike: shapes of what all must bring alike. shapes: of what this rank hands in."""
     nbytes = sum(map(torch.Size.numel, shapes)) * dtype.itemsize if dtype else 0
     said = [f"{sum(map(torch.Size.numel, alike))} {_name(dtype)}"] if dtype else []
@@ -79,19 +83,21 @@ def collective(
     alike = [op, _name(dtype), *said[1:]] if op in UNEQUAL else [op, *said]
     detail = ", ".join(said + _in_group(member))
     words = op, member.label, member.ranks, member.name, " ".join(alike), detail
-    return *words, nbytes, peer, tuple(shapes[0]) if shapes else (), _name(dtype)
+    shape = tuple(shapes[0]) if shapes else ()
+    return Said(*words, nbytes, peer, shape, _name(dtype), *place)
 
 
 @once
 def message(
     member: Member,
+    place: Place,
     op: str,
     number: int | None,
     tag: int,
     shape: torch.Size,
     dtype: torch.dtype,
     doing: str,
-) -> Words:
+) -> Said:
     """number: of the rank at the other end, in the group; None: of a receive from any rank."""
     size = f"{shape.numel()} {_name(dtype)}"
     said = [size]
@@ -110,7 +116,8 @@ def message(
         said += [doing] if doing else []
     detail = ", ".join(said + _in_group(member))
     words = op, member.label, ranks, channel, fingerprint, detail
-    return *words, shape.numel() * dtype.itemsize, peer, tuple(shape), _name(dtype)
+    nbytes = shape.numel() * dtype.itemsize
+    return Said(*words, nbytes, peer, tuple(shape), _name(dtype), *place)
 
 
 def _in_group(member: Member) -> list[str]:
