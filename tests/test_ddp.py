@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ddpkit.batch_norm import convert
-from ddpkit.data_parallel import average_gradients, join
+from ddpkit.data_parallel import join
 from ddpkit.ddp import BucketedDDP, FlatDDP, NaiveDDP, plan_buckets
 from ddpkit.fast import buckets as fast
 from ddpkit.models import mean_loss
@@ -74,21 +74,7 @@ def test_other_modules_are_refused_on_every_rank(check, rank):
         check.refused(NaiveDDP, module, says=says)
 
 
-# Gradients that are missing, or of all kinds
-
-
-@on_ranks(3)
-def test_average_gradients_counts_a_missing_one_as_zeros(check):
-    """No rank waits for one that left out a layer; what is frozen stays without a gradient."""
-    rank, module, routes = dist.get_rank(), cases.Routes(), ["abc", "ac", "bc"]
-    module.c.weight.requires_grad_(False)
-    inputs = [cases.routes_batch(rank=r)[0] for r in range(3)]
-    losses = [module(x, route) for x, route in zip(inputs, routes, strict=True)]
-    parts = [cases.gradients_of(module, loss) for loss in losses]
-    module(inputs[rank], routes[rank]).backward()
-    average_gradients(module)
-    check_means(check, module, parts)
-    check.same(module.c.weight.grad, None, "frozen")
+# Gradients of all kinds
 
 
 class Mixed(nn.Module):

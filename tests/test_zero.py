@@ -16,7 +16,7 @@ from ddpkit.fast.ring import RingTransport
 from ddpkit.fast.transports import SharedMemoryTransport
 from ddpkit.fast.zero import ZeroOptimizer as FastZero
 from ddpkit.fsdp import ShardedLinear
-from ddpkit.zero import ZeroOptimizer, shard_plan
+from ddpkit.zero import ZeroOptimizer
 
 
 def sharded(way, make=cases.ADAMW, dtype=torch.float64):
@@ -83,18 +83,6 @@ def test_clipping_by_the_norm_of_all_shards(check):
 
 
 # Who owns what
-
-
-def test_shard_plan():
-    assert shard_plan([5, 3], 2) == [[(0, 0, 4)], [(0, 4, 5), (1, 0, 3)]]
-    assert shard_plan([5, 6], 3) == [[(0, 0, 4)], [(0, 4, 5), (1, 0, 3)], [(1, 3, 6)]]
-    for world_size in (1, 2, 3, 4, 7):
-        numels = [1, 100, 0, 17, 64, 5]
-        plan = shard_plan(numels, world_size)
-        owned = [(p, at) for shard in plan for p, start, stop in shard for at in range(start, stop)]
-        assert owned == [(p, at) for p, numel in enumerate(numels) for at in range(numel)]
-        sizes = [sum(stop - start for _, start, stop in shard) for shard in plan]
-        assert max(sizes) == sizes[0] == -(-sum(numels) // world_size)
 
 
 @on_ranks(2, 3)
