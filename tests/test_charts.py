@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from test_cost import timed
 from test_figures import check_picture, has_colour
 
 from ddpkit.bench.results import Result, Results
@@ -121,16 +122,8 @@ def test_bucket_moments():
     assert said == ["1", "2.5", "view", "None", "1", "2.5", "3", "view"]
 
 
-def points(sizes, algorithm="ring_all_reduce", wrong=1.0):
-    found = []
-    for nbytes in sizes:
-        seconds = wrong * MODEL.seconds(algorithm, nbytes, 4)
-        found.append(cost.Measurement(algorithm, 4, nbytes, seconds))
-    return found
-
-
 def test_fitted():
-    measured, held_out = points((10**4, 10**6, 10**8)), points((10**5,), wrong=1.1)
+    measured, held_out = (timed(MODEL, sizes=sizes) for sizes in ((10**4, 10**6), (10**5,)))
     picture = charts.fitted(cost.fit(measured), measured, held_out, "A ring, emulated")
     check_picture(picture, page.BLUE)
     lines = picture.figure.axes[0].lines
@@ -144,7 +137,8 @@ def test_crossing():
     assert charts.takeovers(MODEL, algorithms, 4) == [
         (pytest.approx(8 * 50e-6 * 1e9), *algorithms[:2])
     ]
-    measured = points((10**5, 10**6)) + points((10**5,), "doubling_all_reduce")
+    measured = timed(MODEL, sizes=(10**5, 10**6))
+    measured += timed(MODEL, "doubling_all_reduce", sizes=(10**5,))
     picture = charts.crossing(MODEL, algorithms, 4, measured, "On a link")
     check_picture(picture)
     lines = picture.figure.axes[0].lines

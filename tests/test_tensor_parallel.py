@@ -6,6 +6,7 @@ A model of them, and the well-known mistakes, are in test_sequence_parallel.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from attention_cases import randn
 from on_ranks import on_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -21,11 +22,6 @@ from ddpkit.tensor_parallel import (
     clip_grad_norm,
     vocabulary_cross_entropy,
 )
-
-
-def randn(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def close(check, got, expected, *what):
