@@ -14,10 +14,12 @@ import pytest
 import torch.distributed as dist
 from outside import FREEZE_S, run_script
 from pytorch_cases import CASES
+from test_board import call
 
 from ddpkit import RankError, launch
 from ddpkit.debug import main
 from ddpkit.explain import explain, read_dumps
+from ddpkit.runtime.session import Session
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks don't find the tests' folder
 
@@ -164,6 +166,23 @@ if rank == 0:
     compute(1.6)
     future.wait()
 """
+
+
+def test_a_mismatch_is_told_when_all_pages_had_time_to_come(monkeypatch, tmp_path):
+    where = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    where |= {"TORCHELASTIC_ERROR_FILE": tmp_path / "rank" / "error"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, str(value))
+    session, told = Session(None), []
+    monkeypatch.setattr(session, "tell", told.append)
+    eight, nine = (call(ranks=(0, 1, 2), fingerprint=n, detail=n) for n in ("8", "9"))
+    session.board.put(0, 0, eight)
+    session.board.put(1, 0, nine)
+    session._look(session.board.events())
+    assert told == []
+    session.board.put(2, 0, nine)  # its page comes from another machine
+    session._look(session.board.events())
+    assert "ranks 1 and 2 called all_reduce(9)" in told[0]
 
 
 def test_slow_is_not_hung(tmp_path):

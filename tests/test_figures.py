@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from matplotlib.colors import to_hex, to_rgb, to_rgba_array
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from PIL import Image
 
 from ddpkit import Link, collectives, launch
-from ddpkit.lesson import figures, page
+from ddpkit.lesson import charts, figures, page
 from ddpkit.lesson.player import WIDTH
 
 BYTES = 32  # of each message below
@@ -83,6 +84,18 @@ def test_a_picture_is_a_card_in_two_formats():
     for colour in page.RANK_COLOURS[:2]:
         wanted = [round(255 * value) for value in to_rgb(colour)]
         assert min(max(abs(a - b) for a, b in zip(wanted, p, strict=True)) for p in pixels) < 12
+
+
+def test_a_picture_is_laid_out_once_for_all_formats(monkeypatch):
+    laid_out, lay_out = [], ConstrainedLayoutEngine.execute
+
+    def count(self, figure):
+        laid_out.append(figure)
+        lay_out(self, figure)
+
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", count)
+    charts.zero_grid(4)._repr_mimebundle_()
+    assert len(laid_out) == 1
 
 
 def test_lines_of_all_colours_are_seen():

@@ -73,14 +73,13 @@ class Picture:
         self.figure, self.text = figure, text
         style = {"fill": False, "ec": GREY, "lw": 2.5, "transform": figure.transFigure}
         figure.add_artist(Rectangle((0, 0), 1, 1, zorder=9, **style))
-        lines = Line2D, FancyArrowPatch, LineCollection
-        for line in figure.findobj(lambda artist: isinstance(artist, lines)):
-            if isinstance(line, LineCollection):
-                line.set_color([dark(each) for each in line.get_color()])
-            elif isinstance(line, FancyArrowPatch):
-                line.set_color(dark(line.get_ec()))
-            else:
-                line.set_color(dark(line.get_color()))
+        for artist in figure.findobj():
+            if isinstance(artist, LineCollection):
+                artist.set_color([dark(each) for each in artist.get_color()])
+            elif isinstance(artist, Line2D):
+                artist.set_color(dark(artist.get_color()))
+            elif isinstance(artist, FancyArrowPatch):
+                artist.set_color(dark(artist.get_ec()))
         if figure.get_layout_engine():  # once, instead of twice for each format
             figure.draw_without_rendering()
             figure.set_layout_engine(None)

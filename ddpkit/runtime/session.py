@@ -128,19 +128,17 @@ class Session:
 
         A mismatch is told at the second look, when the pages of all who made that call are there.
         """
-        different = hang.mismatch(self.board)
-        now = hang.situations(self.board)
+        different, now = hang.mismatch(self.board), hang.situations(self.board)
         for hidden in hang.abandoned(now, self.board):
             if hidden.call.on_stream or hidden.rank in self._sleepers:
                 now[hidden.rank] = hidden
         stuck = hang.deadlocked(now, self.board)
+        went_on = self.board.events() != events  # while it was read
         if different and self._differed:
             self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
-        self._differed = bool(different)
-        if (
-            stuck and not different and self.board.events() == events
-        ):  # nobody went on while it was read
+        elif stuck and not different and not went_on:
             self.tell(hang.report(*hang.explain_deadlock(now, stuck), now, self.board))
+        self._differed = bool(different)
 
     def _note_sleepers(self) -> None:
         """Which ranks of this machine burn no CPU, where /proc tells."""

@@ -141,12 +141,9 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     capture_output(assignment.path("output"))
     # What multiprocessing makes in its temporary folder goes with ours.
     multiprocessing.current_process()._config["tempdir"] = assignment.folder
-    for name in list(os.environ):
-        if name not in assignment.environ:
-            del os.environ[name]
-    for name, value in assignment.environ.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    for name in os.environ.keys() - assignment.environ.keys():
+        del os.environ[name]
+    os.environ.update(assignment.environ.items() - os.environ.items())
     linecache.cache.update(assignment.cells)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     stacks = open(assignment.path("stack"), "w")  # stays open: the parent may ask at any time
