@@ -7,7 +7,6 @@ import os
 import pkgutil
 import sys
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -282,14 +281,8 @@ def test_what_cannot_be_measured_is_refused_at_once(monkeypatch):
 # On real ranks
 
 
-def ranks_left() -> int:
-    children = psutil.Process().children(recursive=True)
-    return sum(each.status() != psutil.STATUS_ZOMBIE for each in children)
-
-
 def test_measure():
-    launch(dist.barrier, world_size=2)  # the fork server stays
-    before, rings = ranks_left(), ["ring", "fast ring"]
+    rings = ["ring", "fast ring"]
     rest = ["shared memory", "pass in place", "memcpy", "loopback", "gloo again"]
     found = collectives.measure("all_reduce", (4096, 4 * 10**6), (3,), 1)
     names = ["gloo", *rings, "doubling", *rest, "gloo", *rings, *rest]  # doubling: for small ones
@@ -299,7 +292,6 @@ def test_measure():
     found += collectives.measure("reduce_scatter", (10_000,), (2,), 2)
     assert [each.variant for each in found[17:]] == ["gloo", "gloo, list", *rings, *rest]
     assert all(found.fraction(each) for each in found.competing)
-    assert ranks_left() == before
 
 
 def make_wrong(numel, group):
