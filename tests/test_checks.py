@@ -2,41 +2,26 @@
 
 import pytest
 import torch.distributed as dist
+from on_ranks import on_ranks
 
-from ddpkit import launch
 from ddpkit.tools import checks
 
 
-def _refused(check, *args, **kwargs):
-    try:
-        check(*args, **kwargs)
-    except ValueError as error:
-        return str(error)
-
-
-def _on_ranks():
+@on_ranks(3, backend="gloo")
+def test_group_and_ranks_are_named(check, rank):
     pair = dist.new_group([0, 2])
-    outside = _refused(checks.check_in_group, "barrier", pair)
     checks.check_in_group("barrier", None)
-    same = _refused(checks.check_same, "SharedBuffer", ["float32", "numel=4"], None)
-    among_two = None
-    if dist.get_rank() != 1:
-        mine = ["float32", *(["numel=4"] * dist.get_rank())]
-        among_two = _refused(checks.check_same, "SharedBuffer", mine, pair)
-    return outside, same, among_two
-
-
-def test_group_and_ranks_are_named():
-    run = launch(_on_ranks, world_size=3, backend="gloo")
-    differ = (
-        "expected the same SharedBuffer on every rank, got numel=4 on rank 2, nothing in its place "
-        "on rank 0. Build it alike on all."
-    )
-    outside = (
-        "rank 1 called barrier with a group that it isn't in, expected one of its own. "
-        "Call barrier on the group's ranks only."
-    )
-    assert list(run) == [(None, None, differ), (outside, None, None), (None, None, differ)]
+    checks.check_same("SharedBuffer", ["float32", "numel=4"], None)
+    if rank == 1:
+        says = "rank 1 called barrier with a group that it isn't in, expected one of its own. "
+        says += "Call barrier on the group's ranks only."
+        check.refused(checks.check_in_group, "barrier", pair, says=says)
+    else:
+        checks.check_in_group("barrier", pair)
+        mine = ["float32", *(["numel=4"] * rank)]
+        says = "expected the same SharedBuffer on every rank, got numel=4 on rank 2, nothing in "
+        says += "its place on rank 0. Build it alike on all."
+        check.refused(checks.check_same, "SharedBuffer", mine, pair, says=says)
 
 
 def test_numbers():

@@ -15,12 +15,7 @@ from on_ranks import on_ranks
 from ddpkit import collectives as ours
 from ddpkit import launch
 
-OPS = {
-    "SUM": operator.add,
-    "PRODUCT": operator.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-}
+OPS = {"SUM": operator.add, "PRODUCT": operator.mul, "MIN": torch.minimum, "MAX": torch.maximum}
 NAMES = ["broadcast", "reduce", "all_reduce", "gather", "scatter"]
 NAMES += ["all_gather", "reduce_scatter", "all_to_all", "barrier"]
 

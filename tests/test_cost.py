@@ -271,6 +271,7 @@ def test_a_bucket_starts_when_its_gradients_are_ready_and_the_wire_is_free():
     assert found.started == (5.0, 13.0, 20.0)
     assert found.done == (13.0, 19.0, 24.0)
     assert (found.backward_s, found.exposed_s) == (20.0, 4.0)
+    assert timeline([[0]], [0.5], [1], SLOW, 2).started == (0.5,)
 
 
 def test_every_gradient_needs_a_bucket_a_time_and_a_size():

@@ -152,12 +152,7 @@ def test_an_exception_out_of_step_closes_the_world_and_says_so(cell, fails, magi
 @pytest.mark.parametrize(
     ("source", "line", "kind", "says"),
     [
-        (
-            "dist.barrier()",
-            "--on 0",
-            HangError,
-            "deadlock: rank 0 waits in barrier for rank 1, wh",
-        ),
+        ("dist.barrier()", "--on 0", HangError, "deadlock: rank 0 waits in barrier for rank 1, wh"),
         ("dist.all_reduce(torch.ones(8 - rank))", "", HangError, "mismatch: rank 0 called all_red"),
         ("import os\nrank or os.abort()", "", RankError, "rank 0 was killed by SIGABRT."),
     ],

@@ -30,18 +30,6 @@ GB = 10**9
 # Model states
 
 
-def test_zero_paper_figure_1():
-    gigabytes = [model_states(7_500_000_000, stage, 64).total / GB for stage in range(4)]
-    assert [float(f"{each:.3g}") for each in gigabytes] == [120, 31.4, 16.6, 1.88]
-
-
-def test_a_shard_is_the_longest_of_all():
-    assert model_states(10, 1, 4) == (20, 20, 12 * 3)
-    assert model_states(10, 2, 4) == (20, 2 * 3, 12 * 3)
-    assert model_states(10, 3, 4) == (2 * 3, 2 * 3, 12 * 3)
-    assert model_states(10, 3, 1) == model_states(10)
-
-
 def test_states_that_there_are_not():
     for wrong, says in [
         ({"stage": 4}, "expected a stage from 0 to 3 .*, got 4 and 'mixed': choose"),

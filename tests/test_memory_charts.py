@@ -176,10 +176,7 @@ def test_activations_of_a_gpt(attention, dropout):
 
 @pytest.mark.parametrize(
     ("attention", "name", "way"),
-    [
-        ("materialised", "selective", selective_checkpoint),
-        ("flash", "every block", checkpoint),
-    ],
+    [("materialised", "selective", selective_checkpoint), ("flash", "every block", checkpoint)],
 )
 def test_peaks_of_a_checkpointed_gpt(attention, name, way):
     tokens = torch.ones(2, 96, dtype=torch.int64)
@@ -193,8 +190,6 @@ def test_peaks_of_a_checkpointed_gpt(attention, name, way):
 def test_memory_calculator():
     pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
     widget = memory_charts.memory_calculator()
-    assert repr(widget).startswith("4.5 billion parameters. Everything kept: 153 GB; ")
-    assert repr(widget).endswith("On a GPU of 80 GB fits: every block.")
     for values, said in (
         ({"length": 8192}, "fits: none of them."),
         ({"length": 4096, "attention": "flash", "dropout": False}, "every block."),

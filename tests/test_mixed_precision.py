@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from training_cases import ADAMW, SGD, WRAPPERS, groups_of, sent_by
 
-from ddpkit.mixed_precision import LossScaler, MixedPrecisionOptimizer, master_step
+from ddpkit.mixed_precision import LossScaler, MixedPrecisionOptimizer
 
 HALVES = [torch.float16, torch.bfloat16]
 small_gpt = partial(cases.small_gpt, dtype=torch.float32)
@@ -30,24 +30,6 @@ def gpt_loss(model, step, micro_batch=0, rank=0):
 
 def trained_of(model):
     return list(cases.trained_of(model).values())
-
-
-# master_step
-
-
-def test_master_step_is_a_step_in_fp32_rounded():
-    weights = [torch.tensor([1.0, 2.0**-6]).half().requires_grad_() for _ in range(2)]
-    masters = [weight.detach().float().requires_grad_() for weight in weights]
-    storage = weights[0].data_ptr()
-    weights[0].grad = torch.tensor([2.0**-6, 2.0**-20]).half()  # of the loss times 2**10
-    optimizer = torch.optim.SGD(masters, lr=2.0**4, weight_decay=0.5)
-    master_step(weights, masters, optimizer, 2.0**10)
-    expected = [1 - 8.0 - 2.0**-12, 2.0**-6 - 2.0**-3 - 2.0**-26]
-    assert masters[0].tolist() == expected
-    assert weights[0].tolist() == torch.tensor(expected).half().tolist()
-    assert weights[0].data_ptr() == storage
-    assert masters[1].grad is None  # zeros would let it decay
-    assert masters[1].tolist() == [1.0, 2.0**-6]
 
 
 # LossScaler, alone
@@ -253,25 +235,6 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(inner):
 
 
 # On ranks
-
-
-@on_ranks(1, 3)
-def test_one_rank_with_an_overflow_is_enough_for_all_to_skip(check, rank, world_size):
-    for odd in range(world_size):
-        for bad in (math.inf, -math.inf, math.nan):
-            parameter = parameter_with([1.0, bad if rank == odd else 2.0])
-            optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
-            scaler = LossScaler(4.0)
-            scaler.step(optimizer)
-            check.same(scaler.overflow, True, "overflow: rank", odd, "has", bad)
-            check.same(parameter.tolist(), [1.0, 1.0], "weights, though rank", odd, "has", bad)
-            check.unless(not optimizer.state, "momentum, though rank", odd, "has", bad)
-            scaler.update()
-            check.same(scaler.get_scale(), 2.0, "scale")
-            parameter.grad = torch.ones(2)
-            scaler.step(optimizer)
-            scaler.update()
-            check.same(parameter.tolist(), [0.5, 0.5], "weights after the next step")
 
 
 @on_ranks(4)

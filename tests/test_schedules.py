@@ -117,18 +117,12 @@ def test_held_micro_batches_are_the_published_ones():
 
 
 def test_as_published():
-    """Huang et al. 2019, figure 2c; Narayanan et al. 2021, figure 4; Qi et al. 2023, figure 2."""
-    assert gpipe(2, 2) == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
-    first, *_, last = one_f_one_b(4, 8)
-    assert " ".join(first) == "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7"
-    assert " ".join(last[:6]) == "3F0 3B0 3F1 3B1 3F2 3B2"
+    """Narayanan et al. 2021, figure 4; Qi et al. 2023, figure 2. The others: their exercises."""
     first = interleaved(4, 8)[0]
     words = "0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0"
     assert " ".join(first).startswith(words)
-    assert (
-        " ".join(zero_bubble(4, 5)[3])
-        == "3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3F4 3I4 3W1 3W2 3W3 3W4"
-    )
+    words = "3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3F4 3I4 3W1 3W2 3W3 3W4"
+    assert " ".join(zero_bubble(4, 5)[3]) == words
 
 
 def broken(schedule):

@@ -364,37 +364,31 @@ def test_calls_of_a_layer(check):
             check.same([forward, backward], [expected, expected], f"{sequence=}, {kv_heads=}")
 
 
+def calls_of_each_part(model):
+    """Forward, backward, and what is left."""
+    out = []
+    parts = lambda: out.append(model(*batch(0))), lambda: out[0].backward(), model.synchronize
+    return [calls(sent_by(part)) for part in parts]
+
+
 @on_ranks(2)
 def test_calls_of_a_step(check):
     """One more, forward for the embedding and backward for the logits; for the loss three numbers a
     target, whatever the vocabulary; for norms and biases one at the end."""
     for vocabulary in (11, 1100):
         for sequence in (False, True):
-            gpt = small_gpt(
-                dtype=torch.float32, width=8, layers=3, context=8, vocabulary=vocabulary
-            )
-            model, out = ParallelGPT(gpt, sequence=sequence), []
+            sizes = {"width": 8, "layers": 3, "context": 8, "vocabulary": vocabulary}
+            model = ParallelGPT(small_gpt(dtype=torch.float32, **sizes), sequence=sequence)
             loss, activations = 3 * 2 * 8 * 4, 7 * 2 * 8 * 8 * 4
             between = 4 * (3 * (2 * 2 * 8 + 2 * 8) + 2 * 8)  # two norms and biases a layer, a norm
-            forward, backward, at_the_end = (
-                calls(sent_by(step))
-                for step in (
-                    lambda model=model, out=out: out.append(model(*batch(0))),
-                    lambda out=out: out[0].backward(),
-                    model.synchronize,
-                )
-            )
             if sequence:
                 halves = {"reduce_scatter": (7, activations), "all_gather": (7, activations)}
-                expected = [
-                    halves | {"all_reduce": (2, loss)},
-                    halves,
-                    {"all_reduce": (1, between)},
-                ]
+                at_the_end = {"all_reduce": (1, between)}
+                expected = [halves | {"all_reduce": (2, loss)}, halves, at_the_end]
             else:
                 whole = {"all_reduce": (7, activations)}
                 expected = [{"all_reduce": (9, activations + loss)}, whole, {}]
-            check.same([forward, backward, at_the_end], expected, f"{vocabulary=}, {sequence=}")
+            check.same(calls_of_each_part(model), expected, f"{vocabulary=}, {sequence=}")
 
 
 # What can't be split

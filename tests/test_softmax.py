@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from training_cases import sent_by
 
-from ddpkit import launch
 from ddpkit.softmax import (
     blockwise_softmax,
     fused_softmax,
@@ -269,33 +269,23 @@ def test_what_counts_as_traffic():
 
 # Across ranks
 
-DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+SLICES = {1: [5], 2: [3, 4], 3: [1, 0, 5], 4: [0, 2, 3, 1]}  # numbers of each rank
 
 
-def parts_of_rows(slices):
-    """For each dtype this rank's part of three rows, one masked on a rank, one on all."""
-    found = []
-    for dtype in DTYPES:
-        whole = randn(3, sum(slices)).to(dtype)
+@on_ranks(1, 2, 3, 4)
+def test_across_ranks(check, rank, world_size):
+    """Three rows, one of them masked on a rank, one on all; for each row a pair is sent."""
+    slices = SLICES[world_size]
+    for dtype, size in ((torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)):
+        whole, found = randn(3, sum(slices)).to(dtype), []
         whole[0] += torch.arange(sum(slices)) * 100
         whole[1, : slices[0]] = -INF
         whole[2] = -INF
-        parts = [x.split(slices, dim=1)[dist.get_rank()] for x in (whole, exact(whole))]
-        found.append((softmax_across_ranks(parts[0]), parts[1]))
-    return found
-
-
-@pytest.mark.parametrize("slices", [[5], [3, 4], [1, 0, 5], [0, 2, 3, 1]])
-def test_across_ranks(slices):
-    run = launch(parts_of_rows, slices, world_size=len(slices))
-    for rank, found in enumerate(run):
-        for dtype, (part, expected) in zip(DTYPES, found, strict=True):
-            assert (part.dtype, part.shape) == (dtype, expected.shape)
-            error = (part.double() - expected).abs()
-            assert (error <= 4 * torch.finfo(dtype).eps).all(), f"rank {rank}: {part} {expected}"
-    gathers = [("all_gather", 2 * 3 * size) for size in (4, 4, 8)]  # a pair for each of three rows
-    for records in run.wire:
-        assert [(record.op, record.bytes) for record in records] == gathers
+        x, expected = (rows.split(slices, dim=1)[rank] for rows in (whole, exact(whole)))
+        sent = sent_by(lambda x=x, found=found: found.append(softmax_across_ranks(x)))
+        check.same(found[0].dtype, dtype)
+        check.close(found[0], expected, 4 * torch.finfo(dtype).eps, dtype)
+        check.same([(record.op, record.bytes) for record in sent], [("all_gather", 2 * 3 * size)])
 
 
 @on_ranks(3)
