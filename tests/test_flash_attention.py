@@ -57,24 +57,6 @@ def test_plain_attention_is_pytorchs(causal):
     assert torch.allclose(exact(q, k, v, causal), ours["o"], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_tiles_of_any_size_and_a_part_of_the_keys(causal):
-    """o and lse in tiles of any size; gradients from o and lse that belong to more keys."""
-    q, k, v, do = (randn(2, 9, 4, seed=seed) for seed in range(4))
-    right = output_and_gradients(exact, q, k, v, do, causal)
-    for tile in (1, 4, 9, 100):
-        o, lse = plain.flash_forward(q, k, v, tile, causal)
-        torch.testing.assert_close(o, right["o"], rtol=1e-12, atol=1e-12)
-        scores = plain.tile_scores(q, k, 0, causal)
-        torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
-        for keys in (9, 7):
-            gradients = plain.flash_backward(q, k[:, :keys], v[:, :keys], o, lse, do, causal, tile)
-            for got, name in zip(gradients[1:], ("dk", "dv"), strict=True):
-                torch.testing.assert_close(got, right[name][:, :keys], rtol=1e-12, atol=1e-12)
-            if keys == 9:
-                torch.testing.assert_close(gradients[0], right["dq"], rtol=1e-12, atol=1e-12)
-
-
 @both
 def test_scores_far_from_zero(flash):
     """exp(2000) would be infinite; a running maximum from 0 would leave nothing of exp(-2000)."""
