@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -263,6 +264,8 @@ class Exercise:
             which = f": {', '.join(empty)}" if inspect.isclass(answer) else ""
             hint = {"hint": next(iter(self.hints.values()))}
             return Verdict(None, f"{self.name}: not written yet{which}", folds=lambda: hint)
+        if returns_nothing(answer) and not returns_nothing(self.reference):
+            return Verdict(False, f"✗ {self.name}: it returns nothing. Is a `return` missing?")
         largest = None
         for number, trial in enumerate(self.trials()):
             self._outcome = _run(answer, trial)
@@ -447,6 +450,19 @@ def is_stub(answer: Callable) -> bool:
     """Whether the function's body is still only `...`."""
     code = getattr(answer, "__code__", None)
     return code is not None and _opcodes(code) == _opcodes(_stub.__code__)
+
+
+def returns_nothing(answer: Callable) -> bool:
+    """Whether it is a function that ends without a value on every way."""
+    code = getattr(inspect.unwrap(answer), "__code__", None)
+    if code is None or inspect.isgeneratorfunction(answer):
+        return False
+    for before, (op, value) in pairwise(_opcodes(code)):
+        if (op == "RETURN_VALUE" and before != ("LOAD_CONST", None)) or (
+            op == "RETURN_CONST" and value is not None
+        ):
+            return False
+    return True
 
 
 def _opcodes(code) -> list[tuple[str, object]]:

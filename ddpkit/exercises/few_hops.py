@@ -87,8 +87,6 @@ loses_the_remainder: lower, upper = kept.tensor_split(2) → m = len(kept) // 2
 sends_first: exchange({peer: given}, {peer: arrived}, group) → dist.send(given, peer)
     kept += arrived → dist.recv(arrived, peer)⏎kept += arrived
     both with isend and irecv
-returns_nothing: return x →
-    Return x: the caller wants the tensor.
 """),
 )
 

@@ -11,7 +11,7 @@ from ddpkit import flash_attention
 from ddpkit.tools.memory import watch
 
 from .checker import Exercise, mistakes
-from .softmax import Numbers, read_by_case, returned_by, trial_of
+from .softmax import Numbers, read_by_case, trial_of
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -41,7 +41,7 @@ def _look(answer: Callable, case: str, names: dict[str, int], given: tuple, *opt
     """What it returns, the shapes first, and whether what it was given is still as it was."""
     copies = [x.clone() for x in given]
     with torch.no_grad():
-        returned = returned_by(answer, *copies, *options)
+        returned = answer(*copies, *options)
     returned = returned if isinstance(returned, tuple | list) else [returned]
     seen = {f"{case}: shapes": [tuple(getattr(x, "shape", ())) for x in returned]}
     if len(returned) == len(names) and all(isinstance(x, Tensor) for x in returned):

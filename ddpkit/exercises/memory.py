@@ -486,8 +486,6 @@ last_one_too: *checkpointed, last = cut → *checkpointed, last = *cut
     The last segment was computed again, too: its backward comes at once, so just call it.
 each_from_the_start: x = checkpoint( → y = checkpoint(
     Each segment got the same x: it goes on from what the one before it gave, x = checkpoint(…, x).
-returns_nothing: return functions[last](x) → functions[last](x)
-    Return what the last segment gives.
 one_for_all: *checkpointed, last = cut(len(functions), segments) →
         ⏎checkpointed, last = [slice(0, -1)], slice(-1, None)
     Those are other segments: as many as `segments` says, of about the same length.

@@ -313,8 +313,6 @@ new_list_entries: mine += arrived → chunks[(rank - hop - 1) % world_size] = mi
     The numbers are right, but not in x itself: clone() and new entries in a list make new tensors.
 adds_to_the_tuple: mine += arrived → chunks[rank - hop - 1] += arrived
     tensor_split gives a tuple of views
-returns_nothing: return chunks[rank] →
-    Return chunk `rank` of x: the caller wants the tensor.
 returns_x: return chunks[rank] → return x
     Return chunk `rank` alone: x.tensor_split(world_size)[rank].
 element_by_element: send_right_receive_left(passed_on, arrived, group) → for a in range(len(mine)):
@@ -374,8 +372,6 @@ whole_buffers: chunks[(rank - hop + 1) % world_size] → arrived if hop > 1 else
 by_torch: for hop in range(1, world_size): → for hop in range(world_size):
     send_right_receive_left(passed_on, place, group) → dist.broadcast(chunks[hop], hop)
     torch did the work
-returns_nothing: return x →
-    Return x: the caller wants the tensor.
 returns_its_chunk: return x → return chunks[rank]
     x is right: return all of it.
 returns_a_new_tensor: flat(x, group) → flat(x := x.clone(), group)
@@ -415,8 +411,6 @@ the_wrong_way_round: ring_reduce_scatter(x, group)⏎return → ring_all_gather(
     First the reduce-scatter, then the all-gather.
 twice: return ring_all_gather(x, group) → ring_all_gather(x, group)⏎return ring_all_gather(x, group)
     Each half once: all ranks together need to send 2(W-1) times the buffer.
-returns_nothing: return ring_all_gather(x, group) → ring_all_gather(x, group)
-    Return x: the caller wants the tensor.
 """),
 )
 

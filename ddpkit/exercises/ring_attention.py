@@ -18,7 +18,7 @@ from .checker import (
     rank_1_comes_last,
     unwritten_memory_shows,
 )
-from .softmax import Numbers, returned_by
+from .softmax import Numbers
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -45,7 +45,7 @@ def _run(answer: Callable, causal: bool) -> dict:
     given = [x.clone() for x in mine]
     rank_1_comes_last()
     with unwritten_memory_shows(), watch(nn.Module(), buckets=mine) as timeline:
-        o = returned_by(answer, *mine, causal)
+        o = answer(*mine, causal)
     alive = (max(timeline.totals) - timeline.totals[0]) // mine[0].itemsize
     same = isinstance(o, Tensor) and o.shape == mine[0].shape
     return {

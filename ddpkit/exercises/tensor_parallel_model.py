@@ -91,8 +91,6 @@ cuts_qkv_in_one: (block.qkv, group, [q, kv, kv], enter) → (block.qkv, group, e
 of_the_world: world_size, block = → group = None⏎world_size, block =
     All ranks got a piece each. Only those of `group` share the block: every layer must know it, and
     W is dist.get_world_size(group).
-returns_nothing: return block → pass
-    Return the block.
 all_like_q: [q, kv, kv] → [q, q, q]
     With grouped heads, k and v have fewer rows than q: [q, kv, kv] are the rows of each.
 rows_of_this_rank: q, kv = → block.heads //= world_size⏎block.kv_heads //= world_size⏎q, kv =

@@ -148,6 +148,15 @@ class Answer:
         return self.x / 2
 
 
+def test_a_forgotten_return_is_told():
+    def nothing(x):
+        if x > 2:
+            return
+        2 * x
+
+    assert "✗ double: it returns nothing. Is a `return` missing?" in str(exercise()(nothing))
+
+
 def test_a_class_is_not_written_yet_while_all_its_methods_are_empty():
     def stub(self): ...
 
@@ -165,6 +174,7 @@ def test_a_class_is_not_written_yet_while_all_its_methods_are_empty():
 
 
 def test_a_failed_check_offers_a_replay_where_something_was_sent():
+    pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
     wrong = check.ring_all_gather(lambda x: x[:0])
     assert ".replay()" not in wrong.text
     assert "the ranks sent nothing" in check.ring_all_gather.replay().text

@@ -18,13 +18,6 @@ def test_an_overflow_in_plain_python_is_told_as_what_came_out():
     assert "the ranks sent nothing" in check.online_softmax.replay().text
 
 
-def test_a_forgotten_return_is_told():
-    def my_merge(a, b):
-        max(a, b)
-
-    assert "it returned None: is a `return` missing?" in check.merge(my_merge).text
-
-
 def test_torchs_own_softmax_reads_the_row_once():
     def by_torch(row):
         return row.softmax(-1).nan_to_num(0)
