@@ -1,17 +1,13 @@
 """The board: what one rank writes, all read, also when it has gone round, and whatever it holds."""
 
-import sys
 import threading
 import time
 
-import cloudpickle
 import pytest
 
 from ddpkit import launch
 from ddpkit.runtime.board import DISAGREES, IDLE, SLOTS, STARTING, Board, Record, Said, hash32
 from ddpkit.runtime.records import Recorder
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 
 def call(seq=0, op="all_reduce", ranks=(0, 1), channel="0", fingerprint="f", **changes) -> Record:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch.distributed as dist
 from outside import FREEZE_S, run_script
@@ -20,8 +19,6 @@ from ddpkit import RankError, launch
 from ddpkit.debug import main
 from ddpkit.explain import explain, read_dumps
 from ddpkit.runtime.session import Session
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks don't find the tests' folder
 
 BEGIN = """\
 import os, signal, sys, time

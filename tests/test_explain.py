@@ -10,8 +10,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import cloudpickle
-import hang_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +18,6 @@ from torch._C import _distributed_c10d as c10d
 
 from ddpkit import HangError, launch
 from ddpkit.explain import explain, main, read_dumps
-
-for module in (hang_cases, sys.modules[__name__]):  # ranks don't find the tests' folder
-    cloudpickle.register_pickle_by_value(module)
 
 TIMEOUTS = {"a_loop_without_end": 3, "a_long_sleep": 3}
 

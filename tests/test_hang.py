@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit import HangError, launch
 from ddpkit.runtime import hang
 from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, SLOTS, Board
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 NAME = Path(__file__).name
 

@@ -3,12 +3,10 @@
 import contextlib
 import itertools
 import json
-import sys
 import threading
 import time
 from types import SimpleNamespace
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,8 +21,6 @@ from ddpkit.runtime import hang, run
 from ddpkit.runtime.board import RETURNED, RUNNING, Board
 from ddpkit.runtime.records import Recorder, recorder
 from ddpkit.runtime.streams import Cuda, Streams
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 ONE = torch.ones(1)
 

@@ -1,12 +1,10 @@
 """The wire: it sees all that PyTorch says, writes it down right, and changes nothing."""
 
 import os
-import sys
 import threading
 import time
 import warnings
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,8 +15,6 @@ from twin import bits
 from ddpkit import HangError, Link, launch
 from ddpkit.runtime.board import DISAGREES
 from ddpkit.runtime.wire import recorder
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # functions travel as a notebook's do
 
 # torch 2.13 renamed these; the old names warn there, the new ones don't exist in 2.11.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
