@@ -453,16 +453,17 @@ def is_stub(answer: Callable) -> bool:
 
 
 def returns_nothing(answer: Callable) -> bool:
-    """Whether it is a function that ends without a value on every way."""
+    """Whether it is a function that returns, and no value on any way."""
     code = getattr(inspect.unwrap(answer), "__code__", None)
     if code is None or inspect.isgeneratorfunction(answer):
         return False
+    values = []
     for before, (op, value) in pairwise(_opcodes(code)):
-        if (op == "RETURN_VALUE" and before != ("LOAD_CONST", None)) or (
-            op == "RETURN_CONST" and value is not None
-        ):
-            return False
-    return True
+        if op == "RETURN_VALUE":
+            values.append(before != ("LOAD_CONST", None))
+        elif op == "RETURN_CONST":
+            values.append(value is not None)
+    return not any(values) and len(values) > 0
 
 
 def _opcodes(code) -> list[tuple[str, object]]:
