@@ -139,7 +139,7 @@ def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
         canvas.text(LEFT - 12, y, f"query {row}", align="right")
         for what, said in shown.items():  # in bold, what this tile has changed
             canvas.text(COLUMNS[what], y, said, bold=row in now.rows)
-    looks = {"the tile in work": IN_WORK, "used and forgotten": GONE, "not computed yet": "white"}
+    looks = {"being computed": IN_WORK, "used and forgotten": GONE, "not computed yet": "white"}
     if len(fills) < queries * keys:
         looks["in the future, skipped"] = SKIPPED
     for at, (said, fill) in enumerate(looks.items()):

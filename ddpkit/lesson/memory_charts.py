@@ -95,7 +95,7 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
     terms: as `block_activations` gives them for materialised attention and dropout, or none.
     Notebook 06.
     """
-    step, wide, high = 117, 82, 40
+    step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
     if terms:
         canvas.key(20, 14, page.ORANGE, "kept for backward")
