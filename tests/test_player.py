@@ -292,6 +292,19 @@ def test_film_of_a_ring():
     assert end.memory[0][0].owners == [None] * 6 + [0, 0]
 
 
+def test_a_hop_shows_what_the_hops_before_it_brought():
+    def everyone_to_rank_0():
+        x = mine(1)
+        if dist.get_rank():
+            dist.send(x, 0)
+            return
+        for rank in (1, 2):
+            dist.recv(x, rank)
+
+    first, second, _ = hop_by_hop(*frames_of(everyone_to_rank_0))
+    assert (held(first.memory[0]), held(second.memory[0])) == ([], [(10.0, 1)])
+
+
 def test_hop_by_hop():
     shown = player(recorded(ring, world_size=3), by_hop=True)
     assert shown.telling is shown.look(2)[1]

@@ -182,27 +182,32 @@ def meeting(records: dict[int, Record]) -> dict[int, tuple[list | None, list | N
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
     """One frame for all messages of a hop, and one for what the ranks have in the end.
 
-    A hop is seen at its last send: by then all ranks have added or stored what came before it.
+    A hop is seen when all its messages are sent, and all of the hops before it have arrived.
     """
     number_of = hop_numbers(run)
-    sends: dict[int, list[Frame]] = {}
-    for frame in frames:
-        if frame.event.kind == "send":
-            record = frame.event.records[frame.event.rank]
-            sends.setdefault(number_of[key(record)], []).append(frame)
+    seen: dict[str, dict[int, list[int]]] = {"send": {}, "receive": {}}  # by hop, which frames
+    for at, frame in enumerate(frames):
+        event = frame.event
+        if event.kind in seen:
+            record = event.records[event.rank if event.kind == "send" else event.peer]
+            seen[event.kind].setdefault(number_of[key(record)], []).append(at)
+    hops = []
+    for number, sends in sorted(seen["send"].items()):
+        before = [at for hop, all_of in seen["receive"].items() if hop < number for at in all_of]
+        memory = frames[max(sends + before)].memory
+        hops.append(_hop(number, [frames[at] for at in sends], memory))
     end = Event("end", "the end: what each rank has now", {})
-    hops = [_hop(number, sends[number]) for number in sorted(sends)]
     return [*hops, Frame(end, _in_the_end(frames[-1], run))]
 
 
-def _hop(number: int, sends: list[Frame]) -> Frame:
+def _hop(number: int, sends: list[Frame], memory: list[dict[object, Cells]]) -> Frame:
     records, marked = {}, {}
     for frame in sends:
         records[frame.event.rank] = frame.event.records[frame.event.rank]
         marked |= frame.marked
     said = ", ".join(frame.event.text.removeprefix("rank ") for frame in sends)
     event = Event("hop", f"hop {number}: rank {said}", records)
-    return Frame(event, sends[-1].memory, marked=marked, sent=sends)
+    return Frame(event, memory, marked=marked, sent=sends)
 
 
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
