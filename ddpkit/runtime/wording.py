@@ -49,8 +49,8 @@ class Member:
 
     def _why_not(self, number: int) -> str:
         if number < 0:
-            made = f"Is it made for fewer ranks than {len(self.ranks)}?"
-            return f"{made} Then say how many: launch(..., world_size=2)."
+            ring, made = "In a ring, take % world_size.", "Is it made for fewer ranks?"
+            return f"{ring} {made} Then say how many: launch(..., world_size=2)."
         return "Did a loop go one too far?"
 
 
