@@ -184,18 +184,18 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 
     A hop is seen when all its messages are sent, and all of the hops before it have arrived.
     """
-    number_of = hop_numbers(run)
-    seen: dict[str, dict[int, list[int]]] = {"send": {}, "receive": {}}  # by hop, which frames
-    for at, frame in enumerate(frames):
+    number_of, sends, memory = hop_numbers(run), {}, {}
+    for frame in frames:
         event = frame.event
-        if event.kind in seen:
-            record = event.records[event.rank if event.kind == "send" else event.peer]
-            seen[event.kind].setdefault(number_of[key(record)], []).append(at)
-    hops = []
-    for number, sends in sorted(seen["send"].items()):
-        before = [at for hop, all_of in seen["receive"].items() if hop < number for at in all_of]
-        memory = frames[max(sends + before)].memory
-        hops.append(_hop(number, [frames[at] for at in sends], memory))
+        if event.kind == "send":
+            number = number_of[key(event.records[event.rank])]
+            sends.setdefault(number, []).append(frame)
+            memory[number] = frame.memory
+        elif event.kind == "receive":
+            number = number_of[key(event.records[event.peer])]
+            later = range(number + 1, max(number_of.values()) + 1)
+            memory |= dict.fromkeys(later, frame.memory)
+    hops = [_hop(number, sends[number], memory[number]) for number in sorted(sends)]
     end = Event("end", "the end: what each rank has now", {})
     return [*hops, Frame(end, _in_the_end(frames[-1], run))]
 

@@ -19,8 +19,8 @@ STARTING, RUNNING, RETURNED, IDLE, DISAGREES = range(5)
 # bytes, written one by one: who reads meanwhile sees the old one or the new one.
 _CALLS, _EVENTS, _WAITING, _STATE, _THREADS = range(5)
 _WORD, _HEAD, _SLOT = 8, 8, 256  # bytes of a word, words of a head and of a slot
-# A slot: hashes of channel and fingerprint, times, what became of the handle; then, pickled, what
-# the call says, and what it moved.
+# A slot: the call's number on its channel, hashes of channel and fingerprint, times, what became of
+# the handle; then, pickled, what the call says, and what it moved.
 _SEQ, _CHANNEL, _FINGERPRINT, _ISSUED, _STARTED, _DONE, _WAITED, _BECAME, _TEXT = range(9)
 MESSAGES = "send", "recv"  # the other calls are collectives
 SLOTS = 256  # so many last calls of each rank does the board remember
@@ -180,10 +180,8 @@ class Board:
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
     def waiting(self, rank: int) -> int | None:
-        """Number of the call that `rank` sits in, or None."""
-        index = self._get(rank, _WAITING) - 1
-        is_done = index >= self.calls(rank) - SLOTS and self._words[self._slot(rank, index) + _DONE]
-        return None if index < 0 or is_done else index
+        """Number of the call that `rank` sits in, if that isn't done; or None."""
+        return self._get(rank, _WAITING) - 1 if self._get(rank, _WAITING) else None
 
     def state(self, rank: int) -> int:
         return self._get(rank, _STATE)
@@ -197,7 +195,6 @@ class Board:
             return None
         words, at = self._words, self._slot(rank, index)
         seq, issued, *times = words[at], *self._times[at + _ISSUED : at + _BECAME]
-        by_future, dropped = bool(words[at + _BECAME] & 1), bool(words[at + _BECAME] & 2)
         try:
             text = self._map[(at + _TEXT) * _WORD : (at + _SLOT) * _WORD]
             *said, values, result, memory = pickle.loads(text)
@@ -207,7 +204,7 @@ class Board:
         if seq < 0 or (seq, issued) != (words[at], self._times[at + _ISSUED]):  # written meanwhile
             return None
         times = [time or None for time in times]
-        became = 0, by_future, dropped
+        became = 0, bool(words[at + _BECAME] & 1), bool(words[at + _BECAME] & 2)
         return Record(said, seq, issued, *times, *became, values, result, memory)
 
     def records(self, rank: int) -> list[Record]:

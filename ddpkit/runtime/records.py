@@ -147,8 +147,7 @@ class Recorder:
         """
         if record.done is not None:
             return
-        if self.keep_values:
-            self.arrived(record, arrived, buffer)
+        self.arrived(record, arrived, buffer)
         record.done = at or time.perf_counter()
         self.write_again(record, whole=self.keep_values)
 
