@@ -1,7 +1,7 @@
 """`race`, as of `ddpkit.bench.interleave`, but without ranks and times: each has one turn."""
 
 
-def race(make, rounds, warm_up=0):
+def race(make, rounds):
     contest = make(None)
     for which, call in contest.calls.items():
         contest.before(which)

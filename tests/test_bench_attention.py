@@ -108,7 +108,7 @@ def test_a_wrong_answer_gets_no_time(wrong):
         return o * torch.nan if wrong == "nan" else o
 
     what = "o" if wrong == "nan" else wrong
-    with pytest.raises(RuntimeError, match=f"{OURS}: {what} is off by .* of {FLASH}'s"):
+    with pytest.raises(RuntimeError, match=f"{OURS}: {what} is off by"):
         bench.choose(bench.attentions("cpu") | {OURS: attend}, SMALL.inputs("cpu"), True)
 
 
@@ -123,20 +123,12 @@ def test_times_of_calls():
     ]
 
 
-def test_table():
-    found = made_up(Case(64, False, 4096, 2), **{OURS: (4.294967296e-3, 2.5 * 4.294967296e-3)})
-    lines = [" ".join(line.split()) for line in repr(found).splitlines()]
-    assert lines[:5] == [
-        "forward, D 64, N 4096",
-        "Time ms TFLOP/s Ceiling Speed [95 %]",
-        "SDPA, flash 1000 0.00859 0 % 1.00 [1.00–1.00] A/A",
-        "plain attention 3000 0.00286 0 % 0.33 [0.33–0.33] slower",
-        # 4 · 2 · 4096² · 64 operations in 4.294967296 ms are 2 TFLOP/s
-        "flash_attention 4.295 2 100 % 233 [233–233] faster",
-    ]
-    assert " ".join(lines[10].split()[:4]) == "flash_attention 10.74 2 100"  # backward is more work
-    causal = made_up(Case(64, True, 4096, 2), **{OURS: (4.294967296e-3, 1.0)})
-    assert "  4.295        1     50 %  " in repr(causal)  # and a mask leaves half
+def test_columns():
+    """4 · 2 · 4096² · 64 operations in 4.294967296 ms are 2 TFLOP/s; backward is more work."""
+    took = {OURS: (4.294967296e-3, 2.5 * 4.294967296e-3)}
+    for causal, speed, part in ((False, "2", "100 %"), (True, "1", "50 %")):  # a mask leaves half
+        ours = [r for r in made_up(Case(64, causal, 4096, 2), **took) if r.variant == OURS]
+        assert [r.columns for r in ours] == [{"TFLOP/s": speed, "Ceiling": part}] * 2
 
 
 def verdicts(case, **changed):

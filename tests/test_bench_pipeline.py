@@ -1,31 +1,30 @@
 """`python -m ddpkit.bench pipeline`: what it runs, counts and says. No test times."""
 
-import json
-
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 
-from ddpkit.bench import pipeline, results
+from ddpkit.bench import pipeline
 from ddpkit.bench.pipeline import PLAN, RUN, TORCH, TORCH_GPIPE
-from ddpkit.bench.results import AGAIN, Results
+from ddpkit.bench.results import AGAIN, Results, judge, results_of
 from ddpkit.dry_run import idle
 
 
 @on_ranks(2)
-def test_all_variants_take_the_same_gradients(check):
-    turns = pipeline.contest(2, 1, dist.group.WORLD)
+def test_all_ways_take_the_same_gradients(check):
+    ways = pipeline.contest(2, 1, dist.group.WORLD)
     ours = ["1F1B", "GPipe", "zero bubble"]
-    check.same(list(turns.calls), [TORCH, TORCH_GPIPE, *ours, TORCH + AGAIN])
-    for step in turns.calls.values():
-        step()
-    turns.found()
-    replica = turns.calls["GPipe"].__self__
-    replica.weights[0].grad += 1
-    says = f"GPipe has other gradients on rank {dist.get_rank()}"
-    check.refused(turns.found, error=RuntimeError, says=says)
-    turns.calls["GPipe"]()  # which begins without gradients
-    turns.found()
+    check.same(list(ways.calls), [TORCH, TORCH_GPIPE, *ours, TORCH + AGAIN])
+    ways.found()
+    right = pipeline.by_us
+
+    def twice(name, *others):
+        run = right(name, *others)
+        return (lambda *batch: (run(*batch), run(*batch))) if name == "GPipe" else run
+
+    pipeline.by_us = twice
+    wrong = pipeline.contest(2, 1, dist.group.WORLD)
+    check.refused(wrong.found, error=RuntimeError, says="GPipe's gradient is off by 1.0e+00")
 
 
 def test_idle_time_by_hand():
@@ -54,21 +53,17 @@ def test_sleeping_stages_do_what_is_planned(monkeypatch):
 def test_measured_idle_time_is_a_table():
     found = pipeline.measure_idle(ranks=2, micro_batches=2, rounds=1, tick_s=1e-4)
     cases = Results(found).cases()
-    assert list(cases) == [f"Idle, {name}, 2 ranks, 2 micro-batches" for name in pipeline.SLEEPING]
-    for name, case in zip(pipeline.SLEEPING, cases.values(), strict=True):
-        planned = 1e-4 * idle(pipeline.SLEEPING[name](2, 2))[0]
+    assert list(cases) == [f"Idle, {name}, 2 ranks, 2 micro-batches" for name in pipeline.SCHEDULES]
+    for make, case in zip(pipeline.SCHEDULES.values(), cases.values(), strict=True):
+        planned = 1e-4 * idle(make(2, 2))[0]
         assert case[PLAN].seconds == (planned,)
         assert case[RUN].median_s > 0.9 * planned
 
 
-def test_goals(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "FOLDER", tmp_path)
+def test_goals():
     steps = {TORCH: (2.0, 2.1), TORCH_GPIPE: (2.0, 2.0), "1F1B": (1.9, 2.0), "GPipe": (2.2, 2.2)}
-    found = results.results_of("GPT", "Step ms", steps)
-    found += results.results_of("Idle, 1F1B", "Idle ms", {PLAN: (9.0, 9.0), RUN: (9.4, 9.3)})
-    found += results.results_of("Idle, GPipe", "Idle ms", {PLAN: (9.0, 9.0), RUN: (9.9, 9.8)})
-    monkeypatch.setattr(pipeline, "measure", lambda: Results(found))
-    pipeline.main("pipeline")
-    kept = json.loads((tmp_path / "pipeline.json").read_text())
-    assert [goal["met"] for goal in kept["goals"]] == ["yes", "NO", "yes", "NO"]
-    assert kept["results"][0]["columns"] == {"Step ms": "2050.00"}
+    found = results_of("GPT", steps)
+    found += results_of("Idle, 1F1B", {PLAN: (9.0, 9.0), RUN: (9.4, 9.3)})
+    found += results_of("Idle, GPipe", {PLAN: (9.0, 9.0), RUN: (9.9, 9.8)})
+    met = [goal["met"] for goal in judge(pipeline.GOALS, Results(found))]
+    assert met == ["yes", "NO", "yes", "NO"]

@@ -8,18 +8,10 @@ from ddpkit.bench import tensor
 from ddpkit.bench.results import Results, judge, results_of
 
 
-def test_the_table_and_its_goals():
+def test_goals():
     seconds = {tensor.TORCH: 0.2, tensor.OURS: 0.1, tensor.WHOLE: 0.3, "torch again": 0.2}
     seconds = {name: (s, 2 * s) for name, s in seconds.items()}
-    found = Results(results_of("MLP", "Step ms", seconds, 2, 4000))
-    lines = [" ".join(line.split()) for line in repr(found).splitlines()]
-    assert lines[:5] == [
-        "MLP, 2 processes, 4 kB",
-        "Step ms Speed [95 %]",
-        "torch 300.00 1.00 [1.00–1.00] A/A",
-        "tensor_parallel 150.00 2.00 [2.00–2.00] faster",
-        "not split 450.00 0.67 [0.67–0.67] slower",
-    ]
+    found = Results(results_of("MLP", seconds, 2, 4000))
     assert [goal["met"] for goal in judge(tensor.GOALS, found)] == ["yes", "yes"]
 
 
@@ -34,5 +26,5 @@ def test_all_ways_are_measured_and_a_wrong_one_is_not():
         return module
 
     ways = {tensor.OURS: forgetful, tensor.WHOLE: tensor.WAYS[tensor.WHOLE]}
-    with pytest.raises(RankError, match="tensor_parallel computes something else on rank"):
+    with pytest.raises(RankError, match="tensor_parallel is off by"):
         tensor.measure([(8, 4)], 1, ways)

@@ -1,4 +1,4 @@
-"""`python -m ddpkit.bench NAME ...` runs these benchmarks; without a name, all that there are."""
+"""`python -m ddpkit.bench NAME ...` runs these benchmarks; without a name, all."""
 
 import argparse
 from importlib import import_module
@@ -14,12 +14,9 @@ def main(arguments: list[str] | None = None):
     """arguments: as on the command line (None: those)."""
     what = "Measure what ddpkit does on this machine."
     parser = argparse.ArgumentParser("python -m ddpkit.bench", description=what)
-    parser.add_argument("names", metavar="NAME", nargs="*", help=", ".join(BENCHMARKS))
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, "all"], default="all")
     names = parser.parse_args(arguments).names
-    for name in names:
-        if name not in BENCHMARKS:
-            parser.error(f"no benchmark is called {name!r}; there are {', '.join(BENCHMARKS)}")
-    for name in names or BENCHMARKS:
+    for name in BENCHMARKS if "all" in names else names:
         import_module(f"{__package__}.{MODULES.get(name, name)}").main(name)
 
 

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..fast.attention import flash_attention
 from ..flash_attention import attention
-from .interleave import Contest, race, synchronize, wrong
+from .interleave import Contest, check_close, race, synchronize
 from .results import AGAIN, PAGE, SPEED, Goal, Result, Results, report
 
 ROUNDS = 12
@@ -161,9 +161,7 @@ def choose(
             continue
         able[name], right = (attend, o), right or found
         for what, x, y in zip(("o", "dq", "dk", "dv"), found, right, strict=True):
-            off = ((x - y).norm() / y.norm()).item()
-            if not off <= TOLERANCE[y.dtype]:
-                raise wrong(f"{name}: {what} is off by {off:.1e} of {next(iter(able))}'s")
+            check_close(f"{name}: {what}", x, y, TOLERANCE[y.dtype])
     first = next(iter(able))
     return able | {first + AGAIN: able[first]}
 
@@ -189,18 +187,15 @@ def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Re
     scores = case.heads * case.length**2 / (2 if case.causal else 1)
     found = []
     for (part, name), of_rounds in seconds.items():
-        median_s = statistics.median(of_rounds)
-        flops = PARTS[part] * 4 * scores * case.head_size / median_s
-        columns = {
-            "Time ms": f"{median_s * 1e3:.4g}",
-            "TFLOP/s": f"{flops / 1e12:.3g}",
-            "Ceiling": f"{100 * flops / ceiling:.0f} %",
-        }
-        found.append(Result(case.title(part), name, 1, 0, of_rounds, columns=columns))
+        result = Result(case.title(part), name, 1, 0, of_rounds)
+        flops = PARTS[part] * 4 * scores * case.head_size / result.median_s
+        result.columns["TFLOP/s"] = f"{flops / 1e12:.3g}"
+        result.columns["Ceiling"] = f"{100 * flops / ceiling:.0f} %"
+        found.append(result)
     return found
 
 
 def main(name: str):
     kind = device()
     where = torch.cuda.get_device_name() if kind == "cuda" else "one core"
-    report(name, f"{where}, {FORMATS[kind]}", measure(cases(kind), ROUNDS), GOALS)
+    report(name, measure(cases(kind), ROUNDS), GOALS, where=f"{where}, {FORMATS[kind]}")

@@ -5,7 +5,6 @@ which every number is read and written back, the least that a sum into all buffe
 as many bytes copied. It touches twice the memory: a sum that stays in the caches may be faster.
 """
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -20,15 +19,14 @@ from ..fast import ring as fast
 from ..lesson import charts
 from ..shared_memory import SharedBuffer
 from ..tools.checks import check_counts
-from .interleave import Contest, race, where, wrong
-from .results import AGAIN, SPEED, Goal, Result, Results, report
+from .interleave import Contest, check_close, race
+from .results import AGAIN, SPEED, Goal, Results, report, results_of
 
 LEGEND = f"""\
 Time: the median, until the last rank is done. Bandwidths: GB/s.
 Reached: of the speed of loopback, or, through shared memory, of a pass
 in place (of memcpy, where less is written than read).
 {SPEED}"""
-FEWEST_ROUNDS, MOST_ROUNDS = 12, 100
 SIZES = {
     "all_reduce": (4096, 10**6, 10**7, 25 * 2**20, 10**8),
     "reduce_scatter": (10**6, 10**7, 10**8),
@@ -52,7 +50,7 @@ def main(name: str):
     def draw() -> dict:
         return {"time": charts.median_time(found), "bandwidth": charts.bandwidth(found)}
 
-    report(name, where(), found, GOALS, draw)
+    report(name, found, GOALS, draw)
 
 
 def measure(
@@ -71,31 +69,24 @@ def measure(
         for nbytes in sizes or SIZES[operation]:
             numel = nbytes // 4 // world_size * world_size
             check_counts(numel=numel)
-            many = usual_rounds(nbytes) if rounds is None else rounds
-            make = partial(MAKE[operation], numel)
-            seconds, ranks = race(partial(contest, make), many, world_size=world_size)
+            usual = min(100, max(12, 200_000_000 // nbytes))
+            make = partial(contest, partial(MAKE[operation], numel))
+            seconds, ranks = race(make, usual if rounds is None else rounds, world_size)
             found += together(operation, world_size, nbytes, seconds, ranks[0])
     return found
 
 
-def usual_rounds(nbytes: int) -> int:
-    """More where the tensor is small and a round short."""
-    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, 200_000_000 // nbytes))
-
-
 def together(
     operation: str, world_size: int, nbytes: int, seconds: dict, ceilings: dict[str, str]
-) -> list[Result]:
+) -> Results:
     """The results of one case. seconds: {variant: of each round}; ceilings: {variant: which}."""
-    found = []
-    for name, ceiling in ceilings.items():
-        result = Result(operation, name, world_size, nbytes, seconds[name], ceiling)
-        reached = statistics.median(seconds[ceiling]) / result.median_s if ceiling else None
-        result.columns["Time ms"] = f"{result.median_s * 1e3:.3f}"
+    found = Results(results_of(operation, seconds, world_size, nbytes))
+    for result in found:
+        result.ceiling = ceilings[result.variant]
+        reached = found.fraction(result)
         result.columns["algbw"] = f"{nbytes / result.median_s / 1e9:.3g}"
         result.columns["busbw"] = f"{result.busbw / 1e9:.3g}"
-        result.columns["Reached"] = f"{100 * reached:.0f} %" if ceiling else ""
-        found.append(result)
+        result.columns["Reached"] = f"{100 * reached:.0f} %" if reached else ""
     return found
 
 
@@ -127,8 +118,8 @@ def contest(make: Callable[[ProcessGroup], dict[str, Variant]], plain: ProcessGr
     def found() -> dict[str, str]:
         for name, variant in variants.items():
             before(name)
-            if not (variant.call() == variant.value).all():
-                raise wrong(f"{name} gave wrong numbers on rank {dist.get_rank()}")
+            got = variant.call()
+            check_close(name, got, torch.full_like(got, variant.value), 0)
         return {name: variant.ceiling for name, variant in variants.items()}
 
     return Contest({name: each.call for name, each in variants.items()}, before, found)

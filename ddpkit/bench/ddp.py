@@ -11,7 +11,6 @@ import operator
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,8 @@ from .. import ddp
 from ..fast.buckets import BucketedDDP
 from ..lesson import charts
 from ..runtime.link import Link
-from .interleave import where
-from .results import AGAIN, SPEED, Goal, Result, Results, report
+from ..tools.units import duration
+from .results import AGAIN, SPEED, Goal, Result, Results, report, results_of
 from .training import COMPUTE, Replica, Task, gpt, itself, linears, race_replicas
 
 ROUNDS = 12
@@ -40,7 +39,7 @@ GOALS = [
     Goal("overlap", COMPUTE, 1 / 1.05, "emulated"),
 ]
 LEGEND = f"""\
-Step: the median. Exposed: what it takes longer than computing alone.
+Time: the median. Exposed: what it takes longer than computing alone.
 {SPEED}"""
 
 CAP_MB = 16  # MiB, as torch counts: large, since each message costs much here
@@ -72,8 +71,6 @@ def make_replicas(make: Callable[[], Task], group: ProcessGroup) -> dict[str, Re
 
 def by_torch(module: nn.Module, group: ProcessGroup) -> nn.Module:
     options = {"bucket_cap_mb": CAP_MB, "gradient_as_bucket_view": True}
-    renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters  # in 2.13
-    options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False  # as ours
     return DistributedDataParallel(module, process_group=group, **options)
 
 
@@ -86,19 +83,18 @@ def measure(
     """
     found = Results(legend=LEGEND)
     for model, make, link in models:
-        seconds, nbytes, _ = race_replicas(partial(make_replicas, make), rounds, 2, link)
-        found += together(model, seconds, nbytes, str(link or ""))
+        seconds, nbytes, _ = race_replicas(partial(make_replicas, make), rounds, link)
+        title = f"{model}, emulated: {link}" if link else model
+        found += together(title, seconds, nbytes)
     return found
 
 
-def together(model: str, seconds: dict, nbytes: int, wire: str = "") -> list[Result]:
+def together(title: str, seconds: dict[str, tuple[float, ...]], nbytes: int) -> list[Result]:
     """The results of one case. seconds: {variant: of each step}; nbytes: of the gradients."""
-    found = []
-    for name, steps in seconds.items():
-        exposed_s = statistics.median(map(operator.sub, steps, seconds[COMPUTE]))
-        step = f"{statistics.median(steps) * 1e3:.1f}"
-        columns = {"Step (ms)": step, "Exposed (ms)": f"{exposed_s * 1e3:.1f}"}
-        found.append(Result(model, name, 2, nbytes, steps, "", wire, columns))
+    found = results_of(title, seconds, 2, nbytes)
+    for each in found:
+        exposed_s = map(operator.sub, each.seconds, seconds[COMPUTE])
+        each.columns["Exposed"] = duration(statistics.median(exposed_s))
     return found
 
 
@@ -107,10 +103,11 @@ def main(name: str):
 
     def draw() -> dict:
         pictures = {}
-        for number, rivals in enumerate(found.cases().values()):
+        for number, (title, rivals) in enumerate(found.cases().items()):
             seconds = {name: each.seconds for name, each in rivals.items()}
             del seconds[TORCH + AGAIN]
-            pictures[number] = charts.variants(seconds, COMPUTE, rivals[TORCH].emulated)
+            link = title.partition("emulated: ")[2]
+            pictures[number] = charts.variants(seconds, COMPUTE, link)
         return pictures
 
-    report(name, where(), found, GOALS, draw)
+    report(name, found, GOALS, draw)

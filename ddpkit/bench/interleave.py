@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..runtime.launch import launch
 from ..runtime.link import Link
 from ..tools.checks import check_counts
 
-WARM_UP = 2  # rounds that don't count: connections are made, memory is touched, a GPU wakes up
+# Rounds that don't count: connections are made, memory is touched, buckets are planned anew, an
+# optimizer's state is made, a GPU wakes up.
+WARM_UP = 3
 
 
 @dataclass
@@ -38,7 +41,6 @@ class Contest:
 def race(
     make: Callable[[ProcessGroup], Contest],
     rounds: int,
-    warm_up: int = WARM_UP,
     world_size: int = 1,
     link: Link | None = None,
 ) -> tuple[dict[Hashable, tuple[float, ...]], list]:
@@ -48,20 +50,20 @@ def race(
     """
     check_counts(rounds=rounds)
     options = {"world_size": world_size, "backend": "gloo", "link": link}
-    run = launch(_take_turns, make, rounds, warm_up, **options)
+    run = launch(_take_turns, make, WARM_UP + rounds, **options)
     seconds = {}
     for variant in run[0][0]:
-        seconds[variant] = until_the_last([turns[variant] for turns, _ in run])
+        seconds[variant] = until_the_last([turns[variant][WARM_UP:] for turns, _ in run])
     return seconds, [found for _, found in run]
 
 
-def _take_turns(make: Callable, rounds: int, warm_up: int) -> tuple[dict, object]:
+def _take_turns(make: Callable, rounds: int) -> tuple[dict, object]:
     torch.set_num_threads(1)
     plain = dist.new_group(backend="gloo")
     contest = make(plain)
     pin_to_a_core()
     turns = {variant: [] for variant in contest.calls}
-    for number in range(warm_up + rounds):
+    for number in range(rounds):
         for variant in turns if number % 2 == 0 else reversed(turns):
             contest.before(variant)
             synchronize()
@@ -70,7 +72,7 @@ def _take_turns(make: Callable, rounds: int, warm_up: int) -> tuple[dict, object
             contest.calls[variant]()
             synchronize()
             turns[variant].append((begun, time.perf_counter()))
-    return {variant: times[warm_up:] for variant, times in turns.items()}, contest.found()
+    return turns, contest.found()
 
 
 def synchronize() -> None:
@@ -105,10 +107,8 @@ def pin_to_a_core() -> None:
             os.sched_setaffinity(int(thread), {cores[dist.get_rank()]})
 
 
-def wrong(what: str) -> RuntimeError:
-    """The error of a variant that isn't right."""
-    return RuntimeError(f"{what}: its time would mean nothing")
-
-
-def where() -> str:
-    return f"{os.cpu_count()} cores, one thread a rank"
+def check_close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
+    """RuntimeError unless both are the same but for rounding. tolerance: a part of the norm."""
+    off = ((got - expected).norm() / expected.norm()).item()
+    if not off <= tolerance:  # NaN isn't
+        raise RuntimeError(f"{what} is off by {off:.1e}: its time would mean nothing")

@@ -5,28 +5,25 @@ time of it says nothing about the format, so it is named and not timed. What a s
 most is what its matrix products gain. On a GPU if there is one, else on one core.
 """
 
-import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..mixed_precision import MixedPrecisionOptimizer
-from .interleave import Contest, race, wrong
+from .interleave import Contest, check_close, race
 from .results import AGAIN, SPEED, Result, Results, report
 
-ROUNDS, WARM_UP = 12, 3
+ROUNDS = 12
 ON_CPU, ON_GPU = (512, 1024, 4), (8192, 4096, 4)  # rows, width, layers of the model
 FORMATS = {"fp32": torch.float32, "tf32": torch.float32}
 FORMATS |= {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCT, STEP, AUTOCAST = "matrix product", "training step", ", autocast"
-CPUINFO = Path("/proc/cpuinfo")
-CPU_UNITS = {  # flags of x86 and Arm
+CPU_UNITS = {  # of x86 and Arm, as `torch.cpu` calls them
     "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
-    "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+    "fp16": {"avx512_fp16", "amx_fp16", "fp16_arith"},
 }
 GPU_UNITS = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (7, 0)}  # compute capability, from which on
 LEGEND = f"""\
@@ -40,8 +37,8 @@ def units() -> list[str]:
         capability = torch.cuda.get_device_capability()
         able = [name for name, least in GPU_UNITS.items() if capability >= least]
     else:
-        words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
-        able = [name for name, flags in CPU_UNITS.items() if flags & words]
+        there = {name for name, has in torch.cpu.get_capabilities().items() if has}
+        able = [name for name, units in CPU_UNITS.items() if units & there]
     return ["fp32", *able]
 
 
@@ -98,17 +95,12 @@ def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
         torch.set_float32_matmul_precision("high" if "tf32" in which else "highest")
 
     def found() -> dict[str, float]:
-        losses = {variant: step().item() for (_, variant), step in steps.items()}
-        check_losses(losses)
-        return losses
+        losses = {variant: step() for (_, variant), step in steps.items()}
+        for variant, loss in losses.items():
+            check_close(f"the loss in {variant}", loss, losses["fp32"], 0.02)
+        return {variant: loss.item() for variant, loss in losses.items()}
 
     return Contest(products | steps, before, found)
-
-
-def check_losses(losses: dict[str, float]) -> None:
-    for name, loss in losses.items():
-        if not abs(loss - losses["fp32"]) <= 0.02 * losses["fp32"]:
-            raise wrong(f"{name} has a loss of {loss}, fp32 {losses['fp32']}")
 
 
 # What was found
@@ -122,7 +114,7 @@ def measure(size: tuple[int, int, int] | None = None, rounds: int | None = None)
     """
     names = units()
     size = size or (ON_GPU if torch.cuda.is_available() else ON_CPU)
-    seconds, (losses,) = race(partial(make_contest, names, size), rounds or ROUNDS, WARM_UP)
+    seconds, (losses,) = race(partial(make_contest, names, size), rounds or ROUNDS)
     missing = ", ".join(name for name in FORMATS if name not in names)
     told = f"\nNot timed, for want of units: {missing}." if missing else ""
     return Results(together(size, seconds, losses), LEGEND + told)
@@ -134,16 +126,14 @@ def together(size: tuple[int, int, int], seconds: dict, losses: dict) -> list[Re
     found = []
     for (kind, variant), of_rounds in seconds.items():
         products = 1 if kind == PRODUCT else 3 * layers - 1  # the input needs no gradient
-        median_s = statistics.median(of_rounds)
-        columns = {
-            "Time (ms)": f"{median_s * 1e3:.3g}",
-            "TFLOP/s": f"{products * 2 * rows * width**2 / median_s / 1e12:.3g}",
-            "Loss": f"{losses[variant]:.4f}" if kind == STEP else "",
-        }
-        found.append(Result(kind, variant, 1, 0, of_rounds, columns=columns))
+        result = Result(kind, variant, 1, 0, of_rounds)
+        flops = products * 2 * rows * width**2 / result.median_s
+        result.columns["TFLOP/s"] = f"{flops / 1e12:.3g}"
+        result.columns["Loss"] = f"{losses[variant]:.4f}" if kind == STEP else ""
+        found.append(result)
     return found
 
 
 def main(name: str):
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "one core"
-    report(name, f"{where}; units for {', '.join(units())}", measure())
+    report(name, measure(), where=f"{where}; units for {', '.join(units())}")

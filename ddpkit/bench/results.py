@@ -35,7 +35,7 @@ class Ratio(NamedTuple):
         return f"{median} [{low}–{high}]"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """The times of one variant in one case.
 
@@ -43,8 +43,7 @@ class Result:
     nbytes: of the tensor or of all parameters; 0 where the operation says it all.
     seconds: one for each round, until the last rank was done.
     ceiling: the variant that moves as many bytes in the plainest way: what this one could reach.
-    emulated: the link that stood in for the machine's own wire, if one did.
-    columns: {heading: what the table says of it, beside its speed}.
+    columns: {heading: what the table says of it, beside its time and its speed}.
     """
 
     operation: str
@@ -53,15 +52,13 @@ class Result:
     nbytes: int
     seconds: tuple[float, ...]
     ceiling: str = ""
-    emulated: str = ""
     columns: dict[str, str] = field(default_factory=dict)
 
     @property
     def case(self) -> str:
         """The title of the table, alike for all that took turns with this one."""
         size = f", {self.world_size} processes, {self.size}" if self.nbytes else ""
-        wire = f", emulated: {self.emulated}" if self.emulated else ""
-        return f"{self.operation}{size}{wire}"
+        return f"{self.operation}{size}"
 
     @property
     def median_s(self) -> float:
@@ -78,25 +75,22 @@ class Result:
 
 
 def results_of(
-    case: str, heading: str, seconds: dict[str, tuple[float, ...]], world_size=0, nbytes=0
+    operation: str, seconds: dict[str, tuple[float, ...]], world_size: int = 1, nbytes: int = 0
 ) -> list[Result]:
-    """A case; seconds: {variant: of each round}, of which the column `heading` has the median."""
-    found = []
-    for name, rounds in seconds.items():
-        columns = {heading: f"{1e3 * statistics.median(rounds):.2f}"}
-        found.append(Result(case, name, world_size, nbytes, rounds, columns=columns))
-    return found
+    """A case, as yet without columns. seconds: {variant: of each round}, as `race` returns them."""
+    return [Result(operation, name, world_size, nbytes, each) for name, each in seconds.items()]
 
 
 class Results(list[Result]):
     """Results in the order of their measurement; printed, they are a table for each case.
 
-    In each case the first is the baseline. legend: what stands below the tables.
+    In each case the first is the baseline. legend: what stands below the tables. time: what is the
+    heading of the medians.
     """
 
-    def __init__(self, results: Iterable[Result] = (), legend: str = SPEED):
+    def __init__(self, results: Iterable[Result] = (), legend: str = SPEED, time: str = "Time"):
         super().__init__(results)
-        self.legend = legend
+        self.legend, self.time = legend, time
 
     def cases(self) -> dict[str, dict[str, Result]]:
         """{title: {variant: result}}: those that took turns, together."""
@@ -145,7 +139,7 @@ class Results(list[Result]):
         blocks, competing = [], self.competing
         for title, rivals in self.cases().items():
             baseline, *others = rivals.values()
-            lines = [("", *baseline.columns, "Speed [95 %]", "")]
+            lines = [("", self.time, *baseline.columns, "Speed [95 %]", "")]
             lines.append(_line(baseline, str(self.control(baseline)), "A/A"))
             for each in others:
                 if each in competing:
@@ -157,7 +151,8 @@ class Results(list[Result]):
 
 
 def _line(result: Result, speed: str, verdict: str) -> tuple[str, ...]:
-    return result.variant, *result.columns.values(), speed, verdict
+    cells = units.duration(result.median_s), *result.columns.values()
+    return result.variant, *cells, speed, verdict
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
@@ -226,7 +221,11 @@ def judge(goals: Sequence[Goal], results: Results) -> list[dict[str, str]]:
 
 
 def report(
-    name: str, where: str, results: Results, goals: Sequence[Goal] = (), draw: Callable = dict
+    name: str,
+    results: Results,
+    goals: Sequence[Goal] = (),
+    draw: Callable = dict,
+    where: str = f"{os.cpu_count()} cores, one thread a rank",
 ) -> None:
     """Print tables and goals; keep them, the pictures and every single time in `FOLDER`.
 

@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 
 from ..fast.buckets import BucketedDDP
 from ..tools.units import duration
-from .interleave import WARM_UP, Contest, race, where
-from .results import AGAIN, SPEED, Result, Results, report
+from .interleave import WARM_UP, Contest, race
+from .results import AGAIN, SPEED, Result, Results, report, results_of
 from .training import Replica, gpt
 
 ROUNDS = 30
@@ -95,13 +95,13 @@ def contest(make: Callable[..., Work], calls: int, plain: ProcessGroup) -> Conte
     turns = {name: make(calls, group) for name, group in groups.items()}
     if calls > 1:
         turns[BUSY] = make(calls, plain, CALL_S)
-    cpu = {name: [] for name in turns}  # seconds of each turn
+    cpu = {name: [] for name in turns}  # seconds of a call, of each turn
 
     def timed(name: str) -> Work:
         def turn():
             begun = time.thread_time()
             turns[name]()
-            cpu[name].append(time.thread_time() - begun)
+            cpu[name].append((time.thread_time() - begun) / calls)
 
         return turn
 
@@ -110,31 +110,28 @@ def contest(make: Callable[..., Work], calls: int, plain: ProcessGroup) -> Conte
 
 def measure(what: str, make: Callable, calls: int, rounds: int = ROUNDS) -> list[Result]:
     """Time a case, by 2 ranks, on Gloo. make: with `calls` and a group, makes a turn of them."""
-    seconds, by_rank = race(partial(contest, make, calls), rounds, world_size=2)
+    seconds, by_rank = race(partial(contest, make, calls), rounds, 2)
     cpu = {}
-    for name in seconds:
+    for name, wall in seconds.items():
+        seconds[name] = tuple(s / calls for s in wall)
         turns = zip(*(found[name][WARM_UP:] for found in by_rank), strict=True)
         cpu[name] = tuple(map(statistics.fmean, turns))
     return together(what, calls, seconds, cpu)
 
 
 def together(what: str, calls: int, seconds: Turns, cpu: Turns) -> list[Result]:
-    """The results of one case. seconds, cpu: {variant: of each turn}."""
-    found = []
-    for name, turns in seconds.items():
-        more_s, more_cpu_s = more(seconds, name) / calls, more(cpu, name) / calls
+    """The results of one case. seconds, cpu: {variant: of a call, of each turn}."""
+    found = results_of(what, seconds, 2)
+    for each in found:
+        name = each.variant
+        more_s, more_cpu_s = more(seconds, name), more(cpu, name)
         within = more_cpu_s <= CALL_S
         if calls == 1:
             within = more_s <= STEP * statistics.median(seconds[PLAIN])
-        columns = {
-            "Time": duration(statistics.median(turns) / calls),
-            "More": duration(more_s),
-            "CPU": duration(statistics.median(cpu[name]) / calls),
-            "More CPU": duration(more_cpu_s),
-            "Within?": "" if name == BUSY else "yes" if within else "NO",
-        }
-        each = tuple(s / calls for s in turns)
-        found.append(Result(what, name, 2, 0, each, columns=columns))
+        each.columns["More"] = duration(more_s)
+        each.columns["CPU"] = duration(statistics.median(cpu[name]))
+        each.columns["More CPU"] = duration(more_cpu_s)
+        each.columns["Within?"] = "" if name == BUSY else "yes" if within else "NO"
     return found
 
 
@@ -146,4 +143,4 @@ def more(each: Turns, name: str) -> float:
 
 def main(name: str):
     results = (measure(what, *case) for what, case in CASES.items())
-    report(name, where(), Results(chain.from_iterable(results), LEGEND))
+    report(name, Results(chain.from_iterable(results), LEGEND))

@@ -21,10 +21,11 @@ from ..fast.zero import ZeroOptimizer
 from ..runtime.launch import launch
 from ..runtime.wire import recorder
 from ..tools.passes import sent_by_all
+from ..tools.units import duration
 from . import training
-from .interleave import where
-from .results import AGAIN, SPEED, Goal, Result, Results, report
-from .training import COMPUTE, WARM_UP, Replica, Task, gpt, itself, race_replicas
+from .interleave import WARM_UP
+from .results import AGAIN, SPEED, Goal, Result, Results, report, results_of
+from .training import COMPUTE, Replica, Task, gpt, itself, race_replicas
 
 ROUNDS = 24
 TORCH, AS_IT_COMES = "torch's ZeRO", "by default"
@@ -38,7 +39,7 @@ GOALS = [
     Goal(SHARED, TORCH, 1.3),
 ]
 LEGEND = f"""\
-Step: the median; Sync: that less compute, for gradients and update.
+Sync: a step less compute, for gradients and update; Step: all of it.
 Sent: MB by a rank in a step. State: MB of the rank that has most.
 By default: without parameters_as_bucket_view. Both DDPs: with AdamW.
 {SPEED}"""
@@ -97,7 +98,6 @@ def count_sent(make: Callable[[], Task], names: Iterable[str] = VARIANTS) -> dic
 def measure(
     models: dict[str, Callable[[], Task]] = MODELS,
     rounds: int = ROUNDS,
-    world_size: int = 2,
     variants: Iterable[str] = VARIANTS,
 ) -> Results:
     """Time the steps of the variants on each model, on Gloo. What is compared is `Sync`.
@@ -105,32 +105,30 @@ def measure(
     rounds: how often each has its turn. variants: some of `VARIANTS`, the first among them.
     ValueError: no round.
     """
-    found = Results(legend=LEGEND)
+    found = Results(legend=LEGEND, time="Sync")
     for model, make in models.items():
-        raced = race_replicas(partial(make_replicas, make, names=variants), rounds, world_size)
-        ranks = launch(count_sent, make, variants, world_size=world_size, backend="gloo")
-        found += together(model, world_size, *raced, list(ranks))
+        raced = race_replicas(partial(make_replicas, make, names=variants), rounds)
+        ranks = launch(count_sent, make, variants, world_size=2, backend="gloo")
+        found += together(model, *raced, list(ranks))
     return found
 
 
 def together(
-    model: str, world_size: int, seconds: dict, nbytes: int, state_bytes: dict, sent: list[dict]
+    model: str, seconds: dict, nbytes: int, state_bytes: dict, sent: list[dict]
 ) -> list[Result]:
     """The results of one case; nbytes: of the gradients; sent: of each rank; all by variant."""
-    found = []
+    sync_s = {}
     for name, steps in seconds.items():
         if name != COMPUTE:
-            mean = statistics.mean(rank[name] for rank in sent)
-            sync_s = tuple(map(operator.sub, steps, seconds[COMPUTE]))
-            columns = {
-                "Step ms": f"{statistics.median(steps) * 1e3:.1f}",
-                "Sync ms": f"{statistics.median(sync_s) * 1e3:.1f}",
-                "Sent": f"{mean / 1e6:.4g}",
-                "State": f"{state_bytes[name] / 1e6:.4g}",
-            }
-            found.append(Result(model, name, world_size, nbytes, sync_s, columns=columns))
+            sync_s[name] = tuple(map(operator.sub, steps, seconds[COMPUTE]))
+    found = results_of(model, sync_s, 2, nbytes)
+    for each in found:
+        mean = statistics.mean(rank[each.variant] for rank in sent)
+        each.columns["Step"] = duration(statistics.median(seconds[each.variant]))
+        each.columns["Sent"] = f"{mean / 1e6:.4g}"
+        each.columns["State"] = f"{state_bytes[each.variant] / 1e6:.4g}"
     return found
 
 
 def main(name: str):
-    report(name, where(), measure(), GOALS)
+    report(name, measure(), GOALS)

@@ -59,8 +59,7 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
     sizes = dict(sorted((each.nbytes, each.size) for each in shown))
     worlds = dict.fromkeys(str(each.world_size) for each in shown)
     operations = " and ".join(dict.fromkeys(each.operation for each in results.competing))
-    links = ", ".join(dict.fromkeys(each.emulated for each in shown if each.emulated))
-    title = f"{what} of {operations}{links and f', emulated: {links}'}"
+    title = f"{what} of {operations}"
     colours = colours_of(list(dict.fromkeys(each.variant for each in results.competing)))
     figure, (axes,) = chart(title)
     width, ticks = 0.86 / max(Counter(each.nbytes for each in shown).values()), {}
