@@ -102,7 +102,7 @@ def test_fp32_is_rounded_as_c_does():
 def test_what_is_too_large():
     for format in floats.FORMATS:
         most = math.inf if format.has_inf else format.largest
-        spacing = floats.describe(floats.encode(format.largest, format), format).spacing
+        spacing = floats.Number(floats.encode(format.largest, format), format).spacing
         for value in (math.inf, 1e308, format.largest + spacing):
             assert floats.decode(floats.encode(value, format), format) == most
             assert floats.decode(floats.encode(-value, format), format) == -most
@@ -120,7 +120,7 @@ def test_extremes_are_torchs(format):
 
 def test_describe():
     """3.14 in fp16: 2^1 × (1 + 584/1024); there numbers are 2/1024 apart."""
-    number = floats.describe(floats.encode(3.14, floats.FP16), floats.FP16)
+    number = floats.Number(floats.encode(3.14, floats.FP16), floats.FP16)
     found = number.sign, number.exponent, number.fraction
     assert floats.fields(number.pattern, floats.FP16) == found == (0, 16, 584)
     assert (number.bits, number.formula) == ("0 10000 1001001000", "2^1 × 1.5703125")
@@ -129,10 +129,10 @@ def test_describe():
         "fp16: 0 10000 1001001000 is 3.140625, normal; spacing 0.001953125, between 3.138671875 "
         "and 3.142578125"
     )
-    assert str(floats.describe(0xFE, floats.E4M3)) == (
+    assert str(floats.Number(0xFE, floats.E4M3)) == (
         "fp8 e4m3: 1 1111 110 is -448.0, normal; spacing 32.0, between nothing and -416.0"
     )
-    assert str(floats.describe(0x7C, floats.E5M2)) == "fp8 e5m2: 0 11111 00 is inf, infinity"
+    assert str(floats.Number(0x7C, floats.E5M2)) == "fp8 e5m2: 0 11111 00 is inf, infinity"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_describe():
     ],
 )
 def test_formulas(pattern, format, formula):
-    number = floats.describe(pattern, format)
+    number = floats.Number(pattern, format)
     assert number.formula == formula
     if "×" in formula:
         power, significand = formula.lstrip("-").removeprefix("2^").split(" × ")
@@ -156,7 +156,7 @@ def test_formulas(pattern, format, formula):
 
 @pytest.mark.parametrize("format", [floats.E4M3, floats.E5M2], ids=names)
 def test_neighbours_are_the_next_numbers_in_order(format):
-    numbers = [floats.describe(pattern, format) for pattern in range(2**format.bits)]
+    numbers = [floats.Number(pattern, format) for pattern in range(2**format.bits)]
     there = [n for n in numbers if n.kind != "NaN" and n.pattern != 2 ** (format.bits - 1)]
     numbers = sorted(there, key=lambda number: number.value)
     assert (numbers[0].below, numbers[-1].above) == (None, None)

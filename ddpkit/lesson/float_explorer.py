@@ -39,12 +39,12 @@ class FloatExplorer(Live):
         else:
             self._value = floats.decode(pattern, chosen)
             self._typed = str(self._value)
-        self.number = floats.describe(pattern, chosen)
+        self.number = floats.Number(pattern, chosen)
 
     def look(self) -> tuple[str, Picture]:
         found = {}
         for format in floats.FORMATS:
-            found[format] = floats.describe(floats.encode(self._value, format), format)
+            found[format] = floats.Number(floats.encode(self._value, format), format)
         number = found[self.number.format] = self.number
         said = [f"{self._typed} in {number.format.name}: {number.bits}, {number.formula}"]
         said += map(str, found.values())

@@ -2,7 +2,7 @@
 
     decode(0x3E00, FP16)               # 1.5: the number that these bits stand for
     encode(0.1, BF16)                  # 0x3DCD: the bits of the nearest number
-    print(describe(0x3DCD, BF16))      # its fields, spacing and neighbours
+    print(Number(0x3DCD, BF16))        # its fields, spacing and neighbours
     nearest(0.1, BF16)                 # 0.10009765625, without its bits
     round_stochastically(x)            # a tensor in bf16, rounded up or down by chance
     quantise(x, 32)                    # in int8, with a scale for each 32 numbers
@@ -152,23 +152,25 @@ def nearest(value, format):
     return rounded
 
 
-@dataclass(frozen=True)
 class Number:
-    """A pattern and all there is to say about it.
+    """A pattern of a format, and all there is to say about it. ValueError as in `fields`.
 
-    spacing: to the next number, `ulp`. below, above: its neighbours. None: there is none.
+    kind: normal, subnormal, zero, infinity or NaN. spacing: to the next number, `ulp`. below,
+    above: its neighbours. None: there is none.
     """
 
-    format: Format
-    pattern: int
-    sign: int
-    exponent: int
-    fraction: int
-    kind: str  # normal, subnormal, zero, infinity or NaN
-    value: float
-    spacing: float | None
-    below: float | None
-    above: float | None
+    def __init__(self, pattern: int, format: Format):
+        self.pattern, self.format = pattern, format
+        self.sign, self.exponent, self.fraction = fields(pattern, format)
+        self.value = decode(pattern, format)
+        self.below, self.above = _next(pattern, format, -1), _next(pattern, format, +1)
+        self.spacing = None
+        if math.isfinite(self.value):
+            self.kind = "normal" if self.exponent else "subnormal" if self.fraction else "zero"
+            power = max(self.exponent, 1) - format.bias - format.fraction_bits
+            self.spacing = math.ldexp(1.0, power)
+        else:
+            self.kind = "NaN" if math.isnan(self.value) else "infinity"
 
     @property
     def bits(self) -> str:
@@ -192,19 +194,6 @@ class Number:
             return text
         below, above = ("nothing" if each is None else each for each in (self.below, self.above))
         return f"{text}; spacing {self.spacing}, between {below} and {above}"
-
-
-def describe(pattern: int, format: Format) -> Number:
-    """The fields of a pattern, its value, and the numbers around it. ValueError as in `fields`."""
-    sign, exponent, fraction = fields(pattern, format)
-    value = decode(pattern, format)
-    if math.isfinite(value):
-        kind = "normal" if exponent else "subnormal" if fraction else "zero"
-        spacing = math.ldexp(1.0, max(exponent, 1) - format.bias - format.fraction_bits)
-    else:
-        kind, spacing = "NaN" if math.isnan(value) else "infinity", None
-    around = _next(pattern, format, -1), _next(pattern, format, +1)
-    return Number(format, pattern, sign, exponent, fraction, kind, value, spacing, *around)
 
 
 def _next(pattern: int, format: Format, step: int) -> float | None:
