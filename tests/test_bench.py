@@ -1,6 +1,7 @@
 """`python -m ddpkit.bench`: what it runs, what it makes of times, what it prints. No test times."""
 
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -10,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit import Link, RankError, bench, launch
-from ddpkit.bench import attention, collectives, ddp, interleave, precision, results, zero
+from ddpkit import RankError, bench, launch
+from ddpkit.bench import attention, collectives, interleave, results, zero
 from ddpkit.bench.__main__ import BENCHMARKS, MODULES, main
 from ddpkit.bench.collectives import Variant
 from ddpkit.bench.interleave import Contest
 from ddpkit.bench.launch import report as report_launch
-from ddpkit.bench.results import AGAIN, Goal, Ratio, Result, Results, judge, paired_ratio
+from ddpkit.bench.results import Goal, Ratio, Result, Results, judge, paired_ratio
 from ddpkit.bench.training import COMPUTE
 
 # The command line
@@ -101,31 +102,23 @@ def test_results_are_a_table_for_each_case():
 
 
 def test_no_line_is_wider_than_the_page():
-    """Of any benchmark, also where times and ratios are large, and names long."""
+    """Of the widest tables, also where times and ratios are large; of all legends and goals."""
     wide, ratio = (1.2345678, 0.0123), Ratio(12.3456, 9.8765, 123.456)
     assert str(ratio) == "12.3 [9.88–123]"
     variants = dict.fromkeys(CEILINGS, wide)
-    found = Results(collectives.together("all_reduce", 4, 25 * 2**20, variants, CEILINGS))
-    steps = dict.fromkeys([ddp.TORCH, COMPUTE, ddp.SHARED, ddp.TORCH + AGAIN], wide)
-    title = f"12 × Linear(1024), emulated: {Link(50e-6, 0.25e9)}"
-    found += ddp.together(title, steps, 50 * 2**20)
-    names = [zero.TORCH, zero.ZERO, COMPUTE]
-    of_all = [dict.fromkeys(names, 123_456_789)] * 2
-    steps = dict.fromkeys(names, wide)
-    found += zero.together("12 × Linear(1024)", steps, 50 * 2**20, of_all[0], of_all)
+    found = collectives.together("all_reduce", 4, 25 * 2**20, variants, CEILINGS)
     case = attention.Case(128, True, 16384, 64)
-    which = [
-        (part, name) for part in attention.PARTS for name in (attention.FLASH, attention.TRITON)
-    ]
+    which = list(itertools.product(attention.PARTS, (attention.FLASH, attention.TRITON)))
     turns = dict.fromkeys([*which, ("", attention.PRODUCT)], wide)
     found += attention.together(case, turns, dict.fromkeys(turns, 1), 2 * 8192**3)
-    which = [(precision.STEP, name) for name in ("fp32", "bf16" + precision.AUTOCAST)]
-    losses = dict.fromkeys([name for _, name in which], 12.3456)
-    found += precision.together((8192, 4096, 4), dict.fromkeys(which, wide), losses)
-    legends = [each.LEGEND for each in (collectives, ddp, zero, attention, precision)]
-    goals = [str(goal) for each in (collectives, ddp, zero, attention) for goal in each.GOALS]
-    goals = [f"{'close':5}  {ratio!s:16}  {goal}" for goal in goals]
-    lines = "\n".join([repr(found), *legends, *goals]).splitlines()
+    names = zero.TORCH, zero.ZERO, COMPUTE
+    of_all = [dict.fromkeys(names, 123_456_789)] * 2
+    found += zero.together("GPT", dict.fromkeys(names, wide), 50 * 2**20, of_all[0], of_all)
+    lines = repr(found).splitlines()
+    for name in {MODULES.get(name, name) for name in BENCHMARKS if name != "launch"}:
+        benchmark = importlib.import_module(f"ddpkit.bench.{name}")
+        lines += benchmark.LEGEND.splitlines()
+        lines += [f"close  {ratio!s:16}  {goal}" for goal in getattr(benchmark, "GOALS", ())]
     assert [line for line in lines if len(line) > results.PAGE] == []
 
 
@@ -134,8 +127,6 @@ GOALS = [
     Goal("shared memory", "gloo", 6.0, "(2|4) processes, 1 MB"),
     Goal("shared memory", "memcpy", 1 / 1.2),
     Goal("shared memory", "gloo", 5.0, "4 processes"),  # this and what follows wasn't measured
-    Goal("ring", "gloo", 1.0, "reduce_scatter"),
-    Goal("ring", "gloo", 1.0, "10 MB"),
     Goal("nccl", "gloo", 1.0),
     Goal("ring", "nccl", 1.0),
 ]
@@ -171,21 +162,12 @@ def test_without_matplotlib_only_the_pictures_are_missing(folder, monkeypatch, c
 # Times, ratios, goals
 
 
-def test_bandwidth():
-    measured = result("gloo", [9.0, 1.3778717, 0.0001], 4, 2**30)
-    assert measured.median_s == 1.3778717
-    assert round(measured.busbw / 1e9, 2) == 1.17
-
-
-def test_a_ratio_is_taken_round_by_round():
-    drifting = [1.0, 10.0, 100.0, 1000.0]
-    ring = result("ring", [each / 2 for each in drifting])
-    assert paired_ratio(result("gloo", drifting), ring) == (2.0, 2.0, 2.0)
-
-
 def test_intervals():
     """Of three rounds 7 of 27 draws have the median at an end. The median of 101 numbers lies
     between the 41st and the 61st in 95 of 100 cases (binomial, p = 1/2)."""
+    drifting = [1.0, 10.0, 100.0, 1000.0]  # round by round, always twice as fast
+    half = result("ring", [each / 2 for each in drifting])
+    assert paired_ratio(result("gloo", drifting), half) == (2.0, 2.0, 2.0)
     few = result("gloo", [1.0, 3.0, 2.0]), result("ring", [1.0] * 3)
     assert paired_ratio(*few) == (2.0, 1.0, 3.0)
     before = torch.get_rng_state()

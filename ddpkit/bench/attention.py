@@ -6,7 +6,6 @@ In float32 on one core; on a GPU that computes with bfloat16, in that, beside ea
 kernels.
 """
 
-import importlib
 import importlib.util
 import math
 import statistics
@@ -29,7 +28,6 @@ from .interleave import Contest, check_close, race, synchronize
 from .results import AGAIN, PAGE, SPEED, Goal, Result, Results, report
 
 ROUNDS = 12
-TRITON_MODULE = "ddpkit.fast.triton_attention"  # loading it changes how Triton runs without a GPU
 TURN_S = 0.02  # a turn has as many calls as fill this: one, on a GPU, is too short for a clock
 FORMATS = {"cpu": torch.float32, "cuda": torch.bfloat16}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the norm: some roundings
@@ -103,7 +101,9 @@ def attentions(kind: str) -> dict[str, Callable]:
     found = {name: partial(sdpa, backend=BACKENDS[name]) for name in names}
     found |= {PLAIN: attention, OURS: flash_attention}
     if kind == "cuda" and importlib.util.find_spec("triton"):
-        found[TRITON] = importlib.import_module(TRITON_MODULE).flash_attention_triton
+        from ..fast.triton_attention import flash_attention_triton  # changes Triton without a GPU
+
+        found[TRITON] = flash_attention_triton
     return found
 
 

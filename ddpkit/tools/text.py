@@ -34,14 +34,6 @@ def encode(text: str) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def decode(tokens: Tensor) -> str:
-    """The text of which `tokens` are the bytes; what is no text, as a model may write, becomes �.
-
-    tokens: 1-D, any integer dtype, 0 to 255; ValueError otherwise.
-    """
-    return bytes(tokens.tolist()).decode(errors="replace")
-
-
 class Batches:
     """One rank's share of every batch. A `for` loop goes to the end of the epoch; the next loop is
     the next epoch.
