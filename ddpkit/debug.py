@@ -19,7 +19,8 @@ from .runtime.session import Session
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="ddpkit.debug", description=__doc__.splitlines()[0])
+    prog, says = "python -m ddpkit.debug", __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog=prog, description=says)
     parser.add_argument("--world-size", type=int, help="start so many ranks here, by torchrun")
     parser.add_argument("--trace", help="write a Chrome trace to this file at the end")
     parser.add_argument("--flight-recorder", help="write dumps to this folder at the end")
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
         torchrun(["--standalone", ranks, "-m", "ddpkit.debug", *rest])
         return
     if "RANK" not in os.environ:
-        sys.exit("ddpkit.debug: start it by torchrun, or say how many ranks: --world-size 4")
+        how = "start it by torchrun, or say how many ranks, before the script: --world-size 4"
+        sys.exit(f"ddpkit.debug: {how} {options.script}")
     session = Session(link, options.trace, options.flight_recorder)
     session.install()
     sys.argv = [options.script, *options.arguments]

@@ -375,7 +375,7 @@ def test_two_agents_of_one_machine_are_two_machines(tmp_path):
     ("arguments", "says"),
     [
         (["nowhere.py"], "expected a script, got nowhere.py"),
-        ([__file__], "start it by torchrun, or say how many ranks: --world-size 4"),
+        ([__file__], "how many ranks, before the script: --world-size 4 .*test_debug.py"),
         (["--link", "a string", __file__], "a string"),
         (["--trace", "nowhere/step.json", __file__], "a folder for nowhere/step.json: make one"),
     ],

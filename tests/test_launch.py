@@ -38,7 +38,7 @@ def test_a_run_holds_what_each_rank_returned_printed_and_said():
     assert run.seconds > 0
     assert run.backend.startswith(("gloo on CPU: ", "nccl"))
     assert run.link is None
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=r"run\[3\]: the ranks of this run go from 0 to 2"):
         run[3]
     columns = launch(lambda: torch.tensor([[dist.get_rank()], [7]]))  # on 4 ranks, unless asked
     shown = [f"rank {rank}: tensor([[{rank}],\n                [7]])" for rank in range(4)]
@@ -69,9 +69,9 @@ LOCK = threading.Lock()
     ("args", "options", "says"),
     [
         ([3], {}, "a function to call on every rank, got 3: pass launch(f), not launch(f())"),
-        ([print], {"world_size": 0}, "world_size from 1 to 64 on one machine, got 0"),
-        ([print], {"world_size": 65}, "world_size from 1 to 64 on one machine, got 65"),
-        ([print], {"world_size": 2.0}, "got 2.0"),
+        ([print], {"world_size": 0}, "world_size, from 1 to 64 on one machine, got 0"),
+        ([print], {"world_size": 65}, "world_size, from 1 to 64 on one machine, got 65"),
+        ([print], {"world_size": 2.0}, "a whole number as world_size, from 1 to 64 on"),
         ([print], {"backend": "mpi"}, "backend 'auto', 'gloo' or 'nccl', got 'mpi'"),
         ([print], {"link": 1e9}, "a Link, got 1000000000.0: for example link=Link.preset("),
         ([print], {"link": Link(0, 1e9), "backend": "nccl"}, "only Gloo's wire is emulated"),

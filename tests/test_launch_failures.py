@@ -142,7 +142,7 @@ def deep(n=0):
     ("fn", "says"),
     [
         (chained, "ValueError: no number (because of KeyError: 'invalid literal')"),
-        (lambda: throw(KeyboardInterrupt), "KeyboardInterrupt: "),
+        (lambda: throw(KeyboardInterrupt), "KeyboardInterrupt"),
         (lambda: throw(Unpicklable()), "Unpicklable: held"),
         (lambda: throw(Unspeakable), "Unspeakable: (its text can't be had: RuntimeError in "),
         (lambda: throw(ExceptionGroup("two", [OSError()])), "ExceptionGroup: two (1 sub-exc"),
@@ -285,20 +285,39 @@ def silent():
     return dist.get_rank()
 
 
+def told(rank, timeout):
+    return rank
+
+
 @pytest.mark.parametrize(
-    ("args", "options", "meant"),
+    ("fn", "args", "options", "meant"),
     [
-        ((2,), {}, "too many positional arguments. Did you mean world_size=2?"),
-        ((), {"word_size": 2}, "'word_size'. Did you mean world_size where you wrote word_size?"),
-        (("x", "y"), {}, "launch can't call silent with these arguments: too many positional"),
+        (silent, (2,), {}, "too many positional arguments. Did you mean world_size=2?"),
+        (silent, (), {"word_size": 2}, "Did you mean world_size where you wrote word_size?"),
+        (silent, (), {"nprocs": 2}, "Did you mean world_size where you wrote nprocs?"),
+        (silent, ("x", "y"), {}, "launch can't call silent with these arguments: too many pos"),
+        (told, (), {}, "launch doesn't pass it: in told, ask dist.get_rank()"),
+        (told, (0,), {"timeout": 5}, "launch keeps timeout= for itself: give told its own"),
     ],
 )
-def test_arguments_that_the_function_does_not_take(args, options, meant):
+def test_arguments_that_the_function_does_not_take(fn, args, options, meant):
     with pytest.raises(TypeError, match=re.escape(meant)) as caught:
-        launch(silent, *args, **options)
+        launch(fn, *args, **options)
     said = " ".join("".join(caught.value._render_traceback_()).split())
-    assert said.startswith("\x1b[1mTypeError: launch can't call silent")
-    assert said.endswith("launch(silent, *args, **options)")
+    assert said.startswith("\x1b[1mTypeError: launch can't call")
+    assert said.endswith("launch(fn, *args, **options)")
+
+
+@pytest.mark.parametrize(
+    ("fn", "means"),
+    [
+        (lambda: rank, "asks for its number: rank = dist.get_rank()"),  # noqa: F821
+        (lambda: dist.init_process_group("gloo"), "leave out init_process_group and destroy"),
+    ],
+)
+def test_what_python_and_torch_say_is_told_once_more(fn, means):
+    with pytest.raises(RankError, match=means):
+        launch(fn, world_size=2)
 
 
 def test_ranks_that_are_not_there():

@@ -132,6 +132,10 @@ def test_what_fails_on_all_ranks_is_told_with_its_line(fails, cell, magic):
     ]
     lines = fails(RankError, "x = 1\nfor")
     assert lines[:2] == ["rank 0 raised SyntaxError: invalid syntax", "  line 3 of the cell: for"]
+    assert fails(RankError, "!ls")[-1].startswith("%%ranks cells are plain Python")
+    assert fails(RankError, "not_here")[-1].endswith(
+        "not the notebook's, and each rank its own: define or import it in one."
+    )
     lines = fails(RankError, "class Bad:\n    def __repr__(self): raise ValueError('shy')\nBad()")
     assert lines[0] == "rank 0 raised ValueError: shy"
     for leave in ("import sys; sys.exit(3)", "raise KeyboardInterrupt"):
@@ -202,7 +206,10 @@ def test_another_size_is_another_world_and_says_so(cell):
         ("two", "expected %%ranks [N] [--on 0,2] [--trace FILE], got"),
         ("65", "%%ranks expected 1 to 64 ranks on one machine, got 65"),
         ("2 --on 2", "--on expected ranks from 0 to 1, got '2': there are 2 ranks"),
-        ("2 --on a,b", "--on expected ranks separated by commas, as in --on 0,2, got 'a,b'"),
+        (
+            "2 --on a,b",
+            "--on expected ranks separated by commas, without spaces, as in --on 0,2, got 'a,b'",
+        ),
         ("2 --fast", "got '2 --fast': --fast means nothing here"),
         ("2 'unclosed", 'got "2 \'unclosed": '),
     ],

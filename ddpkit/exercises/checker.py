@@ -205,7 +205,7 @@ class Solution(Verdict):
         return self.text
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Exercise:
     """A checker: call it with the answer; ask it for a `hint()`, the `solution()`, or a `replay()`.
 
@@ -249,6 +249,9 @@ class Exercise:
     @property
     def name(self) -> str:
         return self.reference.__name__
+
+    def __repr__(self):
+        return f"check.{self.name}: call it with your answer, or ask for its hint() or solution()"
 
     def __call__(self, answer: "Callable | Mistake") -> Verdict:
         """Run `answer`; the verdict is a few lines: right, not written yet, or what is wrong."""

@@ -69,9 +69,15 @@ def _listen(answer):
 
 
 def _hello_trials():
-    for world_size in (2, 3, 4):
+    for world_size in (2, 3, 5):
         lines = [f"hello from rank {rank} of {world_size}\n" for rank in range(world_size)]
         yield Trial(world_size, _listen, (), lines)
+
+
+def _explain_hello(trial: Trial, rank: int, expected, got):
+    if got.count("\n") == 1:
+        return "The line must read exactly so, with the rank and the world size that torch tells."
+    return None
 
 
 def _out_of_order(trial: Trial, run: Run):
@@ -110,6 +116,7 @@ say_hello = Exercise(
         "hang": "dist.barrier() lets no rank on before all have come to it: all must call it.",
     },
     praise="in rank order, also when low ranks are slow.",
+    explain=_explain_hello,
     races=_out_of_order,
     mistakes=mistakes("""
 no_barrier: dist.barrier() → pass
@@ -138,6 +145,8 @@ as_many_barriers_as_its_rank: for turn → for _ in range(rank):⏎    dist.barr
     come to each.
 wrong_words: "hello from rank {rank} of {world_size}" → "Hello from rank {rank}"
     The line must read exactly so, with the rank and the world size that torch tells.
+four_turns: range(world_size) → range(4)
+    A world can have more ranks than 4: as many turns as dist.get_world_size() says.
 returns_it: print( → str(
     This rank printed nothing. Every rank must take its turn, and print.
 """),

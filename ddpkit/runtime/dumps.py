@@ -47,7 +47,9 @@ def read_dumps(folder: str | Path) -> dict[int, dict]:
                 raise ValueError(f"expected one dump of rank {number[1]}, {twice}.")
     if not files:
         remedy = "Write some with run.flight_recorder(folder), or set TORCH_FR_DUMP_TEMP_FILE."
-        raise ValueError(f"expected a folder of dumps, rank_0, rank_1, ..., got {folder}. {remedy}")
+        got = "which has none" if folder.is_dir() else "which is no folder"
+        expected = f"expected a folder of dumps, rank_0, rank_1, ..., got {folder}, {got}"
+        raise ValueError(f"{expected}. {remedy}")
     return {rank: _read(path) for rank, path in sorted(files.items())}
 
 

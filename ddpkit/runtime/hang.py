@@ -148,8 +148,8 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
     groups: dict[str, list[int]] = {}
     for rank, record in sorted(by_rank.items()):
         groups.setdefault(record.call, []).append(rank)
-    sides = [f"{name_ranks(ranks)} called {call}" for call, ranks in groups.items()]
-    return f"mismatch: {', but '.join(sides)}.", _how_to_agree(list(by_rank.values()))
+    *sides, last = [f"{name_ranks(ranks)} called {call}" for call, ranks in groups.items()]
+    return f"mismatch: {', '.join(sides)}, but {last}.", _how_to_agree(list(by_rank.values()))
 
 
 def _how_to_agree(records: list[Record]) -> str:

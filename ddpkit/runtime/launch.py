@@ -27,6 +27,8 @@ from .session import Session
 from .watch import Watch
 
 MOST_RANKS = 64
+ASKED = {"rank": "dist.get_rank()", "world_size": "dist.get_world_size()"}
+THEIRS = {"nprocs": "world_size", "nproc_per_node": "world_size"}  # PyTorch's own launchers
 
 
 def launch(
@@ -102,7 +104,7 @@ def _check_arguments(fn, world_size, backend, link):
         raise ValueError(f"launch expected a function to call on every rank, got {fn!r}: {remedy}")
     whole = isinstance(world_size, int) and not isinstance(world_size, bool)
     if not whole or not 1 <= world_size <= MOST_RANKS:
-        expected = f"world_size from 1 to {MOST_RANKS} on one machine"
+        expected = f"a whole number as world_size, from 1 to {MOST_RANKS} on one machine"
         raise ValueError(f"launch expected {expected}, got {world_size!r}")
     if backend not in ("auto", "gloo", "nccl"):
         raise ValueError(f"launch expected backend 'auto', 'gloo' or 'nccl', got {backend!r}")
@@ -124,15 +126,22 @@ def _check_call(fn, args, kwargs):
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
-        text = f"launch can't call {name} with these arguments: {error}"
-        options, meant = list(inspect.signature(launch).parameters)[2:], []
-        for wrote in kwargs:
-            for option in difflib.get_close_matches(wrote, options, 1):
-                meant.append(f"{option} where you wrote {wrote}")
-        if len(args) == 1 and isinstance(args[0], int):
+        said = [f"launch can't call {name} with these arguments: {error}"]
+        options, meant = list(inspect.signature(launch).parameters)[2:-1], []
+        missing = str(error).partition("missing a required argument: ")[2].strip("'")
+        if missing in ASKED:
+            said.append(f"launch doesn't pass it: in {name}, ask {ASKED[missing]}")
+        elif missing in options:
+            said.append(f"launch keeps {missing}= for itself: give {name} its own by place")
+        elif len(args) == 1 and isinstance(args[0], int):
             meant.append(f"world_size={args[0]}")
-        text += f". Did you mean {' and '.join(meant)}?" if meant else ""
-        raise TypeError(text) from None
+        for wrote in kwargs:
+            close = difflib.get_close_matches(wrote, options, 1)
+            for option in [THEIRS[wrote]] if wrote in THEIRS else close:
+                meant.append(f"{option} where you wrote {wrote}")
+        if meant:
+            said.append(f"Did you mean {' and '.join(meant)}?")
+        raise TypeError(". ".join(said)) from None
 
 
 def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Record]]:

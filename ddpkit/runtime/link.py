@@ -55,7 +55,10 @@ class Link:
 
     @classmethod
     def preset(cls, name: str) -> "Link":
-        """The link of that name, with round figures for a good day."""
+        """The link of that name, with round figures for a good day.
+
+        "1 Gbit Ethernet", "10 Gbit Ethernet", "100 Gbit InfiniBand", "PCIe 4.0 x16" or "NVLink 4".
+        """
         if name not in PRESETS:
             raise ValueError(
                 f"no link is called {name!r}; there are {', '.join(map(repr, PRESETS))}"

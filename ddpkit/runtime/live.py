@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import linecache
 import math
+import re
 import shlex
 
 from . import hang, processes, worker
@@ -17,7 +18,11 @@ from .run import Run, show_by_rank
 from .trace import Trace
 from .watch import Watch
 
-OWN_NAMES = "%%ranks cells know the names of %%ranks cells, not the notebook's: define it in one."
+OWN_NAMES = (
+    "%%ranks cells know the names of %%ranks cells, not the notebook's, and each rank its own: "
+    "define or import it in one."
+)
+PLAIN_PYTHON = "%%ranks cells are plain Python: no lines that begin with ! or %."
 GONE = "The ranks were ended, and their variables with them; the next %%ranks cell starts new ones."
 USAGE = "expected %%ranks [N] [--on 0,2] [--trace FILE]"
 
@@ -59,8 +64,11 @@ class LiveWorld:
             wire = [replies[rank][1] if rank in on else [] for rank in range(self.world_size)]
             return {rank: value for rank, (value, _) in replies.items()}, wire
         except BaseException as error:
-            if isinstance(error, RankError) and " raised NameError: " in str(error):
-                error.args = (f"{error}\n{OWN_NAMES}",)
+            said = str(error) if isinstance(error, RankError) else ""
+            if " raised NameError: " in said:
+                error.args = (f"{said}\n{OWN_NAMES}",)
+            elif re.search(r" raised SyntaxError: .*\n.* of the cell: [!%]", said):
+                error.args = (f"{said}\n{PLAIN_PYTHON}",)
             if isinstance(error, RankError) and self._in_step(watch):
                 raise
             self.close()
@@ -149,7 +157,7 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
     try:
         ranks = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        form = "ranks separated by commas, as in --on 0,2"
+        form = "ranks separated by commas, without spaces, as in --on 0,2"
         raise ValueError(f"--on expected {form}, got {text!r}") from None
     if ranks[0] < 0 or ranks[-1] >= world_size:
         expected = f"ranks from 0 to {world_size - 1}"

@@ -17,18 +17,29 @@ def clock_s() -> float:
 
 @dataclass
 class Run:
-    """What a launch brought back. `run[2]` is what rank 2 returned."""
+    """What a launch brought back. `run[2]` is what rank 2 returned; `list(run)` is all of it.
+
+    results: what each rank returned.
+    output: what each rank printed, C++ and children included.
+    wire: the records of each rank: its calls, in order, with their bytes and times.
+    seconds: from the first process to the last result.
+    backend: which one, and why.
+    """
 
     results: list
-    output: list[str] = field(repr=False)  # what each rank printed, C++ and children included
-    wire: list[list[Record]] = field(repr=False)  # what each rank said, in order
+    output: list[str] = field(repr=False)
+    wire: list[list[Record]] = field(repr=False)
     seconds: float = field(repr=False)
-    backend: str = field(repr=False)  # which backend, and why
+    backend: str = field(repr=False)
     link: Link | None = field(default=None, repr=False)
     clock_s: float = field(default_factory=clock_s, repr=False)
 
     def __getitem__(self, rank):
-        return self.results[rank]
+        try:
+            return self.results[rank]
+        except IndexError:
+            last = len(self) - 1
+            raise IndexError(f"run[{rank}]: the ranks of this run go from 0 to {last}") from None
 
     def __len__(self):
         return len(self.results)

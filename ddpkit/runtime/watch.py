@@ -22,6 +22,13 @@ MOST_FRAMES = 30
 LOST_PEER = re.compile(
     "Connection closed by peer|Connection reset by peer|Broken pipe|connection was (closed|aborted)"
 )
+JOINED = "Both are done for you: leave out init_process_group and destroy_process_group."
+MEANS = {  # what Python or torch says, and what it means in a rank
+    "name 'rank' is not defined": "A rank asks for its number: rank = dist.get_rank().",
+    "name 'world_size' is not defined": "A rank asks: world_size = dist.get_world_size().",
+    "default process group twice": JOINED,
+    "process group has not been initialized": JOINED,
+}
 
 
 class Watch:
@@ -217,6 +224,8 @@ class Watch:
             lines += _frames(fallen[culprit].frames)
         if alike:
             lines.append(f"{hang.name_ranks(alike).capitalize()} failed in the same way.")
+        message = getattr(fallen[culprit], "message", "")
+        lines += [means for says, means in MEANS.items() if says in message]
         others = [s for s in hang.situations(self.board) if s.rank not in (culprit, *alike)]
         said = [self._collateral(s, fallen.get(s.rank)) for s in others if s.state != "idle"]
         if said:
@@ -276,7 +285,7 @@ def _write(text: str):
 def _how(rank: int, how: worker.Failure | int) -> str:
     """How a rank fell: rank 2 raised ValueError: ...; rank 2 was killed by SIGKILL."""
     if isinstance(how, worker.Failure):
-        return f"rank {rank} raised {how.kind}: {how.message}"
+        return f"rank {rank} raised {how.kind}: {how.message}".removesuffix(": ")
     if how >= 0:
         return f"rank {rank} exited with code {how}, in the middle of its work."
     name = signal.Signals(-how).name if -how in iter(signal.Signals) else f"signal {-how}"
@@ -315,4 +324,4 @@ def _same(one, other) -> bool:
 
 
 def _anonymous(message: str) -> str:
-    return re.sub(r"\b(rank |dst=|src=)\d+", r"\1", message)
+    return re.sub(r"\b(rank |dst=|src=)\d+|\b(0x)[\da-f]+", r"\1\2", message)

@@ -22,6 +22,15 @@ def say_hello_barriers_first():
             print("hello from rank", rank, "of", world_size)
 
 
+def say_hello_waiting_in_the_others_turns():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for turn in range(world_size):
+        if turn == rank:
+            print(f"hello from rank {rank} of {world_size}")
+        else:
+            dist.barrier()
+
+
 def neighbours_by_cases():
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     return last if rank == 0 else rank - 1, 0 if rank == last else rank + 1
@@ -30,5 +39,6 @@ def neighbours_by_cases():
 RIGHT = [
     ("say_hello", say_hello_by_messages),
     ("say_hello", say_hello_barriers_first),
+    ("say_hello", say_hello_waiting_in_the_others_turns),
     ("neighbours", neighbours_by_cases),
 ]
