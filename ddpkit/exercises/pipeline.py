@@ -59,12 +59,13 @@ def _trials(rows_of, cases=CASES):
 
 def _explain(trial: Trial, rank: int, expected: dict, got: dict):
     """What `validate` says of the plan."""
+    for what in expected:
+        if what.startswith("lists") and got.get(what, expected[what]) != expected[what]:
+            return 'Return a list for each rank, one for each stage, of actions such as "0F0".'
     try:
         dry_run.validate(got["plan"])
     except ValueError as error:
         return str(error)
-    except Exception:
-        return 'Return a list for each rank, of actions such as "0F0".'
     return "It would run, and the gradients would be right; but it isn't this schedule."
 
 
@@ -150,6 +151,10 @@ in_groups: schedule.append(alternate(forwards, backwards, ahead=stages - 1 - sta
     ⏎    schedule[-1] += forwards[i : i + stages] + backwards[i : i + stages]
     It would run, and hold no more than p. But between two groups the pipeline runs empty, and
     every group pays for its bubble.
+same_number_in_a_turn: zip(forwards[ahead:], backwards, → zip(forwards[ahead:], backwards[ahead:],
+    backwards[len(forwards[ahead:]) :] → backwards[:ahead]
+    It would run, and wait a lot. A turn's backward is that of the oldest micro-batch, whose
+    gradient is the first to come back; the one whose forward was just done comes last.
 backward_before_forward: actions += [forward, backward] → actions += [backward, forward]
     The last stage begins with a backward, which has had no forward yet. In a turn the forward is
     first.

@@ -124,7 +124,7 @@ run_stage = Exercise(
         "values": "Keep x and y of each micro-batch by its number until its backward. The last "
         "rank's y is loss(y, i) / len(inputs), whose backward() needs no gradient.",
         "hang": "dist.isend goes on at once. Keep what it returns, with the tensor, and wait() for "
-        "all of them after the last action.",
+        "all of them after the last action. (After irecv, wait before the tensor is used.)",
         "error": "x.grad is there after backward if x.requires_grad_() was called before forward; "
         "y.backward(gradient) wants a gradient of y's shape.",
     },
@@ -149,20 +149,23 @@ divides_by_the_stages: loss(y, i) / len(inputs) → loss(y, i) / dist.get_world_
 remembers_one_only: held[i] = x, y → held[0] = x, y
     held.pop(i) → held[0]
     Several micro-batches are on their way at a time. Keep x and y of each, by its number.
+remembers_one_loss: held[i] = x, y → held[i], newest = (x, y), y
+    x, y = held.pop(i) → x, y = held.pop(i)⏎y = newest if rank == last else y
 first_in_first_out: held.pop(i) → held.pop(next(iter(held)))
     Backward's micro-batch need not be the one that was first in: take it by its number.
 waits_for_each_send: sent.append((x, dist.isend(x, to))) → dist.send(x, to)
     A send that waits until the other side receives: with 1F1B both sides send at the same time,
     one forward, one back. isend, and wait after the last action.
 never_receives: dist.recv(x, rank - 1) → pass
-    On the ranks after the first, inputs[i] is empty: dist.recv into it before its forward.
+    On the ranks after the first, inputs[i] is empty until something has come: dist.recv into it
+    before its forward. (After dist.irecv, wait first.)
 receives_all_first: held, sent = {}, [] →
     ⏎held, sent = {}, []
     ⏎for x in inputs if rank > 0 else []:
     ⏎    dist.recv(x, rank - 1)
     dist.recv(x, rank - 1) → pass
-    Stage 0 sends some of its outputs only after it has had gradients back. Receive right before
-    the forward that needs it.
+    Each receives what the other has yet to send. Is x.grad sent back? And stage 0 sends some
+    outputs only after it has had gradients: receive right before the action that needs it.
 posts_receives_by_number: held, sent = {}, [] →
     ⏎held, sent, posted = {}, [], []
     ⏎for x in inputs if rank < last else []:
@@ -234,7 +237,7 @@ def _run_accumulate(answer, cuts):
     gradient = model.weight.grad
     return {
         "gradient": None if gradient is None else round(gradient.item(), 3),
-        "returned": logged if logged is None else round(float(logged), 3),
+        "returned": logged if logged is None else round(torch.as_tensor(logged).item(), 3),
         "rows": model.most,
     }
 
@@ -289,7 +292,7 @@ backward_at_the_end: logged = 0.0 → logged = whole = 0.0
     share.backward() → whole = whole + share
     return logged → whole.backward()⏎return logged
 zeroes_each_time: share.backward() → model.zero_grad()⏎share.backward()
-    Only the last micro-batch is left: gradients add up, if nobody zeroes them.
+    Only the last micro-batch is in it: call backward for each, and zero nothing in between.
 """),
 )
 
@@ -326,14 +329,14 @@ def _run_finish(answer):
         both = torch.tensor([FIRST, LAST]).sum(0).tolist()
         tied = _parameter(*(both if last == 0 else FIRST if rank == 0 else LAST))
     own = _parameter(OWN[rank])
-    parameters = [own] if tied is None else [tied, own]
+    parameters = [own] if tied is None else [own, tied]
     begun = len(recorder().records)
     norm = answer(parameters, tied, ends)
     said = recorder().records[begun:]
     return {
         "tied.grad": None if tied is None else tied.grad.tolist(),
-        "length": None if norm is None else round(float(norm), 3),
         "other": [own.grad.tolist(), [p.detach().unique().tolist() for p in parameters]],
+        "length": None if norm is None else round(torch.as_tensor(norm).item(), 3),
         "numbers": max(1 if tied is None else 3, sum(record.bytes for record in said) // 8),
     }
 
@@ -345,9 +348,9 @@ def _finish_trials():
         expected = []
         for rank in range(world_size):
             at_end = rank in (0, last)
-            right = {"tied.grad": [3.0, 4.0] if at_end else None, "length": round(length, 3)}
+            right = {"tied.grad": [3.0, 4.0] if at_end else None}
             right["other"] = [[OWN[rank]], [[7.0]] * (1 + at_end)]
-            expected.append(right | {"numbers": 3 if at_end else 1})
+            expected.append(right | {"length": round(length, 3), "numbers": 3 if at_end else 1})
         yield Trial(world_size, _run_finish, (), expected)
 
 
@@ -389,9 +392,19 @@ counts_it_twice: if parameter is not tied or dist.get_rank() == 0: → if True:
     The tied weight is in the length twice. The model has it once: count it on one of the ranks.
 counts_it_never: if parameter is not tied or dist.get_rank() == 0: → if parameter is not tied:
     The tied weight is not in the length at all: count it on one of the ranks.
+half_of_it_at_each_end: if parameter is not tied or dist.get_rank() == 0:⏎squares += →
+    ⏎squares += (0.5 if parameter is tied else 1) *
+    With one rank, the group `ends` has one rank, too, and half of the tied weight is missing:
+    divide by the group's size, or count it on rank 0 alone.
+compares_their_numbers: parameter is not tied → parameter != tied
+    == and != compare tensors number by number; `is` asks whether they are the same tensor.
 of_this_stage: dist.all_reduce(squares) → pass
     That is the length of this rank's part. If each rank clipped by its own, the gradient would
     turn.
+of_the_ends: dist.all_reduce(squares) →
+    ⏎if tied is not None:⏎    dist.all_reduce(squares, group=ends)
+    The ranks between the ends are missing from it, and know nothing of it: the length is the
+    business of all.
 squares_first: if tied is not None:⏎dist.all_reduce(tied.grad, group=ends) → whole = None
     return squares.sqrt() →
     ⏎if tied is not None:⏎    dist.all_reduce(tied.grad, group=ends)⏎return squares.sqrt()
@@ -399,6 +412,8 @@ squares_first: if tied is not None:⏎dist.all_reduce(tied.grad, group=ends) →
 sum_of_lengths: squares += parameter.grad.square().sum() → squares += parameter.grad.norm()
     return squares.sqrt() → return squares
     Lengths don't add up, their squares do.
+sum_of_the_ranks_lengths: dist.all_reduce(squares)⏎return squares.sqrt() →
+    ⏎squares = squares.sqrt()⏎dist.all_reduce(squares)⏎return squares
 none_between: if tied is not None: → if True:
     `tied` is None on the ranks between both ends: they skip this call.
 everyone_joins: if tied is not None:⏎dist.all_reduce(tied.grad, group=ends) →
