@@ -34,11 +34,7 @@ def median_time(results) -> Picture:
     results: `ddpkit.bench.results.Results`. A black mark on a bar: the same bytes just moved, its
     ceiling. Notebook 02.
     """
-
-    def milliseconds(result, seconds: float) -> float:
-        return 1e3 * seconds
-
-    return _grouped_bars(results, milliseconds, "Median time", "ms", "log")
+    return _grouped_bars(results, lambda _, seconds: 1e3 * seconds, "Median time", "ms", "log")
 
 
 def bandwidth(results) -> Picture:
@@ -55,19 +51,17 @@ def bandwidth(results) -> Picture:
 
 def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
     """value(result, seconds): how high the bar of `result` is, had it taken `seconds`."""
-    shown = sorted(results.competing, key=lambda result: result.world_size)
+    names = list(dict.fromkeys(each.variant for each in results.competing))
+    shown = sorted(results.competing, key=lambda each: (names.index(each.variant), each.world_size))
     sizes = dict(sorted((each.nbytes, each.size) for each in shown))
-    worlds = dict.fromkeys(str(each.world_size) for each in shown)
+    worlds = sorted({each.world_size for each in shown})
     operations = " and ".join(dict.fromkeys(each.operation for each in results.competing))
     title = f"{what} of {operations}"
-    colours = colours_of(list(dict.fromkeys(each.variant for each in results.competing)))
+    colours = colours_of(names)
     figure, (axes,) = chart(title)
     width, ticks = 0.86 / max(Counter(each.nbytes for each in shown).values()), {}
     for place, nbytes in enumerate(sizes):
-        group = sorted(
-            (result for result in shown if result.nbytes == nbytes),
-            key=lambda result: list(colours).index(result.variant),
-        )
+        group = [result for result in shown if result.nbytes == nbytes]
         for number, result in enumerate(group):
             x = place + width * (number + 0.5 - len(group) / 2)
             ticks[x] = result.world_size
@@ -87,10 +81,10 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
     axes.set_yscale(scale)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(axis="y", color=page.FAINT, lw=0.6)
-    handles = [patch(name, fill) for name, fill in colours.items()]
+    handles = [patch(*each) for each in colours.items()]
     said = (
         f"{title}. By size: {', '.join(sizes.values())}; by backend: {'; '.join(colours)}; "
-        f"by number of processes: {', '.join(worlds)}."
+        f"by number of processes: {', '.join(map(str, worlds))}."
     )
     movers = sorted({each.ceiling for each in shown if results.fraction(each)})
     if movers:
@@ -367,7 +361,8 @@ def zero_grid(world_size: int) -> Picture:
     """
     kinds = memory.PRECISIONS["mixed"]._asdict()
     figure, (axes,) = chart("Who keeps what", 600)
-    for stage, rank in itertools.product(range(4), range(world_size)):
+    stages, ranks = range(4), range(world_size)
+    for stage, rank in itertools.product(stages, ranks):
         top, left = 20 * stage, 1.1 * rank
         for (kind, nbytes), sharded_from in zip(kinds.items(), (3, 2, 1), strict=True):
             box = {"align": "edge", "height": nbytes}
@@ -375,7 +370,6 @@ def zero_grid(world_size: int) -> Picture:
             start, width = (rank / world_size, 1 / world_size) if stage >= sharded_from else (0, 1)
             axes.barh(top, width, left=left + start, fc=KIND_COLOURS[kind], ec="black", **box)
             top += nbytes
-    stages, ranks = range(4), range(world_size)
     axes.set(xlim=(-0.02, 1.1 * world_size - 0.08), ylim=(77, -1))
     axes.set_yticks([20 * stage + 8 for stage in stages], [f"stage {stage}" for stage in stages])
     axes.set_xticks([1.1 * rank + 0.5 for rank in ranks], [f"rank {rank}" for rank in ranks])
@@ -397,7 +391,7 @@ def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
     counts: {name: (numbers read, numbers written)}, in multiples of N. Notebook 08.
     """
     figure, (axes,) = chart("Numbers moved", 150 + 58 * len(counts))
-    colours = {"read": page.BLUE, "written": page.lighter(page.BLUE)}
+    colours = {"read": page.BLUE, "written": (page.BLUE, page.PALER)}
     rows = {name: dict(zip(colours, moved, strict=True)) for name, moved in counts.items()}
     for name, total in zip(counts, _stacked_bars(axes, rows, colours), strict=True):
         page.write_after(axes, total, name, _times_n(total), weight="bold")

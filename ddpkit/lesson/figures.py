@@ -144,14 +144,9 @@ def _bytes(run, op: str) -> list[int]:
     return found
 
 
-def _named(run_or_runs) -> dict[str, object]:
-    """{name: run}, also of one run alone."""
-    return run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
-
-
 def traffic(run_or_runs) -> Picture:
     """Bytes sent and received by each rank, for one run or for {name: run} on one scale."""
-    runs = _named(run_or_runs)
+    runs = run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
     found = {name: (sent_bytes(run), received_bytes(run)) for name, run in runs.items()}
     most = max(max(sent + received) for sent, received in found.values()) or 1
     unit, factor = next(unit for unit in DECIMAL.items() if most >= unit[1])
@@ -166,20 +161,20 @@ def traffic(run_or_runs) -> Picture:
         title = "\n".join([name, *notes] if name else notes).replace(", ", ",\n")
         axes.set_title(title, fontsize=page.SMALL)
         dark = [colour(rank) for rank in ranks]
-        for nbytes, side, fills in ((sent, -0.2, dark), (received, 0.2, map(page.lighter, dark))):
+        pale = [(fill, page.PALER) for fill in dark]
+        for nbytes, side, fills in ((sent, -0.2, dark), (received, 0.2, pale)):
             places, values = [rank + side for rank in ranks], [each / factor for each in nbytes]
-            axes.bar(places, values, 0.4, color=list(fills), ec="black")
+            axes.bar(places, values, 0.4, color=fills, ec="black")
         for rank, pair in enumerate(zip(sent, received, strict=True)):
             numbers = " ".join(f"{nbytes / factor:.3g}" for nbytes in dict.fromkeys(pair))
-            at = rank, max(pair) / factor
             options = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(numbers, at, fontsize=page.SMALL, **options)
+            axes.annotate(numbers, (rank, max(pair) / factor), fontsize=page.SMALL, **options)
         axes.set_xticks(ranks)
         axes.set_xlabel("rank")
     for axes in panels[len(found) :]:
         axes.set_visible(False)
     panels[0].set(ylim=(0, 1.12 * most / factor), ylabel="bytes" if unit == "B" else unit)
-    paler = patch("received, paler", page.lighter(colour(0)))
+    paler = patch("received, paler", (colour(0), page.PALER))
     legend(figure, [patch("sent", colour(0)), paler])
     return Picture(figure, f"Bytes by rank. {'. '.join(said)}.")
 
@@ -280,19 +275,19 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
     call of that name, say "broadcast". backward: a shade of its own for what comes after the time
     that the program returned, when its last backward began.
     """
-    parts = {name: Part(run, after) for name, run in _named(run_or_runs).items()}
+    runs = run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
+    parts = {name: Part(run, after) for name, run in runs.items()}
     shown = {name: part for name, part in parts.items() if any(part.wire)}
     said = [f"{name}: {part.calls}" if name else part.calls for name, part in parts.items()]
     if not shown:
         since = f" after its last {after}" if after else ""
         return in_words(f"No rank made a call{since}: there is nothing to draw.")
     ranks = [len(part.wire) for part in shown.values()]
-    longest = max((part.end - part.start for part in shown.values()), default=1e-3)
-    tall = min(64, (page.TALLEST - 110 - 36 * len(ranks)) / max(1, sum(ranks)))  # pixels of a rank
+    longest = max(part.end - part.start for part in shown.values())
+    tall = min(64, (page.TALLEST - 110 - 36 * len(ranks)) / sum(ranks))  # pixels of a rank
     height = max(260, 110 + 36 * len(ranks) + tall * sum(ranks))
-    options = {"sharex": True, "height_ratios": ranks or None}
-    figure, panels = chart("", height, max(1, len(ranks)), **options)
-    for axes, (name, part) in zip(panels, shown.items(), strict=False):
+    figure, panels = chart("", height, len(ranks), sharex=True, height_ratios=ranks)
+    for axes, (name, part) in zip(panels, shown.items(), strict=True):
         heading = ", ".join(filter(None, (name, part.link)))
         axes.set_title(heading, fontsize=page.NORMAL, weight="bold", loc="left")
         axes.set(xlim=(0, 1e3 * longest), ylim=(len(part.wire) - 0.45, -0.55))

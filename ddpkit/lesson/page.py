@@ -24,6 +24,7 @@ RANK_COLOURS = [BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, BLACK]
 MIXED = "#DDDDDD"  # a sum, or data of several ranks
 EMPTY, PALE, FAINT, GREY = "#FFFFFF", "#F4F4F4", "#AAAAAA", "#666666"
 WRONG = "#C8102E"
+PALER = 0.3  # how much of a colour is left beside white
 WEIGHTS = 0.2126, 0.7152, 0.0722  # of red, green, blue in how light a colour is
 MARKERS = "osD^v"
 DASHES = (0, (3, 2))
@@ -51,11 +52,6 @@ def dark(fill) -> str:
 def ink(fill: str) -> str:
     """Black or white, whichever is easier to read on `fill`."""
     return "white" if fill in (BLUE, BLACK, WRONG) else "black"
-
-
-def lighter(fill: str) -> tuple[str, float]:
-    """The same hue, most of the way to white."""
-    return fill, 0.3
 
 
 class Picture:
@@ -232,15 +228,10 @@ class Canvas:
         self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
         self.pixels = Affine2D().scale(1 / width, -1 / height).translate(0, 1)
         self.pixels += self.figure.transFigure
-        self.travel: tuple[float, float] | None = None  # from and to: pixels above or below
+        self.gid: str | None = None  # in the SVG, of what is drawn now
 
     def picture(self, text: str) -> Picture:
         return Picture(self.figure, text)
-
-    @property
-    def gid(self) -> str | None:
-        """Of what is drawn now, in the SVG, in its points."""
-        return self.travel and "from {:.1f} to {:.1f}".format(*(72 / DPI * y for y in self.travel))
 
     def box(self, x, y, width, height, fill=EMPTY, edge="black", line=1.5, dashed=False, round=0):
         from matplotlib.patches import FancyBboxPatch

@@ -2,6 +2,7 @@
 stages, micro-batches and schedule make of the bubble.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from .. import dry_run, schedules
@@ -119,19 +120,21 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     """Step through a dry run tick by tick: what each rank does, and what it holds. Notebook 10."""
     when = dry_run.simulate(schedule, **ticks)
     whole = int(max(end for _, end in when.values()))
+
+    def now(tick: int) -> list[tuple[str, int]]:
+        return [(_at(actions, when, tick), _held(actions, when, tick)) for actions in schedule]
+
     lines = ["0. nothing yet"]
     for tick in range(1, whole + 1):
-        does = [_at(actions, when, tick) for actions in schedule]
-        holds = [_held(actions, when, tick) for actions in schedule]
+        does, holds = zip(*now(tick), strict=True)
         lines.append(f"{tick}. {' '.join(does)}, held: {' '.join(map(str, holds))}")
 
     def look(tick: int) -> tuple[str, Picture]:
         if not tick:
             return "Before the first tick.", draw(schedule, 0, **ticks)
         told = []
-        for rank, actions in enumerate(schedule):
-            does = _at(actions, when, tick).replace("-", "idle")
-            told.append(f"rank {rank}: {does}, holds {_held(actions, when, tick)}")
+        for rank, (does, holds) in enumerate(now(tick)):
+            told.append(f"rank {rank}: {does.replace('-', 'idle')}, holds {holds}")
         return f"Tick {tick}. {'; '.join(told)}.", draw(schedule, tick, **ticks)
 
     return StepThrough(look, "tick", range(whole + 1), text="\n".join(lines), telling=whole)
@@ -148,6 +151,11 @@ def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
     begun = [schedules.parse(action)[1] for action in actions if when[action][0] < tick]
     over = [schedules.parse(action)[1] for action in actions if when[action][1] < tick]
     return begun.count("F") - over.count("B") - over.count("W")
+
+
+def _holds(action: str) -> int:
+    """How many more micro-batches are held after it."""
+    return {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]]
 
 
 SCHEDULES = {
@@ -173,18 +181,10 @@ def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
     made = SCHEDULES[schedule](stages, micro_batches)
     thin = {"F": 0.5, "B": 1.0} if schedule == "interleaved" else {}  # two stages a rank
     picture = draw(made, **thin)
-    most = [max(_most_held(actions, thin), 0) for actions in made]
+    # In micro-batches of all the rank's layers: a thin stage's counts half.
+    most = [max(itertools.accumulate(map(_holds, row))) / (2 if thin else 1) for row in made]
     caption = (
         f"{schedule}, {count(stages, 'rank')}, m = {micro_batches}: "
         f"{picture.text} Held at most, by rank: {', '.join(f'{each:g}' for each in most)}."
     )
     return caption, picture
-
-
-def _most_held(actions: Sequence[str], thin: Mapping[str, float]) -> float:
-    """In micro-batches of all the rank's layers: a thin stage's counts half."""
-    now = most = 0.0
-    for action in actions:
-        now += {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]] * thin.get("B", 1)
-        most = max(most, now)
-    return most / (2 if thin else 1)

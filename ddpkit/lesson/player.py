@@ -30,25 +30,24 @@ def player(run, by_hop: bool = False) -> StepThrough:
     _check_kept(run)
     events, skipped = _cut(replay(run))
     frames = film(events, run.wire)
-    if by_hop and frames and all(event.is_message for event in events):
+    if not frames:
+        text = "The ranks sent nothing."
+        return StepThrough(lambda _: (text, figures.in_words(text)), "step", range(1, 2))
+    if by_hop and all(event.is_message for event in events):
         frames = hop_by_hop(frames, run)
     lines = [_numbered(frame.event, step) for step, frame in enumerate(frames, 1)]
     if skipped:
         more = count(skipped, "more step")
         lines.append(f"… and {more}: a replay shows {MOST_FRAMES} at most")
-    text = "\n".join(lines) or "The ranks sent nothing."
-    stage = Stage(frames, len(run.wire)) if frames else None
+    stage = Stage(frames, len(run.wire))
 
     def look(step: int) -> tuple[str, Picture]:
-        if not frames:
-            return text, figures.in_words(text)
         frame = frames[step - 1]
         return _whence(frame.event), draw(frame, stage, step)
 
-    steps = range(1, max(1, len(frames)) + 1)
-    by_hops = frames and frames[-1].event.kind == "end"
-    telling = min(2, len(frames)) if by_hops else steps[-1]
-    return StepThrough(look, "step", steps, text=text, telling=telling)
+    telling = min(2, len(frames)) if frames[-1].event.kind == "end" else len(frames)
+    steps = range(1, len(frames) + 1)
+    return StepThrough(look, "step", steps, text="\n".join(lines), telling=telling)
 
 
 def _check_kept(run):
@@ -261,8 +260,9 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
     """
     event, fill = frame.event, colour(frame.event.rank)
     at = event.peer if event.kind == "receive" else event.rank
-    way = stage.middle(event.peer) - stage.middle(event.rank)
-    canvas.travel = (-way, 0) if event.kind == "receive" else (0, way) if by_hop else None
+    way = 72 / page.DPI * (stage.middle(event.peer) - stage.middle(event.rank))  # SVG's points
+    hop = f"from 0.0 to {way:.1f}" if by_hop else None
+    canvas.gid = f"from {-way:.1f} to 0.0" if event.kind == "receive" else hop
     x, y = stage.way(event.rank, event.peer), stage.middle(at) - page.ROW / 2
     record = event.records.get(event.rank) or event.records[event.peer]
     values = record.values or record.result or [record.detail.partition(",")[0]]
@@ -274,4 +274,4 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
         left - 5, y - 5, cell * len(values) + 10, page.ROW + 10, page.EMPTY, fill, 4, round=4
     )
     canvas.cells(left, y, values, owners, cell)
-    canvas.travel = None
+    canvas.gid = None

@@ -3,13 +3,16 @@
 Wall time plays no part. Where a run went wrong, the last events say what never happened.
 """
 
+import contextlib
+from collections import Counter
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 from ..runtime.board import MESSAGES, Record
 from ..runtime.errors import HangError, LaunchError
 from ..tools.units import name_ranks, numbers
 
-ORDER = ("receive", "send", "enter")  # of what happens in one round
+RECEIVE, SEND, ENTER, LEAVE = range(4)  # what happens in one round, in this order
 
 
 @dataclass
@@ -51,63 +54,56 @@ def replay(run) -> list[Event]:
                 ends[record.op][key(record)] = rank, record
             else:
                 calls.setdefault(key(record), {})[rank] = record
-    happened = _in_order(run.wire, ends["send"], calls)
-    return happened + _failures(run, ends, calls)
+    return _in_order(run.wire, ends, calls) + _failures(run, ends, calls)
 
 
-def _program(records: list[Record]) -> list[tuple[str, Record]]:
+def _program(records: list[Record]) -> list[tuple[int, Record]]:
     """What one rank did, in order: send; receive, when it has the message; enter and leave."""
     steps = []
     for index, record in enumerate(records):
         ended = record.done if record.op == "recv" or record.waited is None else record.waited
-        if record.op == "recv":
-            steps.append((ended, index, "receive", record))
-        elif record.op == "send":
-            steps.append((record.issued, index, "send", record))
-        else:
-            steps.append((record.issued, index, "enter", record))
-            steps.append((ended, index, "leave", record))
-    steps = sorted((step for step in steps if step[0] is not None), key=lambda step: step[:2])
-    return [(what, record) for _, _, what, record in steps]
+        does = [(ENTER, record.issued), (LEAVE, ended)]
+        if record.op in MESSAGES:
+            does = [(SEND, record.issued) if record.op == "send" else (RECEIVE, ended)]
+        steps += [(moment, index, what, record) for what, moment in does if moment is not None]
+    return [step[2:] for step in sorted(steps, key=lambda step: step[:3])]
 
 
-def _in_order(wire, sends: dict, calls: dict) -> list[Event]:
+def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
     """Events in rounds: in each, every rank goes on that has all that it waits for.
 
     Its rounds are the logical time of Lamport 1978: an event comes after all that it had to wait
     for, however long that took.
     """
-    programs = [_program(records) for records in wire]
-    there: set[tuple] = set()  # the sends that were made, and collectives that all have come to
-    came: dict[tuple, int] = {}  # to collectives: how many ranks
-    happened: list[Event] = []
-
-    def ready(what: str, record: Record) -> bool:
-        at = key(record)
-        if what == "receive":
-            return at in there or at not in sends
-        return what != "leave" or at in there or not _complete(calls[at])
-
-    moved = True
-    while moved:
-        moved = []
-        for rank, program in enumerate(programs):
-            while program and program[0][0] == "leave" and ready(*program[0]):
-                program.pop(0)
-            if program and ready(*program[0]):
-                moved.append((ORDER.index(program[0][0]), rank, program.pop(0)[1]))
-        for order, rank, record in sorted(moved, key=lambda each: each[:2]):
+    rounds: TopologicalSorter = TopologicalSorter()
+    whole = {at: records for at, records in calls.items() if _complete(records)}
+    for rank, records in enumerate(wire):
+        before = []
+        for what, record in _program(records):
             at = key(record)
-            if ORDER[order] == "receive":
-                happened.append(_received(rank, record, sends.get(at)))
-            elif ORDER[order] == "send":
-                there.add(at)
-                happened.append(_sent(rank, record))
+            if what == LEAVE:
+                before += [(ENTER, each, at) for each in whole.get(at, ())]
+                continue
+            if what == RECEIVE and at in ends["send"]:
+                before.append((SEND, ends["send"][at][0], at))
+            rounds.add((what, rank, at), *before)
+            before = [(what, rank, at)]
+    came: Counter = Counter()  # to collectives: how many ranks
+    happened = []
+    with contextlib.suppress(CycleError):  # then what lies on a cycle or behind it is left out
+        rounds.prepare()
+    while rounds.is_active():
+        steps = rounds.get_ready()
+        for what, _, at in sorted(steps):
+            if what == RECEIVE:
+                happened.append(_received(*ends["recv"][at], ends["send"].get(at)))
+            elif what == SEND:
+                happened.append(_sent(*ends["send"][at]))
             else:
-                came[at] = came.get(at, 0) + 1
-                if came[at] == len(calls[at]) and _complete(calls[at]):
-                    there.add(at)
-                    happened.append(_met(calls[at]))
+                came[at] += 1
+                if came[at] == len(whole.get(at, ())):
+                    happened.append(_met(whole[at]))
+        rounds.done(*steps)
     return happened
 
 

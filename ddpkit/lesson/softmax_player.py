@@ -64,15 +64,12 @@ class Moment:
 def moments(row: Sequence[float]) -> list[Moment]:
     """One before the first number, then one for each: its own pair is merged with that so far."""
     numbers = torch.tensor(row, dtype=torch.float64)
-    pair = summarize(numbers[:0])
-    m, ell = (part.item() for part in pair)
-    found = [Moment(tuple(row), 0, m, ell, m, ell)]
-    for read in range(1, len(row) + 1):
-        before = m, ell
-        pair = merge(pair, summarize(numbers[read - 1 : read]))
-        m, ell = (part.item() for part in pair)
-        found.append(Moment(tuple(row), read, *before, m, ell))
-    return found
+    pairs = [summarize(numbers[:0])]
+    for x in numbers.split(1):
+        pairs.append(merge(pairs[-1], summarize(x)))
+    known = [(m.item(), ell.item()) for m, ell in pairs]
+    befores = [known[0], *known]
+    return [Moment(tuple(row), read, *befores[read], *now) for read, now in enumerate(known)]
 
 
 def _share(x: float, m: float) -> float:

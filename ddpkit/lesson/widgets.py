@@ -30,10 +30,6 @@ class Live:
     def __init__(self, text: str, telling: Picture | None):
         self.text, self.telling = text, telling
 
-    @cached_property
-    def box(self):
-        raise NotImplementedError
-
     def __repr__(self):
         return self.text
 
@@ -85,7 +81,7 @@ def show(shown, look: Callable[[], Look]) -> None:
     caption.value = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
 
 
-# What a Canvas draws with `travel` set moves when its picture comes into view.
+# What a Canvas draws with a `gid` "from 12.0 to 0.0" moves when its picture comes into view.
 MOVING = """<style>
 @keyframes ddpkit-travel { from { transform: translateY(var(--from)) } }
 .ddpkit-travels { transform: translateY(var(--to)); animation: ddpkit-travel 1s .3s both }
