@@ -14,7 +14,7 @@ from test_figures import has_colour
 from ddpkit import LaunchError, collectives, launch
 from ddpkit.lesson import page
 from ddpkit.lesson.calculator import zero_calculator
-from ddpkit.lesson.film import Cells, film, hop_by_hop
+from ddpkit.lesson.film import film, hop_by_hop
 from ddpkit.lesson.float_explorer import float_explorer
 from ddpkit.lesson.player import MOST_FRAMES, WIDTH, Stage, draw, player, world_explorer
 from ddpkit.lesson.replay import replay
@@ -218,10 +218,11 @@ def test_what_happened(fn, world_size):
 
 
 def held(memory) -> list[tuple]:
-    found = []
-    for cells in memory.values():
-        found += zip(cells.values, cells.owners, strict=True)
-    return sorted(found, key=str)
+    return sorted(itertools.chain(*memory.values()), key=str)
+
+
+def owners(cells) -> list:
+    return [owner for _, owner in cells]
 
 
 def frames_of(fn, world_size=3):
@@ -242,7 +243,7 @@ def test_owners_are_not_found_by_comparing_numbers():
     sent = [frame for frame in frames if frame.event.kind == "send"]
     assert sent[0].owners == [1]
     assert sent[1].owners == [1, 0]
-    assert frames[-1].memory[1][0].owners == [1, 0]
+    assert owners(frames[-1].memory[1][0]) == [1, 0]
 
 
 def test_what_changes_after_it_arrived_is_shown():
@@ -253,8 +254,7 @@ def test_what_changes_after_it_arrived_is_shown():
 
 def test_cells_that_wait_for_a_message_are_blank():
     frames, _ = frames_of(one_is_forgotten)
-    waiting = frames[-1].memory[2]
-    assert [cells.values for cells in waiting.values()] == [[None, None]]
+    assert frames[-1].memory[2] == {0: [(None, 2)] * 2}
 
 
 def test_film_shows_no_message_before_it_arrives():
@@ -271,25 +271,21 @@ def test_film_shows_no_message_before_it_arrives():
 
 def test_film_of_collectives():
     frames, _ = frames_of(torch_collectives, 2)
-    gathered = frames[-1].memory[0]["all_gather"]
-    assert (gathered.values, gathered.owners) == ([1, 10], [0, 1])
-    summed = frames[0].memory[0][0]
-    assert (summed.values, summed.owners) == ([11, 22], [None, None])
+    assert frames[-1].memory[0]["all_gather"] == [(1, 0), (10, 1)]
+    assert frames[0].memory[0][0] == [(11, None), (22, None)]
 
 
 def test_film_of_a_ring():
     frames, run = frames_of(ring)
-    assert frames[0].memory[1][0].values == [10, 20, 30, 40, 50, 60, 70, 80]
-    assert frames[0].memory[1][0].owners == [1] * 8
-    values, owners = frames[-1].memory[0][0].values, frames[-1].memory[0][0].owners
-    assert values[3:6] == [404, 505, 606]
-    assert owners == [0] * 3 + [None] * 3 + [0] * 2
+    assert frames[0].memory[1][0] == [(10 * at, 1) for at in range(1, 9)]
+    last = frames[-1].memory[0][0]
+    assert last[3:6] == [(404, None), (505, None), (606, None)]
+    assert owners(last) == [0] * 3 + [None] * 3 + [0] * 2
     *hops, end = hop_by_hop(frames, run)
     assert [frame.event.kind for frame in hops[1].sent] == ["send"] * 3
     assert hops[1].marked.keys() == {0, 1, 2}
     # The last sum is never sent: only what the rank returned shows it.
-    assert end.memory[0][0].values == run[0]
-    assert end.memory[0][0].owners == [None] * 6 + [0, 0]
+    assert end.memory[0][0] == list(zip(run[0], [None] * 6 + [0, 0], strict=True))
 
 
 def test_a_hop_shows_what_the_hops_before_it_brought():
@@ -402,7 +398,7 @@ def test_long_buffers_fit_the_page():
     frames, _ = frames_of(ring)
     for frame in frames:
         for buffers in frame.memory:
-            buffers["long"] = Cells([0.125] * 200, [0] * 200)
+            buffers["long"] = [(0.125, 0)] * 200
     stage = Stage(frames, 3)
     assert stage.height <= page.TALLEST
     assert stage.spots[0]["long"][2] == 3 * stage.per_line

@@ -18,13 +18,8 @@ from .replay import Event, before_after, key
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
-
-@dataclass
-class Cells:
-    """A buffer: its numbers, None where not known yet; and whose data each is, None: of several."""
-
-    values: list
-    owners: list
+# Of a buffer: each number, None where not known yet; and whose data it is, None: of several ranks.
+Cells = list[tuple[float | None, int | None]]
 
 
 @dataclass
@@ -64,18 +59,16 @@ class Holdings:
             return
         which, _, contents = record.memory
         known, writer = self.buffers.get(which), None if self.heard else self.rank
-        if known is None or len(known.values) != len(contents):
+        if known is None or len(known) != len(contents):
             owner = self.rank if record.op == "recv" else writer
-            self.buffers[which] = Cells([None] * len(contents), [owner] * len(contents))
+            known = self.buffers[which] = [(None, owner)] * len(contents)
             if record.op == "recv":
                 return
-            known = self.buffers[which]
         arriving = [r for r in self._coming if r.memory[0] == which and r.issued < moment]
         hidden = set().union(*map(place, arriving))
-        for at, (value, before) in enumerate(zip(contents, known.values, strict=True)):
+        for at, (value, (before, owner)) in enumerate(zip(contents, known, strict=True)):
             if at not in hidden and _changed(value, before):
-                known.values[at] = value
-                known.owners[at] = known.owners[at] if before is None else writer
+                known[at] = value, owner if before is None else writer
 
     def take(self, record: Record, owners: list) -> None:
         """Put a message that arrived into its place."""
@@ -85,15 +78,15 @@ class Holdings:
         self.look(record, record.done)
         self._coming.remove(record)
         which, _, contents = record.memory
-        cells, values = self.buffers[which], record.result or contents[slice_of(record)]
-        cells.values[slice_of(record)] = values
-        cells.owners[slice_of(record)] = (owners + [None] * len(values))[: len(values)]
+        values = record.result or contents[slice_of(record)]
+        cells = itertools.zip_longest(values, owners[: len(values)])
+        self.buffers[which][slice_of(record)] = cells
 
     def owners_of(self, record: Record) -> list:
         """Whose data a message is that this rank sends."""
         if record.memory is None:
             return [None if self.heard else self.rank] * len(record.values or ())
-        return self.buffers[record.memory[0]].owners[slice_of(record)]
+        return [owner for _, owner in self.buffers[record.memory[0]][slice_of(record)]]
 
     def share(self, record: Record, after: list | None, owners: list) -> None:
         """What a collective leaves here."""
@@ -101,13 +94,13 @@ class Holdings:
             return
         self.heard = True
         if record.op not in IN_PLACE or record.memory is None:
-            self.buffers[record.op] = Cells(list(after), owners)
+            self.buffers[record.op] = list(zip(after, owners, strict=True))
             return
         which, _, contents = record.memory
         known = self.buffers.get(which)
-        if known is None or len(known.values) != len(contents):
-            known = self.buffers[which] = Cells(list(contents), [self.rank] * len(contents))
-        known.values[slice_of(record)], known.owners[slice_of(record)] = after, owners
+        if known is None or len(known) != len(contents):
+            known = self.buffers[which] = [(value, self.rank) for value in contents]
+        known[slice_of(record)] = zip(after, owners, strict=True)
 
 
 def _changed(now, then) -> bool:
@@ -219,8 +212,8 @@ def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     memory = copy.deepcopy(last.memory)
     for buffers, returned in zip(memory, [] if isinstance(run, LaunchError) else run, strict=False):
         cells, values = next(iter(buffers.values()), None), flat(returned)
-        if cells and values and len(values) == len(cells.values):
+        if cells and values and len(values) == len(cells):
             for at, value in enumerate(values):
-                if _changed(value, cells.values[at]):
-                    cells.values[at], cells.owners[at] = value, None
+                if _changed(value, cells[at][0]):
+                    cells[at] = value, None
     return memory

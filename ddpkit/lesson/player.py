@@ -11,7 +11,7 @@ import textwrap
 
 from ..tools.units import count
 from . import figures, page
-from .film import Cells, Frame, film, hop_by_hop, meeting
+from .film import Frame, film, hop_by_hop, meeting
 from .page import Canvas, Picture, cell_width, colour
 from .replay import Event, replay
 from .widgets import StepThrough
@@ -161,7 +161,7 @@ def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
     lengths: dict[object, int] = {}
     for frame in frames:
         for which, cells in frame.memory[rank].items():
-            lengths[which] = max(lengths.get(which, 0), len(cells.values))
+            lengths[which] = max(lengths.get(which, 0), len(cells))
     return lengths
 
 
@@ -174,7 +174,8 @@ def _change(event: Event) -> figures.Change | None:
 def _all_numbers(frames: list[Frame]):
     for frame in frames:
         for buffers in frame.memory:
-            yield from (cells.values for cells in buffers.values())
+            for cells in buffers.values():
+                yield [value for value, _ in cells]
         for record in frame.event.records.values():
             yield record.values
             yield record.result
@@ -204,10 +205,10 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
         _draw_way(canvas, stage, src, dst, colour(src))
     for each in messages:
         _draw_message(canvas, stage, each, event.kind == "hop")
-    owners = [cells.owners for buffers in frame.memory for cells in buffers.values()]
-    if change:
-        owners += [theirs for _, _, theirs in change.by_rank.values()]
-    if any(None in theirs for theirs in owners):
+    owners = {owner for row in frame.memory for cells in row.values() for _, owner in cells}
+    for _, _, theirs in change.by_rank.values() if change else ():
+        owners.update(theirs)
+    if None in owners:
         canvas.mixed_key()
     return canvas.picture(event.text)
 
@@ -224,9 +225,8 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
         return
     buffer, marked = frame.marked.get(rank, (None, ()))
     for which, (dx, dy, length) in stage.spots[rank].items():
-        cells = frame.memory[rank].get(which, Cells([], []))
-        rest = [None] * (length - len(cells.values))
-        values, owners = (cells.values + rest)[:length], cells.owners + rest
+        cells = frame.memory[rank].get(which, []) + [(None, None)] * length
+        values, owners = zip(*cells[:length], strict=True)
         framed = marked if which == buffer else ()
         place = LEFT + dx, y + dy
         canvas.cells(*place, values, owners, stage.cell, stage.per_line, framed)
