@@ -24,12 +24,8 @@ def test_bytes_are_drawn():
     assert not has_colour(picture, page.RANK_COLOURS[2])
 
 
-def test_times_are_drawn_and_not_said():
+def test_times_are_drawn():
     picture = time_by_length(SECONDS, CEILING, "Forward")
-    assert repr(picture) == (
-        "Forward: plain; tiled. By tokens: 1,024, 2,048. "
-        "Dashed: the matrix products alone, at full speed."
-    )
     ys = [list(line.get_ydata()) for line in picture.figure.axes[0].lines]
     assert ys == [[0.01, 0.04], [0.004, 0.016], [0.002, 0.008]]
 

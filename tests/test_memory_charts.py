@@ -30,11 +30,6 @@ def two_timelines():
 
 def test_timelines():
     picture = memory_charts.timelines(two_timelines())
-    assert repr(picture) == (
-        "Bytes alive during a step.\n"
-        "one: at most 4 MB in backward: parameters 1 MB, activations 3 MB.\n"
-        "two: at most 2 MB: parameters 1 MB, buckets 1 MB."
-    )
     check_picture(picture)
     labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert labels == ["parameters", "buckets", "activations", "peak"]  # no kind that is nowhere
@@ -79,9 +74,8 @@ def test_a_stamp_for_each_thing_that_is_kept():
 
 
 def test_heaps():
-    picture = memory_charts.heaps({"all there": "AAbb", "after": "..bb"})
-    assert repr(picture) == "AAbb  all there\n..bb  after"
-    check_picture(picture, page.SKY, page.ORANGE)
+    heap = {"all there": "AAbb", "after": "..bb"}
+    check_picture(memory_charts.heaps(heap), page.SKY, page.ORANGE)
 
 
 # Growth
@@ -117,10 +111,6 @@ ROWS = {
 
 def test_bars():
     picture = charts.byte_bars(ROWS, 2 * 10**9, "A step")
-    assert repr(picture) == (
-        "A step.\nkept: 4 GB (parameters 1 GB, activations 3 GB).\n"
-        "again: 2 GB (parameters 1 GB, activations 1 GB)."
-    )
     check_picture(picture)
     drawn = [(bar.get_x(), bar.get_width()) for bar in picture.figure.axes[0].patches]
     assert drawn == [(0, 10**9), (0, 10**9), (10**9, 3 * 10**9), (10**9, 10**9)]

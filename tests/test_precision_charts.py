@@ -16,7 +16,6 @@ def test_loss_curves():
     """Points are means of ten steps, up to the first NaN; what is left over counts for nothing."""
     curves = {"fp32": FALLING, "broken": [1.0] * 10 + [2.0] * 10 + [math.nan] * 19}
     picture = precision_charts.loss_curves(curves, "Loss")
-    assert repr(picture) == "Loss: fp32; broken. By step, each point the mean of 10."
     check_picture(picture, page.BLUE, page.ORANGE)
     fp32, broken = (line.get_xydata().tolist() for line in picture.figure.axes[0].lines)
     assert fp32[0] == [10, pytest.approx(sum(FALLING[:10]) / 10)]
@@ -27,7 +26,6 @@ def test_loss_curves():
 
 def test_scale_steps():
     picture = precision_charts.scale_steps([24, 23, 22, 22, 23])
-    assert repr(picture) == "The loss scale, step by step: dynamic, and static at 2^16."
     check_picture(picture, page.BLUE, page.ORANGE)
     dynamic, static = (line.get_ydata() for line in picture.figure.axes[0].lines)
     assert (list(dynamic), list(static)) == ([24, 23, 22, 22, 23], [16] * 5)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ..runtime.board import Record
 from ..runtime.errors import LaunchError
 from .figures import flat, hop_numbers
-from .replay import Event, before_after, key
+from .replay import Event, key
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
@@ -123,53 +123,31 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
     owners: dict[tuple, list] = {}  # of each message
     status, wrong, frames = {}, [], []
     for event in events:
-        flying, marked, whose = list(on_the_way.values()), {}, []
+        flying, marked, whose, record = list(on_the_way.values()), {}, [], None
         if event.kind == "send":
-            record = event.records[event.rank]
-            ranks[event.rank].look(record, record.issued)
-            whose = owners[key(record)] = ranks[event.rank].owners_of(record)
+            at, record = event.rank, event.records[event.rank]
+            ranks[at].look(record, record.issued)
+            whose = owners[key(record)] = ranks[at].owners_of(record)
             on_the_way[key(record)] = event.rank, event.peer
-            marked = _mark(event.rank, record)
         elif event.kind == "receive":
-            record = event.records[event.peer]
+            at, record = event.peer, event.records[event.peer]
             whose = owners.get(key(record), [])
-            ranks[event.peer].take(record, whose)
+            ranks[at].take(record, whose)
             on_the_way.pop(key(record), None)
             flying = list(on_the_way.values())
-            marked = _mark(event.peer, record)
         elif event.kind == "meet":
-            for rank, (_, after, theirs) in meeting(event.records).items():
+            for rank, (_, after, theirs) in event.change.items():
                 ranks[rank].share(event.records[rank], after, theirs)
         else:
             wrong.append(event)
             status |= {r: said for r, said in event.status.items() if status.get(r) != "failed"}
-            for rank, record in event.records.items():
-                ranks[rank].look(record, math.inf)
+            for rank, last in event.records.items():
+                ranks[rank].look(last, math.inf)
+        if record and record.memory is not None:
+            marked = {at: (record.memory[0], place(record))}
         memory = [copy.deepcopy(rank.buffers) for rank in ranks]
         frames.append(Frame(event, memory, flying, dict(status), list(wrong), marked, whose))
     return frames
-
-
-def _mark(rank: int, record: Record) -> dict[int, tuple]:
-    return {} if record.memory is None else {rank: (record.memory[0], place(record))}
-
-
-def meeting(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
-    """By rank, what it brought to a collective, what it took away, and whose data that is."""
-    rows = {rank: before_after(rank, records[rank]) for rank in sorted(records)}
-    found = {}
-    for rank, (before, after) in rows.items():
-        op, owners = records[rank].op, []
-        for source, (brought, _) in rows.items():
-            parts = len(rows) if op == "all_to_all" else 1
-            if op in ("all_gather", "gather", "all_to_all"):
-                owners += [source] * (len(brought or ()) // parts)
-        if op in ("broadcast", "scatter"):
-            owners = [records[rank].peer] * len(after or ())
-        if len(owners) != len(after or ()):  # a sum, or parts of uneven sizes
-            owners = [None] * len(after or ())
-        found[rank] = before, after, owners
-    return found
 
 
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
@@ -188,19 +166,17 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
             number = number_of[key(event.records[event.peer])]
             later = range(number + 1, max(number_of.values()) + 1)
             memory |= dict.fromkeys(later, frame.memory)
-    hops = [_hop(number, sends[number], memory[number]) for number in sorted(sends)]
+    hops = []
+    for number in sorted(sends):
+        records, marked, sent = {}, {}, sends[number]
+        for frame in sent:
+            records[frame.event.rank] = frame.event.records[frame.event.rank]
+            marked |= frame.marked
+        said = ", ".join(frame.event.text.removeprefix("rank ") for frame in sent)
+        event = Event("hop", f"hop {number}: rank {said}", records)
+        hops.append(Frame(event, memory[number], marked=marked, sent=sent))
     end = Event("end", "the end: what each rank has now", {})
     return [*hops, Frame(end, _in_the_end(frames[-1], run))]
-
-
-def _hop(number: int, sends: list[Frame], memory: list[dict[object, Cells]]) -> Frame:
-    records, marked = {}, {}
-    for frame in sends:
-        records[frame.event.rank] = frame.event.records[frame.event.rank]
-        marked |= frame.marked
-    said = ", ".join(frame.event.text.removeprefix("rank ") for frame in sends)
-    event = Event("hop", f"hop {number}: rank {said}", records)
-    return Frame(event, memory, marked=marked, sent=sends)
 
 
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:

@@ -89,10 +89,10 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
             style = {"fc": (page.colour(rank), strength), "hatch": hatch, "ec": "black", "lw": 0.8}
             axes.broken_barh([(begin, end - begin)], (rank - 0.4, 0.8), **style)
             if end - begin > fits:
-                ink = page.ink(page.colour(rank)) if kind == "B" else "black"
+                fill = page.colour(rank) if kind == "B" else "white"
                 under = {"fc": "white", "ec": "none", "pad": 1} if hatch else None
-                style = {"ha": "center", "va": "center", "fontsize": page.SMALL, "color": ink}
-                axes.text((begin + end) / 2, rank, _number(action, row), bbox=under, **style)
+                number = _number(action, row)
+                page.write_on(axes, (begin + end) / 2, rank, number, fill, bbox=under)
     if until is not None:
         axes.axvline(until, color="black", lw=2, ls=page.DASHES)
     axes.set(xlim=(0, whole), ylim=(len(rows) - 0.5, -0.5), xlabel=unit)

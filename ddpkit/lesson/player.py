@@ -11,7 +11,7 @@ import textwrap
 
 from ..tools.units import count
 from . import figures, page
-from .film import Frame, film, hop_by_hop, meeting
+from .film import Frame, film, hop_by_hop
 from .page import Canvas, Picture, cell_width, colour
 from .replay import Event, replay
 from .widgets import StepThrough
@@ -28,12 +28,14 @@ def player(run, by_hop: bool = False) -> StepThrough:
     nothing but messages, all received. ValueError: nothing was kept.
     """
     _check_kept(run)
-    events, skipped = _cut(replay(run))
-    frames = film(events, run.wire)
+    events = replay(run)
+    wrong = [event for event in events if event.status][:MOST_FRAMES]
+    right = [event for event in events if not event.status][: MOST_FRAMES - len(wrong)]
+    frames, skipped = film(right + wrong, run.wire), len(events) - len(right) - len(wrong)
     if not frames:
         text = "The ranks sent nothing."
         return StepThrough(lambda _: (text, figures.in_words(text)), "step", range(1, 2))
-    if by_hop and all(event.is_message for event in events):
+    if by_hop and all(frame.event.is_message for frame in frames):
         frames = hop_by_hop(frames, run)
     lines = [_numbered(frame.event, step) for step, frame in enumerate(frames, 1)]
     if skipped:
@@ -61,13 +63,6 @@ def _check_kept(run):
             "player expected a run that kept its messages, got one without: "
             "launch(..., keep_values=True) keeps messages of up to 64 elements"
         )
-
-
-def _cut(events: list[Event]) -> tuple[list[Event], int]:
-    """(the first events, and whatever went wrong; how many are left out)."""
-    wrong = [event for event in events if event.status][:MOST_FRAMES]
-    right = [event for event in events if not event.status][: MOST_FRAMES - len(wrong)]
-    return right + wrong, len(events) - len(right) - len(wrong)
 
 
 def _numbered(event: Event, step: int) -> str:
@@ -167,8 +162,8 @@ def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
 
 def _change(event: Event) -> figures.Change | None:
     """What a collective changed, where its numbers were kept."""
-    met = event.kind == "meet" and any(record.values for record in event.records.values())
-    return figures.Change(meeting(event.records)) if met else None
+    kept = any(before for before, _, _ in event.change.values())
+    return figures.Change(event.change) if kept else None
 
 
 def _all_numbers(frames: list[Frame]):

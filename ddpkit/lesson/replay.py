@@ -29,6 +29,7 @@ class Event:
     rank: int | None = None
     peer: int | None = None
     status: dict[int, str] = field(default_factory=dict)
+    change: dict[int, tuple] = field(default_factory=dict)  # of a collective: see `change`
 
     @property
     def is_message(self) -> bool:
@@ -94,11 +95,13 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
         rounds.prepare()
     while rounds.is_active():
         steps = rounds.get_ready()
-        for what, _, at in sorted(steps):
+        for what, rank, at in sorted(steps):
             if what == RECEIVE:
                 happened.append(_received(*ends["recv"][at], ends["send"].get(at)))
             elif what == SEND:
-                happened.append(_sent(*ends["send"][at]))
+                record = ends["send"][at][1]
+                text = f"rank {rank} sends {_message(record, record.values)} to rank {record.peer}"
+                happened.append(Event("send", text, {rank: record}, rank, record.peer))
             else:
                 came[at] += 1
                 if came[at] == len(whole.get(at, ())):
@@ -126,11 +129,6 @@ def _message(record: Record, values: list | None) -> str:
     return _shape(record) if values is None else numbers(values)
 
 
-def _sent(rank: int, record: Record) -> Event:
-    text = f"rank {rank} sends {_message(record, record.values)} to rank {record.peer}"
-    return Event("send", text, {rank: record}, rank, record.peer)
-
-
 def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Event:
     text = f"rank {rank} receives {_message(record, record.result)} from rank {record.peer}"
     records = {rank: record}
@@ -146,22 +144,35 @@ def _met(records: dict[int, Record]) -> Event:
         return Event("meet", f"{who} form a group", records)
     if first.op == "barrier":
         return Event("meet", f"{who} met at a barrier", records)
-    before, after = {}, {}
-    for rank in ranks:
-        before[rank], after[rank] = before_after(rank, records[rank])
     world_size = len(ranks) if first.group == "world" and len(ranks) > 1 else None
+    found = change(records)
+    before, after = ({rank: found[rank][at] for rank in ranks} for at in (0, 1))
     text = f"{first.call}: {_said(before, world_size)} → {_said(after, world_size)}"
-    return Event("meet", text, records)
+    return Event("meet", text, records, change=found)
 
 
-def before_after(rank: int, record: Record) -> tuple[list | None, list | None]:
-    """What counts of what `rank` brought to a collective, and of what it took away.
+def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
+    """By rank, what it brought to a collective, what it took away, and whose data that is.
 
-    The rest is whatever lay in its buffers.
+    Only what counts: the rest is whatever lay in its buffers.
     """
-    idle_before = record.op in ("broadcast", "scatter") and rank != record.peer
-    idle_after = record.op in ("reduce", "gather") and rank != record.peer
-    return None if idle_before else record.values, None if idle_after else record.result
+    before, found = {}, {}
+    for rank, record in records.items():
+        idle = record.op in ("broadcast", "scatter") and rank != record.peer
+        before[rank] = None if idle else record.values
+    for rank, record in records.items():
+        idle = record.op in ("reduce", "gather") and rank != record.peer
+        after, owners = None if idle else record.result, []
+        parts = len(records) if record.op == "all_to_all" else 1
+        for source in sorted(records):
+            if record.op in ("all_gather", "gather", "all_to_all"):
+                owners += [source] * (len(before[source] or ()) // parts)
+        if record.op in ("broadcast", "scatter"):
+            owners = [record.peer] * len(after or ())
+        if len(owners) != len(after or ()):  # a sum, or parts of uneven sizes
+            owners = [None] * len(after or ())
+        found[rank] = before[rank], after, owners
+    return found
 
 
 def _said(rows: dict[int, list | None], world_size: int | None) -> str:
