@@ -204,12 +204,7 @@ def hop_numbers(run) -> dict[tuple, int]:
             if record.op in ("send", "recv"):
                 ends.setdefault((record.channel, record.seq), set()).add(record.op)
     depth = {key: 1 for key, ops in ends.items() if len(ops) == 2}
-
-    def known(record) -> bool:
-        return (record.channel, record.seq) in depth
-
-    lanes = [list(filter(known, records)) for records in run.wire]
-    while any(_push_later(records, depth) for records in lanes):
+    while any(_push_later(records, depth) for records in run.wire):
         pass
     return depth
 
@@ -221,6 +216,8 @@ def _push_later(records: list, depth: dict[tuple, int]) -> bool:
     steps += [(record.done, 0, record) for record in records if record.done is not None]
     for _, begins, record in sorted(steps, key=lambda step: step[:2]):
         key = (record.channel, record.seq)
+        if key not in depth:
+            continue
         if not begins:
             so_far = max(so_far, depth[key])
         elif depth[key] <= so_far < len(depth):  # the bound: records may contradict each other

@@ -5,7 +5,7 @@ Only the tile in work has numbers: those before it are forgotten, those after it
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -117,8 +117,10 @@ def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
     queries, keys = scores.shape
     canvas = Canvas(1040, TOP + TALL * queries + 70)
     canvas.text(LEFT + keys * CELL / 2, TOP - 50, "scores", page.NORMAL, bold=True)
-    fills = dict.fromkeys(_cells(steps), page.EMPTY)
-    fills |= dict.fromkeys(_cells(done), GONE) | dict.fromkeys(now.cells, IN_WORK)
+    fills = {}
+    for tile in steps:
+        fills |= dict.fromkeys(tile.cells, GONE if tile in done else page.EMPTY)
+    fills |= dict.fromkeys(now.cells, IN_WORK)
     for key in range(keys):
         canvas.text(LEFT + (key + 0.5) * CELL, TOP - 18, f"key {key}")
     for row, column in itertools.product(range(queries), range(keys)):
@@ -145,7 +147,3 @@ def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
     for at, (said, fill) in enumerate(looks.items()):
         canvas.key(30 + 250 * at, canvas.height - 46, fill, said)
     return canvas.picture(text)
-
-
-def _cells(tiles: Iterable[Tile]) -> set[tuple[int, int]]:
-    return set().union(*(tile.cells for tile in tiles))

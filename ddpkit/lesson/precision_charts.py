@@ -30,20 +30,14 @@ def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
     for at, (name, losses) in enumerate(curves.items()):
         # Later curves are thinner, so that one that lies upon another leaves it visible.
         style = {"color": page.colour(at), "ls": STYLES[at % 4], "lw": max(8 - 2 * at, 3)}
-        points = means(losses)
-        steps = [EVERY * (place + 1) for place in range(len(points))]
-        axes.plot(steps, points, label=name, **style)
+        ends = range(EVERY, len(losses) + 1, EVERY)  # what is left over then counts for nothing
+        means = [sum(losses[end - EVERY : end]) / EVERY for end in ends]
+        axes.plot(ends, means, label=name, **style)
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.grid(color=page.FAINT, lw=0.6)
     legend(figure, axes.lines)
     said = f"{title}: {'; '.join(curves)}. By step, each point the mean of {EVERY}."
     return Picture(figure, said)
-
-
-def means(losses: Sequence[float]) -> list[float]:
-    """Of each ten steps; what is left over at the end counts for nothing."""
-    ends = range(EVERY, len(losses) + 1, EVERY)
-    return [sum(losses[end - EVERY : end]) / EVERY for end in ends]
 
 
 def scale_steps(powers: Sequence[int], static: int = 16) -> Picture:
