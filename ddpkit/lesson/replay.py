@@ -146,7 +146,8 @@ def _met(records: dict[int, Record]) -> Event:
         return Event("meet", f"{who} met at a barrier", records)
     world_size = len(ranks) if first.group == "world" and len(ranks) > 1 else None
     found = change(records)
-    before, after = ({rank: found[rank][at] for rank in ranks} for at in (0, 1))
+    before = {rank: found[rank][0] for rank in ranks}
+    after = {rank: found[rank][1] for rank in ranks}
     text = f"{first.call}: {_said(before, world_size)} → {_said(after, world_size)}"
     return Event("meet", text, records, change=found)
 
