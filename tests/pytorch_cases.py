@@ -1,18 +1,24 @@
 """What PyTorch's distributed package can do, one function a case: `CASES` by name.
 
-Each is called on every rank of a world of 4, with the same seed, and returns plain data. They know
-nothing of ddpkit, so that plain Gloo can be asked the same.
+Each is called on every rank, with the same seed, and returns plain data: `CALLS` in worlds of any
+size, the others in one of 4. They know nothing of ddpkit, so that plain Gloo can be asked the same.
 """
 
 import tempfile
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 CASES = {}
 WORLD = 4
+
+# torch 2.13's names; they don't exist in 2.11.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def case(function):
@@ -20,10 +26,20 @@ def case(function):
     return function
 
 
+def results(cases) -> dict:
+    """What each of these returns."""
+    warnings.simplefilter("ignore")  # of names that are old in one torch, unknown in another
+    found = {}
+    for name in cases:
+        found[name] = CASES[name]()
+        dist.barrier()
+    return found
+
+
 def mine(*shape, dtype=torch.float32):
-    """Other numbers on every rank."""
-    count = torch.Size(shape).numel()
-    return (torch.arange(count).view(shape) + 10 * dist.get_rank()).to(dtype)
+    """Other numbers on every rank; the order of a sum shows in its last bits."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(shape, generator=generator).mul(100).to(dtype)
 
 
 def left():
@@ -34,124 +50,98 @@ def right():
     return (dist.get_rank() + 1) % dist.get_world_size()
 
 
+def rows():
+    """A row for each rank: what it shall get, if rows are given out."""
+    return mine(dist.get_world_size(), 6)
+
+
+def only_on_1(rows):
+    return list(rows) if dist.get_rank() == 1 else None
+
+
 def listed(tensors):
     return [tensor.tolist() for tensor in tensors]
 
 
-# Collectives
+# Collectives: what is in `x`, a row for each rank, when they are done
+
+FILLED = {
+    "broadcast": lambda x: dist.broadcast(x, src=1),
+    "all_gather": lambda x: dist.all_gather(list(x), mine(6)),
+    "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(x.view(-1), mine(6)),
+    "all_gather_single": lambda x: all_gather_single(x.view(-1), mine(6)),
+    "gather": lambda x: dist.gather(mine(6), only_on_1(x), dst=1),
+    "scatter": lambda x: dist.scatter(x[0], only_on_1(rows()), src=1),
+    "reduce_scatter": lambda x: dist.reduce_scatter(x[0], list(rows())),
+    "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x[0], rows().view(-1)),
+    "reduce_scatter_single": lambda x: reduce_scatter_single(x[0], rows().view(-1)),
+    "all_to_all": lambda x: dist.all_to_all(list(x), list(rows())),
+    "all_to_all_single": lambda x: dist.all_to_all_single(x, rows()),
+    "all_reduce_async": lambda x: dist.all_reduce(x, async_op=True).wait(),
+    "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced(list(x)),
+}
+OBJECTS = {  # in place of x, a list of an object for each rank
+    "all_gather_object": lambda x: dist.all_gather_object(x, {"long": "x" * dist.get_rank()}),
+    "gather_object": lambda x: dist.gather_object(dist.get_rank(), only_on_1(x), dst=1),
+    "broadcast_object_list": lambda x: dist.broadcast_object_list(x, src=1),
+    "scatter_object_list": lambda x: dist.scatter_object_list(x, [{"for": y} for y in x], src=0),
+}
+
+
+def filled(name):
+    x = rows()
+    FILLED[name](x)
+    return x.tolist()
+
+
+def filled_with_objects(name):
+    x = [f"from {dist.get_rank()}, {place}" for place in range(dist.get_world_size())]
+    OBJECTS[name](x)
+    return x
+
+
+CASES |= {name: partial(filled, name) for name in FILLED}
+CASES |= {name: partial(filled_with_objects, name) for name in OBJECTS}
 
 
 @case
 def all_reduce():
     found = []
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
-        x = mine(3)
-        dist.all_reduce(x, op)
-        found.append(x.tolist())
-    return found
-
-
-@case
-def all_reduce_of_other_dtypes():
-    found = []
-    for dtype in (torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.uint8):
-        x = mine(3, dtype=dtype)
-        dist.all_reduce(x)
-        found.append(x.tolist())
-    return found
-
-
-@case
-def all_reduce_async():
-    x = mine(5)
-    work = dist.all_reduce(x, async_op=True)
-    work.wait()
-    return x.tolist(), work.is_completed()
-
-
-@case
-def all_reduce_by_its_future():
-    work = dist.all_reduce(mine(5), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0] / WORLD).wait().tolist()
-
-
-@case
-def broadcast():
-    x = mine(4)
-    dist.broadcast(x, src=2)
-    return x.tolist()
+        for dtype in (torch.float32, torch.int64, torch.float16, torch.bfloat16, torch.uint8):
+            found.append(mine(6, dtype=dtype))
+            dist.all_reduce(found[-1], op)
+    return listed(found)
 
 
 @case
 def reduce():
-    x = mine(4)
+    x = mine(6)
     dist.reduce(x, dst=1)
     return x.tolist() if dist.get_rank() == 1 else None
 
 
 @case
-def all_gather():
-    found = [torch.empty(2, 2) for _ in range(WORLD)]
-    dist.all_gather(found, mine(2, 2))
-    return listed(found)
+def all_reduce_by_its_future():
+    work = dist.all_reduce(mine(5), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] / 2).wait().tolist()
 
 
 @case
-def all_gather_into_tensor():
-    found = torch.empty(WORLD * 3)
-    dist.all_gather_into_tensor(found, mine(3))
-    return found.tolist()
-
-
-@case
-def gather():
-    found = [torch.empty(3) for _ in range(WORLD)] if dist.get_rank() == 3 else None
-    dist.gather(mine(3), found, dst=3)
-    return listed(found) if found else None
-
-
-@case
-def scatter():
-    parts = list(mine(WORLD, 2)) if dist.get_rank() == 1 else None
-    x = torch.empty(2)
-    dist.scatter(x, parts, src=1)
-    return x.tolist()
-
-
-@case
-def reduce_scatter():
-    x = torch.empty(2)
-    dist.reduce_scatter(x, list(mine(WORLD, 2)))
-    return x.tolist()
-
-
-@case
-def reduce_scatter_tensor():
-    x = torch.empty(2)
-    dist.reduce_scatter_tensor(x, mine(WORLD * 2))
-    return x.tolist()
-
-
-@case
-def all_to_all():
-    found = [torch.empty(2) for _ in range(WORLD)]
-    dist.all_to_all(found, list(mine(WORLD, 2)))
-    return listed(found)
-
-
-@case
-def all_to_all_single():
-    x = torch.empty(WORLD)
-    dist.all_to_all_single(x, mine(WORLD))
-    return x.tolist()
+def two_at_once():
+    x = mine(6)
+    works = [dist.all_reduce(half, async_op=True) for half in x.chunk(2)]
+    for work in reversed(works):
+        work.wait()
+    return x.tolist(), [work.is_completed() for work in works]
 
 
 @case
 def all_to_all_single_uneven():
-    rank = dist.get_rank()
-    x = torch.empty(WORLD * (rank + 1))
-    sizes = list(range(1, WORLD + 1))
-    dist.all_to_all_single(x, mine(sum(sizes)), [rank + 1] * WORLD, sizes)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sizes = list(range(1, world_size + 1))
+    x = torch.empty(world_size * (rank + 1))
+    dist.all_to_all_single(x, mine(sum(sizes)), [rank + 1] * world_size, sizes)
     return x.tolist()
 
 
@@ -164,43 +154,30 @@ def barriers():
 
 @case
 def coalescing_manager():
-    x, y = mine(2), mine(3)
+    x = rows()
     with dist._coalescing_manager():
-        dist.all_reduce(x)
-        dist.all_reduce(y)
-    return listed([x, y])
-
-
-@case
-def all_reduce_coalesced():
-    tensors = [mine(2), mine(3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        dist.all_reduce_coalesced(tensors)
-    return listed(tensors)
+        dist.all_reduce(x[0])
+        dist.all_reduce(x[1])
+    return x.tolist()
 
 
 @case
 def functional_collectives():
     import torch.distributed._functional_collectives as functional
 
-    group, found = dist.group.WORLD, []
-    found.append(functional.all_reduce(mine(4), "sum", group))
+    group = dist.group.WORLD
+    found = [functional.all_reduce(mine(4), "sum", group)]
     found.append(functional.broadcast(mine(4), 1, group))
-    found.append(functional.all_to_all_single(mine(4), None, None, group))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        found.append(functional.all_gather_tensor(mine(4), 0, group))
-        found.append(functional.reduce_scatter_tensor(mine(4), "sum", 0, group))
+    found.append(functional.all_to_all_single(rows(), None, None, group))
+    found.append(functional.all_gather_tensor(mine(4), 0, group))
+    found.append(functional.reduce_scatter_tensor(rows(), "sum", 0, group))
     return listed(found)
 
 
 @case
 def collectives_with_gradients():
     x = mine(4).requires_grad_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        y = torch.distributed.nn.all_reduce(x * 2)
+    y = torch.distributed.nn.all_reduce(x * 2)
     (y * mine(4)).sum().backward()
     return y.tolist(), x.grad.tolist()
 
@@ -211,7 +188,7 @@ def collectives_with_gradients():
 @case
 def send_and_recv():
     x = torch.empty(3)
-    if dist.get_rank() % 2 == 0:
+    if dist.get_rank() == 0:
         dist.send(mine(3), right())
         dist.recv(x, left())
     else:
@@ -233,14 +210,9 @@ def isend_and_irecv_with_tags():
 @case
 def recv_from_any_rank():
     if dist.get_rank():
-        dist.send(mine(2), 0)
-        return None
-    found = []
-    for _ in range(WORLD - 1):
-        x = torch.empty(2)
-        source = dist.recv(x)
-        found.append((source, x.tolist()))
-    return sorted(found)
+        return dist.send(mine(2), 0)
+    found = torch.empty(dist.get_world_size() - 1, 2)
+    return sorted((dist.recv(x), x.tolist()) for x in found)
 
 
 @case
@@ -250,37 +222,6 @@ def batch_isend_irecv():
     for work in dist.batch_isend_irecv(batch):
         work.wait()
     return x.tolist()
-
-
-# Objects
-
-
-@case
-def all_gather_object():
-    found = [None] * WORLD
-    dist.all_gather_object(found, {"rank": dist.get_rank(), "long": "x" * dist.get_rank()})
-    return found
-
-
-@case
-def gather_object():
-    found = [None] * WORLD if dist.get_rank() == 0 else None
-    dist.gather_object(dist.get_rank(), found)
-    return found
-
-
-@case
-def broadcast_object_list():
-    found = [dist.get_rank(), "a", {"b": 1}]
-    dist.broadcast_object_list(found, src=3)
-    return found
-
-
-@case
-def scatter_object_list():
-    found = [None]
-    dist.scatter_object_list(found, [{"for": r} for r in range(WORLD)], src=0)
-    return found
 
 
 @case
@@ -296,30 +237,45 @@ def send_object_list():
 # Groups
 
 
+def sum_in(group):
+    x = mine(2)
+    dist.all_reduce(x, group=group)
+    return x.tolist()
+
+
+@case
+def destroy_a_group():
+    group = dist.new_group()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    return sum_in(None)
+
+
+@case
+def a_group_of_some():
+    group = dist.new_group([0, 1])
+    return sum_in(group) if dist.get_rank() < 2 else None
+
+
+CALLS = list(CASES)  # the rest takes a world of 4
+
+
 @case
 def new_group():
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[dist.get_rank() % 2]
-    x = mine(2)
-    dist.all_reduce(x, group=group)
     ranks = dist.get_process_group_ranks(group)
-    return x.tolist(), ranks, dist.get_rank(group), dist.get_group_rank(group, ranks[1])
+    return sum_in(group), ranks, dist.get_rank(group), dist.get_group_rank(group, ranks[1])
 
 
 @case
 def new_subgroups():
-    group, _ = dist.new_subgroups(2)
-    x = mine(2)
-    dist.all_reduce(x, group=group)
-    return x.tolist()
+    return sum_in(dist.new_subgroups(2)[0])
 
 
 @case
 def new_subgroups_by_enumeration():
-    group, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
-    x = mine(2)
-    dist.all_reduce(x, group=group)
-    return x.tolist()
+    return sum_in(dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])[0])
 
 
 @case
@@ -328,17 +284,6 @@ def split_group():
         dist.split_group(split_ranks=[[0, 1], [2, 3]])
     except RuntimeError as error:
         return str(error)
-    return "split"
-
-
-@case
-def destroy_a_group():
-    group = dist.new_group([0, 1, 2, 3])
-    dist.barrier(group)
-    dist.destroy_process_group(group)
-    x = mine(2)
-    dist.all_reduce(x)
-    return x.tolist()
 
 
 # Meshes and what is built on them
@@ -346,28 +291,18 @@ def destroy_a_group():
 
 @case
 def device_mesh():
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (WORLD,))
-    x = mine(2)
-    dist.all_reduce(x, group=mesh.get_group())
-    return x.tolist(), mesh.get_local_rank(), mesh.get_group().size()
+    return sum_in(mesh.get_group()), mesh.get_local_rank(), mesh.get_group().size()
 
 
 def grid():
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 @case
 def device_mesh_of_two_dimensions():
-    mesh, found = grid(), []
-    for name in ("dp", "tp"):
-        x = mine(2)
-        dist.all_reduce(x, group=mesh[name].get_group())
-        found.append(x.tolist())
-    return found, mesh.get_coordinate()
+    mesh = grid()
+    return [sum_in(mesh[name].get_group()) for name in ("dp", "tp")], mesh.get_coordinate()
 
 
 @case
@@ -378,10 +313,8 @@ def distributed_tensor():
     torch.manual_seed(0)
     x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
     y = x.redistribute(mesh, [Shard(1)])
-    z = (y @ distribute_tensor(torch.randn(6, 2), mesh, [Shard(0)])).redistribute(
-        mesh, [Replicate()]
-    )
-    return x.to_local().tolist(), y.to_local().tolist(), z.to_local().tolist()
+    z = y @ distribute_tensor(torch.randn(6, 2), mesh, [Shard(0)])
+    return listed(each.to_local() for each in (x, y, z.redistribute(mesh, [Replicate()])))
 
 
 def mlp():
@@ -390,11 +323,8 @@ def mlp():
 
 
 def gradients(module):
-    found = []
-    for parameter in module.parameters():
-        gradient = parameter.grad
-        found.append(getattr(gradient, "to_local", lambda g=gradient: g)().tolist())
-    return found
+    found = [parameter.grad for parameter in module.parameters()]
+    return listed(x.to_local() if hasattr(x, "to_local") else x for x in found)
 
 
 def train(module, steps=2):
@@ -410,36 +340,36 @@ def train(module, steps=2):
     return losses
 
 
+def trained_whole(module):
+    return train(module), listed(p.full_tensor() for p in module.parameters())
+
+
 @case
 def fully_shard():
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     module, mesh = mlp(), init_device_mesh("cpu", (WORLD,))
     fully_shard(module[0], mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return train(module), [p.full_tensor().tolist() for p in module.parameters()]
+    return trained_whole(fully_shard(module, mesh=mesh))
 
 
 @case
 def hybrid_shard():
     from torch.distributed.fsdp import fully_shard
 
-    module = mlp()
-    fully_shard(module, mesh=grid())
-    return train(module), [p.full_tensor().tolist() for p in module.parameters()]
+    return trained_whole(fully_shard(mlp(), mesh=grid()))
+
+
+def split_mlp(mesh):
+    from torch.distributed.tensor import parallel
+
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    return parallel.parallelize_module(mlp(), mesh, plan)
 
 
 @case
 def tensor_parallel():
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    module = parallelize_module(mlp(), grid()["tp"], plan)
+    module = split_mlp(grid()["tp"])
     y = module(torch.ones(3, 8))
     y.square().mean().backward()
     return y.tolist(), gradients(module)
@@ -447,25 +377,18 @@ def tensor_parallel():
 
 @case
 def sequence_parallel():
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import Shard, parallel
 
     torch.manual_seed(0)
     norm, up, down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
     module = nn.Sequential(norm, up, nn.ReLU(), down)
     plan = {
-        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
-        "0": SequenceParallel(),
-        "1": ColwiseParallel(input_layouts=Shard(1)),
-        "3": RowwiseParallel(output_layouts=Shard(1)),
+        "": parallel.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
+        "0": parallel.SequenceParallel(),
+        "1": parallel.ColwiseParallel(input_layouts=Shard(1)),
+        "3": parallel.RowwiseParallel(output_layouts=Shard(1)),
     }
-    parallelize_module(module, grid()["tp"], plan)
+    parallel.parallelize_module(module, grid()["tp"], plan)
     y = module(torch.ones(2, 3, 8))
     y.square().mean().backward()
     return y.tolist(), gradients(module)
@@ -507,9 +430,7 @@ def join_of_uneven_inputs():
 
 @case
 def zero_redundancy_optimizer():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     module = nn.parallel.DistributedDataParallel(mlp())
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.01)
@@ -540,19 +461,8 @@ def schedule(kind, stages_per_rank=1):
     return listed(losses), [gradients(layers[n]) for n in range(rank, len(layers), world_size)]
 
 
-@case
-def gpipe():
-    return schedule("ScheduleGPipe")
-
-
-@case
-def one_forward_one_backward():
-    return schedule("Schedule1F1B")
-
-
-@case
-def interleaved_1f1b():
-    return schedule("ScheduleInterleaved1F1B", stages_per_rank=2)
+for kind, stages in (("ScheduleGPipe", 1), ("Schedule1F1B", 1), ("ScheduleInterleaved1F1B", 2)):
+    CASES[kind] = partial(schedule, kind, stages)
 
 
 @case
@@ -561,12 +471,9 @@ def distributed_checkpoint():
 
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, src=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = {"x": torch.arange(4.0), "step": 3}
-        checkpoint.save(state, checkpoint_id=folder[0])
-        loaded = {"x": torch.zeros(4), "step": 0}
-        checkpoint.load(loaded, checkpoint_id=folder[0])
+    checkpoint.save({"x": torch.arange(4.0), "step": 3}, checkpoint_id=folder[0])
+    loaded = {"x": torch.zeros(4), "step": 0}
+    checkpoint.load(loaded, checkpoint_id=folder[0])
     return loaded["x"].tolist(), loaded["step"]
 
 

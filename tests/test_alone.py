@@ -7,7 +7,7 @@ import test_ring
 import test_shared_memory
 import test_training
 import torch.distributed as dist
-from on_ranks import call_on_rank, on_ranks
+from on_ranks import call_on_rank, into_torchs_own_world, on_ranks
 
 # They look at no records of ours.
 TESTS = [
@@ -22,10 +22,8 @@ TESTS = [
 
 
 @on_ranks(2)
-def test_in_a_world_of_torchs_own(check, rank, tmp_path):
-    dist.destroy_process_group()
-    store = dist.FileStore(f"{tmp_path}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def test_in_a_world_of_torchs_own(check, tmp_path):
+    into_torchs_own_world(tmp_path)
     check.unless(not hasattr(dist.group.WORLD, "recorder"), "it is our world")
     for test in TESTS:
         call_on_rank(test.__wrapped__, check, {})

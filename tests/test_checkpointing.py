@@ -262,13 +262,6 @@ def test_a_checkpointed_block_keeps_what_is_predicted(way, dtype):
         assert kept_bytes(way, block, x) == [term.nbytes for term in terms]
 
 
-def test_what_a_checkpointed_block_keeps_in_numbers():
-    """At 16 bits: 20sbd selectively, 2sbd with; without, 34sbd + 5bs²H (test_memory)."""
-    selective = memory.checkpointed_activations(**SIZES, selective=True)
-    assert memory.coefficients(selective) == {"": STATE, "sbd": 20}
-    assert memory.coefficients(memory.checkpointed_activations(**SIZES)) == {"": STATE, "sbd": 2}
-
-
 # A stack in segments
 
 

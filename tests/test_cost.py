@@ -10,17 +10,7 @@ import twin
 
 from ddpkit import collectives, doubling, launch, ring
 from ddpkit.lesson import figures
-from ddpkit.tools.cost import (
-    ALGORITHMS,
-    CostModel,
-    Measurement,
-    Volume,
-    bus_bandwidth,
-    crossover,
-    fit,
-    timeline,
-    volume,
-)
+from ddpkit.tools import cost
 
 # Counting. Each algorithm runs between two of torch's barriers, which mark its place.
 
@@ -33,7 +23,7 @@ MODULES = collectives, ring, doubling
 
 def algorithms(world_size):
     """Those for so many ranks."""
-    return ALGORITHMS[:-1] if world_size == 3 else ALGORITHMS
+    return cost.ALGORITHMS[:-1] if world_size == 3 else cost.ALGORITHMS
 
 
 def every_algorithm():
@@ -68,7 +58,7 @@ def measured(run):
         out = [sum(nbytes for src, _, nbytes in hop if src == rank) for rank in ranks]
         into = [sum(nbytes for _, dst, nbytes in hop if dst == rank) for rank in ranks]
         in_turn += max(out + into)
-    return Volume(len(hops), in_turn)
+    return cost.Volume(len(hops), in_turn)
 
 
 TOTAL = {  # that 4 ranks send together, in units of the whole; FACTS.md has most
@@ -90,7 +80,7 @@ def test_volumes_are_those_of_real_runs(world_size):
     parts = dict(zip(algorithms(world_size), twin.between_barriers(run), strict=True))
     seen = {name: measured(part) for name, part in parts.items()}
     for name in algorithms(world_size):
-        assert seen[name] == pytest.approx(volume(name, WHOLE, world_size), rel=1e-12), name
+        assert seen[name] == pytest.approx(cost.volume(name, WHOLE, world_size), rel=1e-12), name
     for name, part in parts.items():
         ops = {record.op for records in part.wire for record in records}
         assert ops <= {"send", "recv"}, name
@@ -105,11 +95,11 @@ def test_every_algorithm_of_the_project_has_a_volume():
         functions = inspect.getmembers(module, inspect.isfunction)
         public |= {name for name, function in functions if function.__module__ == module.__name__}
     ends = ("broadcast", "reduce", "scatter", "gather", "all_to_all", "barrier")
-    assert {name for name in public if name.endswith(ends)} == set(ALGORITHMS)
+    assert {name for name in public if name.endswith(ends)} == set(cost.ALGORITHMS)
 
 
 def test_a_barrier_has_no_bytes_of_its_own():
-    assert volume("barrier", 10**9, 4) == volume("barrier", 0, 4)
+    assert cost.volume("barrier", 10**9, 4) == cost.volume("barrier", 0, 4)
 
 
 def test_what_has_no_volume():
@@ -121,20 +111,20 @@ def test_what_has_no_volume():
         (("ring_all_reduce", 10, 0), "world_size to be 1 or more, got 0"),
     ]:
         with pytest.raises(ValueError, match=complaint):
-            volume(*arguments)
+            cost.volume(*arguments)
 
 
 # Predicting
 
-TEN_GIGABIT = CostModel(latency_s=31e-6, bytes_per_s=1.25e9)
+TEN_GIGABIT = cost.CostModel(latency_s=31e-6, bytes_per_s=1.25e9)
 
 
 def test_a_models_seconds():
     """T(n) = αP + βn: naive all-reduce on 4 ranks: 6 messages of n bytes, one after the other."""
-    assert CostModel(1e-3, 1e6).seconds("all_reduce", 1000, 4) == pytest.approx(6e-3 + 6e-3)
-    assert CostModel(1e-3, 1e6).seconds("gather", 1000, 4) == pytest.approx(3e-3 + 0.75e-3)
-    assert CostModel(1e-3, math.inf).seconds("ring_all_reduce", 10**9, 4) == 6e-3
-    assert CostModel(1e-3, 1.0).seconds("ring_all_reduce", 10**9, 1) == 0
+    assert cost.CostModel(1e-3, 1e6).seconds("all_reduce", 1000, 4) == pytest.approx(6e-3 + 6e-3)
+    assert cost.CostModel(1e-3, 1e6).seconds("gather", 1000, 4) == pytest.approx(3e-3 + 0.75e-3)
+    assert cost.CostModel(1e-3, math.inf).seconds("ring_all_reduce", 10**9, 4) == 6e-3
+    assert cost.CostModel(1e-3, 1.0).seconds("ring_all_reduce", 10**9, 1) == 0
     assert str(TEN_GIGABIT) == "31 µs a hop, 1.25 GB/s"
 
 
@@ -153,7 +143,7 @@ def test_a_models_seconds():
     ],
 )
 def test_where_the_second_overtakes(first, second, nbytes):
-    assert crossover(first, second, 4, TEN_GIGABIT) == (nbytes and pytest.approx(nbytes))
+    assert cost.crossover(first, second, 4, TEN_GIGABIT) == (nbytes and pytest.approx(nbytes))
 
 
 # Learning from measurements
@@ -166,7 +156,7 @@ def timed(model, algorithm="ring_all_reduce", world_size=4, sizes=SIZES):
     found = []
     for nbytes in sizes:
         seconds = model.seconds(algorithm, nbytes, world_size)
-        found.append(Measurement(algorithm, world_size, nbytes, seconds))
+        found.append(cost.Measurement(algorithm, world_size, nbytes, seconds))
     return found
 
 
@@ -177,29 +167,29 @@ def distance(model, other):
 
 
 def test_a_fit_finds_the_model_again():
-    for algorithm in set(ALGORITHMS) - {"barrier"}:
-        found = fit(timed(TEN_GIGABIT, algorithm))
+    for algorithm in set(cost.ALGORITHMS) - {"barrier"}:
+        found = cost.fit(timed(TEN_GIGABIT, algorithm))
         assert distance(found, TEN_GIGABIT) < 1e-9, algorithm
         assert found.error(timed(TEN_GIGABIT, "all_reduce", 2, [12345, 6789])) < 1e-9
 
 
 def test_one_size_in_two_worlds_is_enough():
     one, other = (timed(TEN_GIGABIT, "ring_all_reduce", ranks, [10**5]) for ranks in (2, 4))
-    assert distance(fit(one + other), TEN_GIGABIT) < 1e-9
+    assert distance(cost.fit(one + other), TEN_GIGABIT) < 1e-9
 
 
 def test_no_parameter_is_negative():
     """Times that grow faster than bytes would make the latency negative, falling ones the bytes."""
     growing = [
-        Measurement("ring_all_reduce", 4, nbytes, seconds)
+        cost.Measurement("ring_all_reduce", 4, nbytes, seconds)
         for nbytes, seconds in ((1e6, 1e-3), (1e7, 0.02), (1e8, 0.3))
     ]
-    found = fit(growing)
+    found = cost.fit(growing)
     per_byte = [each.seconds / (1.5 * each.nbytes) for each in growing]
     best = sum(1 / p for p in per_byte) / sum(1 / p**2 for p in per_byte)  # of the bytes alone
     assert found.latency_s == 0.0
     assert found.bytes_per_s == pytest.approx(1 / best)
-    found = fit(each._replace(seconds=4e-3 - each.seconds / 100) for each in growing)
+    found = cost.fit(each._replace(seconds=4e-3 - each.seconds / 100) for each in growing)
     assert found.bytes_per_s == math.inf
     assert 1e-3 / 6 < found.latency_s < 4e-3 / 6
 
@@ -218,25 +208,18 @@ def test_measurements_that_tell_too_little():
         ([], "latency and bytes apart, got 0 of 0 sizes: measure at least 2 sizes"),
         (timed(TEN_GIGABIT, sizes=[10**6]) * 3, "got 3 of 1 size: measure at least 2 sizes"),
         (timed(TEN_GIGABIT, world_size=1), "seconds > 0, got 0.0. Measure it again: "),
-        ([Measurement("cast", 2, 10, 1.0)], "no 'cast' at all"),
+        ([cost.Measurement("cast", 2, 10, 1.0)], "no 'cast' at all"),
     ]:
         with pytest.raises(ValueError, match=complaint):
-            fit(measurements)
+            cost.fit(measurements)
 
 
 # Bandwidth
 
 
-def test_the_seeds_table_read_as_nccl_tests_would():
-    """1 GiB (FACTS.md)."""
-    for milliseconds, world_size, bus in [(657.1070, 2, 1.63), (1377.8717, 4, 1.17)]:
-        busbw = bus_bandwidth("all_reduce", 2**30, milliseconds / 1e3, world_size)
-        assert busbw / 1e9 == pytest.approx(bus, abs=0.005)
-
-
 def test_bus_bandwidth_is_what_the_wire_carries():
     """On a wire without latency, the best algorithm shows its speed, whatever the world."""
-    wire = CostModel(0, 1e9)
+    wire = cost.CostModel(0, 1e9)
     for operation, best in [
         ("all_reduce", "ring_all_reduce"),
         ("reduce_scatter", "ring_reduce_scatter"),
@@ -244,34 +227,34 @@ def test_bus_bandwidth_is_what_the_wire_carries():
     ]:
         for world_size in (2, 3, 8):
             seconds = wire.seconds(best, 10**6, world_size)
-            assert bus_bandwidth(operation, 10**6, seconds, world_size) == pytest.approx(1e9)
+            assert cost.bus_bandwidth(operation, 10**6, seconds, world_size) == pytest.approx(1e9)
     for operation in ("broadcast", "reduce"):
-        assert bus_bandwidth(operation, 10**6, 1e-3, 4) == 1e9
+        assert cost.bus_bandwidth(operation, 10**6, 1e-3, 4) == 1e9
 
 
 def test_bandwidths_that_make_no_sense():
     with pytest.raises(ValueError, match=r"seconds > 0, got 0\. Give the time"):
-        bus_bandwidth("all_reduce", 10, 0, 2)
+        cost.bus_bandwidth("all_reduce", 10, 0, 2)
     with pytest.raises(ValueError, match=r"for 'gather', only for all_reduce, .*, reduce$"):
-        bus_bandwidth("gather", 10, 1.0, 2)
+        cost.bus_bandwidth("gather", 10, 1.0, 2)
     with pytest.raises(ValueError, match="world_size to be 1 or more, got 0"):
-        bus_bandwidth("all_reduce", 10, 1.0, 0)
+        cost.bus_bandwidth("all_reduce", 10, 1.0, 0)
 
 
 # Buckets of gradients. On this wire 2 ranks take 2 s for a message, and 1 s for each byte.
 
-SLOW = CostModel(latency_s=1.0, bytes_per_s=1.0)
+SLOW = cost.CostModel(latency_s=1.0, bytes_per_s=1.0)
 READY = (1.0, 5.0, 6.0, 20.0)
 BYTES = (3, 3, 4, 2)
 
 
 def test_a_bucket_starts_when_its_gradients_are_ready_and_the_wire_is_free():
-    found = timeline([[0, 1], [2], [3]], READY, BYTES, SLOW, 2)
+    found = cost.timeline([[0, 1], [2], [3]], READY, BYTES, SLOW, 2)
     # The second was ready at 6 and waits for the first; the wire waits for the last.
     assert found.started == (5.0, 13.0, 20.0)
     assert found.done == (13.0, 19.0, 24.0)
     assert (found.backward_s, found.exposed_s) == (20.0, 4.0)
-    assert timeline([[0]], [0.5], [1], SLOW, 2).started == (0.5,)
+    assert cost.timeline([[0]], [0.5], [1], SLOW, 2).started == (0.5,)
 
 
 def test_every_gradient_needs_a_bucket_a_time_and_a_size():
@@ -281,4 +264,4 @@ def test_every_gradient_needs_a_bucket_a_time_and_a_size():
         ([[0], [1]], [1.0, 2.0], [4], "a plan of 2 gradients, 2 times and 1 sizes"),
     ]:
         with pytest.raises(ValueError, match=f"each gradient once, .* got {complaint}"):
-            timeline(plan, ready, sizes, SLOW, 2)
+            cost.timeline(plan, ready, sizes, SLOW, 2)

@@ -272,21 +272,13 @@ def test_a_code_that_the_script_exits_with_is_kept(tmp_path):
 
 
 ALL = """
-import os, pickle, warnings
+import pickle
 import torch.distributed as dist
-from pytorch_cases import CASES
+from pytorch_cases import CASES, results
 
-warnings.simplefilter("ignore")
 dist.init_process_group("gloo")
-found = {}
-for name, case in CASES.items():
-    try:
-        found[name] = case()
-    except Exception as error:
-        found[name] = f"{type(error).__name__}: {error}"
-    dist.barrier()
 with open(f"found.{dist.get_rank()}", "wb") as file:
-    pickle.dump(found, file)
+    pickle.dump(results(CASES), file)
 dist.destroy_process_group()
 """
 

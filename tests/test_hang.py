@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import hang_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +55,8 @@ EVERY = (
 )
 BOTH = "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
 FIRST = "Let one side receive first, or start both with isend and irecv and wait afterwards."
+ORDER = "All ranks must use their groups in the same order."
+TAGS = "Their tags, or groups, differ: a receive takes only what was sent with its own."
 
 
 def test_trap_17_a_skipped_collective():
@@ -74,31 +77,9 @@ def test_trap_17_a_skipped_collective():
     assert text.endswith(EVERY)
 
 
-def only_rank_0():
+def anyone():
     if dist.get_rank() == 0:
-        dist.broadcast(torch.ones(2), src=0)
-        dist.barrier()
-
-
-def both_send():
-    x, other = torch.ones(8), 1 - dist.get_rank()
-    dist.send(x, other)
-    dist.recv(x, other)
-
-
-def cycle():
-    dist.recv(torch.ones(8), (dist.get_rank() + 1) % 3)
-
-
-def lonely(*source):
-    if dist.get_rank() == 0:
-        dist.recv(torch.ones(8), *source)
-
-
-def opposite():
-    a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
-    for group in (a, b) if dist.get_rank() == 0 else (b, a):
-        dist.all_reduce(torch.ones(2), group=group)
+        dist.recv(torch.ones(8))
 
 
 def recv_or_reduce():
@@ -113,24 +94,29 @@ def alone():
     dist.barrier()
 
 
+CASES = hang_cases.CASES | hang_cases.UNSEEN
+CASES |= {"anyone": (anyone, 3), "recv_or_reduce": (recv_or_reduce, 2), "alone": (alone, 2)}
+
+
 @pytest.mark.parametrize(
-    ("fn", "world_size", "says", "advice"),
+    ("name", "says", "advice"),
     [
-        (only_rank_0, 2, "rank 0 waits in .* for rank 1, which has returned.", EVERY),
-        (both_send, 2, "rank 0 for rank 1 in send, rank 1 for rank 0 in send.", FIRST),
-        (cycle, 3, "rank 0 for rank 1 in recv, rank 1 for rank 2 in recv, rank 2 for", FIRST),
-        (lambda: lonely(1), 2, "rank 0 waits in recv for rank 1, which has returned.", BOTH),
-        (lonely, 3, "rank 0 waits in recv for ranks 1 and 2, which have returned.", BOTH),
-        (opposite, 2, "rank 0 for rank 1 in all_reduce, rank 1 for rank 0 in all_reduce.", "All"),
-        (recv_or_reduce, 2, "rank 0 for rank 1 in recv, rank 1 for rank 0 in all_reduce.", BOTH),
-        (alone, 2, "rank 0 for rank 1 in new_group, rank 1 for rank 0 in barrier.", "Every rank"),
+        ("only_rank_0", "rank 0 waits in barrier for ranks 1 and 2, which have returned.", EVERY),
+        ("both_send", "rank 0 for rank 1 in send, rank 1 for rank 0 in send.", FIRST),
+        ("a_circle_of_receives", "rank 0 for rank 1 in recv, rank 1 for rank 2 in recv, ", FIRST),
+        ("nobody_sends", "rank 0 waits in recv for rank 1, which has returned.", BOTH),
+        ("anyone", "rank 0 waits in recv for ranks 1 and 2, which have returned.", BOTH),
+        ("groups_in_opposite_order", "rank 0 for rank 1 in all_reduce, rank 1 for rank 0", ORDER),
+        ("recv_or_reduce", "rank 0 for rank 1 in recv, rank 1 for rank 0 in all_reduce.", BOTH),
+        ("alone", "rank 0 for rank 1 in new_group, rank 1 for rank 0 in barrier.", "Every rank"),
+        ("tags_differ", "rank 0 for rank 1 in send, rank 1 for rank 0 in recv.", TAGS),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_trap_17_deadlocks(fn, world_size, says, advice):
-    text = report(fn, world_size=world_size)
+def test_trap_17_deadlocks(name, says, advice):
+    text = report(*CASES[name][:2])
     assert re.match(f"deadlock: (each waits for another: )?{says}", text)
     assert text.splitlines()[-1].startswith(advice)
+    assert name != "tags_differ" or "send(100000 float32, dst=1, tag=3)" in text
 
 
 def test_trap_17_ddp_with_one_rank_doing_fewer_steps():
@@ -167,49 +153,40 @@ def test_a_handle_that_nobody_waited_for_is_named():
 # Trap 16 and 17: mismatches.
 
 
-def ones(number=8, dtype=torch.float32):
-    return torch.ones(number, dtype=dtype)
+ADDS = "called all_reduce(4 float32, sum)"
+MISMATCHES = {
+    "another_shape": (
+        f"ranks 0 and 1 {ADDS}, but rank 2 called all_reduce(5 float32, sum).",
+        "Every rank must bring the same number of elements. Did the last batch shrink on one rank?",
+    ),
+    "broadcast_against_all_reduce": (
+        f"rank 0 called broadcast(4 float32, src=0), but ranks 1 and 2 {ADDS}.",
+        "Every rank must make the same collective calls in the same order. Is one of them under an",
+    ),
+    "another_dtype": (
+        f"ranks 0 and 1 {ADDS}, but rank 2 called all_reduce(4 float64, sum).",
+        "Both sides must use the same dtype; the bytes would be read as other numbers.",
+    ),
+    "another_root": (
+        "ranks 0 and 2 called broadcast(4 float32, src=0), but rank 1 called broadcast(4 float32, ",
+        "Every rank must name the same root and the same operation.",
+    ),
+    "another_operation": (
+        f"ranks 0 and 2 {ADDS}, but rank 1 called all_reduce(4 float32, max).",
+        "Every rank must name the same root and the same operation.",
+    ),
+    "another_length_of_a_message": (
+        "rank 0 called send(8 float32, dst=1), but rank 1 called recv(7 float32, src=0).",
+        "Both sides must name the same number of elements.",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "one", "other", "advice"),
-    [
-        (
-            lambda rank: dist.all_reduce(ones(8 - rank)),
-            *("all_reduce(8 float32, sum)", "all_reduce(7 float32, sum)"),
-            "Every rank must bring the same number of elements. Did the last batch shrink",
-        ),
-        (
-            lambda rank: dist.broadcast(ones(), 0) if rank else dist.all_reduce(ones()),
-            *("all_reduce(8 float32, sum)", "broadcast(8 float32, src=0)"),
-            "Every rank must make the same collective calls in the same order. Is one of",
-        ),
-        (
-            lambda rank: dist.all_reduce(ones(dtype=[torch.float32, torch.int32][rank])),
-            *("all_reduce(8 float32, sum)", "all_reduce(8 int32, sum)"),
-            "Both sides must use the same dtype; the bytes would be read as other numbers.",
-        ),
-        (
-            lambda rank: dist.broadcast(ones(), rank),
-            *("broadcast(8 float32, src=0)", "broadcast(8 float32, src=1)"),
-            "Every rank must name the same root and the same operation.",
-        ),
-        (
-            lambda rank: dist.all_reduce(ones(), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank]),
-            *("all_reduce(8 float32, sum)", "all_reduce(8 float32, max)"),
-            "Every rank must name the same root and the same operation.",
-        ),
-        (
-            lambda rank: dist.recv(ones(7), 0) if rank else dist.send(ones(8), 1),
-            *("send(8 float32, dst=1)", "recv(7 float32, src=0)"),
-            "Both sides must name the same number of elements.",
-        ),
-    ],
-    ids=["shapes", "calls", "dtypes", "roots", "operations", "messages"],
-)
-def test_trap_16_and_17_mismatches(call, one, other, advice):
-    text = report(lambda: call(dist.get_rank()))
-    assert text.startswith(f"mismatch: rank 0 called {one}, but rank 1 called {other}.\n")
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_trap_16_and_17_mismatches(name):
+    says, advice = MISMATCHES[name]
+    text = report(*CASES[name][:2])
+    assert text.startswith(f"mismatch: {says}")
     assert text.splitlines()[-1].startswith(advice)
 
 
@@ -332,19 +309,6 @@ def test_a_report_is_narrow_and_its_first_and_last_sentence_stand_out():
     assert text.endswith("isend and irecv and wait\nafterwards.\x1b[22m")
     calls = "rank 3: 1 barrier(), 2 send(100000 float32, dst=0)"
     assert calls in str(caught.value)
-
-
-def other_tag():
-    if dist.get_rank() == 0:
-        dist.send(torch.ones(2), 1, tag=3)
-    else:
-        dist.recv(torch.ones(2), 0, tag=4)
-
-
-def test_tags_that_differ_are_shown_and_told():
-    text = report(other_tag, world_size=2)
-    assert "send(2 float32, dst=1, tag=3)" in text
-    assert text.endswith("differ: a receive takes only what was sent with its own.")
 
 
 def test_a_loop_that_does_not_end_is_told_and_no_difference_is_claimed(monkeypatch):

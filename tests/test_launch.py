@@ -492,25 +492,6 @@ def test_launch_inside_a_rank_or_its_forked_child_is_refused():
     assert launch(in_both, world_size=1)[0] == {f"{says}. Call fn directly"}
 
 
-def test_trap_4_launches_at_once_from_threads():
-    found = {}
-
-    def one(number):
-        def tell():
-            x = torch.full((1,), float(number))
-            dist.all_reduce(x)
-            return x.item()
-
-        found[number] = list(launch(tell, world_size=2))
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == {number: [2.0 * number] * 2 for number in range(4)}
-
-
 # Traps 3 and 9: where launch is called from.
 
 SCRIPT = """

@@ -25,8 +25,6 @@ from ddpkit.tools.memory import (
     watch,
 )
 
-GB = 10**9
-
 # Model states
 
 
@@ -116,10 +114,10 @@ def a_block(batch, length, width, heads, dtype, dropout, attention, device="cpu"
         return block, torch.ones(batch, length, width, dtype=dtype, requires_grad=True)
 
 
-def papers_block(sizes, device="cpu"):
+def papers_block(sizes):
     attention = MaterialisedAttention(ByteDropout(0.1))
     setting = {"dtype": torch.bfloat16, "dropout": 0.0, "attention": attention}
-    block, x = a_block(**sizes, **setting, device=device)
+    block, x = a_block(**sizes, **setting)
     block.dropout = ByteDropout(0.1)
     return block, x
 
@@ -150,8 +148,9 @@ def test_a_block_keeps_what_is_predicted(attention, dropout, dtype):
     module = torch_attention if flash else MaterialisedAttention(own)
     on_a_cpu = {"mask_bytes": dtype.itemsize, "statistic_bytes": dtype.itemsize}
     options = {"itemsize": dtype.itemsize, "dropout": dropout, "attention": attention}
-    terms = block_activations(**SIZES, **options, **on_a_cpu)
-    block, x = a_block(**SIZES, dtype=dtype, dropout=0.1 * dropout, attention=module)
+    sizes = SIZES if dropout else {"batch": 3, "length": 40, "width": 48, "heads": 2}
+    terms = block_activations(**sizes, **options, **on_a_cpu)
+    block, x = a_block(**sizes, dtype=dtype, dropout=0.1 * dropout, attention=module)
     measured = [saved.nbytes for saved in measure_saved(block, x)]
     # Heads of several sequences are copied, as one product wants them. Flash attention keeps its
     # result before its log-sum-exp: in another order.
@@ -172,17 +171,6 @@ def test_papers_formula_is_measured_in_its_setting():
     assert 0 < total - formula < 0.02 * formula
     norms = [each for each in measured if each.where.endswith("_norm") and each.shape[-1] == 1]
     assert total - formula == sum(saved.nbytes for saved in norms)
-
-
-def test_activations_of_a_7b_model():
-    """28 blocks of width 3584, 28 heads, 4096 tokens: measured on the meta device."""
-    sizes = {"batch": 1, "length": 4096, "width": 3584, "heads": 28}
-    terms = block_activations(**sizes)
-    for unit, expected in (("sbd", 13.98), ("bs²H", 65.8)):
-        found = 28 * sum(term.nbytes for term in terms if term.unit == unit) / GB
-        assert found == pytest.approx(expected, abs=0.05)
-    block, x = papers_block(sizes, device="meta")
-    assert [saved.nbytes for saved in measure_saved(block, x)] == one_by_one(terms, copied=False)
 
 
 def test_block_that_there_is_not():

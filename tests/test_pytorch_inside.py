@@ -1,35 +1,29 @@
 """PyTorch runs inside `launch` unmodified: the results of plain Gloo, and all is recorded."""
 
-import warnings
+from collections import Counter
 
 import pytest
 import pytorch_cases
 import torch
 import torch.distributed as dist
-from pytorch_cases import CASES, WORLD
+from on_ranks import into_torchs_own_world
+from pytorch_cases import CASES, WORLD, grid, init_device_mesh, results, split_mlp
+from torch.distributed.fsdp import fully_shard
 
 from ddpkit import launch
 from ddpkit.runtime.wire import recorder
 
 
 def run_all(folder):
-    """{case: (result over the wire, result over plain Gloo, number of calls on the wire)}."""
-    warnings.simplefilter("ignore", FutureWarning)
-    found = {}
+    """({case: result over the wire}, {case: its calls}, over plain Gloo, the twins' distances)."""
+    wired, calls = {}, {}
     for name in CASES:
         before = len(recorder().records)
-        result = said_or_raised(name)
-        found[name] = [result, None, len(recorder().records) - before]
-        dist.barrier()
-    found["twins"] = [ways() for ways in (hybrid, sharded_and_split, pipelined)]
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    for name in CASES:
-        found[name][1] = said_or_raised(name)
-        dist.barrier()
-    return found
+        wired |= results([name])
+        calls[name] = len(recorder().records) - before - 1  # a barrier is last
+    twins = [ways() for ways in (hybrid, sharded_and_split, pipelined)]
+    into_torchs_own_world(folder)
+    return wired, calls, results(CASES), twins
 
 
 def batch(part):
@@ -48,26 +42,15 @@ def furthest_from_serial(module, parts):
 
 def hybrid():
     """HSDP on a 2 × 2 mesh: shards in a row, replicas in a column."""
-    from torch.distributed.fsdp import fully_shard
-
-    module = pytorch_cases.mlp()
-    fully_shard(module, mesh=pytorch_cases.grid())
+    module = fully_shard(pytorch_cases.mlp(), mesh=grid())
     module(batch(dist.get_rank())).square().mean().backward()
     return furthest_from_serial(module, WORLD)
 
 
 def sharded_and_split():
     """On a 2 × 2 mesh: FSDP in one direction, tensor parallel in the other."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    mesh, plan = pytorch_cases.grid(), {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    module = parallelize_module(pytorch_cases.mlp(), mesh["tp"], plan)
-    fully_shard(module, mesh=mesh["dp"])
+    mesh = grid()
+    module = fully_shard(split_mlp(mesh["tp"]), mesh=mesh["dp"])
     module(batch(mesh["dp"].get_local_rank())).square().mean().backward()
     return furthest_from_serial(module, 2)
 
@@ -83,13 +66,6 @@ def pipelined():
     return max(difference.abs().max().item() for difference in differences)
 
 
-def said_or_raised(name):
-    try:
-        return CASES[name]()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return launch(run_all, str(tmp_path_factory.mktemp("plain")), world_size=WORLD)
@@ -97,17 +73,15 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_plain_gloo(run, name):
-    calls = 0
-    for rank in range(WORLD):
-        wired, plain, its_calls = run[rank][name]
-        assert wired == plain, f"rank {rank}"
-        calls += its_calls
+    for wired, _, plain, _ in run:
+        assert wired[name] == plain[name]
+    said = sum(calls[name] for _, calls, _, _ in run)
     silent = {"split_group", "distributed_sampler"}  # Gloo can't split; a sampler says nothing
-    assert (calls > 0) == (name not in silent)
+    assert (said > 0) == (name not in silent)
 
 
 def test_gradients_are_the_serial_twins(run):
-    assert max(max(run[rank]["twins"]) for rank in range(WORLD)) < 1e-6
+    assert max(max(twins) for *_, twins in run) < 1e-6
 
 
 def test_enough_of_pytorch_is_tried():
@@ -118,18 +92,11 @@ def test_enough_of_pytorch_is_tried():
 
 
 def calls_by_op(records):
-    found = {}
-    for record in records:
-        if record.op != "new_group":
-            found[record.op] = found.get(record.op, 0) + 1
-    return found
+    return Counter(record.op for record in records if record.op != "new_group")
 
 
 def fully_sharded_step():
     """Calls of the second step; in the first, FSDP gets ready."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     blocks = [torch.nn.Linear(8, 8) for _ in range(3)]
     module, mesh = torch.nn.Sequential(*blocks), init_device_mesh("cpu", (dist.get_world_size(),))
@@ -144,23 +111,13 @@ def fully_sharded_step():
 
 def tensor_parallel_step():
     """Calls of forward, calls of backward."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    module = parallelize_module(pytorch_cases.mlp(), mesh, plan)
+    module = split_mlp(init_device_mesh("cpu", (dist.get_world_size(),)))
     before = len(recorder().records)
     loss = module(torch.ones(3, 8).requires_grad_()).square().mean()
     forward = len(recorder().records)
     loss.backward()
-    return calls_by_op(recorder().records[before:forward]), calls_by_op(
-        recorder().records[forward:]
-    )
+    records = recorder().records
+    return calls_by_op(records[before:forward]), calls_by_op(records[forward:])
 
 
 def pipeline_step():

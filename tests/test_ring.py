@@ -84,11 +84,6 @@ def test_dtypes_shapes_and_segments(check, world_size):
             check_all(check, parts, functions=FAST)
 
 
-@on_ranks(6)
-def test_more_ranks_than_cores(check):
-    check_all(check, parts_of(6, 27))
-
-
 @on_ranks(3, 4)
 def test_sums_that_round(check, rank, world_size):
     """Near the exact sum; the same bits on all ranks, in plain and fast, and in any segments."""
@@ -202,29 +197,6 @@ def assert_goes_round(phase, nbytes, messages):
         right, left = (rank + 1) % world_size, (rank - 1) % world_size
         assert ways == {("send", right): messages, ("recv", left): messages}
         assert all(record.waited and record.done and not record.dropped for record in records)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
-def test_bytes_and_hops(world_size):
-    others = world_size - 1
-    half = others * WHOLE // world_size
-    halves = [(half, others), (half, others), (2 * half, 2 * others)]
-    swap = [(WHOLE, 1)] if world_size == 2 else halves[2:]  # the fast ring, two ranks
-    expected = [*halves, *halves[:2], *swap, (others * WHOLE, others)]
-    calls = [(function, ELEMENTS, {}) for function in [*RINGS, *FAST, OTHERS[0]]]
-    few_hops = [(f, ELEMENTS, {}) for f in for_so_many(world_size, [doubling_all_reduce])]
-    found = phases(world_size, *calls, *few_hops)
-    found, doubling, *halving = found[:7], *found[7:]
-    for phase, (nbytes, hops) in zip(found, expected, strict=True):
-        assert_goes_round(phase, nbytes, hops)
-        assert [len(hop) for hop in hops_of(phase)] == [world_size] * hops  # all send in every hop
-    sent = {2: [1, 1], 3: [2, 1, 1], 4: [2] * 4, 6: [3, 3, 2, 2, 1, 1]}[world_size]
-    assert sent_bytes(doubling) == [WHOLE * many for many in sent]
-    assert sum(received_bytes(doubling)) == WHOLE * sum(sent)
-    assert len(hops_of(doubling)) == {2: 1, 3: 3, 4: 2, 6: 4}[world_size]
-    for phase in halving:
-        assert sent_bytes(phase) == received_bytes(phase) == [2 * half] * world_size
-        assert [len(hop) for hop in hops_of(phase)] == [world_size] * {2: 2, 4: 4}[world_size]
 
 
 @pytest.mark.parametrize(("world_size", "ahead"), [(2, 1), (3, 2), (4, 5)])

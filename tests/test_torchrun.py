@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import into_torchs_own_world
 from outside import Script, run_script
 
 from ddpkit import launch
@@ -119,10 +120,7 @@ def test_a_hang_under_torchrun_is_explained(tmp_path):
 
 def test_a_world_of_the_scripts_own_is_used_as_it_is(tmp_path):
     def torchruns_rank():
-        rank = dist.get_rank()
-        dist.destroy_process_group()
-        store = dist.FileStore(f"{tmp_path}/store", 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        into_torchs_own_world(tmp_path)
         os.environ["TORCHELASTIC_RUN_ID"] = "mine"
         run = launch(lambda: dist.get_rank() + 10)
         return list(run), run.wire, run.backend

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from test_board import call
 
 from ddpkit import Run, launch
-from ddpkit.runtime.flight_recorder import members
 from ddpkit.runtime.trace import LANES, Trace
 
 # For Perfetto
@@ -167,7 +166,3 @@ def test_in_a_notebook_a_trace_is_a_link_and_a_viewer(tmp_path, monkeypatch):
     }.items():
         with urllib.request.urlopen(written.url + path) as answer:
             assert answer.read() == served
-
-
-def test_members_of_a_group_are_read_from_its_name():
-    assert members("group [0, 2]") == (0, 2)

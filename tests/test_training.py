@@ -16,12 +16,8 @@ from ddpkit import HangError, Link, RankError, launch
 from ddpkit.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 from ddpkit.fast import buckets as fast
 
-COMBINATIONS = (
-    (cases.SGD, 1),
-    (cases.ADAMW, 2),
-    (cases.SGD, 2),
-    (cases.ADAMW, 1),
-)  # optimizer, micro-batches
+# Optimizer, micro-batches
+COMBINATIONS = (cases.SGD, 1), (cases.ADAMW, 2), (cases.SGD, 2), (cases.ADAMW, 1)
 
 
 @on_ranks(1, 2, 3, 4)

@@ -3,148 +3,34 @@
 import os
 import threading
 import time
-import warnings
 
 import pytest
+import pytorch_cases
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
-from torch.nn.parallel import DistributedDataParallel
-from twin import bits
+from on_ranks import into_torchs_own_world, on_ranks
+from pytorch_cases import CALLS, all_gather_single, reduce_scatter_single, results
 
 from ddpkit import HangError, Link, launch
 from ddpkit.runtime.board import DISAGREES
 from ddpkit.runtime.wire import recorder
 
-# torch 2.13 renamed these; the old names warn there, the new ones don't exist in 2.11.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def mine(rows=6, salt=0, dtype=torch.float32):
-    """Different data on every rank."""
-    generator = torch.Generator().manual_seed(100 * salt + dist.get_rank())
-    return torch.randn(rows, generator=generator).mul(100).to(dtype)
-
-
-def every_call() -> dict[str, torch.Tensor]:
-    """Each call of torch.distributed once, with what came out of it."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    found = {}
-    reductions = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
-    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
-    for dtype, op in zip(dtypes, reductions, strict=True):
-        found[f"all_reduce {op}"] = x = mine(dtype=dtype)
-        dist.all_reduce(x, op)
-    found["broadcast"] = x = mine(salt=1)
-    dist.broadcast(x, src=1)
-    x = mine(salt=2)
-    dist.reduce(x, dst=1)
-    if rank == 1:
-        found["reduce"] = x
-    found["all_gather"] = x = torch.empty(world_size, 6)
-    dist.all_gather(list(x), mine(salt=3))
-    found["all_gather_single"] = x = torch.empty(6 * world_size)
-    all_gather_single(x, mine(salt=4))
-    found["gather"] = x = torch.zeros(world_size, 6)
-    dist.gather(mine(salt=5), list(x) if rank == 0 else None, dst=0)
-    found["scatter"] = x = torch.empty(3)
-    parts = list(mine(3 * world_size, salt=6).chunk(world_size))
-    dist.scatter(x, parts if rank == 1 else None, src=1)
-    found["reduce_scatter"] = x = torch.empty(3)
-    dist.reduce_scatter(x, parts)
-    found["reduce_scatter_single"] = x = torch.empty(3)
-    reduce_scatter_single(x, mine(3 * world_size, salt=8))
-    found["all_to_all_single"] = x = torch.empty(2 * world_size)
-    dist.all_to_all_single(x, mine(2 * world_size, salt=9))
-    sent, arriving = [rank + 1] * world_size, [other + 1 for other in range(world_size)]
-    found["all_to_all_single uneven"] = x = torch.empty(sum(arriving))
-    dist.all_to_all_single(x, mine(sum(sent), salt=10), arriving, sent)
-    dist.barrier()
-    dist.monitored_barrier()
-    for call in (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send):
-        found[f"ring {call.__name__}"] = x = mine(salt=11)
-        call(x, right if call is dist.send else left)
-    found["isend, irecv"] = x = torch.empty(6)
-    for work in [dist.isend(mine(salt=12), right), dist.irecv(x, left)]:
-        work.wait()
-    found["batch_isend_irecv"] = x = torch.empty(6)
-    batch = [dist.P2POp(dist.isend, mine(salt=13), left), dist.P2POp(dist.irecv, x, right)]
-    for work in dist.batch_isend_irecv(batch):
-        work.wait()
-    if rank:
-        dist.send(mine(salt=14), 0)
-    else:
-        anyone = torch.empty(world_size - 1, 6)
-        sources = [dist.recv(x) for x in anyone]
-        found["recv from any"] = anyone[torch.tensor(sources).argsort()]
-    found["two at once"] = x = mine(salt=15)
-    works = [dist.all_reduce(half, async_op=True) for half in x.chunk(2)]
-    for work in reversed(works):
-        work.wait()
-    evens = dist.new_group([0, 1])
-    if rank < 2:
-        found["sub-group"] = x = mine(salt=17)
-        dist.all_reduce(x, group=evens)
-    everyone, boxes, box = [None] * world_size, [f"from {rank}"], [None]
-    dist.all_gather_object(everyone, {"rank": rank})
-    dist.broadcast_object_list(boxes, src=1)
-    dist.scatter_object_list(box, list(range(world_size)) if rank == 0 else None, src=0)
-    gathered = [None] * world_size if rank == 0 else None
-    dist.gather_object(rank * 10, gathered, dst=0)
-    objects = repr((everyone, boxes, box, gathered))
-    found["objects"] = torch.frombuffer(bytearray(objects.encode()), dtype=torch.uint8)
-    return found
-
-
-def trained(optimizer=torch.optim.SGD, steps=3) -> torch.Tensor:
-    """Parameters of a small model after DDP training, a rank's own data in each step."""
-    torch.manual_seed(0)
-    layers = torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
-    model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    optimizer = optimizer(model.parameters(), lr=0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(mine(12, salt=step).view(2, 6)).square().mean().backward()
-        optimizer.step()
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-def zero_redundancy(parameters, lr):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    with warnings.catch_warnings():  # torch 2.13's own use of a deprecated class
-        warnings.simplefilter("ignore")
-        return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=lr)
-
-
-def differences(compute, folder) -> list[str]:
-    """Names of what differs, in any bit, between the wire and plain Gloo in the same process."""
-    on_wire = compute()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/plain", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    plain = compute()
-    assert on_wire.keys() == plain.keys()
-    return [name for name in plain if not torch.equal(bits(on_wire[name]), bits(plain[name]))]
-
-
 # Nothing changes.
+
+
+def differing(folder) -> list[str]:
+    """The calls of which the wire's results differ from plain Gloo's in the same process."""
+    on_wire = results(CALLS)
+    into_torchs_own_world(folder)
+    plain = results(CALLS)
+    return [name for name in CALLS if on_wire[name] != plain[name]]
 
 
 @pytest.mark.parametrize(("world_size", "link"), [(2, None), (3, None), (2, Link(1e-5, 1e9))])
 def test_every_call_is_bit_identical_to_plain_gloo(tmp_path, world_size, link):
-    run = launch(differences, every_call, tmp_path, world_size=world_size, link=link)
+    """In a world of 4: test_pytorch_inside, which trains, too."""
+    run = launch(differing, tmp_path, world_size=world_size, link=link)
     assert list(run) == [[]] * world_size
-
-
-def test_training_with_torchs_ddp_and_zero_is_bit_identical(tmp_path):
-    def both():
-        return {"DDP": trained(), "ZeRO": trained(zero_redundancy)}
-
-    assert list(launch(differences, both, tmp_path, world_size=2)) == [[], []]
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has batch threads")
@@ -223,15 +109,16 @@ def test_records_name_the_readers_own_line():
 
 
 def test_ddps_reducer_and_zero_redundancy_optimizer_are_seen():
-    run = launch(trained, zero_redundancy, steps=2, world_size=2)
+    train, numbers = pytorch_cases.zero_redundancy_optimizer, 8 * 16 + 16 + 16 * 8 + 8
+    run = launch(train, world_size=2)
     weights, *rest = [r for r in run.wire[0] if r.dtype == "float32"]
-    assert (weights.op, weights.bytes) == ("broadcast", 65 * 4)  # as DDP begins
+    assert (weights.op, weights.bytes) == ("broadcast", numbers * 4)  # as DDP begins
     reduced = [(r.bytes, r.detail) for r in rest if r.op == "all_reduce"]
-    assert reduced == [(65 * 4, "65 float32, sum")] * 2
+    assert reduced == [(numbers * 4, f"{numbers} float32, sum")]
     updates = [r for r in rest if r.op == "broadcast"]
-    assert sum(r.bytes for r in updates) == 2 * 65 * 4
+    assert sum(r.bytes for r in updates) == numbers * 4
     assert {r.peer for r in updates} == {0, 1}
-    assert {(r.file, r.function) for r in run.wire[0]} == {(__file__, "trained")}
+    assert {(r.file, r.function) for r in run.wire[0]} == {(pytorch_cases.__file__, train.__name__)}
     assert all(r.done is not None for r in run.wire[0])
 
 
@@ -341,22 +228,18 @@ def test_a_rank_sees_its_own_records(check):
 
 def test_trap_23_what_the_user_does_to_the_group(tmp_path):
     def again():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
         try:
             dist.init_process_group("gloo")
         except ValueError as error:
             refused = str(error)
         dist.all_reduce(torch.ones(1))
-        dist.destroy_process_group()
-        gone = not dist.is_initialized()
-        store = dist.FileStore(f"{tmp_path}/store", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        into_torchs_own_world(tmp_path)
         x = torch.ones(1)
         dist.all_reduce(x)
         dist.destroy_process_group()
-        return "twice" in refused, gone, x.item()
+        return "twice" in refused, x.item()
 
-    assert list(launch(again, world_size=2)) == [(True, True, 2.0)] * 2
+    assert list(launch(again, world_size=2)) == [(True, 2.0)] * 2
 
 
 def test_a_disagreement_is_told_even_when_the_board_has_moved_on():
