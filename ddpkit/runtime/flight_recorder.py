@@ -32,21 +32,21 @@ def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: f
             begins[channel] = max(seq, begins.get(channel, 0))
     for rank, records in enumerate(wire):
         known = [record for record in records if record.seq >= begins[record.channel]]
-        dump = dump_of(rank, len(wire), known, clock_s)
+        dump = dump_of(rank, known, clock_s)
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump))
 
 
-def dump_of(rank: int, world_size: int, records: Sequence[Record], clock_s: float) -> dict:
+def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
     """What the flight recorder of `rank` would hold."""
     groups, entries = {}, []  # {name: (description, ranks)}
     for record in records:
         whole = record.peer is not None or record.op != "recv"  # else it was to be from any rank
         if record.op == "new_group" or not whole:
             continue
-        is_message, world = record.op in MESSAGES, record.group == "world"
-        ranks = tuple(range(world_size)) if world else members(record.group)
-        ranks = tuple(sorted((rank, record.peer))) if is_message else ranks
-        description = "default_pg" if world and not is_message else "undefined"
+        is_message = record.op in MESSAGES
+        ranks = tuple(sorted((rank, record.peer))) if is_message else record.ranks
+        world = record.group == "world" and not is_message
+        description = "default_pg" if world else "undefined"
         groups[record.channel] = description, ranks
         entry = _entry(record, rank, ranks, clock_s)
         entry["record_id"], entry["op_id"] = len(entries), len(entries) + 1
@@ -57,11 +57,6 @@ def dump_of(rank: int, world_size: int, records: Sequence[Record], clock_s: floa
     for name, (description, ranks) in groups.items():
         config[name] = {"name": name, "desc": description, "ranks": str(list(ranks))}
     return {"version": VERSION, "pg_config": config, "pg_status": {}, "entries": entries}
-
-
-def members(group: str) -> tuple[int, ...]:
-    """The ranks in the name of a group: "group [0, 2]"."""
-    return tuple(int(rank) for rank in group.partition("[")[2].rstrip("]").split(","))
 
 
 def _entry(record: Record, rank: int, ranks: tuple[int, ...], clock_s: float) -> dict:

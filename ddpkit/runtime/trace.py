@@ -14,6 +14,8 @@ from decimal import Decimal
 from functools import cached_property, partial
 from pathlib import Path
 
+import torch
+
 from .board import MESSAGES, Record, hash32
 
 PROGRAM = 0  # the number of the program's lane
@@ -178,9 +180,7 @@ def kineto_arguments(record: Record) -> dict[str, object]:
 
 def numels(record: Record) -> tuple[int, int]:
     """Numbers that the rank hands in, and that it gets, as far as the record tells."""
-    itemsize = {"complex128": 16, "bool": 1}.get(record.dtype)
-    digits = "".join(filter(str.isdigit, record.dtype.partition("_")[0]))
-    itemsize = itemsize or max(1, int(digits or 8) // 8)
+    itemsize = getattr(torch, record.dtype).itemsize if record.dtype else 1
     numel, world_size = record.bytes // itemsize, len(record.ranks)
     if record.op in ("all_gather", "gather"):
         return numel, numel * world_size
