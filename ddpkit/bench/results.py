@@ -136,23 +136,19 @@ class Results(list[Result]):
         return Results(each for each in rivals if not each.variant.endswith(AGAIN))
 
     def __repr__(self):
-        blocks, competing = [], self.competing
+        blocks = []
         for title, rivals in self.cases().items():
-            baseline, *others = rivals.values()
+            baseline = next(iter(rivals.values()))
             lines = [("", self.time, *baseline.columns, "Speed [95 %]", "")]
-            lines.append(_line(baseline, str(self.control(baseline)), "A/A"))
-            for each in others:
-                if each in competing:
-                    lines.append(_line(each, str(self.speed(each)), self.verdict(each)))
-                elif not each.variant.endswith(AGAIN):
-                    lines.append(_line(each, "", ""))  # a ceiling is no rival
+            for each in rivals.values():
+                speed, verdict = self.speed(each), self.verdict(each)
+                if each is baseline:
+                    speed, verdict = self.control(each), "A/A"
+                cells = units.duration(each.median_s), *each.columns.values()
+                if not each.variant.endswith(AGAIN):
+                    lines.append((each.variant, *cells, str(speed), verdict))
             blocks.append(f"{title}\n{table(lines)}")
         return "\n\n".join([*blocks, self.legend]) if self else "nothing measured"
-
-
-def _line(result: Result, speed: str, verdict: str) -> tuple[str, ...]:
-    cells = units.duration(result.median_s), *result.columns.values()
-    return result.variant, *cells, speed, verdict
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
