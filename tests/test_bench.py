@@ -112,8 +112,8 @@ def test_no_line_is_wider_than_the_page():
     turns = dict.fromkeys([*which, ("", attention.PRODUCT)], wide)
     found += attention.together(case, turns, dict.fromkeys(turns, 1), 2 * 8192**3)
     names = zero.TORCH, zero.ZERO, COMPUTE
-    of_all = [dict.fromkeys(names, 123_456_789)] * 2
-    found += zero.together("GPT", dict.fromkeys(names, wide), 50 * 2**20, of_all[0], of_all)
+    counted = [dict.fromkeys(names, (123_456_789, 123_456_789))] * 2
+    found += zero.together("GPT", dict.fromkeys(names, wide), 50 * 2**20, counted)
     lines = repr(found).splitlines()
     for name in {MODULES.get(name, name) for name in BENCHMARKS if name != "launch"}:
         benchmark = importlib.import_module(f"ddpkit.bench.{name}")

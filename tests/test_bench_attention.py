@@ -28,14 +28,6 @@ def made_up(case, **changed):
     return Results(bench.together(case, turns, dict.fromkeys(turns, 2), 4 * 10**12))
 
 
-def test_cases():
-    for kind, (head_sizes, lengths) in bench.SIZES.items():
-        cases = bench.cases(kind)
-        expected = {(n, d, causal) for n in lengths for d in head_sizes for causal in (False, True)}
-        assert {(case.length, case.head_size, case.causal) for case in cases} == expected
-        assert len({case.heads * case.length * case.head_size for case in cases}) == 1
-
-
 def test_on_a_gpu_all_of_pytorchs_kernels_and_triton_where_it_is(monkeypatch):
     by_triton = object()
     fake = SimpleNamespace(flash_attention_triton=by_triton)

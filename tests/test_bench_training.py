@@ -65,8 +65,8 @@ def syncs(**changed):
     seconds = {COMPUTE: (1.0, 3.0)}
     for name, s in (SYNC | changed).items():
         seconds[name] = (1 + s, 3 + 2 * s)  # computing alone is taken off round by round
-    states, sent = dict.fromkeys(seconds, 16 * 10**6), [dict.fromkeys(seconds, 8e6)] * 2
-    return Results(zero.together("GPT", seconds, 4000, states, sent))
+    counted = [dict.fromkeys(seconds, (2e6, 12e6)), dict.fromkeys(seconds, (14e6, 16e6))]
+    return Results(zero.together("GPT", seconds, 4000, counted))
 
 
 def test_the_table_of_syncs_and_its_goals():

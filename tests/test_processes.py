@@ -86,22 +86,19 @@ def broken(kind):
 
 @pytest.mark.skipif(os.name != "posix", reason="no such locks here")
 def test_folders_of_killed_launches_are_swept(tmp_path, monkeypatch):
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    names = {"dead": gone.pid, "young": gone.pid, "locked": gone.pid, "alive": os.getpid()}
-    for name, pid in names.items():
-        folder = tmp_path / f"ddpkit-{pid}-{name}"
+    for name in ("1-dead", "1-young", "1-locked", "session-1"):
+        folder = tmp_path / f"ddpkit-{name}"
         folder.mkdir()
         (folder / "board").touch()
-        os.utime(folder, (0, 0) if name != "young" else None)
-    link = tmp_path / f"ddpkit-{gone.pid}-elsewhere"
-    link.symlink_to(tmp_path / f"ddpkit-{gone.pid}-young")
+        os.utime(folder, (0, 0) if name != "1-young" else None)
+    link = tmp_path / "ddpkit-1-elsewhere"
+    link.symlink_to(tmp_path / "ddpkit-1-young")
     os.utime(link, (0, 0), follow_symlinks=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with processes.locked(tmp_path / f"ddpkit-{gone.pid}-locked"):  # as by another container
+    with processes.locked(tmp_path / "ddpkit-1-locked"):
         processes.sweep.__wrapped__()
-    left = {path.name.rpartition("-")[2] for path in tmp_path.iterdir()}
-    assert left == {"young", "locked", "alive", "elsewhere"}
+    left = {path.name.removeprefix("ddpkit-") for path in tmp_path.iterdir()}
+    assert left == {"1-young", "1-locked", "session-1", "1-elsewhere"}
 
 
 def test_the_folder_of_a_launch_is_locked():

@@ -78,7 +78,6 @@ class Case(NamedTuple):
 
 
 def cases(kind: str) -> list[Case]:
-    """kind: "cpu" or "cuda"."""
     head_sizes, lengths = SIZES[kind]
     shapes = product(head_sizes, (False, True), lengths)
     return [Case(d, causal, n, NUMEL[kind] // (n * d)) for d, causal, n in shapes]
@@ -169,12 +168,12 @@ def choose(
 # What was found
 
 
-def measure(what: list[Case], rounds: int) -> Results:
-    """Time every attention in every case. ValueError: no round."""
+def measure(kind: str) -> Results:
+    """Time every attention in every case. kind: "cpu" or "cuda"."""
     found = Results(legend=LEGEND)
-    for case in what:
-        turns, (times,) = race(partial(make_contest, case), rounds)
-        found += together(case, turns, times, 2 * SQUARE[device()] ** 3)
+    for case in cases(kind):
+        turns, (times,) = race(partial(make_contest, case), ROUNDS)
+        found += together(case, turns, times, 2 * SQUARE[kind] ** 3)
     return found
 
 
@@ -198,4 +197,4 @@ def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Re
 def main(name: str):
     kind = device()
     where = torch.cuda.get_device_name() if kind == "cuda" else "one core"
-    report(name, measure(cases(kind), ROUNDS), GOALS, where=f"{where}, {FORMATS[kind]}")
+    report(name, measure(kind), GOALS, where=f"{where}, {FORMATS[kind]}")

@@ -83,7 +83,7 @@ def measure(
     """
     found = Results(legend=LEGEND)
     for model, make, link in models:
-        seconds, nbytes, _ = race_replicas(partial(make_replicas, make), rounds, link)
+        seconds, nbytes = race_replicas(partial(make_replicas, make), rounds, link)
         title = f"{model}, emulated: {link}" if link else model
         found += together(title, seconds, nbytes)
     return found

@@ -14,7 +14,6 @@ from torch.nn.utils import parameters_to_vector
 
 from ..models import GPT, mean_loss
 from ..runtime.link import Link
-from ..tools.memory import count_states
 from .interleave import Contest, check_close, race
 
 COMPUTE = "compute alone"
@@ -58,40 +57,29 @@ class Replica:
         if self.optimizer:
             self.optimizer.step()
 
-    def state_bytes(self) -> int:
-        """Of the optimizer's state."""
-        if hasattr(self.optimizer, "state_bytes"):  # ZeroOptimizer
-            return self.optimizer.state_bytes()
-        inner = getattr(self.optimizer, "optim", self.optimizer)  # torch's ZeRO has one inside
-        return count_states(self.module, inner).optimizer
-
 
 def race_replicas(
     make: Callable[[ProcessGroup], dict[str, Replica]],
     rounds: int,
     link: Link | None = None,
-) -> tuple[dict[str, tuple[float, ...]], int, dict[str, int]]:
-    """({variant: seconds of its steps}, bytes of the gradients, {variant: bytes of its state}).
+) -> tuple[dict[str, tuple[float, ...]], int]:
+    """({variant: seconds of its steps}, bytes of the gradients).
 
     make: called on both ranks with the group to talk in, torch's own or that of an emulated link;
-    one replica only computes. State: of the rank that has most.
+    one replica only computes.
     """
 
     def contest(plain: ProcessGroup) -> Contest:
         replicas = make(dist.group.WORLD if link else plain)
 
-        def found() -> tuple[int, dict[str, int]]:
+        def found() -> int:
             check_alike(replicas, plain)
-            nbytes = sum(each.nbytes for each in replicas[COMPUTE].trained)
-            return nbytes, {name: replica.state_bytes() for name, replica in replicas.items()}
+            return sum(each.nbytes for each in replicas[COMPUTE].trained)
 
         return Contest({name: each.step for name, each in replicas.items()}, found=found)
 
-    seconds, ranks = race(contest, rounds, 2, link)
-    state_bytes = {}
-    for name in seconds:
-        state_bytes[name] = max(states[name] for _, states in ranks)
-    return seconds, ranks[0][0], state_bytes
+    seconds, (nbytes, _) = race(contest, rounds, 2, link)
+    return seconds, nbytes
 
 
 def check_alike(replicas: dict[str, Replica], group: ProcessGroup) -> None:

@@ -20,6 +20,7 @@ from ..fast.transports import SharedMemoryTransport
 from ..fast.zero import ZeroOptimizer
 from ..runtime.launch import launch
 from ..runtime.wire import recorder
+from ..tools.memory import count_states
 from ..tools.passes import sent_by_all
 from ..tools.units import duration
 from . import training
@@ -79,20 +80,28 @@ def make_replicas(
     return {name: Replica(make, *how) for name, how in variants.items() if name in wanted}
 
 
-# Bytes sent
+# Bytes
 
 
-def count_sent(make: Callable[[], Task], names: Iterable[str] = VARIANTS) -> dict[str, float]:
-    """{variant: bytes that this rank sends in a step}."""
-    rank, world_size, sent = dist.get_rank(), dist.get_world_size(), {}
+def count(make: Callable[[], Task], names: Iterable[str]) -> dict[str, tuple[float, int]]:
+    """{variant: (bytes that this rank sends in a step, bytes of its optimizer's state)}."""
+    rank, world_size, found = dist.get_rank(), dist.get_world_size(), {}
     for name, replica in make_replicas(make, dist.group.WORLD, names).items():
         for _ in range(WARM_UP):
             replica.step()
         before = len(recorder().records)
         replica.step()
         step = recorder().records[before:]
-        sent[name] = sum(sent_by_all(record, rank, world_size) for record in step)
-    return sent
+        sent = sum(sent_by_all(record, rank, world_size) for record in step)
+        found[name] = sent, state_bytes(replica)
+    return found
+
+
+def state_bytes(replica: Replica) -> int:
+    if hasattr(replica.optimizer, "state_bytes"):  # ZeroOptimizer
+        return replica.optimizer.state_bytes()
+    inner = getattr(replica.optimizer, "optim", replica.optimizer)  # torch's ZeRO has one inside
+    return count_states(replica.module, inner).optimizer
 
 
 def measure(
@@ -108,25 +117,23 @@ def measure(
     found = Results(legend=LEGEND, time="Sync")
     for model, make in models.items():
         raced = race_replicas(partial(make_replicas, make, names=variants), rounds)
-        ranks = launch(count_sent, make, variants, world_size=2, backend="gloo")
-        found += together(model, *raced, list(ranks))
+        counted = launch(count, make, variants, world_size=2, backend="gloo")
+        found += together(model, *raced, list(counted))
     return found
 
 
-def together(
-    model: str, seconds: dict, nbytes: int, state_bytes: dict, sent: list[dict]
-) -> list[Result]:
-    """The results of one case; nbytes: of the gradients; sent: of each rank; all by variant."""
+def together(model: str, seconds: dict, nbytes: int, counted: list[dict]) -> list[Result]:
+    """The results of one case; nbytes: of the gradients; counted: by each rank."""
     sync_s = {}
     for name, steps in seconds.items():
         if name != COMPUTE:
             sync_s[name] = tuple(map(operator.sub, steps, seconds[COMPUTE]))
     found = results_of(model, sync_s, 2, nbytes)
     for each in found:
-        mean = statistics.mean(rank[each.variant] for rank in sent)
+        sent, states = zip(*(rank[each.variant] for rank in counted), strict=True)
         each.columns["Step"] = duration(statistics.median(seconds[each.variant]))
-        each.columns["Sent"] = f"{mean / 1e6:.4g}"
-        each.columns["State"] = f"{state_bytes[each.variant] / 1e6:.4g}"
+        each.columns["Sent"] = f"{statistics.mean(sent) / 1e6:.4g}"
+        each.columns["State"] = f"{max(states) / 1e6:.4g}"
     return found
 
 

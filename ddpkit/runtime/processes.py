@@ -133,13 +133,10 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
 def sweep():
     """Remove the folders of launches whose process was killed; once in a process.
 
-    Only old ones of this user, whose process is no more. It may still live in another container
-    that shares the temporary folder: then its lock is held.
+    Only old ones of this user that nobody has locked: a process, also one in another container that
+    shares the temporary folder, does so as long as it lives.
     """
-    for folder in Path(tempfile.gettempdir()).glob("ddpkit-*"):
-        owner = re.fullmatch(r"ddpkit-(\d+)-\w+", folder.name)
-        if os.name != "posix" or not owner or _lives(int(owner[1])):
-            continue
+    for folder in Path(tempfile.gettempdir()).glob("ddpkit-[0-9]*-*") if os.name == "posix" else ():
         with contextlib.suppress(OSError):  # somebody else was faster
             found = folder.lstat()
             old = time.time() - found.st_mtime > YOUNG_S
@@ -166,16 +163,6 @@ def locked(folder: Path) -> Iterator[bool]:
         yield works
     finally:
         os.close(descriptor)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _cell_texts() -> dict[str, tuple]:
