@@ -39,6 +39,8 @@ ERRORS = {  # what Python says, and what it means here
     "'NoneType'": "Something is None here. torch.distributed's collectives work in place and "
     "return None: call dist.all_reduce(x), then use x. And a parameter has no .grad before its "
     "first backward, or if it isn't trained.",
+    "arg0: torch._C._distributed_c10d.ReduceOp": "After the tensor comes the operation, such as a "
+    "sum, and then the group: write group=group.",
     "autograd kernel was not registered": "dist.all_reduce is unknown to autograd, so backward "
     "may do anything. SumOverRanks.apply(x, group) is the same sum, and backward knows it.",
     "must be Tensor, not tensor": "A tile in a kernel is no PyTorch tensor: only Triton's "

@@ -39,6 +39,13 @@ def in_groups(program: Callable, right: Callable[..., list], what: str, *args) -
         yield Trial(world_size, program, (*args, size), right_ones, what=groups + what)
 
 
+def of_group(trial: Trial, *_) -> str | None:
+    """Of an answer that is right until only some of the ranks belong together."""
+    right = "Right where all ranks share a model, wrong where only those of a group do. "
+    told = f"{right}Who doesn't know the group? A call, its size, or a rank's place in it."
+    return told if "in groups" in trial.what else None
+
+
 def calls(since: int, until: int | None = None) -> dict[str, int]:
     """How many of which, from this record on."""
     return dict(Counter(record.op for record in recorder().records[since:until]))
@@ -104,6 +111,7 @@ CopyToRanks = Exercise(
     trials=lambda: in_groups(
         _run_pair, _pair, "rank r's x is [1, 2]·10ʳ, its gradient [3, 4]·10ʳ", False
     ),
+    explain=of_group,
     hints={
         "start": "forward passes x on. backward is given this rank's gradient, and returns the "
         "sum of all ranks' and None, for the group.",
@@ -141,6 +149,7 @@ SumOverRanks = Exercise(
     trials=lambda: in_groups(
         _run_pair, _pair, "rank r's x is [1, 2]·10ʳ; all have the gradient [3, 4]", True
     ),
+    explain=of_group,
     hints={
         "start": "The mirror of f: forward returns the sum of all ranks' x, backward passes the "
         "gradient on.",
@@ -227,11 +236,13 @@ def _row(world_size: int, size: int) -> list[dict]:
 RowParallelLinear = Exercise(
     reference=library.RowParallelLinear,
     trials=lambda: in_groups(_run_row, _row, "a bias of 100, 200, 300"),
+    explain=of_group,
     hints={
         "start": "The product of what this rank has is one summand of the result. g adds them up.",
         "values": "out = SumOverRanks.apply(F.linear(x, self.weight), self.group); the bias "
         "belongs to the sum, not to each summand.",
-        "error": "self.weight is outputs × inputs, as in nn.Linear: F.linear(x, self.weight).",
+        "error": "self.weight is outputs × inputs, as in nn.Linear: F.linear(x, self.weight). "
+        "And g is called by SumOverRanks.apply(…, self.group).",
     },
     praise="one all-reduce forward, none backward, and the bias counted once.",
     mistakes=mistakes("""
@@ -318,8 +329,9 @@ def _train_mlp(forward, parameters, bias) -> dict:
 def _run_mlp(answer):
     autograd_must_know()
     model = answer(*_layers(2 * dist.get_world_size()))
+    begun = len(recorder().records)
     seen = _train_mlp(model, list(model.parameters()), model.down_bias)
-    return seen | {"calls in 2 steps": calls(0)}
+    return seen | {"calls in 2 steps": calls(begun)}
 
 
 def _serial_mlp(world_size: int) -> dict:
@@ -347,7 +359,14 @@ ParallelMLP = Exercise(
     mistakes=mistakes("""
 as_found: F.linear(x, self.down_weight) → F.linear(x, self.down_weight, self.down_bias)
     library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
-    That is as it was found. Step 1 hides it: what is 0 there, and is added on every rank?
+    It learns as it was found. Step 1 hides it: what is 0 there, and is added on every rank?
+in_and_behind: F.linear(x, self.down_weight) → F.linear(x, self.down_weight, self.down_bias)
+    The bias is in each summand, too: take it out of F.linear, and add it to the sum only.
+with_a_sum_of_its_own: F.linear(x, self.down_weight) → F.linear(⏎    x, self.down_weight,
+    ⏎    library.CopyToRanks.apply(self.down_bias) / dist.get_world_size())
+    library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
+    All values are right, at the price of one more all-reduce in backward, for the bias. Added to
+    the sum, it needs none.
 divides_the_bias: F.linear(x, self.down_weight) → F.linear(
     ⏎    x, self.down_weight, self.down_bias / dist.get_world_size())
     library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
@@ -409,6 +428,7 @@ rows_and_seed = Exercise(
         "of a rank's two numbers in the mesh do they have in common?",
         "values": 'mesh.get_local_rank("data") is alike on ranks that share a model: that piece of '
         'batch.chunk(mesh["data"].size()), in order.',
+        "error": "Return two things: this rank's part of the batch, a tensor, and a whole number.",
     },
     praise="ranks that share a model have the same rows and the same dropout; others have others.",
     mistakes=mistakes("""

@@ -11,7 +11,7 @@ from ddpkit.models import Block, torch_attention
 from ddpkit.runtime.records import recorder
 
 from .checker import Exercise, Trial, mistakes
-from .tensor_parallel import autograd_must_know, calls, group_of, in_groups, whole
+from .tensor_parallel import autograd_must_know, calls, group_of, in_groups, of_group, whole
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -74,6 +74,7 @@ split_block = Exercise(
             (4, 2, 4, "in groups of 2, 4 heads"),
         )
     ],
+    explain=of_group,
     hints={
         "start": "qkv and mlp[0] column-parallel, out and mlp[2] row-parallel; then block.heads "
         "and block.kv_heads become those of this rank.",
@@ -81,7 +82,8 @@ split_block = Exercise(
         "dealt out by itself: ColumnParallelLinear(block.qkv, group, [q, kv, kv]).",
         "wire": "Two all-reduces forward, two backward: one f before qkv, and one before mlp[0].",
         "error": "A split block has heads / W heads: do block.heads and block.kv_heads say so? "
-        "And a row-parallel layer takes this rank's part of its inputs, a column-parallel one all.",
+        "And a row-parallel layer takes this rank's part of its inputs, a column-parallel one all. "
+        "W is the size of `group`, which every layer must know, too.",
     },
     praise="two all-reduces forward, two backward, and 1/W of every weight.",
     mistakes=mistakes("""
@@ -124,16 +126,17 @@ keeps_all_kv_heads: block.kv_heads //= world_size → pass
 
 # vocabulary_cross_entropy(logits, targets, start)
 
-PER_RANK = 4  # tokens of the vocabulary
+PER_RANK = 5  # tokens of the vocabulary
+SHAPE = "shape of the result"
 NUMBERS = "numbers that a rank gave away for each target, where 3 are enough,"
 
 
 def _scores(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, whole, and targets, 2 of each rank; e to the power of the last rank's is inf."""
+    """Logits, whole, and each rank's first and last as targets; e^x of the last rank's is inf."""
     vocabulary = PER_RANK * world_size
-    targets = torch.arange(1, vocabulary, 2).flip(0)
+    targets = torch.arange(vocabulary).view(-1, PER_RANK)[:, :: PER_RANK - 1].flatten().flip(0)
     logits = torch.arange(float(len(targets) * vocabulary), dtype=torch.float64)
-    logits = (7 * logits % 5 - 2).view(len(targets), vocabulary)
+    logits = (7 * logits % 11 - 5).view(len(targets), vocabulary)
     logits[:, -PER_RANK:] += 900
     logits[0] -= 1800  # here e to the power of each is 0
     return logits, targets
@@ -143,13 +146,14 @@ def _run_loss(answer, size):
     autograd_must_know()
     rank, group = dist.get_rank() % size, group_of(size)
     logits, targets = _scores(size)
+    logits += 1e3 * (dist.get_rank() // size)  # other groups have other maxima, and equal losses
     mine = logits.chunk(size, dim=-1)[rank].clone().requires_grad_()
     begun = len(recorder().records)
     losses = answer(mine, targets, PER_RANK * rank, group)
     given = 0
     for record in recorder().records[begun:]:
         given += record.bytes / (8 * len(targets))
-    seen = {"losses": whole(losses)}
+    seen = {SHAPE: list(losses.shape), "losses": whole(losses)}
     (losses * torch.arange(1.0, 1 + len(targets))).sum().backward()
     seen["gradient of this rank's logits"] = whole(mine.grad)
     return seen | {NUMBERS: 3 if given <= 3 else given}
@@ -162,26 +166,31 @@ def _losses(world_size: int, size: int) -> list[dict]:
     losses = logits.logsumexp(-1) - logits[range(len(targets)), targets]
     (losses * torch.arange(1.0, 1 + len(targets))).sum().backward()
     parts = logits.grad.chunk(size, dim=-1) * (world_size // size)
-    return [
-        {"losses": whole(losses), "gradient of this rank's logits": whole(part), NUMBERS: 3}
-        for part in parts
-    ]
+    right = {SHAPE: list(losses.shape), "losses": whole(losses), NUMBERS: 3}
+    return [right | {"gradient of this rank's logits": whole(part)} for part in parts]
 
 
 vocabulary_cross_entropy = Exercise(
     reference=tensor_parallel.vocabulary_cross_entropy,
     trials=lambda: in_groups(_run_loss, _losses, f"{PER_RANK} tokens of the vocabulary on each"),
+    says={
+        SHAPE: "the result on rank {rank} has the shape {got}, not {expected}. One loss for each "
+        "target: no mean, no sum."
+    },
+    explain=of_group,
     hints={
         "start": "The loss is log Σ e^(x − m) − (x of the target − m), m being the target's "
         "largest x on any rank: detach it, and dist.all_reduce(m, dist.ReduceOp.MAX, group).",
         "values": "Sums over ranks by SumOverRanks.apply(x, group), known to backward. Target's x: "
         "its rank gathers it at targets - start, the others bring 0.",
         "wire": "Three numbers a target: the maximum, the sum of powers, the target's logit.",
-        "error": "gather needs indices from 0 to the number of this rank's tokens: where the "
-        "target isn't among them, take 0, and don't count what comes.",
+        "error": "gather needs indices below the number of this rank's tokens, from 0 on: where "
+        "the target isn't among them, take 0, and don't count what comes.",
     },
     praise="three numbers a target, however many tokens a vocabulary has.",
     mistakes=mistakes("""
+mean_of_all: return ell.log() - of_target → return (ell.log() - of_target).mean()
+    One loss for each target: no mean, no sum.
 its_own_maximum: dist.all_reduce(largest, dist.ReduceOp.MAX, group) → pass
     Each rank subtracted its own maximum, so their powers don't fit together. One maximum for all:
     dist.all_reduce(largest, dist.ReduceOp.MAX).
@@ -203,11 +212,20 @@ its_own_targets: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), g
     where the others bring 0.
 counts_from_0: among(targets, start, → among(targets, 0,
     Rank 1's first token isn't token 0 of the vocabulary: subtract start.
+one_too_many: among(targets, start, logits.shape[-1]) → among(
+    ⏎    targets, start, logits.shape[-1] + 1)
+    Of n tokens from `start` on, the last is start + n - 1: the next one is another rank's.
+one_too_few: .where(mine, 0) → .where(mine & (local > 0), 0)
+    Token `start` is this rank's, too: it counts from there, start included.
 target_without_the_maximum: own = shifted.gather → own = logits.gather
     The maximum is subtracted from all logits but the target's: ln Σ e^(x - m) - (x of target - m).
 by_all_reduce: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
     ⏎    shifted.exp().sum(-1), own)⏎dist.all_reduce(ell)⏎dist.all_reduce(of_target)
-    SumOverRanks.apply(x, group) is the same sum, and backward knows it.
+    Autograd doesn't know dist.all_reduce. For a sum take SumOverRanks.apply(x, group); the maximum
+    is a constant, so take it from logits.detach().
+of_a_quotient: ell.log() - of_target → -(of_target.exp() / ell).log()
+    e^-900 is 0, and ln 0 is -inf: subtract the target's x - m itself, not the logarithm of its
+    power.
 others_bring_their_first: .squeeze(-1).where(mine, 0) → .squeeze(-1)
     Where a rank hasn't the target, it must bring 0 to the sum, not the logit of another token.
 gathers_the_logits: largest = → parts = [torch.empty_like(logits) for _ in range(
@@ -227,7 +245,7 @@ gathers_the_logits: largest = → parts = [torch.empty_like(logits) for _ in ran
 def _run_copies(answer, size):
     """Rank r's gradients are 10ʳ times 1, 2, 3…; one parameter wasn't used."""
     rank, group = dist.get_rank(), group_of(size)
-    shapes = {"a norm's weight": (2,), "a split weight": (2, 2), "a bias": (3,), "not used": (2,)}
+    shapes = {"a norm's weight": (2,), "not used": (2,), "a split weight": (2, 2), "a bias": (3,)}
     copies, first = {}, 1.0
     parameters = {what: nn.Parameter(torch.zeros(shape)) for what, shape in shapes.items()}
     for what, parameter in parameters.items():
@@ -264,6 +282,7 @@ def _copies(world_size: int, size: int) -> list[dict]:
 sum_copies = Exercise(
     reference=sequence_parallel.sum_copies,
     trials=lambda: in_groups(_run_copies, _copies, "rank r's gradients are 10ʳ times 1, 2, 3…"),
+    explain=of_group,
     hints={
         "start": "What is held by more than one rank has seen the tokens of one rank only: its "
         "gradients are summands. What is split, count 1, has its whole gradient already.",
@@ -350,11 +369,13 @@ def _clipped(world_size: int, size: int) -> list[dict]:
 clip_grad_norm = Exercise(
     reference=tensor_parallel.clip_grad_norm,
     trials=lambda: in_groups(_run_clip, _clipped, "[3, -4]·(r+1) is split, [12, 0, 5] alike"),
+    explain=of_group,
     hints={
         "start": "The length of the whole model's gradient: the root of the sum of all squares, "
         "each number once, whoever has it and however many do.",
         "values": "A rank adds g.square().sum() / count for each parameter; all_reduce that one "
-        "number; then the root. What W ranks have alike is so counted W times 1/W.",
+        "number; then the root. What W ranks have alike is so counted W times 1/W. And one "
+        "factor for all gradients: max_norm / length, 1 at most.",
         "hang": "Every rank must call all_reduce, whatever its own gradients are.",
         "error": "A parameter that wasn't used has no gradient: leave it out.",
     },
@@ -366,11 +387,11 @@ counts_copies: widened(g).square().sum() / count → widened(g).square().sum()
 of_this_rank: dist.all_reduce(squared, group=group) → pass
     That is the length of what this rank has. The other ranks' parts are missing, and each rank
     would shorten what they have alike by another factor: from then on it differs.
+as_pytorchs: / count for → for
+    dist.all_reduce(squared, group=group) → pass
 of_the_world: dist.all_reduce(squared, group=group) → dist.all_reduce(squared)
     That is the sum over all ranks. Only those of `group` share the model: give it to all_reduce, or
     on a mesh every row counts the same parameters again.
-as_pytorchs: / count for → for
-    dist.all_reduce(squared, group=group) → pass
 sum_of_lengths: dist.all_reduce(squared, group=group) →
     ⏎squared = squared.sqrt()⏎dist.all_reduce(squared, group=group)
     squared.sqrt() → squared
