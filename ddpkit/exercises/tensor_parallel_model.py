@@ -208,8 +208,8 @@ of_the_world: logits = widened(logits) → group = None⏎logits = widened(logit
     all_reduce, and to SumOverRanks.apply.
 its_own_targets: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
     ⏎    SumOverRanks.apply(shifted.exp().sum(-1), group), own)
-    A target lies on one rank only, but every rank needs its logit for the loss: sum over the ranks,
-    where the others bring 0.
+    A target's logit is missing. Its rank must bring it (a rank's tokens begin with `start`), the
+    others bring 0, and the sum over the ranks goes to all.
 counts_from_0: among(targets, start, → among(targets, 0,
     Rank 1's first token isn't token 0 of the vocabulary: subtract start.
 one_too_many: among(targets, start, logits.shape[-1]) → among(
@@ -219,6 +219,9 @@ one_too_few: .where(mine, 0) → .where(mine & (local > 0), 0)
     Token `start` is this rank's, too: it counts from there, start included.
 target_without_the_maximum: own = shifted.gather → own = logits.gather
     The maximum is subtracted from all logits but the target's: ln Σ e^(x - m) - (x of target - m).
+the_maximum_once_more: ell.log() - of_target → ell.log() + largest - of_target
+    The maximum is in it once too often. Subtracted from all logits, it is gone: don't add it again;
+    and where a rank hasn't the target it brings 0, not 0 - m.
 by_all_reduce: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
     ⏎    shifted.exp().sum(-1), own)⏎dist.all_reduce(ell)⏎dist.all_reduce(of_target)
     Autograd doesn't know dist.all_reduce. For a sum take SumOverRanks.apply(x, group); the maximum

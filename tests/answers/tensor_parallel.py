@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ddpkit.exercises import tensor_parallel as found
-from ddpkit.tensor_parallel import RowParallelLinear
+from ddpkit.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class CopyAsItIs(torch.autograd.Function):
@@ -50,6 +50,18 @@ class MLPMendedByAFullBias(found.ParallelMLP.reference):
         return SumsInTheBackground.apply(x @ self.down_weight.T) + self.down_bias.expand(2)
 
 
+class MLPOfTheLibrary(torch.nn.Module):
+    """Its layers broadcast their weights, which isn't of any step."""
+
+    def __init__(self, up, down):
+        super().__init__()
+        self.up, self.down = ColumnParallelLinear(up), RowParallelLinear(down)
+        self.down_bias = self.down.bias
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
 def share_by_counting(batch, mesh):
     """From the rank in the world, as in Megatron: ranks of one model are neighbours."""
     row = dist.get_rank() // mesh.size(1)
@@ -61,5 +73,6 @@ RIGHT = [
     ("SumOverRanks", SumsInTheBackground),
     ("RowParallelLinear", RowWithABiasOfItsOwn),
     ("ParallelMLP", MLPMendedByAFullBias),
+    ("ParallelMLP", MLPOfTheLibrary),
     ("rows_and_seed", share_by_counting),
 ]
