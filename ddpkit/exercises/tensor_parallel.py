@@ -41,8 +41,10 @@ def in_groups(program: Callable, right: Callable[..., list], what: str, *args) -
 
 def of_group(trial: Trial, *_) -> str | None:
     """Of an answer that is right until only some of the ranks belong together."""
-    right = "Right where all ranks share a model, wrong where only those of a group do. "
-    told = f"{right}Who doesn't know the group? A call, its size, or a rank's place in it."
+    told = (
+        "Right where all ranks share a model, wrong where only those of a group do, as on a mesh. "
+        "Who takes in all ranks? A call without `group`, its size, or a rank's place in it."
+    )
     return told if "in groups" in trial.what else None
 
 
@@ -137,8 +139,7 @@ on_what_it_was_given: gradient.clone(memory_format=torch.contiguous_format) → 
     The gradient that backward is given may be others', too: here it also goes past f, as past
     every block of a transformer. Work on gradient.clone().
 of_the_world: dist.all_reduce(total, group=ctx.group) → dist.all_reduce(total)
-    That is the sum over all ranks. Only those of `group` share x: keep it in ctx, and give it to
-    all_reduce. On a mesh the others have other rows.
+    Who takes in all ranks?
 returns_its_result: dist.all_reduce(total, group=ctx.group) → total = dist.all_reduce(total)
     all_reduce works in place and returns None: the sum is in the tensor that you gave it.
 """),
@@ -174,8 +175,7 @@ sums_nothing: dist.all_reduce(total, group=group) → pass
 averages: return total → return total / dist.get_world_size()
     out is the mean. The ranks hold summands of one product: add them up.
 of_the_world: dist.all_reduce(total, group=group) → dist.all_reduce(total)
-    That is the sum over all ranks. Only those of `group` hold summands of this product: give it to
-    all_reduce. On a mesh the others have other rows.
+    Who takes in all ranks?
 in_x_itself: x.clone(memory_format=torch.contiguous_format) → x
     x holds the sum now, and whoever uses x beside g sees that. Work on x.clone().
 """),
@@ -265,8 +265,7 @@ sums_nothing: self.leave.apply(F.linear(x, self.weight), self.group) → F.linea
     That is this rank's summand, with the bias: the other ranks' inputs are missing. g sums.
 of_the_world: self.leave.apply(F.linear(x, self.weight), self.group) → self.leave.apply(
     ⏎    F.linear(x, self.weight))
-    That is the sum over all ranks. Only those of self.group hold summands of this product:
-    SumOverRanks.apply(x, self.group).
+    Who takes in all ranks?
 by_all_reduce: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
     ⏎dist.all_reduce(out)
     SumOverRanks.apply(x, group) is the same sum, and backward knows it.
@@ -351,7 +350,7 @@ ParallelMLP = Exercise(
     ],
     hints={
         "start": "Step 1 is right, step 2 isn't: which of the numbers were zeros in step 1 only?",
-        "values": "What is added to a summand on every rank is in the sum W times.",
+        "values": "What is added to each rank's summand is in the sum W times: add it to the sum.",
         "wire": "Two all-reduces a step, one of them backward.",
     },
     praise="two steps as one process takes them, with one all-reduce forward and one backward.",
@@ -362,11 +361,6 @@ as_found: F.linear(x, self.down_weight) → F.linear(x, self.down_weight, self.d
     It learns as it was found. Step 1 hides it: what is 0 there, and is added on every rank?
 in_and_behind: F.linear(x, self.down_weight) → F.linear(x, self.down_weight, self.down_bias)
     The bias is in each summand, too: take it out of F.linear, and add it to the sum only.
-with_a_sum_of_its_own: F.linear(x, self.down_weight) → F.linear(⏎    x, self.down_weight,
-    ⏎    library.CopyToRanks.apply(self.down_bias) / dist.get_world_size())
-    library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
-    All values are right, at the price of one more all-reduce in backward, for the bias. Added to
-    the sum, it needs none.
 divides_the_bias: F.linear(x, self.down_weight) → F.linear(
     ⏎    x, self.down_weight, self.down_bias / dist.get_world_size())
     library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)

@@ -91,8 +91,7 @@ cuts_qkv_in_one: (block.qkv, group, [q, kv, kv], enter) → (block.qkv, group, e
     qkv holds all rows of q, then those of k, then those of v: cut in one piece, rank 0 gets queries
     and the last rank values. Each of the three is dealt out by itself: [q, kv, kv].
 of_the_world: world_size, block = → group = None⏎world_size, block =
-    All ranks got a piece each. Only those of `group` share the block: every layer must know it, and
-    W is dist.get_world_size(group).
+    Who takes in all ranks?
 all_like_q: [q, kv, kv] → [q, q, q]
     With grouped heads, k and v have fewer rows than q: [q, kv, kv] are the rows of each.
 rows_of_this_rank: q, kv = → block.heads //= world_size⏎block.kv_heads //= world_size⏎q, kv =
@@ -204,8 +203,7 @@ its_own_powers: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), gr
     Each rank divides by the powers of its own tokens, as if there were no others: sum them over
     the ranks.
 of_the_world: logits = widened(logits) → group = None⏎logits = widened(logits)
-    Sums over all ranks count tokens twice: only those of `group` share a vocabulary. Give it to
-    all_reduce, and to SumOverRanks.apply.
+    Who takes in all ranks?
 its_own_targets: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
     ⏎    SumOverRanks.apply(shifted.exp().sum(-1), group), own)
     A target's logit is missing. Its rank must bring it (a rank's tokens begin with `start`), the
@@ -304,8 +302,7 @@ averages: dist.all_reduce(flat, group=group) → dist.all_reduce(flat, group=gro
     The loss is a mean over all tokens already, and each rank has the summands of its tokens: add
     them up, no mean. (AdamW wouldn't notice.)
 of_the_world: dist.all_reduce(flat, group=group) → dist.all_reduce(flat)
-    That is the sum over all ranks. Only those of `group` have tokens of the same sequences: give it
-    to all_reduce.
+    Who takes in all ranks?
 sums_everything: if count > 1 and p.grad → if p.grad
     A split parameter has other numbers on each rank, and its gradient is whole: leave it alone.
 sums_what_is_split: if count > 1 and p.grad → if count == 1 and p.grad
@@ -393,8 +390,7 @@ of_this_rank: dist.all_reduce(squared, group=group) → pass
 as_pytorchs: / count for → for
     dist.all_reduce(squared, group=group) → pass
 of_the_world: dist.all_reduce(squared, group=group) → dist.all_reduce(squared)
-    That is the sum over all ranks. Only those of `group` share the model: give it to all_reduce, or
-    on a mesh every row counts the same parameters again.
+    Who takes in all ranks?
 sum_of_lengths: dist.all_reduce(squared, group=group) →
     ⏎squared = squared.sqrt()⏎dist.all_reduce(squared, group=group)
     squared.sqrt() → squared
