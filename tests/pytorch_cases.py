@@ -131,9 +131,8 @@ def all_reduce_by_its_future():
 def two_at_once():
     x = mine(6)
     works = [dist.all_reduce(half, async_op=True) for half in x.chunk(2)]
-    for work in reversed(works):
-        work.wait()
-    return x.tolist(), [work.is_completed() for work in works]
+    waited = [work.wait() for work in reversed(works)]
+    return x.tolist(), waited, [work.is_completed() for work in works]
 
 
 @case
@@ -344,20 +343,22 @@ def trained_whole(module):
     return train(module), listed(p.full_tensor() for p in module.parameters())
 
 
+def sharded(module, mesh):
+    from torch.distributed.fsdp import fully_shard  # which takes a second
+
+    return fully_shard(module, mesh=mesh)
+
+
 @case
 def fully_shard():
-    from torch.distributed.fsdp import fully_shard
-
     module, mesh = mlp(), init_device_mesh("cpu", (WORLD,))
-    fully_shard(module[0], mesh=mesh)
-    return trained_whole(fully_shard(module, mesh=mesh))
+    sharded(module[0], mesh)
+    return trained_whole(sharded(module, mesh))
 
 
 @case
 def hybrid_shard():
-    from torch.distributed.fsdp import fully_shard
-
-    return trained_whole(fully_shard(mlp(), mesh=grid()))
+    return trained_whole(sharded(mlp(), grid()))
 
 
 def split_mlp(mesh):

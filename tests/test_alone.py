@@ -16,7 +16,6 @@ TESTS = [
     test_ring.test_dtypes_shapes_and_segments,
     test_shared_memory.test_several_buffers,
     test_batch_norm.test_ranks_together_are_one_process,
-    test_parameter_server.test_synchronous_is_one_process,
     test_parameter_server.test_staleness_is_what_others_did_meanwhile,
 ]
 

@@ -98,10 +98,6 @@ def test_every_algorithm_of_the_project_has_a_volume():
     assert {name for name in public if name.endswith(ends)} == set(cost.ALGORITHMS)
 
 
-def test_a_barrier_has_no_bytes_of_its_own():
-    assert cost.volume("barrier", 10**9, 4) == cost.volume("barrier", 0, 4)
-
-
 def test_what_has_no_volume():
     for arguments, complaint in [
         (("ring", 10, 2), "no 'ring' at all, only broadcast, .*halving_doubling_all_reduce"),

@@ -1,4 +1,7 @@
-"""ddpkit.parameter_server against one process that does it all; and the server's wire."""
+"""ddpkit.parameter_server: the asynchronous server against one process that does it all.
+
+The synchronous one is its exercise's.
+"""
 
 import copy
 from functools import partial
@@ -18,34 +21,18 @@ def loss_of(gpt, worker, step):
     return cases.gpt_loss(gpt, [cases.gpt_batch(step, 0, worker)])
 
 
-def train(make, serve=serve, steps=STEPS, before=lambda step: None):
-    """What serve returned, and the weights."""
+def train(make, steps=STEPS, before=lambda step: None):
+    """What the server returned, and the weights."""
     rank, gpt = dist.get_rank(), cases.small_gpt()
     if rank == 0:
-        return serve(gpt, make(gpt.parameters()), steps), cases.weights_of(gpt)
+        told = serve_asynchronously(gpt, make(gpt.parameters()), steps)
+        return told, cases.weights_of(gpt)
     for step in range(steps):
         before(step)
         gpt.zero_grad()
         loss_of(gpt, rank, step).backward()
         push_and_pull(gpt)
     return None, cases.weights_of(gpt)
-
-
-def one_process(make):
-    gpt = cases.small_gpt()
-    optimizer, workers = make(gpt.parameters()), range(1, dist.get_world_size())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for worker in workers:
-            (loss_of(gpt, worker, step) / len(workers)).backward()
-        optimizer.step()
-    return cases.weights_of(gpt)
-
-
-@on_ranks(2, 3, 4)
-def test_synchronous_is_one_process(check):
-    for make in (cases.SGD, cases.ADAMW):
-        check.close(train(make)[1], one_process(make), cases.HALF_THE_DIGITS, make)
 
 
 # Asynchronous: the server tells who may come next. Nothing is left to time.
@@ -71,7 +58,7 @@ def train_in_turns(turns, make):
         call_the_next()
         return optimizer
 
-    told = train(make_calling, serve_asynchronously, steps)
+    told = train(make_calling, steps)
     for handle in handles:
         handle.wait()
     return told
@@ -117,18 +104,13 @@ def test_staleness_is_what_others_did_meanwhile(check, rank):
 
 
 @on_ranks(2, 3, 4)
-def test_bytes_on_the_wire(check):
-    """A step: from each worker and back to it, in the synchronous server's order."""
-    rank, workers = dist.get_rank(), range(1, dist.get_world_size())
+def test_bytes_on_the_wire(check, rank, world_size):
+    """A step: from each worker and back to it."""
     nbytes = sum(parameter.nbytes for parameter in cases.trained_of(cases.small_gpt()).values())
-    served = [(op, worker, nbytes) for op in ("recv", "send") for worker in workers]
-    worked = [("send", 0, nbytes), ("recv", 0, nbytes)]
-    for how in (serve, serve_asynchronously):
-        got = [(r.op, r.peer, r.bytes) for r in cases.sent_by(partial(train, cases.SGD, how))]
-        expected = worked * STEPS if rank else served * STEPS
-        if rank == 0 and how is serve_asynchronously:
-            got, expected = sorted(got), sorted(expected)
-        check.same(got, expected, how)
+    records = cases.sent_by(partial(train, cases.SGD))
+    others = [0] if rank else range(1, world_size)
+    expected = [(op, other, nbytes) for op in ("recv", "send") for other in others] * STEPS
+    check.same(sorted((r.op, r.peer, r.bytes) for r in records), sorted(expected))
 
 
 @on_ranks(1)

@@ -18,20 +18,10 @@ from training_cases import ADAMW, HALF_THE_DIGITS, SGD, sent_by, small_gpt
 
 from ddpkit import HangError, launch
 from ddpkit.data_parallel import average_gradients
+from ddpkit.dry_run import held, rank_of_stage
 from ddpkit.models import Block, mean_loss, torch_attention
-from ddpkit.pipeline import (
-    Pipeline,
-    PipelineStage,
-    cut_layers,
-    gpipe,
-    gpt_layers,
-    held,
-    interleaved,
-    one_f_one_b,
-    parse,
-    rank_of_stage,
-    zero_bubble,
-)
+from ddpkit.pipeline import Pipeline, PipelineStage, cut_layers, gpt_layers
+from ddpkit.schedules import gpipe, interleaved, one_f_one_b, parse, zero_bubble
 from ddpkit.split_backward import SplitBackward
 
 ROWS, LENGTH, WIDTH = 2, 6, 6  # of a micro-batch

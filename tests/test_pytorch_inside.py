@@ -7,8 +7,7 @@ import pytorch_cases
 import torch
 import torch.distributed as dist
 from on_ranks import into_torchs_own_world
-from pytorch_cases import CASES, WORLD, grid, init_device_mesh, results, split_mlp
-from torch.distributed.fsdp import fully_shard
+from pytorch_cases import CASES, WORLD, grid, init_device_mesh, results, sharded, split_mlp
 
 from ddpkit import launch
 from ddpkit.runtime.wire import recorder
@@ -42,7 +41,7 @@ def furthest_from_serial(module, parts):
 
 def hybrid():
     """HSDP on a 2 × 2 mesh: shards in a row, replicas in a column."""
-    module = fully_shard(pytorch_cases.mlp(), mesh=grid())
+    module = sharded(pytorch_cases.mlp(), grid())
     module(batch(dist.get_rank())).square().mean().backward()
     return furthest_from_serial(module, WORLD)
 
@@ -50,7 +49,7 @@ def hybrid():
 def sharded_and_split():
     """On a 2 × 2 mesh: FSDP in one direction, tensor parallel in the other."""
     mesh = grid()
-    module = fully_shard(split_mlp(mesh["tp"]), mesh=mesh["dp"])
+    module = sharded(split_mlp(mesh["tp"]), mesh["dp"])
     module(batch(mesh["dp"].get_local_rank())).square().mean().backward()
     return furthest_from_serial(module, 2)
 
@@ -101,8 +100,8 @@ def fully_sharded_step():
     blocks = [torch.nn.Linear(8, 8) for _ in range(3)]
     module, mesh = torch.nn.Sequential(*blocks), init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+        sharded(block, mesh)
+    sharded(module, mesh)
     pytorch_cases.train(module, steps=1)
     before = len(recorder().records)
     pytorch_cases.train(module, steps=1)

@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from training_cases import ADAMW, HALF_THE_DIGITS, SGD, sent_by, small_gpt
 
-from ddpkit import pipeline as pipelines
 from ddpkit.ddp import BucketedDDP
 from ddpkit.models import mean_loss
+from ddpkit.pipeline import Pipeline, PipelineStage, cut_layers, gpt_layers
+from ddpkit.schedules import one_f_one_b, zero_bubble
 from ddpkit.sequence_parallel import ParallelGPT
 from ddpkit.split_layers import count_copies, gather, splits
 from ddpkit.tensor_parallel import clip_grad_norm, vocabulary_cross_entropy
@@ -218,19 +219,19 @@ def test_two_stages_times_two_parts_of_each(check):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "tensor"))
     pipe, tensor = mesh["pipe"].get_group(), mesh["tensor"].get_group()
     number = dist.get_rank(pipe)
-    for optimizer, schedule in ((SGD, pipelines.zero_bubble), (ADAMW, pipelines.one_f_one_b)):
+    for optimizer, schedule in ((SGD, zero_bubble), (ADAMW, one_f_one_b)):
         serial, what = serial_gpt(), schedule.__name__
         split = ParallelGPT(serial, tensor)
-        module = pipelines.cut_layers(pipelines.gpt_layers(split), 2)[number]
+        module = cut_layers(gpt_layers(split), 2)[number]
         names = {parameter: name for name, parameter in split.named_parameters()}
         mine = {names[p]: p for p in module.parameters()}
-        stage = pipelines.PipelineStage(module, number, torch.empty(2, 8, 8, dtype=torch.float64))
+        stage = PipelineStage(module, number, torch.empty(2, 8, 8, dtype=torch.float64))
 
         def loss(logits, targets, split=split, group=tensor):
             return vocabulary_cross_entropy(logits, targets, split.tokens.start, group).mean()
 
         tied = split.tokens.weight
-        pipeline = pipelines.Pipeline([stage], schedule(2, 2), loss, tied, pipe)
+        pipeline = Pipeline([stage], schedule(2, 2), loss, tied, pipe)
         copies = count_copies(module, tensor) | {tied: 2}
         optimizers = [optimizer(each.parameters()) for each in (serial, module)]
         for step in range(3):
