@@ -1,4 +1,11 @@
-"""Real ranks from a notebook cell; the algorithms of distributed training, each in a short file."""
+"""Real ranks from a notebook cell; the algorithms of distributed training, each in a short file.
+
+    run = launch(f, x, world_size=4)  # f(x) on 4 new ranks; run[2] is what rank 2 returned
+    %load_ext ddpkit                  # in a notebook: %%ranks cells run on ranks that stay
+
+RankError: a rank failed. HangError: ranks wait for what never comes. Link: a slower wire.
+In a shell: `python -m ddpkit.doctor`, `python -m ddpkit.debug`, `python -m ddpkit.explain`.
+"""
 
 # Before any process group exists. torch imports this with the first optimizer, and its default
 # arguments keep the group of that moment for ever: destroy_process_group() would leave Gloo's

@@ -56,7 +56,7 @@ class Said:
         return _pickled(self)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Record:
     """One call of one rank. Times are this machine's `time.perf_counter()`, or None.
 
@@ -81,6 +81,9 @@ class Record:
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "said"), name)
+
+    def __repr__(self):
+        return f"<{self.call}, {self.bytes} bytes>"
 
     @property
     def call(self) -> str:

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import difflib
 import inspect
+import itertools
 import os
 import sys
 import time
@@ -12,16 +13,17 @@ from collections.abc import Callable
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ..tools.checks import check_positive
 from . import processes, worker
 from .backends import choose_backend
-from .board import Record
+from .board import RETURNED, RUNNING, Record
 from .call import pickle_call
 from .errors import RankError, shown
 from .hang import describe_place
 from .link import Link
-from .records import call_site, recorder
+from .records import Recorder, call_site, recorder
 from .run import Run
 from .session import Session
 from .watch import Watch
@@ -29,6 +31,7 @@ from .watch import Watch
 MOST_RANKS = 64
 ASKED = {"rank": "dist.get_rank()", "world_size": "dist.get_world_size()"}
 THEIRS = {"nprocs": "world_size", "nproc_per_node": "world_size"}  # PyTorch's own launchers
+_launches = itertools.count()  # under torchrun, alike on all ranks
 
 
 def launch(
@@ -168,11 +171,24 @@ def _join_running_world(fn, args, kwargs, link, keep_values) -> Run:
     begun = time.perf_counter()
     value = fn(*args, **kwargs)
     seconds = time.perf_counter() - begun
+    _wait_till_all_return(mine)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (value, mine.records[before:] if mine else []))
     values, wire = map(list, zip(*everyone, strict=True))
     line = f"{dist.get_backend()}: in the world that torchrun started"
     return Run(values, [""] * len(everyone), wire, seconds, line, link)
+
+
+def _wait_till_all_return(mine: Recorder | None):
+    """Else who still waits in `fn` would be compared with a rank that hands in its result."""
+    store, number = c10d._get_default_store(), next(_launches)
+    for state in (RETURNED, RUNNING):
+        if mine:
+            mine.board.set_state(dist.get_rank(), state)
+        key = f"ddpkit/launch/{number}/{state}"
+        store.add(key, 1)
+        while store.add(key, 0) < dist.get_world_size():
+            time.sleep(0.005)
 
 
 def _initialise_under_torchrun(link):

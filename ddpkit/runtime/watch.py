@@ -90,7 +90,8 @@ class Watch:
                 looked = now
             if self.timeout is not None and now - begun > self.timeout:
                 headline = f"no result after {self.timeout:g} s."
-                self.fail(HangError, self._report(headline, "Above is where every rank was."))
+                advice = "Above is where every rank was: a loop without end, or a short timeout?"
+                self.fail(HangError, self._report(headline, advice))
 
     def check_all_live(self):
         """RankError if a rank has died while nobody listened."""
