@@ -110,7 +110,7 @@ ROWS = {
 
 
 def test_bars():
-    picture = charts.byte_bars(ROWS, 2 * 10**9, "A step")
+    picture = charts.byte_bars(ROWS, "A step")
     check_picture(picture)
     drawn = [(bar.get_x(), bar.get_width()) for bar in picture.figure.axes[0].patches]
     assert drawn == [(0, 10**9), (0, 10**9), (10**9, 3 * 10**9), (10**9, 10**9)]

@@ -68,7 +68,6 @@ def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list
 
 MODELS = {"0.5B": 500_000_000, "3B": 3_000_000_000, "7.5B": 7_500_000_000, "70B": 70_000_000_000}
 MODELS["XXL, 219.8B"] = 126 * 2 * 16384 * 53248  # 126 times two linear layers
-CAPACITY_BYTES = 80 * 10**9
 
 
 def zero_calculator() -> Calculator:
@@ -90,12 +89,12 @@ def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
     total = sum(rows[f"stage {stage}"].values())
     passes = 3 if stage == 3 else 2  # of the parameters, in half precision
     sent_bytes = passes * 2 * parameters * (world_size - 1) / world_size
-    fits = "fits" if total < CAPACITY_BYTES else "doesn't fit"
+    fits = "fits" if total < charts.GPU_BYTES else "doesn't fit"
     kept = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in rows[f"stage {stage}"].items())
     caption = (
         f"{model} on {count(world_size, 'rank')}, stage {stage}: {kept}: {size(total)} on "
-        f"each, which {fits} on a GPU of {size(CAPACITY_BYTES)}, activations not counted. "
+        f"each, which {fits} on a GPU of {size(charts.GPU_BYTES)}, activations not counted. "
         f"Each sends {size(sent_bytes)} in a step."
     )
     title = f"Model states on each of {count(world_size, 'rank')}"
-    return caption, charts.byte_bars(rows, CAPACITY_BYTES, title, f"stage {stage}")
+    return caption, charts.byte_bars(rows, title, f"stage {stage}")

@@ -318,14 +318,12 @@ def shards(numels: Mapping[str, int], world_size: int) -> Picture:
     )
 
 
+GPU_BYTES = 80 * 10**9
 KIND_COLOURS = dict(zip(memory.KINDS, [*page.RANK_COLOURS[:5], page.MIXED], strict=True))
 
 
 def byte_bars(
-    rows: Mapping[str, Mapping[str, int]],
-    capacity_bytes: int,
-    title: str,
-    chosen: str | None = None,
+    rows: Mapping[str, Mapping[str, int]], title: str, chosen: str | None = None
 ) -> Picture:
     """Bytes by kind, a bar for each row with its total; dashed: what a GPU has.
 
@@ -339,14 +337,14 @@ def byte_bars(
     for name, end in zip(rows, ends, strict=True):
         page.write_after(axes, end, name, size(end))
     dashed = {"color": page.WRONG, "lw": 2.5, "ls": page.DASHES}
-    axes.axvline(capacity_bytes, **dashed)
-    axes.set_xlim(right=max(axes.get_xlim()[1], 1.02 * capacity_bytes))
+    axes.axvline(GPU_BYTES, **dashed)
+    axes.set_xlim(right=max(axes.get_xlim()[1], 1.02 * GPU_BYTES))
     if chosen:
         place = list(rows).index(chosen)
         axes.axhspan(place - 0.45, place + 0.45, fc=page.PALE, ec="black", lw=2, zorder=0)
     page.with_units(axes.xaxis, "B")
     kinds = [patch(*each) for each in colours.items()]
-    legend(figure, [*kinds, stroke(f"a GPU of {size(capacity_bytes)}", **dashed)])
+    legend(figure, [*kinds, stroke(f"a GPU of {size(GPU_BYTES)}", **dashed)])
     said = [f"{title}."]
     for name, row in rows.items():
         kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in row.items() if nbytes)

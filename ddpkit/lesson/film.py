@@ -35,10 +35,6 @@ class Frame:
     owners: list = field(default_factory=list)  # of the message
     sent: list["Frame"] = field(default_factory=list)  # of a hop: the frames of its messages
 
-    @property
-    def messages(self) -> list["Frame"]:
-        return self.sent or [self]
-
 
 class Holdings:
     """What one rank holds, as far as its records tell."""

@@ -28,7 +28,8 @@ class FloatExplorer(Live):
             raise ValueError(f"no format is called {format!r}; there are {', '.join(BY_NAME)}")
         self._following = False
         self._set(value, format)
-        super().__init__(*self.look())
+        caption, picture = self.look()
+        super().__init__("\n".join([caption, *map(str, self._in_all_formats())]), picture)
 
     def _set(self, value: str, format: str, pattern: int | None = None) -> None:
         """A number as it was typed, in a format; or a pattern in place of the number."""
@@ -41,19 +42,17 @@ class FloatExplorer(Live):
             self._typed = str(self._value)
         self.number = floats.Number(pattern, chosen)
 
-    def look(self) -> tuple[str, Picture]:
+    def _in_all_formats(self) -> list[floats.Number]:
         found = {}
         for format in floats.FORMATS:
             found[format] = floats.Number(floats.encode(self._value, format), format)
-        number = found[self.number.format] = self.number
-        said = [f"{self._typed} in {number.format.name}: {number.bits}, {number.formula}"]
-        said += map(str, found.values())
-        return "\n".join(said), float_bits(list(found.values()), number)
+        found[self.number.format] = self.number
+        return list(found.values())
 
-    def _brief(self) -> tuple[str, Picture]:
-        """As `look`, without what the picture says."""
-        text, picture = self.look()
-        return text.partition("\n")[0], picture
+    def look(self) -> tuple[str, Picture]:
+        number = self.number
+        said = f"{self._typed} in {number.format.name}: {number.bits}, {number.formula}"
+        return said, float_bits(self._in_all_formats(), number)
 
     @cached_property
     def box(self):
@@ -66,7 +65,7 @@ class FloatExplorer(Live):
         self.choice = ipywidgets.SelectionSlider(options=list(BY_NAME), **looks)
         wrapped = {"flex_flow": "row wrap"}
         self.buttons = ipywidgets.HBox(layout=wrapped)
-        self._shown = view(self._brief)
+        self._shown = view(self.look)
         self._follow()
         self.entry.observe(self._move, "value")
         self.choice.observe(self._move, "value")
@@ -79,7 +78,7 @@ class FloatExplorer(Live):
         def changed() -> tuple[str, Picture]:
             self._set(self.entry.value, self.choice.value, pattern)
             self._follow()
-            return self._brief()
+            return self.look()
 
         if not self._following:
             show(self._shown, changed)

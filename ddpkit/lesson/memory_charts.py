@@ -18,7 +18,7 @@ from ..tools.memory import (
 )
 from ..tools.units import size
 from . import page
-from .charts import KIND_COLOURS, byte_bars
+from .charts import GPU_BYTES, KIND_COLOURS, byte_bars
 from .page import Canvas, Picture, chart, legend, patch, stroke
 from .widgets import Calculator, Slider
 
@@ -180,7 +180,6 @@ def attention_weights(terms: Iterable[Term]) -> list[Term]:
 # What fits
 
 VOCABULARY = 50_257  # GPT-2's
-CAPACITY_BYTES = 80 * 10**9
 WAYS = ("everything kept", "selective", "every block")
 
 
@@ -208,16 +207,16 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
         raise ValueError(f"{got}: choose other heads")
     rows = training_bytes(width, width // head_width, layers, **batch)
     totals = {way: sum(row.values()) for way, row in rows.items()}
-    fits = [way for way, total in totals.items() if total <= CAPACITY_BYTES]
+    fits = [way for way, total in totals.items() if total <= GPU_BYTES]
     billions = gpt_parameters(width, layers) / 1e9
     kept, selective, every = (size(totals[way]) for way in WAYS)
     caption = (
         f"{billions:.3g} billion parameters. Everything kept: {kept}; selective checkpoints: "
         f"{selective}; every block a checkpoint: {every}. "
-        f"On a GPU of {size(CAPACITY_BYTES)} {'fit' if len(fits) > 1 else 'fits'}: "
+        f"On a GPU of {size(GPU_BYTES)} {'fit' if len(fits) > 1 else 'fits'}: "
         f"{', '.join(fits) or 'none of them'}."
     )
-    return caption, byte_bars(rows, CAPACITY_BYTES, "The peak of a training step")
+    return caption, byte_bars(rows, "The peak of a training step")
 
 
 def gpt_parameters(width: int, layers: int) -> int:

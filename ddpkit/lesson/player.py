@@ -194,7 +194,7 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
         _draw_way(canvas, stage, src, dst, colour(src), dashed=True)
     for each in missing:
         _draw_missing(canvas, stage, each)
-    messages = [each for each in frame.messages if each.event.is_message]
+    messages = [each for each in frame.sent or [frame] if each.event.is_message]
     for each in messages:
         src, dst = each.event.rank, each.event.peer
         _draw_way(canvas, stage, src, dst, colour(src))
@@ -229,12 +229,9 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
 
 def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed=False):
     """The arrow of a message, from row to row."""
-    x, half = stage.way(src, dst), page.ROW / 2 + 2
-    if src < dst:
-        ends = (x, stage.middle(src) + half), (x, stage.middle(dst) - half)
-    else:
-        ends = (x, stage.middle(src) - half), (x, stage.middle(dst) + half)
+    x, half = stage.way(src, dst), math.copysign(page.ROW / 2 + 2, dst - src)
     if src != dst:
+        ends = (x, stage.middle(src) + half), (x, stage.middle(dst) - half)
         canvas.arrow(*ends, ink, 2.2 if dashed else 4.5, dashed)
 
 

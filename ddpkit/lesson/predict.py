@@ -108,12 +108,11 @@ class Predictions:
     def score(self) -> str:
         """How many predictions were right."""
         judged = [each.right for each in self.made.values() if each.right is not None]
-        if not judged:
-            said = f"{len(self.made)} predictions, none entered."
-            return Answer(said, None, said)
-        entered = f"{sum(judged)} of {len(judged)} predictions right"
         left = len(self.made) - len(judged)
-        said = f"{entered}, {left} not entered." if left else f"{entered}."
+        said = f"{sum(judged)} of {len(judged)} predictions right"
+        said += f", {left} not entered." if left else "."
+        if not judged:
+            said = f"{left} predictions, none entered."
         return Answer(said, None, said)
 
 

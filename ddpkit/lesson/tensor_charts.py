@@ -53,15 +53,13 @@ def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
     """A matrix, its parts in the colours of their ranks."""
     if split is None:
         canvas.box(x, y, wide, tall, page.MIXED)
-    for rank in range(world_size if split is not None else 0):
-        share, fill = rank / world_size, colour(rank)
-        if split == "sum":  # one behind the other
-            canvas.box(x + 12 * rank, y + 12 * rank, wide, tall, fill)
-            continue
-        down, right = (share if split in (0, "blocks") else 0), (0 if split == 0 else share)
-        part_tall = tall / world_size if split in (0, "blocks") else tall
-        part_wide = wide if split == 0 else wide / world_size
-        canvas.box(x + wide * right, y + tall * down, part_wide, part_tall, fill)
+        return
+    part_wide = wide / world_size if split in (1, "blocks") else wide
+    part_tall = tall / world_size if split in (0, "blocks") else tall
+    right = {"sum": 12, 0: 0}.get(split, part_wide)  # of "sum" one lies behind the other
+    down = {"sum": 12, 1: 0}.get(split, part_tall)
+    for rank in range(world_size):
+        canvas.box(x + rank * right, y + rank * down, part_wide, part_tall, colour(rank))
     if split == "blocks":
         canvas.box(x, y, wide, tall, "none", page.GREY, dashed=True)
 
