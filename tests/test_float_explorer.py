@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 from test_figures import has_colour
 
-from ddpkit.lesson import figures
+from ddpkit.lesson import figures, page
 from ddpkit.lesson import float_explorer as module
 from ddpkit.lesson.float_explorer import FIELD_COLOURS, float_explorer, parse
 from ddpkit.tools import floats
@@ -33,7 +33,7 @@ def shown(explorer) -> str:
 
 def test_text_and_picture():
     explorer = float_explorer()
-    for colour in FIELD_COLOURS.values():
+    for colour in (*FIELD_COLOURS.values(), page.PALE):  # that of the row that stands out
         assert has_colour(explorer.telling, colour)
 
 

@@ -27,11 +27,8 @@ def test_player_says_what_each_rank_does_and_holds():
     assert len(picture.figure.axes[0].collections) == 4  # 0F0 0F1 1F0 1B0
 
 
-def test_calculator_says_bubble_and_what_is_held():
+def test_calculator_says_what_is_held():
     calculator = pipeline_charts.pipeline_calculator()
-    calculator.widgets["schedule"].value = "GPipe"
-    assert calculator.look()[0].endswith("Held at most, by rank: 8, 8, 8, 8.")
-    calculator.widgets["schedule"].value = "interleaved"
-    assert calculator.look()[0].endswith(
-        "28.5 ticks; 16% of the ranks' time is idle. Held at most, by rank: 5.5, 4.5, 3.5, 2.5."
-    )
+    for schedule, held in (("GPipe", "8, 8, 8, 8"), ("interleaved", "5.5, 4.5, 3.5, 2.5")):
+        calculator.widgets["schedule"].value = schedule
+        assert calculator.look()[0].endswith(f"Held at most, by rank: {held}.")

@@ -113,9 +113,8 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     """
     import numpy
 
-    quartiles = {}
-    for name, rounds in seconds.items():
-        quartiles[name] = [1e3 * each for each in numpy.quantile(rounds, (0.25, 0.5, 0.75))]
+    quarters = 0.25, 0.5, 0.75
+    quartiles = {name: 1e3 * numpy.quantile(each, quarters) for name, each in seconds.items()}
     alone = quartiles[compute][1]
     title = "Time of a training step"
     if link:

@@ -211,12 +211,9 @@ class Calculator(Live):
         self, function: Callable[..., Look], /, text: str | None = None, **sliders: Slider
     ):
         self._function, self._sliders = function, sliders
+        self._first = {name: slider.value for name, slider in sliders.items()}
         caption, picture = function(**self._first)
         super().__init__(caption if text is None else text, picture)
-
-    @property
-    def _first(self) -> dict:
-        return {name: slider.value for name, slider in self._sliders.items()}
 
     @cached_property
     def widgets(self) -> dict:
