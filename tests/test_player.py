@@ -98,6 +98,16 @@ def one_raises():
     dist.recv(torch.zeros(1), src=1)
 
 
+def sent_before_a_barrier():
+    """Two messages, so that rank 0 comes to it first."""
+    parts, handles = mine().split(1), []
+    if dist.get_rank() == 1:
+        handles = [dist.isend(part, 0) for part in parts]
+    dist.barrier()
+    for each in handles or parts:
+        each.wait() if handles else dist.recv(each, 1)
+
+
 def handle_is_dropped():
     x = mine(1)
     dist.barrier()
@@ -158,6 +168,13 @@ RIGHT = {
         "2. broadcast(1 float32, src=1): rank 1 [10] → [10] on every rank",
         "3. all_gather(1 float32): rank 0 [1], rank 1 [10] → [1, 10] on every rank",
         "4. ranks 0 and 1 met at a barrier",
+    ],
+    (sent_before_a_barrier, 2): [
+        "1. rank 1 sends [10] to rank 0",
+        "2. rank 1 sends [20] to rank 0",
+        "3. ranks 0 and 1 met at a barrier",
+        "4. rank 0 receives [10] from rank 1",
+        "5. rank 0 receives [20] from rank 1",
     ],
     (silence, 2): ["The ranks sent nothing."],
 }
