@@ -44,6 +44,8 @@ def test_split_and_gathered(check, rank, world_size):
     parts = serial["row"].weight.tensor_split(world_size, dim=1)
     check.same(split["row"].weight.detach(), parts[rank], "row")
     check.same(split["row"].weight.requires_grad, False, "frozen")
+    before = torch.arange(6).tensor_split(world_size)[:rank]
+    check.same(split["tokens"].start, sum(map(len, before)), "the first token")
     check.same(gather(split.state_dict(), split), dict(serial.state_dict()), "gathered")
     copies = {name: count_copies(split)[p] for name, p in split.named_parameters()}
     expected = dict.fromkeys(serial.state_dict(), 1) | {"row.bias": world_size}
