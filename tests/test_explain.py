@@ -309,6 +309,8 @@ def test_views_of_another_shape_and_what_only_a_root_hands_in_are_no_mismatch():
     dumps = {rank: nccl(("scatter", 6, "started"), ranks="[0, 1]") for rank in (0, 1)}
     dumps[1]["entries"][0] |= {"input_sizes": [], "input_dtypes": [], "output_sizes": [[2, 3]]}
     assert explain(dumps).startswith("no rank waits")
+    uneven = {rank: nccl(("all_to_all", 6 + rank, "started"), ranks="[0, 1]") for rank in (0, 1)}
+    assert explain(uneven).startswith("no rank waits")
 
 
 def test_a_recorder_that_was_too_short_for_all_calls():
