@@ -213,28 +213,16 @@ def test_measurements_that_tell_too_little():
 # Bandwidth
 
 
-def test_bus_bandwidth_is_what_the_wire_carries():
-    """On a wire without latency, the best algorithm shows its speed, whatever the world."""
-    wire = cost.CostModel(0, 1e9)
-    for operation, best in [
-        ("all_reduce", "ring_all_reduce"),
-        ("reduce_scatter", "ring_reduce_scatter"),
-        ("all_gather", "ring_all_gather"),
-    ]:
+def test_bus_bandwidth_is_nccl_testss():
+    for operation, trips in (("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 1)):
         for world_size in (2, 3, 8):
-            seconds = wire.seconds(best, 10**6, world_size)
-            assert cost.bus_bandwidth(operation, 10**6, seconds, world_size) == pytest.approx(1e9)
-    for operation in ("broadcast", "reduce"):
-        assert cost.bus_bandwidth(operation, 10**6, 1e-3, 4) == 1e9
-
-
-def test_bandwidths_that_make_no_sense():
-    with pytest.raises(ValueError, match=r"seconds > 0, got 0\. Give the time"):
+            expected = 1e9 * trips * (world_size - 1) / world_size
+            busbw = cost.bus_bandwidth(operation, 10**6, 1e-3, world_size)
+            assert busbw == pytest.approx(expected)
+    with pytest.raises(ValueError, match=r"expected seconds > 0"):
         cost.bus_bandwidth("all_reduce", 10, 0, 2)
-    with pytest.raises(ValueError, match=r"for 'gather', only for all_reduce, .*, reduce$"):
+    with pytest.raises(ValueError, match="no 'ring_gather' at all"):
         cost.bus_bandwidth("gather", 10, 1.0, 2)
-    with pytest.raises(ValueError, match="world_size to be 1 or more, got 0"):
-        cost.bus_bandwidth("all_reduce", 10, 1.0, 0)
 
 
 # Buckets of gradients. On this wire 2 ranks take 2 s for a message, and 1 s for each byte.

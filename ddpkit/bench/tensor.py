@@ -5,6 +5,7 @@ small layer shows more of it than a large one.
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -24,11 +25,6 @@ LEGEND = f"""\
 Time: the median. Not split: every rank computes everything, and sends
 nothing.
 {SPEED}"""
-
-
-def make_mlp(width: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
 
 
 def by_torch(mlp: nn.Sequential, group: ProcessGroup) -> nn.Module:
@@ -54,8 +50,10 @@ WAYS = {TORCH: by_torch, OURS: by_us, WHOLE: lambda mlp, group: mlp, TORCH + AGA
 
 def contest(width: int, rows: int, ways: dict[str, Callable], group: ProcessGroup) -> Contest:
     """What `race` needs to time the ways on one size; RuntimeError: one computes something else."""
-    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
-    modules = {name: split(make_mlp(width), group) for name, split in ways.items()}
+    torch.manual_seed(0)
+    x = torch.randn(rows, width)
+    mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+    modules = {name: split(deepcopy(mlp), group) for name, split in ways.items()}
 
     def step(module: nn.Module) -> tuple[Tensor, Tensor]:
         module.zero_grad()

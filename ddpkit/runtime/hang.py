@@ -200,17 +200,12 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     if gone:
         every = "Every rank of the group must make the call."
         return f"{every} Is it under an `if`, or did one loop end early?"
-    if _tags_differ(stuck):
+    sends = {(s.rank, s.call.peer) for s in stuck if s.call.op == "send"}
+    if any((s.call.peer, s.rank) in sends for s in stuck if s.call.op == "recv"):
         return "Their tags, or groups, differ: a receive takes only what was sent with its own."
     if ops.issubset(MESSAGES):
         return "Let one side receive first, or start both with isend and irecv and wait afterwards."
     return "All ranks must use their groups in the same order."
-
-
-def _tags_differ(stuck: list[Situation]) -> bool:
-    """Whether one sends to another, which waits for a message from it, and still both wait."""
-    sends = {(s.rank, s.call.peer) for s in stuck if s.call.op == "send"}
-    return any((s.call.peer, s.rank) in sends for s in stuck if s.call.op == "recv")
 
 
 def report(

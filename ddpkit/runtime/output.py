@@ -22,6 +22,7 @@ class Output:
     """What a rank prints from now on."""
 
     def __init__(self, path: Path):
+        path.touch()  # the rank may not yet have made it
         self.path = path
         self._start = self._size()
         self._shown = self._lines = 0  # bytes and lines that `new_lines` has returned
@@ -63,11 +64,9 @@ class Output:
         return _clean(whole)
 
     def _size(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
+        return self.path.stat().st_size
 
     def _bytes(self, start: int, most: int) -> bytes:
-        if not self.path.exists():
-            return b""
         with open(self.path, "rb") as file:
             file.seek(self._start + start)
             return file.read(most)

@@ -119,8 +119,9 @@ def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterat
             if record.op in MESSAGES:
                 yield _arrow(record, rank, at, begin, until)
         used += max(lanes)
-    under_way = 0
-    for at, change in sorted(_changes(records)):
+    under_way, changes = 0, [(record.issued, record.bytes) for record in records]
+    changes += [(record.done, -record.bytes) for record in records if record.done is not None]
+    for at, change in sorted(changes):
         under_way += change
         args = {"bytes": under_way}
         yield {"ph": "C", "name": "under way", "pid": rank, "ts": us(at), "args": args}
@@ -148,13 +149,6 @@ def lanes_of(records: Iterable[Record], end: float) -> list[int]:
         free[lane : lane + 1] = [record.done or end]
         found.append(lane + 1)
     return found
-
-
-def _changes(records: Sequence[Record]) -> Iterator[tuple[float, int]]:
-    for record in records:
-        yield record.issued, record.bytes
-        if record.done is not None:
-            yield record.done, -record.bytes
 
 
 def kineto_arguments(record: Record) -> dict[str, object]:

@@ -170,7 +170,9 @@ class Watch:
         now = stuck or hang.situations(self.board)
         for situation in now:
             if situation.state in ("computing", "starting") and situation.place is None:
-                situation.place = self._place_of(situation.rank)
+                stack = self.ranks[situation.rank].ask_stack()
+                own = (frame for frame in stack if not is_library(frame[0]))
+                situation.place = next(own, None)
         return hang.report(headline, advice, now, self.board, stuck is not None)
 
     def _interrupted(self) -> KeyboardInterrupt:
@@ -182,10 +184,6 @@ class Watch:
         error = KeyboardInterrupt(report)
         error._render_traceback_ = lambda: shown(f"KeyboardInterrupt: {report}")  # in Jupyter
         return error
-
-    def _place_of(self, rank: int) -> tuple[str, int, str] | None:
-        """The innermost line of the user's own code that a computing rank is at."""
-        return next((f for f in self.ranks[rank].ask_stack() if not is_library(f[0])), None)
 
     # Failures.
 

@@ -211,17 +211,11 @@ def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int
     """Bytes per second that the best algorithm moved in and out of each rank. nccl-tests' busbw.
 
     Comparable with the speed of the wire, and between worlds of different size (doc/PERFORMANCE.md
-    there). operation: all_reduce, reduce_scatter, all_gather, broadcast or reduce.
+    there). operation: all_reduce, reduce_scatter or all_gather, whose rings send no byte too many.
     ValueError: no such operation, seconds that aren't positive, fewer than 1 rank.
     """
-    check_counts(world_size=world_size)
-    share = (world_size - 1) / world_size
-    factors = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share}
-    factors |= {"broadcast": 1.0, "reduce": 1.0}
-    if operation not in factors:
-        raise ValueError(f"no bus bandwidth for {operation!r}, only for {', '.join(factors)}")
     check_positive("Give the time of one call.", seconds=seconds)
-    return factors[operation] * nbytes / seconds
+    return volume(f"ring_{operation}", nbytes, world_size).in_turn / seconds
 
 
 # Buckets of gradients

@@ -68,11 +68,6 @@ class Format:
             return (2**self.exponent_bits - 1) << self.fraction_bits
         return 2 ** (self.bits - 1) - 2
 
-    @property
-    def _nan(self) -> int:
-        """A pattern of NaN: there are many, and torch's differ from device to device."""
-        return 2 ** (self.bits - 1) - 1
-
 
 FP32 = Format("fp32", 8, 23, torch.float32)
 TF32 = Format("tf32", 8, 10, None)  # what tensor cores make of fp32's factors; in memory it is fp32
@@ -131,7 +126,7 @@ def encode(value: float, format: Format) -> int:
     made NaN of it on CPUs: pull request 178817).
     """
     if math.isnan(value):
-        return format._nan
+        return 2 ** (format.bits - 1) - 1  # of many: torch's differ from device to device
     sign = 2 ** (format.bits - 1) * (math.copysign(1, value) < 0)
     magnitude = abs(value) if math.isinf(value) else nearest(abs(value), format)
     if magnitude in (0, math.inf):

@@ -301,7 +301,8 @@ def measure_saved(fn: Callable, *args) -> list[Saved]:
     kept: dict[int, tuple[Tensor, Saved]] = {}  # holds the tensor, or others would get its memory
 
     def keep(x: Tensor) -> Tensor:
-        if not _is_parameter(x) and _address(x) not in kept:
+        whole = x if x._base is None else x._base  # a linear layer keeps its weight transposed
+        if not isinstance(whole, nn.Parameter) and _address(x) not in kept:
             saved = Saved(_where(names), tuple(x.shape), x.dtype, x.untyped_storage().nbytes())
             kept[_address(x)] = x.detach(), saved
         return x
@@ -309,11 +310,6 @@ def measure_saved(fn: Callable, *args) -> list[Saved]:
     with saved_tensors_hooks(keep, lambda x: x):
         fn(*args)
     return [saved for _, saved in kept.values()]
-
-
-def _is_parameter(x: Tensor) -> bool:
-    """Whether it is one, or a view of one: a linear layer keeps its weight transposed."""
-    return isinstance(x if x._base is None else x._base, nn.Parameter)
 
 
 def _where(names: dict[int, str]) -> str:
