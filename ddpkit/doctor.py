@@ -59,23 +59,20 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(list[Finding]):
     """The findings; as text, what a notebook cell shows."""
-
-    findings: tuple[Finding, ...]
 
     @property
     def problems(self) -> list[str]:
-        return [finding.name for finding in self.findings if finding.level == PROBLEM]
+        return [finding.name for finding in self if finding.level == PROBLEM]
 
     def __repr__(self) -> str:
         """The verdict, then a table, remedies below their finding."""
         verdict = "This machine can run the course."
         if self.problems:
             verdict = f"To be mended first: {', '.join(self.problems)}."
-        column, lines = max(len(finding.name) for finding in self.findings), [verdict, ""]
-        for finding in self.findings:
+        column, lines = max(len(finding.name) for finding in self), [verdict, ""]
+        for finding in self:
             head = f"{finding.level:<7}  {finding.name:<{column}}  "
             lines += wrap(head, finding.value) + wrap(f"{' ' * len(head)}-> ", finding.remedy)
         return "\n".join(lines)
@@ -93,7 +90,7 @@ def judge(name: str, value: str, fine: bool = True) -> Finding:
 
 def report() -> Report:
     """Examine this machine; takes a few seconds, most of them for starting two real ranks."""
-    return Report(tuple(examine()))
+    return Report(examine())
 
 
 def examine() -> Iterator[Finding]:

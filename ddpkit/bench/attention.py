@@ -127,38 +127,37 @@ class Often:
 def make_contest(case: Case, plain: ProcessGroup) -> Contest:
     """Of (part, variant); `found` tells how many calls a turn has."""
     kind = device()
-    *qkv, upstream = inputs = case.inputs(kind)
-    square = torch.randn(SQUARE[kind], SQUARE[kind]).to(qkv[0])
+    inputs = case.inputs(kind)
+    square = torch.randn(SQUARE[kind], SQUARE[kind]).to(inputs[0])
     calls = {("", PRODUCT): partial(torch.matmul, square, square)}
     able = choose(attentions(kind), inputs, case.causal)
-    for name, (attend, _) in able.items():
-        calls["forward", name] = partial(attend, *qkv, causal=case.causal)
-    for name, (_, o) in able.items():
-        backward = partial(torch.autograd.grad, o, qkv, upstream, retain_graph=True)
-        calls["backward", name] = backward
+    for part, (name, ways) in product(PARTS, able.items()):
+        calls[part, name] = ways[part]
     often = {which: Often(call) for which, call in calls.items()}
     return Contest(often, found=lambda: {which: call.times for which, call in often.items()})
 
 
 def choose(
     attends: dict[str, Callable], inputs: list[Tensor], causal: bool
-) -> dict[str, tuple[Callable, Tensor]]:
-    """{variant: (attention, its result)}: those that can run, and the first a second time.
+) -> dict[str, dict[str, Callable]]:
+    """{variant: its forward and its backward}: those that can run, and the first a second time.
 
     RuntimeError: one found something else than the first, so that its time would mean nothing.
     """
     *qkv, upstream = inputs
     able, right = {}, None
     for name, attend in attends.items():
+        forward = partial(attend, *qkv, causal=causal)
         try:
-            o = attend(*qkv, causal=causal)
-            found = o, *torch.autograd.grad(o, qkv, upstream, retain_graph=True)
+            o = forward()
+            backward = partial(torch.autograd.grad, o, qkv, upstream, retain_graph=True)
+            found = o, *backward()
         except RuntimeError as error:
             if name not in BACKENDS and not isinstance(error, torch.OutOfMemoryError):
                 raise
             print(textwrap.fill(f"{name} can't run: {str(error).splitlines()[0]}", PAGE))
             continue
-        able[name], right = (attend, o), right or found
+        able[name], right = {"forward": forward, "backward": backward}, right or found
         for what, x, y in zip(("o", "dq", "dk", "dv"), found, right, strict=True):
             check_close(f"{name}: {what}", x, y, TOLERANCE[y.dtype])
     first = next(iter(able))
