@@ -52,6 +52,16 @@ def test_what_a_call_and_a_step_may_cost():
     assert judged(1, much, little) == ("40 µs", "1 µs", "NO")
 
 
+def test_times_are_of_a_call(monkeypatch):
+    """Of 50 in a turn; CPU is the mean of both ranks."""
+    names = wire.PLAIN, wire.RECORDED, wire.PLAIN + AGAIN, wire.BUSY
+    cpu = [dict.fromkeys(names, [1.0] * wire.WARM_UP + [s]) for s in (0.5e-3, 1.5e-3)]
+    monkeypatch.setattr(wire, "race", lambda *_: (dict.fromkeys(names, (0.1,)), cpu))
+    (plain, *_) = wire.measure("a call", wire.all_reduces, 50, rounds=1)
+    assert plain.seconds == (2e-3,)
+    assert plain.columns["CPU"] == "20 µs"
+
+
 def test_it_measures():
     found = Results(wire.measure("a call", wire.all_reduces, 2, rounds=1))
     variants = wire.PLAIN, wire.RECORDED, wire.PLAIN + AGAIN, wire.BUSY

@@ -95,13 +95,13 @@ def contest(make: Callable[..., Work], calls: int, plain: ProcessGroup) -> Conte
     turns = {name: make(calls, group) for name, group in groups.items()}
     if calls > 1:
         turns[BUSY] = make(calls, plain, CALL_S)
-    cpu = {name: [] for name in turns}  # seconds of a call, of each turn
+    cpu = {name: [] for name in turns}  # seconds of each turn
 
     def timed(name: str) -> Work:
         def turn():
             begun = time.thread_time()
             turns[name]()
-            cpu[name].append((time.thread_time() - begun) / calls)
+            cpu[name].append(time.thread_time() - begun)
 
         return turn
 
@@ -115,7 +115,7 @@ def measure(what: str, make: Callable, calls: int, rounds: int = ROUNDS) -> list
     for name, wall in seconds.items():
         seconds[name] = tuple(s / calls for s in wall)
         turns = zip(*(found[name][WARM_UP:] for found in by_rank), strict=True)
-        cpu[name] = tuple(map(statistics.fmean, turns))
+        cpu[name] = tuple(statistics.fmean(turn) / calls for turn in turns)
     return together(what, calls, seconds, cpu)
 
 
