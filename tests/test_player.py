@@ -286,6 +286,7 @@ def test_film_of_a_ring():
     last = frames[-1].memory[0][0]
     assert last[3:6] == [(404, None), (505, None), (606, None)]
     assert owners(last) == [0] * 3 + [None] * 3 + [0] * 2
+    assert [len(frame.flying) for frame in frames] == [0, 1, 2, 2, 1, 0] * 2
     *hops, end = hop_by_hop(frames, run)
     assert [frame.event.kind for frame in hops[1].sent] == ["send"] * 3
     assert hops[1].marked.keys() == {0, 1, 2}
