@@ -150,6 +150,24 @@ def test_a_handle_that_nobody_waited_for_is_named():
     )
 
 
+def test_a_dropped_receive_that_blocks_all_that_follow_is_named():
+    """Gloo lets the receive go, its message stays, and the barrier never ends."""
+
+    def forgets():
+        if dist.get_rank() == 0:
+            dist.irecv(torch.zeros(4), 1)
+        else:
+            while not any(r.dropped for r in dist.group.WORLD.recorder.board.records(0)):
+                time.sleep(0.001)
+            dist.send(torch.ones(4), 0)
+        dist.barrier()
+
+    text = report(forgets, times=1, hang_after=1)
+    assert text.startswith("no progress for 1 s, and every rank is inside a call.")
+    assert "\nRank 0 began its receive with irecv and never waited for it (" in text
+    assert text.endswith("Keep what irecv returns, and call wait() on it.")
+
+
 # Trap 16 and 17: mismatches.
 
 

@@ -187,10 +187,7 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     """gone: whether some of the ranks waited for have ended; else all wait for each other."""
     lost = next((s for s in stuck if s.lost), None)
     if lost:
-        call, handle = ("isend", "send") if lost.lost.op == "send" else ("irecv", "receive")
-        where = describe_place(lost.lost.place)
-        said = f"Rank {lost.call.peer} began its {handle} with {call} and never waited for it"
-        return f"{said} ({where}). Keep what {call} returns, and call wait() on it."
+        return _let_go(lost.call.peer, lost.lost)
     ops = {s.call.op for s in stuck}
     if "new_group" in ops:
         return "Every rank must call dist.new_group, also those that are not in the group."
@@ -206,6 +203,22 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     if ops.issubset(MESSAGES):
         return "Let one side receive first, or start both with isend and irecv and wait afterwards."
     return "All ranks must use their groups in the same order."
+
+
+def let_go(board: Board) -> str | None:
+    """The first message whose handle was let go, if it isn't done: it may block all that follow."""
+    for rank in range(board.world_size):
+        for record in board.records(rank):
+            if record.dropped and record.done is None:
+                return _let_go(rank, record)
+    return None
+
+
+def _let_go(rank: int, message: Record) -> str:
+    call, handle = ("isend", "send") if message.op == "send" else ("irecv", "receive")
+    said = f"Rank {rank} began its {handle} with {call} and never waited for it"
+    where = describe_place(message.place)
+    return f"{said} ({where}). Keep what {call} returns, and call wait() on it."
 
 
 def report(

@@ -133,7 +133,8 @@ class Watch:
             more = "A larger hang_after gives it more time."
             self._raise_hang(
                 f"no progress for {self.hang_after:g} s, and every rank is inside a call.",
-                f"All ranks came to the call, yet it doesn't finish. {more}",
+                hang.let_go(self.board)
+                or f"All ranks came to the call, yet it doesn't finish. {more}",
             )
 
     def _waits_unseen(self, rank: int) -> bool:
