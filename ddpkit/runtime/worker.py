@@ -141,9 +141,10 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     capture_output(assignment.path("output"))
     # What multiprocessing makes in its temporary folder goes with ours.
     multiprocessing.current_process()._config["tempdir"] = assignment.folder
-    for name in os.environ.keys() - assignment.environ.keys():
+    before = dict(os.environ)
+    for name in before.keys() - assignment.environ.keys():
         del os.environ[name]
-    os.environ.update(assignment.environ.items() - os.environ.items())
+    os.environ.update(assignment.environ.items() - before.items())
     linecache.cache.update(assignment.cells)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     stacks = open(assignment.path("stack"), "w")  # stays open: the parent may ask at any time
