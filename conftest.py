@@ -1,11 +1,16 @@
 """What holds for all tests, wherever and however pytest was started."""
 
+import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+
+# nbval by way of jsonschema, which does without: parses grammars for 1.6 s in each worker.
+sys.modules["rfc3987_syntax"] = None
+pytest_plugins = ["nbval.plugin"] if importlib.util.find_spec("nbval") else []
 
 # What each rank would import for itself: in tests, where it takes longer than all else that they
 # do; for gradients that go into backward, a third of a second; for an optimizer, 1.5 s.
@@ -18,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported: where all cores are busy, threads mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["DDPKIT_PROGRESS"] = "off"  # no lines that come and go in compared outputs
-    if config.pluginmanager.hasplugin("nbval"):
+    if config.pluginmanager.hasplugin("nbval.plugin"):
         config.option.nbval = config.option.nbval_current_env = True
         config.option.nbval_cell_timeout = 120
         # Read relative to the current directory; this makes it work from any.
@@ -29,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """What a machine without Jupyter leaves out, besides the tests that say so themselves."""
-    found = config.pluginmanager.hasplugin("nbval")
+    found = config.pluginmanager.hasplugin("nbval.plugin")
     return None if found else "notebooks aren't run: nbval isn't installed"
 
 
@@ -57,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from ddpkit.runtime import processes
 
     forks = processes.start_method() == "forkserver" and config.option.markexpr == "not slow"
-    if forks and config.pluginmanager.hasplugin("nbval"):
+    if forks and config.pluginmanager.hasplugin("nbval.plugin"):
         from tests import forked_kernel
 
         forked_kernel.use()
