@@ -1,4 +1,4 @@
-"""Kernels for notebooks under nbval, forked from the server that starts the tests' ranks.
+"""Kernels for notebooks in tests, forked from the server that starts the tests' ranks.
 
 It has imported what each kernel and its own server would, five seconds of CPU time each.
 `make test-all` starts kernels as Jupyter does.
@@ -6,13 +6,12 @@ It has imported what each kernel and its own server would, five seconds of CPU t
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
 from multiprocessing import forkserver, resource_tracker
-from unittest import mock
 
-import nbval.kernel
 from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.provisioning import local_provisioner
 
@@ -44,6 +43,7 @@ class ForkedKernel:
 
 def run_kernel(connection_file: str, cwd: str, env: dict[str, str]) -> None:
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server holds it back
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(env)
@@ -61,11 +61,5 @@ def end_with_parent() -> None:
 
 
 def use() -> None:
-    """From now on, nbval's kernels are forked."""
-    start = nbval.kernel.start_new_kernel
-
-    def start_new_kernel(**options):
-        with mock.patch.object(local_provisioner, "launch_kernel", ForkedKernel):
-            return start(**options)
-
-    nbval.kernel.start_new_kernel = start_new_kernel
+    """From now on, kernels that this process starts are forked."""
+    local_provisioner.launch_kernel = ForkedKernel
