@@ -77,7 +77,7 @@ class Picture:
             elif isinstance(artist, FancyArrowPatch):
                 artist.set_color(dark(artist.get_ec()))
         if figure.get_layout_engine():  # once, instead of twice for each format
-            figure.draw_without_rendering()
+            figure.get_layout_engine().execute(figure)
             figure.set_layout_engine(None)
 
     def __repr__(self):
