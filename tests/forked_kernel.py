@@ -15,6 +15,7 @@ from multiprocessing import forkserver, resource_tracker
 from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.provisioning import local_provisioner
 
+from ddpkit.bench import interleave
 from ddpkit.runtime import processes
 
 
@@ -51,6 +52,8 @@ def run_kernel(connection_file: str, cwd: str, env: dict[str, str]) -> None:
     server = forkserver._forkserver  # that this process came from: its ranks do, too
     server.ensure_running = resource_tracker.ensure_running
     processes._server = lambda: server
+    race = interleave.race  # measurements are in cells whose output isn't compared
+    interleave.race = lambda make, rounds, *options: race(make, 2, *options)
     sys.argv = ["ipykernel_launcher", "-f", connection_file]
     IPKernelApp.launch_instance()
 

@@ -93,7 +93,7 @@ def lab(tmp_path_factory):
         environment[f"JUPYTERLAB_{name}_DIR"] = str(home / name.lower())
     environment.pop("PYTEST_CURRENT_TEST", None)  # the kernel would behave differently
     options = ["--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"]
-    options.append("--LabApp.expose_app_in_browser=True")
+    options += ["--LabApp.expose_app_in_browser=True", "--LabApp.extension_manager=readonly"]
     command = [sys.executable, "-m", "jupyterlab", *options]
     log = home / "log"
     with log.open("w") as file:
