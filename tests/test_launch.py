@@ -23,6 +23,11 @@ from ddpkit.runtime.output import Output
 # The Run.
 
 
+def test_ranks_that_set_no_seed_draw_differently():
+    drawn = [launch(lambda: torch.rand(()).item(), world_size=2) for _ in range(2)]
+    assert len({number for run in drawn for number in run}) == 4
+
+
 def test_a_run_holds_what_each_rank_returned_printed_and_said():
     def work(start, step=1):
         print("on", dist.get_rank(), "of", dist.get_world_size())
