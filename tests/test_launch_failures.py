@@ -284,16 +284,10 @@ def test_arguments_that_the_function_does_not_take(fn, args, options, meant):
     assert said.endswith("launch(fn, *args, **options)")
 
 
-@pytest.mark.parametrize(
-    ("fn", "means"),
-    [
-        (lambda: rank, "asks for its number: rank = dist.get_rank()"),  # noqa: F821
-        (lambda: dist.init_process_group("gloo"), "leave out init_process_group and destroy"),
-    ],
-)
-def test_what_python_and_torch_say_is_told_once_more(fn, means):
-    with pytest.raises(RankError, match=means):
-        launch(fn, world_size=2)
+def test_what_python_and_torch_say_is_told_once_more():
+    last = [message(fn, times=1)[-1] for fn in (lambda: rank, dist.init_process_group)]  # noqa: F821
+    assert last[0].endswith("asks for its number: rank = dist.get_rank().")
+    assert last[1].endswith("leave out init_process_group and destroy_process_group.")
 
 
 def test_ranks_that_are_not_there():
