@@ -19,6 +19,7 @@ from outside import FREEZE_S, cell, run_script, wait_until
 from ddpkit import Link, RankError, Run, launch
 from ddpkit.runtime import backends, processes, worker
 from ddpkit.runtime.output import Output
+from ddpkit.runtime.watch import Watch
 
 # The Run.
 
@@ -367,6 +368,19 @@ def test_trap_10_live_shows_whole_labelled_lines_as_they_come(monkeypatch, tmp_p
     assert sorted(shown.splitlines()) == lines
     assert shown.endswith("\n")
     assert run.output == ["beginning\nend"] * 2
+
+
+def test_what_is_printed_before_the_parent_listens_is_not_lost(monkeypatch):
+    """On a busy machine ranks may be quicker than who has started them."""
+
+    def late(ranks, *rest, **options):
+        outputs = [rank.assignment.path("output") for rank in ranks]
+        wait_until(lambda: all(path.exists() and path.stat().st_size for path in outputs))
+        return Watch(ranks, *rest, **options)
+
+    monkeypatch.setattr(sys.modules["ddpkit.runtime.launch"], "Watch", late)
+    run = launch(lambda: print("here", flush=True), world_size=2)
+    assert run.output == ["here\n"] * 2
 
 
 def test_trap_11_and_12_every_way_to_print_is_captured(capfd):

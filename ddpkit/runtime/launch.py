@@ -80,7 +80,7 @@ def launch(
     begun = time.perf_counter()
     started = processes.world(choice, world_size, link, keep_values, worker.main, call)
     with started as (ranks, board):
-        watch = Watch(ranks, board, timeout, hang_after, live)
+        watch = Watch(ranks, board, timeout, hang_after, live, fresh=True)
         slow_imports = watch.until_all_reply()
         output = watch.show_output("run.output")
         results, wire = zip(*(_load_result(rank, watch) for rank in ranks), strict=True)

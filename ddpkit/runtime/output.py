@@ -19,18 +19,18 @@ GLOO_CHATTER = re.compile(
 
 
 class Output:
-    """What a rank prints from now on."""
+    """What a rank prints from now on; of a fresh one, also what it has printed already."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, fresh: bool = False):
         path.touch()  # the rank may not yet have made it
         self.path = path
-        self._start = self._size()
+        self._start = 0 if fresh else self._size()
         self._shown = self._lines = 0  # bytes and lines that `new_lines` has returned
         self._is_shown = True  # what comes now, too
         self._lost, self._tail = 0, b""  # what `trim` took from the file: its bytes, and the last
 
     def read(self) -> str:
-        """Everything since this object was made; of very much, the beginning and the end."""
+        """Everything that counts; of very much, the beginning and the end."""
         length = self._size() - self._start
         if self._lost == 0 and length <= KEPT_BYTES:
             return _clean(self._bytes(0, length))

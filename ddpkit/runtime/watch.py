@@ -32,17 +32,20 @@ MEANS = {  # what Python or torch says, and what it means in a rank
 
 
 class Watch:
-    """Watches ranks until each has replied; what goes wrong becomes a RankError or HangError."""
+    """Watches ranks until each has replied; what goes wrong becomes a RankError or HangError.
+
+    fresh: they were started for this, so all that they print belongs to it.
+    """
 
     watching: ClassVar[list["Watch"]] = []  # those that wait for replies now
 
-    def __init__(self, ranks, board: Board, timeout=None, hang_after=15.0, live=False):
+    def __init__(self, ranks, board: Board, timeout=None, hang_after=15.0, live=False, fresh=False):
         self.ranks, self.board, self.live = ranks, board, live
         self.timeout, self.hang_after = timeout, hang_after
         self.replies: dict[int, object] = {}
         self.pending: list[processes.Rank] = []
         self.quiet_since = time.perf_counter()  # since when no rank made or ended a call
-        self.output = [Output(rank.assignment.path("output")) for rank in ranks]
+        self.output = [Output(rank.assignment.path("output"), fresh) for rank in ranks]
 
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
         """Wait for one word of each of the `awaited` ranks (None: all); {rank: what it sent}."""
