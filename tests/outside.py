@@ -86,7 +86,12 @@ class Script:
 
     def sleeping(self) -> list[int]:
         """Those of its family that are the command `sleep`."""
-        return [process.pid for process in self.family() if process.name() == "sleep"]
+        found = []
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):  # it may end meanwhile
+                if process.name() == "sleep":
+                    found.append(process.pid)
+        return found
 
     def left(self) -> list[psutil.Process]:
         """Who is still there after a long time; [] as soon as nobody is."""
