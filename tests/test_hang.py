@@ -16,7 +16,7 @@ from test_board import call
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import HangError, launch
-from ddpkit.runtime import hang
+from ddpkit.runtime import hang, watch
 from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, SLOTS, Board
 
 NAME = Path(__file__).name
@@ -200,10 +200,15 @@ MISMATCHES = {
 }
 
 
+# A broadcast's root, and who hears it first, may have returned when the others come, or not yet.
+SOME_MAY_BE_THROUGH = "broadcast_against_all_reduce", "another_root"
+
+
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_trap_16_and_17_mismatches(name):
+def test_trap_16_and_17_mismatches(monkeypatch, name):
+    monkeypatch.setattr(watch, "SETTLE_S", 30.0)  # the third rank may be slow on a busy machine
     says, advice = MISMATCHES[name]
-    text = report(*CASES[name][:2])
+    text = report(*CASES[name][:2], times=1 if name in SOME_MAY_BE_THROUGH else 2)
     assert text.startswith(f"mismatch: {says}")
     assert text.splitlines()[-1].startswith(advice)
 
