@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         if end.code:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-            session.exited(end.code if isinstance(end.code, int) else 1)
+            session.exited(end)
     except BaseException as error:
         session.failed(error)
     session.done()

@@ -70,7 +70,7 @@ def _fill(board: Board, rank: int, dump: dict, everybody: list[int], from_the_st
 def _report(board: Board, silent: set[int]) -> str:
     """silent: ranks without a dump."""
     now = hang.situations(board)
-    different, circle = hang.mismatch(board), hang.deadlocked(now, board)
+    different, circle = hang.mismatch(board), hang.deadlocked(now)
     waiting = [s for s in now if s.state == "waiting" and s.missing]
     here = [s for s in now if s.rank not in silent]
     if different:

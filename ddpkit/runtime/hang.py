@@ -2,9 +2,11 @@
 
 import linecache
 import os
+import re
 import site
 import sysconfig
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field, replace
 
 from ..tools.units import COLUMNS, name_ranks
 from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record
@@ -12,6 +14,7 @@ from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record
 LAST_CALLS = 5
 MANY_CALLS = 1000
 ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
+POLLS_S = 1.0  # a rank that asked whether a call is complete so long ago does something else now
 ON_STREAM = "its stream waiting"  # of a GPU, while the program may go on
 
 
@@ -20,11 +23,14 @@ class Situation:
     """Where one rank is."""
 
     rank: int
-    state: str  # starting, computing, waiting, its stream waiting, returned, idle
+    state: str  # starting, computing, polling, waiting, its stream waiting, returned, idle
     call: Record | None = None  # the call it sits in, or the last it made
     missing: tuple[int, ...] = ()  # the ranks that have not come to that call
-    place: tuple[str, int, str] | None = None  # file, line, function, where known
+    place: tuple | None = None  # file, line, function and perhaps via, where known
     lost: Record | None = None  # the other side of its message, whose handle was let go
+    more: list["Situation"] = field(default_factory=list)  # what its other threads wait for
+    has_free_thread: bool = False  # one that has made calls, and waits in none
+    destroyed: dict[str, tuple] = field(default_factory=dict)  # {a group's name: where}
 
 
 class _Calls:
@@ -57,47 +63,112 @@ def _channel_and_seq(record: Record) -> tuple[str, int]:
 def situations(board: Board) -> list[Situation]:
     """Where every rank is now, and for which ranks it waits."""
     calls = _Calls(board)
-    return [_situation(board, calls, rank) for rank in calls.ranks]
+    now = [_situation(board, calls, rank) for rank in calls.ranks]
+    for s in now:
+        s.destroyed = board.destroyed(s.rank)
+    for s in now:  # of several threads' waits, one that never ends says most
+        hopeless = next((each for each in (s, *s.more) if gone(each, now)), s)
+        if hopeless is not s:
+            others = [each for each in (s, *s.more) if each is not hopeless]
+            hopeless.more, hopeless.destroyed = others, s.destroyed
+            hopeless.has_free_thread = s.has_free_thread
+            now[s.rank] = hopeless
+    return now
 
 
 def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
-    waiting, state = board.waiting(rank), board.state(rank)
+    state = board.state(rank)
     if state == DISAGREES:
         last = calls.records[rank][-1]
         return Situation(rank, "waiting", last, (), last.place)
     if state in ENDED:
         return Situation(rank, ENDED[state])
-    call = board.record(rank, waiting) if waiting is not None else None
-    if call is None or call.done is not None:
-        held = (r for r in calls.records[rank] if r.on_stream and r.waited)
-        if (call := next(held, None)) is None:
-            return Situation(rank, "computing")
+    sits_in = [board.record(rank, index) for index in board.waiting(rank)]
+    waits = [_wait(calls, rank, call) for call in sits_in if call is not None and call.done is None]
+    if waits:
+        first, *first.more = waits
+        first.has_free_thread = board.threads(rank) > len(waits)
+        return first
+    held = (r for r in calls.records[rank] if r.on_stream and r.waited)
+    if (call := next(held, None)) is not None:
         return Situation(rank, ON_STREAM, call, calls.missing(call, rank), call.place)
+    if (call := _polled(board, rank)) is not None:
+        return Situation(rank, "polling", call, calls.missing(call, rank), call.place)
+    return Situation(rank, "computing", place=board.place(rank))
+
+
+def _wait(calls: _Calls, rank: int, call: Record) -> Situation:
     lost = calls.lost(call)
     missing = (call.peer,) if lost else calls.missing(call, rank)
     return Situation(rank, "waiting", call, missing, call.place, lost)
 
 
-def deadlocked(now: list[Situation], board: Board) -> list[int]:
+def _polled(board: Board, rank: int) -> Record | None:
+    """Return the call that `rank` asks about again and again: it waits by `is_completed()`."""
+    polled = board.polled(rank)
+    if polled is None or not 0 <= time.perf_counter() - polled[1] < POLLS_S:
+        return None
+    call = board.record(rank, polled[0])
+    return call if call is not None and call.done is None else None
+
+
+def gone(s: Situation, now: list[Situation]) -> list[int]:
+    """Return the ranks that `s` waits for and that will never come.
+
+    They have returned, or destroyed the group; of a receive from any rank: all of them have.
+    """
+    if s.call is None:
+        return []
+    never = [rank for rank in s.missing if _is_gone(now[rank], s.call)]
+    if s.call.channel.endswith("?") and len(never) < len(s.missing):
+        return []
+    return never
+
+
+def _is_gone(s: Situation, call: Record) -> bool:
+    return s.state in ("returned", "idle") or group_of(call) in s.destroyed
+
+
+def group_of(call: Record) -> str:
+    """Return the name of a call's group: its channel's first word."""
+    return call.channel.partition(" ")[0]
+
+
+def deadlocked(now: list[Situation]) -> list[int]:
     """The ranks that can never go on: they wait, in the end, only for ranks that won't come.
 
-    A rank that computes may still come, also while its stream waits; so may one of several threads.
-    A call whose ranks have all come goes on.
+    A rank that computes may still come, also while its stream waits; so may a second thread. A call
+    whose ranks have all come goes on. Nobody comes to a group that it has destroyed.
     """
     on_stream = [s for s in now if s.state == ON_STREAM]
-    free = {s.rank for s in now if s.state in ("computing", "starting", ON_STREAM)}
-    free |= {s.rank for s in now if board.threads(s.rank) > 1}
     waiting = [s for s in now if s.state == "waiting"]
+    free = {s.rank for s in now if s.state in ("computing", "starting", "polling", ON_STREAM)}
+    free |= {s.rank for s in waiting if s.has_free_thread}
     for _ in waiting:  # each round frees those that wait for free ones; there are at most so many
-        free |= {s.rank for s in waiting if _may_go_on(s, free)}
-    stuck = [s.rank for s in waiting if s.rank not in free]
-    return sorted(stuck + [s.rank for s in on_stream if not _may_go_on(s, free)])
+        for s in waiting:
+            if any(_may_go_on(each, free, now) for each in (s, *s.more)):
+                free.add(s.rank)
+    stuck = [s.rank for s in waiting if s.rank not in free or gone(s, now)]
+    return sorted(stuck + [s.rank for s in on_stream if not _may_go_on(s, free, now)])
 
 
-def _may_go_on(s: Situation, free: set[int]) -> bool:
+def _may_go_on(s: Situation, free: set[int], now: list[Situation]) -> bool:
+    if gone(s, now):
+        return False
     if s.call.channel.endswith("?"):  # from any rank: one that comes is enough
         return not s.missing or not free.isdisjoint(s.missing)
     return free.issuperset(s.missing)
+
+
+def polled_in_vain(now: list[Situation]) -> list[int]:
+    """The ranks that ask for ever whether a call is complete, if nothing else completes it.
+
+    That can't be certain: such a loop may have an end of its own.
+    """
+    if all(s.state != "polling" for s in now):
+        return []
+    waiting = [replace(s, state="waiting") if s.state == "polling" else s for s in now]
+    return deadlocked(waiting)
 
 
 def abandoned(now: list[Situation], board: Board) -> list[Situation]:
@@ -107,13 +178,12 @@ def abandoned(now: list[Situation], board: Board) -> list[Situation]:
     DistributedDataParallel does, and waits for that in C++, where no mark is left.
     """
     calls, found = _Calls(board), []
-    ended = {s.rank for s in now if s.state in ("returned", "idle")}
     for s in now:
         for call in calls.records[s.rank] if s.state == "computing" else ():
-            missing = calls.missing(call, s.rank)
             unseen = call.op not in MESSAGES and call.done is None and call.by_future
-            if unseen and not ended.isdisjoint(missing):
-                found.append(Situation(s.rank, "waiting", call, missing, call.place))
+            hidden = Situation(s.rank, "waiting", call, calls.missing(call, s.rank), call.place)
+            if unseen and gone(hidden, now):
+                found.append(hidden)
                 break
     return found
 
@@ -169,18 +239,48 @@ def _how_to_agree(records: list[Record]) -> str:
 def explain_deadlock(now: list[Situation], stuck: list[int]) -> tuple[str, str]:
     """(what happened, what to do) for ranks that wait for ranks that won't come."""
     waiting = [now[rank] for rank in stuck]
-    awaited = {rank for s in waiting for rank in s.missing}
-    gone = sorted(rank for rank in awaited if now[rank].state in ("returned", "idle"))
-    if not gone:
+    never = sorted({rank for s in waiting for rank in gone(s, now)})
+    if not never:
         chain = (f"rank {s.rank} for {name_ranks(s.missing)} in {s.call.op}" for s in waiting)
         said = f"deadlock: each waits for another: {', '.join(chain)}."
     else:
-        calls = sorted({s.call.op for s in waiting if not set(gone).isdisjoint(s.missing)})
-        wait, have = "waits" if len(stuck) == 1 else "wait", "has" if len(gone) == 1 else "have"
-        ended = "returned" if now[gone[0]].state == "returned" else "ended the cell"
+        calls = sorted({s.call.op for s in waiting if gone(s, now)})
+        wait, have = "waits" if len(stuck) == 1 else "wait", "has" if len(never) == 1 else "have"
         said = f"deadlock: {name_ranks(stuck)} {wait} in {' and '.join(calls)}"
-        said += f" for {name_ranks(gone)}, which {have} {ended}."
-    return said, _way_out(waiting, bool(gone))
+        said += f" for {name_ranks(never)}, which {have} {_how_gone(waiting, now)}."
+    return said, _way_out(waiting, bool(never))
+
+
+def explain_standstill(now: list[Situation], seconds: float) -> tuple[str, str]:
+    """(what happened, what to do) where ranks have waited for so long for ranks that may come."""
+    said = f"no progress for {seconds:.2g} s"
+    waiting = [s for s in now if s.state in ("waiting", "polling") and s.missing]
+    awaited = {rank for s in waiting for rank in s.missing}
+    absent = sorted(rank for rank in awaited if now[rank].state not in ("waiting", "polling"))
+    if not absent:
+        return f"{said}, and every rank is inside a call.", "Which of these calls is one too many?"
+    for_them = [s for s in waiting if not set(absent).isdisjoint(s.missing)]
+    who = name_ranks([s.rank for s in for_them])
+    wait, are = "waits" if len(for_them) == 1 else "wait", "isn't" if len(absent) == 1 else "aren't"
+    calls = " and ".join(sorted({s.call.op for s in for_them}))
+    said += f": {who} {wait} in {calls} for {name_ranks(absent)}, which {are} in a call."
+    return said, f"Why does {name_ranks(absent[:1])} take so long at that line?"
+
+
+def waited_s(record: Record, error: BaseException) -> float:
+    """Return how long a wait took that ended by its timeout; Gloo's own count begins at the call."""
+    of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))
+    return int(of_gloo[1]) / 1e3 if of_gloo else time.perf_counter() - record.waited
+
+
+def _how_gone(waiting: list[Situation], now: list[Situation]) -> str:
+    """What the first rank that won't come has done instead."""
+    s = next(s for s in waiting if gone(s, now))
+    other = now[gone(s, now)[0]]
+    where = other.destroyed.get(group_of(s.call))
+    if where is not None:
+        return f"destroyed the group without that call ({describe_place(where)})"
+    return "returned" if other.state == "returned" else "ended the cell"
 
 
 def _way_out(stuck: list[Situation], gone: bool) -> str:
@@ -238,10 +338,18 @@ def report(
 
 def _where(s: Situation) -> str:
     """waiting for rank 1 in barrier()⏎  step, line 3: dist.barrier()"""
+    state = "waiting, by is_completed()," if s.state == "polling" else s.state
     missing = f" for {name_ranks(s.missing)}" if s.missing else ""
     call = f" in {s.call.call}" if s.call else ""
-    place = f"\n  {describe_place(s.place)}" if s.place else ""
-    return f"{s.state}{missing}{call}{place}"
+    lines = [f"{state}{missing}{call}"]
+    lines += [f"  {describe_place(s.place)}"] if s.place else []
+    via = s.call.via if s.call else (*(s.place or ()), "", "", "", "")[3]
+    if via:
+        file, line, function = via.rsplit(":", 2)
+        lines.append(f"  by way of {describe_place((file, int(line), function))}")
+    for other in s.more:
+        lines.append(f"  another thread: {_where(other)}")
+    return "\n".join(lines)
 
 
 def _last_calls(board: Board, ranks: list[int], stuck: bool) -> list[str]:
@@ -300,12 +408,12 @@ def _numbered_calls(board: Board, rank: int) -> dict[int, str]:
     return dict(enumerate(calls, start=forgotten + 1))
 
 
-def describe_place(place: tuple[str, int, str]) -> str:
+def describe_place(place: tuple) -> str:
     """'step, line 3: dist.all_reduce(x)' in a cell, 'train.py:12 in step: ...' in a file.
 
     Cells carry no number: the same cell has another one in every session.
     """
-    file, line, function = place
+    file, line, function, *_ = place
     whole = function == "<module>"
     where = f"{short_path(file)}:{line}" + ("" if whole else f" in {function}")
     if file.startswith("<") or "ipykernel_" in file:

@@ -79,6 +79,11 @@ class Rank:
 
     def ask_stack(self) -> list[tuple[str, int, str]]:
         """(file, line, function) of the rank's main thread, innermost first; GIL held or not."""
+        *_, main_thread = self.ask_stacks() or [[]]
+        return main_thread
+
+    def ask_stacks(self) -> list[list[tuple[str, int, str]]]:
+        """The stacks of all threads that run Python, the main thread's last."""
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
             return []
@@ -90,9 +95,11 @@ class Rank:
             text = path.read_text(errors="replace")[before:]
             if text.endswith("\n") and "most recent call first" in text:
                 break
-        main_thread = re.split(r"(?:Current thread|Thread) 0x\w+.*\n", text)[-1]
-        frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', main_thread)
-        return [(file, int(line), function) for file, line, function in frames]
+        stacks = []
+        for thread in re.split(r"(?:Current thread|Thread) 0x\w+.*\n", text)[1:]:
+            frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', thread)
+            stacks.append([(file, int(line), function) for file, line, function in frames])
+        return stacks
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from .streams import Cuda, Streams, StreamWork
 
 __all__ = ["Recorder", "WireGroup", "WireWork", "is_library", "recorder", "register_wire"]
 
-NEVER = timedelta(days=365)  # Gloo's own timeout must not come before the report of the hang
+NEVER = timedelta(days=365)  # no timeout: under `launch`, unless the reader gives one
 
 
 class WireWork(Work):
@@ -51,13 +51,14 @@ class WireWork(Work):
         super().__init__()
         self.inner, self.record, self._recorder = inner, record, recorder
         self._arriving, self._delivered = arriving, delivered
-        self._until_done = until_done or inner.wait
+        self._until_done = until_done
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         record = self.record
         record.waits += 1
         if record.waits == 1 or record.done is None:  # Gloo would wait for a second message
-            self._recorder.wait(record, self._until_done, self._arriving)
+            in_time = partial(self.inner.wait, timeout) if timeout else self.inner.wait
+            self._recorder.wait(record, self._until_done or in_time, self._arriving)
         return True
 
     synchronize = wait
@@ -73,7 +74,10 @@ class WireWork(Work):
         return future
 
     def is_completed(self) -> bool:
-        return (self._delivered.done if self._delivered else self.inner.is_completed)()
+        is_completed = (self._delivered.done if self._delivered else self.inner.is_completed)()
+        if not is_completed:
+            self._recorder.polled(self.record)
+        return is_completed
 
     def result(self):
         return self.inner.result()
@@ -137,10 +141,17 @@ class WireGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, inner: dist.ProcessGroup, name: str, ranks: tuple, recorder: Recorder, device
+        self,
+        inner: dist.ProcessGroup,
+        name: str,
+        ranks: tuple,
+        recorder: Recorder,
+        device: torch.device,
+        one_machine: bool,
     ):
         super().__init__(inner.rank(), inner.size())
         self.inner, self.ranks, self.recorder, self.device = inner, ranks, recorder, device
+        self._one_machine = one_machine
         label = "world" if not recorder.joined else f"group {list(ranks)}"
         self._member = wording.Member(name, label, ranks, inner.rank())
         self._c10d_name, self._description = "", "undefined"
@@ -192,8 +203,11 @@ class WireGroup(dist.ProcessGroup):
             opts.asyncOp = True
         return self._collective("barrier", "barrier", (opts,), [], [])
 
-    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
-        self.barrier().wait()  # whoever doesn't come is named in the report of the hang
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks=False):
+        record = self._record(wording.collective, "barrier", (), (), None, None, None)
+        self.recorder.issue(record)
+        timeout = _timeout(timeout, self._one_machine)
+        self.recorder.wait(record, partial(self.inner.monitored_barrier, timeout, wait_all_ranks))
 
     def _collective(
         self, op: str, method: str, args: tuple, sent: list, arriving: list
@@ -220,7 +234,7 @@ class WireGroup(dist.ProcessGroup):
             return recorder.wait(record, inner.wait, arriving)
         if not (recorder.streams and op == "barrier"):  # NCCL's is done now
             with contextlib.suppress(RuntimeError):  # Gloo's reduce_scatter gives no future
-                inner.get_future().add_done_callback(lambda _: recorder.done(record, arriving))
+                inner.get_future().add_done_callback(partial(_finished, recorder, record, arriving))
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
@@ -303,7 +317,16 @@ class WireGroup(dist.ProcessGroup):
         return self._description
 
     def shutdown(self):
-        self.inner.shutdown()
+        """End this rank's part of the group, as `dist.destroy_process_group` asks.
+
+        On Gloo its connections stay until all members have done so: one that closes early would
+        fail a rank that still waits for this one, and hide why.
+        """
+        self.recorder.destroyed(self._member.name)
+        if self.inner_name == "gloo" and self.recorder.board is not None:
+            self.recorder.keep(self, self._member.name, self.ranks)
+        else:
+            self.inner.shutdown()
 
     @property
     def _device_types(self):
@@ -315,6 +338,15 @@ class WireGroup(dist.ProcessGroup):
 
     def _get_backend(self, device):
         return self.inner._get_backend(device)
+
+
+def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.futures.Future):
+    """Note that a call is complete; one that failed, by its timeout perhaps, never is."""
+    try:
+        future.value()
+    except Exception:
+        return
+    recorder.done(record, arriving)
 
 
 def _through_link(recorder: Recorder, inner: Work, record: Record):
@@ -334,14 +366,18 @@ def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, de
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
     """Teach torch.distributed a backend "ddpkit": Gloo or NCCL with `recorder` around it.
 
-    For the world and all groups. one_machine: Gloo listens on the loopback interface alone.
+    For the world and all groups. one_machine: as under `launch`, Gloo listens on the loopback
+    interface alone, and calls have no timeout but one that the script gives.
     """
 
     def create(options, _) -> WireGroup:
         ranks = tuple(options.global_ranks_in_group)  # empty: all
         ranks = ranks or tuple(range(options.group_size))
         inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
-        group = WireGroup(inner, options.group_id, ranks, recorder, device)
+        if not recorder.joined:
+            recorder.worlds += 1
+        name = f"{options.group_id}#{recorder.worlds}"  # torch numbers each world's groups anew
+        group = WireGroup(inner, name, ranks, recorder, device, one_machine)
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
@@ -380,9 +416,14 @@ def _gloo(options, store: dist.Store, one_machine: bool, calm: bool):
         gloo._devices = list(map(_listen_on, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
     if calm:
         _let_others_go_first(_threads() - before)
-    gloo._timeout = NEVER
+    gloo._timeout = _timeout(options.timeout, one_machine)
     real = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, gloo)
     return real, dist.ProcessGroup.BackendType.GLOO
+
+
+def _timeout(given: timedelta, one_machine: bool) -> timedelta:
+    """Return the script's own timeout; under `launch`, torch's default of 30 minutes is none."""
+    return NEVER if one_machine and given == c10d.default_pg_timeout else given
 
 
 def _listen_on(interface: str):

@@ -22,6 +22,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from . import exits, hang
 from .backends import Choice
 from .board import IDLE, RETURNED, RUNNING, STARTING, Board
 from .link import Link
@@ -152,12 +153,20 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
+    exits.note_exits(Path(assignment.folder), assignment.rank)
+
     def disagree(by_rank):
         pipe.send(("disagrees", by_rank))
         wait_to_be_ended()
 
+    def timed_out(record, error):
+        seconds = hang.waited_s(record, error)
+        headline, _ = hang.explain_standstill(hang.situations(board), seconds)
+        error.add_note(headline)
+
     board = Board(Path(assignment.folder) / "board", assignment.world_size)
-    return Recorder(assignment.rank, board, assignment.link, assignment.keep_values, disagree)
+    what = assignment.link, assignment.keep_values, disagree, timed_out
+    return Recorder(assignment.rank, board, *what)
 
 
 def end_with_parent(lifeline: Connection):
@@ -254,6 +263,7 @@ def failure(error: BaseException) -> Failure:
         message = f"(its text can't be had: {type(another).__name__} in __str__)"
     if isinstance(error, SystemExit):
         message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
+    message += "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
     if error.__cause__ is not None:
         message += f" (because of {type(error.__cause__).__name__}: {error.__cause__})"
     frames = []
