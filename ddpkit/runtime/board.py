@@ -26,7 +26,7 @@ _DESTROYED = _PLACE + _NOTE  # the note that says which groups it has destroyed,
 _HEAD = _DESTROYED + _NOTE  # words of the head and the notes
 # A slot: the call's number on its channel, hashes of channel and fingerprint, times, what became of
 # the handle; then, pickled, what the call says, and what it moved.
-_SEQ, _CHANNEL, _FINGERPRINT, _ISSUED, _STARTED, _DONE, _WAITED, _BECAME, _TEXT = range(9)
+_SEQ, _CHANNEL, _FINGERPRINT, _ISSUED, _STARTED, _DONE, _WAITED, _LIMIT, _BECAME, _TEXT = range(10)
 MESSAGES = "send", "recv"  # the other calls are collectives
 SLOTS = 256  # so many last calls of each rank does the board remember
 _PAGE = _HEAD + SLOTS * _SLOT
@@ -76,6 +76,7 @@ class Record:
     started: float | None = None  # when an emulated link took it; without one, when it was issued
     done: float | None = None
     waited: float | None = None  # when the rank first stopped to wait for it
+    limit_s: float | None = None  # the script's own timeout, after which a wait for it ends
     waits: int = 0  # how often wait() was called on its handle; not on the board
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
     dropped: bool = False  # its handle was let go before anybody waited for it
@@ -164,6 +165,7 @@ class Board:
         times[at + _STARTED] = record.started or 0.0
         times[at + _DONE] = record.done or 0.0
         times[at + _WAITED] = record.waited or 0.0
+        times[at + _LIMIT] = record.limit_s or 0.0
         self._words[at + _BECAME] = record.by_future + 2 * record.dropped
         self._words[rank * _PAGE + _EVENTS] += 1
 

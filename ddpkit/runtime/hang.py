@@ -14,6 +14,7 @@ from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record
 LAST_CALLS = 5
 MANY_CALLS = 1000
 ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
+PATIENCE_S = 60.0  # a timeout of the script's own that is shorter is waited for
 POLLS_S = 1.0  # a rank that asked whether a call is complete so long ago does something else now
 ON_STREAM = "its stream waiting"  # of a GPU, while the program may go on
 
@@ -244,11 +245,28 @@ def explain_deadlock(now: list[Situation], stuck: list[int]) -> tuple[str, str]:
         chain = (f"rank {s.rank} for {name_ranks(s.missing)} in {s.call.op}" for s in waiting)
         said = f"deadlock: each waits for another: {', '.join(chain)}."
     else:
-        calls = sorted({s.call.op for s in waiting if gone(s, now)})
-        wait, have = "waits" if len(stuck) == 1 else "wait", "has" if len(never) == 1 else "have"
-        said = f"deadlock: {name_ranks(stuck)} {wait} in {' and '.join(calls)}"
+        for_them = [s for s in waiting if gone(s, now)]
+        calls, who = sorted({s.call.op for s in for_them}), [s.rank for s in for_them]
+        wait, have = "waits" if len(who) == 1 else "wait", "has" if len(never) == 1 else "have"
+        said = f"deadlock: {name_ranks(who)} {wait} in {' and '.join(calls)}"
         said += f" for {name_ranks(never)}, which {have} {_how_gone(waiting, now)}."
     return said, _way_out(waiting, bool(never))
+
+
+def ends_by_itself(now: list[Situation], stuck: list[int]) -> bool:
+    """Whether a wait of these ranks soon ends by the script's own timeout, which it may catch."""
+    for s in (now[rank] for rank in stuck):
+        for each in (s, *s.more):
+            if each.call.limit_s is not None and each.call.limit_s <= PATIENCE_S:
+                return True
+    return False
+
+
+def explain_timeout(now: list[Situation], seconds: float) -> tuple[str, str]:
+    """(what happened, what to do) where a wait ends by its timeout, after so many seconds."""
+    if stuck := deadlocked(now) or polled_in_vain(now):
+        return explain_deadlock(now, stuck)
+    return explain_standstill(now, seconds)
 
 
 def explain_standstill(now: list[Situation], seconds: float) -> tuple[str, str]:
@@ -268,8 +286,8 @@ def explain_standstill(now: list[Situation], seconds: float) -> tuple[str, str]:
 
 
 def waited_s(record: Record, error: BaseException) -> float:
-    """Return how long a wait took that ended by its timeout; Gloo's own count begins at the call."""
-    of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))
+    """Return how long a wait took that ended by its timeout."""
+    of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))  # it counts from the call on
     return int(of_gloo[1]) / 1e3 if of_gloo else time.perf_counter() - record.waited
 
 

@@ -90,7 +90,7 @@ class Rank:
         before = path.stat().st_size
         with contextlib.suppress(ProcessLookupError, TypeError):
             os.kill(self.process.pid, signal.SIGUSR1)
-        for _ in range(20):
+        for _ in range(100):
             time.sleep(0.005)
             text = path.read_text(errors="replace")[before:]
             if text.endswith("\n") and "most recent call first" in text:
@@ -137,13 +137,13 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
 
 
 @functools.cache
-def sweep():
+def sweep(pattern: str = "ddpkit-[0-9]*-*"):
     """Remove the folders of launches whose process was killed; once in a process.
 
     Only old ones of this user that nobody has locked: a process, also one in another container that
     shares the temporary folder, does so as long as it lives.
     """
-    for folder in Path(tempfile.gettempdir()).glob("ddpkit-[0-9]*-*") if os.name == "posix" else ():
+    for folder in Path(tempfile.gettempdir()).glob(pattern) if os.name == "posix" else ():
         with contextlib.suppress(OSError):  # somebody else was faster
             found = folder.lstat()
             old = time.time() - found.st_mtime > YOUNG_S
@@ -154,8 +154,11 @@ def sweep():
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder meanwhile, or until this process ends, in whatever way; whether that worked."""
+def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
+    """Lock a folder meanwhile, or until this process ends, in whatever way; whether that worked.
+
+    shared: with others that lock it so, as the ranks of a session do.
+    """
     if os.name != "posix":
         yield False
         return
@@ -163,7 +166,7 @@ def locked(folder: Path) -> Iterator[bool]:
 
     descriptor, works = os.open(folder, os.O_RDONLY), True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:  # somebody else has it; or the file system knows no locks
         works = False
     try:

@@ -26,12 +26,13 @@ from ..tools.units import wrap
 from . import exits, hang
 from .board import DISAGREES, RETURNED, RUNNING, Board, Record
 from .link import Link
-from .processes import cpu_ticks
+from .processes import cpu_ticks, locked, sweep
 from .records import TIMED_OUT, Recorder, is_installed, is_library, place_in
 from .run import Run, clock_s
 from .watch import CERTAIN_S, LOST_PEER
 from .wire import register_wire
 
+OLD_FOLDERS = "ddpkit-session-*", "torchelastic_*/*/attempt_*/ddpkit"
 LOOK_S = 0.25  # how often the board is read
 SLEEPS_S = 1.0  # a rank that burns no CPU for so long computes nothing
 NEWS_S = 3.0  # how long a rank whose connection broke waits for the report of who fell first
@@ -59,7 +60,11 @@ class Session:
         theirs = os.environ.get("TORCHELASTIC_ERROR_FILE")
         own = Path(tempfile.gettempdir(), f"ddpkit-session-{os.getppid()}")
         self.folder = Path(theirs).parent.parent / "ddpkit" if theirs else own
+        for crashed in OLD_FOLDERS:
+            sweep(crashed)
         self.board = self._open_board()
+        self._lock = contextlib.ExitStack()  # as long as a rank lives, nobody sweeps its folder
+        self._lock.enter_context(locked(self.folder, shared=True))
         (self.folder / f"pid.{self.rank}").write_text(str(os.getpid()))
         told = {"disagree": self._disagree, "timed_out": self._timed_out}
         self.recorder = Recorder(self.rank, self.board, link, **told)
@@ -149,7 +154,10 @@ class Session:
         if different and self._differed:
             self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
         elif stuck and not different and not went_on:
-            self.tell(hang.report(*hang.explain_deadlock(now, stuck), now, self.board))
+            if hang.ends_by_itself(now, stuck):
+                self._say(*hang.explain_deadlock(now, stuck), now)
+            else:
+                self.tell(hang.report(*hang.explain_deadlock(now, stuck), now, self.board))
         elif quiet_s > SLEEPS_S and (stuck := hang.polled_in_vain(now)) and not went_on:
             self._say(*hang.explain_deadlock(now, stuck), now)
         elif quiet_s > STANDSTILL_S and any(s.state == "waiting" for s in now):
@@ -164,10 +172,7 @@ class Session:
             with contextlib.suppress(RuntimeError):
                 self._take_pages(set(range(self.world_size)).difference(self.here))
         now = hang.situations(self.board)
-        if stuck := hang.deadlocked(now):
-            self._say(*hang.explain_deadlock(now, stuck), now)
-        else:
-            self._say(*hang.explain_standstill(now, seconds), now)
+        self._say(*hang.explain_timeout(now, seconds), now)
 
     def _say(self, headline: str, advice: str, now: list[hang.Situation]) -> None:
         """Print a word that ends nothing, once for a line that waits, not twice within seconds."""
@@ -188,6 +193,7 @@ class Session:
 
     def _terminated(self) -> None:
         """Tell where all ranks were when SIGTERM came, unless it came because a rank fell."""
+        time.sleep(LOOK_S)  # all have said where they are
         if self._report_is_out():
             self.end(-signal.SIGTERM)
         now = hang.situations(self.board)
@@ -289,7 +295,7 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """The script raised: tell it first, and what became of the others after it."""
-        said, lost = f"rank {self.rank} raised {type(error).__name__}: {error}", []
+        said, lost = [f"rank {self.rank} raised {type(error).__name__}: {error}"], []
         until = time.perf_counter() + NEWS_S
         while LOST_PEER.search(str(error)) and not lost and time.perf_counter() < until:
             if self._report_is_out():
@@ -297,9 +303,9 @@ class Session:
             lost = [rank for rank in self.here if self._dead(rank)]
             time.sleep(0.02)
         if LOST_PEER.search(str(error)):
-            died = [*map(self._how_died, lost)] or ["a connection broke."]
-            said = f"{' '.join(died)} Rank {self.rank} lost it in"
-        lines = [said, *_own_lines(error)]
+            said = [*map(self._how_died, lost)] or ["a connection broke, nobody here knows why."]
+            said.append(f"Rank {self.rank} lost it in")
+        lines = [*said, *_own_lines(error)]
         if not TIMED_OUT.search(str(error)):  # else a word has said where the others were
             lines += self._who_waits(hang.situations(self.board), lost)
         self.tell("\n".join(lines))
@@ -309,7 +315,7 @@ class Session:
         if exit is None:
             return f"rank {rank} died without a word; torchrun says how."
         code, place = exit
-        return f"rank {rank} called os._exit({code}): {hang.describe_place(place)}."
+        return f"rank {rank} called os._exit({code})\n  {hang.describe_place(place)}"
 
     def _who_waits(self, now: list[hang.Situation], lost: list[int]) -> list[str]:
         lines = []

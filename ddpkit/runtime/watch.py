@@ -132,7 +132,7 @@ class Watch:
             stuck = hang.polled_in_vain(now)
         if self.board.events() != events:  # the ranks went on while it was read
             return
-        if stuck:
+        if stuck and (overdue or not hang.ends_by_itself(now, stuck)):
             self._raise_hang(*hang.explain_deadlock(now, stuck), now)
         if not overdue:
             return
@@ -164,8 +164,11 @@ class Watch:
 
     def _other_threads_idle(self, rank: int) -> bool:
         """Whether all threads but the main one wait for work, as those of a pool do."""
-        *others, _ = self.ranks[rank].ask_stacks() or [[], []]
-        return all(is_pythons(file) for stack in others for file, _, _ in stack)
+        for stack in self.ranks[rank].ask_stacks()[:-1]:
+            files = [file for file, _, _ in stack]
+            if worker.__file__ not in files and not all(map(is_pythons, files)):
+                return False
+        return True
 
     def _emulated_s(self) -> float:
         """How long the emulated link may rightly hold back what is not done yet."""

@@ -56,6 +56,7 @@ class WireWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         record = self.record
         record.waits += 1
+        record.limit_s = timeout.total_seconds() if timeout else record.limit_s
         if record.waits == 1 or record.done is None:  # Gloo would wait for a second message
             in_time = partial(self.inner.wait, timeout) if timeout else self.inner.wait
             self._recorder.wait(record, self._until_done or in_time, self._arriving)
@@ -147,11 +148,11 @@ class WireGroup(dist.ProcessGroup):
         ranks: tuple,
         recorder: Recorder,
         device: torch.device,
-        one_machine: bool,
+        timeout: timedelta,
     ):
         super().__init__(inner.rank(), inner.size())
         self.inner, self.ranks, self.recorder, self.device = inner, ranks, recorder, device
-        self._one_machine = one_machine
+        self.timeout, self._limit_s = timeout, timeout.total_seconds()
         label = "world" if not recorder.joined else f"group {list(ranks)}"
         self._member = wording.Member(name, label, ranks, inner.rank())
         self._c10d_name, self._description = "", "undefined"
@@ -205,8 +206,10 @@ class WireGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks=False):
         record = self._record(wording.collective, "barrier", (), (), None, None, None)
+        if timeout == c10d.default_pg_timeout:
+            timeout = self.timeout
+        record.limit_s = timeout.total_seconds()
         self.recorder.issue(record)
-        timeout = _timeout(timeout, self._one_machine)
         self.recorder.wait(record, partial(self.inner.monitored_barrier, timeout, wait_all_ranks))
 
     def _collective(
@@ -288,7 +291,7 @@ class WireGroup(dist.ProcessGroup):
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
         """The record of a call that is made now. frames: so many up to it are ours."""
         said, now = words(self._member, call_site(frames), *what), time.perf_counter()
-        return Record(said, 0, now, now)
+        return Record(said, 0, now, now, limit_s=self._limit_s)
 
     # What torch.distributed asks of a group besides.
 
@@ -377,17 +380,21 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         if not recorder.joined:
             recorder.worlds += 1
         name = f"{options.group_id}#{recorder.worlds}"  # torch numbers each world's groups anew
-        group = WireGroup(inner, name, ranks, recorder, device, one_machine)
+        # Under `launch`, torch's default of 30 minutes is no timeout.
+        by_default = one_machine and options.timeout == c10d.default_pg_timeout
+        timeout = NEVER if by_default else options.timeout
+        group = WireGroup(inner, name, ranks, recorder, device, timeout)
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
                 on_gpu = _nccl(options, device)
-                on_cpu = _gloo(options, dist.PrefixStore("cpu", options.store), one_machine, calm)
+                store = dist.PrefixStore("cpu", options.store)
+                on_cpu = _gloo(options, store, timeout, one_machine, calm)
                 if recorder.streams is None:
                     recorder.streams = Streams(recorder, Cuda(device))
                     recorder.streams.watch()
             else:
-                on_gpu = on_cpu = _gloo(options, options.store, one_machine, calm)
+                on_gpu = on_cpu = _gloo(options, options.store, timeout, one_machine, calm)
         inner._set_default_backend(on_gpu[1])
         for device_type, (real, kind) in {"cuda": on_gpu, "cpu": on_cpu}.items():
             inner._register_backend(torch.device(device_type), kind, real)
@@ -407,7 +414,7 @@ def _nccl(options, device: torch.device):
     return real, dist.ProcessGroup.BackendType.NCCL
 
 
-def _gloo(options, store: dist.Store, one_machine: bool, calm: bool):
+def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, calm: bool):
     gloo = dist.ProcessGroupGloo._Options()
     before = _threads()
     if one_machine:
@@ -416,14 +423,9 @@ def _gloo(options, store: dist.Store, one_machine: bool, calm: bool):
         gloo._devices = list(map(_listen_on, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
     if calm:
         _let_others_go_first(_threads() - before)
-    gloo._timeout = _timeout(options.timeout, one_machine)
+    gloo._timeout = timeout
     real = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, gloo)
     return real, dist.ProcessGroup.BackendType.GLOO
-
-
-def _timeout(given: timedelta, one_machine: bool) -> timedelta:
-    """Return the script's own timeout; under `launch`, torch's default of 30 minutes is none."""
-    return NEVER if one_machine and given == c10d.default_pg_timeout else given
 
 
 def _listen_on(interface: str):

@@ -161,7 +161,7 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
 
     def timed_out(record, error):
         seconds = hang.waited_s(record, error)
-        headline, _ = hang.explain_standstill(hang.situations(board), seconds)
+        headline, _ = hang.explain_timeout(hang.situations(board), seconds)
         error.add_note(headline)
 
     board = Board(Path(assignment.folder) / "board", assignment.world_size)
