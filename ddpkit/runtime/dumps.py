@@ -19,9 +19,11 @@ from .wording import UNEQUAL
 KNOWN = "2."  # versions that begin so
 OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
-# Frames of torch or Python on another machine, and those of C++ (TORCH_FR_CPP_STACK).
+# Frames of torch or Python on another machine, of what wraps torch's deprecated functions, and
+# those of C++ (TORCH_FR_CPP_STACK).
 LIBRARY = re.compile(
-    r"[/\\](torch[/\\]|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages))|\.(cpp|cc|h|hpp)$|^[?<]"
+    r"[/\\](torch[/\\]|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages)|typing_extensions\.py$)"
+    r"|\.(cpp|cc|h|hpp)$|^[?<]"
 )
 
 

@@ -13,6 +13,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from .board import DISAGREES, SLOTS, Board, Record, hash32
 from .link import Link
@@ -31,6 +32,7 @@ _LIBRARY_FOLDERS = tuple(
         sysconfig.get_path("stdlib"),
     )
 )
+_WRAPPERS = os.path.normpath(typing_extensions.__file__)  # around what torch calls deprecated
 
 
 class Recorder:
@@ -242,7 +244,7 @@ def _values(tensors: Sequence[torch.Tensor]) -> list | None:
 @cache
 def is_library(file: str) -> bool:
     """Whether `file` is torch's, ddpkit's or Python's own."""
-    return file.startswith((*_LIBRARY_FOLDERS, "<frozen"))
+    return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS, "<frozen"))
 
 
 def call_site(skip: int = 1) -> tuple[str, int, str]:
