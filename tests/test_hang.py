@@ -55,7 +55,7 @@ EVERY = (
 )
 BOTH = "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
 FIRST = "Let one side receive first, or start both with isend and irecv and wait afterwards."
-ORDER = "All ranks must use their groups in the same order."
+ORDER = "All ranks must use their groups in the same order, and leave no call out."
 TAGS = "Their tags, or groups, differ: a receive takes only what was sent with its own."
 
 

@@ -4,7 +4,7 @@ import linecache
 import os
 import site
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..tools.units import COLUMNS, name_ranks
@@ -184,13 +184,15 @@ def _far_apart(sizes: set[int]) -> bool:
     return max(sizes) > 2 * min(sizes)
 
 
-def explain_deadlock(now: list[Situation], stuck: list[int]) -> tuple[str, str]:
+def explain_deadlock(now: list[Situation], stuck: list[int], board: Board) -> tuple[str, str]:
     """(what happened, what to do) for ranks that wait for ranks that won't come."""
     waiting = [now[rank] for rank in stuck]
     awaited = {rank for s in waiting for rank in s.missing}
     gone = sorted(rank for rank in awaited if now[rank].state in ("returned", "idle"))
+    advice = None
     if not gone:
         waiting = _circle(waiting)
+        advice = _name_who_skipped(waiting, now, board)
         chain = (f"rank {s.rank} for {_others(s, now)} in {s.call.op}" for s in waiting)
         said = f"deadlock: each waits for another: {', '.join(chain)}."
     else:
@@ -202,7 +204,7 @@ def explain_deadlock(now: list[Situation], stuck: list[int]) -> tuple[str, str]:
         whom = _others(waiting[0], now, gone) if len(direct) == 1 else name_some(gone, len(now))
         said = f"deadlock: {name_some(direct, len(now))} {wait} in {' and '.join(calls)}"
         said += f" for {whom}, which {have} {ended}."
-    return said, _way_out(waiting, bool(gone))
+    return said, advice or _way_out(waiting, bool(gone))
 
 
 def _circle(waiting: list[Situation]) -> list[Situation]:
@@ -212,6 +214,44 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
         for ranks in awaited.values():
             ranks.update(*(awaited[rank] for rank in ranks))
     return [s for s in waiting if all(s.rank in awaited[rank] for rank in awaited[s.rank])]
+
+
+def _skipped(waiting: list[Situation], now: list[Situation], board: Board):
+    """(a call that somebody waits in, the rank that skipped it) on a circle, or None.
+
+    As far as that rank's own history tells: the last time that its calls went so, this came next.
+    """
+    for s in waiting:
+        for rank in s.missing:
+            other = now[rank].call
+            before = [r for r in board.records(rank) if other and r.issued < other.issued]
+            expected = _what_came_next(before)
+            if expected and expected.channel == s.call.channel != other.channel:
+                return s.call, rank, expected
+    return None
+
+
+def _what_came_next(records: list[Record]) -> Record | None:
+    """The call after the longest run of calls that is like the last ones, from the same lines."""
+    said = [(record.channel, record.place) for record in records]
+    longest, following = 0, None
+    for end in range(1, len(said)):
+        alike = 0
+        while alike < end and said[end - 1 - alike] == said[-1 - alike]:
+            alike += 1
+        if alike and alike >= longest:
+            longest, following = alike, records[end]
+    return following
+
+
+def _name_who_skipped(waiting: list[Situation], now: list[Situation], board: Board) -> str | None:
+    found = _skipped(waiting, now, board)
+    if found is None:
+        return None
+    _, rank, before = found
+    said = f"Rank {rank} seems to have skipped the {before.op} that it made before"
+    why = "Is it under an `if`, or did one loop end early?"
+    return f"{said} ({describe_place(before.place)}). {why}"
 
 
 def _others(s: Situation, now: list[Situation], ranks: Sequence[int] | None = None) -> str:
@@ -251,7 +291,10 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
         return "Their tags, or groups, differ: a receive takes only what was sent with its own."
     if ops.issubset(MESSAGES):
         return "Let one side receive first, or start both with isend and irecv and wait afterwards."
-    return "All ranks must use their groups in the same order."
+    return (
+        "All ranks must use their groups in the same order, and leave no call out. "
+        "Is one of them under an `if`?"
+    )
 
 
 def let_go(board: Board) -> str | None:
@@ -296,7 +339,8 @@ def _where(s: Situation, now: list[Situation]) -> str:
 def _guilty(now: list[Situation], board: Board) -> Record | None:
     """The call at which ranks differ, or the first that waits for a rank which doesn't wait.
 
-    None: there is none. On a circle no call is more to blame than the others.
+    None: there is none. On a circle no call is more to blame than the others, unless one was
+    skipped.
     """
     different = mismatch(board)
     if different:
@@ -304,6 +348,9 @@ def _guilty(now: list[Situation], board: Board) -> Record | None:
     waiting = [s for s in now if s.missing]
     wait = {s.rank for s in waiting}
     ends = [s.call for s in waiting if not wait.issuperset(s.missing)]
+    if waiting and not ends:
+        skipped = _skipped(_circle(waiting), now, board)
+        return skipped and skipped[0]
     return min(ends, key=lambda call: call.issued, default=None)
 
 
@@ -324,14 +371,12 @@ def _calls(board: Board, ranks: list[int], guilty: Record | None, stuck: bool) -
         records = board.records(rank)
         if rank in members:
             here = [record for record in records if record.channel == guilty.channel]
-            made[rank] = {record.seq + 1: record.call for record in here}
+            made[rank] = {record.seq + 1: _without_group(record) for record in here}
             said[rank] = {record.seq + 1: record.fingerprint for record in here}
         rest = [r.call for r in records if r.channel != guilty.channel and r.op != "new_group"]
         if rest:
             others.setdefault(", ".join(rest[-OTHER_CALLS:]), []).append(rank)
-    what = "calls"
-    if others:
-        what = _group_calls(guilty, board.world_size)
+    what = _group_calls(guilty, board.world_size) if others else "calls"
     lines = _table(what, made, _first_difference(said, stuck), board.world_size)
     if others:
         lines.append("Other calls, the last two of each:")
@@ -351,6 +396,13 @@ def _group_calls(call: Record, world_size: int) -> str:
     )
 
 
+def _without_group(record: Record) -> str:
+    """The call, where the heading names its group."""
+    group = f"group {list(record.ranks)}"
+    detail = record.detail.removesuffix(group).removesuffix(", ")
+    return f"{record.op}({detail})"
+
+
 def _calls_of_all_groups(board: Board, ranks: list[int], stuck: bool) -> list[str]:
     """Marked only if all ranks had to make the same calls: no messages, no groups of some."""
     made = {rank: _numbered_calls(board, rank) for rank in ranks}
@@ -363,7 +415,19 @@ def _calls_of_all_groups(board: Board, ranks: list[int], stuck: bool) -> list[st
     )
     if all(shared):
         differs = _first_difference(made, stuck)
+    elif max(len(column) for column in made.values()) > LAST_CALLS:  # the same number says nothing
+        return ["Their last calls:", *_own_calls(made, board.world_size)]
     return _table("calls", made, differs, board.world_size)
+
+
+def _own_calls(made: Columns, world_size: int) -> Iterator[str]:
+    """The last calls of each rank, by its own count."""
+    alike: dict[str, list[int]] = {}
+    for rank, column in made.items():
+        calls = [f"{number} {call}" for number, call in column.items()]
+        alike.setdefault(", ".join(calls[-LAST_CALLS:]) or "no call", []).append(rank)
+    for calls, ranks in alike.items():
+        yield f"{name_some(ranks, world_size)}: {calls}"
 
 
 def _oldest(made: Columns) -> int:

@@ -137,7 +137,7 @@ class Session:
         if different and self._differed:
             self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
         elif stuck and not different and not went_on:
-            self.tell(hang.report(*hang.explain_deadlock(now, stuck), now, self.board))
+            self.tell(hang.report(*hang.explain_deadlock(now, stuck, self.board), now, self.board))
         self._differed = bool(different)
 
     def _note_sleepers(self) -> None:
