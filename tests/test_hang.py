@@ -466,6 +466,31 @@ def test_the_first_mismatch_is_the_one_named(board):
     assert {rank: r.fingerprint for rank, r in hang.mismatch(board).items()} == {0: "b", 1: "c"}
 
 
+def test_a_large_world_is_named_by_those_it_lacks(tmp_path):
+    board = Board(tmp_path / "large", 32, create=True)
+    everybody = tuple(range(32))
+    for rank in everybody:
+        board.set_state(rank, RETURNED if rank == 7 else RUNNING)
+        if rank != 7:
+            say(board, rank, ranks=everybody)
+    now = hang.situations(board)
+    headline, advice = hang.explain_deadlock(now, hang.deadlocked(now, board), board)
+    assert headline.startswith("deadlock: all but rank 7 wait in all_reduce for rank 7, which has ")
+    assert "\nall but rank 7: waiting for rank 7 in " in hang.report(headline, advice, now, board)
+    board.close()
+
+
+def test_one_rank_waits_for_all_others(tmp_path):
+    board = Board(tmp_path / "large", 9, create=True)
+    for rank in range(9):
+        board.set_state(rank, RUNNING if rank == 7 else RETURNED)
+    say(board, 7, ranks=tuple(range(9)))
+    now = hang.situations(board)
+    headline, _ = hang.explain_deadlock(now, [7], board)
+    assert headline == "deadlock: rank 7 waits in all_reduce for all others, which have returned."
+    board.close()
+
+
 def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
     for rank in range(3):
         board.set_state(rank, IDLE)
