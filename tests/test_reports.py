@@ -149,3 +149,21 @@ def test_a_skipped_call_is_no_batch_that_shrank(way, case, tmp_path):
     report = told(way, tmp_path, text)
     assert report.startswith("mismatch: rank 0 called all_reduce(")
     assert advice in report
+
+
+CHANGED = {
+    "isend": "handle = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)",
+    "all_reduce": "handle = dist.all_reduce(x, async_op=True)",
+    "broadcast": "handle = dist.broadcast(x, 0, async_op=True)",
+    "all_gather": "handle = dist.all_gather([x.clone(), x.clone()], x, async_op=True)",
+}
+
+
+@WAYS
+@pytest.mark.parametrize("op", CHANGED)
+def test_a_rank_that_changes_what_it_sends_is_named(way, op, tmp_path):
+    text = f"{CHANGED[op]}\nif rank == 0:\n    x[2] = 7.0\nhandle.wait()"
+    report = told(way, tmp_path, text, check_buffers=True)
+    said = f"rank 0 raised ValueError: rank 0 changed what it sends before it was sent ({op}, "
+    assert report.startswith(said)
+    assert f": {CHANGED[op]}): call wait() on the handle first" in report

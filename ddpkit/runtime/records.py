@@ -54,6 +54,7 @@ class Recorder:
         self.rank, self.board, self.link, self.keep_values = rank, board, link, keep_values
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
+        self.check_buffers = False  # of groups made from now on: `buffers.py`
         self.streams: Streams | None = None  # on NCCL: what tells when calls ran
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
         self._disagree = disagree

@@ -342,7 +342,10 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         ranks = tuple(options.global_ranks_in_group)  # empty: all
         ranks = ranks or tuple(range(options.group_size))
         inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
-        group = WireGroup(inner, options.group_id, ranks, recorder, device)
+        kind = WireGroup
+        if recorder.check_buffers:
+            from .buffers import CheckedGroup as kind
+        group = kind(inner, options.group_id, ranks, recorder, device)
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default

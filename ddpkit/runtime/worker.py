@@ -45,6 +45,7 @@ class Assignment:
     keep_values: bool
     environ: dict[str, str]
     cells: dict[str, tuple]  # the text of notebook cells, for tracebacks in the rank
+    check_buffers: bool = False
 
     def path(self, name: str) -> Path:
         return Path(self.folder) / f"{name}.{self.rank}"
@@ -157,7 +158,9 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         wait_to_be_ended()
 
     board = Board(Path(assignment.folder) / "board", assignment.world_size)
-    return Recorder(assignment.rank, board, assignment.link, assignment.keep_values, disagree)
+    recorder = Recorder(assignment.rank, board, assignment.link, assignment.keep_values, disagree)
+    recorder.check_buffers = assignment.check_buffers
+    return recorder
 
 
 def end_with_parent(lifeline: Connection):
