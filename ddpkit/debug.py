@@ -25,6 +25,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", help="write a Chrome trace to this file at the end")
     parser.add_argument("--flight-recorder", help="write dumps to this folder at the end")
     parser.add_argument("--link", help='emulate a wire: "10 Gbit Ethernet"')
+    changed = "fail where a rank changes what it is still sending (on the CPU)"
+    parser.add_argument("--check-buffers", action="store_true", help=changed)
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser.parse_args(arguments)
@@ -53,6 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         how = "start it by torchrun, or say how many ranks, before the script: --world-size 4"
         sys.exit(f"ddpkit.debug: {how} {options.script}")
     session = Session(link, options.trace, options.flight_recorder)
+    session.recorder.check_buffers = options.check_buffers
     session.install()
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(Path(options.script).resolve().parent)

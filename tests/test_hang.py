@@ -55,7 +55,7 @@ EVERY = (
 )
 BOTH = "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
 FIRST = "Let one side receive first, or start both with isend and irecv and wait afterwards."
-ORDER = "All ranks must use their groups in the same order."
+ORDER = "All ranks must use their groups in the same order, and leave no call out."
 TAGS = "Their tags, or groups, differ: a receive takes only what was sent with its own."
 
 
@@ -445,7 +445,7 @@ def test_nobody_comes_to_a_group_that_it_has_destroyed(board):
     assert stuck(board) == []
     board.set_destroyed(2, {"0": ("train.py", 7, "main", "")})
     assert stuck(board) == [0, 1]
-    said, _ = hang.explain_deadlock(hang.situations(board), [0, 1])
+    said, _ = hang.explain_deadlock(hang.situations(board), [0, 1], board)
     assert said.endswith(
         "ranks 0 and 1 wait in all_reduce for rank 2, which has destroyed the group without that "
         "call (train.py:7 in main)."
@@ -504,6 +504,31 @@ def test_the_first_mismatch_is_the_one_named(board):
         say(board, 0, seq, fingerprint=one)
         say(board, 1, seq, fingerprint=other)
     assert {rank: r.fingerprint for rank, r in hang.mismatch(board).items()} == {0: "b", 1: "c"}
+
+
+def test_a_large_world_is_named_by_those_it_lacks(tmp_path):
+    board = Board(tmp_path / "large", 32, create=True)
+    everybody = tuple(range(32))
+    for rank in everybody:
+        board.set_state(rank, RETURNED if rank == 7 else RUNNING)
+        if rank != 7:
+            say(board, rank, ranks=everybody)
+    now = hang.situations(board)
+    headline, advice = hang.explain_deadlock(now, hang.deadlocked(now), board)
+    assert headline.startswith("deadlock: all but rank 7 wait in all_reduce for rank 7, which has ")
+    assert "\nall but rank 7: waiting for rank 7 in " in hang.report(headline, advice, now, board)
+    board.close()
+
+
+def test_one_rank_waits_for_all_others(tmp_path):
+    board = Board(tmp_path / "large", 9, create=True)
+    for rank in range(9):
+        board.set_state(rank, RUNNING if rank == 7 else RETURNED)
+    say(board, 7, ranks=tuple(range(9)))
+    now = hang.situations(board)
+    headline, _ = hang.explain_deadlock(now, [7], board)
+    assert headline == "deadlock: rank 7 waits in all_reduce for all others, which have returned."
+    board.close()
 
 
 def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):

@@ -245,7 +245,7 @@ def test_a_stream_waits_for_ever_only_if_no_program_may_still_come(board):
     board.set_state(1, RETURNED)
     now = hang.situations(board)
     assert hang.deadlocked(now) == [0]
-    headline, advice = hang.explain_deadlock(now, [0])
+    headline, advice = hang.explain_deadlock(now, [0], board)
     assert headline == "deadlock: rank 0 waits in all_reduce for rank 1, which has returned."
     text = hang.report(headline, advice, now, board)
     assert "rank 0: its stream waiting for rank 1 in all_reduce(8 float32, sum)" in text

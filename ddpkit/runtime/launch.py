@@ -44,6 +44,7 @@ def launch(
     hang_after: float = 15.0,
     live: bool = False,
     keep_values: bool = False,
+    check_buffers: bool = False,
     **kwargs,
 ) -> Run:
     """Call `fn(*args, **kwargs)` on `world_size` fresh processes joined by torch.distributed.
@@ -58,6 +59,8 @@ def launch(
         Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
     live: show what the ranks print as they print it, not in rank order when all are done.
     keep_values: keep messages of up to 64 elements in the records, for replays.
+    check_buffers: fail where a rank changes a tensor on the CPU that is still being sent; each call
+        then takes two checksums of what it sends.
 
     Returns a `Run`. Under torchrun no process is started: `fn` is called in the world that runs
     already, and every rank gets the same `Run`.
@@ -71,14 +74,15 @@ def launch(
             check_positive("Give seconds, or None.", timeout=timeout)
         _check_call(fn, args, kwargs)
     if dist.is_torchelastic_launched():
-        return _join_running_world(fn, args, kwargs, link, keep_values)
+        return _join_running_world(fn, args, kwargs, link, keep_values, check_buffers)
     if dist.is_available() and dist.is_initialized():
         expected = "expected a notebook, a script or torchrun"
         raise ValueError(f"launch was called inside a rank: {expected}. Call fn directly")
     call = pickle_call(fn, args, kwargs)
     choice = choose_backend(backend, world_size, link)
     begun = time.perf_counter()
-    started = processes.world(choice, world_size, link, keep_values, worker.main, call)
+    how = choice, world_size, link, keep_values
+    started = processes.world(*how, worker.main, call, check_buffers)
     with started as (ranks, board):
         watch = Watch(ranks, board, timeout, hang_after, live, fresh=True)
         slow_imports = watch.until_all_reply()
@@ -160,11 +164,14 @@ def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Recor
 # Under torchrun.
 
 
-def _join_running_world(fn, args, kwargs, link, keep_values) -> Run:
+def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> Run:
     """Call `fn` here, in a rank that torchrun started; every rank gets every rank's result."""
     if not dist.is_initialized():
-        _initialise_under_torchrun(link)
+        _initialise_under_torchrun(link, check_buffers)
     mine = recorder()  # None: the script initialised torch.distributed itself
+    if check_buffers and not getattr(mine, "check_buffers", False):
+        remedy = "give it to the first launch, or start the script by ddpkit.debug --check-buffers"
+        raise ValueError(f"launch got check_buffers=True in a world that began without: {remedy}")
     before = len(mine.records) if mine else 0
     if mine:
         mine.link, mine.keep_values = link, keep_values
@@ -191,12 +198,13 @@ def _wait_till_all_return(mine: Recorder | None):
             time.sleep(0.005)
 
 
-def _initialise_under_torchrun(link):
+def _initialise_under_torchrun(link, check_buffers):
     session = getattr(dist.init_process_group, "session", None)  # `ddpkit.debug` has made one
     if session is None:
         session = Session(link)
         session.install()
         atexit.register(session.leave)
+    session.recorder.check_buffers |= check_buffers
     local = int(os.environ["LOCAL_RANK"])
     nccl = link is None and dist.is_nccl_available() and torch.cuda.device_count() > local
     dist.init_process_group("nccl" if nccl else "gloo")

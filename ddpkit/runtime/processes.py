@@ -103,7 +103,15 @@ class Rank:
 
 
 @contextlib.contextmanager
-def world(choice: Choice, world_size: int, link, keep_values: bool, target, call: bytes = b""):
+def world(
+    choice: Choice,
+    world_size: int,
+    link,
+    keep_values: bool,
+    target,
+    call: bytes = b"",
+    check_buffers: bool = False,
+):
     """Start ranks that run `target`; whatever happens inside, none is left afterwards.
 
     Yields (ranks, board).
@@ -121,7 +129,7 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
         for rank in range(world_size):
             own = {name: value.format(rank=rank) for name, value in choice.environ.items()}
             environ = {**LARGE_PAGES, **os.environ, **own}
-            assignment = worker.Assignment(rank, world_size, *given, environ, texts)
+            assignment = worker.Assignment(rank, world_size, *given, environ, texts, check_buffers)
             with interrupts_deferred():
                 ranks.append(Rank(assignment, target))
         yield ranks, board

@@ -17,6 +17,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from .board import CALLERS, DISAGREES, SLOTS, Board, Record, hash32
 from .link import Link
@@ -47,6 +48,7 @@ _INSTALLED_FOLDERS = tuple(
         site.getusersitepackages(),
     }
 )
+_WRAPPERS = os.path.normpath(typing_extensions.__file__)  # around what torch calls deprecated
 
 
 class Recorder:
@@ -70,6 +72,7 @@ class Recorder:
         self.rank, self.board, self.link, self.keep_values = rank, board, link, keep_values
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
+        self.check_buffers = False  # of groups made from now on: `buffers.py`
         self.streams: Streams | None = None  # on NCCL: what tells when calls ran
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
         self._disagree, self._timed_out = disagree, timed_out
@@ -343,7 +346,7 @@ def _values(tensors: Sequence[torch.Tensor]) -> list | None:
 @cache
 def is_library(file: str) -> bool:
     """Whether `file` is torch's, ddpkit's or Python's own."""
-    return file.startswith(_LIBRARY_FOLDERS) or is_pythons(file)
+    return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
 
 
 @cache

@@ -155,11 +155,13 @@ class Session:
             self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
         elif stuck and not different and not went_on:
             if hang.ends_by_itself(now, stuck):
-                self._say(*hang.explain_deadlock(now, stuck), now)
+                self._say(*hang.explain_deadlock(now, stuck, self.board), now)
             else:
-                self.tell(hang.report(*hang.explain_deadlock(now, stuck), now, self.board))
+                self.tell(
+                    hang.report(*hang.explain_deadlock(now, stuck, self.board), now, self.board)
+                )
         elif quiet_s > SLEEPS_S and (stuck := hang.polled_in_vain(now)) and not went_on:
-            self._say(*hang.explain_deadlock(now, stuck), now)
+            self._say(*hang.explain_deadlock(now, stuck, self.board), now)
         elif quiet_s > STANDSTILL_S and any(s.state == "waiting" for s in now):
             self._say(*hang.explain_standstill(now, quiet_s), now)
         self._differed = bool(different)
@@ -172,7 +174,7 @@ class Session:
             with contextlib.suppress(RuntimeError):
                 self._take_pages(set(range(self.world_size)).difference(self.here))
         now = hang.situations(self.board)
-        self._say(*hang.explain_timeout(now, seconds), now)
+        self._say(*hang.explain_timeout(now, seconds, self.board), now)
 
     def _say(self, headline: str, advice: str, now: list[hang.Situation]) -> None:
         """Print a word that ends nothing, once for a line that waits, not twice within seconds."""

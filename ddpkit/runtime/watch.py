@@ -133,7 +133,7 @@ class Watch:
         if self.board.events() != events:  # the ranks went on while it was read
             return
         if stuck and (overdue or not hang.ends_by_itself(now, stuck)):
-            self._raise_hang(*hang.explain_deadlock(now, stuck), now)
+            self._raise_hang(*hang.explain_deadlock(now, stuck, self.board), now)
         if not overdue:
             return
         alive = [s for s in now if s.state not in ("returned", "idle", hang.ON_STREAM)]

@@ -299,10 +299,11 @@ class WireGroup(dist.ProcessGroup):
     def inner_name(self) -> str:
         return self.inner.name()
 
-    def name(self) -> str:
-        return "ddpkit"
+    def name(self) -> str:  # a script that prints it, or compares, must get the real one's
+        return self.inner_name
 
-    getBackendName = name
+    def getBackendName(self) -> str:
+        return "ddpkit"
 
     # DeviceMesh, and all that is built on it, finds a group again by its name.
 
@@ -383,7 +384,10 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         # Under `launch`, torch's default of 30 minutes is no timeout.
         by_default = one_machine and options.timeout == c10d.default_pg_timeout
         timeout = NEVER if by_default else options.timeout
-        group = WireGroup(inner, name, ranks, recorder, device, timeout)
+        kind = WireGroup
+        if recorder.check_buffers:
+            from .buffers import CheckedGroup as kind
+        group = kind(inner, name, ranks, recorder, device, timeout)
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default

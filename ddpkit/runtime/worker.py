@@ -46,6 +46,7 @@ class Assignment:
     keep_values: bool
     environ: dict[str, str]
     cells: dict[str, tuple]  # the text of notebook cells, for tracebacks in the rank
+    check_buffers: bool = False
 
     def path(self, name: str) -> Path:
         return Path(self.folder) / f"{name}.{self.rank}"
@@ -161,12 +162,14 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
 
     def timed_out(record, error):
         seconds = hang.waited_s(record, error)
-        headline, _ = hang.explain_timeout(hang.situations(board), seconds)
+        headline, _ = hang.explain_timeout(hang.situations(board), seconds, board)
         error.add_note(headline)
 
     board = Board(Path(assignment.folder) / "board", assignment.world_size)
     what = assignment.link, assignment.keep_values, disagree, timed_out
-    return Recorder(assignment.rank, board, *what)
+    recorder = Recorder(assignment.rank, board, *what)
+    recorder.check_buffers = assignment.check_buffers
+    return recorder
 
 
 def end_with_parent(lifeline: Connection):
