@@ -59,6 +59,9 @@ def launch(
     live: show what the ranks print as they print it, not in rank order when all are done.
     keep_values: keep messages of up to 64 elements in the records, for replays.
 
+    A rank computes with one thread, or as many as OMP_NUM_THREADS says while the ranks together
+    have no more threads than there are cores. `torch.set_num_threads` in `fn` gives it more.
+
     Returns a `Run`. Under torchrun no process is started: `fn` is called in the world that runs
     already, and every rank gets the same `Run`.
     RankError: a rank raised, exited or was killed. HangError: they wait for what never comes, or
