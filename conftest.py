@@ -24,7 +24,7 @@ IN_KERNELS = ["ipykernel.kernelapp", "ipywidgets", "matplotlib.backends.backend_
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported: where all cores are busy, threads mostly wait for each other.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     os.environ["DDPKIT_PROGRESS"] = "off"  # no lines that come and go in compared outputs
     if config.pluginmanager.hasplugin("nbval.plugin"):
         config.option.nbval = config.option.nbval_current_env = True
