@@ -1,4 +1,4 @@
-# make lab | test | test-all | bench | gpu | site | refresh.  The first run installs everything into .venv, later ones start at once.
+# make lab | test | test-all | kernels | bench | gpu | site | refresh.  The first run installs everything into .venv, later ones start at once.
 # Linux without a GPU: `make lab TORCH_INDEX=https://download.pytorch.org/whl/cpu` leaves out 3 GB of CUDA packages.
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -7,7 +7,7 @@ BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 # Every launch starts fresh ranks: without .pyc files each would compile what it imports.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: lab test test-all bench gpu site refresh
+.PHONY: lab test test-all kernels bench gpu site refresh
 
 lab: .venv/ready
 	$(BIN)/python tools/working_copy.py
@@ -17,6 +17,12 @@ test: WHICH := -m "not slow"
 test test-all: .venv/ready
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(WHICH)
+	$(if $(WHICH),,$(BIN)/python tools/kernels.py all -m numeric)
+
+# Numeric tests with the kernels of another processor: PICK=haswell, zen, oldest, skylake, turn or all.
+kernels: PICK := turn
+kernels: .venv/ready
+	$(BIN)/python tools/kernels.py $(PICK)
 
 bench: .venv/ready
 	$(BIN)/python -m ddpkit.bench

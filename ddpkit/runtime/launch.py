@@ -62,6 +62,9 @@ def launch(
     check_buffers: fail where a rank changes a tensor on the CPU that is still being sent; each call
         then takes two checksums of what it sends.
 
+    A rank computes with one thread, or as many as OMP_NUM_THREADS says while the ranks together
+    have no more threads than there are cores. `torch.set_num_threads` in `fn` gives it more.
+
     Returns a `Run`. Under torchrun no process is started: `fn` is called in the world that runs
     already, and every rank gets the same `Run`.
     RankError: a rank raised, exited or was killed. HangError: they wait for what never comes, or

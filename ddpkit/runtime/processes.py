@@ -29,12 +29,14 @@ import torch.multiprocessing as mp
 from . import worker
 from .backends import Choice
 from .board import Board
+from .machine import count_cores
 
 PRELOAD = ["ddpkit.runtime.worker"]
 LAST = "ddpkit.runtime.cheap_forks"
 # Linux gives torch's large tensors pages of 2 MiB if asked. Clearing small ones took a third of the
 # time of a ring all-reduce of 100 MB, whose buffer for what arrives is new in every hop.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 YOUNG_S = 60  # a folder so young may not be locked yet
 _starting = threading.Lock()
 
@@ -124,11 +126,12 @@ def world(
     board = Board(folder / "board", world_size, create=True)
     given = str(folder), choice, link, keep_values
     texts = _cell_texts()
+    threads = dict.fromkeys(THREADS, str(threads_of_a_rank(world_size)))
     try:
         (folder / "call").write_bytes(call)
         for rank in range(world_size):
             own = {name: value.format(rank=rank) for name, value in choice.environ.items()}
-            environ = {**LARGE_PAGES, **os.environ, **own}
+            environ = {**LARGE_PAGES, **os.environ, **threads, **own}
             assignment = worker.Assignment(rank, world_size, *given, environ, texts, check_buffers)
             with interrupts_deferred():
                 ranks.append(Rank(assignment, target))
@@ -142,6 +145,17 @@ def world(
             board.close()
             shutil.rmtree(folder, ignore_errors=True)
             lock.close()
+
+
+def threads_of_a_rank(world_size: int) -> int:
+    """Return how many threads a rank computes with: OMP_NUM_THREADS, at most its share of cores.
+
+    Threads spin while they wait for one another. With a shell's OMP_NUM_THREADS=2, four ranks on
+    two cores would have eight of them, and take ten times as long.
+    """
+    share = max(1, int(count_cores() // world_size))
+    asked = os.environ.get(THREADS[0], "").partition(",")[0]  # "4,2": for nested loops, 2
+    return min(int(asked), share) if asked.isdigit() and int(asked) else 1
 
 
 @functools.cache

@@ -148,7 +148,7 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         del os.environ[name]
     os.environ.update(assignment.environ.items() - before.items())
     linecache.cache.update(assignment.cells)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.default_generator.seed()  # forks would all draw alike; the ranks of a cluster don't
     stacks = open(assignment.path("stack"), "w")  # stays open: the parent may ask at any time
     if hasattr(faulthandler, "register"):
