@@ -14,7 +14,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
+
 from .runtime.link import Link
+from .runtime.machine import untried_torch
 from .runtime.session import Session
 
 
@@ -54,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     if "RANK" not in os.environ:
         how = "start it by torchrun, or say how many ranks, before the script: --world-size 4"
         sys.exit(f"ddpkit.debug: {how} {options.script}")
+    if os.environ["RANK"] == "0" and (untried := untried_torch(torch.__version__)):
+        print(f"ddpkit.debug: torch {torch.__version__} is {untried}", file=sys.stderr)
     session = Session(link, options.trace, options.flight_recorder)
     session.recorder.check_buffers = options.check_buffers
     session.install()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from outside import FREEZE_S, run_script
 from pytorch_cases import CASES
@@ -221,6 +222,18 @@ def test_the_emulated_link_and_gloos_interfaces(tmp_path, monkeypatch):
     text = "print(dist.group.WORLD.recorder.link.name)"
     (said, _), report = debug(tmp_path, text, "--link", "10 Gbit Ethernet")
     assert (said, report) == ("10 Gbit Ethernet\n", "")
+
+
+def pretend_torch(version, *start):
+    torch.__version__ = version
+    torchruns_rank(*start)
+
+
+def test_an_untried_torch_is_named_on_rank_0_and_the_script_runs(tmp_path):
+    (tmp_path / "train.py").write_text(BEGIN + "print('trained')")
+    first, second = launch(pretend_torch, "2.99.0", tmp_path, 2, world_size=2).output
+    assert re.fullmatch("ddpkit.debug: torch 2.99.0 is newer than any .*\ntrained\n", first)
+    assert second == "trained\n"
 
 
 def test_interfaces_that_are_not_there_are_told(tmp_path, monkeypatch):

@@ -185,11 +185,16 @@ class WireGroup(dist.ProcessGroup):
     allgather_coalesced = _recorded("all_gather", "allgather_coalesced", 1)
     allgather_into_tensor_coalesced = _recorded("all_gather", "allgather_into_tensor_coalesced", 1)
     all_gather_single = _recorded("all_gather", "all_gather_single", 1)
+    all_gather_single_coalesced = _recorded("all_gather", "all_gather_single_coalesced", 1)
     _allgather_base = _recorded("all_gather", "_allgather_base", 1)
     gather = _recorded("gather", "gather", 1)
+    gather_single = _recorded("gather", "gather_single", 1)
     scatter = _recorded("scatter", "scatter", 1)
     reduce_scatter = _recorded("reduce_scatter", "reduce_scatter", 1)
     reduce_scatter_single = _recorded("reduce_scatter", "reduce_scatter_single", 1)
+    reduce_scatter_single_coalesced = _recorded(
+        "reduce_scatter", "reduce_scatter_single_coalesced", 1
+    )
     _reduce_scatter_base = _recorded("reduce_scatter", "_reduce_scatter_base", 1)
     reduce_scatter_tensor_coalesced = _recorded(
         "reduce_scatter", "reduce_scatter_tensor_coalesced", 1
@@ -405,6 +410,8 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         return group
 
     dist.Backend.register_backend("ddpkit", create, extended_api=True, devices=["cpu", "cuda"])
+    # torch 2.15 attaches its flight recorder to all other groups; Gloo and NCCL have their own.
+    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("ddpkit")
     if c10d.get_backend is not _named_backend:
         for module in (dist, c10d):
             module.get_backend, module.batch_isend_irecv = _named_backend, _batched
