@@ -93,6 +93,36 @@ def test_the_same_under_launch(name, tmp_path):
     assert "GLHF" not in said
 
 
+FRAMEWORK = """\
+import sysconfig
+file = sysconfig.get_path("purelib") + "/frame/ops.py"
+exec(compile("def gather(x): dist.all_reduce(x)", file, "exec"))
+if rank == 0: gather(x)
+"""
+
+
+def test_under_a_framework_both_lines_are_told(tmp_path):
+    _, report = debug(tmp_path, FRAMEWORK, begin=BEGIN)
+    own = f"train.py:{LINES + 4}: if rank == 0: gather(x)"
+    assert f"{own} by way of frame/ops.py:1 in gather" in report
+
+
+SLOW = """\
+import ddpkit.runtime.session as session
+session.STANDSTILL_S = 0.8
+if rank == 1: time.sleep(3)
+dist.barrier()
+dist.all_reduce(x)
+"""
+
+
+def test_a_rank_that_is_waited_for_for_long_is_named_once_and_nothing_ends(tmp_path):
+    _, report = debug(tmp_path, SLOW, begin=BEGIN)
+    waits = "rank 0 waits in barrier for rank 1, which isn't in a call."
+    assert re.match(rf"no progress for [\d.]+ s: {waits}", report)
+    assert f"train.py:{LINES + 3}: if rank == 1: time.sleep(3)" in report
+
+
 HANGS = BEGIN + "if rank == 1: print('here', flush=True), time.sleep(100)\ndist.all_reduce(x)\n"
 
 
