@@ -64,7 +64,7 @@ tell(run.wire[1][0].values, run.wire[0][1].seq)
 if dist.get_rank() == 0:  # it imports for two seconds
     torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
 dist.destroy_process_group()
-for _ in range(100):  # threads that are told to end take a moment
+for _ in range(1200):  # until the other rank has destroyed it, too
     if cpp_threads() > before:
         time.sleep(0.05)
 tell(cpp_threads() - before)
