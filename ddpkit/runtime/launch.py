@@ -28,7 +28,7 @@ from .run import Run
 from .session import Session
 from .watch import Watch
 
-MOST_RANKS = 64
+MOST_RANKS, DEFAULT_RANKS = 64, 4
 ASKED = {"rank": "dist.get_rank()", "world_size": "dist.get_world_size()"}
 THEIRS = {"nprocs": "world_size", "nproc_per_node": "world_size"}  # PyTorch's own launchers
 _launches = itertools.count()  # under torchrun, alike on all ranks
@@ -37,7 +37,7 @@ _launches = itertools.count()  # under torchrun, alike on all ranks
 def launch(
     fn: Callable,
     *args,
-    world_size: int = 4,
+    world_size: int | None = None,
     backend: str = "auto",
     link: Link | None = None,
     timeout: float | None = None,
@@ -52,6 +52,7 @@ def launch(
     fn: any callable, from a cell too; it finds its rank with `dist.get_rank()`, as under torchrun.
         What it uses of the notebook travels with it as a copy: a global changed in a rank is not
         changed here, nor in another rank.
+    world_size: 4, if it isn't given; under torchrun, as many as it started.
     backend: "auto" (NCCL where every rank can have a GPU, else Gloo on the CPU), "gloo" or "nccl".
     link: an emulated wire between the ranks, slower than the real one (Gloo only).
     timeout: seconds after which the ranks are ended and a HangError says where they were.
@@ -70,13 +71,19 @@ def launch(
     RankError: a rank raised, exited or was killed. HangError: they wait for what never comes, or
     disagree. ValueError: arguments that can't work, before any process is started. Notebook 00.
     """
+    under_torchrun = dist.is_torchelastic_launched()
+    if world_size is None:
+        world_size = _torchruns_size() if under_torchrun else DEFAULT_RANKS
     with _told_briefly():
         _check_arguments(fn, world_size, backend, link)
+        if under_torchrun and world_size != _torchruns_size():
+            got = f"launch got world_size={world_size} where torchrun started {_torchruns_size()}"
+            raise ValueError(f"{got} ranks: leave it out, or have torchrun start as many")
         check_positive("Give seconds.", hang_after=hang_after)
         if timeout is not None:
             check_positive("Give seconds, or None.", timeout=timeout)
         _check_call(fn, args, kwargs)
-    if dist.is_torchelastic_launched():
+    if under_torchrun:
         return _join_running_world(fn, args, kwargs, link, keep_values, check_buffers)
     if dist.is_available() and dist.is_initialized():
         expected = "expected a notebook, a script or torchrun"
@@ -112,8 +119,12 @@ def _check_arguments(fn, world_size, backend, link):
     if not callable(fn):
         remedy = "pass launch(f), not launch(f())"
         raise ValueError(f"launch expected a function to call on every rank, got {fn!r}: {remedy}")
+    if inspect.iscoroutinefunction(fn):
+        remedy = "call asyncio.run(...) of it inside a plain function"
+        raise ValueError(f"launch expected a plain function, got one of `async def`: {remedy}")
     whole = isinstance(world_size, int) and not isinstance(world_size, bool)
-    if not whole or not 1 <= world_size <= MOST_RANKS:
+    most = max(MOST_RANKS, _torchruns_size()) if dist.is_torchelastic_launched() else MOST_RANKS
+    if not whole or not 1 <= world_size <= most:
         expected = f"a whole number as world_size, from 1 to {MOST_RANKS} on one machine"
         raise ValueError(f"launch expected {expected}, got {world_size!r}")
     if backend not in ("auto", "gloo", "nccl"):
@@ -165,6 +176,10 @@ def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Recor
 
 
 # Under torchrun.
+
+
+def _torchruns_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
 
 
 def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> Run:

@@ -7,6 +7,7 @@ from one to the next, and a crash costs nothing.
 """
 
 import contextlib
+import errno
 import functools
 import linecache
 import multiprocessing.spawn
@@ -26,10 +27,12 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
+from ..tools.units import size
 from . import worker
 from .backends import Choice
 from .board import Board
 from .machine import count_cores
+from .worker import MAKE_ROOM
 
 PRELOAD = ["ddpkit.runtime.worker"]
 LAST = "ddpkit.runtime.cheap_forks"
@@ -128,6 +131,7 @@ def world(
     texts = _cell_texts()
     threads = dict.fromkeys(THREADS, str(threads_of_a_rank(world_size)))
     try:
+        _check_room(folder, (folder / "board").stat().st_size + len(call))
         (folder / "call").write_bytes(call)
         for rank in range(world_size):
             own = {name: value.format(rank=rank) for name, value in choice.environ.items()}
@@ -156,6 +160,14 @@ def threads_of_a_rank(world_size: int) -> int:
     share = max(1, int(count_cores() // world_size))
     asked = os.environ.get(THREADS[0], "").partition(",")[0]  # "4,2": for nested loops, 2
     return min(int(asked), share) if asked.isdigit() and int(asked) else 1
+
+
+def _check_room(folder: Path, nbytes: int):
+    """OSError on a full disk, where writing to the board would end this process without a word."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        needs = f"the ranks' files take {size(nbytes)}, and {size(free)} are free"
+        raise OSError(errno.ENOSPC, f"the disk for temporary files is full: {needs}. {MAKE_ROOM}")
 
 
 @functools.cache
@@ -259,6 +271,11 @@ def warm_up():
     if start_method() == "forkserver":
         with _starting, _our_way():
             pass
+
+
+def is_starting() -> bool:
+    """Whether a rank is being started just now: the first one waits until the server has torch."""
+    return _starting.locked()
 
 
 @functools.cache

@@ -19,6 +19,7 @@ STANDSTILL_S = 10.0  # without a call, after which a reader wonders
 SETTLE_S = 0.4  # after a failure the other ranks get this long to say how it hit them
 LOST_PEER_S = 2.0  # and this long when those that fell all say that somebody else did
 MOST_FRAMES = 30
+MODULE_CALLS = "_wrapped_call_impl", "_call_impl"  # between a torch module and each of its own
 LOST_PEER = re.compile(
     "Connection closed by peer|Connection reset by peer|Broken pipe|connection was (closed|aborted)"
 )
@@ -330,7 +331,8 @@ def _how(rank: int, how: worker.Failure | int) -> str:
 def _frames(frames: list[tuple[str, int, str]]) -> list[str]:
     """The way to the error through the user's own code; of an endless recursion, its two ends."""
     own = [frame for frame in frames if not is_library(frame[0])]
-    lines = [f"  {hang.describe_place(frame)}" for frame in own or frames]
+    theirs = [frame for frame in frames if frame[2] not in MODULE_CALLS]
+    lines = [f"  {hang.describe_place(frame)}" for frame in own or theirs or frames]
     if len(lines) > MOST_FRAMES:
         half = MOST_FRAMES // 2
         lines[half:-half] = [f"  ... {len(lines) - 2 * half} more lines ..."]

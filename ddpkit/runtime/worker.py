@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import linecache
 import multiprocessing
@@ -31,6 +32,7 @@ from .wire import register_wire
 
 # Half a second or two: what backward(gradient) and the first optimizer of a process import
 SLOW_IMPORTS = "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
+MAKE_ROOM = "Make room there, or name another folder in TMPDIR and restart"
 RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -247,15 +249,18 @@ class _Pickler(cloudpickle.Pickler):
 
 def save(path: Path, value: object):
     """Write the return value to a file: a pipe would fill up and block the rank until it's read."""
-    with open(path, "wb") as file:
-        try:
+    try:
+        with open(path, "wb") as file:
             _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-        except Exception as error:
-            expected = "Expected plain data, tensors or anything else that pickles"
-            raise ValueError(
-                f"the return value can't be sent back to the notebook ({type(error).__name__}: "
-                f"{error}). {expected}, got {type(value[0]).__name__}: return its contents"
-            ) from None
+    except Exception as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            full = "the disk for temporary files is too full for the return value"
+            raise OSError(errno.ENOSPC, f"{full}. {MAKE_ROOM}") from None
+        expected = "Expected plain data, tensors or anything else that pickles"
+        raise ValueError(
+            f"the return value can't be sent back to the notebook ({type(error).__name__}: "
+            f"{error}). {expected}, got {type(value[0]).__name__}: return its contents"
+        ) from None
 
 
 def failure(error: BaseException) -> Failure:
