@@ -59,7 +59,7 @@ def main():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mp_policy=policy)
-    fully_shard(model)
+    fully_shard(model, mp_policy=policy)
     checkpointer = Checkpointer("model_state_dict.pt")
     optim = torch.optim.Adam(model.parameters(), lr=1e-2)
     torch.manual_seed(rank)
