@@ -22,7 +22,7 @@ PROGRAMS = {  # program: (ranks, arguments)
 }
 DESTROYED = r"rank 1 (has )?destroyed its group"
 SKIPPED = r"under an `if`|end early|skipped a call"
-MISLEADS = r"GLHF|🏖|torchrun says how"  # nowhere in a report
+MISLEADS = r"GLHF|🏖"  # nowhere in a report
 FIRST_MISLEADS = r"closed by peer|Connection reset"  # not in its first sentence
 MOMENT = (
     '__import__("pathlib").Path("moment." + __import__("os").environ["RANK"])'
@@ -144,9 +144,9 @@ SABOTAGES = [
         "ddp_trainer",
         "another dtype on rank 1",
         "model = Classifier()",
-        'model = Classifier().to(torch.float64 if os.environ["RANK"] == "1" else torch.float32)',
-        r"mismatch: rank 0 called .*float32.*, but rank 1 called .*float64"
-        r"|mismatch: rank 0 called .*, but rank 1 called",
+        'model = Classifier()\nif os.environ["RANK"] == "1":\n    model.double()\n'
+        "    dataset.tensors = (dataset.tensors[0].double(), dataset.tensors[1])",
+        "mismatch: rank 0 called .*, but rank 1 called",
         ("self.model = DistributedDataParallel(self.model)",),
         "dtype",
     ),
@@ -163,25 +163,25 @@ SABOTAGES = [
     ),
     Sabotage(
         "gpt_loop",
-        "a buffer, and rank 0 evaluates alone",
-        "self.norm = nn.LayerNorm(n_embd)",
-        'self.norm = nn.LayerNorm(n_embd)\nself.register_buffer("seen", torch.zeros(1))',
-        r"mismatch: rank 0 called broadcast\(.*, but rank 1 called all_reduce\(",
-        ("logits, loss = model(x, y)", "loss.backward()"),
+        "rank 1 synchronises each micro-step",
+        "model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1",
+        "last = micro_step == gradient_accumulation_steps - 1\n"
+        "model.require_backward_grad_sync = ddp_rank == 1 or last",
+        r"rank 0 (has )?destroyed its group|mismatch: rank 0 .* rank 1 ",
+        ("loss.backward()",),
         SKIPPED,
-        certain="losses[k] = loss.item()",
-        quick=True,
+        certain="dist.destroy_process_group()",
     ),
     Sabotage(
         "gpt_loop",
-        "a rank stops by its own loss",
+        "each rank stops by its own loss",
         "lossf = loss.item() * gradient_accumulation_steps",
-        "lossf = loss.item() * gradient_accumulation_steps\nif lossf > 26 and iter_num == 2:\n"
-        "    break",
-        r"rank \d (has )?destroyed its group",
+        "lossf = loss.item() * gradient_accumulation_steps\nif lossf < 27:\n    break",
+        r"rank 0 (has )?destroyed its group",
         ("loss.backward()", "dist.destroy_process_group()"),
         SKIPPED,
         certain="dist.destroy_process_group()",
+        quick=True,
     ),
     Sabotage(
         "gpt_loop",
@@ -200,6 +200,7 @@ SABOTAGES = [
         "if ddp_rank == 1 and iter_num == 3:\n    os._exit(0)\nloss.backward()",
         r"rank 1 .*(exit|ended|gone|died)",
         ("loss.backward()",),
+        never=rf"{MISLEADS}|torchrun says how",
         quick=True,
     ),
     Sabotage(
@@ -225,11 +226,15 @@ SABOTAGES = [
     ),
     Sabotage(
         "fsdp_transformer",
-        "rank 0 alone prints a norm",
-        'print(f"rank {rank} step {step}: loss {loss.item():.5f} norm {norm.full_tensor():.5f}")',
-        'if rank == 0:\n    print(f"step {step}: norm {norm.full_tensor():.5f}")',
+        "rank 0 alone clips",
+        "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)",
+        "norm = torch.zeros(())\nif rank == 0:\n"
+        "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)",
         r"mismatch: rank 0 called all_reduce\(.*, but rank 1 called all_gather",
-        ('print(f"step {step}: norm {norm.full_tensor():.5f}")', "logits = model(tokens[:, :-1])"),
+        (
+            "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)",
+            "logits = model(tokens[:, :-1])",
+        ),
         SKIPPED,
     ),
     Sabotage(
@@ -372,8 +377,7 @@ SABOTAGES = [
         "checkpoint_thread",
         "rank 1's thread uses the training's group",
         "dist.gather_object(state, pieces, group=self.group)",
-        "group = None if rank == 1 else self.group\n"
-        "dist.gather_object(state, pieces, group=group)",
+        "group = None if rank == 1 else self.group\ndist.gather_object(state, pieces, group=group)",
         r"rank 0 .* rank 1",
         ("dist.gather_object(state, pieces, group=group)",),
         rf"{SKIPPED}|same order",
@@ -393,8 +397,8 @@ SABOTAGES = [
         "the server stops one gradient early",
         "for _ in range(STEPS * (world_size - 1)):",
         "for _ in range(STEPS * (world_size - 1) - 1):",
-        r"rank \d (waits )?(for rank 0 in recv|in recv for rank 0)",
-        ("dist.recv(weights, src=0, tag=WEIGHTS)",),
+        r"rank \d (waits )?(for rank 0 in send|in send for rank 0)",
+        ("dist.send(gradient, dst=0, tag=GRADIENT)",),
         "Every send needs a recv",
         certain="dist.barrier()",
         quick=True,
@@ -442,11 +446,11 @@ SABOTAGES = [
     ),
     Sabotage(
         "validation",
-        "new_group by its members alone",
+        "the writers alone make a group of all",
         "writers = dist.new_group([0, 1])",
-        "writers = dist.new_group([0, 1]) if rank < 2 else None",
+        "writers = dist.new_group([0, 1])\nif rank < 2:\n    everybody = dist.new_group()",
         "new_group",
-        ("writers = dist.new_group([0, 1]) if rank < 2 else None",),
+        ("everybody = dist.new_group()",),
         r"Every rank must call dist\.new_group",
         quick=True,
     ),

@@ -5,10 +5,10 @@ of docs/debugging.md. Results are kept in a file, so that some of them can be ru
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 from foreign_cases import FOREIGN, PROGRAMS, SABOTAGES, Sabotage
 
 TORCHRUN = "-m", "torch.distributed.run", "--standalone"
@@ -45,7 +46,7 @@ class Ran:
         """(rank, text) of the first error that a rank printed."""
         for line in self.err.splitlines():
             if (found := ERROR.match(line)) and not any(word in line for word in NOISE):
-                return found[1] or "?", found[2]
+                return found[1] or "?", re.sub(r"\[/\S+\] ", "", found[2])
         return "", ""
 
 
@@ -56,7 +57,14 @@ def report(err: str) -> str:
 
 
 def torchrun(
-    folder: Path, program: str, script: Path, *, debug: bool, limit_s: float, arguments=None, more=()
+    folder: Path,
+    program: str,
+    script: Path,
+    *,
+    debug: bool,
+    limit_s: float,
+    arguments=None,
+    more=(),
 ) -> Ran:
     """Run a script as its users do, in `folder`. more: options of torchrun."""
     world_size, usual = PROGRAMS[program]
@@ -92,23 +100,26 @@ def torchrun(
     except subprocess.TimeoutExpired:
         code = None
     ended = time.monotonic()
-    for number in (signal.SIGTERM, signal.SIGKILL):  # torchrun's ranks have sessions of their own
-        if process.poll() is None:
-            process.send_signal(number)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                continue
+    for each in family(process):
+        with contextlib.suppress(psutil.Error):
+            each.kill()
     for thread in threads:
         thread.join(10)
-    # What it says once we end it isn't what it said by itself.
-    said = [(at, line) for at, line in lines if code is not None or at <= ended]
-    told = next((at for at, line in said if line.startswith("ddpkit: ")), None)
-    failed = next((at for at, line in said if ERROR.match(line)), None)
+    told = next((at for at, line in lines if line.startswith("ddpkit: ")), None)
+    failed = next((at for at, line in lines if ERROR.match(line)), None)
     moments = [float(path.read_text() or 0) for path in folder.glob("moment.*")]
     begun = max(moments, default=begun)
-    err = "".join(line for _, line in said)
+    err = "".join(line for _, line in lines)
     return Ran(code, "".join(out), err, begun, told, failed, ended)
+
+
+def family(process: subprocess.Popen) -> list[psutil.Process]:
+    """A process that may have ended, and all that it started: torchrun's ranks are no group."""
+    try:
+        first = psutil.Process(process.pid)
+        return [first, *first.children(recursive=True)]
+    except psutil.Error:
+        return []
 
 
 def run(sabotage: Sabotage, folder: Path, *, debug: bool, limit_s: float) -> Ran:
@@ -134,13 +145,13 @@ def plain_says(ran: dict, limit_s: float) -> str:
         return f"nothing in {limit_s:.0f} s"
     if ran["code"] == 0:
         return "nothing: it ends, with code 0"
-    killed = re.findall(r"exitcode *: *(-?\d+).*|failed \(exitcode: (-?\d+)\) local_rank: (\d+)", ran["err"])
+    exits = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", ran["err"])
     when = f"{(ran['failed'] or ran['ended']) - ran['begun']:.1f} s"
     if error:
         said = error if len(error) < 90 else f"{error[:88]}…"
         return f"rank {rank}: {said} ({when})"
-    first = next((f"rank {rank} exited with {code}" for _, code, rank in killed if rank), "it ends")
-    return f"{first} ({when})"
+    code, rank = exits[0]
+    return f"torchrun: rank {rank} ended with exit code {code} ({when})"
 
 
 def ours_says(ran: dict) -> str:
@@ -166,7 +177,9 @@ def table(results: dict, limit_s: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, required=True, help="a JSON file, read and written")
-    parser.add_argument("--only", default="", help="sabotages whose name has this regular expression")
+    parser.add_argument(
+        "--only", default="", help="sabotages whose name has this regular expression"
+    )
     parser.add_argument("--side", choices=["plain", "ours"], help="one side alone")
     parser.add_argument("--limit", type=float, default=60, help="seconds")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")

@@ -69,7 +69,7 @@ def main():
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        print(f"rank {rank} step {step}: loss {loss.item():.5f} norm {norm.full_tensor():.5f}")
+        print(f"rank {rank} step {step}: loss {loss.item():.5f} norm {norm.item():.5f}")
         optim.step()
         optim.zero_grad()
     checkpointer.save(model)

@@ -26,7 +26,10 @@ for argument in sys.argv[1:]:
 class GPT(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocab_size, n_embd), nn.Embedding(block_size, n_embd)
+        self.tokens, self.places = (
+            nn.Embedding(vocab_size, n_embd),
+            nn.Embedding(block_size, n_embd),
+        )
         self.norm = nn.LayerNorm(n_embd)
         self.qkv, self.out = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
         self.up, self.down = nn.Linear(n_embd, 4 * n_embd), nn.Linear(4 * n_embd, n_embd)
@@ -68,7 +71,7 @@ def estimate_loss():
         losses = torch.zeros(eval_iters)
         for k in range(eval_iters):
             x, y = get_batch(split)
-            logits, loss = model(x, y)
+            _, loss = model(x, y)
             losses[k] = loss.item()
         out[split] = losses.mean()
     model.train()

@@ -14,9 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 rank, world_size, tp_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 2
-device_mesh = init_device_mesh(
-    "cpu", (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp")
-)
+device_mesh = init_device_mesh("cpu", (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
 dp_mesh, tp_mesh = device_mesh["dp"], device_mesh["tp"]
 dp_rank = dp_mesh.get_local_rank()
 
