@@ -20,7 +20,11 @@ PROGRAMS = {  # program: (ranks, arguments)
     "parameter_server": (3, ()),
     "validation": (3, ()),
 }
-DESTROYED = r"rank 1 (has )?destroyed its group"
+# A rank left without the call: it has returned, or destroyed its group, at a line that is named.
+LEFT = (
+    r"rank {0}, which has returned|"
+    r"rank {0}(, which)?( has)? destroyed its group.*\.py:\d+( in \S+)?: .*(destroy|end_training)"
+)
 SKIPPED = r"under an `if`|end early|skipped a call"
 MISLEADS = r"GLHF|🏖"  # nowhere in a report
 FIRST_MISLEADS = r"closed by peer|Connection reset"  # not in its first sentence
@@ -90,8 +94,8 @@ SABOTAGES = [
         "one batch less on rank 1",
         "for source, targets in self.train_data:",
         "for source, targets in list(self.train_data)[self.rank :]:",
-        DESTROYED,
-        ("loss.backward()", "destroy_process_group()"),
+        LEFT.format(1),
+        ("loss.backward()",),
         SKIPPED,
         certain="destroy_process_group()",
         quick=True,
@@ -101,8 +105,8 @@ SABOTAGES = [
         "one epoch less on rank 1",
         "for epoch in range(self.epochs_run, max_epochs):",
         "for epoch in range(self.epochs_run, max_epochs - self.rank):",
-        DESTROYED,
-        ("loss.backward()", "destroy_process_group()"),
+        LEFT.format(1),
+        ("loss.backward()",),
         SKIPPED,
         certain="destroy_process_group()",
     ),
@@ -167,7 +171,7 @@ SABOTAGES = [
         "model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1",
         "last = micro_step == gradient_accumulation_steps - 1\n"
         "model.require_backward_grad_sync = ddp_rank == 1 or last",
-        r"rank 0 (has )?destroyed its group|mismatch: rank 0 .* rank 1 ",
+        rf"{LEFT.format(0)}|mismatch: rank 0 .* rank 1 ",
         ("loss.backward()",),
         SKIPPED,
         certain="dist.destroy_process_group()",
@@ -177,8 +181,8 @@ SABOTAGES = [
         "each rank stops by its own loss",
         "lossf = loss.item() * gradient_accumulation_steps",
         "lossf = loss.item() * gradient_accumulation_steps\nif lossf < 27:\n    break",
-        r"rank 0 (has )?destroyed its group",
-        ("loss.backward()", "dist.destroy_process_group()"),
+        LEFT.format(0),
+        ("loss.backward()",),
         SKIPPED,
         certain="dist.destroy_process_group()",
         quick=True,
@@ -218,8 +222,8 @@ SABOTAGES = [
         "rank 0 saves alone",
         "checkpointer.save(model)",
         "if rank == 0:\n    checkpointer.save(model)",
-        DESTROYED,
-        ("full = shard.full_tensor()", "dist.destroy_process_group()"),
+        LEFT.format(1),
+        ("full = shard.full_tensor()",),
         SKIPPED,
         certain="dist.destroy_process_group()",
         quick=True,
@@ -356,7 +360,7 @@ SABOTAGES = [
         'accelerator.save(accelerator.unwrap_model(model).state_dict(), "model.bin")',
         'if accelerator.is_main_process:\n    torch.save(model.state_dict(), "model.bin")\n'
         "    accelerator.wait_for_everyone()",
-        rf"{DESTROYED}|rank 0 waits in barrier for rank 1",
+        rf"{LEFT.format(1)}|rank 0 waits in barrier for rank 1",
         ("accelerator.wait_for_everyone()",),
         SKIPPED,
         certain="accelerator.end_training()",
@@ -367,7 +371,7 @@ SABOTAGES = [
         "rank 1's writer dies",
         "step, state = job",
         'step, state = job\nif rank == 1 and step == 3:\n    raise OSError("no space left")',
-        rf"{DESTROYED}|rank 0 waits in .*gather.* for rank 1",
+        rf"{LEFT.format(1)}|rank 0 waits in .*gather.* for rank 1",
         ("dist.gather_object(state, pieces, group=self.group)",),
         SKIPPED,
         certain="dist.destroy_process_group()",

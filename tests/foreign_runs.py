@@ -143,13 +143,14 @@ def plain_says(ran: dict, limit_s: float) -> str:
     rank, error = ran["error"]
     if ran["code"] is None:
         return f"nothing in {limit_s:.0f} s"
-    if ran["code"] == 0:
+    if ran["code"] == 0 and not error:
         return "nothing: it ends, with code 0"
     exits = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", ran["err"])
     when = f"{(ran['failed'] or ran['ended']) - ran['begun']:.1f} s"
     if error:
         said = error if len(error) < 90 else f"{error[:88]}…"
-        return f"rank {rank}: {said} ({when})"
+        end = ", and it ends with code 0" if ran["code"] == 0 else ""
+        return f"rank {rank}: {said} ({when}){end}"
     code, rank = exits[0]
     return f"torchrun: rank {rank} ended with exit code {code} ({when})"
 

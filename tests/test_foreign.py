@@ -150,7 +150,7 @@ def test_a_wrong_report_is_found():
 
 def test_a_report_ends_where_others_speak():
     said = "W1123 torchrun\n\nddpkit: rank 1 raised\n  a.py:3\n\nW1123 10:00 torch\nTraceback (most"
-    assert report(said).split() == "rank 1 raised a.py:3".split()
+    assert report(said).split() == ["rank", "1", "raised", "a.py:3"]
     assert report("ddpkit: one\nddpkit: two\n[rank0]: x").split() == ["one", "two"]
 
 
