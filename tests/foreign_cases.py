@@ -481,12 +481,13 @@ SABOTAGES = [
     ),
     Sabotage(
         "validation",
-        "rank 1 destroys a subgroup before its call",
+        "rank 1 destroys a subgroup without its call",
         "dist.all_reduce(total, group=writers)",
-        "if rank == 1:\n    dist.destroy_process_group(writers)\n"
-        "dist.all_reduce(total, group=writers)",
-        r"rank 1 (raised|(has )?destroyed)",
+        "if rank == 1:\n    dist.destroy_process_group(writers)\nelse:\n"
+        "    dist.all_reduce(total, group=writers)",
+        r"rank 1 (has )?destroyed|rank 0 (waits )?(for rank 1 in all_reduce|in all_reduce for rank 1)",
         ("dist.all_reduce(total, group=writers)",),
+        rf"{SKIPPED}|same order",
         never=rf"{MISLEADS}|rank 1: computing",
     ),
 ]
