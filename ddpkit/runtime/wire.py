@@ -325,6 +325,18 @@ class WireGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._description
 
+    def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
+        """Split the real group and return the wire around this rank's part, None without one."""
+        timeout = timeout and _timeout(timeout, self._one_machine)
+        with self.joining():  # all members of this group come, whichever part is theirs
+            inner = self.inner.split_group(ranks, timeout, opts, group_name, *args, **kwargs)
+        if inner is None:
+            return None
+        name, members = f"{group_name}#{self.recorder.worlds}", tuple(self.ranks[r] for r in ranks)
+        part = WireGroup(inner, name, members, self.recorder, self.device, self._one_machine)
+        part.setGroupName(group_name)
+        return part
+
     def shutdown(self):
         """End this rank's part of the group, as `dist.destroy_process_group` asks.
 
@@ -340,10 +352,6 @@ class WireGroup(dist.ProcessGroup):
     @property
     def _device_types(self):
         return [torch.device(self.device.type)]
-
-    @property
-    def bound_device_id(self):
-        return self.device if self.inner_name == "nccl" else None
 
     def _get_backend(self, device):
         return self.inner._get_backend(device)
@@ -397,6 +405,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
                 on_gpu = _nccl(options, device)
+                group.bound_device_id = device
                 store = dist.PrefixStore("cpu", options.store)
                 on_cpu = _gloo(options, store, timeout, one_machine, calm)
                 if recorder.streams is None:
