@@ -69,12 +69,12 @@ def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
     from_the_start: no recorder was too short for all calls. Else nobody knows how many messages
     two ranks exchanged before, and the first that isn't done on each side are taken for one.
     """
-    done = [Counter(r.channel for r in records if r.op in MESSAGES and r.done) for records in calls]
-    most = Counter()
-    for counter in done:
-        most |= counter
-    for records, counter in zip(calls, done, strict=True):
-        number = Counter() if from_the_start else most - counter
+    done, most = [], Counter()
+    for records in calls:
+        done.append(Counter(r.channel for r in records if r.op in MESSAGES and r.done))
+        most |= done[-1]
+    for records, theirs in zip(calls, done, strict=True):
+        number = Counter() if from_the_start else most - theirs
         for record in records:
             if record.op in MESSAGES:
                 record.seq = number[record.channel]

@@ -326,11 +326,15 @@ def _how_gone(waiting: list[Situation], now: list[Situation]) -> str:
 
 def _circle(waiting: list[Situation]) -> list[Situation]:
     """Those that wait for each other; the rest only waits for them."""
-    awaited = {s.rank: set(s.missing) for s in waiting}
-    for _ in waiting:  # each round looks one wait further; a circle is no longer than all of them
+    awaited, found = {s.rank: set(s.missing) for s in waiting}, -1
+    while found != (found := sum(map(len, awaited.values()))):  # each round looks further
         for ranks in awaited.values():
-            ranks.update(*(awaited[rank] for rank in ranks))
-    return [s for s in waiting if all(s.rank in awaited[rank] for rank in awaited[s.rank])]
+            ranks.update(*map(awaited.get, ranks))
+    circle = []
+    for s in waiting:
+        if all(s.rank in awaited[rank] for rank in awaited[s.rank]):
+            circle.append(s)
+    return circle
 
 
 def _skipped(waiting: list[Situation], now: list[Situation], board: Board):

@@ -188,7 +188,9 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
         _initialise_under_torchrun(link, check_buffers)
     mine = recorder()  # None: the script initialised torch.distributed itself
     if check_buffers and not getattr(mine, "check_buffers", False):
-        remedy = "give it to the first launch, or start the script by ddpkit.debug --check-buffers"
+        remedy = (
+            "give it to the first launch, or --check-buffers to the command that starts the script"
+        )
         raise ValueError(f"launch got check_buffers=True in a world that began without: {remedy}")
     before = len(mine.records) if mine else 0
     if mine:

@@ -327,13 +327,14 @@ class WireGroup(dist.ProcessGroup):
 
     def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
         """Split the real group and return the wire around this rank's part, None without one."""
-        timeout = timeout and _timeout(timeout, self._one_machine)
+        if timeout is None or timeout == c10d.default_pg_timeout:
+            timeout = self.timeout
         with self.joining():  # all members of this group come, whichever part is theirs
             inner = self.inner.split_group(ranks, timeout, opts, group_name, *args, **kwargs)
         if inner is None:
             return None
         name, members = f"{group_name}#{self.recorder.worlds}", tuple(self.ranks[r] for r in ranks)
-        part = WireGroup(inner, name, members, self.recorder, self.device, self._one_machine)
+        part = WireGroup(inner, name, members, self.recorder, self.device, timeout)
         part.setGroupName(group_name)
         return part
 
