@@ -153,6 +153,7 @@ SABOTAGES = [
         "mismatch: rank 0 called .*, but rank 1 called",
         ("self.model = DistributedDataParallel(self.model)",),
         "dtype",
+        certain="self.model = DistributedDataParallel(self.model)",
     ),
     # nanoGPT
     Sabotage(
