@@ -248,7 +248,7 @@ SABOTAGES = [
         "h = layer(h)",
         'if os.environ["RANK"] == "0" or layer is not self.layers[1]:\n    h = layer(h)',
         r"(mismatch: rank 0 called .*, but rank 1 called|rank \d waits .* for rank \d)",
-        ("logits = model(tokens[:, :-1])",),
+        ("loss.backward()",),
         SKIPPED,
     ),
     Sabotage(
