@@ -153,6 +153,7 @@ SABOTAGES = [
         "mismatch: rank 0 called .*, but rank 1 called",
         ("self.model = DistributedDataParallel(self.model)",),
         "dtype",
+        certain="self.model = DistributedDataParallel(self.model)",
     ),
     # nanoGPT
     Sabotage(
@@ -247,7 +248,7 @@ SABOTAGES = [
         "h = layer(h)",
         'if os.environ["RANK"] == "0" or layer is not self.layers[1]:\n    h = layer(h)',
         r"(mismatch: rank 0 called .*, but rank 1 called|rank \d waits .* for rank \d)",
-        ("logits = model(tokens[:, :-1])",),
+        ("loss.backward()",),
         SKIPPED,
     ),
     Sabotage(

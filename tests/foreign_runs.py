@@ -133,35 +133,50 @@ def run(sabotage: Sabotage, folder: Path, *, debug: bool, limit_s: float) -> Ran
 
 
 def row(sabotage: Sabotage, side: str, limit_s: float) -> dict:
+    """A run as the table needs it. right: whether it ends well and says what the right one says."""
     with tempfile.TemporaryDirectory() as folder:
         ran = run(sabotage, Path(folder), debug=side == "ours", limit_s=limit_s)
-    problems = sabotage.problems(ran.report()) if side == "ours" else []
-    return asdict(ran) | {"problems": problems, "error": ran.error(), "report": ran.report()}
+    right = False
+    if ran.code == 0:
+        script = FOREIGN / f"{sabotage.program}.py"
+        with tempfile.TemporaryDirectory() as folder:
+            other = torchrun(Path(folder), sabotage.program, script, debug=False, limit_s=limit_s)
+        right = sorted(ran.out.splitlines()) == sorted(other.out.splitlines())
+    return asdict(ran) | {"error": ran.error(), "report": ran.report(), "right": right}
+
+
+def shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def seconds(ran: dict, at: float) -> str:
+    return f"{max(0.0, at - ran['begun']):.1f} s"
 
 
 def plain_says(ran: dict, limit_s: float) -> str:
     rank, error = ran["error"]
     if ran["code"] is None:
         return f"nothing in {limit_s:.0f} s"
-    if ran["code"] == 0 and not error:
-        return "nothing: it ends, with code 0"
-    exits = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", ran["err"])
-    when = f"{(ran['failed'] or ran['ended']) - ran['begun']:.1f} s"
+    end = ""
+    if ran["code"] == 0:
+        end = "ends with code 0" + ("" if ran["right"] else " and other results")
     if error:
-        said = error if len(error) < 90 else f"{error[:88]}…"
-        end = ", and it ends with code 0" if ran["code"] == 0 else ""
-        return f"rank {rank}: {said} ({when}){end}"
-    code, rank = exits[0]
-    return f"torchrun: rank {rank} ended with exit code {code} ({when})"
+        who = f"rank {rank}: " if rank != "?" else ""
+        said = f"{who}{shorten(error, 90)} ({seconds(ran, ran['failed'])})"
+        return f"{said}, {end}" if end else said
+    if end:
+        return f"nothing: {end}"
+    code, rank = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", ran["err"])[0]
+    return f"torchrun: rank {rank} ended with exit code {code} ({seconds(ran, ran['ended'])})"
 
 
-def ours_says(ran: dict) -> str:
+def ours_says(sabotage: Sabotage, ran: dict) -> str:
     if not ran["report"]:
-        return "no report" + ("" if ran["code"] is not None else ", no end")
-    first = " ".join(ran["report"].split("\n\n")[0].split())
-    first = first if len(first) < 140 else f"{first[:138]}…"
-    wrong = "; ".join(ran["problems"])
-    return f"{first} ({ran['told'] - ran['begun']:.1f} s)" + (f" **{wrong}**" if wrong else "")
+        return "**no report**" if ran["code"] is not None else "**no report, no end**"
+    first = re.split(r"\n\n|\n  ", ran["report"])[0]
+    said = f"{shorten(' '.join(first.split()), 140)} ({seconds(ran, ran['told'])})"
+    wrong = "; ".join(sabotage.problems(ran["report"]))
+    return said + (f" **{wrong}**" if wrong else "")
 
 
 def table(results: dict, limit_s: float) -> str:
@@ -170,7 +185,7 @@ def table(results: dict, limit_s: float) -> str:
         plain, ours = results.get(f"{sabotage}/plain"), results.get(f"{sabotage}/ours")
         cells = [sabotage.program, sabotage.name]
         cells.append(plain_says(plain, limit_s) if plain else "")
-        cells.append(ours_says(ours) if ours else "")
+        cells.append(ours_says(sabotage, ours) if ours else "")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -194,7 +209,8 @@ def main() -> None:
         sabotage, side = each
         results[f"{sabotage}/{side}"] = found = row(sabotage, side, options.limit)
         options.results.write_text(json.dumps(results, indent=1))
-        said = ours_says(found) if side == "ours" else plain_says(found, options.limit)
+        ours = side == "ours"
+        said = ours_says(sabotage, found) if ours else plain_says(found, options.limit)
         print(f"{side} {sabotage}: {said}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(options.at_once) as pool:
