@@ -139,5 +139,5 @@ def test_make_refuses_an_old_python(tmp_path):
 def test_make_takes_torch_from_where_it_is_told():
     plan = ("--dry-run", "--always-make", ".venv/ready")
     assert "--index-url" not in make(ROOT, *plan).stdout
-    told = "pip install --index-url https://x --constraint constraints.txt torch\n"
+    told = "pip install --index-url https://x --no-deps --constraint constraints.txt torch\n"
     assert told in make(ROOT, *plan, "TORCH_INDEX=https://x").stdout
