@@ -240,6 +240,15 @@ def test_trap_2_classes_dataclasses_enums_and_modules():
     assert torch.equal(returned.layer.weight, net.layer.weight)
 
 
+def test_trap_2_modules_that_are_objects_of_their_own_classes():
+    def deterministic():
+        torch.backends.cudnn.deterministic = True
+        return torch.backends.cudnn.deterministic
+
+    assert launch(deterministic, world_size=1)[0] is True
+    assert torch.backends.cudnn.deterministic is False
+
+
 def test_trap_2_a_large_captured_variable_is_named_in_a_warning():
     names = cell(
         """

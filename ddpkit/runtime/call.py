@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import importlib
 import inspect
 import io
+import sys
 import time
 import types
 import warnings
@@ -26,7 +28,7 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
             )
     begun = time.perf_counter()
     try:
-        call = cloudpickle.dumps((fn, args, kwargs))
+        call = _dumps((fn, args, kwargs))
     except Exception as error:
         culprit = _unpicklable(fn, named)
         raise ValueError(
@@ -36,6 +38,22 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
     if len(call) > LARGE_BYTES:
         _warn_large(fn, named, len(call), time.perf_counter() - begun)
     return call
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles by name the modules that are objects of their own classes: torch.backends.cudnn."""
+
+    def reducer_override(self, obj):
+        named = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+        if named and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _dumps(value) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
 
 
 def _used(fn) -> dict[str, object]:
@@ -57,7 +75,7 @@ def _unpicklable(fn, arguments: dict[str, object]) -> str:
     used = {f"the variable {name!r} that the function uses": v for name, v in _used(fn).items()}
     for name, value in (arguments | used).items():
         try:
-            cloudpickle.dumps(value)
+            _dumps(value)
         except Exception:
             return name
     return repr(fn)
@@ -91,5 +109,5 @@ def _pickled_bytes(value) -> int:
     """How long `value` is as a pickle, without a copy of it; 0 if it can't travel alone."""
     counter = _Counter()
     with contextlib.suppress(Exception):
-        cloudpickle.dump(value, counter)
+        _Pickler(counter).dump(value)
     return counter.count
