@@ -127,7 +127,7 @@ def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Recor
         channel, fingerprint = f"{group} {members[0]}>{members[1]}", f"{numel} {dtype}"
     said = Said(
         op=name,
-        group=group,
+        group="world" if len(members) == len(everybody) else f"group {list(members)}",
         ranks=members,
         channel=channel,
         fingerprint=fingerprint,
