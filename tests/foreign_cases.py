@@ -274,7 +274,7 @@ SABOTAGES = [
         "batch = torch.randn(6, 8)",
         "batch = torch.randn(6 - (rank == 3), 8)",
         r"mismatch: rank 2 called all_reduce\(48 .*, but rank 3 called all_reduce\(40 ",
-        ("loss = sharded_model(batch).square().mean()",),
+        ("return x + self.w2(torch.relu(self.w1(x)))",),
         "Did the last batch shrink",
         never=rf"{MISLEADS}|same order",
     ),
@@ -304,6 +304,7 @@ SABOTAGES = [
         "rank 3 (waits )?for rank 0 in recv|rank 3 waits in recv for rank 0",
         ("for request in dist.batch_isend_irecv([op]):",),
         "Every send needs a recv",
+        certain="loss = torch.tensor([train_step(stage, batches)])",
     ),
     Sabotage(
         "pipeline_1f1b",
@@ -311,7 +312,7 @@ SABOTAGES = [
         'communicate("send_backward", inputs_gradient)',
         'if pgm.rank != 1:\n    communicate("send_backward", inputs_gradient)',
         "rank 0 (waits )?(for rank 1 in recv|in recv for rank 1)",
-        ('gradient = communicate("recv_backward")',),
+        ("for request in dist.batch_isend_irecv([op]):",),
         "Every send needs a recv",
     ),
     Sabotage(
@@ -320,7 +321,7 @@ SABOTAGES = [
         "outputs = stage(x if received is None else received)",
         "outputs = stage(x[: 4 - (pgm.rank == 0)] if received is None else received)",
         r"mismatch: rank 0 called send\(24 .*, but rank 1 called recv\(32 ",
-        ('communicate("send_forward", forward(received))',),
+        ("for request in dist.batch_isend_irecv([op]):",),
         "same number of elements",
     ),
     Sabotage(
@@ -330,7 +331,7 @@ SABOTAGES = [
         "if pgm.rank == 2:\n    tensor = tensor.bfloat16()\n"
         "sends = dist.P2POp(dist.isend, tensor, peer)",
         r"mismatch: rank 2 called send\(32 bfloat16.*, but rank 3 called recv\(32 float32",
-        ('gradient = exchange("send_forward_recv_backward", outputs)',),
+        ("for request in dist.batch_isend_irecv([sends, receives]):",),
         "same dtype",
     ),
     Sabotage(

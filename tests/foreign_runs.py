@@ -22,7 +22,8 @@ import psutil
 from foreign_cases import FOREIGN, PROGRAMS, SABOTAGES, Sabotage
 
 TORCHRUN = "-m", "torch.distributed.run", "--standalone"
-NOT_OURS = r"^(?:[WEI]\d{4} |Traceback |\[rank\d+\]|\[ERROR\]|={20})"  # torchrun's, Python's lines
+# What torchrun and Python say begins so.
+NOT_OURS = r"^(?:[WEI]\d{4} |Traceback |\[rank\d+\]|\[ERROR\]|={20}|Exception )"
 ERROR = re.compile(r"^(?:\[rank(\d+)\]: ?)?([\w.]*(?:Error|Exception|Interrupt)\b: .*)")
 NOISE = "ChildFailedError", "SignalException"  # torchrun's own
 

@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
 
 LATE = "no progress for 1.5 s: rank 0 waits in all_reduce for rank 1, which isn't in a call."
-DESTROYED = "deadlock: rank 0 waits in all_reduce for rank 1, which has destroyed the group"
+DESTROYED = "deadlock: rank 0 waits in all_reduce for rank 1, which has destroyed its group"
 CIRCLE = "deadlock: each waits for another: rank 0 for rank 1 in all_reduce, rank 1 for rank 0 in"
 REDUCES = "dist.all_reduce(x, group=group)"
 

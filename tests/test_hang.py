@@ -447,7 +447,7 @@ def test_nobody_comes_to_a_group_that_it_has_destroyed(board):
     assert stuck(board) == [0, 1]
     said, _ = hang.explain_deadlock(hang.situations(board), [0, 1], board)
     assert said.endswith(
-        "ranks 0 and 1 wait in all_reduce for rank 2, which has destroyed the group without that "
+        "ranks 0 and 1 wait in all_reduce for rank 2, which has destroyed its group without that "
         "call (train.py:7 in main)."
     )
 

@@ -320,7 +320,7 @@ def _how_gone(waiting: list[Situation], now: list[Situation]) -> str:
     other = now[gone(s, now)[0]]
     where = other.destroyed.get(group_of(s.call))
     if where is not None:
-        return f"destroyed the group without that call ({describe_place(where)})"
+        return f"destroyed its group without that call ({describe_place(where)})"
     return "returned" if other.state == "returned" else "ended the cell"
 
 
@@ -501,11 +501,13 @@ def _calls(board: Board, ranks: list[int], guilty: Record | None, stuck: bool) -
         if rank in members:
             here = [record for record in records if record.channel == guilty.channel]
             made[rank] = {record.seq + 1: _without_group(record) for record in here}
-            said[rank] = {record.seq + 1: record.fingerprint for record in here}
+            said[rank] = {
+                record.seq + 1: record.fingerprint or guilty.fingerprint for record in here
+            }
         rest = [r.call for r in records if r.channel != guilty.channel and r.op != "new_group"]
         if rest:
             others.setdefault(", ".join(rest[-OTHER_CALLS:]), []).append(rank)
-    what = _group_calls(guilty, board.world_size) if others else "calls"
+    what = _group_calls(guilty) if others else "calls"
     lines = _table(what, made, _first_difference(said, stuck), board.world_size)
     if others:
         lines.append("Other calls, the last two of each:")
@@ -514,15 +516,11 @@ def _calls(board: Board, ranks: list[int], guilty: Record | None, stuck: bool) -
     return lines
 
 
-def _group_calls(call: Record, world_size: int) -> str:
+def _group_calls(call: Record) -> str:
     """Which calls a table has, if there are others."""
     if call.op in MESSAGES:
         return f"messages from rank {call.ranks[0]} to rank {call.ranks[1]}"
-    return (
-        "calls in the world"
-        if len(call.ranks) == world_size
-        else f"calls in group {list(call.ranks)}"
-    )
+    return f"calls in {'the world' if call.group == 'world' else call.group}"
 
 
 def _without_group(record: Record) -> str:

@@ -7,6 +7,7 @@ handed through untouched: results are bit-identical.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -425,6 +426,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
     if c10d.get_backend is not _named_backend:
         for module in (dist, c10d):
             module.get_backend, module.batch_isend_irecv = _named_backend, _batched
+            module.new_group = _wired_group
 
 
 def _nccl(options, device: torch.device):
@@ -473,15 +475,28 @@ def _let_others_go_first(readers: set[str]):
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
-# torch's own two functions, and what stands in their place in a rank.
+# torch's own three functions, and what stands in their place in a rank.
 
 _get_backend, _batch_isend_irecv = c10d.get_backend, c10d.batch_isend_irecv
+_new_group = c10d.new_group
 
 
 def _named_backend(group=None):
     """dist.get_backend: the name of the backend inside."""
     group = group or c10d._get_default_group()
     return dist.Backend(group.inner_name) if isinstance(group, WireGroup) else _get_backend(group)
+
+
+@functools.wraps(_new_group)
+def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
+    """dist.new_group, on the wire, too, where the script asks for Gloo by name and has it already.
+
+    As those do that write checkpoints in a thread.
+    """
+    world = c10d._get_default_group()
+    wired = isinstance(world, WireGroup) and world.inner_name == "gloo"
+    backend = None if wired and str(backend).lower() == "gloo" else backend
+    return _new_group(ranks, timeout, backend, *args, **kwargs)
 
 
 def _batched(p2p_op_list):

@@ -192,7 +192,7 @@ def end_with_parent(lifeline: Connection):
             lifeline.recv_bytes()
         if os.name == "posix":
             os.killpg(0, signal.SIGKILL)
-        os._exit(1)
+        exits.exit_at_once(1)
 
     threading.Thread(target=watch, daemon=True, name="ddpkit lifeline").start()
 
