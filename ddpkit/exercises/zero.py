@@ -5,7 +5,6 @@ Element i has i + 1 times as much, so that a gradient in the wrong place shows.
 """
 
 import json
-import math
 import weakref
 from collections import Counter
 
@@ -354,12 +353,13 @@ def _clipped(world_size: int) -> list[dict]:
     """The specification: the gradient in one list."""
     seen = [{} for _ in range(world_size)]
     for what, max_norm in _longest(world_size).items():
-        ranks = [_part(rank, what) for rank in range(world_size)]
-        length = math.hypot(*(math.hypot(*numbers) for numbers in ranks))
-        factor = max_norm / length if length > max_norm else 1
-        for rank, numbers in enumerate(ranks):
+        parts = [_part(rank, what) for rank in range(world_size)]
+        gradient = torch.tensor(parts, dtype=torch.float64)
+        length = gradient.norm().item()
+        clipped = gradient * max_norm / max(length, max_norm)
+        for rank in range(world_size):
             seen[rank][f"length, {what}"] = round(length, 3)
-            seen[rank][f"shards, {what}"] = Rounded([factor * x for x in numbers], 3)
+            seen[rank][f"shards, {what}"] = Rounded(clipped[rank].tolist(), 3)
     return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
 
 
