@@ -1,13 +1,18 @@
-# make lab | test | test-all | bench | gpu | site | refresh.  The first run installs everything into .venv, later ones start at once.
+# make lab | test | test-all | kernels | test-torch | bench | gpu | site | refresh | lock.  The first run installs everything into .venv, later ones start at once.
 # Linux without a GPU: `make lab TORCH_INDEX=https://download.pytorch.org/whl/cpu` leaves out 3 GB of CUDA packages.
 PYTHON ?= python3
 TORCH_INDEX ?=
+
+# What meets torch.distributed's inside.
+CORE_TESTS := $(foreach name,collectives ddp debug explain fast_buckets hang launch launch_failures link \
+	parameter_server pipeline processes pytorch_inside schedules tensor_parallel torch_pipelining torchrun trace \
+	training transport wire zero,tests/test_$(name).py)
 
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 # Every launch starts fresh ranks: without .pyc files each would compile what it imports.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: lab test test-all bench gpu site refresh
+.PHONY: lab test test-all kernels test-torch bench gpu site refresh lock
 
 lab: .venv/ready
 	$(BIN)/python tools/working_copy.py
@@ -17,6 +22,23 @@ test: WHICH := -m "not slow"
 test test-all: .venv/ready
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(WHICH)
+	$(if $(WHICH),,$(BIN)/python tools/kernels.py all -m numeric)
+
+# Numeric tests with the kernels of another processor: PICK=haswell, zen, oldest, skylake, turn or all.
+kernels: PICK := turn
+kernels: .venv/ready
+	$(BIN)/python tools/kernels.py $(PICK)
+
+# make test-torch VERSION=2.15.0 [CORE=1]: with another torch, in an environment of its own.
+test-torch: OTHER := .venv-torch-$(VERSION)
+test-torch: OTHERS := $(OTHER)/$(notdir $(BIN))/python
+test-torch:
+	@test -n "$(VERSION)" || { echo "make test-torch expects a version: make test-torch VERSION=2.15.0" >&2; exit 1; }
+	$(PYTHON) -m venv $(OTHER)
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
+	$(if $(TORCH_INDEX),$(OTHERS) -m pip install --index-url $(TORCH_INDEX) --no-deps torch==$(VERSION))
+	$(OTHERS) -m pip install --constraint $(OTHER)/constraints.txt torch==$(VERSION) --editable ".[course,test]"
+	$(OTHERS) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(if $(CORE),$(CORE_TESTS))
 
 bench: .venv/ready
 	$(BIN)/python -m ddpkit.bench
@@ -31,9 +53,13 @@ site: .venv/ready
 refresh: .venv/ready
 	$(BIN)/python tools/refresh.py
 
+lock: .venv/ready
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python tools/lock.py
+
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('ddpkit needs Python 3.11 or newer, and $(PYTHON) is ' + sys.version.split()[0] + '. Name a newer one: make PYTHON=python3.12')"
 	$(PYTHON) -m venv .venv
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) --constraint constraints.txt torch)
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) --no-deps --constraint constraints.txt torch)
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[course,test]"
 	@echo ready > $@

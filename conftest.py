@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import re
 import signal
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ IN_KERNELS = ["ipykernel.kernelapp", "ipywidgets", "matplotlib.backends.backend_
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported: where all cores are busy, threads mostly wait for each other.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     os.environ["DDPKIT_PROGRESS"] = "off"  # no lines that come and go in compared outputs
     if config.pluginmanager.hasplugin("nbval.plugin"):
         config.option.nbval = config.option.nbval_current_env = True
@@ -45,6 +47,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no GPU")
+
+
+# What carries and shows numbers, but computes none.
+CARRIES = re.compile(r"ddpkit\.(runtime|lesson|exercises|debug|doctor|explain)\b")
+ORACLES = "twin", "attention_cases", "training_cases", "pytorch_cases"
+
+
+def is_numeric(item: pytest.Item) -> bool:
+    """Whether the order in which a processor adds matters here: tools/kernels.py runs these tests.
+
+    It does in notebooks, in exercises and in files that import something that computes.
+    """
+    if item.path.suffix == ".ipynb" or item.path.parent.name == "exercises":
+        return True
+    for value in vars(item.module).values():
+        is_module = isinstance(value, types.ModuleType)
+        origin = value.__name__ if is_module else str(getattr(value, "__module__", ""))
+        if origin in ORACLES or (origin.startswith("ddpkit.") and not CARRIES.match(origin)):
+            return True
+    return False
 
 
 LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
@@ -72,7 +94,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     from ddpkit.runtime import processes
 
-    forks = processes.start_method() == "forkserver" and config.option.markexpr == "not slow"
+    for item in items:
+        if is_numeric(item):
+            item.add_marker("numeric")
+    forks = processes.start_method() == "forkserver" and "not slow" in config.option.markexpr
     if forks and config.pluginmanager.hasplugin("nbval.plugin"):
         from tests import forked_kernel
 

@@ -28,7 +28,8 @@ __all__ = [
 
 
 def load_ipython_extension(ipython):
-    """`%load_ext ddpkit`: adds the `%%ranks` magic."""
+    """`%load_ext ddpkit`: adds the `%%ranks` magic, and the line that says what takes long."""
+    from . import lesson  # noqa: F401
     from .runtime.live import add_magic
 
     add_magic(ipython)

@@ -14,7 +14,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
+
 from .runtime.link import Link
+from .runtime.machine import untried_torch
 from .runtime.session import Session
 
 
@@ -25,6 +28,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", help="write a Chrome trace to this file at the end")
     parser.add_argument("--flight-recorder", help="write dumps to this folder at the end")
     parser.add_argument("--link", help='emulate a wire: "10 Gbit Ethernet"')
+    changed = "fail where a rank changes what it is still sending (on the CPU)"
+    parser.add_argument("--check-buffers", action="store_true", help=changed)
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser.parse_args(arguments)
@@ -52,7 +57,10 @@ def main(arguments: list[str] | None = None) -> None:
     if "RANK" not in os.environ:
         how = "start it by torchrun, or say how many ranks, before the script: --world-size 4"
         sys.exit(f"ddpkit.debug: {how} {options.script}")
+    if os.environ["RANK"] == "0" and (untried := untried_torch(torch.__version__)):
+        print(f"ddpkit.debug: torch {torch.__version__} is {untried}", file=sys.stderr)
     session = Session(link, options.trace, options.flight_recorder)
+    session.recorder.check_buffers = options.check_buffers
     session.install()
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(Path(options.script).resolve().parent)
@@ -62,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         if end.code:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-            session.exited(end.code if isinstance(end.code, int) else 1)
+            session.exited(end)
     except BaseException as error:
         session.failed(error)
     session.done()

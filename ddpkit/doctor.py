@@ -9,7 +9,6 @@ import importlib.util
 import multiprocessing
 import os
 import platform
-import re
 import shutil
 import socket
 import sys
@@ -23,18 +22,23 @@ import torch.distributed as dist
 
 from .runtime.backends import SHARES_A_GPU, nccl_version
 from .runtime.launch import launch
-from .runtime.machine import count_cores, look_at_gpus, memory_bytes
+from .runtime.machine import (
+    count_cores,
+    look_at_gpus,
+    memory_bytes,
+    torch_requirement,
+    untried_torch,
+)
 
 OK, NOTE, PROBLEM = "ok", "note", "PROBLEM"
 OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH, TOO_NEW_TORCH = (2, 11), (2, 15)
 GIB = 2**30
 PACKAGES = {"jupyterlab": "the notebooks", "ipywidgets": "players and calculators"}
 PACKAGES |= {"matplotlib": "figures", "nbval": "tests of the notebooks"}  # what each is for
-NO_COURSE_WITHOUT = ("Python", "torch", "Gloo", "loopback", "temp space", "two ranks")
+NO_COURSE_WITHOUT = ("Python", "Gloo", "loopback", "temp space", "two ranks")
 REMEDIES = {
     "Python": "install Python 3.11 or newer, then: make lab PYTHON=python3.12",
-    "torch": 'pip install "torch>=2.11,<2.15"',
+    "torch": f'pip install "{torch_requirement()}"',
     "cores": "everything runs, but ranks take turns: expect no speed-up anywhere",
     "memory": "four ranks need about 2 GiB: close other programs or kernels",
     "GPUs": "check nvidia-smi and the driver; or set CUDA_VISIBLE_DEVICES= to go without",
@@ -96,8 +100,8 @@ def report() -> Report:
 def examine() -> Iterator[Finding]:
     value = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield judge("Python", value, sys.version_info >= OLDEST_PYTHON)
-    number = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-    yield judge("torch", torch.__version__, OLDEST_TORCH <= number < TOO_NEW_TORCH)
+    version, untried = torch.__version__, untried_torch(torch.__version__)
+    yield judge("torch", f"{version}, {untried}" if untried else version, not untried)
     cores = count_cores()
     yield judge("cores", f"{cores:g}", cores >= 2)
     total, free = memory_bytes()

@@ -38,13 +38,13 @@ def test_what_is_written_is_read_by_another(board, tmp_path):
 def test_state_waiting_and_threads(board):
     for rank in (0, 1):
         assert (board.calls(rank), board.events()[rank]) == (0, 0)
-        assert (board.waiting(rank), board.state(rank)) == (None, STARTING)
+        assert (board.waiting(rank), board.state(rank)) == ([], STARTING)
     board.set_state(1, IDLE)
     board.set_waiting(1, 0)
     board.set_threads(1, 2)
-    assert (board.state(1), board.waiting(1), board.threads(1)) == (IDLE, 0, 2)
+    assert (board.state(1), board.waiting(1), board.threads(1)) == (IDLE, [0], 2)
     board.set_waiting(1, None)
-    assert board.waiting(1) is None
+    assert board.waiting(1) == []
     assert (board.state(0), board.threads(0)) == (STARTING, 0)
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from outside import FREEZE_S, run_script
 from pytorch_cases import CASES
@@ -77,16 +78,25 @@ def torchruns_rank(folder, per_machine, arguments=(), networks=(), fork=False):
     return os._exit(0) if fork else None
 
 
-def debug(folder, text, *arguments, per_machine=2, world_size=2, networks=()):
+def debug(
+    folder,
+    text,
+    *arguments,
+    per_machine=2,
+    world_size=2,
+    networks=(),
+    begin=BEGIN,
+    one_report=True,
+):
     """(what each rank printed, the report) of a script, without the seconds that torchrun takes."""
-    Path(folder, "train.py").write_text(BEGIN + text)
+    Path(folder, "train.py").write_text(begin + text)
     start = torchruns_rank, folder, per_machine, arguments, networks
     try:
         output = launch(*start, world_size=world_size).output
     except RankError as error:
         output = error.output
     reports = re.findall(r"^ddpkit: (.*)", "\n\n".join(output), re.DOTALL | re.MULTILINE)
-    assert len(reports) <= 1, reports
+    assert not one_report or len(reports) <= 1, reports
     return output, " ".join(" ".join(reports).split())
 
 
@@ -214,6 +224,18 @@ def test_the_emulated_link_and_gloos_interfaces(tmp_path, monkeypatch):
     assert (said, report) == ("10 Gbit Ethernet\n", "")
 
 
+def pretend_torch(version, *start):
+    torch.__version__ = version
+    torchruns_rank(*start)
+
+
+def test_an_untried_torch_is_named_on_rank_0_and_the_script_runs(tmp_path):
+    (tmp_path / "train.py").write_text(BEGIN + "print('trained')")
+    first, second = launch(pretend_torch, "2.99.0", tmp_path, 2, world_size=2).output
+    assert re.fullmatch("ddpkit.debug: torch 2.99.0 is newer than any .*\ntrained\n", first)
+    assert second == "trained\n"
+
+
 def test_interfaces_that_are_not_there_are_told(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")  # as without us
     assert "nowhere0" in debug(tmp_path, "")[1]
@@ -267,7 +289,8 @@ def test_a_code_that_the_script_exits_with_is_kept(tmp_path):
     (tmp_path / "train.py").write_text(BEGIN + "if rank == 1:\n    sys.exit(3)\ntime.sleep(9)")
     process = start(tmp_path, "ddpkit.debug", "--world-size", "2", str(tmp_path / "train.py"))
     err = process.communicate(timeout=FREEZE_S)[1]
-    assert (process.returncode, "ddpkit: " in err) == (1, False)  # torchrun's own code
+    assert (process.returncode, err.count("ddpkit: ")) == (1, 1)  # torchrun's own code
+    assert "ddpkit: rank 1 called sys.exit(3)" in err
     assert re.search(r"\(exitcode: 3\) local_rank: 1", err)
 
 

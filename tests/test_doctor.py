@@ -34,8 +34,9 @@ RIGHT = Run([3.0, 3.0])
     ("patched", "value", "name", "level", "words"),
     [
         ("sys.version_info", (3, 10, 4), "Python", PROBLEM, "3.11 or newer"),
-        ("torch.__version__", "2.10.1", "torch", PROBLEM, "torch>=2.11,<2.15"),
-        ("torch.__version__", "2.15.0+cu130", "torch", PROBLEM, "torch>=2.11,<2.15"),
+        ("torch.__version__", "2.10.1", "torch", NOTE, "torch>=2.11,<2.16"),
+        ("torch.__version__", "2.16.0+cu130", "torch", NOTE, "torch>=2.11,<2.16"),
+        ("torch.__version__", "2.15.1+cu130", "torch", OK, ""),
         ("torch.__version__", "2.13.0a0+git1234", "torch", OK, ""),
         ("count_cores", always(1.5), "cores", NOTE, "take turns"),
         ("count_cores", always(2), "cores", OK, ""),

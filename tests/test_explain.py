@@ -206,7 +206,7 @@ def test_dumps_of_pytorchs_own_recorder_are_read(tmp_path, monkeypatch):
     assert text.startswith("rank 0 waits in all_reduce for rank 1, which didn't come to it.\n")
     assert "test_explain.py:" in text
     assert "in own_dump: handles = [dist.all_reduce(x, async_op=True)]" in text
-    assert "\n6 ≠   all_reduce(4×3 float32)  -\n" in text
+    assert "\n5 ≠   all_reduce(4×3 float32)  -\n" in text
 
 
 def nccl(*calls, ranks="[0, 1, 2]", first=0):
@@ -320,7 +320,7 @@ def test_a_recorder_that_was_too_short_for_all_calls():
     dumps[1] = nccl(*receives, late, ranks="[0, 1]", first=70)
     text = explain(dumps)
     assert text.startswith("rank 1 waits in recv for rank 0, which didn't come to it.")
-    assert "\n3     send(4 float32, 0->1)  recv(4 float32, 1<-0)\n4     -  " in text
+    assert "\n5     send(4 float32, 0->1)  recv(4 float32, 1<-0)\n6 ≠   -  " in text
     dumps[0] = nccl(*sends, ("send 0->1", 4, "started"), ranks="[0, 1]", first=90)
     assert explain(dumps).startswith("no rank waits")
 
@@ -340,6 +340,57 @@ def test_a_rank_without_a_dump_is_named(tmp_path):
     assert "\n2     _all_gather_base(8 float32)\n" in text  # nothing differs between those two
 
 
+def test_a_dump_alone_claims_nothing_of_the_others():
+    text = explain({2: nccl(DONE)})
+    assert text.startswith("rank 2 waits for nobody.\n")
+    assert "\nWho waits for them, only the dumps of the others can tell.\n" in text
+    unknown = nccl(DONE, STUCK, ranks="[]")  # as Gloo's recorder
+    assert explain({0: unknown}).startswith(
+        "rank 0 waits in _all_gather_base; the dump doesn't say"
+    )
+
+
+def test_a_call_that_is_over_for_some_is_no_mistake_of_the_program():
+    """As when a link of NCCL's breaks."""
+    over = (STUCK[0], STUCK[1], "completed")
+    text = explain({0: nccl(DONE, over), 1: nccl(DONE, STUCK), 2: nccl(DONE, STUCK)})
+    said = "ranks 1 and 2 are still in _all_gather_base, which is over for rank 0.\n"
+    assert text.startswith(said)
+    assert text.endswith("look at what carries it: a link, a GPU, NCCL's own log.")
+    assert "≠" not in text
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "advice"),
+    [
+        (8, 7, "Every rank must bring the same number of elements. Did the last batch"),
+        (8, 800, "These look like two different calls: one rank skipped a call"),
+    ],
+)
+def test_sizes_that_differ_hear_the_advice_for_sizes(one, other, advice):
+    dumps = {r: nccl(("all_reduce", (one, other)[r], "started"), ranks="[0, 1]") for r in (0, 1)}
+    assert explain(dumps).splitlines()[-1].startswith(advice)
+
+
+def test_each_group_counts_its_own_calls():
+    """Ranks with groups of their own: nothing else is marked."""
+    tensor, data, dumps = ("[0, 1]", "[2, 3]"), ("[0, 2]", "[1, 3]"), {}
+    for rank in range(4):
+        layers = [("all_reduce", 4, "completed")] * (2 + rank // 2)
+        late = () if rank == 3 else [("all_reduce", 9, "started" if rank == 1 else "completed")]
+        dumps[rank] = nccl(*layers, ranks=tensor[rank // 2])
+        others = nccl(DONE, *late, ranks=data[rank % 2])
+        for entry in others["entries"]:
+            entry["process_group"] = ("1", "data")
+        dumps[rank]["entries"] += others["entries"]
+        dumps[rank]["pg_config"]["1"] = others["pg_config"]["0"]
+    text = explain(dumps)
+    assert text.startswith("rank 1 waits in all_reduce for rank 3, which didn't come to it.")
+    assert text.count("≠") == 2
+    assert "\nTheir calls in group [1, 3] (≠: here they differ):\n" in text
+    assert "\n1     all_reduce(8 float32)  all_reduce(8 float32)\n2 ≠   all_reduce(9 fl" in text
+
+
 # What is no dump
 
 
@@ -349,6 +400,10 @@ class Evil:
 
 
 GOOD = nccl(DONE, ranks="[0]")
+
+
+def spoilt(**fields) -> dict:
+    return GOOD | {"entries": [GOOD["entries"][0] | fields]}
 
 
 @pytest.mark.parametrize(
@@ -362,9 +417,20 @@ GOOD = nccl(DONE, ranks="[0]")
         (pickle.dumps(GOOD | {"version": "9.1"}), "expected version 2.x of the dumps, got 9.1 in"),
         (pickle.dumps(GOOD | {"entries": [{}]}), "got KeyError: 'collective_seq_id'"),
         (pickle.dumps(GOOD | {"entries": 7}), "expected a list of entries in rank_0, got int"),
+        (pickle.dumps(spoilt(collective_seq_id="seven")), "invalid literal for int() with base 10"),
+        (pickle.dumps(spoilt(collective_seq_id=10**30)), "a call has the number 1000000000000"),
+        (pickle.dumps(spoilt(time_created_ns="noon")), "could not convert string to float"),
+        (pickle.dumps(spoilt(input_sizes=[["8"], 7])), "got TypeError: "),
+        (pickle.dumps(spoilt(frames=[{"name": 1, "filename": 2, "line": "x"}])), "got "),
+        (pickle.dumps(GOOD | {"pg_config": {"0": 7}}), "expected the ranks of each group"),
+        (pickle.dumps(GOOD | {"pg_config": {"0": {"ranks": "[3]"}}}), "whose name ends in 0"),
+        (pickle.dumps(GOOD | {"pg_config": {"0": {"ranks": "[0, 9999999999]"}}}), "expected dumps"),
         (None, "expected a folder of dumps, rank_0, rank_1, ..., got"),
     ],
-    ids=["evil", "no pickle", "cut", "empty", "no dump", "version", "entry", "entries", "folder"],
+    ids=[
+        *("evil", "no pickle", "cut", "empty", "no dump", "version", "entry", "entries"),
+        *("id", "huge id", "time", "sizes", "frames", "group", "other run", "many", "folder"),
+    ],
 )
 def test_what_is_no_dump_is_refused_and_never_executed(
     content, says, tmp_path, capsys, monkeypatch
@@ -384,3 +450,25 @@ def test_two_dumps_of_a_rank_are_refused(tmp_path):
     (tmp_path / "rank_0").write_bytes(b"")
     with pytest.raises(ValueError, match="one dump of rank 0, got nccl_trace_rank_0 and rank_0"):
         read_dumps(tmp_path)
+
+
+def test_numbers_as_text_are_numbers():
+    text = explain({0: spoilt(collective_seq_id="1", time_created_ns="5")})
+    assert text.startswith("no rank waits for another")
+
+
+def test_a_file_of_something_else_is_named(tmp_path):
+    write(tmp_path, {0: GOOD})
+    (tmp_path / "events.1700000000").write_bytes(pickle.dumps(GOOD))
+    with pytest.raises(ValueError, match="expected dumps of rank 0, got one whose name ends in 17"):
+        explain(read_dumps(tmp_path))
+
+
+def test_who_reads_only_the_first_lines_sees_no_traceback(tmp_path):
+    write(tmp_path, {0: GOOD})
+    command = [sys.executable, "-m", "ddpkit.explain", str(tmp_path)]
+    reader, writer = os.pipe()
+    os.close(reader)  # `head` has ended already
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

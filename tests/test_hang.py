@@ -55,7 +55,7 @@ EVERY = (
 )
 BOTH = "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
 FIRST = "Let one side receive first, or start both with isend and irecv and wait afterwards."
-ORDER = "All ranks must use their groups in the same order."
+ORDER = "All ranks must use their groups in the same order, and leave no call out."
 TAGS = "Their tags, or groups, differ: a receive takes only what was sent with its own."
 
 
@@ -349,7 +349,7 @@ def test_a_loop_that_does_not_end_is_told_and_no_difference_is_claimed(monkeypat
 def test_stop_says_where_the_ranks_were(tmp_path):
     def hangs():
         if dist.get_rank() == 0:
-            while not dist.group.WORLD.recorder.board.waiting(1):  # call 1, the barrier
+            while not dist.group.WORLD.recorder.board.waiting(1):
                 time.sleep(0.001)
             (tmp_path / "hangs").touch()
             while True:
@@ -408,7 +408,7 @@ def say(board, rank, *args, wait=True, ranks=(0, 1, 2), **said):
 
 
 def stuck(board):
-    return hang.deadlocked(hang.situations(board), board)
+    return hang.deadlocked(hang.situations(board))
 
 
 def test_who_computes_may_still_come_who_returned_never_does(board):
@@ -420,8 +420,48 @@ def test_who_computes_may_still_come_who_returned_never_does(board):
     assert stuck(board) == []
     board.set_state(2, RETURNED)
     assert stuck(board) == [0, 1]
-    board.set_threads(0, 2)  # a second thread of rank 0 may free the first
-    assert stuck(board) == [1]
+    board.set_threads(0, 2)  # a second thread can't bring who has returned
+    assert stuck(board) == [0, 1]
+
+
+def test_a_second_thread_may_free_a_circle_while_it_waits_in_no_call(board):
+    say(board, 0, 0, "recv", channel="1>0", ranks=(1, 0))
+    say(board, 1, 0, "recv", channel="0>1", ranks=(0, 1))
+    assert stuck(board) == [0, 1]
+    board.set_threads(0, 2)
+    assert stuck(board) == []
+    index = board.calls(0)
+    say(board, 0, 0, "recv", channel="2>0", ranks=(2, 0), wait=False)
+    board.set_waiting(0, index, caller=1)  # the second one waits, too, for a rank that computes
+    assert stuck(board) == []
+    board.set_state(2, RETURNED)
+    assert stuck(board) == [0, 1]
+    assert hang.situations(board)[0].missing == (2,)  # the wait that says most
+
+
+def test_nobody_comes_to_a_group_that_it_has_destroyed(board):
+    say(board, 0)
+    say(board, 1)
+    assert stuck(board) == []
+    board.set_destroyed(2, {"0": ("train.py", 7, "main", "")})
+    assert stuck(board) == [0, 1]
+    said, _ = hang.explain_deadlock(hang.situations(board), [0, 1], board)
+    assert said.endswith(
+        "ranks 0 and 1 wait in all_reduce for rank 2, which has destroyed its group without that "
+        "call (train.py:7 in main)."
+    )
+
+
+def test_who_asks_again_and_again_whether_a_call_is_complete_waits_but_not_for_certain(board):
+    for rank in (0, 1):
+        say(board, rank, wait=False)
+        board.set_polled(rank, 0, time.perf_counter())
+    board.set_state(2, RETURNED)
+    now = hang.situations(board)
+    assert [s.state for s in now] == ["polling", "polling", "returned"]
+    assert (hang.deadlocked(now), hang.polled_in_vain(now)) == ([], [0, 1])
+    board.set_polled(0, 0, time.perf_counter() - 2 * hang.POLLS_S)  # it does something else now
+    assert hang.situations(board)[0].state == "computing"
 
 
 def test_a_call_to_which_all_came_goes_on(board):
@@ -464,6 +504,31 @@ def test_the_first_mismatch_is_the_one_named(board):
         say(board, 0, seq, fingerprint=one)
         say(board, 1, seq, fingerprint=other)
     assert {rank: r.fingerprint for rank, r in hang.mismatch(board).items()} == {0: "b", 1: "c"}
+
+
+def test_a_large_world_is_named_by_those_it_lacks(tmp_path):
+    board = Board(tmp_path / "large", 32, create=True)
+    everybody = tuple(range(32))
+    for rank in everybody:
+        board.set_state(rank, RETURNED if rank == 7 else RUNNING)
+        if rank != 7:
+            say(board, rank, ranks=everybody)
+    now = hang.situations(board)
+    headline, advice = hang.explain_deadlock(now, hang.deadlocked(now), board)
+    assert headline.startswith("deadlock: all but rank 7 wait in all_reduce for rank 7, which has ")
+    assert "\nall but rank 7: waiting for rank 7 in " in hang.report(headline, advice, now, board)
+    board.close()
+
+
+def test_one_rank_waits_for_all_others(tmp_path):
+    board = Board(tmp_path / "large", 9, create=True)
+    for rank in range(9):
+        board.set_state(rank, RUNNING if rank == 7 else RETURNED)
+    say(board, 7, ranks=tuple(range(9)))
+    now = hang.situations(board)
+    headline, _ = hang.explain_deadlock(now, [7], board)
+    assert headline == "deadlock: rank 7 waits in all_reduce for all others, which have returned."
+    board.close()
 
 
 def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):

@@ -2,6 +2,7 @@
 
 import _thread
 import ctypes
+import functools
 import multiprocessing
 import os
 import re
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from outside import FREEZE_S, cell, run_script, wait_until
 
 from ddpkit import Link, RankError, Run, launch
-from ddpkit.runtime import backends, processes, worker
+from ddpkit.runtime import backends, call, processes, worker
+from ddpkit.runtime.call import pickle_call
 from ddpkit.runtime.output import Output
 from ddpkit.runtime.watch import Watch
 
@@ -63,6 +65,9 @@ def count(n):
     yield from range(n)
 
 
+async def coroutine(): ...
+
+
 def closure():
     lock = LOCK
     return lambda: lock
@@ -78,6 +83,8 @@ LOCK = threading.Lock()
         ([print], {"world_size": 0}, "world_size, from 1 to 64 on one machine, got 0"),
         ([print], {"world_size": 65}, "world_size, from 1 to 64 on one machine, got 65"),
         ([print], {"world_size": 2.0}, "a whole number as world_size, from 1 to 64 on"),
+        ([coroutine], {}, "expected a plain function, got one of `async def`: call asyncio.run("),
+        ([functools.partial(coroutine)], {}, "a plain function, got one of `async def`"),
         ([print], {"backend": "mpi"}, "backend 'auto', 'gloo' or 'nccl', got 'mpi'"),
         ([print], {"link": 1e9}, "a Link, got 1000000000.0: for example link=Link.preset("),
         ([print], {"link": Link(0, 1e9), "backend": "nccl"}, "only Gloo's wire is emulated"),
@@ -233,6 +240,15 @@ def test_trap_2_classes_dataclasses_enums_and_modules():
     assert torch.equal(returned.layer.weight, net.layer.weight)
 
 
+def test_trap_2_modules_that_are_objects_of_their_own_classes():
+    def deterministic():
+        torch.backends.cudnn.deterministic = True
+        return torch.backends.cudnn.deterministic
+
+    assert launch(deterministic, world_size=1)[0] is True
+    assert torch.backends.cudnn.deterministic is False
+
+
 def test_trap_2_a_large_captured_variable_is_named_in_a_warning():
     names = cell(
         """
@@ -245,8 +261,38 @@ def test_trap_2_a_large_captured_variable_is_named_in_a_warning():
     with pytest.warns(UserWarning, match=says) as seen:
         assert launch(names["use"], world_size=1)[0] == 3_000_001
     assert seen[0].filename == __file__
-    with pytest.warns(UserWarning, match="the function's arguments. Make or load it inside the"):
+    with pytest.warns(UserWarning, match=r": argument 0 \(11 MB\). Make or load it inside the"):
         launch(len, bytes(11_000_000), world_size=1)
+
+
+class Holder:
+    def __init__(self, value):
+        self.value = value
+
+    def measure(self):
+        return len(self.value)
+
+
+def test_what_is_bound_to_a_function_is_named_when_it_is_large():
+    large = bytes(11_000_000)
+
+    def inner():
+        return len(large)
+
+    for fn, name in [
+        (inner, "the variable large .* that the function uses"),
+        (functools.partial(len, large), "argument 0 of partial"),
+        (functools.partial(sorted, [], key=Holder(large)), "argument key= of partial"),
+        (Holder(large).measure, "the object whose method it is"),
+    ]:
+        with pytest.warns(UserWarning, match=rf"of 11 MB: {name}( \(11 MB\))?"):
+            pickle_call(fn, (), {})
+
+
+def test_a_copy_that_takes_long_is_told_with_its_time(monkeypatch):
+    monkeypatch.setattr(call, "LONG_S", -1.0)
+    with pytest.warns(UserWarning, match=r"Copying it took \d+ s, and every rank takes as long"):
+        pickle_call(len, (bytes(11_000_000),), {})
 
 
 # Traps 7 and 13.

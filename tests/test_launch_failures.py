@@ -18,6 +18,7 @@ import torch.distributed as dist
 from outside import cell
 
 from ddpkit import HangError, LaunchError, RankError, launch
+from ddpkit.runtime import processes, worker
 
 NAME = Path(__file__).name
 
@@ -196,6 +197,27 @@ def test_errors_are_values_that_travel():
     assert isinstance(again, LaunchError)
     assert isinstance(pickle.loads(pickle.dumps(HangError("deadlock", output=["b"]))), LaunchError)
     assert error._render_traceback_() == ["\x1b[1mRankError: rank 1 raised\x1b[22m"]
+
+
+def test_a_models_own_frames_are_shown_and_not_the_calls_between_them():
+    net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(5, 4)))
+    lines = message(net, torch.ones(2, 4), world_size=1, times=1)
+    places = [line.partition(":")[0] for line in lines[1:]]
+    assert places == ["  torch/nn/modules/container.py"] * 2 + ["  torch/nn/modules/linear.py"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no full disk")
+def test_a_full_disk_is_called_so():
+    with pytest.raises(OSError, match="disk for temporary files is too full for the return value"):
+        worker.save(Path("/dev/full"), (torch.ones(10), []))
+
+
+def test_a_disk_without_room_for_the_ranks_starts_none(monkeypatch):
+    full = types.SimpleNamespace(free=1000)
+    monkeypatch.setattr(processes.shutil, "disk_usage", lambda _: full)
+    monkeypatch.setattr(processes, "Rank", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(OSError, match=r"files is full: the ranks' files take .*, and 1 kB are"):
+        launch(print, world_size=1)
 
 
 # Trap 15: a rank exits or is killed.

@@ -27,11 +27,13 @@ def handed_in(folder, *sources):
     return path
 
 
-def test_each_exercise_gets_a_line_whatever_else_fails(tmp_path, capsys):
+def test_each_exercise_gets_a_line_whatever_else_fails(tmp_path, capfd):
     notebook = handed_in(tmp_path, *CELLS)
     assert check.main([str(notebook), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)[str(notebook)]
+    printed, beside = capfd.readouterr()  # the kernel's own words, too
+    found = json.loads(printed)[str(notebook)]
     assert found == {"neighbours": "right", "say_hello": "not written"}
+    assert beside == f"{notebook}, 4 cells: ....\n"
 
 
 def test_a_cell_that_hangs_ends_at_the_limit_and_the_rest_goes_on(tmp_path):

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,7 +13,7 @@ from outside import wait_until
 from ddpkit import HangError, RankError
 from ddpkit.runtime import hang
 from ddpkit.runtime.board import IDLE
-from ddpkit.runtime.live import GONE, OWN_NAMES, RanksMagic
+from ddpkit.runtime.live import GONE, OWN_NAMES, RanksMagic, magic_first
 from ddpkit.runtime.trace import LANES
 
 
@@ -235,3 +237,32 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_cell(cell, monkeypatch)
     with pytest.raises(RankError):
         cell("import time\nif rank == 0: 1 / 0\ntime.sleep(1.0)\n'late'")
     assert cell("rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+def ipython(folder, *cells) -> subprocess.CompletedProcess:
+    """What an IPython says to cells that come one after the other, `%load_ext ddpkit` first."""
+    pytest.importorskip("IPython", reason="Jupyter isn't installed")
+    runs = [f"ip.run_cell({cell!r})" for cell in ("%load_ext ddpkit", *cells)]
+    shell = "from IPython.core.interactiveshell import InteractiveShell"
+    source = "\n".join([shell, "ip = InteractiveShell.instance()", *runs])
+    command = [sys.executable, "-c", source]
+    own = {"IPYTHONDIR": str(folder)}
+    return subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+
+
+def test_a_comment_may_stand_above_the_magic(tmp_path):
+    done = ipython(tmp_path, "# the sum\n\n%%ranks 2\nx = rank\n1 / 0")
+    assert "rank 0 raised ZeroDivisionError" in done.stdout + done.stderr
+    assert "line 5 of the cell: 1 / 0" in done.stdout + done.stderr
+
+
+def test_other_cells_stay_as_they_are():
+    for cell in ("x = 1\n%%ranks 2\n", "# %%ranks\nx\n", "%%ranks\nx\n", ""):
+        lines = cell.splitlines(keepends=True)
+        assert magic_first(lines) == lines
+
+
+def test_a_notebook_hears_that_it_is_no_rank(tmp_path):
+    cells = "import torch.distributed as dist\ndist.get_rank()", "1 / 0"
+    done = ipython(tmp_path, *cells)
+    assert done.stderr.count("The notebook itself is no rank. launch(f) calls f on ranks") == 1

@@ -389,3 +389,22 @@ def test_ranks_ask_for_large_pages_unless_the_user_says_otherwise(monkeypatch):
     assert list(launch(asked, world_size=2)) == ["1", "1"]
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
     assert list(launch(asked, world_size=2)) == ["0", "0"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "world_size", "threads"),
+    [("2", 2, 4, 1), ("3", 8, 2, 3), ("9", 8, 2, 4), ("4,2", 8, 1, 4), ("", 8, 2, 1)],
+)
+def test_threads_of_all_ranks_fit_the_cores(monkeypatch, asked, cores, world_size, threads):
+    monkeypatch.setattr(processes, "count_cores", lambda: cores)
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setenv("MKL_NUM_THREADS", "7")
+
+    def counts():
+        told = os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]
+        before = torch.get_num_threads()
+        torch.set_num_threads(5)  # whatever the environment says
+        return before, *told, torch.get_num_threads()
+
+    expected = threads, str(threads), str(threads), 5
+    assert list(launch(counts, world_size=world_size)) == [expected] * world_size

@@ -57,14 +57,18 @@ try:
     launch(3)
 except ValueError as error:
     tell(error)
-tell_run(launch(work, 1.0))
+try:
+    launch(work, 1.0, world_size=4)
+except ValueError as error:
+    tell(error)
+tell_run(launch(work, 1.0, world_size=2))
 tell_run(launch(work, 2.0, link=Link(1e-4, 1e9)))
 run = launch(work, 3.0, keep_values=True)
 tell(run.wire[1][0].values, run.wire[0][1].seq)
 if dist.get_rank() == 0:  # it imports for two seconds
     torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
 dist.destroy_process_group()
-for _ in range(100):  # threads that are told to end take a moment
+for _ in range(1200):  # until the other rank has destroyed it, too
     if cpp_threads() > before:
         time.sleep(0.05)
 tell(cpp_threads() - before)
@@ -85,8 +89,9 @@ def test_trap_9_the_same_function_under_torchrun(tmp_path):
 
     first, second = run_under_torchrun(tmp_path, WORK + TELL + SCRIPT)
     assert first == second  # every rank has the whole Run
-    refused, plain, backend, linked, _, values, threads = first
+    refused, too_many, plain, backend, linked, _, values, threads = first
     assert refused.startswith("launch expected a function to call on every rank, got 3")
+    assert too_many.startswith("launch got world_size=4 where torchrun started 2 ranks: leave it ")
     assert plain == repr((list(run), said, ["", ""], True))
     assert backend.endswith(": in the world that torchrun started")
     assert linked == repr(([5.0, 5.0], said, ["", ""], True))

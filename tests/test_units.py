@@ -62,4 +62,6 @@ def test_lists_and_ranks():
     assert units.name_ranks([2]) == "rank 2"
     assert units.name_ranks([0, 1, 3]) == "ranks 0, 1 and 3"
     assert units.name_ranks([0, 1, 2, 3]) == "ranks 0 to 3"
+    assert units.name_ranks([0, 1, 2, 4, 6, 7, 8, 9]) == "ranks 0 to 2, 4 and 6 to 9"
+    assert units.name_ranks([0, 2, 3, 9]) == "ranks 0, 2, 3 and 9"
     assert units.name_ranks([0, 1], 2) == "every rank"

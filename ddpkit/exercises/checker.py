@@ -75,6 +75,26 @@ class Trial:
         return f"{ranks}, {self.what}" if self.what else ranks
 
 
+class Rounded(list):
+    """Numbers to some decimals; equal to others if the last one differs by 1 at most.
+
+    Of two sums of the same numbers in different order, one may be rounded up and one down.
+    """
+
+    def __init__(self, numbers: Iterable[float], decimals: int):
+        super().__init__(round(number, decimals) + 0.0 for number in numbers)
+        self.decimals = decimals
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, list) or len(self) != len(other):
+            return False
+        pairs = zip(self, other, strict=True)
+        return all(abs(ours - theirs) < 1.5 * 10**-self.decimals for ours, theirs in pairs)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
 @dataclass(frozen=True)
 class Mistake:
     """A well-known wrong answer: the reference with some of its text replaced.

@@ -59,7 +59,9 @@ def _tensors(N: int, below: float) -> torch.Tensor:
     """q, k and v; with `below`, all scores are that far below 0, and alike."""
     tensors = torch.randn(3, N, D, generator=torch.Generator().manual_seed(0))
     if below:
-        tensors[0], tensors[1] = 1.0, -below / math.sqrt(D)
+        # One product a score, the others are 0: nothing is rounded that an order of adding decides.
+        tensors[:2] = 0.0
+        tensors[0, :, 0], tensors[1, :, 0] = 1.0, -below * math.sqrt(D)
     return tensors
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ddpkit import tensor_parallel as library
 from ddpkit.runtime.records import recorder
 
-from .checker import Exercise, Trial, mistakes
+from .checker import Exercise, Rounded, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -58,9 +58,9 @@ def autograd_must_know() -> None:
     warnings.filterwarnings("error", ".*autograd kernel was not registered")
 
 
-def whole(tensor: torch.Tensor | None) -> list | None:
-    """Its numbers, rounded so far that the order of additions doesn't show."""
-    return None if tensor is None else [round(x, 6) + 0.0 for x in tensor.flatten().tolist()]
+def whole(tensor: torch.Tensor | None) -> Rounded | None:
+    """List its numbers; the order in which they were added doesn't show."""
+    return None if tensor is None else Rounded(tensor.flatten().tolist(), 6)
 
 
 # CopyToRanks and SumOverRanks: f and g

@@ -10,7 +10,7 @@ from ddpkit import sequence_parallel, tensor_parallel
 from ddpkit.models import Block, torch_attention
 from ddpkit.runtime.records import recorder
 
-from .checker import Exercise, Trial, mistakes
+from .checker import Exercise, Rounded, Trial, mistakes
 from .tensor_parallel import autograd_must_know, calls, group_of, in_groups, of_group, whole
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
@@ -343,7 +343,7 @@ def _run_clip(answer, size):
         norm = answer(copies, max_norm, group)
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
         clipped = torch.cat([p.grad for p in copies if p.grad is not None])
-        seen[f"gradients, {what}"] = [round(x, 3) + 0.0 for x in clipped.tolist()]
+        seen[f"gradients, {what}"] = Rounded(clipped.tolist(), 3)
     largest = max((record.bytes for record in recorder().records[begun:]), default=0)
     return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
 
@@ -362,7 +362,7 @@ def _clipped(world_size: int, size: int) -> list[dict]:
             factor = min(1.0, max_norm / (length + 1e-6))
             mine = each["weight"][0] + each["norm"][0]
             seen[rank][f"length, {what}"] = round(length, 3)
-            seen[rank][f"gradients, {what}"] = [round(factor * x, 3) + 0.0 for x in mine]
+            seen[rank][f"gradients, {what}"] = Rounded([factor * x for x in mine], 3)
     return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
 
 

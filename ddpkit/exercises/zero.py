@@ -18,7 +18,7 @@ from ddpkit import fsdp, zero
 from ddpkit.runtime.records import recorder
 from ddpkit.tools import memory
 
-from .checker import Exercise, Trial, mistakes, unwritten_memory_shows
+from .checker import Exercise, Rounded, Trial, mistakes, unwritten_memory_shows
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -345,7 +345,7 @@ def _run_clip(answer):
         shards = list(torch.tensor(_part(rank, what), dtype=torch.float64).split((2, 1)))
         norm = answer(shards, max_norm)
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
-        seen[f"shards, {what}"] = [round(x, 3) for x in torch.cat(shards).tolist()]
+        seen[f"shards, {what}"] = Rounded(torch.cat(shards).tolist(), 3)
     largest = max((record.bytes for record in recorder().records), default=0)
     return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
 
@@ -359,7 +359,7 @@ def _clipped(world_size: int) -> list[dict]:
         factor = max_norm / length if length > max_norm else 1
         for rank, numbers in enumerate(ranks):
             seen[rank][f"length, {what}"] = round(length, 3)
-            seen[rank][f"shards, {what}"] = [round(factor * x, 3) for x in numbers]
+            seen[rank][f"shards, {what}"] = Rounded([factor * x for x in numbers], 3)
     return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
 
 

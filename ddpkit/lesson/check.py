@@ -1,7 +1,8 @@
 """Lives in `ddpkit.exercises`. For teachers: python -m ddpkit.lesson.check NOTEBOOK ... [--json]
 
 Runs each notebook in a kernel of its own, whatever fails in it, and prints what its checks said, a
-line an exercise. The exit code is 0 if all are right, 1 if not, 2 if a notebook couldn't be run.
+line an exercise; meanwhile, on stderr, a dot for each cell that has begun. The exit code is 0 if
+all are right, 1 if not, 2 if a notebook couldn't be run.
 """
 
 import argparse
@@ -26,13 +27,26 @@ def run(path: Path, seconds: float):
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    return NotebookClient(
+    client = NotebookClient(
         notebook,
         timeout=seconds,
         interrupt_on_timeout=True,
         allow_errors=True,
         resources={"metadata": {"path": str(path.parent)}},
-    ).execute()
+        on_cell_start=lambda cell, cell_index: show("."),
+        extra_arguments=["--log-level=ERROR"],  # no warning that messages aren't encrypted
+    )
+    written = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    show(f"{path}, {len(written)} cells: ")
+    try:
+        return client.execute()
+    finally:
+        show("\n")
+
+
+def show(text: str) -> None:
+    """Print beside the results, at once."""
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def verdicts(notebook) -> dict[str, str]:
@@ -48,6 +62,14 @@ def verdicts(notebook) -> dict[str, str]:
     return found
 
 
+def points(name: str, found: dict[str, str]) -> str:
+    """The verdicts on a notebook in words, a line an exercise."""
+    lines = [f"{name}: {list(found.values()).count('right')} of {len(found)} points"]
+    for exercise, verdict in found.items():
+        lines.append(f"  {SIGNS[verdict]} {exercise}: {verdict}")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ddpkit.lesson.check")
     parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK.ipynb")
@@ -59,14 +81,12 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             report[str(path)] = verdicts(run(path, options.seconds))
         except Exception as error:
-            print(f"{path} couldn't be run: {type(error).__name__}: {error}", file=sys.stderr)
+            show(f"{path} couldn't be run: {type(error).__name__}: {error}\n")
             return 2
+        if not options.json:
+            print(points(str(path), report[str(path)]), flush=True)
     if options.json:
         print(json.dumps(report))
-    for name, found in {} if options.json else report.items():
-        print(f"{name}: {list(found.values()).count('right')} of {len(found)} points")
-        for exercise, verdict in found.items():
-            print(f"  {SIGNS[verdict]} {exercise}: {verdict}")
     return int(any(v != "right" for found in report.values() for v in found.values()))
 
 

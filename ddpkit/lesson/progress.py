@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+from ..runtime.processes import is_starting
 from ..runtime.watch import Watch
 
 PATIENCE_S, EVERY_S = 2.0, 1.0
@@ -40,9 +41,9 @@ class Progress:
         begun, line = time.perf_counter(), None
         while not done.wait(EVERY_S if line else PATIENCE_S):
             seconds = time.perf_counter() - begun
-            ranks = ""
+            ranks = "the ranks' server starts, and imports torch once" if is_starting() else ""
             with contextlib.suppress(ValueError):  # they ended meanwhile, and their board with them
-                ranks = "; ".join(watch.status() for watch in list(Watch.watching))
+                ranks = "; ".join(watch.status() for watch in list(Watch.watching)) or ranks
             said = {"text/plain": f"… {seconds:.0f} s" + (f": {ranks}" if ranks else "")}
             if line:
                 line.update(said, raw=True)
@@ -53,7 +54,7 @@ class Progress:
 
 
 def show_progress() -> None:
-    """Watch the cells of this kernel from now on; outside of one, do nothing."""
+    """Watch the cells of this kernel from now on, also the one that runs; elsewhere do nothing."""
     if "IPython" not in sys.modules:  # as in every rank, where importing it would take a while
         return
     from IPython import get_ipython
@@ -64,3 +65,6 @@ def show_progress() -> None:
         progress = Progress(display)
         shell.events.register("pre_run_cell", progress.begin)
         shell.events.register("post_run_cell", progress.end)
+        request = shell.kernel.get_parent().get("header", {})
+        if request.get("msg_type") == "execute_request":  # else a start-up file imports this
+            progress.begin()

@@ -15,13 +15,18 @@ from pathlib import Path
 # What a rank is doing, as it last said.
 STARTING, RUNNING, RETURNED, IDLE, DISAGREES = range(5)
 
-# A page is a head of five counters, and slots for the last calls. All numbers are words of eight
-# bytes, written one by one: who reads meanwhile sees the old one or the new one.
-_CALLS, _EVENTS, _WAITING, _STATE, _THREADS = range(5)
-_WORD, _HEAD, _SLOT = 8, 8, 256  # bytes of a word, words of a head and of a slot
+# A page is a head of counters, two notes, and slots for the last calls. All numbers are words of
+# eight bytes, written one by one: a reader meanwhile sees the old one or the new one.
+_CALLS, _EVENTS, _STATE, _THREADS, _POLLED, _POLLED_AT, _WAITING = range(7)
+CALLERS = 8  # threads of a rank whose waits are kept apart
+_NOTE = 128  # words of a note: a pickle
+_WORD, _SLOT = 8, 256  # bytes of a word, words of a slot
+_PLACE = _WAITING + CALLERS  # the note that says where the rank's main thread is
+_DESTROYED = _PLACE + _NOTE  # the note that says which groups it has destroyed, and where
+_HEAD = _DESTROYED + _NOTE  # words of the head and the notes
 # A slot: the call's number on its channel, hashes of channel and fingerprint, times, what became of
 # the handle; then, pickled, what the call says, and what it moved.
-_SEQ, _CHANNEL, _FINGERPRINT, _ISSUED, _STARTED, _DONE, _WAITED, _BECAME, _TEXT = range(9)
+_SEQ, _CHANNEL, _FINGERPRINT, _ISSUED, _STARTED, _DONE, _WAITED, _LIMIT, _BECAME, _TEXT = range(10)
 MESSAGES = "send", "recv"  # the other calls are collectives
 SLOTS = 256  # so many last calls of each rank does the board remember
 _PAGE = _HEAD + SLOTS * _SLOT
@@ -44,6 +49,7 @@ class Said:
     file: str
     line: int
     function: str
+    via: str = ""  # the line of an installed framework that made it for the reader's own
 
     @cached_property
     def hashes(self) -> tuple[int, int]:
@@ -70,6 +76,7 @@ class Record:
     started: float | None = None  # when an emulated link took it; without one, when it was issued
     done: float | None = None
     waited: float | None = None  # when the rank first stopped to wait for it
+    limit_s: float | None = None  # the script's own timeout, after which a wait for it ends
     waits: int = 0  # how often wait() was called on its handle; not on the board
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
     dropped: bool = False  # its handle was let go before anybody waited for it
@@ -158,20 +165,46 @@ class Board:
         times[at + _STARTED] = record.started or 0.0
         times[at + _DONE] = record.done or 0.0
         times[at + _WAITED] = record.waited or 0.0
+        times[at + _LIMIT] = record.limit_s or 0.0
         self._words[at + _BECAME] = record.by_future + 2 * record.dropped
         self._words[rank * _PAGE + _EVENTS] += 1
 
-    def set_waiting(self, rank: int, index: int | None):
-        """`rank` now sits in the wait of its call `index`, until that is done; or in none."""
-        self._words[rank * _PAGE + _WAITING] = 0 if index is None else index + 1
+    def set_waiting(self, rank: int, index: int | None, caller: int = 0):
+        """Note that a thread of `rank` sits in its call `index`, until that is done; or in none."""
+        self._words[rank * _PAGE + _WAITING + caller] = 0 if index is None else index + 1
+
+    def set_polled(self, rank: int, index: int, now: float):
+        """Note that `rank` has just asked whether its call `index` is complete, and it wasn't."""
+        self._words[rank * _PAGE + _POLLED] = index + 1
+        self._times[rank * _PAGE + _POLLED_AT] = now
 
     def set_state(self, rank: int, state: int):
         self._words[rank * _PAGE + _STATE] = state
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def set_threads(self, rank: int, threads: int):
-        """How many threads of `rank` have made calls: of several, a wait blocks only one."""
+        """Note how many threads of `rank` may make calls: of several, a wait blocks only one."""
         self._words[rank * _PAGE + _THREADS] = threads
+
+    def set_place(self, rank: int, place: tuple | None):
+        """Note where the main thread of `rank` is: (file, line, function, via)."""
+        self._set_note(rank, _PLACE, place)
+
+    def set_destroyed(self, rank: int, places: dict[str, tuple]):
+        """Note which groups `rank` has destroyed: {name of a group: (file, line, function, via)}.
+
+        The oldest are forgotten where the note is too short for all.
+        """
+        while not self._set_note(rank, _DESTROYED, places):
+            places = dict(list(places.items())[1:])
+        self._words[rank * _PAGE + _EVENTS] += 1
+
+    def _set_note(self, rank: int, at: int, note: object) -> bool:
+        """Write a note, if it is short enough."""
+        blob, start = pickle.dumps(note, protocol=5), (rank * _PAGE + at) * _WORD
+        if fits := len(blob) <= _NOTE * _WORD:
+            self._map[start : start + len(blob)] = blob
+        return fits
 
     # Reading, from any process, at any time.
 
@@ -182,9 +215,33 @@ class Board:
         """How much each rank has written so far: while that stays the same, nothing moves."""
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
-    def waiting(self, rank: int) -> int | None:
-        """Number of the call that `rank` sits in, if that isn't done; or None."""
-        return self._get(rank, _WAITING) - 1 if self._get(rank, _WAITING) else None
+    def waiting(self, rank: int) -> list[int]:
+        """Return the numbers of the calls that threads of `rank` sit in, if those aren't done."""
+        marks = (self._get(rank, _WAITING + caller) for caller in range(CALLERS))
+        return [mark - 1 for mark in marks if mark]
+
+    def polled(self, rank: int) -> tuple[int, float] | None:
+        """Return (number of the call, time) of the last look whether a call is complete, or None.
+
+        The time is the `time.perf_counter()` of the rank's machine.
+        """
+        index = self._get(rank, _POLLED) - 1
+        return (index, self._times[rank * _PAGE + _POLLED_AT]) if index >= 0 else None
+
+    def place(self, rank: int) -> tuple | None:
+        """Return where the main thread of `rank` was last seen, or None."""
+        return self._note(rank, _PLACE)
+
+    def destroyed(self, rank: int) -> dict[str, tuple]:
+        """Return the groups that `rank` has destroyed, and where."""
+        return self._note(rank, _DESTROYED) or {}
+
+    def _note(self, rank: int, at: int) -> object:
+        start = (rank * _PAGE + at) * _WORD
+        try:
+            return pickle.loads(self._map[start : start + _NOTE * _WORD])
+        except Exception:  # not written yet, or half-written: the next look sees it
+            return None
 
     def state(self, rank: int) -> int:
         return self._get(rank, _STATE)
@@ -257,7 +314,7 @@ _all_said = attrgetter(*_SAID)
 # What a record that is too long for its slot loses, in this order.
 _SPARE = [
     (*_SAID, "values", "result", "memory").index(name)
-    for name in ("memory", "result", "values", "fingerprint", "detail", "file")
+    for name in ("memory", "result", "values", "via", "fingerprint", "detail", "file")
 ]
 
 

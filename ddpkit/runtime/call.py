@@ -1,13 +1,19 @@
 """The call as bytes: a function from a cell, with all that it uses, and its arguments."""
 
 import contextlib
+import functools
+import importlib
 import inspect
+import io
+import sys
+import time
 import types
 import warnings
 
 import cloudpickle
 
 LARGE_BYTES = 10_000_000
+LONG_S = 1.0  # a reader waits and wonders
 
 
 def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
@@ -20,8 +26,9 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
                 "launch expected data that can be copied to other processes, got a generator as "
                 f"{name}: pass list(...) of it, or make the generator inside the function"
             )
+    begun = time.perf_counter()
     try:
-        call = cloudpickle.dumps((fn, args, kwargs))
+        call = _dumps((fn, args, kwargs))
     except Exception as error:
         culprit = _unpicklable(fn, named)
         raise ValueError(
@@ -29,12 +36,34 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
             f"{culprit} ({type(error).__name__}: {error}). Make it inside the function instead"
         ) from error
     if len(call) > LARGE_BYTES:
-        _warn_large(fn, len(call))
+        _warn_large(fn, named, len(call), time.perf_counter() - begun)
     return call
 
 
+class _Pickler(cloudpickle.Pickler):
+    """Pickles by name the modules that are objects of their own classes: torch.backends.cudnn."""
+
+    def reducer_override(self, obj):
+        named = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+        if named and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _dumps(value) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
 def _used(fn) -> dict[str, object]:
-    """The globals and closure variables that travel with `fn`."""
+    """The globals and closure variables that travel with `fn`, and what is bound to it."""
+    if isinstance(fn, functools.partial):
+        bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}
+        bound |= {f"argument {name}= of partial": value for name, value in fn.keywords.items()}
+        return bound | _used(fn.func)
+    if inspect.ismethod(fn):
+        return {"the object whose method it is": fn.__self__} | _used(fn.__func__)
     with contextlib.suppress(TypeError, ValueError):  # no function; a variable not assigned yet
         used = inspect.getclosurevars(fn)
         return used.globals | used.nonlocals
@@ -46,17 +75,39 @@ def _unpicklable(fn, arguments: dict[str, object]) -> str:
     used = {f"the variable {name!r} that the function uses": v for name, v in _used(fn).items()}
     for name, value in (arguments | used).items():
         try:
-            cloudpickle.dumps(value)
+            _dumps(value)
         except Exception:
             return name
     return repr(fn)
 
 
-def _warn_large(fn, nbytes: int):
-    sizes = {name: len(cloudpickle.dumps(value)) for name, value in _used(fn).items()}
-    large = [f"{name} ({size / 1e6:.0f} MB)" for name, size in sizes.items() if size > LARGE_BYTES]
-    what = "the function's arguments"
-    if large:
-        what = f"the variable {', '.join(large)} that the function uses"
-    copies = f"every rank gets its own copy of {nbytes / 1e6:.0f} MB: {what}"
-    warnings.warn(f"{copies}. Make or load it inside the function instead", stacklevel=4)
+def _warn_large(fn, arguments: dict[str, object], nbytes: int, seconds: float):
+    large = []
+    for name, value in (_used(fn) | arguments).items():
+        size = _pickled_bytes(value)
+        if size > LARGE_BYTES:
+            said = f"{name} ({size / 1e6:.0f} MB)"
+            is_variable = name.isidentifier()
+            large.append(f"the variable {said} that the function uses" if is_variable else said)
+    what = f"every rank gets its own copy of {nbytes / 1e6:.0f} MB: {', '.join(large) or repr(fn)}"
+    if seconds > LONG_S:
+        what += f". Copying it took {seconds:.0f} s, and every rank takes as long"
+    warnings.warn(f"{what}. Make or load it inside the function instead", stacklevel=4)
+
+
+class _Counter(io.RawIOBase):
+    """A file that only counts."""
+
+    count = 0
+
+    def write(self, data) -> int:
+        self.count += len(data)
+        return len(data)
+
+
+def _pickled_bytes(value) -> int:
+    """How long `value` is as a pickle, without a copy of it; 0 if it can't travel alone."""
+    counter = _Counter()
+    with contextlib.suppress(Exception):
+        _Pickler(counter).dump(value)
+    return counter.count

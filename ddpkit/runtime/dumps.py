@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from .board import MESSAGES, Record, Said
 from .flight_recorder import NAMES
 from .records import is_library
@@ -17,11 +19,14 @@ from .trace import DTYPES
 from .wording import UNEQUAL
 
 KNOWN = "2."  # versions that begin so
+MOST_CALLS = 2**62  # a number on the board is no longer
 OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
-# Frames of torch or Python on another machine, and those of C++ (TORCH_FR_CPP_STACK).
+# Frames of torch or Python on another machine, of what wraps torch's deprecated functions, and
+# those of C++ (TORCH_FR_CPP_STACK).
 LIBRARY = re.compile(
-    r"[/\\](torch[/\\]|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages))|\.(cpp|cc|h|hpp)$|^[?<]"
+    r"[/\\](torch[/\\]|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages)|typing_extensions\.py$)"
+    r"|\.(cpp|cc|h|hpp)$|^[?<]"
 )
 
 
@@ -127,12 +132,15 @@ def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Recor
         channel=channel,
         fingerprint=fingerprint,
         detail=detail,
-        bytes=0,
+        bytes=numel * getattr(getattr(torch, dtype, None), "itemsize", 1),
         peer=None,
         shape=(),
         dtype=dtype,
         file=frame["filename"],
-        line=frame["line"],
-        function=frame["name"],
+        line=int(frame["line"]),
+        function=str(frame["name"]),
     )
-    return Record(said, entry["collective_seq_id"], (entry["time_created_ns"] or 0) / 1e9)
+    seq = int(entry["collective_seq_id"]) - 1  # it counts from 1; that of messages says nothing
+    if not 0 <= seq < MOST_CALLS and name not in MESSAGES:
+        raise ValueError(f"a call has the number {seq + 1}")
+    return Record(said, seq, float(entry["time_created_ns"] or 0) / 1e9)

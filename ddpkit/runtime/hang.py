@@ -2,16 +2,23 @@
 
 import linecache
 import os
+import re
 import site
 import sysconfig
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..tools.units import COLUMNS, name_ranks
 from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record
 
 LAST_CALLS = 5
+OTHER_CALLS = 2  # besides those of the group that disagrees
+MANY_RANKS = 3  # more are named by those that are left out, if these are few
 MANY_CALLS = 1000
 ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
+PATIENCE_S = 60.0  # a timeout of the script's own that is shorter is waited for
+POLLS_S = 1.0  # a rank that asked whether a call is complete so long ago does something else now
 ON_STREAM = "its stream waiting"  # of a GPU, while the program may go on
 
 
@@ -20,11 +27,14 @@ class Situation:
     """Where one rank is."""
 
     rank: int
-    state: str  # starting, computing, waiting, its stream waiting, returned, idle
+    state: str  # starting, computing, polling, waiting, its stream waiting, returned, idle
     call: Record | None = None  # the call it sits in, or the last it made
     missing: tuple[int, ...] = ()  # the ranks that have not come to that call
-    place: tuple[str, int, str] | None = None  # file, line, function, where known
+    place: tuple | None = None  # file, line, function and perhaps via, where known
     lost: Record | None = None  # the other side of its message, whose handle was let go
+    more: list["Situation"] = field(default_factory=list)  # what its other threads wait for
+    has_free_thread: bool = False  # one that has made calls, and waits in none
+    destroyed: dict[str, tuple] = field(default_factory=dict)  # {a group's name: where}
 
 
 class _Calls:
@@ -57,47 +67,112 @@ def _channel_and_seq(record: Record) -> tuple[str, int]:
 def situations(board: Board) -> list[Situation]:
     """Where every rank is now, and for which ranks it waits."""
     calls = _Calls(board)
-    return [_situation(board, calls, rank) for rank in calls.ranks]
+    now = [_situation(board, calls, rank) for rank in calls.ranks]
+    for s in now:
+        s.destroyed = board.destroyed(s.rank)
+    for s in now:  # of several threads' waits, one that never ends says most
+        hopeless = next((each for each in (s, *s.more) if gone(each, now)), s)
+        if hopeless is not s:
+            others = [each for each in (s, *s.more) if each is not hopeless]
+            hopeless.more, hopeless.destroyed = others, s.destroyed
+            hopeless.has_free_thread = s.has_free_thread
+            now[s.rank] = hopeless
+    return now
 
 
 def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
-    waiting, state = board.waiting(rank), board.state(rank)
+    state = board.state(rank)
     if state == DISAGREES:
         last = calls.records[rank][-1]
         return Situation(rank, "waiting", last, (), last.place)
     if state in ENDED:
         return Situation(rank, ENDED[state])
-    call = board.record(rank, waiting) if waiting is not None else None
-    if call is None or call.done is not None:
-        held = (r for r in calls.records[rank] if r.on_stream and r.waited)
-        if (call := next(held, None)) is None:
-            return Situation(rank, "computing")
+    sits_in = [board.record(rank, index) for index in board.waiting(rank)]
+    waits = [_wait(calls, rank, call) for call in sits_in if call is not None and call.done is None]
+    if waits:
+        first, *first.more = waits
+        first.has_free_thread = board.threads(rank) > len(waits)
+        return first
+    held = (r for r in calls.records[rank] if r.on_stream and r.waited)
+    if (call := next(held, None)) is not None:
         return Situation(rank, ON_STREAM, call, calls.missing(call, rank), call.place)
+    if (call := _polled(board, rank)) is not None:
+        return Situation(rank, "polling", call, calls.missing(call, rank), call.place)
+    return Situation(rank, "computing", place=board.place(rank))
+
+
+def _wait(calls: _Calls, rank: int, call: Record) -> Situation:
     lost = calls.lost(call)
     missing = (call.peer,) if lost else calls.missing(call, rank)
     return Situation(rank, "waiting", call, missing, call.place, lost)
 
 
-def deadlocked(now: list[Situation], board: Board) -> list[int]:
+def _polled(board: Board, rank: int) -> Record | None:
+    """Return the call that `rank` asks about again and again: it waits by `is_completed()`."""
+    polled = board.polled(rank)
+    if polled is None or not 0 <= time.perf_counter() - polled[1] < POLLS_S:
+        return None
+    call = board.record(rank, polled[0])
+    return call if call is not None and call.done is None else None
+
+
+def gone(s: Situation, now: list[Situation]) -> list[int]:
+    """Return the ranks that `s` waits for and that will never come.
+
+    They have returned, or destroyed the group; of a receive from any rank: all of them have.
+    """
+    if s.call is None:
+        return []
+    never = [rank for rank in s.missing if _is_gone(now[rank], s.call)]
+    if s.call.channel.endswith("?") and len(never) < len(s.missing):
+        return []
+    return never
+
+
+def _is_gone(s: Situation, call: Record) -> bool:
+    return s.state in ("returned", "idle") or group_of(call) in s.destroyed
+
+
+def group_of(call: Record) -> str:
+    """Return the name of a call's group: its channel's first word."""
+    return call.channel.partition(" ")[0]
+
+
+def deadlocked(now: list[Situation]) -> list[int]:
     """The ranks that can never go on: they wait, in the end, only for ranks that won't come.
 
-    A rank that computes may still come, also while its stream waits; so may one of several threads.
-    A call whose ranks have all come goes on.
+    A rank that computes may still come, also while its stream waits; so may a second thread. A call
+    whose ranks have all come goes on. Nobody comes to a group that it has destroyed.
     """
     on_stream = [s for s in now if s.state == ON_STREAM]
-    free = {s.rank for s in now if s.state in ("computing", "starting", ON_STREAM)}
-    free |= {s.rank for s in now if board.threads(s.rank) > 1}
     waiting = [s for s in now if s.state == "waiting"]
+    free = {s.rank for s in now if s.state in ("computing", "starting", "polling", ON_STREAM)}
+    free |= {s.rank for s in waiting if s.has_free_thread}
     for _ in waiting:  # each round frees those that wait for free ones; there are at most so many
-        free |= {s.rank for s in waiting if _may_go_on(s, free)}
-    stuck = [s.rank for s in waiting if s.rank not in free]
-    return sorted(stuck + [s.rank for s in on_stream if not _may_go_on(s, free)])
+        for s in waiting:
+            if any(_may_go_on(each, free, now) for each in (s, *s.more)):
+                free.add(s.rank)
+    stuck = [s.rank for s in waiting if s.rank not in free or gone(s, now)]
+    return sorted(stuck + [s.rank for s in on_stream if not _may_go_on(s, free, now)])
 
 
-def _may_go_on(s: Situation, free: set[int]) -> bool:
+def _may_go_on(s: Situation, free: set[int], now: list[Situation]) -> bool:
+    if gone(s, now):
+        return False
     if s.call.channel.endswith("?"):  # from any rank: one that comes is enough
         return not s.missing or not free.isdisjoint(s.missing)
     return free.issuperset(s.missing)
+
+
+def polled_in_vain(now: list[Situation]) -> list[int]:
+    """The ranks that ask for ever whether a call is complete, if nothing else completes it.
+
+    That can't be certain: such a loop may have an end of its own.
+    """
+    if all(s.state != "polling" for s in now):
+        return []
+    waiting = [replace(s, state="waiting") if s.state == "polling" else s for s in now]
+    return deadlocked(waiting)
 
 
 def abandoned(now: list[Situation], board: Board) -> list[Situation]:
@@ -107,13 +182,12 @@ def abandoned(now: list[Situation], board: Board) -> list[Situation]:
     DistributedDataParallel does, and waits for that in C++, where no mark is left.
     """
     calls, found = _Calls(board), []
-    ended = {s.rank for s in now if s.state in ("returned", "idle")}
     for s in now:
         for call in calls.records[s.rank] if s.state == "computing" else ():
-            missing = calls.missing(call, s.rank)
             unseen = call.op not in MESSAGES and call.done is None and call.by_future
-            if unseen and not ended.isdisjoint(missing):
-                found.append(Situation(s.rank, "waiting", call, missing, call.place))
+            hidden = Situation(s.rank, "waiting", call, calls.missing(call, s.rank), call.place)
+            if unseen and gone(hidden, now):
+                found.append(hidden)
                 break
     return found
 
@@ -148,8 +222,11 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
     groups: dict[str, list[int]] = {}
     for rank, record in sorted(by_rank.items()):
         groups.setdefault(record.call, []).append(rank)
-    *sides, last = [f"{name_ranks(ranks)} called {call}" for call, ranks in groups.items()]
-    return f"mismatch: {', '.join(sides)}, but {last}.", _how_to_agree(list(by_rank.values()))
+    members = next(iter(by_rank.values())).ranks
+    world_size = len(members) if members == tuple(range(len(members))) else 0
+    sides = [f"{name_some(ranks, world_size)} called {call}" for call, ranks in groups.items()]
+    said = f"mismatch: {', '.join(sides[:-1])}, but {sides[-1]}."
+    return said, _how_to_agree(list(by_rank.values()))
 
 
 def _how_to_agree(records: list[Record]) -> str:
@@ -158,33 +235,166 @@ def _how_to_agree(records: list[Record]) -> str:
         return f"{alike} Is one of them under an `if`?"
     if len({record.dtype for record in records}) > 1:
         return "Both sides must use the same dtype; the bytes would be read as other numbers."
+    sizes = {record.bytes for record in records}
     if records[0].op in MESSAGES:
-        return "Both sides must name the same number of elements."
-    if len({record.bytes for record in records}) > 1:
+        same = "Both sides must name the same number of elements."
+        return f"{same} Did one side skip a message?" if _far_apart(sizes) else same
+    if len(sizes) > 1:
+        if len({record.place for record in records}) > 1 or _far_apart(sizes):
+            skipped = (
+                "These look like two different calls: one rank skipped a call, or made one more."
+            )
+            return f"{skipped} Is one of them under an `if`, or did one loop end early?"
         alike = "Every rank must bring the same number of elements."
         return f"{alike} Did the last batch shrink on one rank?"
     return "Every rank must name the same root and the same operation."
 
 
-def explain_deadlock(now: list[Situation], stuck: list[int]) -> tuple[str, str]:
+def _far_apart(sizes: set[int]) -> bool:
+    """Whether they differ by more than a batch that shrank would make them."""
+    return max(sizes) > 2 * min(sizes)
+
+
+def explain_deadlock(now: list[Situation], stuck: list[int], board: Board) -> tuple[str, str]:
     """(what happened, what to do) for ranks that wait for ranks that won't come."""
     waiting = [now[rank] for rank in stuck]
-    awaited = {rank for s in waiting for rank in s.missing}
-    gone = sorted(rank for rank in awaited if now[rank].state in ("returned", "idle"))
-    if not gone:
-        chain = (f"rank {s.rank} for {name_ranks(s.missing)} in {s.call.op}" for s in waiting)
+    never = sorted({rank for s in waiting for rank in gone(s, now)})
+    advice = None
+    if not never:
+        waiting = _circle(waiting)
+        advice = _name_who_skipped(waiting, now, board)
+        chain = (f"rank {s.rank} for {_others(s, now)} in {s.call.op}" for s in waiting)
         said = f"deadlock: each waits for another: {', '.join(chain)}."
     else:
-        calls = sorted({s.call.op for s in waiting if not set(gone).isdisjoint(s.missing)})
-        wait, have = "waits" if len(stuck) == 1 else "wait", "has" if len(gone) == 1 else "have"
-        ended = "returned" if now[gone[0]].state == "returned" else "ended the cell"
-        said = f"deadlock: {name_ranks(stuck)} {wait} in {' and '.join(calls)}"
-        said += f" for {name_ranks(gone)}, which {have} {ended}."
-    return said, _way_out(waiting, bool(gone))
+        waiting = [s for s in waiting if gone(s, now)]
+        direct = [s.rank for s in waiting]
+        calls = sorted({s.call.op for s in waiting})
+        wait, have = "waits" if len(direct) == 1 else "wait", "has" if len(never) == 1 else "have"
+        whom = _others(waiting[0], now, never) if len(direct) == 1 else name_some(never, len(now))
+        said = f"deadlock: {name_some(direct, len(now))} {wait} in {' and '.join(calls)}"
+        said += f" for {whom}, which {have} {_how_gone(waiting, now)}."
+    return said, advice or _way_out(waiting, bool(never))
+
+
+def ends_by_itself(now: list[Situation], stuck: list[int]) -> bool:
+    """Whether a wait of these ranks soon ends by the script's own timeout, which it may catch."""
+    for s in (now[rank] for rank in stuck):
+        for each in (s, *s.more):
+            if each.call.limit_s is not None and each.call.limit_s <= PATIENCE_S:
+                return True
+    return False
+
+
+def explain_timeout(now: list[Situation], seconds: float, board: Board) -> tuple[str, str]:
+    """(what happened, what to do) where a wait ends by its timeout, after so many seconds."""
+    if stuck := deadlocked(now) or polled_in_vain(now):
+        return explain_deadlock(now, stuck, board)
+    return explain_standstill(now, seconds)
+
+
+def explain_standstill(now: list[Situation], seconds: float) -> tuple[str, str]:
+    """(what happened, what to do) where ranks have waited for so long for ranks that may come."""
+    said = f"no progress for {seconds:.2g} s"
+    waiting = [s for s in now if s.state in ("waiting", "polling") and s.missing]
+    awaited = {rank for s in waiting for rank in s.missing}
+    absent = sorted(rank for rank in awaited if now[rank].state not in ("waiting", "polling"))
+    if not absent:
+        return f"{said}, and every rank is inside a call.", "Which of these calls is one too many?"
+    for_them = [s for s in waiting if not set(absent).isdisjoint(s.missing)]
+    who = name_ranks([s.rank for s in for_them])
+    wait, are = "waits" if len(for_them) == 1 else "wait", "isn't" if len(absent) == 1 else "aren't"
+    calls = " and ".join(sorted({s.call.op for s in for_them}))
+    said += f": {who} {wait} in {calls} for {name_ranks(absent)}, which {are} in a call."
+    return said, f"Why does {name_ranks(absent[:1])} take so long at that line?"
+
+
+def waited_s(record: Record, error: BaseException) -> float:
+    """Return how long a wait took that ended by its timeout."""
+    of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))  # it counts from the call on
+    return int(of_gloo[1]) / 1e3 if of_gloo else time.perf_counter() - record.waited
+
+
+def _how_gone(waiting: list[Situation], now: list[Situation]) -> str:
+    """What the first rank that won't come has done instead."""
+    s = next(s for s in waiting if gone(s, now))
+    other = now[gone(s, now)[0]]
+    where = other.destroyed.get(group_of(s.call))
+    if where is not None:
+        return f"destroyed its group without that call ({describe_place(where)})"
+    return "returned" if other.state == "returned" else "ended the cell"
+
+
+def _circle(waiting: list[Situation]) -> list[Situation]:
+    """Those that wait for each other; the rest only waits for them."""
+    awaited, found = {s.rank: set(s.missing) for s in waiting}, -1
+    while found != (found := sum(map(len, awaited.values()))):  # each round looks further
+        for ranks in awaited.values():
+            ranks.update(*map(awaited.get, ranks))
+    circle = []
+    for s in waiting:
+        if all(s.rank in awaited[rank] for rank in awaited[s.rank]):
+            circle.append(s)
+    return circle
+
+
+def _skipped(waiting: list[Situation], now: list[Situation], board: Board):
+    """(a call that somebody waits in, the rank that skipped it) on a circle, or None.
+
+    As far as that rank's own history tells: the last time that its calls went so, this came next.
+    """
+    for s in waiting:
+        for rank in s.missing:
+            other = now[rank].call
+            before = [r for r in board.records(rank) if other and r.issued < other.issued]
+            expected = _what_came_next(before)
+            if expected and expected.channel == s.call.channel != other.channel:
+                return s.call, rank, expected
+    return None
+
+
+def _what_came_next(records: list[Record]) -> Record | None:
+    """The call after the longest run of calls that is like the last ones, from the same lines."""
+    said = [(record.channel, record.place) for record in records]
+    longest, following = 0, None
+    for end in range(1, len(said)):
+        alike = 0
+        while alike < end and said[end - 1 - alike] == said[-1 - alike]:
+            alike += 1
+        if alike and alike >= longest:
+            longest, following = alike, records[end]
+    return following
+
+
+def _name_who_skipped(waiting: list[Situation], now: list[Situation], board: Board) -> str | None:
+    found = _skipped(waiting, now, board)
+    if found is None:
+        return None
+    _, rank, before = found
+    said = f"Rank {rank} seems to have skipped the {before.op} that it made before"
+    why = "Is it under an `if`, or did one loop end early?"
+    return f"{said} ({describe_place(before.place)}). {why}"
+
+
+def _others(s: Situation, now: list[Situation], ranks: Sequence[int] | None = None) -> str:
+    """The ranks that `s` waits for, by name; "all others" of many."""
+    ranks = s.missing if ranks is None else ranks
+    if len(ranks) > MANY_RANKS and len(set(ranks) - {s.rank}) == len(now) - 1:
+        return "all others"
+    return name_some(ranks, len(now))
+
+
+def name_some(ranks: Iterable[int], world_size: int) -> str:
+    """'ranks 0, 1 and 3'; of a large world 'all but rank 7', where that is shorter."""
+    ranks = list(ranks)
+    rest = sorted(set(range(world_size)).difference(ranks))
+    in_a_row = ranks == list(range(ranks[0], ranks[-1] + 1))
+    if len(ranks) > MANY_RANKS and len(rest) in (1, 2) and not in_a_row:
+        return f"all but {name_ranks(rest)}"
+    return name_ranks(ranks)
 
 
 def _way_out(stuck: list[Situation], gone: bool) -> str:
-    """gone: whether some of the ranks waited for have ended; else all wait for each other."""
+    """stuck: those on the circle, or, if `gone`, those that wait for ranks that have ended."""
     lost = next((s for s in stuck if s.lost), None)
     if lost:
         return _let_go(lost.call.peer, lost.lost)
@@ -202,7 +412,10 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
         return "Their tags, or groups, differ: a receive takes only what was sent with its own."
     if ops.issubset(MESSAGES):
         return "Let one side receive first, or start both with isend and irecv and wait afterwards."
-    return "All ranks must use their groups in the same order."
+    return (
+        "All ranks must use their groups in the same order, and leave no call out. "
+        "Is one of them under an `if`?"
+    )
 
 
 def let_go(board: Board) -> str | None:
@@ -230,45 +443,150 @@ def report(
     """
     where: dict[str, list[int]] = {}
     for s in now:
-        where.setdefault(_where(s), []).append(s.rank)
-    places = [f"{name_ranks(ranks)}: {place}" for place, ranks in where.items()]
-    calls = _last_calls(board, [s.rank for s in now], stuck)
+        where.setdefault(_where(s, now), []).append(s.rank)
+    places = [f"{name_some(ranks, board.world_size)}: {place}" for place, ranks in where.items()]
+    calls = _calls(board, [s.rank for s in now], _guilty(now, board), stuck)
     return "\n".join([headline, "", *places, "", *calls, *_loops(board), "", advice])
 
 
-def _where(s: Situation) -> str:
+def _where(s: Situation, now: list[Situation]) -> str:
     """waiting for rank 1 in barrier()⏎  step, line 3: dist.barrier()"""
-    missing = f" for {name_ranks(s.missing)}" if s.missing else ""
+    state = "waiting, by is_completed()," if s.state == "polling" else s.state
+    missing = f" for {_others(s, now)}" if s.missing else ""
     call = f" in {s.call.call}" if s.call else ""
-    place = f"\n  {describe_place(s.place)}" if s.place else ""
-    return f"{s.state}{missing}{call}{place}"
+    lines = [f"{state}{missing}{call}"]
+    lines += [f"  {describe_place(s.place)}"] if s.place else []
+    via = s.call.via if s.call else (*(s.place or ()), "", "", "", "")[3]
+    if via:
+        file, line, function = via.rsplit(":", 2)
+        lines.append(f"  by way of {describe_place((file, int(line), function))}")
+    for other in s.more:
+        lines.append(f"  another thread: {_where(other, now)}")
+    return "\n".join(lines)
 
 
-def _last_calls(board: Board, ranks: list[int], stuck: bool) -> list[str]:
-    """The last calls in columns, one for all ranks alike, marked where they first differ."""
-    made = [_numbered_calls(board, rank) for rank in ranks]
-    last = max((number for column in made for number in column), default=0)
+def _guilty(now: list[Situation], board: Board) -> Record | None:
+    """The call at which ranks differ, or the first that waits for a rank which doesn't wait.
+
+    None: there is none. On a circle no call is more to blame than the others, unless one was
+    skipped.
+    """
+    different = mismatch(board)
+    if different:
+        return next(iter(different.values()))
+    waiting = [s for s in now if s.missing]
+    wait = {s.rank for s in waiting}
+    ends = [s.call for s in waiting if not wait.issuperset(s.missing)]
+    if waiting and not ends:
+        skipped = _skipped(_circle(waiting), now, board)
+        return skipped and skipped[0]
+    return min(ends, key=lambda call: call.issued, default=None)
+
+
+Columns = dict[int, dict[int, str]]  # {rank: {number of a call, from 1: what it says}}
+
+
+def _calls(board: Board, ranks: list[int], guilty: Record | None, stuck: bool) -> list[str]:
+    """The last calls side by side, marked where they first differ.
+
+    Of the group of the guilty call, counted in that group, then what all called besides: ranks with
+    groups of their own rightly make other calls.
+    """
+    members = [rank for rank in ranks if guilty and rank in guilty.ranks]
+    if len(members) < 2 or guilty.channel.endswith("?"):  # from any rank: nothing to put beside it
+        return _calls_of_all_groups(board, ranks, stuck)
+    said, made, others = {}, {}, {}
+    for rank in ranks:
+        records = board.records(rank)
+        if rank in members:
+            here = [record for record in records if record.channel == guilty.channel]
+            made[rank] = {record.seq + 1: _without_group(record) for record in here}
+            said[rank] = {
+                record.seq + 1: record.fingerprint or guilty.fingerprint for record in here
+            }
+        rest = [r.call for r in records if r.channel != guilty.channel and r.op != "new_group"]
+        if rest:
+            others.setdefault(", ".join(rest[-OTHER_CALLS:]), []).append(rank)
+    what = _group_calls(guilty) if others else "calls"
+    lines = _table(what, made, _first_difference(said, stuck), board.world_size)
+    if others:
+        lines.append("Other calls, the last two of each:")
+    for calls, who in others.items():
+        lines.append(f"{name_some(who, board.world_size)}: {calls}")
+    return lines
+
+
+def _group_calls(call: Record) -> str:
+    """Which calls a table has, if there are others."""
+    if call.op in MESSAGES:
+        return f"messages from rank {call.ranks[0]} to rank {call.ranks[1]}"
+    return f"calls in {'the world' if call.group == 'world' else call.group}"
+
+
+def _without_group(record: Record) -> str:
+    """The call, where the heading names its group."""
+    group = f"group {list(record.ranks)}"
+    detail = record.detail.removesuffix(group).removesuffix(", ")
+    return f"{record.op}({detail})"
+
+
+def _calls_of_all_groups(board: Board, ranks: list[int], stuck: bool) -> list[str]:
+    """Marked only if all ranks had to make the same calls: no messages, no groups of some."""
+    made = {rank: _numbered_calls(board, rank) for rank in ranks}
+    differs, everybody = None, set(ranks)
+    shared = (
+        record.op not in MESSAGES and everybody.issubset(record.ranks)
+        for rank in ranks
+        for record in board.records(rank)
+        if record.op != "new_group"
+    )
+    if all(shared):
+        differs = _first_difference(made, stuck)
+    elif max(len(column) for column in made.values()) > LAST_CALLS:  # the same number says nothing
+        return ["Their last calls:", *_own_calls(made, board.world_size)]
+    return _table("calls", made, differs, board.world_size)
+
+
+def _own_calls(made: Columns, world_size: int) -> Iterator[str]:
+    """The last calls of each rank, by its own count."""
+    alike: dict[str, list[int]] = {}
+    for rank, column in made.items():
+        calls = [f"{number} {call}" for number, call in column.items()]
+        alike.setdefault(", ".join(calls[-LAST_CALLS:]) or "no call", []).append(rank)
+    for calls, ranks in alike.items():
+        yield f"{name_some(ranks, world_size)}: {calls}"
+
+
+def _oldest(made: Columns) -> int:
+    """The first number that no rank has forgotten."""
+    return max(min(column, default=1) for column in made.values())
+
+
+def _first_difference(said: Columns, stuck: bool) -> int | None:
+    last = max((number for column in said.values() for number in column), default=0)
+    for number in range(_oldest(said), last + 1):
+        different = {column.get(number) for column in said.values()}
+        if len(different if stuck else different - {None}) > 1:
+            return number
+    return None
+
+
+def _table(what: str, made: Columns, differs: int | None, world_size: int) -> list[str]:
+    """The last calls in columns, one for all ranks alike; `differs` is marked and in sight."""
+    last = max((number for column in made.values() for number in column), default=0)
     if last == 0:
         return ["No rank has made a call."]
-    oldest = max(min(column, default=1) for column in made)
-    differs = last + 1
-    messages = any(call.startswith(MESSAGES) for column in made for call in column.values())
-    if not messages:  # ranks that exchange messages rightly make different calls
-        for number in range(last, oldest - 1, -1):
-            said = {column.get(number) for column in made}
-            if len(said if stuck else said - {None}) > 1:
-                differs = number
-    first = max(oldest, min(differs + 2, last + 1) - LAST_CALLS)
+    first = max(_oldest(made), min((differs or last) + 2, last + 1) - LAST_CALLS)
     shown = range(first, min(first + LAST_CALLS, last + 1))
     alike: dict[tuple, list[int]] = {}
-    for rank, column in zip(ranks, made, strict=True):
+    for rank, column in made.items():
         alike.setdefault(tuple(column.get(number, "-") for number in shown), []).append(rank)
-    which = "Their calls" if first == 1 else "Their last calls"
+    which = f"Their {what}" if first == 1 else f"Their last {what}"
     mark = " (≠: here they differ)" if differs in shown else ""
     numbers = [f"{number} ≠" if number == differs else f"{number}" for number in shown]
     columns = [("call", *numbers)]
     for calls, ranks in alike.items():
-        columns.append((name_ranks(ranks), *calls))
+        columns.append((name_some(ranks, world_size), *calls))
     widths = [max(map(len, column)) + 2 for column in columns]
     lines = []
     if sum(widths) <= COLUMNS:
@@ -296,16 +614,16 @@ def _numbered_calls(board: Board, rank: int) -> dict[int, str]:
     """{number, from 1: call}; the board remembers only the last ones."""
     records = board.records(rank)
     forgotten = board.calls(rank) - len(records)
-    calls = (record.call for record in records if record.op != "new_group")
+    calls = (r.call for r in records if r.op != "new_group" or r.done is None)
     return dict(enumerate(calls, start=forgotten + 1))
 
 
-def describe_place(place: tuple[str, int, str]) -> str:
+def describe_place(place: tuple) -> str:
     """'step, line 3: dist.all_reduce(x)' in a cell, 'train.py:12 in step: ...' in a file.
 
     Cells carry no number: the same cell has another one in every session.
     """
-    file, line, function = place
+    file, line, function, *_ = place
     whole = function == "<module>"
     where = f"{short_path(file)}:{line}" + ("" if whole else f" in {function}")
     if file.startswith("<") or "ipykernel_" in file:

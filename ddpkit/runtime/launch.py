@@ -28,7 +28,7 @@ from .run import Run
 from .session import Session
 from .watch import Watch
 
-MOST_RANKS = 64
+MOST_RANKS, DEFAULT_RANKS = 64, 4
 ASKED = {"rank": "dist.get_rank()", "world_size": "dist.get_world_size()"}
 THEIRS = {"nprocs": "world_size", "nproc_per_node": "world_size"}  # PyTorch's own launchers
 _launches = itertools.count()  # under torchrun, alike on all ranks
@@ -37,13 +37,14 @@ _launches = itertools.count()  # under torchrun, alike on all ranks
 def launch(
     fn: Callable,
     *args,
-    world_size: int = 4,
+    world_size: int | None = None,
     backend: str = "auto",
     link: Link | None = None,
     timeout: float | None = None,
     hang_after: float = 15.0,
     live: bool = False,
     keep_values: bool = False,
+    check_buffers: bool = False,
     **kwargs,
 ) -> Run:
     """Call `fn(*args, **kwargs)` on `world_size` fresh processes joined by torch.distributed.
@@ -51,6 +52,7 @@ def launch(
     fn: any callable, from a cell too; it finds its rank with `dist.get_rank()`, as under torchrun.
         What it uses of the notebook travels with it as a copy: a global changed in a rank is not
         changed here, nor in another rank.
+    world_size: 4, if it isn't given; under torchrun, as many as it started.
     backend: "auto" (NCCL where every rank can have a GPU, else Gloo on the CPU), "gloo" or "nccl".
     link: an emulated wire between the ranks, slower than the real one (Gloo only).
     timeout: seconds after which the ranks are ended and a HangError says where they were.
@@ -58,27 +60,39 @@ def launch(
         Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
     live: show what the ranks print as they print it, not in rank order when all are done.
     keep_values: keep messages of up to 64 elements in the records, for replays.
+    check_buffers: fail where a rank changes a tensor on the CPU that is still being sent; each call
+        then takes two checksums of what it sends.
+
+    A rank computes with one thread, or as many as OMP_NUM_THREADS says while the ranks together
+    have no more threads than there are cores. `torch.set_num_threads` in `fn` gives it more.
 
     Returns a `Run`. Under torchrun no process is started: `fn` is called in the world that runs
     already, and every rank gets the same `Run`.
     RankError: a rank raised, exited or was killed. HangError: they wait for what never comes, or
     disagree. ValueError: arguments that can't work, before any process is started. Notebook 00.
     """
+    under_torchrun = dist.is_torchelastic_launched()
+    if world_size is None:
+        world_size = _torchruns_size() if under_torchrun else DEFAULT_RANKS
     with _told_briefly():
         _check_arguments(fn, world_size, backend, link)
+        if under_torchrun and world_size != _torchruns_size():
+            got = f"launch got world_size={world_size} where torchrun started {_torchruns_size()}"
+            raise ValueError(f"{got} ranks: leave it out, or have torchrun start as many")
         check_positive("Give seconds.", hang_after=hang_after)
         if timeout is not None:
             check_positive("Give seconds, or None.", timeout=timeout)
         _check_call(fn, args, kwargs)
-    if dist.is_torchelastic_launched():
-        return _join_running_world(fn, args, kwargs, link, keep_values)
+    if under_torchrun:
+        return _join_running_world(fn, args, kwargs, link, keep_values, check_buffers)
     if dist.is_available() and dist.is_initialized():
         expected = "expected a notebook, a script or torchrun"
         raise ValueError(f"launch was called inside a rank: {expected}. Call fn directly")
     call = pickle_call(fn, args, kwargs)
     choice = choose_backend(backend, world_size, link)
     begun = time.perf_counter()
-    started = processes.world(choice, world_size, link, keep_values, worker.main, call)
+    how = choice, world_size, link, keep_values
+    started = processes.world(*how, worker.main, call, check_buffers)
     with started as (ranks, board):
         watch = Watch(ranks, board, timeout, hang_after, live, fresh=True)
         slow_imports = watch.until_all_reply()
@@ -105,8 +119,12 @@ def _check_arguments(fn, world_size, backend, link):
     if not callable(fn):
         remedy = "pass launch(f), not launch(f())"
         raise ValueError(f"launch expected a function to call on every rank, got {fn!r}: {remedy}")
+    if inspect.iscoroutinefunction(fn):
+        remedy = "call asyncio.run(...) of it inside a plain function"
+        raise ValueError(f"launch expected a plain function, got one of `async def`: {remedy}")
     whole = isinstance(world_size, int) and not isinstance(world_size, bool)
-    if not whole or not 1 <= world_size <= MOST_RANKS:
+    most = max(MOST_RANKS, _torchruns_size()) if dist.is_torchelastic_launched() else MOST_RANKS
+    if not whole or not 1 <= world_size <= most:
         expected = f"a whole number as world_size, from 1 to {MOST_RANKS} on one machine"
         raise ValueError(f"launch expected {expected}, got {world_size!r}")
     if backend not in ("auto", "gloo", "nccl"):
@@ -160,11 +178,20 @@ def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Recor
 # Under torchrun.
 
 
-def _join_running_world(fn, args, kwargs, link, keep_values) -> Run:
+def _torchruns_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+
+
+def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> Run:
     """Call `fn` here, in a rank that torchrun started; every rank gets every rank's result."""
     if not dist.is_initialized():
-        _initialise_under_torchrun(link)
+        _initialise_under_torchrun(link, check_buffers)
     mine = recorder()  # None: the script initialised torch.distributed itself
+    if check_buffers and not getattr(mine, "check_buffers", False):
+        remedy = (
+            "give it to the first launch, or --check-buffers to the command that starts the script"
+        )
+        raise ValueError(f"launch got check_buffers=True in a world that began without: {remedy}")
     before = len(mine.records) if mine else 0
     if mine:
         mine.link, mine.keep_values = link, keep_values
@@ -191,12 +218,13 @@ def _wait_till_all_return(mine: Recorder | None):
             time.sleep(0.005)
 
 
-def _initialise_under_torchrun(link):
+def _initialise_under_torchrun(link, check_buffers):
     session = getattr(dist.init_process_group, "session", None)  # `ddpkit.debug` has made one
     if session is None:
         session = Session(link)
         session.install()
         atexit.register(session.leave)
+    session.recorder.check_buffers |= check_buffers
     local = int(os.environ["LOCAL_RANK"])
     nccl = link is None and dist.is_nccl_available() and torch.cuda.device_count() > local
     dist.init_process_group("nccl" if nccl else "gloo")

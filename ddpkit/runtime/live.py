@@ -8,6 +8,7 @@ import linecache
 import math
 import re
 import shlex
+import sys
 
 from . import hang, processes, worker
 from .backends import choose_backend
@@ -24,6 +25,11 @@ OWN_NAMES = (
 )
 PLAIN_PYTHON = "%%ranks cells are plain Python: no lines that begin with ! or %."
 GONE = "The ranks were ended, and their variables with them; the next %%ranks cell starts new ones."
+NO_RANK = "Default process group has not been initialized"  # torch's words
+NOT_HERE = (
+    "The notebook itself is no rank. launch(f) calls f on ranks, where launch(f()) calls it here; "
+    "a %%ranks cell runs on ranks, too."
+)
 USAGE = "expected %%ranks [N] [--on 0,2] [--trace FILE]"
 
 
@@ -165,6 +171,23 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
     return ranks
 
 
+def magic_first(lines: list[str]) -> list[str]:
+    """A cell's lines with `%%ranks` above its comments, where IPython looks for it."""
+    for place, line in enumerate(lines):
+        if line.startswith("%%ranks"):
+            return [line, *lines[:place], *lines[place + 1 :]]
+        if line.strip() and not line.startswith("#"):
+            break
+    return lines
+
+
+def tell_where_ranks_are(result):
+    """Say, after torch's own error, that the notebook is no rank."""
+    error = result.error_in_exec
+    if NO_RANK in str(error) and not isinstance(error, LaunchError):
+        print(NOT_HERE, file=sys.stderr)
+
+
 def add_magic(ipython):
     """Register `%%ranks`, and start the fork server so that the first cell need not wait."""
     from IPython.core.error import UsageError
@@ -179,4 +202,6 @@ def add_magic(ipython):
 
     ranks.__doc__ = RanksMagic.__call__.__doc__
     ipython.register_magic_function(ranks, "cell", "ranks")
+    ipython.input_transformers_cleanup.append(magic_first)
+    ipython.events.register("post_run_cell", tell_where_ranks_are)
     processes.warm_up()

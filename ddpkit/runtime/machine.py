@@ -7,6 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Of torch, as pyproject.toml has them: ddpkit was tried with each of these and those between.
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+
+
+def torch_requirement() -> str:
+    """The versions of torch that ddpkit was tried with, as pip takes them."""
+    (major, oldest), newest = OLDEST_TORCH, NEWEST_TORCH[1]
+    return f"torch>={major}.{oldest},<{major}.{newest + 1}"
+
+
+def untried_torch(version: str) -> str:
+    """What a `version` of torch means that ddpkit wasn't tried with; "" for one that it was."""
+    number = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if number < OLDEST_TORCH:
+        return "older than any that ddpkit was tried with: calls that it needs may be missing"
+    if number > NEWEST_TORCH:
+        what = "newer than any that ddpkit was tried with"
+        return f"{what}: a launch may fail, stored outputs may differ"
+    return ""
+
 
 def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     """Cores this process may use: its affinity, and the quota of the container it runs in."""

@@ -7,6 +7,7 @@ from one to the next, and a crash costs nothing.
 """
 
 import contextlib
+import errno
 import functools
 import linecache
 import multiprocessing.spawn
@@ -26,15 +27,19 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
+from ..tools.units import size
 from . import worker
 from .backends import Choice
 from .board import Board
+from .machine import count_cores
+from .worker import MAKE_ROOM
 
 PRELOAD = ["ddpkit.runtime.worker"]
 LAST = "ddpkit.runtime.cheap_forks"
 # Linux gives torch's large tensors pages of 2 MiB if asked. Clearing small ones took a third of the
 # time of a ring all-reduce of 100 MB, whose buffer for what arrives is new in every hop.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 YOUNG_S = 60  # a folder so young may not be locked yet
 _starting = threading.Lock()
 
@@ -79,24 +84,39 @@ class Rank:
 
     def ask_stack(self) -> list[tuple[str, int, str]]:
         """(file, line, function) of the rank's main thread, innermost first; GIL held or not."""
+        *_, main_thread = self.ask_stacks() or [[]]
+        return main_thread
+
+    def ask_stacks(self) -> list[list[tuple[str, int, str]]]:
+        """The stacks of all threads that run Python, the main thread's last."""
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
             return []
         before = path.stat().st_size
         with contextlib.suppress(ProcessLookupError, TypeError):
             os.kill(self.process.pid, signal.SIGUSR1)
-        for _ in range(20):
+        for _ in range(100):
             time.sleep(0.005)
             text = path.read_text(errors="replace")[before:]
             if text.endswith("\n") and "most recent call first" in text:
                 break
-        main_thread = re.split(r"(?:Current thread|Thread) 0x\w+.*\n", text)[-1]
-        frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', main_thread)
-        return [(file, int(line), function) for file, line, function in frames]
+        stacks = []
+        for thread in re.split(r"(?:Current thread|Thread) 0x\w+.*\n", text)[1:]:
+            frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', thread)
+            stacks.append([(file, int(line), function) for file, line, function in frames])
+        return stacks
 
 
 @contextlib.contextmanager
-def world(choice: Choice, world_size: int, link, keep_values: bool, target, call: bytes = b""):
+def world(
+    choice: Choice,
+    world_size: int,
+    link,
+    keep_values: bool,
+    target,
+    call: bytes = b"",
+    check_buffers: bool = False,
+):
     """Start ranks that run `target`; whatever happens inside, none is left afterwards.
 
     Yields (ranks, board).
@@ -109,12 +129,14 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
     board = Board(folder / "board", world_size, create=True)
     given = str(folder), choice, link, keep_values
     texts = _cell_texts()
+    threads = dict.fromkeys(THREADS, str(threads_of_a_rank(world_size)))
     try:
+        _check_room(folder, (folder / "board").stat().st_size + len(call))
         (folder / "call").write_bytes(call)
         for rank in range(world_size):
             own = {name: value.format(rank=rank) for name, value in choice.environ.items()}
-            environ = {**LARGE_PAGES, **os.environ, **own}
-            assignment = worker.Assignment(rank, world_size, *given, environ, texts)
+            environ = {**LARGE_PAGES, **os.environ, **threads, **own}
+            assignment = worker.Assignment(rank, world_size, *given, environ, texts, check_buffers)
             with interrupts_deferred():
                 ranks.append(Rank(assignment, target))
         yield ranks, board
@@ -129,14 +151,33 @@ def world(choice: Choice, world_size: int, link, keep_values: bool, target, call
             lock.close()
 
 
+def threads_of_a_rank(world_size: int) -> int:
+    """Return how many threads a rank computes with: OMP_NUM_THREADS, at most its share of cores.
+
+    Threads spin while they wait for one another. With a shell's OMP_NUM_THREADS=2, four ranks on
+    two cores would have eight of them, and take ten times as long.
+    """
+    share = max(1, int(count_cores() // world_size))
+    asked = os.environ.get(THREADS[0], "").partition(",")[0]  # "4,2": for nested loops, 2
+    return min(int(asked), share) if asked.isdigit() and int(asked) else 1
+
+
+def _check_room(folder: Path, nbytes: int):
+    """OSError on a full disk, where writing to the board would end this process without a word."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        needs = f"the ranks' files take {size(nbytes)}, and {size(free)} are free"
+        raise OSError(errno.ENOSPC, f"the disk for temporary files is full: {needs}. {MAKE_ROOM}")
+
+
 @functools.cache
-def sweep():
+def sweep(pattern: str = "ddpkit-[0-9]*-*"):
     """Remove the folders of launches whose process was killed; once in a process.
 
     Only old ones of this user that nobody has locked: a process, also one in another container that
     shares the temporary folder, does so as long as it lives.
     """
-    for folder in Path(tempfile.gettempdir()).glob("ddpkit-[0-9]*-*") if os.name == "posix" else ():
+    for folder in Path(tempfile.gettempdir()).glob(pattern) if os.name == "posix" else ():
         with contextlib.suppress(OSError):  # somebody else was faster
             found = folder.lstat()
             old = time.time() - found.st_mtime > YOUNG_S
@@ -147,8 +188,11 @@ def sweep():
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder meanwhile, or until this process ends, in whatever way; whether that worked."""
+def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
+    """Lock a folder meanwhile, or until this process ends, in whatever way; whether that worked.
+
+    shared: with others that lock it so, as the ranks of a session do.
+    """
     if os.name != "posix":
         yield False
         return
@@ -156,7 +200,7 @@ def locked(folder: Path) -> Iterator[bool]:
 
     descriptor, works = os.open(folder, os.O_RDONLY), True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:  # somebody else has it; or the file system knows no locks
         works = False
     try:
@@ -227,6 +271,11 @@ def warm_up():
     if start_method() == "forkserver":
         with _starting, _our_way():
             pass
+
+
+def is_starting() -> bool:
+    """Whether a rank is being started just now: the first one waits until the server has torch."""
+    return _starting.locked()
 
 
 @functools.cache

@@ -1,10 +1,14 @@
 """What one rank said: on the board for the others to see, in a list for itself."""
 
+import contextlib
 import os
+import re
+import site
 import sys
 import sysconfig
 import threading
 import time
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,24 +17,38 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
-from .board import DISAGREES, SLOTS, Board, Record, hash32
+from .board import CALLERS, DISAGREES, SLOTS, Board, Record, hash32
 from .link import Link
 from .streams import Streams
 
 KEPT_ELEMENTS = 64  # keep_values keeps messages and buffers up to this size
 MOST_RECORDS = 200_000  # records a rank keeps; older ones are dropped
 SETTLE_S = 0.2  # so long may a thread that has the word take to be heard
+# What Gloo raises when a call, a wait or a monitored barrier takes longer than its timeout.
+TIMED_OUT = re.compile(
+    r"Timed out waiting \d+ms|Operation timed out!|failed to pass monitoredBarrier"
+    r"|monitoredBarrier.* timeout|Application timeout caused pair closure"
+)
 
 # Frames of these belong to the library; a record names the line of the reader's own code.
 _LIBRARY_FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
-    for folder in (
-        os.path.dirname(torch.__file__),
-        os.path.dirname(os.path.dirname(__file__)),
-        sysconfig.get_path("stdlib"),
-    )
+    for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 )
+_PYTHONS_OWN = os.path.normpath(sysconfig.get_path("stdlib")) + os.sep, "<frozen"
+# Frames of these belong to a framework that the reader has installed: accelerate, lightning.
+_INSTALLED_FOLDERS = tuple(
+    os.path.normpath(folder) + os.sep
+    for folder in {
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    }
+)
+_WRAPPERS = os.path.normpath(typing_extensions.__file__)  # around what torch calls deprecated
 
 
 class Recorder:
@@ -38,7 +56,8 @@ class Recorder:
 
     records: all calls so far. board: what all ranks said; None under torchrun, where no memory is
     shared. disagree: called with {rank: record} when another rank said something else at the same
-    place.
+    place. timed_out: called with (record, error) when a wait for that call ends by its timeout,
+    before the error goes on its way.
     """
 
     def __init__(
@@ -48,16 +67,22 @@ class Recorder:
         link: Link | None = None,
         keep_values: bool = False,
         disagree: Callable[[dict[int, Record]], None] | None = None,
+        timed_out: Callable[[Record, BaseException], None] | None = None,
     ):
         self.rank, self.board, self.link, self.keep_values = rank, board, link, keep_values
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
+        self.check_buffers = False  # of groups made from now on: `buffers.py`
         self.streams: Streams | None = None  # on NCCL: what tells when calls ran
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
-        self._disagree = disagree
+        self._disagree, self._timed_out = disagree, timed_out
         self._calls = 0
         self._seq: dict[str, Iterator[int]] = defaultdict(count)
-        self._threads: set[int] = set()
+        self._callers: dict[int, int] = {}  # {a thread that has made calls, and lives: its place}
+        self._this_thread = threading.local()
+        self.worlds = 0  # how many there were: a script may end one and begin another
+        self._destroyed: dict[str, tuple] = {}
+        self._kept: list[tuple[object, str, tuple[int, ...]]] = []
         self._buffers: dict[int, int] = {}
         # DDP calls from autograd's thread, Gloo's own threads complete calls, and the garbage
         # collector may end a handle in between: of the same thread, hence the R.
@@ -81,9 +106,7 @@ class Recorder:
             if self.board is None:
                 return
             self.board.put(self.rank, record.number, record)
-            if (thread := threading.get_ident()) not in self._threads:
-                self._threads.add(thread)
-                self.board.set_threads(self.rank, len(self._threads))
+        self._caller()
         differing = self._said_differently(record)
         if differing is not None:
             self.board.set_state(self.rank, DISAGREES)
@@ -118,20 +141,83 @@ class Recorder:
         self.stands_at(record)
         try:
             until_done()
-        except BaseException:
+        except BaseException as error:
+            if self._timed_out and TIMED_OUT.search(str(error)):
+                self._timed_out(record, error)
             self.waited()
             raise
         self.done(record, arrived, arrived[0] if arrived else None)
 
     def stands_at(self, record: Record):
-        """This rank can't go on before `record` is done."""
+        """Note that this thread can't go on before `record` is done."""
         if self.board is not None and record.done is None:
-            self.board.set_waiting(self.rank, record.number)
+            self.board.set_waiting(self.rank, record.number, self._caller())
 
     def waited(self):
-        """It goes on, though that isn't done."""
+        """Note that this thread goes on, though that isn't done."""
         if self.board is not None:
-            self.board.set_waiting(self.rank, None)
+            self.board.set_waiting(self.rank, None, self._caller())
+
+    def polled(self, record: Record):
+        """Note that somebody asked whether `record` is complete, and it isn't: a wait, perhaps."""
+        if self.board is not None and record.done is None:
+            self.board.set_polled(self.rank, record.number, time.perf_counter())
+
+    def destroyed(self, group: str):
+        """Note that this rank has destroyed a group, and on which line: it makes no more calls."""
+        if self.board is not None:
+            self._destroyed[group] = call_site(2)
+            self.board.set_destroyed(self.rank, self._destroyed)
+
+    def keep(self, group: object, name: str, ranks: tuple[int, ...]):
+        """Keep a destroyed group, with its connections, until all its members have destroyed it."""
+        self._kept.append((group, name, ranks))
+        self.release()
+
+    def release(self):
+        """Let go of the groups that all their members have destroyed."""
+        for kept in list(self._kept):
+            _, name, ranks = kept
+            if all(name in self.board.destroyed(rank) for rank in ranks):
+                self._kept.remove(kept)
+
+    def _caller(self) -> int:
+        """Return the place of this thread on the board, for as long as the thread lives.
+
+        A thread of C++, as autograd's on a GPU, lives for Python only while it runs Python code.
+        """
+        try:
+            return self._this_thread.caller.place
+        except AttributeError:
+            self._this_thread.caller = caller = _Caller(self)
+            return caller.place
+
+    def came(self) -> int:
+        """Give the calling thread a place on the board; the main thread's is the first."""
+        with self._lock:
+            is_main = threading.current_thread() is threading.main_thread()
+            free = set(range(not is_main, CALLERS)).difference(self._callers.values())
+            place = min(free, default=CALLERS - 1)
+            self._callers[threading.get_ident()] = place
+            self.count_callers()
+            return place
+
+    def left(self, thread: int):
+        """Note that a thread that made calls has ended."""
+        with self._lock:
+            self._callers.pop(thread, None)
+            self.count_callers()
+
+    def count_callers(self, look: bool = False):
+        """Note how many threads may make calls. look: leave out those that idle in a pool."""
+        callers = len(self._callers)
+        if look and callers > 1:
+            frames, main = sys._current_frames(), threading.main_thread().ident
+            callers -= sum(
+                _idles(frames.get(thread)) for thread in list(self._callers) if thread != main
+            )
+        if self.board is not None:
+            self.board.set_threads(self.rank, callers)
 
     def done(
         self,
@@ -228,6 +314,24 @@ class Recorder:
         return which, tensor.storage_offset(), whole.tolist()
 
 
+class _Caller:
+    """A thread's place on the board; given back when the thread ends, and its locals with it."""
+
+    def __init__(self, recorder: Recorder):
+        self._recorder, self._thread = recorder, threading.get_ident()
+        self.place = recorder.came()
+
+    def __del__(self):
+        if not sys.is_finalizing():
+            with contextlib.suppress(ValueError):  # the board is closed
+                self._recorder.left(self._thread)
+
+
+def _idles(frame: types.FrameType | None) -> bool:
+    """Whether a thread waits for work: it runs nothing but Python's own code, as a pool's do."""
+    return _innermost(frame, is_pythons) is None
+
+
 def recorder() -> Recorder | None:
     """The recorder of this rank; None where `launch` didn't make the world."""
     return getattr(dist.group.WORLD, "recorder", None)
@@ -242,16 +346,55 @@ def _values(tensors: Sequence[torch.Tensor]) -> list | None:
 @cache
 def is_library(file: str) -> bool:
     """Whether `file` is torch's, ddpkit's or Python's own."""
-    return file.startswith((*_LIBRARY_FOLDERS, "<frozen"))
+    return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
 
 
-def call_site(skip: int = 1) -> tuple[str, int, str]:
-    """(file, line, function) of the innermost frame that is the user's own.
+@cache
+def is_pythons(file: str) -> bool:
+    """Whether `file` is Python's own; what is installed may lie in a folder within Python's."""
+    return file.startswith(_PYTHONS_OWN) and not is_installed(file)
+
+
+@cache
+def is_installed(file: str) -> bool:
+    """Whether `file` was installed, as a framework is; the reader's own code stands elsewhere."""
+    return file.startswith(_INSTALLED_FOLDERS)
+
+
+def call_site(skip: int = 1) -> tuple[str, int, str, str]:
+    """Return (file, line, function, via) of the innermost frame that is the user's own.
 
     skip: so many frames are ours for sure. Making an object of each takes a while.
     """
-    frame = first = sys._getframe(skip)
-    while frame is not None and is_library(frame.f_code.co_filename):
+    return place_in(sys._getframe(skip))
+
+
+def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
+    """Return (file, line, function, via) of the user's own line in a stack.
+
+    via: the innermost line of an installed framework that was called from there, if there is one.
+    """
+    outside_torch = _innermost(frame, is_library)
+    if outside_torch is None:
+        return _place(frame)
+    if not is_installed(outside_torch.f_code.co_filename):
+        return _place(outside_torch)
+    own = _innermost(outside_torch, _is_library_or_installed)
+    if own is None:
+        return _place(outside_torch)
+    file, line, function, _ = _place(outside_torch)
+    return *_place(own)[:3], f"{file}:{line}:{function}"
+
+
+def _innermost(frame: types.FrameType | None, skipped: Callable) -> types.FrameType | None:
+    while frame is not None and skipped(frame.f_code.co_filename):
         frame = frame.f_back
-    frame = frame or first
-    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+    return frame
+
+
+def _is_library_or_installed(file: str) -> bool:
+    return is_library(file) or is_installed(file)
+
+
+def _place(frame: types.FrameType) -> tuple[str, int, str, str]:
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, ""

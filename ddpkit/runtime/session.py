@@ -7,6 +7,7 @@ import contextlib
 import os
 import pickle
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -22,18 +23,22 @@ import torch.distributed.device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from ..tools.units import wrap
-from . import hang
+from . import exits, hang
 from .board import DISAGREES, RETURNED, RUNNING, Board, Record
 from .link import Link
-from .processes import cpu_ticks
-from .records import Recorder, is_library
+from .processes import cpu_ticks, locked, sweep
+from .records import TIMED_OUT, Recorder, is_installed, is_library, place_in
 from .run import Run, clock_s
 from .watch import CERTAIN_S, LOST_PEER
 from .wire import register_wire
 
+OLD_FOLDERS = "ddpkit-session-*", "torchelastic_*/*/attempt_*/ddpkit"
 LOOK_S = 0.25  # how often the board is read
 SLEEPS_S = 1.0  # a rank that burns no CPU for so long computes nothing
 NEWS_S = 3.0  # how long a rank whose connection broke waits for the report of who fell first
+STANDSTILL_S = 30.0  # without a call, after which it is said, once, who waits for whom
+TOGETHER_S = 0.3  # waits that end by their timeout within this time are told as one
+WORDS_S = 10.0  # no second word sooner: what follows a timeout mostly comes of it
 _ABOUT_PAGE = struct.Struct("<?d")  # what goes with a page: whether its rank sleeps, its clock_s
 
 
@@ -55,9 +60,14 @@ class Session:
         theirs = os.environ.get("TORCHELASTIC_ERROR_FILE")
         own = Path(tempfile.gettempdir(), f"ddpkit-session-{os.getppid()}")
         self.folder = Path(theirs).parent.parent / "ddpkit" if theirs else own
+        for crashed in OLD_FOLDERS:
+            sweep(crashed)
         self.board = self._open_board()
+        self._lock = contextlib.ExitStack()  # as long as a rank lives, nobody sweeps its folder
+        self._lock.enter_context(locked(self.folder, shared=True))
         (self.folder / f"pid.{self.rank}").write_text(str(os.getpid()))
-        self.recorder = Recorder(self.rank, self.board, link, disagree=self._disagree)
+        told = {"disagree": self._disagree, "timed_out": self._timed_out}
+        self.recorder = Recorder(self.rank, self.board, link, **told)
         self.store: dist.Store | None = None
         self._trace, self._flight_recorder = trace, flight_recorder
         self._told, self._over = threading.Lock(), threading.Event()
@@ -65,6 +75,7 @@ class Session:
         self._sleepers: set[int] = set()
         self._clocks: dict[int, float] = {}  # clock_s of ranks on other machines
         self._differed = False  # whether the last look found a mismatch
+        self._words_at: set[tuple | None] = set()  # the lines of which a word was said
 
     def _open_board(self) -> Board:
         path = self.folder / "board"
@@ -81,6 +92,8 @@ class Session:
     def install(self) -> None:
         """From now on, `dist.init_process_group` joins the world over the wire."""
         original = c10d.init_process_group
+        exits.note_exits(self.folder, self.rank)
+        exits.answer_sigterm(self._terminated)
 
         def init_process_group(backend=None, *args, **kwargs):
             wanted = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
@@ -105,12 +118,16 @@ class Session:
     # Watching
 
     def _watch(self) -> None:
-        """On each rank: end when a report is out. On the first of all: look for hangs."""
+        """On each rank: say where it is, end when a report is out. On the first: look for hangs."""
+        main_thread = threading.main_thread().ident
         quiet_since, events = time.perf_counter(), None
         with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0's machine with it
             while not self._over.wait(LOOK_S):
                 if self._report_is_out():
                     self.end()
+                self.board.set_place(self.rank, place_in(sys._current_frames()[main_thread]))
+                self.recorder.count_callers(look=True)
+                self.recorder.release()
                 if not self.leads:
                     continue
                 self._note_sleepers()
@@ -121,9 +138,9 @@ class Session:
                 quiet_since = quiet_since if events == before else now
                 states = map(self.board.state, range(self.world_size))
                 if self.rank == 0 and (DISAGREES in states or now - quiet_since > CERTAIN_S):
-                    self._look(events)
+                    self._look(events, now - quiet_since)
 
-    def _look(self, events: list[int]) -> None:
+    def _look(self, events: list[int], quiet_s: float = 0.0) -> None:
         """Tell what will never go on; ranks that compute may still come. events: the board's.
 
         A mismatch is told at the second look, when the pages of all who made that call are there.
@@ -132,13 +149,63 @@ class Session:
         for hidden in hang.abandoned(now, self.board):
             if hidden.call.on_stream or hidden.rank in self._sleepers:
                 now[hidden.rank] = hidden
-        stuck = hang.deadlocked(now, self.board)
+        stuck = hang.deadlocked(now)
         went_on = self.board.events() != events  # while it was read
         if different and self._differed:
             self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
         elif stuck and not different and not went_on:
-            self.tell(hang.report(*hang.explain_deadlock(now, stuck), now, self.board))
+            if hang.ends_by_itself(now, stuck):
+                self._say(*hang.explain_deadlock(now, stuck, self.board), now)
+            else:
+                self.tell(
+                    hang.report(*hang.explain_deadlock(now, stuck, self.board), now, self.board)
+                )
+        elif quiet_s > SLEEPS_S and (stuck := hang.polled_in_vain(now)) and not went_on:
+            self._say(*hang.explain_deadlock(now, stuck, self.board), now)
+        elif quiet_s > STANDSTILL_S and any(s.state == "waiting" for s in now):
+            self._say(*hang.explain_standstill(now, quiet_s), now)
         self._differed = bool(different)
+
+    def _timed_out(self, record: Record, error: BaseException) -> None:
+        """Say why a wait ends by its timeout, before the error, which the script may catch."""
+        seconds = hang.waited_s(record, error)
+        time.sleep(TOGETHER_S)  # still marked as waiting: others that time out now will see it
+        if not self.alone:
+            with contextlib.suppress(RuntimeError):
+                self._take_pages(set(range(self.world_size)).difference(self.here))
+        now = hang.situations(self.board)
+        self._say(*hang.explain_timeout(now, seconds, self.board), now)
+
+    def _say(self, headline: str, advice: str, now: list[hang.Situation]) -> None:
+        """Print a word that ends nothing, once for a line that waits, not twice within seconds."""
+        line = next((s.place for s in now if s.state in ("waiting", "polling")), None)
+        word = self.folder / "word"
+        if line in self._words_at or self._report_is_out():
+            return
+        self._words_at.add(line)
+        with contextlib.suppress(OSError):
+            if time.time() - word.stat().st_mtime > WORDS_S:
+                word.unlink()
+        try:
+            word.touch(exist_ok=False)
+        except OSError:  # another rank has just said it
+            return
+        text = hang.report(headline, advice, now, self.board, stuck=False)
+        print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
+
+    def _terminated(self) -> None:
+        """Tell where all ranks were when SIGTERM came, unless it came because a rank fell."""
+        time.sleep(LOOK_S)  # all have said where they are
+        if self._report_is_out():
+            self.end(-signal.SIGTERM)
+        now = hang.situations(self.board)
+        lost = [rank for rank in self.here if self._dead(rank)]
+        if lost:
+            text = "\n".join([*map(self._how_died, lost), *self._who_waits(now, lost)])
+        else:
+            said = f"ended by SIGTERM, sent to rank {self.rank}: a time limit, or somebody's wish."
+            text = hang.report(said, "Above is where every rank was.", now, self.board, stuck=False)
+        self.tell(text, -signal.SIGTERM)
 
     def _note_sleepers(self) -> None:
         """Which ranks of this machine burn no CPU, where /proc tells."""
@@ -165,13 +232,20 @@ class Session:
             return True
 
     def _exchange_pages(self) -> None:
-        """Give this machine's pages of the board to the first machine, or take the others'."""
+        """Give this machine's pages of the board to the others; the first takes theirs."""
         for rank in range(self.world_size):
             key = f"ddpkit/page/{rank}"
-            if rank in self.here and self.rank != 0:
+            if rank in self.here:
                 about = _ABOUT_PAGE.pack(rank in self._sleepers, clock_s())
                 self.store.set(key, about + zlib.compress(self.board.page(rank), 1))
-            elif rank not in self.here and self.rank == 0 and self.store.check([key]):
+        if self.rank == 0:
+            self._take_pages(set(range(self.world_size)).difference(self.here))
+
+    def _take_pages(self, ranks: set[int]) -> None:
+        """Put what ranks of other machines have written on this machine's board."""
+        for rank in ranks:
+            key = f"ddpkit/page/{rank}"
+            if self.store.check([key]):
                 message = self.store.get(key)
                 sleeps, self._clocks[rank] = _ABOUT_PAGE.unpack_from(message)
                 self.board.set_page(rank, zlib.decompress(message[_ABOUT_PAGE.size :]))
@@ -188,7 +262,7 @@ class Session:
             return True
         return not self.alone and self.store is not None and self.store.check(["ddpkit/report"])
 
-    def tell(self, text: str) -> None:
+    def tell(self, text: str, code: int = 1) -> None:
         """Print the report, unless another rank has printed one, and end this rank."""
         with self._told:
             try:
@@ -198,10 +272,13 @@ class Session:
             print(f"\nddpkit: {wrap(text)}", file=sys.stderr, flush=True)
             if not self.alone and self.store is not None:
                 self.store.set("ddpkit/report", "out")
-            self.end(cause=True)
+            self.end(code, cause=True)
 
     def end(self, code: int = 1, cause: bool = False) -> None:
-        """Exit, the cause first: torchrun reports whoever goes first, and then ends the others."""
+        """Exit, the cause first: torchrun reports whoever goes first, and then ends the others.
+
+        code: for torchrun; that of SIGTERM, negative, ends the rank by that signal.
+        """
         self._over.set()
         sys.stdout.flush()
         if self.rank == 0:
@@ -214,35 +291,46 @@ class Session:
             time.sleep(0.05)
         if not cause:
             time.sleep(2 * LOOK_S)
-        os._exit(code)
+        if code == -signal.SIGTERM:
+            exits.end_by_sigterm()
+        exits.exit_at_once(code)
 
     def failed(self, error: BaseException) -> None:
         """The script raised: tell it first, and what became of the others after it."""
-        said, lost = f"rank {self.rank} raised {type(error).__name__}: {error}", []
+        said, lost = [f"rank {self.rank} raised {type(error).__name__}: {error}"], []
         until = time.perf_counter() + NEWS_S
         while LOST_PEER.search(str(error)) and not lost and time.perf_counter() < until:
             if self._report_is_out():
                 self.end()
             lost = [rank for rank in self.here if self._dead(rank)]
             time.sleep(0.02)
-        if lost:
-            died = hang.name_ranks(lost)
-            said = f"{died} died without a word; torchrun says how. Rank {self.rank} lost it in"
-        lines = [said]
-        for frame in traceback.extract_tb(error.__traceback__):
-            if not is_library(frame.filename):
-                place = frame.filename, frame.lineno, frame.name
-                lines.append(f"  {hang.describe_place(place)}")
-        for s in hang.situations(self.board):
-            if s.rank != self.rank and s.state == "waiting" and s.rank not in lost:
-                lines.append(f"Rank {s.rank} was in {s.call.call}, {hang.describe_place(s.place)}")
+        if LOST_PEER.search(str(error)):
+            said = [*map(self._how_died, lost)] or ["a connection broke, nobody here knows why."]
+            said.append(f"Rank {self.rank} lost it in")
+        lines = [*said, *_own_lines(error)]
+        if not TIMED_OUT.search(str(error)):  # else a word has said where the others were
+            lines += self._who_waits(hang.situations(self.board), lost)
         self.tell("\n".join(lines))
 
-    def exited(self, code: int) -> None:
+    def _how_died(self, rank: int) -> str:
+        exit = exits.noted_exit(self.folder, rank)
+        if exit is None:
+            return f"rank {rank} died without a word; torchrun says how."
+        code, place = exit
+        return f"rank {rank} called os._exit({code})\n  {hang.describe_place(place)}"
+
+    def _who_waits(self, now: list[hang.Situation], lost: list[int]) -> list[str]:
+        lines = []
+        for s in now:
+            if s.rank != self.rank and s.state == "waiting" and s.rank not in lost:
+                lines.append(f"Rank {s.rank} was in {s.call.call}, {hang.describe_place(s.place)}")
+        return lines
+
+    def exited(self, error: SystemExit) -> None:
         """The script called sys.exit with a code that isn't 0: torchrun will end the others."""
-        with contextlib.suppress(OSError):  # somebody has told something already
-            (self.folder / "report").touch()
-        self.end(code, cause=True)
+        code = error.code if isinstance(error.code, int) else 1
+        lines = [f"rank {self.rank} called sys.exit({error.code!r})", *_own_lines(error)]
+        self.tell("\n".join(lines + self._who_waits(hang.situations(self.board), [])), code)
 
     def done(self) -> None:
         """The script ended well. All ranks stay until the last has ended, too.
@@ -316,3 +404,12 @@ class Session:
             run.trace(self._trace)
         if self._flight_recorder:
             run.flight_recorder(self._flight_recorder)
+
+
+def _own_lines(error: BaseException) -> list[str]:
+    """The way to an error through the script's own code, and where a framework raised it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
+    own = [f for f in frames if not is_installed(f.filename)]
+    if own and is_installed(frames[-1].filename):
+        own.append(frames[-1])
+    return [f"  {hang.describe_place((f.filename, f.lineno, f.name))}" for f in own or frames]

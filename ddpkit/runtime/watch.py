@@ -7,11 +7,11 @@ import time
 from typing import ClassVar
 
 from ..tools.units import count
-from . import hang, processes, worker
+from . import exits, hang, processes, worker
 from .board import MESSAGES, Board
 from .errors import HangError, LaunchError, RankError, shown
 from .output import Output, label, shorten
-from .records import is_library
+from .records import is_installed, is_library, is_pythons
 
 TICK_S = 0.05  # how often the board is read while nobody speaks
 CERTAIN_S = 0.5  # a deadlock that the board proves is reported after it has stood still this long
@@ -19,6 +19,7 @@ STANDSTILL_S = 10.0  # without a call, after which a reader wonders
 SETTLE_S = 0.4  # after a failure the other ranks get this long to say how it hit them
 LOST_PEER_S = 2.0  # and this long when those that fell all say that somebody else did
 MOST_FRAMES = 30
+MODULE_CALLS = "_wrapped_call_impl", "_call_impl"  # between a torch module and each of its own
 LOST_PEER = re.compile(
     "Connection closed by peer|Connection reset by peer|Broken pipe|connection was (closed|aborted)"
 )
@@ -124,15 +125,21 @@ class Watch:
         for s in now:
             if overdue and s.state == hang.ON_STREAM:  # its program waits for the GPU by now
                 s.state = "waiting"
-        stuck = hang.deadlocked(now, self.board)
+        for s in now:
+            if s.has_free_thread and not hang.gone(s, now):
+                s.has_free_thread = not self._other_threads_idle(s.rank)
+        stuck = hang.deadlocked(now)
+        if not stuck and overdue:
+            stuck = hang.polled_in_vain(now)
         if self.board.events() != events:  # the ranks went on while it was read
             return
-        if stuck:
-            self._raise_hang(*hang.explain_deadlock(now, stuck), now)
+        if stuck and (overdue or not hang.ends_by_itself(now, stuck)):
+            self._raise_hang(*hang.explain_deadlock(now, stuck, self.board), now)
         if not overdue:
             return
-        alive = [s for s in now if s.state in ("waiting", "computing", "starting")]
-        if alive and all(s.state == "waiting" or self._waits_unseen(s.rank) for s in alive):
+        alive = [s for s in now if s.state not in ("returned", "idle", hang.ON_STREAM)]
+        inside = "waiting", "polling"
+        if alive and all(s.state in inside or self._waits_unseen(s.rank) for s in alive):
             more = "A larger hang_after gives it more time."
             self._raise_hang(
                 f"no progress for {self.hang_after:g} s, and every rank is inside a call.",
@@ -156,6 +163,14 @@ class Watch:
         after = processes.cpu_ticks(self.ranks[rank].process.pid)
         return before is not None and after == before
 
+    def _other_threads_idle(self, rank: int) -> bool:
+        """Whether all threads but the main one wait for work, as those of a pool do."""
+        for stack in self.ranks[rank].ask_stacks()[:-1]:
+            files = [file for file, _, _ in stack]
+            if worker.__file__ not in files and not all(map(is_pythons, files)):
+                return False
+        return True
+
     def _emulated_s(self) -> float:
         """How long the emulated link may rightly hold back what is not done yet."""
         link, seconds = self.ranks[0].assignment.link, 0.0
@@ -172,12 +187,17 @@ class Watch:
     def _report(self, headline: str, advice: str, stuck: list[hang.Situation] | None = None) -> str:
         """stuck: where the ranks are, if they will never go on."""
         now = stuck or hang.situations(self.board)
-        for situation in now:
-            if situation.state in ("computing", "starting") and situation.place is None:
-                stack = self.ranks[situation.rank].ask_stack()
-                own = (frame for frame in stack if not is_library(frame[0]))
-                situation.place = next(own, None)
+        for s in now:
+            if s.state in ("computing", "starting"):
+                s.place = s.place or self._place(s.rank)
         return hang.report(headline, advice, now, self.board, stuck is not None)
+
+    def _place(self, rank: int) -> tuple[str, int, str] | None:
+        """The line of its own code that a rank's main thread is at."""
+        stack = self.ranks[rank].ask_stack()
+        outside_torch = [frame for frame in stack if not is_library(frame[0])]
+        own = (frame for frame in outside_torch if not is_installed(frame[0]))
+        return next(own, next(iter(outside_torch), None))
 
     def _interrupted(self) -> KeyboardInterrupt:
         """The interrupt, with the reason for somebody's impatience: where the ranks were."""
@@ -222,7 +242,7 @@ class Watch:
         fallen = {r: how for r, how in sorted(fallen.items()) if how is not None}
         first = min(fallen, key=lambda r: (_lost_peer(fallen[r]), getattr(fallen[r], "at", 0.0)))
         culprit, *alike = (r for r in fallen if r == first or _same(fallen[r], fallen[first]))
-        lines = [_how(culprit, fallen[culprit])]
+        lines = [_how(culprit, fallen[culprit]), *self._exit_line(culprit)]
         if isinstance(fallen[culprit], worker.Failure):
             lines += _frames(fallen[culprit].frames)
         if alike:
@@ -238,6 +258,11 @@ class Watch:
             lines += [f"Rank {culprit}'s last output:", *(f"  {line}" for line in printed)]
         self.fail(RankError, "\n".join(lines), rank=culprit)
 
+    def _exit_line(self, rank: int) -> list[str]:
+        """The line that called os._exit, if that is how a rank left."""
+        noted = exits.noted_exit(self.ranks[rank].assignment.path("exit").parent, rank)
+        return [f"  {hang.describe_place(noted[1])}"] if noted else []
+
     def _collateral(self, s: hang.Situation, how: worker.Failure | int | None) -> str:
         """What became of a rank besides the culprit."""
         if how is not None and not _lost_peer(how):
@@ -248,7 +273,9 @@ class Watch:
         for record in reversed(self.board.records(s.rank)):
             if record.done is None:
                 return f"  Rank {s.rank} was in {record.call}, {hang.describe_place(record.place)}"
-        return f"  Rank {s.rank} was computing."
+        place = self._place(s.rank) if how is None else None
+        where = f", {hang.describe_place(place)}" if place else "."
+        return f"  Rank {s.rank} was computing{where}"
 
     def fail(self, kind: type[LaunchError], message: str, **details):
         """Raise a LaunchError with what the ranks have printed and said."""
@@ -288,7 +315,8 @@ def _write(text: str):
 def _how(rank: int, how: worker.Failure | int) -> str:
     """How a rank fell: rank 2 raised ValueError: ...; rank 2 was killed by SIGKILL."""
     if isinstance(how, worker.Failure):
-        return f"rank {rank} raised {how.kind}: {how.message}".removesuffix(": ")
+        message = "lost its connection to another rank" if _lost_peer(how) else how.message
+        return f"rank {rank} raised {how.kind}: {message}".removesuffix(": ")
     if how >= 0:
         return f"rank {rank} exited with code {how}, in the middle of its work."
     name = signal.Signals(-how).name if -how in iter(signal.Signals) else f"signal {-how}"
@@ -303,7 +331,8 @@ def _how(rank: int, how: worker.Failure | int) -> str:
 def _frames(frames: list[tuple[str, int, str]]) -> list[str]:
     """The way to the error through the user's own code; of an endless recursion, its two ends."""
     own = [frame for frame in frames if not is_library(frame[0])]
-    lines = [f"  {hang.describe_place(frame)}" for frame in own or frames]
+    theirs = [frame for frame in frames if frame[2] not in MODULE_CALLS]
+    lines = [f"  {hang.describe_place(frame)}" for frame in own or theirs or frames]
     if len(lines) > MOST_FRAMES:
         half = MOST_FRAMES // 2
         lines[half:-half] = [f"  ... {len(lines) - 2 * half} more lines ..."]

@@ -7,6 +7,7 @@ handed through untouched: results are bit-identical.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -29,7 +30,7 @@ from .streams import Cuda, Streams, StreamWork
 
 __all__ = ["Recorder", "WireGroup", "WireWork", "is_library", "recorder", "register_wire"]
 
-NEVER = timedelta(days=365)  # Gloo's own timeout must not come before the report of the hang
+NEVER = timedelta(days=365)  # no timeout: under `launch`, unless the reader gives one
 
 
 class WireWork(Work):
@@ -51,13 +52,15 @@ class WireWork(Work):
         super().__init__()
         self.inner, self.record, self._recorder = inner, record, recorder
         self._arriving, self._delivered = arriving, delivered
-        self._until_done = until_done or inner.wait
+        self._until_done = until_done
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         record = self.record
         record.waits += 1
+        record.limit_s = timeout.total_seconds() if timeout else record.limit_s
         if record.waits == 1 or record.done is None:  # Gloo would wait for a second message
-            self._recorder.wait(record, self._until_done, self._arriving)
+            in_time = partial(self.inner.wait, timeout) if timeout else self.inner.wait
+            self._recorder.wait(record, self._until_done or in_time, self._arriving)
         return True
 
     synchronize = wait
@@ -73,7 +76,10 @@ class WireWork(Work):
         return future
 
     def is_completed(self) -> bool:
-        return (self._delivered.done if self._delivered else self.inner.is_completed)()
+        is_completed = (self._delivered.done if self._delivered else self.inner.is_completed)()
+        if not is_completed:
+            self._recorder.polled(self.record)
+        return is_completed
 
     def result(self):
         return self.inner.result()
@@ -137,10 +143,17 @@ class WireGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, inner: dist.ProcessGroup, name: str, ranks: tuple, recorder: Recorder, device
+        self,
+        inner: dist.ProcessGroup,
+        name: str,
+        ranks: tuple,
+        recorder: Recorder,
+        device: torch.device,
+        timeout: timedelta,
     ):
         super().__init__(inner.rank(), inner.size())
         self.inner, self.ranks, self.recorder, self.device = inner, ranks, recorder, device
+        self.timeout, self._limit_s = timeout, timeout.total_seconds()
         label = "world" if not recorder.joined else f"group {list(ranks)}"
         self._member = wording.Member(name, label, ranks, inner.rank())
         self._c10d_name, self._description = "", "undefined"
@@ -173,11 +186,16 @@ class WireGroup(dist.ProcessGroup):
     allgather_coalesced = _recorded("all_gather", "allgather_coalesced", 1)
     allgather_into_tensor_coalesced = _recorded("all_gather", "allgather_into_tensor_coalesced", 1)
     all_gather_single = _recorded("all_gather", "all_gather_single", 1)
+    all_gather_single_coalesced = _recorded("all_gather", "all_gather_single_coalesced", 1)
     _allgather_base = _recorded("all_gather", "_allgather_base", 1)
     gather = _recorded("gather", "gather", 1)
+    gather_single = _recorded("gather", "gather_single", 1)
     scatter = _recorded("scatter", "scatter", 1)
     reduce_scatter = _recorded("reduce_scatter", "reduce_scatter", 1)
     reduce_scatter_single = _recorded("reduce_scatter", "reduce_scatter_single", 1)
+    reduce_scatter_single_coalesced = _recorded(
+        "reduce_scatter", "reduce_scatter_single_coalesced", 1
+    )
     _reduce_scatter_base = _recorded("reduce_scatter", "_reduce_scatter_base", 1)
     reduce_scatter_tensor_coalesced = _recorded(
         "reduce_scatter", "reduce_scatter_tensor_coalesced", 1
@@ -192,8 +210,13 @@ class WireGroup(dist.ProcessGroup):
             opts.asyncOp = True
         return self._collective("barrier", "barrier", (opts,), [], [])
 
-    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
-        self.barrier().wait()  # whoever doesn't come is named in the report of the hang
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks=False):
+        record = self._record(wording.collective, "barrier", (), (), None, None, None)
+        if timeout == c10d.default_pg_timeout:
+            timeout = self.timeout
+        record.limit_s = timeout.total_seconds()
+        self.recorder.issue(record)
+        self.recorder.wait(record, partial(self.inner.monitored_barrier, timeout, wait_all_ranks))
 
     def _collective(
         self, op: str, method: str, args: tuple, sent: list, arriving: list
@@ -220,7 +243,7 @@ class WireGroup(dist.ProcessGroup):
             return recorder.wait(record, inner.wait, arriving)
         if not (recorder.streams and op == "barrier"):  # NCCL's is done now
             with contextlib.suppress(RuntimeError):  # Gloo's reduce_scatter gives no future
-                inner.get_future().add_done_callback(lambda _: recorder.done(record, arriving))
+                inner.get_future().add_done_callback(partial(_finished, recorder, record, arriving))
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
@@ -274,7 +297,7 @@ class WireGroup(dist.ProcessGroup):
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
         """The record of a call that is made now. frames: so many up to it are ours."""
         said, now = words(self._member, call_site(frames), *what), time.perf_counter()
-        return Record(said, 0, now, now)
+        return Record(said, 0, now, now, limit_s=self._limit_s)
 
     # What torch.distributed asks of a group besides.
 
@@ -282,10 +305,11 @@ class WireGroup(dist.ProcessGroup):
     def inner_name(self) -> str:
         return self.inner.name()
 
-    def name(self) -> str:
-        return "ddpkit"
+    def name(self) -> str:  # a script that prints it, or compares, must get the real one's
+        return self.inner_name
 
-    getBackendName = name
+    def getBackendName(self) -> str:
+        return "ddpkit"
 
     # DeviceMesh, and all that is built on it, finds a group again by its name.
 
@@ -302,19 +326,46 @@ class WireGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._description
 
+    def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
+        """Split the real group and return the wire around this rank's part, None without one."""
+        if timeout is None or timeout == c10d.default_pg_timeout:
+            timeout = self.timeout
+        with self.joining():  # all members of this group come, whichever part is theirs
+            inner = self.inner.split_group(ranks, timeout, opts, group_name, *args, **kwargs)
+        if inner is None:
+            return None
+        name, members = f"{group_name}#{self.recorder.worlds}", tuple(self.ranks[r] for r in ranks)
+        part = WireGroup(inner, name, members, self.recorder, self.device, timeout)
+        part.setGroupName(group_name)
+        return part
+
     def shutdown(self):
-        self.inner.shutdown()
+        """End this rank's part of the group, as `dist.destroy_process_group` asks.
+
+        On Gloo its connections stay until all members have done so: one that closes early would
+        fail a rank that still waits for this one, and hide why.
+        """
+        self.recorder.destroyed(self._member.name)
+        if self.inner_name == "gloo" and self.recorder.board is not None:
+            self.recorder.keep(self, self._member.name, self.ranks)
+        else:
+            self.inner.shutdown()
 
     @property
     def _device_types(self):
         return [torch.device(self.device.type)]
 
-    @property
-    def bound_device_id(self):
-        return self.device if self.inner_name == "nccl" else None
-
     def _get_backend(self, device):
         return self.inner._get_backend(device)
+
+
+def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.futures.Future):
+    """Note that a call is complete; one that failed, by its timeout perhaps, never is."""
+    try:
+        future.value()
+    except Exception:
+        return
+    recorder.done(record, arriving)
 
 
 def _through_link(recorder: Recorder, inner: Work, record: Record):
@@ -334,33 +385,48 @@ def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, de
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
     """Teach torch.distributed a backend "ddpkit": Gloo or NCCL with `recorder` around it.
 
-    For the world and all groups. one_machine: Gloo listens on the loopback interface alone.
+    For the world and all groups. one_machine: as under `launch`, Gloo listens on the loopback
+    interface alone, and calls have no timeout but one that the script gives.
     """
 
     def create(options, _) -> WireGroup:
         ranks = tuple(options.global_ranks_in_group)  # empty: all
         ranks = ranks or tuple(range(options.group_size))
         inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
-        group = WireGroup(inner, options.group_id, ranks, recorder, device)
+        if not recorder.joined:
+            recorder.worlds += 1
+        name = f"{options.group_id}#{recorder.worlds}"  # torch numbers each world's groups anew
+        # Under `launch`, torch's default of 30 minutes is no timeout.
+        by_default = one_machine and options.timeout == c10d.default_pg_timeout
+        timeout = NEVER if by_default else options.timeout
+        kind = WireGroup
+        if recorder.check_buffers:
+            from .buffers import CheckedGroup as kind
+        group = kind(inner, name, ranks, recorder, device, timeout)
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
                 on_gpu = _nccl(options, device)
-                on_cpu = _gloo(options, dist.PrefixStore("cpu", options.store), one_machine, calm)
+                group.bound_device_id = device
+                store = dist.PrefixStore("cpu", options.store)
+                on_cpu = _gloo(options, store, timeout, one_machine, calm)
                 if recorder.streams is None:
                     recorder.streams = Streams(recorder, Cuda(device))
                     recorder.streams.watch()
             else:
-                on_gpu = on_cpu = _gloo(options, options.store, one_machine, calm)
+                on_gpu = on_cpu = _gloo(options, options.store, timeout, one_machine, calm)
         inner._set_default_backend(on_gpu[1])
         for device_type, (real, kind) in {"cuda": on_gpu, "cpu": on_cpu}.items():
             inner._register_backend(torch.device(device_type), kind, real)
         return group
 
     dist.Backend.register_backend("ddpkit", create, extended_api=True, devices=["cpu", "cuda"])
+    # torch 2.15 attaches its flight recorder to all other groups; Gloo and NCCL have their own.
+    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("ddpkit")
     if c10d.get_backend is not _named_backend:
         for module in (dist, c10d):
             module.get_backend, module.batch_isend_irecv = _named_backend, _batched
+            module.new_group = _wired_group
 
 
 def _nccl(options, device: torch.device):
@@ -371,7 +437,7 @@ def _nccl(options, device: torch.device):
     return real, dist.ProcessGroup.BackendType.NCCL
 
 
-def _gloo(options, store: dist.Store, one_machine: bool, calm: bool):
+def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, calm: bool):
     gloo = dist.ProcessGroupGloo._Options()
     before = _threads()
     if one_machine:
@@ -380,7 +446,7 @@ def _gloo(options, store: dist.Store, one_machine: bool, calm: bool):
         gloo._devices = list(map(_listen_on, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
     if calm:
         _let_others_go_first(_threads() - before)
-    gloo._timeout = NEVER
+    gloo._timeout = timeout
     real = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, gloo)
     return real, dist.ProcessGroup.BackendType.GLOO
 
@@ -409,15 +475,28 @@ def _let_others_go_first(readers: set[str]):
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
-# torch's own two functions, and what stands in their place in a rank.
+# torch's own three functions, and what stands in their place in a rank.
 
 _get_backend, _batch_isend_irecv = c10d.get_backend, c10d.batch_isend_irecv
+_new_group = c10d.new_group
 
 
 def _named_backend(group=None):
     """dist.get_backend: the name of the backend inside."""
     group = group or c10d._get_default_group()
     return dist.Backend(group.inner_name) if isinstance(group, WireGroup) else _get_backend(group)
+
+
+@functools.wraps(_new_group)
+def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
+    """dist.new_group, on the wire, too, where the script asks for Gloo by name and has it already.
+
+    As those do that write checkpoints in a thread.
+    """
+    world = c10d._get_default_group()
+    wired = isinstance(world, WireGroup) and world.inner_name == "gloo"
+    backend = None if wired and str(backend).lower() == "gloo" else backend
+    return _new_group(ranks, timeout, backend, *args, **kwargs)
 
 
 def _batched(p2p_op_list):

@@ -15,7 +15,7 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 UNEQUAL = ("all_gather", "gather", "all_to_all")  # sizes may differ between ranks
 REDUCTIONS = {op.value: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
-Place = tuple[str, int, str]  # file, line, function
+Place = tuple[str, int, str, str]  # file, line, function, via
 once = lru_cache(4096)
 
 

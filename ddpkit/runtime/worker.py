@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import linecache
 import multiprocessing
@@ -22,6 +23,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from . import exits, hang
 from .backends import Choice
 from .board import IDLE, RETURNED, RUNNING, STARTING, Board
 from .link import Link
@@ -30,6 +32,7 @@ from .wire import register_wire
 
 # Half a second or two: what backward(gradient) and the first optimizer of a process import
 SLOW_IMPORTS = "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
+MAKE_ROOM = "Make room there, or name another folder in TMPDIR and restart"
 RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -45,6 +48,7 @@ class Assignment:
     keep_values: bool
     environ: dict[str, str]
     cells: dict[str, tuple]  # the text of notebook cells, for tracebacks in the rank
+    check_buffers: bool = False
 
     def path(self, name: str) -> Path:
         return Path(self.folder) / f"{name}.{self.rank}"
@@ -146,18 +150,28 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         del os.environ[name]
     os.environ.update(assignment.environ.items() - before.items())
     linecache.cache.update(assignment.cells)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.default_generator.seed()  # forks would all draw alike; the ranks of a cluster don't
     stacks = open(assignment.path("stack"), "w")  # stays open: the parent may ask at any time
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
+    exits.note_exits(Path(assignment.folder), assignment.rank)
+
     def disagree(by_rank):
         pipe.send(("disagrees", by_rank))
         wait_to_be_ended()
 
+    def timed_out(record, error):
+        seconds = hang.waited_s(record, error)
+        headline, _ = hang.explain_timeout(hang.situations(board), seconds, board)
+        error.add_note(headline)
+
     board = Board(Path(assignment.folder) / "board", assignment.world_size)
-    return Recorder(assignment.rank, board, assignment.link, assignment.keep_values, disagree)
+    what = assignment.link, assignment.keep_values, disagree, timed_out
+    recorder = Recorder(assignment.rank, board, *what)
+    recorder.check_buffers = assignment.check_buffers
+    return recorder
 
 
 def end_with_parent(lifeline: Connection):
@@ -178,7 +192,7 @@ def end_with_parent(lifeline: Connection):
             lifeline.recv_bytes()
         if os.name == "posix":
             os.killpg(0, signal.SIGKILL)
-        os._exit(1)
+        exits.exit_at_once(1)
 
     threading.Thread(target=watch, daemon=True, name="ddpkit lifeline").start()
 
@@ -235,15 +249,18 @@ class _Pickler(cloudpickle.Pickler):
 
 def save(path: Path, value: object):
     """Write the return value to a file: a pipe would fill up and block the rank until it's read."""
-    with open(path, "wb") as file:
-        try:
+    try:
+        with open(path, "wb") as file:
             _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-        except Exception as error:
-            expected = "Expected plain data, tensors or anything else that pickles"
-            raise ValueError(
-                f"the return value can't be sent back to the notebook ({type(error).__name__}: "
-                f"{error}). {expected}, got {type(value[0]).__name__}: return its contents"
-            ) from None
+    except Exception as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            full = "the disk for temporary files is too full for the return value"
+            raise OSError(errno.ENOSPC, f"{full}. {MAKE_ROOM}") from None
+        expected = "Expected plain data, tensors or anything else that pickles"
+        raise ValueError(
+            f"the return value can't be sent back to the notebook ({type(error).__name__}: "
+            f"{error}). {expected}, got {type(value[0]).__name__}: return its contents"
+        ) from None
 
 
 def failure(error: BaseException) -> Failure:
@@ -254,6 +271,7 @@ def failure(error: BaseException) -> Failure:
         message = f"(its text can't be had: {type(another).__name__} in __str__)"
     if isinstance(error, SystemExit):
         message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
+    message += "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
     if error.__cause__ is not None:
         message += f" (because of {type(error.__cause__).__name__}: {error.__cause__})"
     frames = []

@@ -1,8 +1,8 @@
 """PyTorch's pipelines: its schedules in our words, ours run by its engine, and the CSV of both.
 
 All that is used of PyTorch here is private there: `_Action`, `_PipelineScheduleRuntime`,
-`_validate_schedule` and `pipeline_order` of `torch.distributed.pipelining.schedules`, as of torch
-2.11 to 2.13. Schedules are lists of words for each rank, as in `ddpkit.schedules`. Notebook 10.
+`_validate_schedule` and `pipeline_order` of `torch.distributed.pipelining.schedules`. Schedules
+are lists of words for each rank, as in `ddpkit.schedules`. Notebook 10.
 """
 
 import csv
@@ -34,7 +34,7 @@ def private(name: str):
     module = importlib.import_module("torch.distributed.pipelining.schedules")
     if not hasattr(module, name):
         has = f"torch {torch.__version__} has no {module.__name__}.{name}"
-        raise ImportError(f"{has}, which torch 2.11 to 2.13 have: take one of these")
+        raise ImportError(f"{has}, which ddpkit uses: python -m ddpkit.doctor says what to take")
     return getattr(module, name)
 
 

@@ -86,15 +86,35 @@ def numbers(values: Sequence | None, most: int = 16) -> str:
 
 
 def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
-    """'rank 2', 'ranks 0, 1 and 3', 'ranks 0 to 5'; 'every rank' if there are `world_size`."""
+    """'rank 2', 'ranks 0, 1 and 3', 'ranks 0 to 5 and 7'; 'every rank' of `world_size`."""
     ranks = list(ranks)
     if len(ranks) == world_size:
         return "every rank"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > 3 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    parts = list(map(str, ranks))
+    if len(ranks) > 3:
+        parts = _runs(ranks)
+    return f"ranks {_and(parts)}"
+
+
+def _runs(ranks: list[int]) -> list[str]:
+    """['0 to 6', '8'] for 0, 1, 2, 3, 4, 5, 6 and 8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = []
+    for run in runs:
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    return parts
+
+
+def _and(parts: list[str]) -> str:
+    *most, last = parts
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def wrap(text: str) -> str:

@@ -9,6 +9,7 @@ from ddpkit import ring
 from ddpkit.exercises.checker import (
     Exercise,
     Mistake,
+    Rounded,
     Trial,
     Verdict,
     is_stub,
@@ -215,3 +216,13 @@ def test_digits_tell_which_ranks_are_in_a_sum():
     assert who_is_in(1021, 4) == [1, 2, 0, 1]
     assert read_sum(1021, 4) == "rank 2 is missing from it and rank 1 is in it more than once"
     assert read_sum(1111, 4) == ""
+
+
+def test_rounded_numbers_differ_where_more_than_rounding_does():
+    up, down = Rounded([16.5125000001, -0.0], 3), Rounded([16.5124999999, 0.0], 3)
+    assert repr([up, down]) == "[[16.513, 0.0], [16.512, 0.0]]"
+    assert up == down
+    assert (up != down) is False
+    for other in ([16.513], [16.511, 0.0], [float("nan"), 0.0], None):
+        assert up != other
+        assert other != up

@@ -1,0 +1,121 @@
+"""Who changes a tensor that is still on its way: `check_buffers=True`, `--check-buffers`.
+
+A call that was started reads its tensor at any time until it was waited for. Who writes into it
+meanwhile sends the old numbers, the new ones, or some of each: another mixture in every run, and no
+error. Here a checksum is taken when the call is made and compared when it is complete.
+"""
+
+import ctypes
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from .board import Record
+from .hang import describe_place
+from .wire import WireGroup, WireWork
+
+IN_PLACE = "all_reduce", "reduce"  # the result comes into the tensor that is handed in
+AS_WRITTEN = {"send": "isend"}
+
+
+class CheckedGroup(WireGroup):
+    """A `WireGroup` whose handles look whether what is sent was left alone. CPU tensors only."""
+
+    def _collective(self, op, method, args, sent, arriving):
+        watched = sent
+        if sent is arriving and not self._reads(op, args[-1]):
+            watched = []
+        into = {tensor.untyped_storage().data_ptr() for tensor in arriving if sent is not arriving}
+        shared = any(tensor.untyped_storage().data_ptr() in into for tensor in watched)
+        blocks = not getattr(args[-1], "asyncOp", True)
+        # A reduce_scatter may write into its own input; an all_gather leaves it as it is.
+        if blocks or not _on_cpu(watched) or (shared and op != "all_gather"):
+            return super()._collective(op, method, args, sent, arriving)
+        check = _Check(self.recorder.rank, watched)
+        if (
+            op in IN_PLACE
+        ):  # Gloo gets a copy: what changes in the tensor is then the script's doing
+            arriving = check.result = [tensor.detach().clone() for tensor in watched]
+            sent, args = arriving, (arriving, *args[1:])
+        return CheckedWork(super()._collective(op, method, args, sent, arriving), check)
+
+    def _reads(self, op: str, opts) -> bool:
+        """Whether this rank sends what a call without an input of its own is given."""
+        return op in IN_PLACE or (op == "broadcast" and opts.rootRank == self.rank())
+
+    def send(self, tensors, dst, tag):
+        check = _Check(self.recorder.rank, tensors) if _on_cpu(tensors) else None
+        work = super().send(tensors, dst, tag)
+        return CheckedWork(work, check) if check else work
+
+
+class _Check:
+    """Tensors that are on their way, with the checksum they had. result: to be copied into them."""
+
+    def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
+        self.rank, self.tensors, self.before = rank, tensors, checksum(tensors)
+        self.result: list[torch.Tensor] = []
+        self._over = False
+
+    def end(self, record: Record) -> None:
+        """The call is complete: ValueError if the tensors have changed."""
+        if self._over:
+            return
+        self._over = True
+        if checksum(self.tensors) != self.before:
+            call = f"{AS_WRITTEN.get(record.op, record.op)}, {describe_place(record.place)}"
+            changed = f"rank {self.rank} changed what it sends before it was sent ({call})"
+            raise ValueError(f"{changed}: call wait() on the handle first")
+        for tensor, result in zip(self.tensors, self.result, strict=False):
+            tensor.data.copy_(result)  # .data: as in Gloo, autograd doesn't count it as a change
+
+
+class CheckedWork(Work):
+    """The handle of a call whose tensors are checked when it is complete."""
+
+    def __init__(self, work: WireWork, check: _Check):
+        super().__init__()
+        self._work, self._check = work, check
+        self.record = work.record
+
+    def wait(self, timeout=None) -> bool:
+        self._work.wait(timeout)
+        self._check.end(self.record)
+        return True
+
+    synchronize = wait
+
+    def get_future(self) -> torch.futures.Future:
+        def ended(future):
+            self._check.end(self.record)
+            return list(self._check.tensors) if self._check.result else future.value()
+
+        return self._work.get_future().then(ended)
+
+    def is_completed(self) -> bool:
+        completed = self._work.is_completed()
+        if completed:
+            self._check.end(self.record)
+        return completed
+
+    def result(self):
+        return self._work.result()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+
+def _on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
+    return bool(tensors) and not any(tensor.is_cuda for tensor in tensors)
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """One number of all bytes of tensors on the CPU."""
+    total = 0
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        nbytes = whole.numel() * whole.element_size()
+        total = zlib.crc32((ctypes.c_char * nbytes).from_address(whole.data_ptr()), total)
+    return total

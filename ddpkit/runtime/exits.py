@@ -1,0 +1,81 @@
+"""How a rank leaves: the line that calls `os._exit` is noted, a scheduler's SIGTERM is answered."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from .records import call_site
+
+exit_at_once = os._exit  # without a note
+
+
+def note_exits(folder: Path, rank: int) -> None:
+    """Have `os._exit` write down who calls it: after it, nobody can ask.
+
+    Only in this process: its children, of a DataLoader for example, leave as they always do.
+    """
+    pid = os.getpid()
+
+    def noted_exit(status):
+        if os.getpid() == pid:
+            file, line, function, _ = call_site(2)
+            with contextlib.suppress(OSError):  # the folder is gone: the run is over
+                text = f"{status}\n{file}\n{line}\n{function}"
+                (folder / f"exit.{rank}").write_text(text)
+        exit_at_once(status)
+
+    os._exit = noted_exit
+
+
+def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | None:
+    """Return (code, place) of the `os._exit` by which a rank left, or None if there was none."""
+    try:
+        code, file, line, function = (folder / f"exit.{rank}").read_text().split("\n")
+    except (OSError, ValueError):
+        return None
+    return int(code), (file, int(line), function)
+
+
+def answer_sigterm(answer: Callable[[], None]) -> None:
+    """Call `answer` in a thread when SIGTERM comes, also while this one is blocked in C++.
+
+    Nothing is done where the script answers the signal itself, before or later. Children get back
+    what they would have had: a parent that terminates its worker must not wait in vain.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if os.name != "posix" or not on_main_thread:
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def ours(*_):
+        """Keep Python from ending; the thread reads of the signal in the pipe."""
+
+    def reset():
+        if signal.getsignal(signal.SIGTERM) is ours:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def wait_for_it():
+        is_ours, came = True, False
+        while not (came and is_ours):
+            came = signal.SIGTERM in os.read(arrived, 64)
+            is_ours = signal.getsignal(signal.SIGTERM) is ours
+        answer()
+
+    arrived, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.signal(signal.SIGTERM, ours)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=reset)
+    threading.Thread(target=wait_for_it, daemon=True, name="ddpkit SIGTERM").start()
+
+
+def end_by_sigterm() -> None:
+    """End this process by the signal itself, as without us; from any thread."""
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+    os.kill(os.getpid(), signal.SIGTERM)
