@@ -75,37 +75,28 @@ def torchrun(
     root = str(FOREIGN.parents[1])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     lines: list[tuple[float, str]] = []
     out: list[str] = []
-
-    def listen():
-        for line in process.stderr:
-            lines.append((time.monotonic(), line))
-
-    threads = [threading.Thread(target=listen)]
-    threads.append(threading.Thread(target=lambda: out.append(process.stdout.read())))
-    for thread in threads:
-        thread.start()
+    code = None
     begun = time.monotonic()
-    try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        code = None
-    ended = time.monotonic()
-    for each in family(process):
-        with contextlib.suppress(psutil.Error):
-            each.kill()
-    for thread in threads:
-        thread.join(10)
+    with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as process:
+        out_reader = threading.Thread(target=lambda: out.append(process.stdout.read()))
+        err_reader = threading.Thread(
+            target=lambda: lines.extend((time.monotonic(), line) for line in process.stderr)
+        )
+        out_reader.start()
+        err_reader.start()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
+            ended = time.monotonic()
+        finally:
+            for each in family(process):
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+            out_reader.join()
+            err_reader.join()
     told = next((at for at, line in lines if line.startswith("ddpkit: ")), None)
     failed = next((at for at, line in lines if ERROR.match(line)), None)
     moments = [float(path.read_text() or 0) for path in folder.glob("moment.*")]
