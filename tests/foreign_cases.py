@@ -265,7 +265,7 @@ SABOTAGES = [
         "loss.backward()",
         "if rank == 1 and step == 1:\n    os.kill(os.getpid(), 15)\nloss.backward()",
         r"rank 1 .*SIGTERM|SIGTERM.* rank 1",
-        ("os.kill(os.getpid(), 15)",),
+        (),  # by then it may be anywhere
     ),
     # PyTorch's tensor-parallel example
     Sabotage(
@@ -444,7 +444,7 @@ SABOTAGES = [
         "validation",
         "all_to_all with other splits on rank 1",
         "dist.all_to_all_single(received, torch.cat(parts), theirs.tolist(), counts.tolist())",
-        "counts = counts.roll(int(rank == 1))\n"
+        "counts = counts + torch.tensor([1, 0, -1]) * (rank == 1)\n"
         "dist.all_to_all_single(received, torch.cat(parts), theirs.tolist(), counts.tolist())",
         r"mismatch: .*rank 1",
         ("dist.all_to_all_single(received, torch.cat(parts), theirs.tolist(), counts.tolist())",),
