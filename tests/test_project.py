@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_conda_installs_what_make_installs():
     assert pip == {"pip": ["--constraint constraints.txt", "--editable .[course,test]"]}
     install = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert '--constraint constraints.txt --editable ".[course,test]"' in install
+
+
+def test_every_package_is_pinned_for_every_system():
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    names = set(re.findall(r"^([\w.-]+)==", pins, re.MULTILINE))
+    asked = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    wanted = {re.match(r"[\w.-]+", each)[0] for each in asked}
+    assert wanted | {"appnope", "colorama", "pywinpty"} <= names  # macOS's, Windows'
+    assert not [name for name in names if name.startswith(("cuda-", "nvidia-"))]
 
 
 def test_the_pinned_torch_is_in_range():

@@ -53,7 +53,8 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Keep Python from ending; the thread reads of the signal in the pipe."""
+        """Go no further: the thread reads of the signal in the pipe, answers, and ends us."""
+        threading.Event().wait()
 
     def reset():
         if signal.getsignal(signal.SIGTERM) is ours:

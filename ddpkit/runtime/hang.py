@@ -175,21 +175,24 @@ def polled_in_vain(now: list[Situation]) -> list[int]:
     return deadlocked(waiting)
 
 
-def abandoned(now: list[Situation], board: Board) -> list[Situation]:
-    """Ranks with an open collective that another member returned without joining.
+def unseen(now: list[Situation], board: Board) -> Iterator[Situation]:
+    """Open collectives that other members have not joined, of ranks without a mark of a wait.
 
-    They may wait where we can't see it, if somebody took the future of the call:
+    They may wait for one where we can't see it, if somebody took the future of the call:
     DistributedDataParallel does, and waits for that in C++, where no mark is left.
     """
-    calls, found = _Calls(board), []
+    calls = _Calls(board)
     for s in now:
         for call in calls.records[s.rank] if s.state == "computing" else ():
-            unseen = call.op not in MESSAGES and call.done is None and call.by_future
-            hidden = Situation(s.rank, "waiting", call, calls.missing(call, s.rank), call.place)
-            if unseen and gone(hidden, now):
-                found.append(hidden)
-                break
-    return found
+            missing = calls.missing(call, s.rank)
+            if call.op not in MESSAGES and call.done is None and call.by_future and missing:
+                yield Situation(s.rank, "waiting", call, missing, call.place)
+
+
+def abandoned(now: list[Situation], board: Board) -> list[Situation]:
+    """The first of each rank's that another member will never join: it is gone."""
+    found = {s.rank: s for s in reversed([*unseen(now, board)]) if gone(s, now)}
+    return [found[rank] for rank in sorted(found)]
 
 
 def mismatch(board: Board) -> dict[int, Record] | None:
@@ -308,10 +311,12 @@ def explain_standstill(now: list[Situation], seconds: float) -> tuple[str, str]:
     return said, f"Why does {name_ranks(absent[:1])} take so long at that line?"
 
 
-def waited_s(record: Record, error: BaseException) -> float:
+def waited_s(record: Record | None, error: BaseException) -> float:
     """Return how long a wait took that ended by its timeout."""
     of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))  # it counts from the call on
-    return int(of_gloo[1]) / 1e3 if of_gloo else time.perf_counter() - record.waited
+    if of_gloo or record is None:
+        return int(of_gloo[1]) / 1e3 if of_gloo else 0.0
+    return time.perf_counter() - (record.waited or record.issued)
 
 
 def _how_gone(waiting: list[Situation], now: list[Situation]) -> str:

@@ -218,8 +218,10 @@ class Session:
             (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
 
     def _pid(self, rank: int) -> int:
-        path = self.folder / f"pid.{rank}"
-        return int(path.read_text() or 0) if path.exists() else 0
+        try:
+            return int((self.folder / f"pid.{rank}").read_text() or 0)
+        except OSError:  # it has left
+            return 0
 
     def _dead(self, rank: int) -> bool:
         """Whether a rank of this machine is gone without having ended, as far as /proc tells."""
@@ -307,15 +309,28 @@ class Session:
         if LOST_PEER.search(str(error)):
             said = [*map(self._how_died, lost)] or ["a connection broke, nobody here knows why."]
             said.append(f"Rank {self.rank} lost it in")
-        lines = [*said, *_own_lines(error)]
-        if not TIMED_OUT.search(str(error)):  # else a word has said where the others were
-            lines += self._who_waits(hang.situations(self.board), lost)
+        lines, now = [*said, *_own_lines(error)], hang.situations(self.board)
+        if TIMED_OUT.search(str(error)):
+            for hidden in reversed([*hang.unseen(now, self.board)]):  # of waits in C++, the first
+                now[hidden.rank] = hidden
+            seconds = hang.waited_s(now[self.rank].call, error)
+            self._say(*hang.explain_timeout(now, seconds, self.board), now)
+        else:
+            lines += self._who_waits(now, lost)
         self.tell("\n".join(lines))
 
     def _how_died(self, rank: int) -> str:
         exit = exits.noted_exit(self.folder, rank)
         if exit is None:
-            return f"rank {rank} died without a word; torchrun says how."
+            said = [f"rank {rank} died without a word; torchrun says how."]
+            for call in self.board.records(rank)[-1:]:
+                if call.done is None:
+                    said.append(f"  in {call.call}, {hang.describe_place(call.place)}")
+                if call.done is None and call.op == "all_to_all":
+                    said.append(
+                        "Does each rank send what the others expect of it? Look at the splits."
+                    )
+            return "\n".join(said)
         code, place = exit
         return f"rank {rank} called os._exit({code})\n  {hang.describe_place(place)}"
 
