@@ -1,8 +1,8 @@
 """Write constraints.txt: each package that the course installs, as it was tried.
 
-Asks for the newest of all but torch and ruff, whose versions stay as the file has them: to move one,
-change its line, run `make lock`, then the tests. One file for Linux, macOS and Windows, and for
-Python 3.11 and newer.
+Asks for the newest of all but torch and ruff, whose versions stay as the file has them: to move
+one, change its line, run `make lock`, then the tests. One file for Linux, macOS and Windows, and
+for Python 3.11 and newer.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ KEPT = "torch==", "ruff=="
 OF_CUDA = "cuda-", "nvidia-"  # each build of torch for CUDA pins its own
 HEADER = """\
 # The course's environment, each package as it was tried: `make lock` writes this file, but leaves
-# torch and ruff. Outputs stored in the notebooks came from this torch; this ruff formatted the code.
+# torch and ruff. Outputs in the notebooks came from this torch; this ruff formatted the code.
 """
 
 
@@ -27,10 +27,9 @@ def resolve(kept: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         pins = Path(folder, "kept.txt")
         pins.write_text("\n".join(kept), encoding="utf-8")
-        command = [sys.executable, "-m", "uv", "pip", "compile", *options, "--constraint", str(pins)]
-        done = subprocess.run(
-            [*command, "pyproject.toml"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-        )
+        command = [sys.executable, "-m", "uv", "pip", "compile", *options]
+        command += ["--constraint", str(pins), "pyproject.toml"]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return [pin for pin in done.stdout.splitlines() if not pin.startswith(OF_CUDA)]
 
 

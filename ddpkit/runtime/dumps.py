@@ -19,9 +19,11 @@ from .wording import UNEQUAL
 KNOWN = "2."  # versions that begin so
 OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
-# Frames of torch or Python on another machine, and those of C++ (TORCH_FR_CPP_STACK).
+# Frames of torch or Python on another machine, and those of C++ (TORCH_FR_CPP_STACK). A project may
+# lie in a folder named torch.
 LIBRARY = re.compile(
-    r"[/\\](torch[/\\]|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages))|\.(cpp|cc|h|hpp)$|^[?<]"
+    r"[/\\](((site|dist)-packages|pytorch)[/\\]torch[/\\]"
+    r"|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages))|\.(cpp|cc|h|hpp)$|^[?<]"
 )
 
 
