@@ -1,16 +1,14 @@
 """`python -m ddpkit.bench wire`: what it compares and says. No test times."""
 
-import torch.distributed as dist
-
 from ddpkit import launch
 from ddpkit.bench import wire
 from ddpkit.bench.results import AGAIN, Results
-from ddpkit.runtime.wire import recorder
+from ddpkit.runtime.wire import plain_group, recorder
 
 
 def records_of_a_turn(make, calls) -> dict[str, list[str]]:
     """{variant: what a turn of it leaves in the records}."""
-    contest, found = wire.contest(make, calls, dist.new_group(backend="gloo")), {}
+    contest, found = wire.contest(make, calls, plain_group()), {}
     for name, turn in contest.calls.items():
         before = len(recorder().records)
         turn()

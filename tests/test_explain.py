@@ -220,7 +220,8 @@ def nccl(*calls, ranks="[0, 1, 2]", first=0):
         size, dtypes = [[size]] if size else [], ["Float"] if size else []
         frames = [
             ("all_reduce", "/opt/conda/lib/python3.12/site-packages/torch/distributed/c10d.py"),
-            ("step", "/home/she/train.py"),
+            ("all_reduce", "/src/pytorch/torch/distributed/c10d.py"),
+            ("step", "/home/she/torch/train.py"),
         ]
         completed = state == "completed"
         entry = {

@@ -35,7 +35,7 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "debug": {"runtime", "tools"},
     "doctor": {"runtime"},
     "explain": {"runtime", "tools"},
-    "__init__": {"runtime"},
+    "__init__": {"runtime", "lesson"},  # %load_ext shows what takes long, as a lesson does
 }
 ONLY_WHEN_USED = {"IPython", "ipywidgets", "matplotlib"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda

@@ -47,7 +47,7 @@ def test_conda_installs_what_make_installs():
 def test_every_package_is_pinned_for_every_system():
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     names = set(re.findall(r"^([\w.-]+)==", pins, re.MULTILINE))
-    asked = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    asked = chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
     wanted = {re.match(r"[\w.-]+", each)[0] for each in asked}
     assert wanted | {"appnope", "colorama", "pywinpty"} <= names  # macOS's, Windows'
     assert not [name for name in names if name.startswith(("cuda-", "nvidia-"))]

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ..runtime.launch import launch
 from ..runtime.link import Link
+from ..runtime.wire import plain_group
 from ..tools.checks import check_counts
 
 # Rounds that don't count: connections are made, memory is touched, buckets are planned anew, an
@@ -59,7 +60,7 @@ def race(
 
 def _take_turns(make: Callable, rounds: int) -> tuple[dict, object]:
     torch.set_num_threads(1)
-    plain = dist.new_group(backend="gloo")
+    plain = plain_group()
     contest = make(plain)
     pin_to_a_core()
     turns = {variant: [] for variant in contest.calls}

@@ -23,10 +23,10 @@ MOST_CALLS = 2**62  # a number on the board is no longer
 OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
 # Frames of torch or Python on another machine, of what wraps torch's deprecated functions, and
-# those of C++ (TORCH_FR_CPP_STACK).
+# those of C++ (TORCH_FR_CPP_STACK). A project may lie in a folder named torch.
 LIBRARY = re.compile(
-    r"[/\\](torch[/\\]|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages)|typing_extensions\.py$)"
-    r"|\.(cpp|cc|h|hpp)$|^[?<]"
+    r"[/\\](((site|dist)-packages|pytorch)[/\\]torch[/\\]|typing_extensions\.py$"
+    r"|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages))|\.(cpp|cc|h|hpp)$|^[?<]"
 )
 
 

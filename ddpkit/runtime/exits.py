@@ -56,10 +56,17 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         """Go no further: the thread reads of the signal in the pipe, answers, and ends us."""
         threading.Event().wait()
 
+    def hold():  # a child that is ended at once must not write into its parent's pipe
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def go_on():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
     def reset():
         if signal.getsignal(signal.SIGTERM) is ours:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        go_on()
 
     def wait_for_it():
         is_ours, came = True, False
@@ -72,7 +79,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
     os.set_blocking(written, False)
     signal.signal(signal.SIGTERM, ours)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=reset)
+    os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=reset)
     threading.Thread(target=wait_for_it, daemon=True, name="ddpkit SIGTERM").start()
 
 

@@ -17,7 +17,6 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-import typing_extensions
 
 from .board import CALLERS, DISAGREES, SLOTS, Board, Record, hash32
 from .link import Link
@@ -48,7 +47,8 @@ _INSTALLED_FOLDERS = tuple(
         site.getusersitepackages(),
     }
 )
-_WRAPPERS = os.path.normpath(typing_extensions.__file__)  # around what torch calls deprecated
+# torch imports it, to wrap what it calls deprecated.
+_WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
 
 
 class Recorder:

@@ -28,7 +28,15 @@ from .board import MESSAGES, Record, Said
 from .records import Recorder, call_site, is_library, recorder
 from .streams import Cuda, Streams, StreamWork
 
-__all__ = ["Recorder", "WireGroup", "WireWork", "is_library", "recorder", "register_wire"]
+__all__ = [
+    "Recorder",
+    "WireGroup",
+    "WireWork",
+    "is_library",
+    "plain_group",
+    "recorder",
+    "register_wire",
+]
 
 NEVER = timedelta(days=365)  # no timeout: under `launch`, unless the reader gives one
 
@@ -497,6 +505,11 @@ def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
     wired = isinstance(world, WireGroup) and world.inner_name == "gloo"
     backend = None if wired and str(backend).lower() == "gloo" else backend
     return _new_group(ranks, timeout, backend, *args, **kwargs)
+
+
+def plain_group() -> dist.ProcessGroup:
+    """Make a Gloo group of all ranks that records nothing, to compare the wire with."""
+    return _new_group(backend="gloo")
 
 
 def _batched(p2p_op_list):
