@@ -75,14 +75,8 @@ STORED_BY = 3, 11
 OF_THE_TEXT = r"\d\.\d(?= bits per byte)", r"(?<=off by )0\.\d+"
 
 # No worker shall end long after the others.
-LONG = [
-    "test_foreign",
-    "test_browser",
-    "test_debug",
-    "test_training",
-    "test_processes",
-    "test_launch",
-]
+LONG = ["test_stuck_scripts", "test_foreign", "test_browser", "test_debug", "test_training"]
+LONG += ["test_processes", "test_launch"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

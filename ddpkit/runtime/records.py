@@ -195,7 +195,7 @@ class Recorder:
     def came(self) -> int:
         """Give the calling thread a place on the board; the main thread's is the first."""
         with self._lock:
-            is_main = threading.current_thread() is threading.main_thread()
+            is_main = threading.get_ident() == threading.main_thread().ident
             free = set(range(not is_main, CALLERS)).difference(self._callers.values())
             place = min(free, default=CALLERS - 1)
             self._callers[threading.get_ident()] = place
