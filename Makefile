@@ -4,9 +4,9 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 
 # What meets torch.distributed's inside.
-CORE_TESTS := $(foreach name,collectives ddp debug explain fast_buckets hang launch launch_failures link \
-	parameter_server pipeline processes pytorch_inside schedules tensor_parallel torch_pipelining torchrun trace \
-	training transport wire zero,tests/test_$(name).py)
+CORE_TESTS := $(foreach name,collectives ddp debug explain fast_buckets foreign hang launch launch_failures link \
+	parameter_server pipeline processes pytorch_inside records reports schedules stuck_scripts tensor_parallel \
+	torch_pipelining torchrun trace training transport wire zero,tests/test_$(name).py)
 
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
