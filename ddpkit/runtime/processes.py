@@ -248,10 +248,11 @@ def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
             yield rank, ("exit", rank.exit_code)
 
 
-def cpu_ticks(pid: int) -> int | None:
-    """User and system time of a process so far, where /proc tells."""
+def cpu_ticks(pid: int, of_main_thread: bool = False) -> int | None:
+    """User and system time of a process so far, or of its main thread, where /proc tells."""
+    path = Path(f"/proc/{pid}/task/{pid}/stat" if of_main_thread else f"/proc/{pid}/stat")
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = path.read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return int(fields[11]) + int(fields[12])

@@ -208,10 +208,13 @@ class Session:
         self.tell(text, -signal.SIGTERM)
 
     def _note_sleepers(self) -> None:
-        """Which ranks of this machine burn no CPU, where /proc tells."""
+        """Which ranks of this machine burn no CPU, where /proc tells.
+
+        In their main threads: the one that watches here burns some itself.
+        """
         now = time.perf_counter()
         for rank in self.here:
-            ticks = cpu_ticks(self._pid(rank))
+            ticks = cpu_ticks(self._pid(rank), of_main_thread=True)
             before, since = self._burned.get(rank, (None, now))
             self._burned[rank] = (ticks, since if ticks == before else now)
             sleeps = ticks is not None and now - self._burned[rank][1] > SLEEPS_S
