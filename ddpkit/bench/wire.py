@@ -28,12 +28,12 @@ from .training import Replica, gpt
 ROUNDS = 30
 CALLS = 100  # in a turn
 PLAIN, RECORDED, BUSY = "plain", "recorded", "busy"
-CALL_S, STEP = 30e-6, 0.03  # what recording may cost: CPU seconds a call, a part of a step's time
+CALL_S, STEP = 60e-6, 0.03  # what recording may cost: CPU seconds a call, a part of a step's time
 LEGEND = f"""\
 Time, CPU: medians; CPU is the calling thread's, the ranks' mean. More:
 than plain, the median round by round; for plain itself, its second time
 (A/A). Busy: plain, with 30 µs of computing before each call. A step is
-of the small GPT, its gradients in buckets, with AdamW. Within: 30 µs of
+of the small GPT, its gradients in buckets, with AdamW. Within: 60 µs of
 CPU more a call, or 3 % of a step's time.
 {SPEED}"""
 Work = Callable[[], object]
