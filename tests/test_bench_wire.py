@@ -34,7 +34,7 @@ def test_a_step_is_recorded_too():
 
 
 def test_what_a_call_and_a_step_may_cost():
-    plain, again, much = (100e-6, 120e-6), (120e-6, 120e-6), (120e-6, 180e-6)
+    plain, again, much = (100e-6, 120e-6), (120e-6, 120e-6), (160e-6, 220e-6)
     little = 101e-6, 121e-6
 
     def judged(calls, recorded, its_cpu):
@@ -44,10 +44,10 @@ def test_what_a_call_and_a_step_may_cost():
         its = found[1].columns
         return its["More"], its["More CPU"], its["Within?"]
 
-    assert judged(100, much, little) == ("40 µs", "1 µs", "yes")  # of a call, CPU time counts
-    assert judged(100, little, much) == ("1 µs", "40 µs", "NO")
-    assert judged(1, little, much) == ("1 µs", "40 µs", "yes")  # of a step, its time
-    assert judged(1, much, little) == ("40 µs", "1 µs", "NO")
+    assert judged(100, much, little) == ("80 µs", "1 µs", "yes")  # of a call, CPU time counts
+    assert judged(100, little, much) == ("1 µs", "80 µs", "NO")
+    assert judged(1, little, much) == ("1 µs", "80 µs", "yes")  # of a step, its time
+    assert judged(1, much, little) == ("80 µs", "1 µs", "NO")
 
 
 def test_times_are_of_a_call(monkeypatch):

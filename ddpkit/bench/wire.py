@@ -28,6 +28,7 @@ from .training import Replica, gpt
 ROUNDS = 30
 CALLS = 100  # in a turn
 PLAIN, RECORDED, BUSY = "plain", "recorded", "busy"
+BUSY_S = 30e-6  # of computing before a call
 CALL_S, STEP = 60e-6, 0.03  # what recording may cost: CPU seconds a call, a part of a step's time
 LEGEND = f"""\
 Time, CPU: medians; CPU is the calling thread's, the ranks' mean. More:
@@ -94,7 +95,7 @@ def contest(make: Callable[..., Work], calls: int, plain: ProcessGroup) -> Conte
     groups = {PLAIN: plain, RECORDED: dist.group.WORLD, PLAIN + AGAIN: plain}
     turns = {name: make(calls, group) for name, group in groups.items()}
     if calls > 1:
-        turns[BUSY] = make(calls, plain, CALL_S)
+        turns[BUSY] = make(calls, plain, BUSY_S)
     cpu = {name: [] for name in turns}  # seconds of each turn
 
     def timed(name: str) -> Work:
