@@ -35,6 +35,34 @@ def test_what_is_written_is_read_by_another(board, tmp_path):
     other.close()
 
 
+def test_records_are_read_again_only_when_their_rank_has_written(board, tmp_path, monkeypatch):
+    other, read = Board(tmp_path / "board", 2), []
+    one = other.record
+    monkeypatch.setattr(other, "record", lambda *where: read.append(where) or one(*where))
+    board.put(0, 0, call(0))
+    assert other.records(0) == other.records(0) == [call(0)]
+    board.put(1, 0, call(0))
+    assert other.records(0) == [call(0)]
+    assert read == [(0, 0)]
+    board.update(0, 0, call(0, done=1.0))
+    assert other.records(0) == [call(0, done=1.0)]
+    other.close()
+
+
+def test_who_reads_in_the_middle_of_a_put_reads_again_after_it(board, tmp_path, monkeypatch):
+    other, put_times = Board(tmp_path / "board", 2), board._put_times
+
+    def look_meanwhile(*args):
+        assert other.records(0) == []
+        put_times(*args)
+        assert other.records(0) == []
+
+    monkeypatch.setattr(board, "_put_times", look_meanwhile)
+    board.put(0, 0, call(0))
+    assert other.records(0) == [call(0)]
+    other.close()
+
+
 def test_state_waiting_and_threads(board):
     for rank in (0, 1):
         assert (board.calls(rank), board.events()[rank]) == (0, 0)

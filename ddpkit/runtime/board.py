@@ -50,6 +50,8 @@ class Said:
     line: int
     function: str
     via: str = ""  # the line of an installed framework that made it for the reader's own
+    # Of an all_to_all: elements for each member, and elements expected from each.
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @cached_property
     def hashes(self) -> tuple[int, int]:
@@ -118,6 +120,22 @@ class Record:
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
 
+def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
+    """Return (sender, receiver) of each part of an all_to_all that is not as long as expected.
+
+    by_rank: {rank: what it said}, of one call.
+    """
+    pairs = []
+    for sender, sent in by_rank.items():
+        for receiver, received in by_rank.items():
+            if sent.splits is None or received.splits is None:
+                continue
+            to, by = sent.ranks.index(receiver), sent.ranks.index(sender)
+            if sent.splits[0][to] != received.splits[1][by]:
+                pairs.append((sender, receiver))
+    return pairs
+
+
 class Board:
     """A memory-mapped file with one page for each rank; a rank writes only its own.
 
@@ -130,6 +148,7 @@ class Board:
             if create:
                 file.truncate(_PAGE * _WORD * world_size)
             self._map = mmap.mmap(file.fileno(), _PAGE * _WORD * world_size)
+        self._read: dict[int, tuple[int, list[Record]]] = {}  # {rank: (its events, its records)}
         self._words = memoryview(self._map).cast("q")
         self._times = memoryview(self._map).cast("d")
 
@@ -143,7 +162,8 @@ class Board:
     def put(self, rank: int, index: int, record: Record):
         """Write call number `index` of `rank`.
 
-        Others see it, complete, once the count of calls moves past it: that comes last.
+        Others see it, complete, once the count of calls moves past it. The count of events moves
+        last of all: `records` reads again after that.
         """
         words, at, said = self._words, self._slot(rank, index), record.said
         kept = record.values, record.result, record.memory
@@ -155,19 +175,23 @@ class Board:
         self._times[at + _ISSUED] = record.issued
         start = (at + _TEXT) * _WORD
         self._map[start : start + len(text)] = text
-        self.update(rank, index, record)
+        self._put_times(at, record)
         words[at] = record.seq
         words[rank * _PAGE + _CALLS] += is_new
+        words[rank * _PAGE + _EVENTS] += 1
 
     def update(self, rank: int, index: int, record: Record):
         """Write again what changes until a call is over: its times, and what became of it."""
-        times, at = self._times, self._slot(rank, index)
+        self._put_times(self._slot(rank, index), record)
+        self._words[rank * _PAGE + _EVENTS] += 1
+
+    def _put_times(self, at: int, record: Record):
+        times = self._times
         times[at + _STARTED] = record.started or 0.0
         times[at + _DONE] = record.done or 0.0
         times[at + _WAITED] = record.waited or 0.0
         times[at + _LIMIT] = record.limit_s or 0.0
         self._words[at + _BECAME] = record.by_future + 2 * record.dropped
-        self._words[rank * _PAGE + _EVENTS] += 1
 
     def set_waiting(self, rank: int, index: int | None, caller: int = 0):
         """Note that a thread of `rank` sits in its call `index`, until that is done; or in none."""
@@ -268,10 +292,17 @@ class Board:
         return Record(said, seq, issued, *times, *became, values, result, memory)
 
     def records(self, rank: int) -> list[Record]:
-        """The last calls of `rank`, oldest first."""
-        calls = self.calls(rank)
-        found = (self.record(rank, index) for index in range(max(0, calls - SLOTS), calls))
-        return [record for record in found if record is not None]
+        """Return the last calls of `rank`, oldest first.
+
+        They are read again only if the rank has written since: who watches ranks that compute looks
+        four times a second, and to read 256 calls takes milliseconds.
+        """
+        events = self._get(rank, _EVENTS)
+        if rank not in self._read or self._read[rank][0] != events:
+            calls = self.calls(rank)
+            found = (self.record(rank, index) for index in range(max(0, calls - SLOTS), calls))
+            self._read[rank] = events, [record for record in found if record is not None]
+        return list(self._read[rank][1])
 
     def find(self, rank: int, channel: int, seq: int) -> tuple[int, int] | None:
         """(number of the call, hash of its fingerprint) of call `seq` of `rank` on a channel.
@@ -293,7 +324,9 @@ class Board:
 
     def set_page(self, rank: int, page: bytes):
         """Take the page of a rank of another machine."""
-        self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD] = page
+        start, head = rank * _PAGE * _WORD, _HEAD * _WORD
+        self._map[start + head : start + len(page)] = page[head:]
+        self._map[start : start + head] = page[:head]  # with the count of events: last
 
     def _slot(self, rank: int, index: int) -> int:
         return rank * _PAGE + _HEAD + index % SLOTS * _SLOT
@@ -314,7 +347,7 @@ _all_said = attrgetter(*_SAID)
 # What a record that is too long for its slot loses, in this order.
 _SPARE = [
     (*_SAID, "values", "result", "memory").index(name)
-    for name in ("memory", "result", "values", "via", "fingerprint", "detail", "file")
+    for name in ("memory", "result", "values", "via", "splits", "fingerprint", "detail", "file")
 ]
 
 
