@@ -125,14 +125,14 @@ def _report(board: Board, silent: set[int]) -> str:
 
 
 def _first(waiting: list[hang.Situation]) -> tuple[hang.Situation, list[int]]:
-    """The one whose call is the oldest, and who sits in it."""
+    """Return the situation with the oldest call, and the ranks that sit in that call."""
     first = min(waiting, key=lambda s: s.call.issued)
     call = first.call.channel, first.call.seq
     return first, [s.rank for s in waiting if (s.call.channel, s.call.seq) == call]
 
 
 def _all_came(board: Board, first: hang.Situation, inside: list[int]) -> tuple[str, str]:
-    """(what happened, what to do) where all ranks made the call, and it isn't over for some."""
+    """Return (what happened, what to do) where all ranks made a call that isn't over for some."""
     call = first.call
     if len(call.ranks) == 1:
         said = f"{_who(inside, 'waits', 'wait')} in {call.op}; the dump doesn't say for whom."
@@ -153,7 +153,7 @@ def _all_came(board: Board, first: hang.Situation, inside: list[int]) -> tuple[s
 
 
 def _who(ranks: list[int], verb: str, of_many: str) -> str:
-    """'rank 1 waits', 'ranks 0 and 1 wait'."""
+    """Conjugate: 'rank 1 waits', 'ranks 0 and 1 wait'."""
     return f"{hang.name_ranks(ranks)} {verb if len(ranks) == 1 else of_many}"
 
 

@@ -405,7 +405,7 @@ SABOTAGES = [
         "for _ in range(STEPS * (world_size - 1) - 1):",
         r"rank \d (waits )?(for rank 0 in send|in send for rank 0)",
         ("dist.send(gradient, dst=0, tag=GRADIENT)",),
-        "Every send needs a recv|seems to have skipped the recv",
+        "Every send needs a recv",
         certain="dist.barrier()",
         quick=True,
     ),
@@ -446,10 +446,9 @@ SABOTAGES = [
         "dist.all_to_all_single(received, torch.cat(parts), theirs.tolist(), counts.tolist())",
         "counts = counts + torch.tensor([1, 0, -1]) * (rank == 1)\n"
         "dist.all_to_all_single(received, torch.cat(parts), theirs.tolist(), counts.tolist())",
-        # Gloo ends a process by an assertion: whose splits are wrong isn't found out.
-        r"mismatch: .*rank 1|rank \d died without a word; .* in all_to_all",
+        r"mismatch: .*rank 1",
         ("dist.all_to_all_single(received, torch.cat(parts), theirs.tolist(), counts.tolist())",),
-        "Look at the splits",
+        "Rank 1 is in all of these pairs",
     ),
     Sabotage(
         "validation",

@@ -74,13 +74,16 @@ def test_without_the_option_nothing_is_said_and_no_handle_is_another():
 
 def test_the_future_of_a_changed_tensor_fails():
     def changes():
-        x = torch.zeros(4)
+        x, rank = torch.zeros(4), dist.get_rank()
+        if rank == 1:  # comes when rank 0 has written: the call can't be complete before
+            dist.recv(torch.zeros(1), 0)
         future = dist.all_reduce(x, async_op=True).get_future()
-        x[3] = 1.0
-        dist.barrier()
+        if rank == 0:
+            x[3] = 1.0
+            dist.send(torch.zeros(1), 1)
         future.wait()
 
-    with pytest.raises(RankError, match="changed what it sends before it was sent"):
+    with pytest.raises(RankError, match="rank 0 changed what it sends before it was sent"):
         launch(changes, world_size=2, check_buffers=True)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import hang_cases
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import HangError, launch
 from ddpkit.runtime import hang, watch
-from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, SLOTS, Board
+from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, SLOTS, Board, unfitting
 
 NAME = Path(__file__).name
 
@@ -242,6 +243,11 @@ def test_trap_19_slow_is_not_hung():
         return x.item()
 
     assert list(launch(slow, world_size=3, hang_after=0.2)) == [27.0] * 3
+
+
+def test_threads_that_nobody_can_see_may_be_busy():
+    unseen = SimpleNamespace(ranks=[SimpleNamespace(ask_stacks=list)])
+    assert not watch.Watch._other_threads_idle(unseen, 0)
 
 
 def test_a_thread_of_a_waiting_rank_may_still_bring_the_message():
@@ -504,6 +510,50 @@ def test_the_first_mismatch_is_the_one_named(board):
         say(board, 0, seq, fingerprint=one)
         say(board, 1, seq, fingerprint=other)
     assert {rank: r.fingerprint for rank, r in hang.mismatch(board).items()} == {0: "b", 1: "c"}
+
+
+def test_parts_of_an_all_to_all_are_compared_pair_by_pair(board):
+    counts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]  # counts[r][q]: from rank r to rank q
+
+    def splits(rank, wrong=0):
+        sent = [count + wrong * (peer == 2) for peer, count in enumerate(counts[rank])]
+        return tuple(sent), tuple(counts[peer][rank] for peer in range(3))
+
+    def say_all(seq, wrong):
+        for rank in range(3):
+            said = splits(rank, wrong * (rank == 1))
+            say(board, rank, seq, op="all_to_all", splits=said, wait=False)
+
+    say_all(0, wrong=0)
+    assert hang.mismatch(board) is None
+    say_all(1, wrong=1)
+    different = hang.mismatch(board)
+    assert {record.seq for record in different.values()} == {1}
+    assert unfitting(different) == [(1, 2)]
+    happened, advice = hang.explain_mismatch(different)
+    assert happened == (
+        "mismatch: the splits of all_to_all disagree: rank 1 sends 7 elements to rank 2, which "
+        "expects 6."
+    )
+    assert advice == (
+        "What a rank sends to another must be as long as that one expects it. Have you exchanged "
+        "the counts first?"
+    )
+
+
+def test_a_rank_whose_splits_are_wrong_is_named():
+    def exchanges():
+        rank, world_size = dist.get_rank(), 3
+        sent = [rank + 1] * world_size
+        expected = [peer + 1 for peer in range(world_size)]
+        if rank == 1:
+            sent = [1, 2, 3]
+        x = torch.ones(sum(sent), 4)
+        dist.all_to_all_single(torch.empty(sum(expected), 4), x, expected, sent)
+
+    text = report(exchanges, 3, times=1)
+    assert text.startswith("mismatch: the splits of all_to_all disagree: rank 1 sends")
+    assert line(exchanges, 7) in text
 
 
 def test_a_large_world_is_named_by_those_it_lacks(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import pytorch_cases
@@ -13,7 +14,7 @@ from pytorch_cases import CALLS, all_gather_single, reduce_scatter_single, resul
 
 from ddpkit import HangError, Link, launch
 from ddpkit.runtime.board import DISAGREES
-from ddpkit.runtime.wire import recorder
+from ddpkit.runtime.wire import _splits, recorder
 
 # Nothing changes.
 
@@ -152,6 +153,25 @@ def test_a_receive_from_any_source_learns_who_sent():
     assert sorted(run[0]) == [(1, 1.0), (2, 2.0)]
     assert [r.peer for r in run.wire[0]] == [source for source, _ in run[0]]
     assert {r.channel for r in run.wire[0]} == {run.wire[1][0].channel, run.wire[2][0].channel}
+
+
+@pytest.mark.parametrize("source", [None, 1])
+@pytest.mark.parametrize("link", [None, Link(1e-4, 1e9)])
+def test_a_message_is_waited_for_no_longer_than_asked(source, link):
+    def in_vain():
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="Timed out"):
+                dist.irecv(torch.zeros(1), source).wait(timedelta(seconds=0.2))
+
+    launch(in_vain, world_size=2, link=link, timeout=60)
+
+
+def test_parts_of_an_all_to_all_as_tensors_as_rows_and_even():
+    rows = torch.zeros(6, 2)
+    lists = [torch.zeros(5), torch.zeros(1)], [torch.zeros(2, 2), torch.zeros(3)]
+    assert _splits((*lists, None), 2) == ((4, 3), (5, 1))
+    assert _splits((rows, rows, [], [], None), 2) == ((6, 6), (6, 6))
+    assert _splits((rows, rows, [6, 0], [1, 5], None), 2) == ((2, 10), (12, 0))
 
 
 def test_to_wait_for_a_message_twice_is_to_wait_once():

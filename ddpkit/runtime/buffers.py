@@ -1,8 +1,9 @@
-"""Who changes a tensor that is still on its way: `check_buffers=True`, `--check-buffers`.
+"""Find the line that changes a tensor on its way: `check_buffers=True`, `--check-buffers`.
 
-A call that was started reads its tensor at any time until it was waited for. Who writes into it
-meanwhile sends the old numbers, the new ones, or some of each: another mixture in every run, and no
-error. Here a checksum is taken when the call is made and compared when it is complete.
+A call that was started may read its tensor at any time until it has been waited for. A program that
+writes into the tensor meanwhile sends the old numbers, the new ones, or some of each: a different
+mixture in every run, and no error. Here a checksum is taken when the call is made, and compared
+when the call is complete.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ AS_WRITTEN = {"send": "isend"}
 
 
 class CheckedGroup(WireGroup):
-    """A `WireGroup` whose handles look whether what is sent was left alone. CPU tensors only."""
+    """A `WireGroup` whose handles check that the tensors being sent were left alone; on the CPU."""
 
     def _collective(self, op, method, args, sent, arriving):
         watched = sent
@@ -34,15 +35,13 @@ class CheckedGroup(WireGroup):
         if blocks or not _on_cpu(watched) or (shared and op != "all_gather"):
             return super()._collective(op, method, args, sent, arriving)
         check = _Check(self.recorder.rank, watched)
-        if (
-            op in IN_PLACE
-        ):  # Gloo gets a copy: what changes in the tensor is then the script's doing
+        if op in IN_PLACE:  # Gloo gets a copy: what changes in the tensor is the script's doing
             arriving = check.result = [tensor.detach().clone() for tensor in watched]
             sent, args = arriving, (arriving, *args[1:])
         return CheckedWork(super()._collective(op, method, args, sent, arriving), check)
 
     def _reads(self, op: str, opts) -> bool:
-        """Whether this rank sends what a call without an input of its own is given."""
+        """Tell whether this rank sends the tensor of a call that has no separate input."""
         return op in IN_PLACE or (op == "broadcast" and opts.rootRank == self.rank())
 
     def send(self, tensors, dst, tag):
@@ -52,7 +51,7 @@ class CheckedGroup(WireGroup):
 
 
 class _Check:
-    """Tensors that are on their way, with the checksum they had. result: to be copied into them."""
+    """The tensors of a call and the checksum they began with. result: what to copy into them."""
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
         self.rank, self.tensors, self.before = rank, tensors, checksum(tensors)
@@ -60,7 +59,7 @@ class _Check:
         self._over = False
 
     def end(self, record: Record) -> None:
-        """The call is complete: ValueError if the tensors have changed."""
+        """Compare, now that the call is complete; ValueError if the tensors have changed."""
         if self._over:
             return
         self._over = True
@@ -112,7 +111,7 @@ def _on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """One number of all bytes of tensors on the CPU."""
+    """Return one number for all bytes of tensors on the CPU."""
     total = 0
     for tensor in tensors:
         whole = tensor.detach().contiguous()

@@ -41,7 +41,7 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles by name the modules that are objects of their own classes: torch.backends.cudnn."""
+    """Pickle by name the modules that are objects of their own classes: torch.backends.cudnn."""
 
     def reducer_override(self, obj):
         named = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
@@ -57,7 +57,7 @@ def _dumps(value) -> bytes:
 
 
 def _used(fn) -> dict[str, object]:
-    """The globals and closure variables that travel with `fn`, and what is bound to it."""
+    """Collect the globals and closure variables that travel with `fn`, and what is bound to it."""
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}
         bound |= {f"argument {name}= of partial": value for name, value in fn.keywords.items()}
@@ -106,7 +106,7 @@ class _Counter(io.RawIOBase):
 
 
 def _pickled_bytes(value) -> int:
-    """How long `value` is as a pickle, without a copy of it; 0 if it can't travel alone."""
+    """Measure `value` as a pickle, without making one; 0 if it can't travel alone."""
     counter = _Counter()
     with contextlib.suppress(Exception):
         _Pickler(counter).dump(value)

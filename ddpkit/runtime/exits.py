@@ -1,4 +1,4 @@
-"""How a rank leaves: the line that calls `os._exit` is noted, a scheduler's SIGTERM is answered."""
+"""Note the line that calls `os._exit`; answer a scheduler's SIGTERM."""
 
 import contextlib
 import ctypes
@@ -14,9 +14,10 @@ exit_at_once = os._exit  # without a note
 
 
 def note_exits(folder: Path, rank: int) -> None:
-    """Have `os._exit` write down who calls it: after it, nobody can ask.
+    """Make `os._exit` write down the line that calls it; afterwards nobody could ask.
 
-    Only in this process: its children, of a DataLoader for example, leave as they always do.
+    This holds in the calling process alone. Its children, such as a DataLoader's workers, leave as
+    they always do.
     """
     pid = os.getpid()
 
@@ -43,8 +44,8 @@ def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | No
 def answer_sigterm(answer: Callable[[], None]) -> None:
     """Call `answer` in a thread when SIGTERM comes, also while this one is blocked in C++.
 
-    Nothing is done where the script answers the signal itself, before or later. Children get back
-    what they would have had: a parent that terminates its worker must not wait in vain.
+    A script that answers the signal itself, from before or later, keeps its own handler. Forked
+    children get the default back: a parent that terminates its worker must not wait in vain.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
     if os.name != "posix" or not on_main_thread:
@@ -53,7 +54,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Go no further: the thread reads of the signal in the pipe, answers, and ends us."""
+        """Stop the main thread; the other one reads the signal in the pipe, answers, and exits."""
         threading.Event().wait()
 
     def hold():  # a child that is ended at once must not write into its parent's pipe
@@ -84,6 +85,6 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
 
 
 def end_by_sigterm() -> None:
-    """End this process by the signal itself, as without us; from any thread."""
+    """End this process by SIGTERM itself, as without ddpkit; from any thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -6,11 +6,12 @@ import re
 import site
 import sysconfig
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..tools.units import COLUMNS, name_ranks
-from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record
+from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record, unfitting
 
 LAST_CALLS = 5
 OTHER_CALLS = 2  # besides those of the group that disagrees
@@ -19,6 +20,9 @@ MANY_CALLS = 1000
 ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
 PATIENCE_S = 60.0  # a timeout of the script's own that is shorter is waited for
 POLLS_S = 1.0  # a rank that asked whether a call is complete so long ago does something else now
+COUNT_THEM = (
+    "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
+)
 ON_STREAM = "its stream waiting"  # of a GPU, while the program may go on
 
 
@@ -139,7 +143,7 @@ def group_of(call: Record) -> str:
 
 
 def deadlocked(now: list[Situation]) -> list[int]:
-    """The ranks that can never go on: they wait, in the end, only for ranks that won't come.
+    """Return the ranks that can never go on: they wait, in the end, only for ranks that won't come.
 
     A rank that computes may still come, also while its stream waits; so may a second thread. A call
     whose ranks have all come goes on. Nobody comes to a group that it has destroyed.
@@ -165,9 +169,9 @@ def _may_go_on(s: Situation, free: set[int], now: list[Situation]) -> bool:
 
 
 def polled_in_vain(now: list[Situation]) -> list[int]:
-    """The ranks that ask for ever whether a call is complete, if nothing else completes it.
+    """Return the ranks that ask in vain, again and again, whether a call is complete.
 
-    That can't be certain: such a loop may have an end of its own.
+    They may go on all the same: such a loop may have an end of its own.
     """
     if all(s.state != "polling" for s in now):
         return []
@@ -176,21 +180,22 @@ def polled_in_vain(now: list[Situation]) -> list[int]:
 
 
 def unseen(now: list[Situation], board: Board) -> Iterator[Situation]:
-    """Open collectives that other members have not joined, of ranks without a mark of a wait.
+    """Yield the open collectives that other members have not joined, of ranks that mark no wait.
 
-    They may wait for one where we can't see it, if somebody took the future of the call:
-    DistributedDataParallel does, and waits for that in C++, where no mark is left.
+    A rank may wait for one unseen, if its future was taken: DistributedDataParallel takes it, and
+    waits in C++, where no mark is left.
     """
     calls = _Calls(board)
     for s in now:
         for call in calls.records[s.rank] if s.state == "computing" else ():
-            missing = calls.missing(call, s.rank)
-            if call.op not in MESSAGES and call.done is None and call.by_future and missing:
+            if call.op in MESSAGES or call.done is not None or not call.by_future:
+                continue
+            if missing := calls.missing(call, s.rank):
                 yield Situation(s.rank, "waiting", call, missing, call.place)
 
 
 def abandoned(now: list[Situation], board: Board) -> list[Situation]:
-    """The first of each rank's that another member will never join: it is gone."""
+    """Return, of each rank, the first of these calls that another member will never join."""
     found = {s.rank: s for s in reversed([*unseen(now, board)]) if gone(s, now)}
     return [found[rank] for rank in sorted(found)]
 
@@ -204,7 +209,8 @@ def mismatch(board: Board) -> dict[int, Record] | None:
                 said.setdefault((record.channel, record.seq), {})[rank] = record
     different = []
     for by_rank in said.values():
-        if len({record.fingerprint for record in by_rank.values()}) > 1:
+        alike = len({record.fingerprint for record in by_rank.values()}) == 1
+        if not alike or unfitting(by_rank):
             different.append(by_rank)
     return min(different, key=lambda each: min(r.issued for r in each.values()), default=None)
 
@@ -221,7 +227,9 @@ def in_step(board: Board) -> bool:
 
 
 def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
-    """(what happened, what to do) for ranks that said different things."""
+    """Return (what happened, what to do) for ranks that said different things."""
+    if pairs := unfitting(by_rank):
+        return _explain_splits(by_rank, pairs)
     groups: dict[str, list[int]] = {}
     for rank, record in sorted(by_rank.items()):
         groups.setdefault(record.call, []).append(rank)
@@ -230,6 +238,28 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
     sides = [f"{name_some(ranks, world_size)} called {call}" for call, ranks in groups.items()]
     said = f"mismatch: {', '.join(sides[:-1])}, but {sides[-1]}."
     return said, _how_to_agree(list(by_rank.values()))
+
+
+def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) -> tuple[str, str]:
+    """Say how long the parts of an all_to_all are, and how long they should be.
+
+    One rank that is at fault is in all of the pairs: it comes first.
+    """
+    in_pairs = Counter(rank for pair in pairs for rank in pair)
+    odd, times = in_pairs.most_common(1)[0]
+    said = []
+    for sender, receiver in sorted(pairs, key=lambda pair: (odd not in pair, pair)):
+        ranks = by_rank[sender].ranks
+        sent = by_rank[sender].splits[0][ranks.index(receiver)]
+        expected = by_rank[receiver].splits[1][ranks.index(sender)]
+        elements = "" if said else " elements"
+        whose = f"rank {sender} sends {sent}{elements} to rank {receiver}"
+        said.append(f"{whose}, which expects {expected}")
+    advice = "What a rank sends to another must be as long as that one expects it."
+    if times == len(pairs) > 1:
+        advice += f" Rank {odd} is in all of these pairs: look at its splits first."
+    headline = f"mismatch: the splits of all_to_all disagree: {'; '.join(said)}."
+    return headline, f"{advice} Have you exchanged the counts first?"
 
 
 def _how_to_agree(records: list[Record]) -> str:
@@ -254,12 +284,12 @@ def _how_to_agree(records: list[Record]) -> str:
 
 
 def _far_apart(sizes: set[int]) -> bool:
-    """Whether they differ by more than a batch that shrank would make them."""
+    """Tell whether sizes differ by more than a batch that shrank would make them differ."""
     return max(sizes) > 2 * min(sizes)
 
 
 def explain_deadlock(now: list[Situation], stuck: list[int], board: Board) -> tuple[str, str]:
-    """(what happened, what to do) for ranks that wait for ranks that won't come."""
+    """Return (what happened, what to do) for ranks that wait for ranks that won't come."""
     waiting = [now[rank] for rank in stuck]
     never = sorted({rank for s in waiting for rank in gone(s, now)})
     advice = None
@@ -280,7 +310,7 @@ def explain_deadlock(now: list[Situation], stuck: list[int], board: Board) -> tu
 
 
 def ends_by_itself(now: list[Situation], stuck: list[int]) -> bool:
-    """Whether a wait of these ranks soon ends by the script's own timeout, which it may catch."""
+    """Tell whether the script's own timeout, which it may catch, soon ends one of these waits."""
     for s in (now[rank] for rank in stuck):
         for each in (s, *s.more):
             if each.call.limit_s is not None and each.call.limit_s <= PATIENCE_S:
@@ -289,14 +319,14 @@ def ends_by_itself(now: list[Situation], stuck: list[int]) -> bool:
 
 
 def explain_timeout(now: list[Situation], seconds: float, board: Board) -> tuple[str, str]:
-    """(what happened, what to do) where a wait ends by its timeout, after so many seconds."""
+    """Return (what happened, what to do) where a wait ended by its timeout after `seconds`."""
     if stuck := deadlocked(now) or polled_in_vain(now):
         return explain_deadlock(now, stuck, board)
     return explain_standstill(now, seconds)
 
 
 def explain_standstill(now: list[Situation], seconds: float) -> tuple[str, str]:
-    """(what happened, what to do) where ranks have waited for so long for ranks that may come."""
+    """Return (what happened, what to do) where ranks wait for ranks that may still come."""
     said = f"no progress for {seconds:.2g} s"
     waiting = [s for s in now if s.state in ("waiting", "polling") and s.missing]
     awaited = {rank for s in waiting for rank in s.missing}
@@ -312,7 +342,7 @@ def explain_standstill(now: list[Situation], seconds: float) -> tuple[str, str]:
 
 
 def waited_s(record: Record | None, error: BaseException) -> float:
-    """Return how long a wait took that ended by its timeout."""
+    """Return how many seconds a wait took that ended by its timeout."""
     of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))  # it counts from the call on
     if of_gloo or record is None:
         return int(of_gloo[1]) / 1e3 if of_gloo else 0.0
@@ -320,7 +350,7 @@ def waited_s(record: Record | None, error: BaseException) -> float:
 
 
 def _how_gone(waiting: list[Situation], now: list[Situation]) -> str:
-    """What the first rank that won't come has done instead."""
+    """Say what the first rank that won't come has done instead."""
     s = next(s for s in waiting if gone(s, now))
     other = now[gone(s, now)[0]]
     where = other.destroyed.get(group_of(s.call))
@@ -330,7 +360,7 @@ def _how_gone(waiting: list[Situation], now: list[Situation]) -> str:
 
 
 def _circle(waiting: list[Situation]) -> list[Situation]:
-    """Those that wait for each other; the rest only waits for them."""
+    """Select the ranks that wait for each other; the rest only wait for these."""
     awaited, found = {s.rank: set(s.missing) for s in waiting}, -1
     while found != (found := sum(map(len, awaited.values()))):  # each round looks further
         for ranks in awaited.values():
@@ -343,9 +373,9 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
 
 
 def _skipped(waiting: list[Situation], now: list[Situation], board: Board):
-    """(a call that somebody waits in, the rank that skipped it) on a circle, or None.
+    """Find a skipped call on a circle: (the call, the rank that skipped it, its last one), or None.
 
-    As far as that rank's own history tells: the last time that its calls went so, this came next.
+    The evidence is the rank's own history: the last time that its calls went so, this came next.
     """
     for s in waiting:
         for rank in s.missing:
@@ -358,7 +388,7 @@ def _skipped(waiting: list[Situation], now: list[Situation], board: Board):
 
 
 def _what_came_next(records: list[Record]) -> Record | None:
-    """The call after the longest run of calls that is like the last ones, from the same lines."""
+    """Return the call that followed the longest earlier run of the same lines as the last calls."""
     said = [(record.channel, record.place) for record in records]
     longest, following = 0, None
     for end in range(1, len(said)):
@@ -377,11 +407,12 @@ def _name_who_skipped(waiting: list[Situation], now: list[Situation], board: Boa
     _, rank, before = found
     said = f"Rank {rank} seems to have skipped the {before.op} that it made before"
     why = "Is it under an `if`, or did one loop end early?"
+    why += f" {COUNT_THEM}" if before.op in MESSAGES else ""
     return f"{said} ({describe_place(before.place)}). {why}"
 
 
 def _others(s: Situation, now: list[Situation], ranks: Sequence[int] | None = None) -> str:
-    """The ranks that `s` waits for, by name; "all others" of many."""
+    """Name the ranks that `s` waits for: "all others" where there are many."""
     ranks = s.missing if ranks is None else ranks
     if len(ranks) > MANY_RANKS and len(set(ranks) - {s.rank}) == len(now) - 1:
         return "all others"
@@ -389,7 +420,7 @@ def _others(s: Situation, now: list[Situation], ranks: Sequence[int] | None = No
 
 
 def name_some(ranks: Iterable[int], world_size: int) -> str:
-    """'ranks 0, 1 and 3'; of a large world 'all but rank 7', where that is shorter."""
+    """Name ranks: 'ranks 0, 1 and 3', or 'all but rank 7' where that is shorter."""
     ranks = list(ranks)
     rest = sorted(set(range(world_size)).difference(ranks))
     in_a_row = ranks == list(range(ranks[0], ranks[-1] + 1))
@@ -399,7 +430,10 @@ def name_some(ranks: Iterable[int], world_size: int) -> str:
 
 
 def _way_out(stuck: list[Situation], gone: bool) -> str:
-    """stuck: those on the circle, or, if `gone`, those that wait for ranks that have ended."""
+    """Say what to do.
+
+    stuck: those on the circle, or, if `gone`, those that wait for ranks that have ended.
+    """
     lost = next((s for s in stuck if s.lost), None)
     if lost:
         return _let_go(lost.call.peer, lost.lost)
@@ -407,8 +441,7 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     if "new_group" in ops:
         return "Every rank must call dist.new_group, also those that are not in the group."
     if not ops.isdisjoint(MESSAGES) and (gone or not ops.issubset(MESSAGES)):
-        both = "Every send needs a recv on the other rank, and every recv a send."
-        return f"{both} Count them on both sides."
+        return COUNT_THEM
     if gone:
         every = "Every rank of the group must make the call."
         return f"{every} Is it under an `if`, or did one loop end early?"
@@ -471,10 +504,9 @@ def _where(s: Situation, now: list[Situation]) -> str:
 
 
 def _guilty(now: list[Situation], board: Board) -> Record | None:
-    """The call at which ranks differ, or the first that waits for a rank which doesn't wait.
+    """Find the call at which ranks differ, or the first that waits for a rank which doesn't wait.
 
-    None: there is none. On a circle no call is more to blame than the others, unless one was
-    skipped.
+    On a circle no call is more to blame than the others, unless one was skipped: None.
     """
     different = mismatch(board)
     if different:
@@ -492,7 +524,7 @@ Columns = dict[int, dict[int, str]]  # {rank: {number of a call, from 1: what it
 
 
 def _calls(board: Board, ranks: list[int], guilty: Record | None, stuck: bool) -> list[str]:
-    """The last calls side by side, marked where they first differ.
+    """Put the last calls side by side, marked where they first differ.
 
     Of the group of the guilty call, counted in that group, then what all called besides: ranks with
     groups of their own rightly make other calls.
@@ -522,21 +554,24 @@ def _calls(board: Board, ranks: list[int], guilty: Record | None, stuck: bool) -
 
 
 def _group_calls(call: Record) -> str:
-    """Which calls a table has, if there are others."""
+    """Say which calls a table holds, where there are others."""
     if call.op in MESSAGES:
         return f"messages from rank {call.ranks[0]} to rank {call.ranks[1]}"
     return f"calls in {'the world' if call.group == 'world' else call.group}"
 
 
 def _without_group(record: Record) -> str:
-    """The call, where the heading names its group."""
+    """Write a call under a heading that names its group."""
     group = f"group {list(record.ranks)}"
     detail = record.detail.removesuffix(group).removesuffix(", ")
     return f"{record.op}({detail})"
 
 
 def _calls_of_all_groups(board: Board, ranks: list[int], stuck: bool) -> list[str]:
-    """Marked only if all ranks had to make the same calls: no messages, no groups of some."""
+    """Put all calls side by side; marked only if all ranks had to make the same ones.
+
+    Messages, and groups of some ranks, rightly differ.
+    """
     made = {rank: _numbered_calls(board, rank) for rank in ranks}
     differs, everybody = None, set(ranks)
     shared = (
@@ -553,7 +588,7 @@ def _calls_of_all_groups(board: Board, ranks: list[int], stuck: bool) -> list[st
 
 
 def _own_calls(made: Columns, world_size: int) -> Iterator[str]:
-    """The last calls of each rank, by its own count."""
+    """List the last calls of each rank, by its own count."""
     alike: dict[str, list[int]] = {}
     for rank, column in made.items():
         calls = [f"{number} {call}" for number, call in column.items()]
@@ -563,7 +598,7 @@ def _own_calls(made: Columns, world_size: int) -> Iterator[str]:
 
 
 def _oldest(made: Columns) -> int:
-    """The first number that no rank has forgotten."""
+    """Return the first number that no rank has forgotten."""
     return max(min(column, default=1) for column in made.values())
 
 
@@ -577,7 +612,7 @@ def _first_difference(said: Columns, stuck: bool) -> int | None:
 
 
 def _table(what: str, made: Columns, differs: int | None, world_size: int) -> list[str]:
-    """The last calls in columns, one for all ranks alike; `differs` is marked and in sight."""
+    """Lay the last calls out in columns, one for all ranks alike; `differs` is marked, in sight."""
     last = max((number for column in made.values() for number in column), default=0)
     if last == 0:
         return ["No rank has made a call."]

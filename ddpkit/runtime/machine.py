@@ -12,13 +12,13 @@ OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 
 
 def torch_requirement() -> str:
-    """The versions of torch that ddpkit was tried with, as pip takes them."""
+    """Return the versions of torch that ddpkit was tried with, as pip takes them."""
     (major, oldest), newest = OLDEST_TORCH, NEWEST_TORCH[1]
     return f"torch>={major}.{oldest},<{major}.{newest + 1}"
 
 
 def untried_torch(version: str) -> str:
-    """What a `version` of torch means that ddpkit wasn't tried with; "" for one that it was."""
+    """Say what an untried `version` of torch means; "" for one that ddpkit was tried with."""
     number = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if number < OLDEST_TORCH:
         return "older than any that ddpkit was tried with: calls that it needs may be missing"

@@ -88,7 +88,7 @@ class Rank:
         return main_thread
 
     def ask_stacks(self) -> list[list[tuple[str, int, str]]]:
-        """The stacks of all threads that run Python, the main thread's last."""
+        """Return the stacks of all threads that run Python, the main thread's last."""
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
             return []
@@ -163,7 +163,7 @@ def threads_of_a_rank(world_size: int) -> int:
 
 
 def _check_room(folder: Path, nbytes: int):
-    """OSError on a full disk, where writing to the board would end this process without a word."""
+    """Raise OSError on a full disk: a write to the board would end this process without a word."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         needs = f"the ranks' files take {size(nbytes)}, and {size(free)} are free"
@@ -189,9 +189,9 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
 
 @contextlib.contextmanager
 def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
-    """Lock a folder meanwhile, or until this process ends, in whatever way; whether that worked.
+    """Hold a lock on a folder, at most until this process ends; yields whether it was to be had.
 
-    shared: with others that lock it so, as the ranks of a session do.
+    shared: several processes may hold it so at once, as the ranks of a session do.
     """
     if os.name != "posix":
         yield False
@@ -249,7 +249,7 @@ def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
 
 
 def cpu_ticks(pid: int, of_main_thread: bool = False) -> int | None:
-    """User and system time of a process so far, or of its main thread, where /proc tells."""
+    """Return the CPU time of a process so far, or of its main thread, where /proc tells."""
     path = Path(f"/proc/{pid}/task/{pid}/stat" if of_main_thread else f"/proc/{pid}/stat")
     try:
         fields = path.read_text().rpartition(")")[2].split()
@@ -275,7 +275,7 @@ def warm_up():
 
 
 def is_starting() -> bool:
-    """Whether a rank is being started just now: the first one waits until the server has torch."""
+    """Tell whether a rank is being started; the first one waits until the server has torch."""
     return _starting.locked()
 
 

@@ -18,7 +18,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from .board import CALLERS, DISAGREES, SLOTS, Board, Record, hash32
+from .board import CALLERS, DISAGREES, SLOTS, Board, Record, hash32, unfitting
 from .link import Link
 from .streams import Streams
 
@@ -123,9 +123,13 @@ class Recorder:
         channel, fingerprint = said.hashes
         for rank in said.ranks:
             found = self.board.find(rank, channel, seq) if rank != self.rank else None
-            if found is not None and found[1] != fingerprint:
-                theirs = self.board.record(rank, found[0])
+            if found is None or (found[1] == fingerprint and said.splits is None):
+                continue
+            theirs = self.board.record(rank, found[0])
+            if found[1] != fingerprint:
                 return {} if theirs is None else {rank: theirs}
+            if theirs is not None and unfitting({self.rank: record, rank: theirs}):
+                return {rank: theirs}
         return None
 
     def came_from(self, record: Record, peer: int, channel: str):
@@ -159,7 +163,7 @@ class Recorder:
             self.board.set_waiting(self.rank, None, self._caller())
 
     def polled(self, record: Record):
-        """Note that somebody asked whether `record` is complete, and it isn't: a wait, perhaps."""
+        """Note that the program asked whether `record` is complete, in vain: it waits, perhaps."""
         if self.board is not None and record.done is None:
             self.board.set_polled(self.rank, record.number, time.perf_counter())
 
@@ -171,20 +175,24 @@ class Recorder:
 
     def keep(self, group: object, name: str, ranks: tuple[int, ...]):
         """Keep a destroyed group, with its connections, until all its members have destroyed it."""
-        self._kept.append((group, name, ranks))
+        with self._lock:
+            self._kept.append((group, name, ranks))
         self.release()
 
     def release(self):
         """Let go of the groups that all their members have destroyed."""
-        for kept in list(self._kept):
-            _, name, ranks = kept
-            if all(name in self.board.destroyed(rank) for rank in ranks):
-                self._kept.remove(kept)
+        let_go = []  # their destructors run after the lock: they wait for threads that may want it
+        with self._lock:
+            for kept in list(self._kept):
+                _, name, ranks = kept
+                if all(name in self.board.destroyed(rank) for rank in ranks):
+                    self._kept.remove(kept)
+                    let_go.append(kept)
 
     def _caller(self) -> int:
         """Return the place of this thread on the board, for as long as the thread lives.
 
-        A thread of C++, as autograd's on a GPU, lives for Python only while it runs Python code.
+        For Python, a C++ thread such as autograd's on a GPU lives only while it runs Python code.
         """
         try:
             return self._this_thread.caller.place
@@ -328,7 +336,7 @@ class _Caller:
 
 
 def _idles(frame: types.FrameType | None) -> bool:
-    """Whether a thread waits for work: it runs nothing but Python's own code, as a pool's do."""
+    """Tell whether a thread waits for work, as a pool's does: only Python's own code is running."""
     return _innermost(frame, is_pythons) is None
 
 
@@ -351,13 +359,13 @@ def is_library(file: str) -> bool:
 
 @cache
 def is_pythons(file: str) -> bool:
-    """Whether `file` is Python's own; what is installed may lie in a folder within Python's."""
+    """Tell whether `file` is Python's own; installed packages may lie in a folder within."""
     return file.startswith(_PYTHONS_OWN) and not is_installed(file)
 
 
 @cache
 def is_installed(file: str) -> bool:
-    """Whether `file` was installed, as a framework is; the reader's own code stands elsewhere."""
+    """Tell whether `file` was installed, as a framework is; the reader's own code isn't."""
     return file.startswith(_INSTALLED_FOLDERS)
 
 

@@ -74,7 +74,8 @@ class Session:
         self._burned: dict[int, tuple[int | None, float]] = {}  # CPU of a rank, since when so much
         self._sleepers: set[int] = set()
         self._clocks: dict[int, float] = {}  # clock_s of ranks on other machines
-        self._differed = False  # whether the last look found a mismatch
+        self._looked_at: list[int] | None = None  # the board's events at the last look
+        self._different: dict[int, Record] | None = None  # the mismatch that it found
         self._words_at: set[tuple | None] = set()  # the lines of which a word was said
 
     def _open_board(self) -> Board:
@@ -118,7 +119,7 @@ class Session:
     # Watching
 
     def _watch(self) -> None:
-        """On each rank: say where it is, end when a report is out. On the first: look for hangs."""
+        """Say where this rank is, end it after a report; on the first rank, look for hangs."""
         main_thread = threading.main_thread().ident
         quiet_since, events = time.perf_counter(), None
         with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0's machine with it
@@ -145,26 +146,27 @@ class Session:
 
         A mismatch is told at the second look, when the pages of all who made that call are there.
         """
-        different, now = hang.mismatch(self.board), hang.situations(self.board)
+        before = self._different
+        if events != self._looked_at:
+            self._looked_at, self._different = events, hang.mismatch(self.board)
+        different, now = self._different, hang.situations(self.board)
         for hidden in hang.abandoned(now, self.board):
             if hidden.call.on_stream or hidden.rank in self._sleepers:
                 now[hidden.rank] = hidden
         stuck = hang.deadlocked(now)
         went_on = self.board.events() != events  # while it was read
-        if different and self._differed:
+        if different and before:
             self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
         elif stuck and not different and not went_on:
+            said = hang.explain_deadlock(now, stuck, self.board)
             if hang.ends_by_itself(now, stuck):
-                self._say(*hang.explain_deadlock(now, stuck, self.board), now)
+                self._say(*said, now)
             else:
-                self.tell(
-                    hang.report(*hang.explain_deadlock(now, stuck, self.board), now, self.board)
-                )
+                self.tell(hang.report(*said, now, self.board))
         elif quiet_s > SLEEPS_S and (stuck := hang.polled_in_vain(now)) and not went_on:
             self._say(*hang.explain_deadlock(now, stuck, self.board), now)
         elif quiet_s > STANDSTILL_S and any(s.state == "waiting" for s in now):
             self._say(*hang.explain_standstill(now, quiet_s), now)
-        self._differed = bool(different)
 
     def _timed_out(self, record: Record, error: BaseException) -> None:
         """Say why a wait ends by its timeout, before the error, which the script may catch."""
@@ -177,7 +179,7 @@ class Session:
         self._say(*hang.explain_timeout(now, seconds, self.board), now)
 
     def _say(self, headline: str, advice: str, now: list[hang.Situation]) -> None:
-        """Print a word that ends nothing, once for a line that waits, not twice within seconds."""
+        """Print a report that ends nothing: once for each line, and at most every `WORDS_S`."""
         line = next((s.place for s in now if s.state in ("waiting", "polling")), None)
         word = self.folder / "word"
         if line in self._words_at or self._report_is_out():
@@ -190,7 +192,8 @@ class Session:
             word.touch(exist_ok=False)
         except OSError:  # another rank has just said it
             return
-        text = hang.report(headline, advice, now, self.board, stuck=False)
+        stuck = bool(hang.deadlocked(now) or hang.polled_in_vain(now))
+        text = hang.report(headline, advice, now, self.board, stuck)
         print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
 
     def _terminated(self) -> None:
@@ -208,9 +211,9 @@ class Session:
         self.tell(text, -signal.SIGTERM)
 
     def _note_sleepers(self) -> None:
-        """Which ranks of this machine burn no CPU, where /proc tells.
+        """Note which ranks of this machine burn no CPU in their main threads, where /proc tells.
 
-        In their main threads: the one that watches here burns some itself.
+        The main threads alone, since the thread that runs this burns some itself.
         """
         now = time.perf_counter()
         for rank in self.here:
@@ -247,7 +250,7 @@ class Session:
             self._take_pages(set(range(self.world_size)).difference(self.here))
 
     def _take_pages(self, ranks: set[int]) -> None:
-        """Put what ranks of other machines have written on this machine's board."""
+        """Copy the pages of ranks of other machines onto this machine's board."""
         for rank in ranks:
             key = f"ddpkit/page/{rank}"
             if self.store.check([key]):
@@ -282,7 +285,7 @@ class Session:
     def end(self, code: int = 1, cause: bool = False) -> None:
         """Exit, the cause first: torchrun reports whoever goes first, and then ends the others.
 
-        code: for torchrun; that of SIGTERM, negative, ends the rank by that signal.
+        code: the exit status; -SIGTERM ends the rank by that signal.
         """
         self._over.set()
         sys.stdout.flush()
@@ -329,10 +332,6 @@ class Session:
             for call in self.board.records(rank)[-1:]:
                 if call.done is None:
                     said.append(f"  in {call.call}, {hang.describe_place(call.place)}")
-                if call.done is None and call.op == "all_to_all":
-                    said.append(
-                        "Does each rank send what the others expect of it? Look at the splits."
-                    )
             return "\n".join(said)
         code, place = exit
         return f"rank {rank} called os._exit({code})\n  {hang.describe_place(place)}"
@@ -425,7 +424,7 @@ class Session:
 
 
 def _own_lines(error: BaseException) -> list[str]:
-    """The way to an error through the script's own code, and where a framework raised it."""
+    """Trace an error through the script's own lines, and name the framework's that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
     own = [f for f in frames if not is_installed(f.filename)]
     if own and is_installed(frames[-1].filename):

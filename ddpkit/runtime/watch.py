@@ -164,8 +164,11 @@ class Watch:
         return before is not None and after == before
 
     def _other_threads_idle(self, rank: int) -> bool:
-        """Whether all threads but the main one wait for work, as those of a pool do."""
-        for stack in self.ranks[rank].ask_stacks()[:-1]:
+        """Tell whether all threads but the main one wait for work, as those of a pool do."""
+        stacks = self.ranks[rank].ask_stacks()
+        if not stacks:  # nobody knows: they may be busy
+            return False
+        for stack in stacks[:-1]:
             files = [file for file, _, _ in stack]
             if worker.__file__ not in files and not all(map(is_pythons, files)):
                 return False
@@ -193,7 +196,7 @@ class Watch:
         return hang.report(headline, advice, now, self.board, stuck is not None)
 
     def _place(self, rank: int) -> tuple[str, int, str] | None:
-        """The line of its own code that a rank's main thread is at."""
+        """Return the line of the reader's own code that a rank's main thread is at."""
         stack = self.ranks[rank].ask_stack()
         outside_torch = [frame for frame in stack if not is_library(frame[0])]
         own = (frame for frame in outside_torch if not is_installed(frame[0]))
@@ -259,7 +262,7 @@ class Watch:
         self.fail(RankError, "\n".join(lines), rank=culprit)
 
     def _exit_line(self, rank: int) -> list[str]:
-        """The line that called os._exit, if that is how a rank left."""
+        """Show the line that called os._exit, if that is how a rank left."""
         noted = exits.noted_exit(self.ranks[rank].assignment.path("exit").parent, rank)
         return [f"  {hang.describe_place(noted[1])}"] if noted else []
 

@@ -44,7 +44,8 @@ NEVER = timedelta(days=365)  # no timeout: under `launch`, unless the reader giv
 class WireWork(Work):
     """The handle of a call. `wait` marks the rank as waiting, so that a hang can be explained.
 
-    inner: the handle of the real group. until_done: what `wait` stops in, if not in that one's.
+    inner: the handle of the real group. until_done: what `wait` stops in, if not in that one's
+    wait, which it is given.
     delivered: by an emulated link, of a collective.
     """
 
@@ -54,7 +55,7 @@ class WireWork(Work):
         record: Record,
         recorder: Recorder,
         arriving: Sequence[torch.Tensor] = (),
-        until_done: Callable[[], object] | None = None,
+        until_done: Callable[[Callable], object] | None = None,
         delivered: torch.futures.Future | None = None,
     ):
         super().__init__()
@@ -67,8 +68,10 @@ class WireWork(Work):
         record.waits += 1
         record.limit_s = timeout.total_seconds() if timeout else record.limit_s
         if record.waits == 1 or record.done is None:  # Gloo would wait for a second message
-            in_time = partial(self.inner.wait, timeout) if timeout else self.inner.wait
-            self._recorder.wait(record, self._until_done or in_time, self._arriving)
+            until_done = partial(self.inner.wait, timeout) if timeout else self.inner.wait
+            if self._until_done:
+                until_done = partial(self._until_done, until_done)
+            self._recorder.wait(record, until_done, self._arriving)
         return True
 
     synchronize = wait
@@ -138,6 +141,22 @@ def _flat(tensors) -> Sequence[torch.Tensor]:
     if tensors and isinstance(tensors[0], torch.Tensor):
         return tensors
     return [tensor for each in tensors for tensor in each]
+
+
+def _splits(args: tuple, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return how many elements an all_to_all sends to each member, and expects from each.
+
+    args: lists of tensors, or tensors whose rows are shared out: evenly, where no sizes are given.
+    """
+    received, sent, *sizes, _ = args
+    if not isinstance(sent, torch.Tensor):
+        return tuple(map(torch.Tensor.numel, sent)), tuple(map(torch.Tensor.numel, received))
+    counts = []
+    for tensor, rows in zip((sent, received), reversed(sizes or ([], [])), strict=True):
+        row = tensor.numel() // max(1, len(tensor))
+        even = [len(tensor) // world_size] * world_size
+        counts.append(tuple(count * row for count in rows or even))
+    return tuple(counts)
 
 
 SHAPE = attrgetter("shape")
@@ -236,7 +255,9 @@ class WireGroup(dist.ProcessGroup):
         shapes = tuple(map(SHAPE, handed))
         alike = (arriving[0].shape,) if op == "scatter" else shapes
         dtype = handed[0].dtype if handed else None
-        record = self._record(wording.collective, op, alike, shapes, dtype, reduction, root)
+        splits = _splits(args, len(self.ranks)) if op == "all_to_all" else None
+        what = op, alike, shapes, dtype, reduction, root, splits
+        record = self._record(wording.collective, *what)
         asynchronous, call = getattr(opts, "asyncOp", True), getattr(self.inner, method)
         if streams := recorder.streams and self._streams(handed):
             return streams.call(record, partial(call, *args), sent, arriving, asynchronous)
@@ -245,7 +266,9 @@ class WireGroup(dist.ProcessGroup):
         if recorder.link is not None:
             delivered = torch.futures.Future()
             self._deliveries.submit(_deliver, recorder, inner, record, arriving, delivered)
-            return WireWork(inner, record, recorder, arriving, delivered.wait, delivered)
+            return WireWork(
+                inner, record, recorder, arriving, lambda _: delivered.wait(), delivered
+            )
         if not asynchronous:
             record.waits = 1
             return recorder.wait(record, inner.wait, arriving)
@@ -283,8 +306,8 @@ class WireGroup(dist.ProcessGroup):
         recorder.issue(record, (), tensors[0])
         inner = self.inner.recv_anysource(tensors, tag)
 
-        def until_done():
-            inner.wait()
+        def until_done(wait):
+            wait()
             source = inner._source_rank()
             channel = self._member.channel(source, self._member.rank, tag)
             recorder.came_from(record, self.ranks[source], channel)
@@ -299,7 +322,7 @@ class WireGroup(dist.ProcessGroup):
 
     def _handle(self, inner: Work, record: Record, arriving: Sequence[torch.Tensor] = ()):
         recorder = self.recorder
-        held_back = partial(_through_link, recorder, inner, record) if recorder.link else None
+        held_back = partial(_through_link, recorder, record) if recorder.link else None
         return WireWork(inner, record, recorder, arriving, held_back)
 
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
@@ -343,7 +366,7 @@ class WireGroup(dist.ProcessGroup):
         if inner is None:
             return None
         name, members = f"{group_name}#{self.recorder.worlds}", tuple(self.ranks[r] for r in ranks)
-        part = WireGroup(inner, name, members, self.recorder, self.device, timeout)
+        part = type(self)(inner, name, members, self.recorder, self.device, timeout)
         part.setGroupName(group_name)
         return part
 
@@ -376,14 +399,14 @@ def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.
     recorder.done(record, arriving)
 
 
-def _through_link(recorder: Recorder, inner: Work, record: Record):
-    inner.wait()
+def _through_link(recorder: Recorder, record: Record, wait: Callable):
+    wait()
     _hold_back(recorder, record)
 
 
 def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, delivered):
     try:
-        _through_link(recorder, inner, record)
+        _through_link(recorder, record, inner.wait)
         recorder.done(record, arriving)
         delivered.set_result(arriving)
     except BaseException as error:
@@ -407,10 +430,10 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         # Under `launch`, torch's default of 30 minutes is no timeout.
         by_default = one_machine and options.timeout == c10d.default_pg_timeout
         timeout = NEVER if by_default else options.timeout
-        kind = WireGroup
+        group_class = WireGroup
         if recorder.check_buffers:
-            from .buffers import CheckedGroup as kind
-        group = kind(inner, name, ranks, recorder, device, timeout)
+            from .buffers import CheckedGroup as group_class
+        group = group_class(inner, name, ranks, recorder, device, timeout)
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
@@ -497,9 +520,9 @@ def _named_backend(group=None):
 
 @functools.wraps(_new_group)
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
-    """dist.new_group, on the wire, too, where the script asks for Gloo by name and has it already.
+    """Make a group as dist.new_group does; one that asks for Gloo by name is on the wire, too.
 
-    As those do that write checkpoints in a thread.
+    Programs that write checkpoints in a thread ask so.
     """
     world = c10d._get_default_group()
     wired = isinstance(world, WireGroup) and world.inner_name == "gloo"

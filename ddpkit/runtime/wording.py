@@ -70,8 +70,13 @@ def collective(
     dtype: torch.dtype | None,
     reduction: int | None,
     root: int | None,
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
 ) -> Said:
-    """alike: shapes of what all must bring alike. shapes: of what this rank hands in."""
+    """Put together what a collective says.
+
+    alike: shapes of what all must bring alike. shapes: of what this rank hands in. splits: as in
+    `Said`.
+    """
     nbytes = sum(map(torch.Size.numel, shapes)) * dtype.itemsize if dtype else 0
     said = [f"{sum(map(torch.Size.numel, alike))} {_name(dtype)}"] if dtype else []
     said += [REDUCTIONS[reduction]] if reduction is not None else []
@@ -84,7 +89,7 @@ def collective(
     detail = ", ".join(said + _in_group(member))
     words = op, member.label, member.ranks, member.name, " ".join(alike), detail
     shape = tuple(shapes[0]) if shapes else ()
-    return Said(*words, nbytes, peer, shape, _name(dtype), *place)
+    return Said(*words, nbytes, peer, shape, _name(dtype), *place, splits)
 
 
 @once
