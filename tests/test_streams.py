@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from fake_nccl import on_nccl
 from test_board import call
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -39,6 +40,11 @@ class Event:
 
 class Gpu:
     """Makes events, which `happen` in the order of their making, or never (None)."""
+
+    captures = False
+
+    def capturing(self):
+        return self.captures
 
     def __init__(self):
         self.events = []
@@ -253,64 +259,18 @@ def test_a_stream_waits_for_ever_only_if_no_program_may_still_come(board):
     assert [s.state for s in hang.situations(board)] == ["computing", "returned"]
 
 
-class GlooAsGpu(Gpu):
-    """Real calls through Gloo, of which the events tell as NCCL's would."""
-
-    def both_clocks(self):
-        return self.mark(), time.perf_counter()
-
-    def use(self):
-        pass
-
-    def mark(self):
-        event = Event()
-        event.at = time.perf_counter()
-        return event
-
-    def mark_end(self, work, _):
-        self.events.append(Ends(work, self.events[-1:]))
-        return self.events[-1]
-
-
-class Ends(Event):
-    """Over when `work` is, and what is before it on its stream."""
-
-    def __init__(self, work, before):
-        self.work, self.before = work, before
-
-    def query(self):
-        free = all(event.query() for event in self.before)
-        if self.at is None and free and self.work.is_completed():
-            self.at = time.perf_counter()
-        return self.at is not None
-
-
-def as_on_a_gpu(*groups):
-    """From now on the wire doesn't know the groups' Gloo from NCCL."""
-    for group in groups:
-        gloo = group.inner.allreduce
-
-        def allreduce(tensors, opts, gloo=gloo):
-            work = gloo(tensors, opts)
-            return SimpleNamespace(wait=lambda: None, is_completed=work.is_completed, gloo=work)
-
-        group.inner = SimpleNamespace(allreduce=allreduce)
-        group._streams = lambda _: recorder().streams  # its tensors are as if on a GPU
-    recorder().streams = Streams(recorder(), GlooAsGpu())
-    recorder().streams.watch()
-
-
 def test_streams_that_wait_for_each_other_have_hang_after():
     """Their programs, of which nothing is heard, might still come."""
 
     def waits():
         groups = dist.group.WORLD, dist.new_group([0, 1])
-        as_on_a_gpu(*groups)
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)  # from now on they are connected
         dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()], async_op=True).wait()
         time.sleep(60)
 
     with pytest.raises(HangError) as caught:
-        launch(waits, world_size=2, timeout=60, hang_after=1.0)
+        launch(on_nccl(waits, reads=False), world_size=2, timeout=60, hang_after=1.0)
     said = "deadlock: each waits for another: rank 0 for rank 1 in all_reduce, rank 1 for rank 0"
     assert str(caught.value).startswith(said)
 
@@ -318,7 +278,6 @@ def test_streams_that_wait_for_each_other_have_hang_after():
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_call_that_never_ends_is_reported_as_on_the_cpu(goes_on):
     def waits():
-        as_on_a_gpu(dist.group.WORLD)
         work = dist.all_reduce(torch.ones(1), async_op=True)
         work.wait()
         if dist.get_rank() == 0:
@@ -327,7 +286,7 @@ def test_a_call_that_never_ends_is_reported_as_on_the_cpu(goes_on):
             time.sleep(60 * goes_on)
 
     with pytest.raises(HangError) as caught:
-        launch(waits, world_size=2, timeout=60)
+        launch(on_nccl(waits, reads=False), world_size=2, timeout=60)
     text = str(caught.value)
     assert text.startswith("deadlock: rank 0 waits in all_reduce for rank 1, which has returned.")
     state = "its stream waiting" if goes_on else "waiting"
@@ -336,11 +295,10 @@ def test_a_call_that_never_ends_is_reported_as_on_the_cpu(goes_on):
 
 def test_a_run_ends_with_the_times_of_all_calls():
     def waits():
-        as_on_a_gpu(dist.group.WORLD)
         works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
         works[0].wait()
 
-    for records in launch(waits, world_size=2, timeout=60).wire:
+    for records in launch(on_nccl(waits), world_size=2, timeout=60).wire:
         assert all(r.issued <= r.started <= r.done for r in records)
         assert all(a.done <= b.started for a, b in itertools.pairwise(records))
         assert [r.waited is None for r in records] == [False, True, True]

@@ -54,6 +54,17 @@ class _Calls:
         others = (other for other in call.ranks if other != rank)
         return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
 
+    def in_front(self, call: Record, rank: int) -> Record:
+        """Return what holds up `call` of `rank`: itself, or one before it that others don't join.
+
+        A group's calls on a GPU go one after the other, and the parts of a batch all at once.
+        """
+        for before in self.records[rank]:
+            in_line = before.on_stream and group_of(before) == group_of(call)
+            if in_line and before.issued <= call.issued and self.missing(before, rank):
+                return before
+        return call
+
     def lost(self, call: Record) -> Record | None:
         """The other side of a message, if nobody waited for its handle: it may never complete."""
         if call.op not in MESSAGES or call.peer is None:
@@ -97,8 +108,11 @@ def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
         first, *first.more = waits
         first.has_free_thread = board.threads(rank) > len(waits)
         return first
-    held = (r for r in calls.records[rank] if r.on_stream and r.waited)
-    if (call := next(held, None)) is not None:
+    held = [r for r in calls.records[rank] if r.on_stream and r.waited]
+    if held:
+        last_in_line = {group_of(r): r for r in held}.values()
+        in_front = (calls.in_front(r, rank) for r in last_in_line)
+        call = next((r for r in in_front if calls.missing(r, rank)), held[0])
         return Situation(rank, ON_STREAM, call, calls.missing(call, rank), call.place)
     if (call := _polled(board, rank)) is not None:
         return Situation(rank, "polling", call, calls.missing(call, rank), call.place)
@@ -106,6 +120,7 @@ def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
 
 
 def _wait(calls: _Calls, rank: int, call: Record) -> Situation:
+    call = calls.in_front(call, rank)
     lost = calls.lost(call)
     missing = (call.peer,) if lost else calls.missing(call, rank)
     return Situation(rank, "waiting", call, missing, call.place, lost)

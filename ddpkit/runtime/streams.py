@@ -9,9 +9,13 @@ In a record, on the clock of the host:
     stream   that of its group; "current" if it wasn't asynchronous: NCCL runs it there
     started  its inputs were ready, and the call before it on its stream was done; until then None
     waited   the current stream came to wait for it: what of it is later than that is exposed
+
+What is captured in a CUDA graph is written down once, on the stream "graph", as done when it was
+captured: events must not be asked there. When a graph is replayed, nothing is seen.
 """
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections import deque
@@ -63,15 +67,27 @@ class Cuda:
         torch.cuda.synchronize(self.device)
         return event, (begun + time.perf_counter()) / 2
 
+    def capturing(self) -> bool:
+        """Tell whether the current stream is being captured in a graph: no event of it is asked."""
+        return torch.cuda.is_current_stream_capturing()
+
     def use(self):
-        """Let this thread ask for events without a context on GPU 0."""
+        """Let this thread ask for events: with no context on GPU 0, and while another captures.
+
+        CUDA forbids the latter, and spoils the graph, unless the thread says that it minds only
+        captures of its own. Where its library isn't found, that stays so.
+        """
         torch.cuda.set_device(self.device)
+        thread_local = ctypes.c_int(1)
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(thread_local))
 
 
 class StreamWork(Work):
     """The handle of a call on a GPU: `wait` puts the current stream behind it, and returns.
 
-    inner: None as long as a batch isn't complete. before: the event in front of the call.
+    inner: None as long as a batch isn't complete. before: the event in front of the call; None if
+    it is captured in a graph.
     """
 
     def __init__(self, inner: Work | None, record: Record, before, arriving, streams: "Streams"):
@@ -116,9 +132,9 @@ class Streams:
 
     def _watch(self):
         self._gpu.use()
-        with contextlib.suppress(RuntimeError):  # the GPU failed: the program hears of it, too
-            while True:
-                time.sleep(LOOK_S)
+        while True:
+            time.sleep(LOOK_S)
+            with contextlib.suppress(RuntimeError):  # the GPU failed: the program hears of it, too
                 self.read()
 
     def call(
@@ -135,22 +151,46 @@ class Streams:
         """
         record.stream, record.started = (record.group if asynchronous else "current"), None
         self.recorder.issue(record, sent, (*sent, *arriving)[0])
-        before, inner = self._gpu.mark(), call()
+        before = None if self._gpu.capturing() else self._gpu.mark()
+        inner = self.make(record, call)
         if asynchronous:
             work = StreamWork(inner, record, before, arriving, self)
             if inner is not None:
                 self.end([work], inner, (sent, arriving))
             return work
+        if before is None:
+            self._captured(record)
+            return None
         self._pending.append(([record], {"waited": before}, ()))
         self._pending.append(([record], {"started": before, "done": self._gpu.mark()}, ()))
         self.recorder.arrived(record, arriving)
         return None
+
+    def make(self, record: Record, call: Callable[[], Work | None]) -> Work | None:
+        """Make a call. Until NCCL is connected with its peers, it stops the program there."""
+        self.recorder.stands_at(record)
+        try:
+            return call()
+        finally:
+            self.recorder.waited()
+
+    def batch(self, works: Sequence[StreamWork], complete: Callable[[], Work]):
+        """Complete a batch: only now its messages are on their way, all at once."""
+        self.end(works, self.make(works[-1].record, complete))
+
+    def _captured(self, record: Record):
+        record.stream, record.started = "graph", record.issued
+        self.recorder.done(record, at=record.issued)
 
     def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
         """Note the end of `inner`, which is all of these works: one, or a batch."""
         for work in works:
             work.inner = inner
         first = works[0]
+        if first.before is None:
+            for work in works:
+                self._captured(work.record)
+            return
         events = {"started": first.before, "done": self._gpu.mark_end(inner, first.record)}
         kept = tensors if first.record.op in WITHOUT_FUTURE else ()
         self._pending.append(([work.record for work in works], events, kept))
@@ -158,7 +198,7 @@ class Streams:
     def wait(self, work: StreamWork):
         """Put the current stream behind `work`."""
         work.record.waits += 1
-        if work.record.waits == 1:
+        if work.record.waits == 1 and not self._gpu.capturing():
             self._pending.append(([work.record], {"waited": self._gpu.mark()}, ()))
         work.inner.wait()
         self.recorder.arrived(work.record, work.arriving)
@@ -167,19 +207,22 @@ class Streams:
         """Write down what is over by now, without waiting; returns the records of what isn't."""
         with self._reading:
             left = []
-            for _ in range(len(self._pending)):
-                records, events, kept = self._pending.popleft()
-                if all(event.query() for event in events.values()):
-                    self._note(records, events)
-                else:
-                    left.append((records, events, kept))
-            self._pending.extendleft(reversed(left))
+            try:
+                for _ in range(len(self._pending)):
+                    left.append(self._pending.popleft())
+                    records, events, _ = left[-1]
+                    if all(event.query() for event in events.values()):
+                        self._note(records, events)
+                        left.pop()
+            finally:  # an event that can't be asked now is asked again
+                self._pending.extendleft(reversed(left))
             return [record for records, *_ in left for record in records]
 
     def _note(self, records: list[Record], events: dict):
         times = {}
-        for name, event in events.items():
-            times[name] = self._begun + self._origin.elapsed_time(event) / 1e3
+        for name, event in events.items():  # two clocks drift apart: nothing is before its call
+            at = self._begun + self._origin.elapsed_time(event) / 1e3
+            times[name] = max(at, records[0].issued)
         if "waited" in times:
             records[0].waited = times["waited"]
             self.recorder.write_again(records[0])
@@ -189,7 +232,7 @@ class Streams:
         self._busy_until[stream] = times["done"]
         for record in records:
             record.started = started
-            self.recorder.done(record, at=times["done"])
+            self.recorder.done(record, at=max(times["done"], record.issued))
 
     def settle(self):
         """Stop until all calls are done. The rank is marked as waiting: one may never be."""

@@ -123,10 +123,10 @@ class Watch:
                 now[hidden.rank] = hidden
         overdue = quiet_s > self.hang_after + self._emulated_s()
         for s in now:
-            if overdue and s.state == hang.ON_STREAM:  # its program waits for the GPU by now
-                s.state = "waiting"
-        for s in now:
-            if s.has_free_thread and not hang.gone(s, now):
+            if overdue:  # by now its program waits for the GPU, its threads for each other
+                s.state = "waiting" if s.state == hang.ON_STREAM else s.state
+                s.has_free_thread = False
+            elif s.has_free_thread and not hang.gone(s, now):
                 s.has_free_thread = not self._other_threads_idle(s.rank)
         stuck = hang.deadlocked(now)
         if not stuck and overdue:

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -233,8 +234,10 @@ class WireGroup(dist.ProcessGroup):
 
     def barrier(self, opts=None):
         opts = opts or dist.BarrierOptions()
-        if self.recorder.streams:  # so that it is wait() in which NCCL stops the program
-            opts.asyncOp = True
+        if self.recorder.streams:
+            opts.asyncOp = True  # so that it is wait() in which NCCL stops the program
+            if not opts.device_ids:
+                opts.device = self.device
         return self._collective("barrier", "barrier", (opts,), [], [])
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks=False):
@@ -262,7 +265,8 @@ class WireGroup(dist.ProcessGroup):
         if streams := recorder.streams and self._streams(handed):
             return streams.call(record, partial(call, *args), sent, arriving, asynchronous)
         recorder.issue(record, sent, handed[0] if handed else None)
-        inner = call(*args)
+        on_gpu = recorder.streams and op == "barrier"
+        inner = recorder.streams.make(record, partial(call, *args)) if on_gpu else call(*args)
         if recorder.link is not None:
             delivered = torch.futures.Future()
             self._deliveries.submit(_deliver, recorder, inner, record, arriving, delivered)
@@ -272,7 +276,7 @@ class WireGroup(dist.ProcessGroup):
         if not asynchronous:
             record.waits = 1
             return recorder.wait(record, inner.wait, arriving)
-        if not (recorder.streams and op == "barrier"):  # NCCL's is done now
+        if not on_gpu:  # whose future is done now
             with contextlib.suppress(RuntimeError):  # Gloo's reduce_scatter gives no future
                 inner.get_future().add_done_callback(partial(_finished, recorder, record, arriving))
         return WireWork(inner, record, recorder, arriving)
@@ -437,8 +441,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
-                on_gpu = _nccl(options, device)
-                group.bound_device_id = device
+                on_gpu = _nccl(options, device, timeout)
                 store = dist.PrefixStore("cpu", options.store)
                 on_cpu = _gloo(options, store, timeout, one_machine, calm)
                 if recorder.streams is None:
@@ -457,11 +460,21 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
     if c10d.get_backend is not _named_backend:
         for module in (dist, c10d):
             module.get_backend, module.batch_isend_irecv = _named_backend, _batched
-            module.new_group = _wired_group
+            module.new_group, module.split_group = _wired_group, _wired_split
+    if backend == "nccl":  # `WireGroup.barrier` names the device
+        warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
 
 
-def _nccl(options, device: torch.device):
+def _nccl(options, device: torch.device, timeout: timedelta):
+    """Connect a communicator of NCCL's.
+
+    `bound_device_id` stays None: torch would take it for leave to split this communicator, which
+    all members of the world must do together, and the members of a new group make one of their own.
+    """
+    # Six lines on each rank, of messages that go one after the other: see `pipeline.py`.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     nccl = dist.ProcessGroupNCCL.Options()
+    nccl._timeout = timeout
     nccl.global_ranks_in_group = options.global_ranks_in_group
     real = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl)
     real.eager_connect_single_device(device)
@@ -506,10 +519,10 @@ def _let_others_go_first(readers: set[str]):
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
-# torch's own three functions, and what stands in their place in a rank.
+# torch's own four functions, and what stands in their place in a rank.
 
 _get_backend, _batch_isend_irecv = c10d.get_backend, c10d.batch_isend_irecv
-_new_group = c10d.new_group
+_new_group, _split_group = c10d.new_group, c10d.split_group
 
 
 def _named_backend(group=None):
@@ -522,12 +535,25 @@ def _named_backend(group=None):
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
     """Make a group as dist.new_group does; one that asks for Gloo by name is on the wire, too.
 
-    Programs that write checkpoints in a thread ask so.
+    Programs that write checkpoints in a thread ask so. A `device_id` is left out: with it, torch
+    would connect each group twice.
     """
     world = c10d._get_default_group()
-    wired = isinstance(world, WireGroup) and world.inner_name == "gloo"
-    backend = None if wired and str(backend).lower() == "gloo" else backend
+    wired = isinstance(world, WireGroup)
+    if wired and world.inner_name == "gloo" and str(backend).lower() == "gloo":
+        backend = None
+    if wired:
+        kwargs.pop("device_id", None)
     return _new_group(ranks, timeout, backend, *args, **kwargs)
+
+
+@functools.wraps(_split_group)
+def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
+    parent = parent_pg or c10d._get_default_group()
+    if isinstance(parent, WireGroup) and parent.inner_name == "nccl":
+        got = f"dist.split_group got a group of NCCL's on ddpkit's wire, for {split_ranks}"
+        raise ValueError(f"{got}: make each part with dist.new_group, on all ranks")
+    return _split_group(parent_pg, split_ranks, *args, **kwargs)
 
 
 def plain_group() -> dist.ProcessGroup:
@@ -542,10 +568,10 @@ def _batched(p2p_op_list):
     """
     first = p2p_op_list[0] if p2p_op_list else None
     group = (first.group or c10d._get_default_group()) if first else None
-    wired = isinstance(group, WireGroup) and group.inner_name == "nccl"
-    if not wired or first.tensor.device.type == "cpu":
+    streams = group._streams([first.tensor]) if isinstance(group, WireGroup) else None
+    if not streams:
         return _batch_isend_irecv(p2p_op_list)
     group.inner._start_coalescing(first.tensor.device)
     works = _batch_isend_irecv(p2p_op_list)
-    group.recorder.streams.end(works, group.inner._end_coalescing(first.tensor.device))
+    streams.batch(works, partial(group.inner._end_coalescing, first.tensor.device))
     return works
