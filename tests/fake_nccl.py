@@ -17,6 +17,7 @@ As they do:
 - A batch is one operation, and its calls return None (`startCoalescing`, `endCoalescing`).
 - To make a communicator, or to split one without a color, is a call of all its members
   (`eagerConnectSingleDevice`, `performNocolorSplit`).
+- Backward, and the hooks in it, run in a thread of autograd's, while the caller waits.
 - While a thread captures a graph, an event's query spoils it, unless the asking thread has said
   otherwise (`cudaThreadExchangeStreamCaptureMode`); what is captured runs at `replay`.
 
@@ -34,6 +35,7 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -90,6 +92,7 @@ def install(reads: bool) -> None:
     for name in Gpu.OF_TORCH:
         setattr(torch.cuda, name, getattr(gpu, name))
     torch.cuda.Event, torch.cuda.Stream = Event, Stream
+    torch.cuda.nccl.version = lambda: (2, 28, 9)
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_accelerator = lambda *_: DEVICE
     cudart = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=gpu.exchange_capture_mode)
@@ -100,6 +103,20 @@ def install(reads: bool) -> None:
     wire.WireGroup._streams = lambda self, tensors: self.recorder.streams if tensors else None
     if reads:
         wire.Streams = StreamsOfAReader
+    run_backward_in_a_thread()
+
+
+def run_backward_in_a_thread() -> None:
+    original, device_thread = torch.autograd._engine_run_backward, ThreadPoolExecutor(1)
+
+    def _engine_run_backward(*args, **kwargs):
+        if threading.current_thread() in device_thread._threads:  # backward within a backward
+            return original(*args, **kwargs)
+        return device_thread.submit(original, *args, **kwargs).result()
+
+    its_code = _engine_run_backward.__code__.replace(co_filename=torch.autograd.graph.__file__)
+    _engine_run_backward.__code__ = its_code  # as torch's own: a report names who called it
+    torch.autograd._engine_run_backward = _engine_run_backward
 
 
 # What torch.cuda has
@@ -438,15 +455,17 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
     def _launch(self, run, arriving: list, asynchronous: bool, is_barrier=False) -> NCCLWork:
         """Put an operation on its stream, behind the one before it in this communicator."""
         stream = self.stream if asynchronous else torch.cuda.current_stream()
+        end = Event()
+        future = NCCLFuture(end)
         if torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream()
-        elif asynchronous:
+            for operation in (run, end._happen):  # in no line: it may be replayed at any time
+                torch.cuda.current_stream().put(operation)
+            return NCCLWork(end, future, arriving, is_barrier)
+        if asynchronous:
             begin = Event()
             begin.record()
             stream.wait_event(begin)
         before, self._line = self._line, threading.Event()
-        end = Event()
-        future = NCCLFuture(end)
 
         def operation(over=self._line):
             before.wait()

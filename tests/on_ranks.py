@@ -11,10 +11,11 @@ from ddpkit import launch
 from ddpkit.runtime.errors import LaunchError
 
 
-def on_ranks(*world_sizes: int, **options):
+def on_ranks(*world_sizes: int, over=lambda function: function, **options):
     """Run the decorated test in each rank of worlds of these sizes, in one launch a size.
 
         @on_ranks(2, 3, 4)  # options are launch's: on_ranks(2, link=Link(1e-3, 1e9))
+        @on_ranks(2, over=on_nccl)  # what is launched is on_nccl(test)
         def test_gradients(check, rank, tmp_path):  # check: twin.Complaints; the rest: fixtures
             check.same(w.grad, expected, "w.grad")  # many cases in one test: loop, name the case
 
@@ -26,7 +27,7 @@ def on_ranks(*world_sizes: int, **options):
         @functools.wraps(test)
         def in_worlds(**fixtures):
             for world_size in world_sizes:
-                complaints = _run(test, fixtures, world_size, options)
+                complaints = _run(over, test, fixtures, world_size, options)
                 if complaints:
                     pytest.fail("\n".join(complaints), pytrace=False)
 
@@ -40,10 +41,10 @@ def on_ranks(*world_sizes: int, **options):
     return decorate
 
 
-def _run(test, fixtures: dict, world_size: int, options: dict) -> list[str]:
+def _run(over, test, fixtures: dict, world_size: int, options: dict) -> list[str]:
     """What all ranks of one world complained of."""
     try:
-        run = launch(_complaints, test, fixtures, world_size=world_size, **options)
+        run = launch(over(_complaints), test, fixtures, world_size=world_size, **options)
     except LaunchError as error:
         return [f"{world_size} ranks: {error}"]
     return [f"{world_size} ranks, {one}" for its in run for one in its]

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from fake_nccl import on_nccl
 from on_ranks import on_ranks
 from test_schedules import MAKERS
 from torch import nn
@@ -109,6 +110,16 @@ def check_step(check, schedule, what):
 
 @on_ranks(1, 2, 3, 4)
 def test_a_step_is_the_serial_models(check):
+    check_schedules(check)
+
+
+@on_ranks(2, 3, 4, over=on_nccl, timeout=60)
+def test_messages_in_one_line_hang_nowhere(check):
+    """As NCCL carries them: no send ends before it is received, and all that is later waits."""
+    check_schedules(check)
+
+
+def check_schedules(check):
     ranks = dist.get_world_size()
     for at, (name, m) in enumerate(product(SCHEDULES, (1, 4, 8))):
         if (at + ranks) % 2:  # every other one; the rest with one rank more

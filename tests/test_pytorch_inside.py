@@ -6,6 +6,7 @@ import pytest
 import pytorch_cases
 import torch
 import torch.distributed as dist
+from fake_nccl import on_nccl
 from on_ranks import into_torchs_own_world
 from pytorch_cases import CASES, WORLD, grid, init_device_mesh, results, sharded, split_mlp
 
@@ -77,6 +78,33 @@ def test_results_are_those_of_plain_gloo(run, name):
     said = sum(calls[name] for _, calls, _, _ in run)
     silent = {"distributed_sampler"} | ({"split_group"} if torch.__version__ < "2.15" else set())
     assert (said > 0) == (name not in silent)  # before 2.15, Gloo can't split
+
+
+# What NCCL doesn't do, or not as Gloo does: it takes no notice of tags.
+NOT_ON_NCCL = "isend_and_irecv_with_tags", "recv_from_any_rank", "barriers", "split_group"
+
+
+@pytest.fixture(scope="module")
+def over_nccl():
+    cases = [name for name in CASES if name not in NOT_ON_NCCL]
+
+    def run_all():
+        return results(cases), [group.communicators for group in dist.ProcessGroupNCCL.made]
+
+    return launch(on_nccl(run_all), world_size=WORLD, timeout=120)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_ON_NCCL])
+def test_results_over_nccl_are_those_of_plain_gloo(run, over_nccl, name):
+    """On the fake, whose data Gloo carries."""
+    for (_, _, plain, _), (found, _) in zip(run, over_nccl, strict=True):
+        assert found[name] == plain[name]
+
+
+def test_every_group_connects_once_over_nccl(over_nccl):
+    for _, communicators in over_nccl:
+        assert len(communicators) > 10
+        assert set(communicators) == {1}
 
 
 def test_gradients_are_the_serial_twins(run):

@@ -82,6 +82,7 @@ class Record:
     waits: int = 0  # how often wait() was called on its handle; not on the board
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
     dropped: bool = False  # its handle was let go before anybody waited for it
+    batched: bool = False  # a message that goes together with the one before
     values: list | None = None  # keep_values: the message as handed in, up to 64 elements
     result: list | None = None  # keep_values: what arrived
     memory: tuple[int, int, list] | None = None  # keep_values: (buffer, offset, all it holds)
@@ -191,7 +192,8 @@ class Board:
         times[at + _DONE] = record.done or 0.0
         times[at + _WAITED] = record.waited or 0.0
         times[at + _LIMIT] = record.limit_s or 0.0
-        self._words[at + _BECAME] = record.by_future + 2 * record.dropped
+        became = record.by_future + 2 * record.dropped + 4 * record.batched
+        self._words[at + _BECAME] = became
 
     def set_waiting(self, rank: int, index: int | None, caller: int = 0):
         """Note that a thread of `rank` sits in its call `index`, until that is done; or in none."""
@@ -288,8 +290,8 @@ class Board:
         if seq < 0 or (seq, issued) != (words[at], self._times[at + _ISSUED]):  # written meanwhile
             return None
         times = [time or None for time in times]
-        became = 0, bool(words[at + _BECAME] & 1), bool(words[at + _BECAME] & 2)
-        return Record(said, seq, issued, *times, *became, values, result, memory)
+        became = [bool(words[at + _BECAME] & bit) for bit in (1, 2, 4)]
+        return Record(said, seq, issued, *times, 0, *became, values, result, memory)
 
     def records(self, rank: int) -> list[Record]:
         """Return the last calls of `rank`, oldest first.

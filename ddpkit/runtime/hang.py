@@ -42,9 +42,15 @@ class Situation:
 
 
 class _Calls:
-    """The last calls of all ranks, read from the board once."""
+    """The last calls of all ranks, read from the board once.
 
-    def __init__(self, board: Board):
+    in_line: a group's calls on a GPU go one after the other, so that a rank hasn't come to a call
+    as long as it has another in front. NCCL's buffers may take a short message out of the line:
+    then this is no proof.
+    """
+
+    def __init__(self, board: Board, in_line: bool = False):
+        self._in_line = in_line
         self.ranks = range(board.world_size)
         self.records = [board.records(rank) for rank in self.ranks]
         self._reached = [dict(map(_channel_and_seq, records)) for records in self.records]
@@ -54,16 +60,34 @@ class _Calls:
         others = (other for other in call.ranks if other != rank)
         return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
 
-    def in_front(self, call: Record, rank: int) -> Record:
-        """Return what holds up `call` of `rank`: itself, or one before it that others don't join.
+    def awaited(self, call: Record, rank: int) -> tuple[int, ...]:
+        """The members that `call`, which `rank` made, waits for."""
+        missing = self.missing(call, rank)
+        if not self._in_line:
+            return missing
+        return tuple(r for r in call.ranks if r in missing or self._is_behind(call, r))
 
-        A group's calls on a GPU go one after the other, and the parts of a batch all at once.
-        """
-        for before in self.records[rank]:
-            in_line = before.on_stream and group_of(before) == group_of(call)
-            if in_line and before.issued <= call.issued and self.missing(before, rank):
+    def in_front(self, call: Record, rank: int) -> Record:
+        """Return what holds up `call` of `rank`: itself, or one before it in its line."""
+        for before in self._line(call, rank):
+            if before.issued <= call.issued and self.awaited(before, rank):
                 return before
         return call
+
+    def _line(self, call: Record, rank: int) -> Iterator[Record]:
+        """Yield the open calls of `rank` in the group of `call`, if they are on a GPU."""
+        for record in self.records[rank]:
+            if record.on_stream and group_of(record) == group_of(call):
+                yield record
+
+    def _is_behind(self, call: Record, rank: int) -> bool:
+        """Tell whether `rank` has made `call`, but behind one that isn't over."""
+        wanted, is_front = _channel_and_seq(call), True
+        for number, record in enumerate(self._line(call, rank)):
+            is_front = is_front and (number == 0 or record.batched)
+            if _channel_and_seq(record) == wanted:
+                return not is_front
+        return False
 
     def lost(self, call: Record) -> Record | None:
         """The other side of a message, if nobody waited for its handle: it may never complete."""
@@ -79,9 +103,9 @@ def _channel_and_seq(record: Record) -> tuple[str, int]:
     return record.channel, record.seq
 
 
-def situations(board: Board) -> list[Situation]:
-    """Where every rank is now, and for which ranks it waits."""
-    calls = _Calls(board)
+def situations(board: Board, in_line: bool = False) -> list[Situation]:
+    """Where every rank is now, and for which ranks it waits. in_line: as for `_Calls`."""
+    calls = _Calls(board, in_line)
     now = [_situation(board, calls, rank) for rank in calls.ranks]
     for s in now:
         s.destroyed = board.destroyed(s.rank)
@@ -112,8 +136,8 @@ def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
     if held:
         last_in_line = {group_of(r): r for r in held}.values()
         in_front = (calls.in_front(r, rank) for r in last_in_line)
-        call = next((r for r in in_front if calls.missing(r, rank)), held[0])
-        return Situation(rank, ON_STREAM, call, calls.missing(call, rank), call.place)
+        call = next((r for r in in_front if calls.awaited(r, rank)), held[0])
+        return Situation(rank, ON_STREAM, call, calls.awaited(call, rank), call.place)
     if (call := _polled(board, rank)) is not None:
         return Situation(rank, "polling", call, calls.missing(call, rank), call.place)
     return Situation(rank, "computing", place=board.place(rank))
@@ -122,8 +146,8 @@ def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
 def _wait(calls: _Calls, rank: int, call: Record) -> Situation:
     call = calls.in_front(call, rank)
     lost = calls.lost(call)
-    missing = (call.peer,) if lost else calls.missing(call, rank)
-    return Situation(rank, "waiting", call, missing, call.place, lost)
+    awaited = (call.peer,) if lost else calls.awaited(call, rank)
+    return Situation(rank, "waiting", call, awaited, call.place, lost)
 
 
 def _polled(board: Board, rank: int) -> Record | None:
@@ -464,6 +488,9 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     if any((s.call.peer, s.rank) in sends for s in stuck if s.call.op == "recv"):
         return "Their tags, or groups, differ: a receive takes only what was sent with its own."
     if ops.issubset(MESSAGES):
+        if any(s.call.on_stream for s in stuck):
+            in_line = "On NCCL, a group's messages go one after the other"
+            return f"{in_line}: start them together, with dist.batch_isend_irecv."
         return "Let one side receive first, or start both with isend and irecv and wait afterwards."
     return (
         "All ranks must use their groups in the same order, and leave no call out. "

@@ -384,7 +384,8 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
     """
     outside_torch = _innermost(frame, is_library)
     if outside_torch is None:
-        return _place(frame)
+        in_backward = _in_backward()
+        return _place(frame) if in_backward is None else place_in(in_backward)
     if not is_installed(outside_torch.f_code.co_filename):
         return _place(outside_torch)
     own = _innermost(outside_torch, _is_library_or_installed)
@@ -392,6 +393,19 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
         return _place(outside_torch)
     file, line, function, _ = _place(outside_torch)
     return *_place(own)[:3], f"{file}:{line}:{function}"
+
+
+def _in_backward() -> types.FrameType | None:
+    """Return the frame of a thread that waits for autograd's own, whose stacks have no user's line.
+
+    On a GPU, hooks run there.
+    """
+    for frame in sys._current_frames().values():
+        while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+            frame = frame.f_back
+        if _innermost(frame, is_library) is not None:
+            return frame
+    return None
 
 
 def _innermost(frame: types.FrameType | None, skipped: Callable) -> types.FrameType | None:

@@ -104,6 +104,7 @@ class Session:
                 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 torch.cuda.set_device(device)
             register_wire(self.recorder, inner, device, one_machine=False)
+            kwargs.pop("device_id", None)  # with it, torch would connect a second time
             self.recorder.joined = False  # a script may end its world and begin another
             original("ddpkit", *args, **kwargs)
             first, self.store = self.store is None, c10d._get_default_store()

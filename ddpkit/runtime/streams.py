@@ -93,6 +93,7 @@ class StreamWork(Work):
     def __init__(self, inner: Work | None, record: Record, before, arriving, streams: "Streams"):
         super().__init__()
         self.inner, self.record, self.before, self.arriving = inner, record, before, arriving
+        self.together = [record]  # of a batch: who waits for one part waits for all
         self._streams = streams
 
     def wait(self, timeout=None) -> bool:
@@ -176,6 +177,9 @@ class Streams:
 
     def batch(self, works: Sequence[StreamWork], complete: Callable[[], Work]):
         """Complete a batch: only now its messages are on their way, all at once."""
+        for work in works[1:]:
+            work.record.batched = True
+            self.recorder.write_again(work.record)
         self.end(works, self.make(works[-1].record, complete))
 
     def _captured(self, record: Record):
@@ -184,22 +188,23 @@ class Streams:
 
     def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
         """Note the end of `inner`, which is all of these works: one, or a batch."""
+        records = [work.record for work in works]
         for work in works:
-            work.inner = inner
+            work.inner, work.together = inner, records
         first = works[0]
         if first.before is None:
-            for work in works:
-                self._captured(work.record)
+            for record in records:
+                self._captured(record)
             return
         events = {"started": first.before, "done": self._gpu.mark_end(inner, first.record)}
         kept = tensors if first.record.op in WITHOUT_FUTURE else ()
-        self._pending.append(([work.record for work in works], events, kept))
+        self._pending.append((records, events, kept))
 
     def wait(self, work: StreamWork):
         """Put the current stream behind `work`."""
         work.record.waits += 1
         if work.record.waits == 1 and not self._gpu.capturing():
-            self._pending.append(([work.record], {"waited": self._gpu.mark()}, ()))
+            self._pending.append((work.together, {"waited": self._gpu.mark()}, ()))
         work.inner.wait()
         self.recorder.arrived(work.record, work.arriving)
 
@@ -224,8 +229,9 @@ class Streams:
             at = self._begun + self._origin.elapsed_time(event) / 1e3
             times[name] = max(at, records[0].issued)
         if "waited" in times:
-            records[0].waited = times["waited"]
-            self.recorder.write_again(records[0])
+            for record in records:
+                record.waited = record.waited or times["waited"]
+                self.recorder.write_again(record)
             return
         stream = records[0].stream
         started = max(times["started"], self._busy_until.get(stream, 0.0))

@@ -117,11 +117,11 @@ class Watch:
 
     def _look_for_hang(self, quiet_s: float, events: list[int]):
         """events: the board's, when it had been quiet for so long."""
-        now = hang.situations(self.board)
+        overdue = quiet_s > self.hang_after + self._emulated_s()
+        now = hang.situations(self.board, in_line=overdue)
         for hidden in hang.abandoned(now, self.board):
             if hidden.call.on_stream or self._sleeps(hidden.rank):
                 now[hidden.rank] = hidden
-        overdue = quiet_s > self.hang_after + self._emulated_s()
         for s in now:
             if overdue:  # by now its program waits for the GPU, its threads for each other
                 s.state = "waiting" if s.state == hang.ON_STREAM else s.state

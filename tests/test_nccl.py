@@ -1,0 +1,318 @@
+"""The wire over NCCL, on the fake: groups, meshes, graphs, and hangs told as on Gloo."""
+
+import os
+import re
+import signal
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import hang_cases
+import pytest
+import torch
+import torch.distributed as dist
+from fake_nccl import on_nccl
+from on_ranks import on_ranks
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit import HangError, RankError, ddp, launch
+from ddpkit.fast import buckets
+from ddpkit.runtime.records import recorder
+from ddpkit.runtime.wire import NEVER
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def report(fn, world_size=2, error=HangError, **options) -> str:
+    with pytest.raises(error) as caught:
+        launch(fn, world_size=world_size, **{"timeout": 20, **options})
+    return str(caught.value)
+
+
+# Groups.
+
+
+def test_a_group_is_connected_once_by_its_members_alone():
+    def groups():
+        rank, x = dist.get_rank(), torch.ones(1)
+        part = dist.new_group([0, 1], timeout=timedelta(minutes=3))
+        dist.all_reduce(x, group=part if rank < 2 else None) if rank < 2 else None
+        bound = dist.new_group([2, 3], device_id=torch.device("cuda", 0))
+        dist.all_reduce(x, group=bound) if rank > 1 else None
+        dist.all_reduce(x)
+        made = [(g.communicators, g.given._timeout) for g in dist.ProcessGroupNCCL.made]
+        return x.item(), made, dist.group.WORLD.bound_device_id
+
+    run = launch(on_nccl(groups), world_size=4, timeout=20)
+    of_the_world, three = (1, NEVER), (1, timedelta(minutes=3))
+    assert (
+        list(run)
+        == [(8.0, [of_the_world, three], None)] * 2
+        + [(8.0, [of_the_world, of_the_world], None)] * 2
+    )
+
+
+@on_ranks(2, over=on_nccl, timeout=20)
+def test_a_split_is_refused_in_words(check):
+    says = "dist.split_group got a group of NCCL's on ddpkit's wire, for [[0], [1]]: make each part"
+    check.refused(dist.split_group, split_ranks=[[0], [1]], says=says)
+
+
+@on_ranks(2, over=on_nccl, timeout=20)
+def test_a_barrier_names_its_device_and_torch_says_nothing(check):
+    torch._C._get_accelerator = lambda: torch.device("cuda")  # as where there is one
+    c10d._get_object_coll_device = lambda group: "cuda"
+    with warnings.catch_warnings(record=True) as said:
+        dist.barrier()
+    check.same(said, [], "warnings")
+    (nccl,) = dist.ProcessGroupNCCL.made
+    check.same(nccl.barrier_device, dist.group.WORLD.device, "device")
+
+
+def test_messages_one_by_one_bring_no_warning():
+    def talk():
+        x = torch.ones(1)
+        dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
+
+    run = launch(on_nccl(talk), world_size=2, timeout=20)
+    assert run.output == ["", ""]
+
+
+# Hangs: what is told over Gloo is told over NCCL, by what the host waits for, or the streams.
+
+# Gloo's gather ends for who only sends. On NCCL tags count for nothing.
+OTHERWISE = {"skips_a_gather", "tags_differ", "a_loop_without_end"}
+HANGS = [
+    name
+    for name, (*_, said) in hang_cases.CASES.items()
+    if said[0] == "missing" and name not in OTHERWISE
+]
+
+
+def connected(function):
+    """`function`, once all ranks have spoken: then nothing stops the host but what it reads."""
+
+    def rank():
+        me, x = dist.get_rank(), torch.ones(1)
+        others = [peer for peer in range(dist.get_world_size()) if peer != me]
+        dist.all_reduce(x)
+        batch = [dist.P2POp(dist.isend, x.clone(), peer) for peer in others]
+        batch += [dist.P2POp(dist.irecv, x.clone(), peer) for peer in others]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        return function()
+
+    return rank
+
+
+@pytest.fixture(scope="module")
+def told():
+    """{(name, over what): report}."""
+
+    def tell(case):
+        name, over = case
+        function, world_size, _ = hang_cases.CASES[name]
+        function = connected(function) if over == "NCCL, connected" else function
+        function = function if over == "Gloo" else on_nccl(function)
+        # Only then circles are uncertain: a program whose stream waits may still go on.
+        options = {"hang_after": 1.0} if over == "NCCL, connected" else {}
+        return report(function, world_size, **options)
+
+    cases = [(name, over) for over in ("Gloo", "NCCL", "NCCL, connected") for name in HANGS]
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(cases, pool.map(tell, cases), strict=True))
+
+
+@pytest.mark.parametrize("over", ["NCCL", "NCCL, connected"])
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_is_told_as_over_gloo(told, name, over):
+    expected, got = told[name, "Gloo"].splitlines(), told[name, over].splitlines()
+    assert got[0] == expected[0]
+    assert got[-1] == expected[-1] or (got[-1].startswith("On NCCL") and "isend" in expected[-1])
+
+
+def test_the_readmes_example_is_told_as_it_says():
+    program, *_ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names = {"__name__": "example"}
+    exec(compile(program, "example.py", "exec"), names)
+    with pytest.raises(HangError) as caught:
+        launch(on_nccl(names["average_loss"]), torch.ones(1), world_size=2, timeout=20)
+    text = str(caught.value)
+    assert text.startswith("deadlock: rank 0 waits in all_reduce for rank 1, which has returned.")
+    assert "rank 0: waiting for rank 1 in all_reduce(1 float32, sum)\n  example.py:8 in" in text
+
+
+def test_a_ring_of_messages_that_are_not_batched_is_told():
+    """Before they are connected, the hosts stop; then each send has a receive behind it."""
+
+    def ring():
+        rank, x = dist.get_rank(), torch.ones(1)
+        works = [dist.isend(x, (rank + 1) % 3), dist.irecv(x.clone(), (rank - 1) % 3)]
+        for work in works:
+            work.wait()
+
+    for function, reads in ((ring, True), (connected(ring), True), (connected(ring), False)):
+        text = report(on_nccl(function, reads), 3, hang_after=1.0)
+        said = "deadlock: each waits for another: rank 0 for rank 1 in send, rank 1 for rank 2 in"
+        assert text.startswith(said)
+        assert text.endswith("start them together, with dist.batch_isend_irecv.")
+
+
+def test_a_batch_waits_for_the_peer_that_is_missing():
+    """Its first message arrives; the host stops for the other one, at once or in its stream."""
+
+    def batch(times):
+        rank, x = dist.get_rank(), torch.ones(1)
+        for turn in range(2):
+            both = {0: [(dist.irecv, 1), (dist.irecv, 2)], 1: [(dist.isend, 0)]}
+            both[2] = [(dist.isend, 0)] * (turn < times)
+            ops = [dist.P2POp(op, x.clone(), peer) for op, peer in both[rank]]
+            for work in dist.batch_isend_irecv(ops) if ops else []:
+                work.wait()
+
+    for times in (0, 1):
+        with pytest.raises(HangError) as caught:
+            launch(on_nccl(batch), times, world_size=3, timeout=20)
+        text = str(caught.value)
+        assert text.startswith("deadlock: rank 0 waits in recv for rank 2, which has returned.")
+
+
+def test_a_message_that_nobody_takes_holds_up_what_is_behind_it():
+    def in_line():
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        if dist.get_rank() == 0:
+            dist.irecv(x, 1)
+        dist.all_reduce(torch.ones(1))
+
+    text = report(on_nccl(connected(in_line)), hang_after=1.0)
+    said = "deadlock: each waits for another: rank 0 for rank 1 in recv, rank 1 for rank 0 in all_r"
+    assert text.startswith(said)
+    assert text.endswith("every recv a send. Count them on both sides.")
+
+
+# Hooks run in a thread of autograd's.
+
+
+def loss_of(model):
+    return model(torch.ones(2, 4)).sum()
+
+
+@pytest.mark.parametrize(
+    "make", [ddp.OverlapDDP, buckets.BucketedDDP, DistributedDataParallel], ids=lambda m: m.__name__
+)
+def test_one_loop_that_ends_early_is_told_where_hooks_have_a_thread(make):
+    def train():
+        model = make(torch.nn.Linear(4, 1))
+        for _ in range(4 - dist.get_rank()):
+            loss_of(model).backward()
+            if hasattr(model, "synchronize"):
+                model.synchronize()
+
+    text = report(on_nccl(train))
+    assert text.startswith("deadlock: rank 0 waits in all_reduce for rank 1, which has returned.")
+    line = train.__code__.co_firstlineno + 3
+    assert f"test_nccl.py:{line} in train: loss_of(model).backward()" in text
+    assert "rank 1: returned" in text
+
+
+def test_threads_that_wait_for_each_other_are_told():
+    """While the main thread, which made calls, too, waits for that thread."""
+
+    def waits():
+        dist.barrier()
+        other = threading.Thread(target=dist.recv, args=(torch.ones(1), 1 - dist.get_rank()))
+        other.start()
+        other.join()
+
+    text = report(waits, hang_after=1.0)
+    assert text.startswith("deadlock: each waits for another: rank 0 for rank 1 in recv, rank 1")
+
+
+# The launcher's traps 14, 15 and 19.
+
+
+def falls(how):
+    dist.all_reduce(torch.ones(8))
+    if dist.get_rank() == 1:
+        how()
+    dist.all_reduce(torch.ones(8))
+
+
+def raises():
+    raise ValueError("enough")
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [(raises, "raised ValueError: enough"), (is_killed, "was killed by SIGKILL.")],
+    ids=["raises", "is killed"],
+)
+def test_traps_14_and_15_who_fell_is_named_and_where_the_others_were(how, says):
+    text = report(on_nccl(lambda: falls(how)), 3, RankError)
+    assert text.startswith(f"rank 1 {says}")
+    place = falls.__code__.co_firstlineno + 4
+    assert f"Rank 0 was in all_reduce(8 float32, sum), test_nccl.py:{place} in falls" in text
+
+
+def test_trap_19_slow_is_not_hung():
+    def slow():
+        rank, x = dist.get_rank(), torch.ones(1)
+        dist.all_reduce(x)
+        time.sleep(0.6 * (rank == 0))
+        dist.all_reduce(x)
+        work = dist.all_reduce(x, async_op=True)
+        time.sleep(0.6)
+        work.wait()
+        if rank == 0:
+            time.sleep(0.6)
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+        return x.item()
+
+    assert list(launch(on_nccl(slow), world_size=2, hang_after=0.2, timeout=20)) == [8.0] * 2
+
+
+# Graphs.
+
+
+def test_a_captured_call_spoils_no_graph_and_stays_on_no_board():
+    def capture():
+        rank, store = dist.get_rank(), c10d._get_default_store()
+        x, y, z = torch.ones(1), torch.ones(1), torch.ones(1)
+        dist.all_reduce(x)
+        dist.barrier()
+        if rank == 0:  # the thread that reads events has one to ask for
+            open_call = dist.all_reduce(x, async_op=True)
+        with torch.cuda.graph() as graph:
+            dist.all_reduce(y)
+            work = dist.all_reduce(z, async_op=True)
+            work.wait()
+            time.sleep(0.2)
+        if rank == 0:
+            store.set("captured", "")
+        else:
+            store.wait(["captured"])
+            open_call = dist.all_reduce(x, async_op=True)
+        open_call.wait()
+        for _ in range(2):
+            graph.replay()
+        torch.cuda.synchronize()
+        recorder().settle()
+        threads = [thread.name for thread in threading.enumerate()]
+        return x.item(), y.item(), z.item(), "ddpkit streams" in threads
+
+    run = launch(on_nccl(capture), world_size=2, timeout=20)
+    assert list(run) == [(4.0, 4.0, 4.0, True)] * 2
+    for records in run.wire:
+        assert all(r.done is not None for r in records)
+        assert [r.stream for r in records].count("graph") == 2
