@@ -94,7 +94,7 @@ def install(reads: bool) -> None:
     torch.cuda.Event, torch.cuda.Stream = Event, Stream
     torch.cuda.nccl.version = lambda: (2, 28, 9)
     torch.accelerator.is_available = lambda: True
-    torch.accelerator.current_accelerator = lambda *_: DEVICE
+    torch.accelerator.current_accelerator = lambda check_available=False: DEVICE
     cudart = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=gpu.exchange_capture_mode)
     streams.ctypes = SimpleNamespace(CDLL=lambda _: cudart, c_int=ctypes.c_int, byref=ctypes.byref)
     dist.ProcessGroupNCCL = ProcessGroupNCCL

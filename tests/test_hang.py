@@ -505,6 +505,32 @@ def test_a_call_whose_future_was_taken_may_be_waited_for_where_no_mark_is_left(b
     assert [(s.rank, s.missing) for s in hidden] == found
 
 
+def on_a_gpu(board, rank, to, op, peer, **said):
+    """A message that is open in the line of its group; its program waits for it."""
+    ends = (rank, peer) if op == "send" else (peer, rank)
+    channel = f"0 {ends[0]}>{ends[1]}"
+    said = {"peer": peer, "waited": 1.0, "fingerprint": "", **said}
+    say(board, rank, 0, op, channel=channel, ranks=ends, wait=to, **said)
+
+
+def test_on_a_gpu_the_front_of_a_line_holds_up_what_is_behind(board):
+    """Two ranks send, and receive behind that; or both at once, as a batch."""
+    for batched in (False, True):
+        for rank in (0, 1):
+            on_a_gpu(board, rank, True, "send", 1 - rank, issued=1.0)
+            on_a_gpu(board, rank, True, "recv", 1 - rank, issued=2.0, batched=batched)
+        now = hang.situations(board)
+        assert [s.missing for s in now[:2]] == [(), ()]
+        assert hang.deadlocked(now) == []  # short messages go into NCCL's buffers
+        now = hang.situations(board, in_line=True)
+        awaited = [()] * 2 if batched else [(1,), (0,)]
+        assert [s.missing for s in now[:2]] == awaited
+        assert hang.deadlocked(now) == ([] if batched else [0, 1])
+        for rank in (0, 1):
+            for number in (0, 1):
+                board.put(rank, 2 * batched + number, call(done=3.0))
+
+
 def test_the_first_mismatch_is_the_one_named(board):
     for seq, (one, other) in enumerate([("a", "a"), ("b", "c"), ("d", "e")]):
         say(board, 0, seq, fingerprint=one)

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from fake_nccl import on_nccl
 from on_ranks import on_ranks
+from test_debug import debug
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit import HangError, RankError, ddp, launch
+from ddpkit import HangError, RankError, collectives, ddp, launch, ring
 from ddpkit.fast import buckets
 from ddpkit.runtime.records import recorder
 from ddpkit.runtime.wire import NEVER
@@ -80,6 +81,38 @@ def test_messages_one_by_one_bring_no_warning():
 
     run = launch(on_nccl(talk), world_size=2, timeout=20)
     assert run.output == ["", ""]
+
+
+@on_ranks(3, over=on_nccl, timeout=20)
+def test_our_own_algorithms_run(check, rank):
+    for all_reduce in (collectives.all_reduce, ring.ring_all_reduce):
+        x = torch.arange(6.0) + rank
+        all_reduce(x)
+        check.same(x.tolist(), [3 * each + 3 for each in range(6)], all_reduce)
+
+
+def test_a_scripts_device_connects_its_world_once_under_debug(tmp_path):
+    begin = f"""\
+import os, sys
+sys.path.append({str(Path(__file__).parent)!r})
+import fake_nccl
+import torch
+import torch.distributed as dist
+
+fake_nccl.install(reads=True)
+rank, device = int(os.environ["RANK"]), torch.device("cuda", 0)
+dist.init_process_group("nccl", os.environ["STORE"], None, 2, rank, device_id=device)
+"""
+    script = """\
+(world,) = dist.ProcessGroupNCCL.made
+print(world.communicators, world.given._timeout, dist.get_backend())
+x = torch.ones(1)
+if rank == 0:
+    dist.all_reduce(x)
+"""
+    output, said = debug(tmp_path, script, begin=begin)
+    assert ["1 0:30:00 nccl" in each for each in output] == [True, True]
+    assert said.startswith("deadlock: rank 0 waits in all_reduce for rank 1, which has ")
 
 
 # Hangs: what is told over Gloo is told over NCCL, by what the host waits for, or the streams.

@@ -48,6 +48,26 @@ def test_under_a_framework_both_lines_are_told():
     assert line == test_under_a_framework_both_lines_are_told.__code__.co_firstlineno + 6
 
 
+def test_in_autograds_own_thread_it_is_the_line_of_the_backward():
+    """Hooks run there on a GPU: their stacks have no line of the user's."""
+    torchs_file, found = torch.autograd.graph.__file__, []
+    code = "def hook():\n    found.append(place_in(sys._getframe()))"
+    names = {"place_in": place_in, "sys": sys, "found": found, "Thread": threading.Thread}
+    exec(compile(code, torchs_file, "exec"), names)
+    waits = "def _engine_run_backward():\n    run(hook)"
+    names["run"] = in_a_thread_without_lines
+    exec(compile(waits, torchs_file, "exec"), names)
+    names["_engine_run_backward"]()
+    line = test_in_autograds_own_thread_it_is_the_line_of_the_backward.__code__.co_firstlineno + 9
+    assert [(file, at) for file, at, *_ in found] == [(__file__, line)]
+
+
+def in_a_thread_without_lines(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 def one_of_torchs():
     """A function of torch's that asks where it was called."""
     names = {"place_in": place_in, "sys": sys}

@@ -158,6 +158,77 @@ def test_every_wait_puts_a_stream_behind_the_call_and_stops_nobody(streams):
     assert record.waited == 102
 
 
+def test_who_waits_for_one_part_of_a_batch_waits_for_all(streams):
+    works = [streams.call(call(op=op), lambda: None, [ONE], ()) for op in ("send", "recv")]
+    streams.batch(works, Inner)
+    works[1].wait()
+    streams._gpu.happen(101, 101.5, 103, 102)
+    streams.read()
+    records = streams.recorder.board.records(0)
+    assert [(r.waited, r.batched) for r in records] == [(102, False), (102, True)]
+
+
+def test_the_first_call_stops_the_host_and_is_marked(streams):
+    seen = []
+
+    def connects():
+        seen.append(streams.recorder.board.waiting(0))
+        return Inner()
+
+    streams.call(call(), connects, [ONE], [ONE])
+    assert seen == [[0]]
+    assert streams.recorder.board.waiting(0) == []
+
+
+def test_nothing_is_over_before_it_was_called(streams):
+    """Two clocks drift apart."""
+    asynchronous, work = start(streams, issued=101.0)
+    work.wait()
+    at_once, _ = start(streams, asynchronous=False, issued=101.5)
+    streams._gpu.happen(100, 100.5, 100.2, 100.7, 100.8)
+    streams.read()
+    told = [(r.started, r.done, r.waited) for r in (asynchronous, at_once)]
+    assert told == [(101, 101, 101), (101.5, 101.5, 101.5)]
+
+
+def test_an_event_that_may_not_be_asked_is_asked_again(streams):
+    """While another thread captures a graph: the one that reads lives on, and nothing is lost."""
+    records = [start(streams)[0] for _ in range(2)]
+    streams._gpu.use = lambda: None
+    streams._gpu.happen(101, 103, 103, 105)
+    event, asked = streams._gpu.events[0], []
+
+    def query():
+        asked.append(1)
+        if len(asked) < 3:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return True
+
+    event.query = query
+    with pytest.raises(RuntimeError, match="capturing"):
+        streams.read()
+    streams.watch()
+    until = time.perf_counter() + 20
+    while records[1].done is None and time.perf_counter() < until:
+        time.sleep(0.001)
+    assert [r.done for r in records] == [103, 105]
+
+
+def test_what_is_captured_gets_no_events(streams):
+    streams._gpu.captures = True
+    at_once, _ = start(streams, asynchronous=False, issued=1.0)
+    single, work = start(streams, issued=2.0)
+    work.wait()
+    batch = [call(op=op, issued=3.0) for op in ("send", "recv")]
+    works = [streams.call(record, lambda: None, [ONE], ()) for record in batch]
+    streams.batch(works, Inner)
+    assert streams._gpu.events == []
+    assert streams.read() == []
+    for record in (at_once, single, *batch):
+        assert (record.stream, record.started, record.done) == ("graph", *[record.issued] * 2)
+        assert not record.on_stream
+
+
 @pytest.mark.parametrize("op", ["gather", "all_reduce"])
 def test_tensors_that_nobody_else_keeps_are_kept_until_the_end(streams, op):
     start(streams, op=op)
