@@ -47,7 +47,7 @@ from torch._C._distributed_c10d import Work
 
 from ddpkit.runtime import streams, wire
 
-DEVICE = torch.device("cpu", 0)  # in place of a GPU
+DEVICE = torch.device("cuda", 0)  # of the groups; no tensor is there
 IN_TURN = "send", "recv"
 RECORDED = wire.WireGroup.broadcast.__qualname__
 COLLECTIVES = {
@@ -100,6 +100,7 @@ def install(reads: bool) -> None:
     dist.ProcessGroupNCCL = ProcessGroupNCCL
     make = wire.WireGroup.__init__
     wire.WireGroup.__init__ = lambda self, inner, *rest: make(self, Inner(inner), *rest)
+    wire.WireGroup._device_types = property(lambda self: [torch.device("cpu")])  # for objects
     wire.WireGroup._streams = lambda self, tensors: self.recorder.streams if tensors else None
     if reads:
         wire.Streams = StreamsOfAReader
