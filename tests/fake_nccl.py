@@ -9,7 +9,8 @@ As they do:
 - A collective that isn't asynchronous returns None and runs on the current stream, others on the
   group's (`ProcessGroupNCCL::collective`); it is complete when an event is over, and its future is
   complete at once for Python, on a stream that is put behind it.
-- `wait` puts the current stream behind the call, a barrier's stops the host (`WorkNCCL::wait`).
+- `wait` puts the current stream behind the call; a barrier's, or with a timeout, it stops the host
+  (`WorkNCCL::wait`).
 - The first collective of a communicator, and the first message to or from a peer, stop the *host*
   until the others do the same (NCCL connects lazily: `ncclTransportP2pSetup`).
 - A group that was connected eagerly has one line for all that isn't batched, messages too
@@ -275,6 +276,8 @@ class NCCLWork(Work):
 
     def wait(self, timeout=None):
         stream = torch.cuda.current_stream()
+        if timeout and not self._end.over.wait(timeout.total_seconds()):
+            raise dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL")
         stream.wait_event(self._end)
         if self._is_barrier:
             stream.synchronize()

@@ -41,20 +41,17 @@ def test_a_group_is_connected_once_by_its_members_alone():
     def groups():
         rank, x = dist.get_rank(), torch.ones(1)
         part = dist.new_group([0, 1], timeout=timedelta(minutes=3))
-        dist.all_reduce(x, group=part if rank < 2 else None) if rank < 2 else None
+        dist.all_reduce(x, group=part) if rank < 2 else None
+        dist.all_reduce(x)  # of those that aren't in the part, too
         bound = dist.new_group([2, 3], device_id=torch.device("cuda", 0))
         dist.all_reduce(x, group=bound) if rank > 1 else None
-        dist.all_reduce(x)
         made = [(g.communicators, g.given._timeout) for g in dist.ProcessGroupNCCL.made]
         return x.item(), made, dist.group.WORLD.bound_device_id
 
     run = launch(on_nccl(groups), world_size=4, timeout=20)
-    of_the_world, three = (1, NEVER), (1, timedelta(minutes=3))
-    assert (
-        list(run)
-        == [(8.0, [of_the_world, three], None)] * 2
-        + [(8.0, [of_the_world, of_the_world], None)] * 2
-    )
+    never, three = (1, NEVER), (1, timedelta(minutes=3))
+    first, last = (6.0, [never, three], None), (12.0, [never, never], None)
+    assert list(run) == [first, first, last, last]
 
 
 @on_ranks(2, over=on_nccl, timeout=20)
@@ -226,6 +223,42 @@ def test_a_message_that_nobody_takes_holds_up_what_is_behind_it():
     said = "deadlock: each waits for another: rank 0 for rank 1 in recv, rank 1 for rank 0 in all_r"
     assert text.startswith(said)
     assert text.endswith("every recv a send. Count them on both sides.")
+
+
+def test_a_group_that_was_destroyed_is_told():
+    def destroys():
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            dist.destroy_process_group()
+        else:
+            dist.all_reduce(torch.ones(1))
+
+    text = report(on_nccl(destroys))
+    said = "deadlock: rank 0 waits in all_reduce for rank 1, which has destroyed its group without"
+    assert text.startswith(said)
+
+
+def test_who_asks_whether_a_call_is_complete_is_told():
+    def asks():
+        work = dist.all_reduce(torch.ones(1), async_op=True) if dist.get_rank() == 0 else None
+        while work and not work.is_completed():
+            time.sleep(0.001)
+
+    text = report(on_nccl(connected(asks)), hang_after=1.0)
+    assert "rank 0: waiting, by is_completed(), for rank 1 in all_reduce(1 float32, sum)" in text
+
+
+def test_a_wait_with_a_timeout_ends_by_it_and_says_who_was_awaited():
+    def in_vain():
+        x = torch.zeros(1)
+        dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
+        if dist.get_rank() == 1:
+            dist.irecv(x, 0).wait(timedelta(seconds=0.2))
+        time.sleep(1)
+
+    text = report(on_nccl(in_vain), error=RankError)
+    assert text.startswith("rank 1 raised DistBackendError: Watchdog caught collective operation")
+    assert "rank 1 waits in recv for rank 0, which isn't in a call" in text
 
 
 # Hooks run in a thread of autograd's.

@@ -25,9 +25,10 @@ from .streams import Streams
 KEPT_ELEMENTS = 64  # keep_values keeps messages and buffers up to this size
 MOST_RECORDS = 200_000  # records a rank keeps; older ones are dropped
 SETTLE_S = 0.2  # so long may a thread that has the word take to be heard
-# What Gloo raises when a call, a wait or a monitored barrier takes longer than its timeout.
+# What Gloo raises when a call, a wait or a monitored barrier takes longer than its timeout; NCCL.
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms|Operation timed out!|failed to pass monitoredBarrier"
+    r"|Watchdog caught collective operation timeout"
     r"|monitoredBarrier.* timeout|Application timeout caused pair closure"
 )
 

@@ -20,6 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,6 +88,7 @@ class Cuda:
 class StreamWork(Work):
     """The handle of a call on a GPU: `wait` puts the current stream behind it, and returns.
 
+    Given a timeout, it stops the program, as NCCL's does.
     inner: None as long as a batch isn't complete. before: the event in front of the call; None if
     it is captured in a graph.
     """
@@ -96,7 +99,10 @@ class StreamWork(Work):
         self.together = [record]  # of a batch: who waits for one part waits for all
         self._streams = streams
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout:  # from C++ it is 0 where there is none
+            self.record.limit_s = timeout.total_seconds()
+            self._streams.recorder.wait(self.record, partial(self.inner.wait, timeout))
         self._streams.wait(self)
         return True
 
@@ -107,7 +113,10 @@ class StreamWork(Work):
         return self.inner.get_future()
 
     def is_completed(self) -> bool:
-        return self.inner.is_completed()
+        is_completed = self.inner.is_completed()
+        if not is_completed:
+            self._streams.recorder.polled(self.record)
+        return is_completed
 
     def result(self):
         return self.inner.result()
