@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .runtime.backends import SHARES_A_GPU, nccl_version
+from .runtime.backends import SHARES_A_GPU, UPGRADE, nccl_version
 from .runtime.launch import launch
 from .runtime.machine import (
     count_cores,
@@ -42,7 +42,8 @@ REMEDIES = {
     "cores": "everything runs, but ranks take turns: expect no speed-up anywhere",
     "memory": "four ranks need about 2 GiB: close other programs or kernels",
     "GPUs": "check nvidia-smi and the driver; or set CUDA_VISIBLE_DEVICES= to go without",
-    "NCCL": "more ranks than GPUs talk over Gloo; with NCCL 2.30 or newer several share one GPU",
+    "NCCL": "more ranks than GPUs talk over Gloo; with NCCL 2.30 or newer, several on one GPU over "
+    f"NCCL: {UPGRADE}",
     "Gloo": "install torch from pytorch.org",
     "loopback": "ranks talk over 127.0.0.1: let the firewall or VPN allow it",
     "new ranks": "each launch takes seconds; under WSL or Linux it takes about 0.1 s",

@@ -420,7 +420,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
     interface alone, and calls have no timeout but one that the script gives.
     """
 
-    def create(options, _) -> WireGroup:
+    def create(options, given) -> WireGroup:
         ranks = tuple(options.global_ranks_in_group)  # empty: all
         ranks = ranks or tuple(range(options.group_size))
         inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
@@ -437,7 +437,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
-                on_gpu = _nccl(options, device)
+                on_gpu = _nccl(options, device, given)
                 group.bound_device_id = device
                 store = dist.PrefixStore("cpu", options.store)
                 on_cpu = _gloo(options, store, timeout, one_machine, calm)
@@ -460,8 +460,9 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
             module.new_group = _wired_group
 
 
-def _nccl(options, device: torch.device):
-    nccl = dist.ProcessGroupNCCL.Options()
+def _nccl(options, device: torch.device, given):
+    """given: a script's own pg_options, perhaps: a stream of high priority, NCCL's config."""
+    nccl = given or dist.ProcessGroupNCCL.Options()
     nccl.global_ranks_in_group = options.global_ranks_in_group
     real = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl)
     real.eager_connect_single_device(device)
