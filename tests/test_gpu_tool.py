@@ -1,6 +1,8 @@
 """`make gpu`, as far as a machine without a GPU can tell."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import gpu
@@ -45,6 +47,13 @@ def test_a_part_can_be_asked_for(monkeypatch, tmp_path):
     assert gpu.main(["--into", str(tmp_path), "other"], parts) == 0
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert [part["name"] for part in found] == ["other"]
+
+
+def test_tests_begin_without_pytest_timeout():
+    asked = *gpu.TESTS, "-p", "no:timeout", "--collect-only", "tests/test_checks.py"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, *asked], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_quarter_of_an_hour_at_most():

@@ -298,6 +298,20 @@ def test_a_start_that_hangs_is_told(monkeypatch, gpus):
     assert ("NCCL_DEBUG=INFO" in said) == bool(gpus)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="looks into /proc")
+def test_a_start_that_waits_for_a_stopped_rank_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(watch, "START_S", 1.0)
+    stop = f"""
+import os, pathlib, signal
+try:
+    pathlib.Path({str(tmp_path)!r}, "first").touch(exist_ok=False)
+except OSError:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    with pytest.raises(HangError, match=r"doesn't answer: what holds rank [01]\?"):
+        launch(print, Runs(stop), world_size=2, timeout=60)
+
+
 def test_a_rank_that_loads_the_call_for_long_is_not_stuck(monkeypatch):
     monkeypatch.setattr(watch, "START_S", 0.5)
     slow = Runs("time.sleep(2.5)")

@@ -24,6 +24,7 @@ from ddpkit.runtime.backends import nccl_version
 from ddpkit.runtime.machine import look_at_gpus
 
 TESTS = "-m", "pytest", "-q", "-p", "no:cacheprovider"
+TESTS += "-W", "ignore::pytest.PytestConfigWarning"  # pytest-timeout is not needed
 STARTS, PYTORCH, HANGS = (
     f"tests/test_{name}.py" for name in ("launch", "pytorch_inside", "explain")
 )

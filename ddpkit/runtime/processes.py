@@ -69,6 +69,14 @@ class Rank:
         """None while it runs; negative: the signal that ended it."""
         return self.process.exitcode
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a debugger or a signal holds it, where /proc tells."""
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
+            return state in "Tt"
+        return False
+
     def end(self):
         """End the rank and its children, at once, also children that outlived it."""
         self._lifeline.close()

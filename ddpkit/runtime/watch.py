@@ -160,14 +160,19 @@ class Watch:
         ranks = range(len(self.ranks))
         if seconds < START_S or any(self.board.state(rank) != STARTING for rank in ranks):
             return
-        joining = worker.__file__, worker.join.__name__
+        stopped = [rank.rank for rank in self.ranks if rank.is_stopped]
         for rank in self.ranks:
-            if all((file, function) != joining for file, _, function in rank.ask_stack()):
+            if rank.rank not in stopped and not self._connects(rank):
                 return
-        advice = "One of them doesn't answer the others: is it in a debugger?"
+        whom = f"what holds {hang.name_ranks(stopped)}" if stopped else "which of them, and why"
+        advice = f"Somebody doesn't answer: {whom}?"
         if self.ranks[0].assignment.choice.gpus:
             advice += " Set NCCL_DEBUG=INFO in os.environ, and NCCL says what it waits for."
         self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
+
+    def _connects(self, rank: processes.Rank) -> bool:
+        frames = ((file, function) for file, _, function in rank.ask_stack())
+        return (worker.__file__, worker.join.__name__) in frames
 
     def _waits_unseen(self, rank: int) -> bool:
         """Whether it has an open collective and burns no CPU: it may wait for it in C++.
