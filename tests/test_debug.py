@@ -335,12 +335,12 @@ def test_a_scripts_own_options_are_nccls(monkeypatch):
 # With torchrun itself
 
 
-def start(folder, *arguments):
+def start(folder, *arguments, **environ):
     """folder: where temporary files go."""
     command = [sys.executable, "-m", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    return subprocess.Popen(command, env=os.environ | own, **pipes)
+    return subprocess.Popen(command, env=os.environ | own | environ, **pipes)
 
 
 def test_a_right_script_says_what_it_says_without_us(tmp_path):
@@ -356,6 +356,32 @@ def test_a_right_script_says_what_it_says_without_us(tmp_path):
     names = [e["name"] for e in json.loads((tmp_path / "step.json").read_text())["traceEvents"]]
     assert names.count("all_reduce") == 2
     assert not list(tmp_path.glob("torchelastic_*/*/*/ddpkit"))
+
+
+AT_WORK = """
+import time
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+session = dist.init_process_group.session
+
+def goes_in_and_out_of_cpp():
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        session.store.check(["key"])
+
+session.recorder.release = goes_in_and_out_of_cpp
+time.sleep(0.5)
+"""
+
+
+def test_the_watcher_is_not_cut_off_in_the_middle_of_cpp_code(tmp_path):
+    """Python would unwind its stack, and C++ abort: a right script would end by SIGABRT."""
+    (tmp_path / "train.py").write_text(AT_WORK)
+    of_one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    process = start(tmp_path, "ddpkit.debug", str(tmp_path / "train.py"), **of_one)
+    err = process.communicate(timeout=FREEZE_S)[1]
+    assert (process.returncode, err) == (0, "")
 
 
 @pytest.mark.slow

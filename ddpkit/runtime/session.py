@@ -40,6 +40,7 @@ NEWS_S = 3.0  # how long a rank whose connection broke waits for the report of w
 STANDSTILL_S = 30.0  # without a call, after which it is said, once, who waits for whom
 TOGETHER_S = 0.3  # waits that end by their timeout within this time are told as one
 WORDS_S = 10.0  # no second word sooner: what follows a timeout mostly comes of it
+WATCHER_ENDS_S = 5.0  # it may wait for rank 0's machine, which is gone
 _ABOUT_PAGE = struct.Struct("<?d")  # what goes with a page: whether its rank sleeps, its clock_s
 
 
@@ -72,6 +73,7 @@ class Session:
         self.store: dist.Store | None = None
         self._trace, self._flight_recorder = trace, flight_recorder
         self._told, self._over = threading.Lock(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit watch")
         self._burned: dict[int, tuple[int | None, float]] = {}  # CPU of a rank, since when so much
         self._sleepers: set[int] = set()
         self._clocks: dict[int, float] = {}  # clock_s of ranks on other machines
@@ -114,7 +116,7 @@ class Session:
             first, self.store = self.store is None, c10d._get_default_store()
             self.board.set_state(self.rank, RUNNING)
             if first:
-                threading.Thread(target=self._watch, daemon=True, name="ddpkit watch").start()
+                self._watcher.start()
 
         init_process_group.session = self
         for module in list(sys.modules.values()):  # DeviceMesh, too, has a name of its own for it
@@ -371,8 +373,15 @@ class Session:
         self.leave()
 
     def leave(self) -> None:
-        """This rank ends; the last of a machine takes the folder with it."""
+        """Let this rank end; the last of a machine takes the folder with it.
+
+        Python ends a thread that comes back from C++ while it shuts down by unwinding its stack,
+        and a destructor of C++ on that stack makes it an abort. So the watcher, which lets go of
+        groups, ends first.
+        """
         self._over.set()
+        if self._watcher.is_alive() and self._watcher is not threading.current_thread():
+            self._watcher.join(WATCHER_ENDS_S)
         (self.folder / f"pid.{self.rank}").unlink(missing_ok=True)
         if all(not self._pid(rank) or self._dead(rank) for rank in self.here):
             shutil.rmtree(self.folder, ignore_errors=True)
