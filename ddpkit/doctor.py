@@ -9,6 +9,7 @@ import importlib.util
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
@@ -109,7 +110,8 @@ def examine() -> Iterator[Finding]:
     value = f"{gib(total)}, {gib(free)} free" if total else "can't tell"
     yield judge("memory", value, not total or free >= 2 * GIB)
     gpus, version = torch.cuda.device_count(), nccl_version()  # the driver says, not CUDA
-    yield judge_gpus(look_at_gpus() if gpus else [])
+    seen = look_at_gpus() if gpus else []
+    yield judge_gpus(seen)
     value = f"{'.'.join(map(str, version))}: a GPU for each rank"
     several = version >= SHARES_A_GPU
     value += ", or several ranks on one" if several else ""
@@ -130,6 +132,8 @@ def examine() -> Iterator[Finding]:
     other = "not on PATH; the same thing is: python -m torch.distributed.run"
     yield judge("torchrun", "on PATH" if shutil.which("torchrun") else other)
     value = "available" if gpus else "available, through its interpreter (no GPU)"
+    if re.search(r"capability [1-7]\.", str(seen)):
+        value += ", but ddpkit's kernels want a GPU of capability 8.0"
     found = importlib.util.find_spec("triton") is not None
     yield judge("Triton", value if found else "missing: its kernels are read, not run", found)
     for name, purpose in PACKAGES.items():

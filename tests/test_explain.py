@@ -132,7 +132,7 @@ def reports_of_gpus():
             return name, f"{error}"
         return name, "nothing: it ended well"
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(6) as pool:
         return dict(pool.map(hang, [name for name in CASES if name not in NOT_ON_NCCL]))
 
 

@@ -223,6 +223,12 @@ def test_trap_13_parameters_on_a_gpu_come_back_as_parameters(tmp_path):
     assert (type(layer.bias), layer.bias.requires_grad) == (torch.nn.Parameter, False)
 
 
+@pytest.mark.gpu
+def test_a_gpu_tensor_arrives_on_the_ranks_own_gpu():
+    x, gpus = torch.ones(1, device="cuda"), torch.cuda.device_count()
+    assert list(launch(lambda: x.device.index, world_size=gpus)) == list(range(gpus))
+
+
 def note(what):
     SAID.append(what)
 

@@ -19,6 +19,8 @@ from outside import cell
 
 from ddpkit import HangError, LaunchError, RankError, launch
 from ddpkit.runtime import processes, watch, worker
+from ddpkit.runtime.backends import Choice
+from ddpkit.runtime.board import STARTING
 from ddpkit.runtime.watch import Watch
 
 NAME = Path(__file__).name
@@ -312,10 +314,19 @@ except OSError:
         launch(print, Runs(stop), world_size=2, timeout=60)
 
 
-def test_a_rank_that_loads_the_call_for_long_is_not_stuck(monkeypatch):
-    monkeypatch.setattr(watch, "START_S", 0.5)
-    slow = Runs("time.sleep(2.5)")
-    assert list(launch(len, [slow], world_size=2, timeout=60)) == [1, 1]
+def test_ranks_that_load_the_call_for_long_have_all_the_time_to_connect():
+    loads, connects = [(worker.__file__, 1, "main")], [(worker.__file__, 2, "join")]
+    stacks = {20: loads, 35: connects, 40: loads, 70: connects, 99: connects, 101: connects}
+    asked, told = [], []
+    rank = types.SimpleNamespace(rank=0, is_stopped=False, ask_stack=lambda: asked[-1])
+    rank.assignment = types.SimpleNamespace(choice=Choice("gloo", 0, ""))
+    watching = Watch([], types.SimpleNamespace(state=lambda rank: STARTING))
+    watching.ranks = [rank]
+    watching._raise_hang = lambda headline, advice: told.append(headline)
+    for seconds, stack in stacks.items():
+        asked.append(stack)
+        watching._look_at_start(seconds)
+    assert told == ["no start: after 101 s the ranks are still connecting."]
 
 
 def test_a_rank_killed_while_it_starts():

@@ -99,7 +99,7 @@ def on_gpus(tmp_path_factory):
     while left:
         error = None
         try:
-            launch(run_on_gpus, folder, left, world_size=WORLD, backend="nccl", timeout=100)
+            launch(run_on_gpus, folder, left, world_size=WORLD, backend="nccl", timeout=80)
         except LaunchError as failed:
             error = failed
         for name in list(left):

@@ -101,6 +101,7 @@ class Session:
 
         def init_process_group(*args, **kwargs):
             given = inspect.signature(original).bind(*args, **kwargs).arguments
+            # With a device_id, torch would connect each group twice.
             backend, device_id = given.pop("backend", None), given.pop("device_id", None)
             wanted = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
             inner = "nccl" if "nccl" in wanted else "gloo"

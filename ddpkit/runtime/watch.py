@@ -1,5 +1,6 @@
 """Watching ranks: what they answer, how they fail or hang, and how that is told."""
 
+import math
 import re
 import signal
 import sys
@@ -50,6 +51,7 @@ class Watch:
         self.replies: dict[int, object] = {}
         self.pending: list[processes.Rank] = []
         self.quiet_since = time.perf_counter()  # since when no rank made or ended a call
+        self.connecting_since = math.inf  # seconds after the start
         self.output = [Output(rank.assignment.path("output"), fresh) for rank in ranks]
 
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
@@ -153,26 +155,25 @@ class Watch:
             )
 
     def _look_at_start(self, seconds: float):
-        """HangError if all ranks have been connecting for too long.
+        """HangError if the start takes too long, and all ranks were connecting for half of it.
 
-        One that still loads the call may take as long as it likes.
+        One that still loads the call may take as long as it likes. seconds: since the start.
         """
-        ranks = range(len(self.ranks))
-        if seconds < START_S or any(self.board.state(rank) != STARTING for rank in ranks):
+        starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
+        if not starting or seconds < START_S / 2:  # to be asked interrupts what a rank does
             return
         stopped = [rank.rank for rank in self.ranks if rank.is_stopped]
-        for rank in self.ranks:
-            if rank.rank not in stopped and not self._connects(rank):
-                return
+        if not all(rank.rank in stopped or _connects(rank) for rank in self.ranks):
+            self.connecting_since = math.inf
+            return
+        self.connecting_since = min(self.connecting_since, seconds)
+        if seconds - self.connecting_since < START_S / 2:
+            return
         whom = f"what holds {hang.name_ranks(stopped)}" if stopped else "which of them, and why"
         advice = f"Somebody doesn't answer: {whom}?"
         if self.ranks[0].assignment.choice.gpus:
             advice += " Set NCCL_DEBUG=INFO in os.environ, and NCCL says what it waits for."
         self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
-
-    def _connects(self, rank: processes.Rank) -> bool:
-        frames = ((file, function) for file, _, function in rank.ask_stack())
-        return (worker.__file__, worker.join.__name__) in frames
 
     def _waits_unseen(self, rank: int) -> bool:
         """Whether it has an open collective and burns no CPU: it may wait for it in C++.
@@ -348,6 +349,12 @@ def _write(text: str):
     if text:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def _connects(rank: processes.Rank) -> bool:
+    """Whether it is on its way into the world, and done with loading the call."""
+    frames = ((file, function) for file, _, function in rank.ask_stack())
+    return (worker.__file__, worker.join.__name__) in frames
 
 
 # Failures in words.
