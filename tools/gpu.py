@@ -122,9 +122,9 @@ def main(arguments: list[str] | None = None, parts: list[Part] = PARTS) -> int:
     parser = argparse.ArgumentParser("make gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--into", type=Path, default=Path("gpu-results"), help="a folder")
     names = [part.name for part in parts]
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {names}: all, unless given")
+    parser.add_argument("parts", nargs="*", choices=[*names, "all"], default="all", metavar="part")
     options = parser.parse_args(arguments)
-    into, chosen = options.into, options.parts or names
+    into, chosen = options.into, names if "all" in options.parts else options.parts
     if not torch.cuda.device_count():
         print("make gpu: PyTorch finds no GPU here, so there is nothing to run.")
         return 0
