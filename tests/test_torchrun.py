@@ -144,7 +144,9 @@ def names_its_backend(folder, gpus, per_machine):
     dist.init_process_group.session = SimpleNamespace(recorder=SimpleNamespace(check_buffers=0))
     dist.is_nccl_available, torch.cuda.device_count = lambda: True, lambda: gpus[rank]
     os.environ["LOCAL_WORLD_SIZE"] = str(per_machine)
-    _initialise_under_torchrun(None, False)
+    for attempt in ("0", "1"):  # torchrun keeps its store
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        _initialise_under_torchrun(None, False)
     return said
 
 
@@ -155,7 +157,7 @@ def names_its_backend(folder, gpus, per_machine):
 def test_all_ranks_take_nccl_or_none_does(gpus, per_machine, backend, tmp_path):
     """Also where another machine has no GPU, or one of two ranks would have none."""
     run = launch(names_its_backend, tmp_path, gpus, per_machine, world_size=2, timeout=60)
-    assert list(run) == [[backend]] * 2
+    assert list(run) == [[backend] * 2] * 2
 
 
 @pytest.mark.gpu

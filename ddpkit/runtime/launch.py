@@ -27,6 +27,7 @@ from .records import Recorder, call_site, recorder
 from .run import Run
 from .session import Session
 from .watch import Watch
+from .wire import of_this_attempt
 
 MOST_RANKS, DEFAULT_RANKS = 64, 4
 ASKED = {"rank": "dist.get_rank()", "world_size": "dist.get_world_size()"}
@@ -233,6 +234,7 @@ def _initialise_under_torchrun(link, check_buffers):
         atexit.register(session.leave)
     session.recorder.check_buffers |= check_buffers
     store, rank, world_size = next(dist.rendezvous("env://"))
+    store = of_this_attempt(store)
     all_have_gpus = _each_has_a_gpu(store, world_size)
     backend = "nccl" if all_have_gpus and link is None else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -31,7 +31,7 @@ from .processes import cpu_ticks, locked, sweep
 from .records import TIMED_OUT, Recorder, is_installed, is_library, place_in
 from .run import Run, clock_s
 from .watch import CERTAIN_S, LOST_PEER
-from .wire import register_wire
+from .wire import of_this_attempt, register_wire
 
 OLD_FOLDERS = "ddpkit-session-*", "torchelastic_*/*/attempt_*/ddpkit"
 LOOK_S = 0.25  # how often the board is read
@@ -114,7 +114,8 @@ class Session:
             register_wire(self.recorder, inner, device, one_machine=False)
             self.recorder.joined = False  # a script may end its world and begin another
             original("ddpkit", **given)
-            first, self.store = self.store is None, c10d._get_default_store()
+            first = self.store is None
+            self.store = of_this_attempt(c10d._get_default_store())
             self.board.set_state(self.rank, RUNNING)
             if first:
                 self._watcher.start()

@@ -413,6 +413,16 @@ def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, de
         delivered.set_exception(error)
 
 
+def of_this_attempt(store: dist.Store) -> dist.Store:
+    """Return a part of `store` without what ranks wrote before torchrun started them anew.
+
+    torchrun keeps its store, and with it the addresses of processes that are gone: plain Gloo then
+    connects to those, and fails or waits (pytorch/pytorch#167288).
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if attempt == "0" else dist.PrefixStore(f"attempt {attempt}", store)
+
+
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
     """Teach torch.distributed a backend "ddpkit": Gloo or NCCL with `recorder` around it.
 
@@ -423,6 +433,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
     def create(options, given) -> WireGroup:
         ranks = tuple(options.global_ranks_in_group)  # empty: all
         ranks = ranks or tuple(range(options.group_size))
+        options.store = of_this_attempt(options.store)
         inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
         if not recorder.joined:
             recorder.worlds += 1
