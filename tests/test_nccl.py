@@ -88,18 +88,23 @@ def test_our_own_algorithms_run(check, rank):
         check.same(x.tolist(), [3 * each + 3 for each in range(6)], all_reduce)
 
 
-def test_a_scripts_device_connects_its_world_once_under_debug(tmp_path):
-    begin = f"""\
-import os, sys
+# Under `ddpkit.debug`.
+
+BEGIN = f"""\
+import datetime, os, sys, time
 sys.path.append({str(Path(__file__).parent)!r})
 import fake_nccl
 import torch
 import torch.distributed as dist
 
-fake_nccl.install(reads=True)
+fake_nccl.install(reads=False)
 rank, device = int(os.environ["RANK"]), torch.device("cuda", 0)
-dist.init_process_group("nccl", os.environ["STORE"], None, 2, rank, device_id=device)
+limit = {"timeout": datetime.timedelta(minutes=7), "device_id": device}
+dist.init_process_group("nccl", os.environ["STORE"], world_size=2, rank=rank, **limit)
 """
+
+
+def test_a_scripts_device_connects_its_world_once_under_debug(tmp_path):
     script = """\
 (world,) = dist.ProcessGroupNCCL.made
 print(world.communicators, world.given._timeout, dist.get_backend())
@@ -107,15 +112,38 @@ x = torch.ones(1)
 if rank == 0:
     dist.all_reduce(x)
 """
-    output, said = debug(tmp_path, script, begin=begin)
-    assert ["1 0:30:00 nccl" in each for each in output] == [True, True]
+    output, said = debug(tmp_path, script, begin=BEGIN)
+    assert ["1 0:07:00 nccl" in each for each in output] == [True, True]
     assert said.startswith("deadlock: rank 0 waits in all_reduce for rank 1, which has ")
+
+
+def test_streams_that_wait_for_each_other_are_told_under_debug_and_nothing_is_ended(tmp_path):
+    script = """\
+from ddpkit.runtime import session
+
+session.STANDSTILL_S = 0.8
+word = session.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent / "ddpkit/word"
+x, groups = torch.ones(1), [dist.new_group([0, 1]) for _ in range(2)]
+for group in groups:
+    dist.all_reduce(x, group=group)
+dist.all_reduce(x, group=groups[rank], async_op=True).wait()
+for _ in range(2000):
+    if word.exists():
+        break
+    time.sleep(0.01)
+time.sleep(1)
+print("went on", flush=True)
+os._exit(0)
+"""
+    output, said = debug(tmp_path, script, begin=BEGIN)
+    assert said.startswith("deadlock: each waits for another: rank 0 for rank 1 in all_reduce, ra")
+    assert ["went on" in each for each in output] == [True, True]
 
 
 # Hangs: what is told over Gloo is told over NCCL, by what the host waits for, or the streams.
 
-# Gloo's gather ends for who only sends. On NCCL tags count for nothing.
-OTHERWISE = {"skips_a_gather", "tags_differ", "a_loop_without_end"}
+# Gloo's gather ends for who only sends.
+OTHERWISE = {"skips_a_gather", "a_loop_without_end"} | hang_cases.NOT_ON_NCCL
 HANGS = [
     name
     for name, (*_, said) in hang_cases.CASES.items()

@@ -119,6 +119,15 @@ def situations(board: Board, in_line: bool = False) -> list[Situation]:
     return now
 
 
+def at_standstill(board: Board) -> list[Situation]:
+    """Where every rank is, once nothing has moved for long: programs wait for the GPU by now."""
+    now = situations(board, in_line=True)
+    for s in now:
+        if s.state == ON_STREAM:
+            s.state = "waiting"
+    return now
+
+
 def _situation(board: Board, calls: _Calls, rank: int) -> Situation:
     state = board.state(rank)
     if state == DISAGREES:

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import inspect
 import os
 import pickle
 import shutil
@@ -98,17 +99,21 @@ class Session:
         exits.note_exits(self.folder, self.rank)
         exits.answer_sigterm(self._terminated)
 
-        def init_process_group(backend=None, *args, **kwargs):
+        def init_process_group(*args, **kwargs):
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            # With a device_id, torch would connect each group twice.
+            backend, device_id = given.pop("backend", None), given.pop("device_id", None)
             wanted = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
             inner = "nccl" if "nccl" in wanted else "gloo"
             device = torch.device("cpu")
             if inner == "nccl":
-                device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                device = own_gpu(device_id)
                 torch.cuda.set_device(device)
+                by_default = c10d.default_pg_nccl_timeout  # torch would take Gloo's
+                given["timeout"] = given.get("timeout") or by_default
             register_wire(self.recorder, inner, device, one_machine=False)
-            kwargs.pop("device_id", None)  # with it, torch would connect a second time
             self.recorder.joined = False  # a script may end its world and begin another
-            original("ddpkit", *args, **kwargs)
+            original("ddpkit", **given)
             first = self.store is None
             self.store = of_this_attempt(c10d._get_default_store())
             self.board.set_state(self.rank, RUNNING)
@@ -169,8 +174,12 @@ class Session:
                 self.tell(hang.report(*said, now, self.board))
         elif quiet_s > SLEEPS_S and (stuck := hang.polled_in_vain(now)) and not went_on:
             self._say(*hang.explain_deadlock(now, stuck, self.board), now)
-        elif quiet_s > STANDSTILL_S and any(s.state == "waiting" for s in now):
-            self._say(*hang.explain_standstill(now, quiet_s), now)
+        elif quiet_s > STANDSTILL_S:
+            now = hang.at_standstill(self.board)
+            if stuck := hang.deadlocked(now):
+                self._say(*hang.explain_deadlock(now, stuck, self.board), now)
+            elif any(s.state == "waiting" for s in now):
+                self._say(*hang.explain_standstill(now, quiet_s), now)
 
     def _timed_out(self, record: Record, error: BaseException) -> None:
         """Say why a wait ends by its timeout, before the error, which the script may catch."""
@@ -432,6 +441,19 @@ class Session:
             run.trace(self._trace)
         if self._flight_recorder:
             run.flight_recorder(self._flight_recorder)
+
+
+def own_gpu(device_id: torch.device | int | None) -> torch.device:
+    """The GPU that a script's rank means: what it gave, else what it has set, else its own.
+
+    That the current one is 0 may also mean that none was set.
+    """
+    index = getattr(device_id, "index", device_id)
+    if index is None and torch.cuda.is_initialized():
+        index = torch.cuda.current_device() or None
+    if index is None:  # Slurm may show each rank its own as 0
+        index = int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count())
+    return torch.device("cuda", index)
 
 
 def _own_lines(error: BaseException) -> list[str]:

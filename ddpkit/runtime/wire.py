@@ -434,7 +434,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
     interface alone, and calls have no timeout but one that the script gives.
     """
 
-    def create(options, _) -> WireGroup:
+    def create(options, given) -> WireGroup:
         ranks = tuple(options.global_ranks_in_group)  # empty: all
         ranks = ranks or tuple(range(options.group_size))
         options.store = of_this_attempt(options.store)
@@ -452,7 +452,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
-                on_gpu = _nccl(options, device, timeout)
+                on_gpu = _nccl(options, device, timeout, given)
                 store = dist.PrefixStore("cpu", options.store)
                 on_cpu = _gloo(options, store, timeout, one_machine, calm)
                 if recorder.streams is None:
@@ -476,15 +476,17 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
 
 
-def _nccl(options, device: torch.device, timeout: timedelta):
+def _nccl(options, device: torch.device, timeout: timedelta, given):
     """Connect a communicator of NCCL's.
 
     `bound_device_id` stays None: torch would take it for leave to split this communicator, which
     all members of the world must do together, and the members of a new group make one of their own.
+
+    given: a script's own pg_options, perhaps: a stream of high priority, NCCL's config.
     """
     # Six lines on each rank, of messages that go one after the other: see `pipeline.py`.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    nccl = dist.ProcessGroupNCCL.Options()
+    nccl = given or dist.ProcessGroupNCCL.Options()
     nccl._timeout = timeout
     nccl.global_ranks_in_group = options.global_ranks_in_group
     real = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl)
