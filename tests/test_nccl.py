@@ -99,8 +99,9 @@ import torch.distributed as dist
 
 fake_nccl.install(reads=False)
 rank, device = int(os.environ["RANK"]), torch.device("cuda", 0)
-limit = {"timeout": datetime.timedelta(minutes=7), "device_id": device}
-dist.init_process_group("nccl", os.environ["STORE"], world_size=2, rank=rank, **limit)
+limit = datetime.timedelta(minutes=7)
+where = dict(world_size=2, rank=rank, timeout=limit, device_id=device)
+dist.init_process_group("nccl", os.environ["STORE"], **where)
 """
 
 
