@@ -327,7 +327,7 @@ def test_a_scripts_own_options_are_nccls(monkeypatch):
     asked = SimpleNamespace(global_ranks_in_group=[0], store=None, group_rank=0, group_size=1)
     mine = SimpleNamespace(is_high_priority_stream=True)
     for given in (mine, None):
-        real, _ = wire._nccl(asked, torch.device("cuda"), given)
+        real, _ = wire._nccl(asked, torch.device("cuda"), wire.NEVER, given)
         assert (real.options is given) == (given is mine)
         assert real.options.global_ranks_in_group == [0]
 
