@@ -453,8 +453,9 @@ def test_a_step_on_a_gpu_never_stops_the_program():
 @pytest.mark.gpu
 def test_a_stream_that_waits_for_ever_is_reported():
     def skips():
+        x = torch.ones(1, device="cuda")
+        dist.all_reduce(x)  # from now on they are connected
         if dist.get_rank() == 0:
-            x = torch.ones(1, device="cuda")
             dist.all_reduce(x)
             x.item()
 
