@@ -1,4 +1,4 @@
-"""What this machine can run, and how to mend what it can't: `python -m ddpkit.doctor`.
+"""Examine what this machine can run, and how to mend the rest: `python -m ddpkit.doctor`.
 
 Works without Jupyter, starts CUDA only in a process of its own, and prints no paths: notebook 00
 stores the table.
@@ -55,7 +55,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """OK: nothing to do. NOTE: the course runs, something in it won't. PROBLEM: it can't run."""
+    """A finding. OK: nothing to do. NOTE: the course runs but for something. PROBLEM: it can't."""
 
     name: str
     value: str
@@ -64,14 +64,14 @@ class Finding:
 
 
 class Report(list[Finding]):
-    """The findings; as text, what a notebook cell shows."""
+    """The findings; printed, a verdict and a table."""
 
     @property
     def problems(self) -> list[str]:
         return [finding.name for finding in self if finding.level == PROBLEM]
 
     def __repr__(self) -> str:
-        """The verdict, then a table, remedies below their finding."""
+        """Write the verdict, then a table, each remedy below its finding."""
         verdict = "This machine can run the course."
         if self.problems:
             verdict = f"To be mended first: {', '.join(self.problems)}."
@@ -158,7 +158,7 @@ def loopback(address: str = "127.0.0.1") -> Finding:
 
 
 def two_ranks() -> Finding:
-    """Two real processes and one all-reduce between them, started the way every notebook does."""
+    """Run one all-reduce between two real processes, started the way every notebook does."""
     try:
         run = launch(sum_of_ranks, world_size=2, timeout=120)
     except Exception as error:  # whatever it is, the reader must see it as a finding
