@@ -1,8 +1,8 @@
 """`make gpu`: all that needs a GPU, tests and then benchmarks, in at most nine minutes.
 
 Needs Python, torch, triton, pytest and matplotlib, and no Jupyter. Each part has a process and a
-time limit of its own: one that fails, or hangs, doesn't stop the others. What they found, and on
-what, is in gpu-results/: gpu.json and a page, gpu.md.
+time limit of its own: one that fails, or hangs, doesn't stop the others. The findings and the
+machine's description are in gpu-results/: gpu.json and a page, gpu.md.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TESTS = "-m", "pytest", "-q", "-p", "no:cacheprovider"
 
 
 class Part(NamedTuple):
-    """Something to run: `python ARGUMENTS`. bench: the name of its results, if it leaves any."""
+    """A part of the run: `python ARGUMENTS`. bench: the name of its results, if it leaves any."""
 
     name: str
     limit_s: int
@@ -50,7 +50,7 @@ PARTS = [
 
 
 def machine() -> dict[str, str]:
-    """What the figures hold for."""
+    """Describe the machine that the figures hold for."""
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -70,7 +70,7 @@ def machine() -> dict[str, str]:
 
 
 def run(part: Part) -> dict:
-    """Run `part`; {"name", "ended", "seconds", "output"}, with its results, if it left any."""
+    """Run `part`; return {"name", "ended", "seconds", "output"}, with its results, if any."""
     begun = time.perf_counter()
     kept = BENCH_RESULTS / f"{part.bench}.json"
     kept.unlink(missing_ok=True)  # of an earlier day
@@ -93,7 +93,7 @@ def run(part: Part) -> dict:
 
 
 def page(about: dict[str, str], found: list[dict]) -> str:
-    """All of it as Markdown: the machine, how each part ended, what each said in the end."""
+    """Write everything as Markdown: the machine, how each part ended, its last output."""
     lines = ["# On a GPU", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += ["| part | | seconds |", "|---|---|---|"]
     lines += [f"| {each['name']} | {each['ended']} | {each['seconds']} |" for each in found]
@@ -104,7 +104,7 @@ def page(about: dict[str, str], found: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None, parts: list[Part] = PARTS) -> int:
-    """0 if all parts ended well, or if there is no GPU."""
+    """Run all parts; return 0 if all ended well, or if there is no GPU."""
     parser = argparse.ArgumentParser("make gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--into", type=Path, default=Path("gpu-results"), help="a folder")
     into = parser.parse_args(arguments).into
