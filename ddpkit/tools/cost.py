@@ -235,7 +235,7 @@ class Timeline(NamedTuple):
 
     @property
     def exposed_s(self) -> float:
-        """The seconds that training waits for communication: from backward's end to the last one's."""
+        """The seconds that training waits for communication: from backward's end to the last."""
         return self.done[-1] - self.backward_s
 
 

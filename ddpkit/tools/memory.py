@@ -293,9 +293,9 @@ def measure_saved(fn: Callable, *args) -> list[Saved]:
     """Call `fn(*args)`, and list what autograd keeps of it for backward, in order.
 
     fn: a module, whose parts are then named as in `named_modules`, or any function. Parameters are
-    left out: they would be there anyway. Memory that several operations keep is listed once.
+    left out: they exist anyway. Memory that several operations keep is listed once.
 
-    Also on the meta device, where nothing is computed and a layer of any size fits.
+    It works on the meta device as well, where nothing is computed and a layer of any size fits.
     """
     modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
     names = {id(part): name for name, part in modules}
