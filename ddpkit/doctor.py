@@ -9,6 +9,7 @@ import importlib.util
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .runtime.backends import SHARES_A_GPU, nccl_version
+from .runtime.backends import SHARES_A_GPU, UPGRADE, nccl_version
 from .runtime.launch import launch
 from .runtime.machine import (
     count_cores,
@@ -42,7 +43,8 @@ REMEDIES = {
     "cores": "everything runs, but ranks take turns: expect no speed-up anywhere",
     "memory": "four ranks need about 2 GiB: close other programs or kernels",
     "GPUs": "check nvidia-smi and the driver; or set CUDA_VISIBLE_DEVICES= to go without",
-    "NCCL": "more ranks than GPUs talk over Gloo; with NCCL 2.30 or newer several share one GPU",
+    "NCCL": "more ranks than GPUs talk over Gloo; with NCCL 2.30 or newer, several on one GPU over "
+    f"NCCL: {UPGRADE}",
     "Gloo": "install torch from pytorch.org",
     "loopback": "ranks talk over 127.0.0.1: let the firewall or VPN allow it",
     "new ranks": "each launch takes seconds; under WSL or Linux it takes about 0.1 s",
@@ -108,7 +110,8 @@ def examine() -> Iterator[Finding]:
     value = f"{gib(total)}, {gib(free)} free" if total else "can't tell"
     yield judge("memory", value, not total or free >= 2 * GIB)
     gpus, version = torch.cuda.device_count(), nccl_version()  # the driver says, not CUDA
-    yield judge_gpus(look_at_gpus() if gpus else [])
+    seen = look_at_gpus() if gpus else []
+    yield judge_gpus(seen)
     value = f"{'.'.join(map(str, version))}: a GPU for each rank"
     several = version >= SHARES_A_GPU
     value += ", or several ranks on one" if several else ""
@@ -129,6 +132,8 @@ def examine() -> Iterator[Finding]:
     other = "not on PATH; the same thing is: python -m torch.distributed.run"
     yield judge("torchrun", "on PATH" if shutil.which("torchrun") else other)
     value = "available" if gpus else "available, through its interpreter (no GPU)"
+    if re.search(r"capability [1-7]\.", str(seen)):
+        value += ", but ddpkit's kernels want a GPU of capability 8.0"
     found = importlib.util.find_spec("triton") is not None
     yield judge("Triton", value if found else "missing: its kernels are read, not run", found)
     for name, purpose in PACKAGES.items():

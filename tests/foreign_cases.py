@@ -257,7 +257,7 @@ SABOTAGES = [
         "loss.backward()",
         "if rank == 1 and step == 1:\n    os._exit(3)\nloss.backward()",
         r"rank 1 .*(exit|ended|gone|died)",
-        ("loss.backward()",),
+        ("os._exit(3)",),  # torchrun ends rank 0 at once, wherever it is
     ),
     Sabotage(
         "fsdp_transformer",

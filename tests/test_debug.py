@@ -2,12 +2,15 @@
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +22,8 @@ from test_board import call
 from ddpkit import RankError, launch
 from ddpkit.debug import main
 from ddpkit.explain import explain, read_dumps
-from ddpkit.runtime.session import Session
+from ddpkit.runtime import session, wire
+from ddpkit.runtime.session import Session, own_gpu
 
 BEGIN = """\
 import os, signal, sys, time
@@ -256,6 +260,76 @@ def test_a_script_may_end_its_world_and_begin_another(tmp_path):
     _, report = debug(tmp_path, f"dist.destroy_process_group()\n{again}\n{text}")
     assert report.startswith(WAITS.format(0, 1))
     assert "in all_reduce(4 float32, sum) train.py" in report  # it is the world, not a group
+
+
+# On NCCL, as far as a machine without a GPU can tell
+
+
+@pytest.mark.parametrize(
+    ("given", "current", "gpus", "index"),
+    [
+        (None, None, 4, 3),
+        (None, None, 1, 0),  # Slurm shows each rank one
+        (None, 0, 4, 3),  # CUDA was used, and no device set
+        (None, 2, 4, 2),
+        (torch.device("cuda", 1), 2, 4, 1),
+        (1, None, 4, 1),
+        (0, 2, 4, 0),
+    ],
+)
+def test_a_script_keeps_the_gpu_that_it_chose(monkeypatch, given, current, gpus, index):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert own_gpu(given) == torch.device("cuda", index)
+
+
+def asks_for_nccl(folder, *args, **kwargs):
+    """What torch's own init_process_group gets, and the wire, in a rank without a GPU."""
+    where = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= where | {"TORCHELASTIC_ERROR_FILE": f"{folder}/rank/error"}
+    said, c10d = [], dist.distributed_c10d
+    session.register_wire = lambda _, *how, one_machine: said.append(how)
+    torch.cuda.set_device = said.append
+    c10d.default_pg_nccl_timeout, c10d._get_default_store = timedelta(minutes=10), lambda: None
+    joins = functools.wraps(dist.init_process_group)(
+        lambda *args, **kwargs: said.append((args, kwargs))
+    )
+    dist.init_process_group = c10d.init_process_group = joins
+    Session(None).install()
+    dist.init_process_group(*args, **kwargs)
+    return said
+
+
+def test_what_a_script_gives_init_process_group_reaches_nccl(tmp_path):
+    gpu, options = torch.device("cuda", 1), {"pg_options": "its own", "rank": 0}
+    asked = "nccl", None, timedelta(seconds=7)
+    (said,) = launch(asks_for_nccl, tmp_path, *asked, device_id=gpu, world_size=1, **options)
+    said[2][1].pop("init_method")
+    given = options | {"timeout": timedelta(seconds=7)}
+    assert said == [gpu, ("nccl", gpu), (("ddpkit",), given)]  # a device_id connects groups twice
+    (said,) = launch(asks_for_nccl, tmp_path, "nccl", world_size=1)
+    assert said[2] == (("ddpkit",), {"timeout": timedelta(minutes=10)})  # NCCL's, not Gloo's
+
+
+def test_a_scripts_own_options_are_nccls(monkeypatch):
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store, rank, size, options):
+            self.options = options
+
+        def eager_connect_single_device(self, device):
+            pass
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    asked = SimpleNamespace(global_ranks_in_group=[0], store=None, group_rank=0, group_size=1)
+    mine = SimpleNamespace(is_high_priority_stream=True)
+    for given in (mine, None):
+        real, _ = wire._nccl(asked, torch.device("cuda"), given)
+        assert (real.options is given) == (given is mine)
+        assert real.options.global_ranks_in_group == [0]
 
 
 # With torchrun itself

@@ -75,6 +75,15 @@ def test_each_finding_has_its_level_and_its_remedy(monkeypatch, patched, value, 
     assert name != "two ranks" or "and more" not in finding.value
 
 
+@pytest.mark.parametrize(("capability", "said"), [("7.5", True), ("8.0", False), ("12.0", False)])
+def test_a_gpu_that_is_too_old_for_the_kernels_is_told(monkeypatch, capability, said):
+    monkeypatch.setattr(doctor, "launch", always(RIGHT))
+    monkeypatch.setattr(torch.cuda, "device_count", always(1))
+    monkeypatch.setattr(doctor, "look_at_gpus", always([f"T4 (15 GiB, capability {capability})"]))
+    (triton,) = (each for each in doctor.examine() if each.name == "Triton")
+    assert ("want a GPU of capability 8.0" in triton.value) == said
+
+
 def test_limits_of_a_container(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.os, "sched_getaffinity", always({0, 1, 2, 3}), raising=False)
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemFree: 3 kB\nMemAvailable:       7 kB\n")

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from hang_cases import CASES, UNSEEN
+from hang_cases import CASES, NOT_ON_NCCL, UNSEEN
 from torch._C import _distributed_c10d as c10d
 
-from ddpkit import HangError, launch
+from ddpkit import HangError, LaunchError, launch
 from ddpkit.explain import explain, main, read_dumps
 
 
@@ -112,6 +112,35 @@ def test_pytorchs_analyser_names_the_ranks_and_the_kind_that_our_reports_name(re
     assert analysers_verdict(folder) == verdict
     explained = explain(read_dumps(folder))
     assert our_verdict(explained) == verdict, explained
+
+
+def hang_on_gpus(function):
+    torch.set_default_device("cuda")
+    function()
+
+
+@pytest.fixture(scope="module")
+def reports_of_gpus():
+    """{case: what was said of it}, of all cases, each by tensors on a GPU."""
+
+    def hang(name):
+        function, world_size, _ = CASES[name]
+        options = {"world_size": world_size, "backend": "nccl", "hang_after": 3.0, "timeout": 25}
+        try:
+            launch(hang_on_gpus, function, **options)
+        except LaunchError as error:
+            return name, f"{error}"
+        return name, "nothing: it ended well"
+
+    with ThreadPoolExecutor(6) as pool:
+        return dict(pool.map(hang, [name for name in CASES if name not in NOT_ON_NCCL]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_ON_NCCL])
+def test_on_gpus_reports_name_the_same_ranks(request, name):
+    report = request.getfixturevalue("reports_of_gpus")[name]
+    assert our_verdict(report) == CASES[name][2], report
 
 
 def test_calls_that_some_rank_has_forgotten_are_in_no_dump(reports):

@@ -5,11 +5,13 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import pickle
 import re
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +22,8 @@ from outside import FREEZE_S, cell, run_script, wait_until
 from ddpkit import Link, RankError, Run, launch
 from ddpkit.runtime import backends, call, processes, worker
 from ddpkit.runtime.call import pickle_call
+from ddpkit.runtime.errors import NoGpu
+from ddpkit.runtime.live import LiveWorld
 from ddpkit.runtime.output import Output
 from ddpkit.runtime.watch import Watch
 
@@ -133,14 +137,124 @@ def test_trap_25_the_choice_of_backend_and_its_reason(monkeypatch, gpus, version
 
 def test_trap_25_what_lets_ranks_share_a_gpu():
     """As asked, an NCCL that refuses it is told that each rank is a host of its own."""
-    enabled = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    enabled = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
     assert backends.sharing(2, (2, 30, 0)) == enabled
     assert backends.sharing(3, (2, 30, 0)) == enabled | {"NCCL_MAX_CTAS": "4"}
-    assert "NCCL_MAX_CTAS" not in backends.sharing(4, (2, 28, 9))
+    assert backends.sharing(4, (2, 28, 9)).keys().isdisjoint([*enabled, "NCCL_MAX_CTAS"])
+    assert backends.sharing(4, (2, 28, 9))["NCCL_NET"] == "Socket"
     choice = backends.Choice("gloo", 0, "", backends.sharing(2, (2, 28, 9)))
     with processes.world(choice, 2, None, False, worker.main) as (ranks, _):
         hosts = [rank.assignment.environ["NCCL_HOSTID"] for rank in ranks]
     assert hosts == ["ddpkit-0", "ddpkit-1"]
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_nccl_listens_on_the_loopback_and_lets_python_raise_unless_told_otherwise(
+    monkeypatch, gpus
+):
+    def environ():
+        choice = backends.Choice("nccl", gpus, "")
+        with processes.world(choice, 1, None, False, worker.main) as (ranks, _):
+            environ = ranks[0].assignment.environ
+        return [
+            environ.get(name) for name in ("NCCL_SOCKET_IFNAME", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
+        ]
+
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert environ() == (["lo", "0"] if gpus else [None, None])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert environ()[0] == "eth7"
+
+
+def test_gpus_that_the_driver_counts_and_cuda_can_not_use_lead_to_gloo(monkeypatch):
+    """As on a card in MIG mode."""
+    counted = torch.cuda.device_count() + 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: counted)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(backends, "nccl_version", lambda: (2, 29, 7))
+    run = launch(lambda: dist.get_backend(), world_size=counted)
+    assert list(run) == ["gloo"] * counted
+    assert re.match(r"gloo on CPU: rank \d can't use cuda:\d: \w", run.backend)
+    with pytest.raises(NoGpu, match=r"rank \d can't use cuda:\d: \w"):
+        launch(print, world_size=counted, backend="nccl")
+    world = LiveWorld(counted)
+    world.close()
+    assert world.ranks[0].assignment.device.type == "cpu"
+
+
+# Tensors on a GPU, as far as a machine without one can tell.
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+class ParameterOnGpu(torch.nn.Parameter):
+    is_cuda = True
+
+
+def on_gpu():
+    """A tensor, and a layer with a frozen bias, that say they are on a GPU."""
+    layer = torch.nn.Linear(1, 1)
+    layer.bias = ParameterOnGpu(torch.zeros(1), requires_grad=False)
+    return torch.zeros(2).as_subclass(OnGpu), layer
+
+
+def test_tensors_on_a_gpu_arrive_on_the_ranks_own(monkeypatch):
+    x, layer = on_gpu()
+    call = pickle_call(print, (x, x, layer), {})
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor + 1)
+    _, (first, second, layer), _ = pickle.loads(call)
+    assert first is second
+    assert (type(first), first.tolist()) == (torch.Tensor, [1, 1])
+    assert (type(layer.bias), layer.bias.tolist()) == (torch.nn.Parameter, [1])
+    assert [p.requires_grad for p in layer.parameters()] == [True, False]
+
+
+def test_trap_13_parameters_on_a_gpu_come_back_as_parameters(tmp_path):
+    x, layer = on_gpu()
+    worker.save(tmp_path / "result", (x, layer, layer))
+    x, layer, again = pickle.loads((tmp_path / "result").read_bytes())
+    assert type(x) is torch.Tensor
+    assert again is layer
+    assert (type(layer.bias), layer.bias.requires_grad) == (torch.nn.Parameter, False)
+
+
+@pytest.mark.gpu
+def test_a_gpu_tensor_arrives_on_the_ranks_own_gpu():
+    x, gpus = torch.ones(1, device="cuda"), torch.cuda.device_count()
+    assert list(launch(lambda: x.device.index, world_size=gpus)) == list(range(gpus))
+
+
+def note(what):
+    SAID.append(what)
+
+
+SAID = []
+
+
+class Noted:
+    def __reduce__(self):
+        return note, ("loads the call",)
+
+
+def test_a_rank_takes_its_gpu_before_it_loads_the_call(monkeypatch, tmp_path):
+    """Else what was on a GPU would arrive on GPU 0, and take half a GB of it for a context."""
+    (tmp_path / "call").write_bytes(pickle.dumps((note, (Noted(),), {})))
+    choice = backends.Choice("nccl", 2, "")
+    assignment = worker.Assignment(3, 4, str(tmp_path), choice, None, False, {}, {})
+    recorder = SimpleNamespace(settle=lambda: None, records=[], board=SimpleNamespace())
+    recorder.board.set_state = lambda *_: None
+    monkeypatch.setattr(worker, "become_rank", lambda *_: recorder)
+    monkeypatch.setattr(worker, "join", lambda *_: note("joins"))
+    monkeypatch.setattr(worker, "wait_to_be_ended", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note(str(device)))
+    SAID.clear()
+    worker.main(assignment, SimpleNamespace(send=print), None)
+    assert SAID[:3] == ["cuda:1", "loads the call", "joins"]
 
 
 @pytest.mark.gpu

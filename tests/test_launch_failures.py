@@ -18,7 +18,10 @@ import torch.distributed as dist
 from outside import cell
 
 from ddpkit import HangError, LaunchError, RankError, launch
-from ddpkit.runtime import processes, worker
+from ddpkit.runtime import processes, watch, worker
+from ddpkit.runtime.backends import Choice
+from ddpkit.runtime.board import STARTING
+from ddpkit.runtime.watch import Watch
 
 NAME = Path(__file__).name
 
@@ -253,6 +256,79 @@ def test_trap_15_exits_and_signals(how, says):
     ]
 
 
+def test_of_an_abort_the_first_complaint_of_a_kernel_is_shown():
+    def aborts():
+        if dist.get_rank() == 1:
+            for thread in range(100):
+                print(f"Index.cu:7: thread: [{thread},0,0] Assertion `index < size` failed.")
+            print("terminate called\n" + "frame\n" * 50, flush=True)
+            os.abort()
+        dist.barrier()
+
+    lines = message(aborts, times=1)
+    assert lines[0] == "rank 1 was killed by SIGABRT."
+    assert lines[2] == "  Index.cu:7: thread: [0,0,0] Assertion `index < size` failed."
+    assert sum("Index.cu" in line for line in lines) == 1
+
+
+class Runs:
+    """Runs `source` in the rank that loads it."""
+
+    def __init__(self, source):
+        self.source = f"import time, torch.distributed as dist\n{source}"
+
+    def __reduce__(self):
+        return exec, (self.source,)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_start_that_hangs_is_told(monkeypatch, gpus):
+    """As NCCL's, which waits without end for a rank that doesn't answer."""
+
+    def watched(ranks, *rest, **options):
+        ranks[0].assignment.choice.gpus = gpus
+        return Watch(ranks, *rest, **options)
+
+    monkeypatch.setattr(sys.modules["ddpkit.runtime.launch"], "Watch", watched)
+    monkeypatch.setattr(watch, "START_S", 1.0)
+    never = Runs("dist.init_process_group = lambda *_, **__: time.sleep(1000)")
+    says = r"no start: after \d s the ranks are still connecting"
+    with pytest.raises(HangError, match=says) as caught:
+        launch(print, never, world_size=2, timeout=60)
+    said = str(caught.value)
+    assert "ranks 0 and 1: starting" in said
+    assert ("NCCL_DEBUG=INFO" in said) == bool(gpus)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="looks into /proc")
+def test_a_start_that_waits_for_a_stopped_rank_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(watch, "START_S", 1.0)
+    stop = f"""
+import os, pathlib, signal
+try:
+    pathlib.Path({str(tmp_path)!r}, "first").touch(exist_ok=False)
+except OSError:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    with pytest.raises(HangError, match=r"doesn't answer: what holds rank [01]\?"):
+        launch(print, Runs(stop), world_size=2, timeout=60)
+
+
+def test_ranks_that_load_the_call_for_long_have_all_the_time_to_connect():
+    loads, connects = [(worker.__file__, 1, "main")], [(worker.__file__, 2, "join")]
+    stacks = {20: loads, 35: connects, 40: loads, 70: connects, 99: connects, 101: connects}
+    asked, told = [], []
+    rank = types.SimpleNamespace(rank=0, is_stopped=False, ask_stack=lambda: asked[-1])
+    rank.assignment = types.SimpleNamespace(choice=Choice("gloo", 0, ""))
+    watching = Watch([], types.SimpleNamespace(state=lambda rank: STARTING))
+    watching.ranks = [rank]
+    watching._raise_hang = lambda headline, advice: told.append(headline)
+    for seconds, stack in stacks.items():
+        asked.append(stack)
+        watching._look_at_start(seconds)
+    assert told == ["no start: after 101 s the ranks are still connecting."]
+
+
 def test_a_rank_killed_while_it_starts():
     class Bomb:
         def __reduce__(self):
@@ -307,9 +383,12 @@ def test_arguments_that_the_function_does_not_take(fn, args, options, meant):
 
 
 def test_what_python_and_torch_say_is_told_once_more():
-    last = [message(fn, times=1)[-1] for fn in (lambda: rank, dist.init_process_group)]  # noqa: F821
+    shared_memory = RuntimeError("NCCL error: unhandled system error")
+    wrong = (lambda: rank), dist.init_process_group, lambda: throw(shared_memory)  # noqa: F821
+    last = [message(fn, times=1)[-1] for fn in wrong]
     assert last[0].endswith("asks for its number: rank = dist.get_rank().")
     assert last[1].endswith("leave out init_process_group and destroy_process_group.")
+    assert "start it with --shm-size=2g" in last[2]
 
 
 def test_ranks_that_are_not_there():

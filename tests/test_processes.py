@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from outside import FREEZE_S, PREAMBLE, Script, run_script, wait_until
 
 from ddpkit import LaunchError, launch
 from ddpkit.runtime import processes, worker
+from ddpkit.runtime.backends import Choice
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 forks = pytest.mark.skipif(processes.start_method() != "forkserver", reason="no fork server here")
@@ -82,6 +84,16 @@ def broken(kind):
             os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
             os._exit(3)
     dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(("gpus", "seconds"), [(0, 4.0), (2, 30.0)])
+def test_a_rank_that_held_a_gpus_memory_may_take_longer_to_go(gpus, seconds):
+    waited, rank = [], object.__new__(processes.Rank)
+    rank.assignment = SimpleNamespace(choice=Choice("nccl", gpus, ""))
+    rank.process = SimpleNamespace(join=waited.append, close=lambda: None)
+    rank.pipe = SimpleNamespace(close=lambda: None)
+    rank.wait_gone()
+    assert waited == [seconds]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no such locks here")

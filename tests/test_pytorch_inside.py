@@ -1,5 +1,7 @@
 """PyTorch runs inside `launch` unmodified: the results of plain Gloo, and all is recorded."""
 
+import math
+import pickle
 from collections import Counter
 
 import pytest
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from on_ranks import into_torchs_own_world
 from pytorch_cases import CASES, WORLD, grid, init_device_mesh, results, sharded, split_mlp
 
-from ddpkit import launch
+from ddpkit import LaunchError, launch
 from ddpkit.runtime.wire import recorder
 
 
@@ -77,6 +79,65 @@ def test_results_are_those_of_plain_gloo(run, name):
     said = sum(calls[name] for _, calls, _, _ in run)
     silent = {"distributed_sampler"} | ({"split_group"} if torch.__version__ < "2.15" else set())
     assert (said > 0) == (name not in silent)  # before 2.15, Gloo can't split
+
+
+# The same on a GPU, or on several
+
+
+def run_on_gpus(folder, names):
+    torch.set_default_device("cuda")
+    for name in names:
+        found = results([name])[name]
+        (folder / f"{name}.{dist.get_rank()}").write_bytes(pickle.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory):
+    """{case: what each rank found, or the error that it ended a launch by}."""
+    folder, found = tmp_path_factory.mktemp("gpus"), {}
+    left = [name for name in CASES if name not in pytorch_cases.NOT_ON_NCCL]
+    while left:
+        error = None
+        try:
+            launch(run_on_gpus, folder, left, world_size=WORLD, backend="nccl", timeout=80)
+        except LaunchError as failed:
+            error = failed
+        for name in list(left):
+            kept = [folder / f"{name}.{rank}" for rank in range(WORLD)]
+            if not all(path.exists() for path in kept):
+                found[name] = error
+                left.remove(name)
+                break
+            found[name] = [pickle.loads(path.read_bytes()) for path in kept]
+            left.remove(name)
+    return found
+
+
+def near(one, other):
+    """Alike but for rounding; what overflows in one order of adding needn't in another."""
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(near, one, other))
+    if isinstance(one, float) and math.isfinite(one) and math.isfinite(other):
+        return math.isclose(one, other, rel_tol=0.05, abs_tol=0.05)
+    return isinstance(one, float) or one == other
+
+
+def test_near():
+    assert near([1.0, (2, None)], [1.01, (2, None)])
+    for wrong in ([1.0], [1.0, (3, None)], [1.2, (2, None)]):
+        assert not near([1.0, (2, None)], wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_results_on_gpus_are_those_of_gloo(request, name):
+    if name in pytorch_cases.NOT_ON_NCCL:
+        pytest.skip(f"NCCL: {pytorch_cases.NOT_ON_NCCL[name]}")
+    found = request.getfixturevalue("on_gpus")[name]
+    if isinstance(found, LaunchError):
+        raise found
+    for ours, (wired, *_) in zip(found, request.getfixturevalue("run"), strict=True):
+        assert near(ours, wired[name])
 
 
 def test_gradients_are_the_serial_twins(run):

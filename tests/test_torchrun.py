@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from on_ranks import into_torchs_own_world
 from outside import Script, run_script
 
 from ddpkit import launch
+from ddpkit.runtime.launch import _initialise_under_torchrun
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -133,11 +135,35 @@ def test_a_world_of_the_scripts_own_is_used_as_it_is(tmp_path):
     assert list(launch(torchruns_rank, world_size=2)) == [expected] * 2
 
 
+def names_its_backend(folder, gpus, per_machine):
+    """The backend that `launch` asks for on this rank. gpus: of each rank's machine."""
+    rank, said = dist.get_rank(), []
+    store = dist.FileStore(f"{folder}/store", dist.get_world_size())
+    dist.rendezvous = lambda url: iter([(store, rank, dist.get_world_size())])
+    dist.init_process_group = lambda backend, **_: said.append(backend)
+    dist.init_process_group.session = SimpleNamespace(recorder=SimpleNamespace(check_buffers=0))
+    dist.is_nccl_available, torch.cuda.device_count = lambda: True, lambda: gpus[rank]
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_machine)
+    for attempt in ("0", "1"):  # torchrun keeps its store
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        _initialise_under_torchrun(None, False)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_machine", "backend"),
+    [((1, 1), 2, "gloo"), ((2, 2), 2, "nccl"), ((1, 0), 1, "gloo"), ((1, 2), 1, "nccl")],
+)
+def test_all_ranks_take_nccl_or_none_does(gpus, per_machine, backend, tmp_path):
+    """Also where another machine has no GPU, or one of two ranks would have none."""
+    run = launch(names_its_backend, tmp_path, gpus, per_machine, world_size=2, timeout=60)
+    assert list(run) == [[backend] * 2] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 def test_nccl_under_torchrun(tmp_path):
     first, _ = run_under_torchrun(
         tmp_path, WORK.replace("+ n)", "+ n, device='cuda')") + TELL + SCRIPT
     )
-    assert first[1].startswith("nccl")
-    assert dist.is_nccl_available()
+    assert first[3].startswith("nccl")

@@ -6,12 +6,16 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import gpu
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import complaint, output_and_gradients, randn
 
 from ddpkit import launch
+from ddpkit.bench import attention as bench
+from ddpkit.bench.interleave import WARM_UP
+from ddpkit.bench.results import AGAIN
 
 triton = pytest.importorskip("triton", reason="triton isn't installed")
 from ddpkit.fast import triton_attention as kernels  # noqa: E402
@@ -19,7 +23,8 @@ from ddpkit.fast.triton_attention import INTERPRETED  # noqa: E402
 from ddpkit.flash_triton import flash_attention_triton  # noqa: E402
 
 ON_GPU = not INTERPRETED and torch.cuda.get_device_capability() >= (8, 0)
-OLD = INTERPRETED and triton.__version__ < "3.7"  # converts arrays in ways that NumPy 2.4 forbids
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+OLD = INTERPRETED and VERSION < (3, 7)  # converts arrays in ways that NumPy 2.4 forbids
 pytestmark = [
     pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="compute capability below 8.0"),
     pytest.mark.skipif(OLD, reason="the interpreter of Triton 3.6 and NumPy disagree"),
@@ -29,6 +34,23 @@ in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="tiles of Triton's i
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=on_gpu)]
 OWN, OTHERS = 32, 16  # in the interpreter: rows of a program's own tile, and of the others
+TUNED = kernels._forward_kernel, kernels._dkdv_kernel, kernels._dq_kernel
+TILES = list(zip(*(kernel.configs for kernel in TUNED), strict=True))
+PICKED = TILES[-3:][0], TILES[-1]  # 64 rows; 16, the only ones for fp32
+
+
+def take(monkeypatch, *tiles):
+    """Let each kernel choose among these, anew."""
+    for kernel, *configs in zip(TUNED, *tiles, strict=True):
+        monkeypatch.setattr(kernel, "configs", configs)
+        monkeypatch.setattr(kernel, "cache", {})
+
+
+@pytest.fixture(autouse=True)
+def few_tiles_on_a_gpu(monkeypatch):
+    """All of them take minutes to compile."""
+    if ON_GPU:
+        take(monkeypatch, *PICKED)
 
 
 def tensors(*heads, Nq, Nk, D=16, dtype=torch.float32):
@@ -57,9 +79,8 @@ def test_heads_and_sizes(dtype):
 @in_interpreter
 def test_other_tiles(monkeypatch):
     """Own tiles shorter than those looped over: the diagonal crosses several programs."""
-    for name, own, others in (("_forward", "Q", "K"), ("_dkdv", "K", "Q"), ("_dq", "Q", "K")):
-        tiles = triton.Config({f"BLOCK_{own}": 16, f"BLOCK_{others}": 32})
-        monkeypatch.setattr(getattr(kernels, f"{name}_kernel"), "configs", [tiles])
+    own_q, own_k = ({f"BLOCK_{own}": 16, f"BLOCK_{x}": 32} for own, x in ("QK", "KQ"))
+    take(monkeypatch, [triton.Config(tiles) for tiles in (own_q, own_k, own_q)])
     assert wrong(*tensors(Nq=65, Nk=59), True) is None
 
 
@@ -112,13 +133,67 @@ def test_kept_are_q_k_v_o_and_a_number_for_each_row():
         slope.sum().backward()
 
 
+LONGER = [  # Nq, Nk, dtype, D, causal: every two of these values meet, D 256 once
+    (1024, 1024, torch.float16, 64, False),
+    (1024, 1024, torch.bfloat16, 128, True),
+    (1000, 777, torch.float16, 128, False),
+    (1000, 777, torch.bfloat16, 64, True),
+    (2048, 1, torch.float16, 64, True),
+    (2048, 1, torch.bfloat16, 128, False),
+    (1000, 777, torch.float16, 256, True),
+]
+
+
 @on_gpu
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("Nq", "Nk"), [(1024, 1024), (1000, 777), (2048, 1)])
+@pytest.mark.parametrize(("Nq", "Nk", "dtype", "D", "causal"), LONGER)
 def test_longer_on_a_gpu(Nq, Nk, dtype, D, causal):
     assert wrong(*tensors(2, 4, Nq=Nq, Nk=Nk, D=D, dtype=dtype), causal) is None
+
+
+@on_gpu
+def test_every_tile_on_a_gpu(monkeypatch):
+    """One by one, then as they are chosen from. Smaller GPUs have no room for some."""
+    inputs, right = tensors(2, 4, Nq=1000, Nk=777, D=64, dtype=torch.bfloat16), 0
+    for tiles in (*([each] for each in TILES), TILES):
+        take(monkeypatch, *tiles)
+        try:
+            assert wrong(*inputs, True) is None, tiles
+        except triton.runtime.errors.OutOfResources:
+            continue
+        right += 1
+    assert right >= 4
+
+
+# Seconds to compile a kernel by Triton 3.9 for compute capability 9.0, the mean of three kernels,
+# on one of two cores with others at work: with the tiles that are picked, and with all.
+PICKED_S = {32: 0.4, 64: 0.5, 128: 0.6, 256: 1.1}
+EACH_S = {64: 0.8, 128: 2.1}
+TIMED_S, STARTS_S = 0.2, 5.0  # Triton times a kernel; a process comes to its first
+
+
+def limit_s(name):
+    return next(part.limit_s for part in gpu.PARTS if part.name == name)
+
+
+def test_the_kernels_can_end_in_their_part_of_make_gpu():
+    """Compiling and choosing tiles, reckoned; as much is left for the rest."""
+    picked, every = (len(TUNED) * len(tiles) for tiles in (PICKED, kernels.FORWARD))
+    cases = [*(D for *_, D, _ in LONGER), 64, *[32] * 10]  # 64: the same bits; the rest is small
+    seconds = sum(picked * (PICKED_S[D] + TIMED_S) for D in cases)
+    seconds += every * (EACH_S[64] + TIMED_S)
+    assert 2 * seconds <= limit_s("kernels")
+
+
+def test_their_benchmark_can_end_in_its_part_of_make_gpu():
+    """Each case has a process of its own; what one has compiled, the next finds on the disk."""
+    every, cases = len(TUNED) * len(kernels.FORWARD), bench.cases("cuda")
+    compiled = {case[:2]: every * EACH_S[case.head_size] for case in cases}
+    variants = 1 + len(bench.PARTS) * (
+        len(bench.BACKENDS) + len((bench.PLAIN, bench.OURS, bench.TRITON, AGAIN))
+    )
+    turns_s = (bench.ROUNDS + WARM_UP) * variants * bench.TURN_S
+    seconds = sum(compiled.values()) + len(cases) * (every * TIMED_S + turns_s + STARTS_S)
+    assert seconds <= limit_s("bench attention")
 
 
 @on_gpu

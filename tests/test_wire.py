@@ -14,7 +14,7 @@ from pytorch_cases import CALLS, all_gather_single, reduce_scatter_single, resul
 
 from ddpkit import HangError, Link, launch
 from ddpkit.runtime.board import DISAGREES
-from ddpkit.runtime.wire import _splits, recorder
+from ddpkit.runtime.wire import _splits, of_this_attempt, recorder
 
 # Nothing changes.
 
@@ -164,6 +164,16 @@ def test_a_message_is_waited_for_no_longer_than_asked(source, link):
                 dist.irecv(torch.zeros(1), source).wait(timedelta(seconds=0.2))
 
     launch(in_vain, world_size=2, link=link, timeout=60)
+
+
+def test_after_a_restart_nothing_of_the_first_attempt_is_read(monkeypatch):
+    store = dist.HashStore()
+    of_this_attempt(store).set("address", "of a rank that is gone")
+    assert store.check(["address"])  # the first attempt has no prefix
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not of_this_attempt(store).check(["address"])
+    of_this_attempt(store).set("address", "of its successor")
+    assert of_this_attempt(store).get("address") == b"of its successor"
 
 
 def test_parts_of_an_all_to_all_as_tensors_as_rows_and_even():

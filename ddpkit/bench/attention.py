@@ -35,7 +35,7 @@ SQUARE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrix whose pro
 NUMEL = {"cpu": 2**19, "cuda": 2**25}  # of q: the longer the sequences the fewer
 SIZES = {  # head sizes D, lengths N
     "cpu": ([64], [256, 512, 1024, 2048, 4096]),
-    "cuda": ([64, 128], [1024, 2048, 4096, 8192, 16384]),
+    "cuda": ([64, 128], [1024, 4096, 16384]),
 }
 PLAIN, OURS, TRITON = "plain attention", "flash_attention", "flash_attention_triton"
 CUDNN, FLASH, EFFICIENT, PRODUCT = "SDPA, cuDNN", "SDPA, flash", "SDPA, efficient", "matrix product"

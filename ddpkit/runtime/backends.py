@@ -1,15 +1,28 @@
 """Which backend a launch gets, and why."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..tools.units import count
+from .errors import NoGpu
 from .link import Link
 
 SHARES_A_GPU = (2, 30)  # the first NCCL that lets ranks of one host share a GPU
+UPGRADE = f"pip install --upgrade nvidia-nccl-cu{(torch.version.cuda or '13').partition('.')[0]}"
+# What ranks on GPUs find in their environment, unless the reader's says otherwise.
+BY_DEFAULT = {
+    "NCCL_SOCKET_IFNAME": "lo",  # it would listen where others on the network can reach it
+    # Its watchdog would end a process whose kernel failed before Python can raise.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -23,6 +36,22 @@ class Choice:
     gpus: int
     line: str
     environ: dict[str, str] = field(default_factory=dict)
+
+
+def start_on(
+    start: Callable[[Choice], Result], backend: str, world_size: int, link: Link | None = None
+) -> Result:
+    """Call `start` with the choice; with Gloo instead if a GPU turns out to be unusable.
+
+    The driver counts a card in MIG mode, of which CUDA shows a process no more than one slice. The
+    choice is made without CUDA, so a rank is the first to know.
+    """
+    try:
+        return start(choose_backend(backend, world_size, link))
+    except NoGpu as error:
+        if backend == "nccl":
+            raise
+        return start(Choice("gloo", 0, f"gloo on CPU: {error}"))
 
 
 def choose_backend(backend: str, world_size: int, link: Link | None = None) -> Choice:
@@ -42,7 +71,7 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
     reason = "no GPU that PyTorch can use"
     if gpus:
         reason = f"{count(gpus, 'GPU')} for {world_size} ranks, and {nccl.upper()} can't share one"
-        reason += " (2.30 can)"
+        reason += f" (2.30 can: {UPGRADE})"
     if backend == "nccl":
         expected = f"backend='nccl' expected a GPU, got {reason}"
         raise ValueError(f"{expected}: use backend='auto'")
@@ -53,14 +82,16 @@ def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
     """The environment in which NCCL lets so many `ranks` use one GPU.
 
     Before 2.30 it refuses two ranks of one host on one GPU, and takes NCCL_HOSTID's word for who is
-    on which host: then all that they say goes through sockets.
+    on which host: then all that they say goes through sockets, and through no plugin of a cloud's.
     """
     if version >= SHARES_A_GPU:
-        environ = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-        # A kernel waits on the GPU for the other ranks' kernels: all must fit at once, or all hang.
+        # NCCL 2.30.7 asks only the last pair of ranks whether NVLS must stay off.
+        environ = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+        # A kernel waits on the GPU for the other ranks' kernels. In one context (MPS) all must fit
+        # at once, or all hang, as NCCL's manual says; processes of their own should take turns.
         return environ | ({"NCCL_MAX_CTAS": "4"} if ranks > 2 else {})
     apart = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
-    return apart | {"NCCL_HOSTID": "ddpkit-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    return apart | {"NCCL_NET": "Socket", "NCCL_HOSTID": "ddpkit-{rank}"}
 
 
 def nccl_version() -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import types
 import warnings
 
 import cloudpickle
+import torch
 
 LARGE_BYTES = 10_000_000
 LONG_S = 1.0  # a reader waits and wonders
@@ -40,10 +41,29 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
     return call
 
 
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor from its GPU; a Parameter stays one."""
+    copy = tensor.detach().cpu()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Move a tensor that left a GPU to the current one, as it is."""
+    tensor.data = tensor.data.cuda()
+    return tensor
+
+
 class _Pickler(cloudpickle.Pickler):
-    """Pickle by name the modules that are objects of their own classes: torch.backends.cudnn."""
+    """Pickle by name the modules that are objects of their own classes: torch.backends.cudnn.
+
+    Tensors on a GPU arrive on the rank's own, whichever they were on.
+    """
 
     def reducer_override(self, obj):
+        if isinstance(obj, torch.Tensor) and obj.is_cuda:
+            return _on_gpu, (on_cpu(obj),)
         named = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
         if named and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)

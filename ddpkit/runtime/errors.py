@@ -39,6 +39,10 @@ class RankError(LaunchError):
         return type(self), (str(self), self.rank), self.__dict__
 
 
+class NoGpu(RankError):
+    """CUDA can't use the GPU that a rank was to have."""
+
+
 class HangError(LaunchError):
     """A mismatch, a deadlock, or no result in time. The message is the report."""
 

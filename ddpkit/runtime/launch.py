@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..tools.checks import check_positive
 from . import processes, worker
-from .backends import choose_backend
+from .backends import Choice, start_on
 from .board import RETURNED, RUNNING, Record
 from .call import pickle_call
 from .errors import RankError, shown
@@ -27,6 +27,7 @@ from .records import Recorder, call_site, recorder
 from .run import Run
 from .session import Session
 from .watch import Watch
+from .wire import of_this_attempt
 
 MOST_RANKS, DEFAULT_RANKS = 64, 4
 ASKED = {"rank": "dist.get_rank()", "world_size": "dist.get_world_size()"}
@@ -89,18 +90,21 @@ def launch(
         expected = "expected a notebook, a script or torchrun"
         raise ValueError(f"launch was called inside a rank: {expected}. Call fn directly")
     call = pickle_call(fn, args, kwargs)
-    choice = choose_backend(backend, world_size, link)
     begun = time.perf_counter()
-    how = choice, world_size, link, keep_values
-    started = processes.world(*how, worker.main, call, check_buffers)
-    with started as (ranks, board):
-        watch = Watch(ranks, board, timeout, hang_after, live, fresh=True)
-        slow_imports = watch.until_all_reply()
-        output = watch.show_output("run.output")
-        results, wire = zip(*(_load_result(rank, watch) for rank in ranks), strict=True)
-    processes.preload(set().union(*slow_imports.values()))
-    seconds = time.perf_counter() - begun
-    return Run(list(results), output, list(wire), seconds, choice.line, link)
+
+    def start(choice: Choice) -> Run:
+        how = choice, world_size, link, keep_values
+        started = processes.world(*how, worker.main, call, check_buffers)
+        with started as (ranks, board):
+            watch = Watch(ranks, board, timeout, hang_after, live, fresh=True)
+            slow_imports = watch.until_all_reply()
+            output = watch.show_output("run.output")
+            results, wire = zip(*(_load_result(rank, watch) for rank in ranks), strict=True)
+        processes.preload(set().union(*slow_imports.values()))
+        seconds = time.perf_counter() - begun
+        return Run(list(results), output, list(wire), seconds, choice.line, link)
+
+    return start_on(start, backend, world_size, link)
 
 
 @contextlib.contextmanager
@@ -212,10 +216,14 @@ def _wait_till_all_return(mine: Recorder | None):
     for state in (RETURNED, RUNNING):
         if mine:
             mine.board.set_state(dist.get_rank(), state)
-        key = f"ddpkit/launch/{number}/{state}"
-        store.add(key, 1)
-        while store.add(key, 0) < dist.get_world_size():
-            time.sleep(0.005)
+        _meet(store, f"ddpkit/launch/{number}/{state}", dist.get_world_size())
+
+
+def _meet(store: dist.Store, key: str, world_size: int):
+    """Wait until all ranks have come here."""
+    store.add(key, 1)
+    while store.add(key, 0) < world_size:
+        time.sleep(0.005)
 
 
 def _initialise_under_torchrun(link, check_buffers):
@@ -225,7 +233,18 @@ def _initialise_under_torchrun(link, check_buffers):
         session.install()
         atexit.register(session.leave)
     session.recorder.check_buffers |= check_buffers
-    local = int(os.environ["LOCAL_RANK"])
-    nccl = link is None and dist.is_nccl_available() and torch.cuda.device_count() > local
-    dist.init_process_group("nccl" if nccl else "gloo")
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = of_this_attempt(store)
+    all_have_gpus = _each_has_a_gpu(store, world_size)
+    backend = "nccl" if all_have_gpus and link is None else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     sys.excepthook = lambda _, error, __: session.failed(error)  # in place of torch's
+
+
+def _each_has_a_gpu(store: dist.Store, world_size: int) -> bool:
+    """Whether every machine has a GPU for each of its ranks: the same answer on all of them."""
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    enough = dist.is_nccl_available() and torch.cuda.device_count() >= here
+    store.add("ddpkit/has a GPU", int(enough))
+    _meet(store, "ddpkit/counted", world_size)
+    return store.add("ddpkit/has a GPU", 0) == world_size

@@ -11,7 +11,7 @@ import shlex
 import sys
 
 from . import hang, processes, worker
-from .backends import choose_backend
+from .backends import Choice, start_on
 from .board import Record
 from .errors import LaunchError, RankError
 from .launch import MOST_RANKS
@@ -38,14 +38,16 @@ class LiveWorld:
 
     def __init__(self, world_size: int):
         self.world_size = world_size
-        choice = choose_backend("auto", world_size)
+        start_on(self._start, "auto", world_size)
+        self.is_open = True
+
+    def _start(self, choice: Choice):
         with contextlib.ExitStack() as stack:
             self.ranks, self.board = stack.enter_context(
-                processes.world(choice, world_size, None, False, worker.serve_cells)
+                processes.world(choice, self.world_size, None, False, worker.serve_cells)
             )
             Watch(self.ranks, self.board, hang_after=60.0).until_all_reply()
             self._stack = stack.pop_all()
-        self.is_open = True
 
     def run(
         self, source: str, on: list[int], traced: bool = False

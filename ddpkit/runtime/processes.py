@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 
 from ..tools.units import size
 from . import worker
-from .backends import Choice
+from .backends import BY_DEFAULT, Choice
 from .board import Board
 from .machine import count_cores
 from .worker import MAKE_ROOM
@@ -41,6 +41,7 @@ LAST = "ddpkit.runtime.cheap_forks"
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 YOUNG_S = 60  # a folder so young may not be locked yet
+GONE_S, GONE_ON_GPU_S = 4.0, 30.0  # for a killed rank; the next launch wants the GPU's memory
 _starting = threading.Lock()
 
 
@@ -68,6 +69,14 @@ class Rank:
         """None while it runs; negative: the signal that ended it."""
         return self.process.exitcode
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a debugger or a signal holds it, where /proc tells."""
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
+            return state in "Tt"
+        return False
+
     def end(self):
         """End the rank and its children, at once, also children that outlived it."""
         self._lifeline.close()
@@ -77,7 +86,7 @@ class Rank:
         self.process.kill()
 
     def wait_gone(self):
-        self.process.join(4.0)
+        self.process.join(GONE_ON_GPU_S if self.assignment.choice.gpus else GONE_S)
         self.pipe.close()
         with contextlib.suppress(ValueError):
             self.process.close()
@@ -130,12 +139,13 @@ def world(
     given = str(folder), choice, link, keep_values
     texts = _cell_texts()
     threads = dict.fromkeys(THREADS, str(threads_of_a_rank(world_size)))
+    by_default = BY_DEFAULT if choice.gpus else {}
     try:
         _check_room(folder, (folder / "board").stat().st_size + len(call))
         (folder / "call").write_bytes(call)
         for rank in range(world_size):
             own = {name: value.format(rank=rank) for name, value in choice.environ.items()}
-            environ = {**LARGE_PAGES, **os.environ, **threads, **own}
+            environ = {**LARGE_PAGES, **by_default, **os.environ, **threads, **own}
             assignment = worker.Assignment(rank, world_size, *given, environ, texts, check_buffers)
             with interrupts_deferred():
                 ranks.append(Rank(assignment, target))

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import inspect
 import os
 import pickle
 import shutil
@@ -30,7 +31,7 @@ from .processes import cpu_ticks, locked, sweep
 from .records import TIMED_OUT, Recorder, is_installed, is_library, place_in
 from .run import Run, clock_s
 from .watch import CERTAIN_S, LOST_PEER
-from .wire import register_wire
+from .wire import of_this_attempt, register_wire
 
 OLD_FOLDERS = "ddpkit-session-*", "torchelastic_*/*/attempt_*/ddpkit"
 LOOK_S = 0.25  # how often the board is read
@@ -98,17 +99,23 @@ class Session:
         exits.note_exits(self.folder, self.rank)
         exits.answer_sigterm(self._terminated)
 
-        def init_process_group(backend=None, *args, **kwargs):
+        def init_process_group(*args, **kwargs):
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            # With a device_id, torch would connect each group twice.
+            backend, device_id = given.pop("backend", None), given.pop("device_id", None)
             wanted = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
             inner = "nccl" if "nccl" in wanted else "gloo"
             device = torch.device("cpu")
             if inner == "nccl":
-                device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                device = own_gpu(device_id)
                 torch.cuda.set_device(device)
+                by_default = c10d.default_pg_nccl_timeout  # torch would take Gloo's
+                given["timeout"] = given.get("timeout") or by_default
             register_wire(self.recorder, inner, device, one_machine=False)
             self.recorder.joined = False  # a script may end its world and begin another
-            original("ddpkit", *args, **kwargs)
-            first, self.store = self.store is None, c10d._get_default_store()
+            original("ddpkit", **given)
+            first = self.store is None
+            self.store = of_this_attempt(c10d._get_default_store())
             self.board.set_state(self.rank, RUNNING)
             if first:
                 self._watcher.start()
@@ -430,6 +437,19 @@ class Session:
             run.trace(self._trace)
         if self._flight_recorder:
             run.flight_recorder(self._flight_recorder)
+
+
+def own_gpu(device_id: torch.device | int | None) -> torch.device:
+    """The GPU that a script's rank means: what it gave, else what it has set, else its own.
+
+    That the current one is 0 may also mean that none was set.
+    """
+    index = getattr(device_id, "index", device_id)
+    if index is None and torch.cuda.is_initialized():
+        index = torch.cuda.current_device() or None
+    if index is None:  # Slurm may show each rank its own as 0
+        index = int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count())
+    return torch.device("cuda", index)
 
 
 def _own_lines(error: BaseException) -> list[str]:

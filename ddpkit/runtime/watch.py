@@ -1,5 +1,6 @@
 """Watching ranks: what they answer, how they fail or hang, and how that is told."""
 
+import math
 import re
 import signal
 import sys
@@ -8,14 +9,15 @@ from typing import ClassVar
 
 from ..tools.units import count
 from . import exits, hang, processes, worker
-from .board import MESSAGES, Board
-from .errors import HangError, LaunchError, RankError, shown
+from .board import MESSAGES, STARTING, Board
+from .errors import HangError, LaunchError, NoGpu, RankError, shown
 from .output import Output, label, shorten
 from .records import is_installed, is_library, is_pythons
 
 TICK_S = 0.05  # how often the board is read while nobody speaks
 CERTAIN_S = 0.5  # a deadlock that the board proves is reported after it has stood still this long
 STANDSTILL_S = 10.0  # without a call, after which a reader wonders
+START_S = 60.0  # for connecting the ranks; NCCL waits without end for one that doesn't answer
 SETTLE_S = 0.4  # after a failure the other ranks get this long to say how it hit them
 LOST_PEER_S = 2.0  # and this long when those that fell all say that somebody else did
 MOST_FRAMES = 30
@@ -23,12 +25,15 @@ MODULE_CALLS = "_wrapped_call_impl", "_call_impl"  # between a torch module and 
 LOST_PEER = re.compile(
     "Connection closed by peer|Connection reset by peer|Broken pipe|connection was (closed|aborted)"
 )
+FAULT = re.compile("CUDA error|Assertion")
 JOINED = "Both are done for you: leave out init_process_group and destroy_process_group."
 MEANS = {  # what Python or torch says, and what it means in a rank
     "name 'rank' is not defined": "A rank asks for its number: rank = dist.get_rank().",
     "name 'world_size' is not defined": "A rank asks: world_size = dist.get_world_size().",
     "default process group twice": JOINED,
     "process group has not been initialized": JOINED,
+    "unhandled system error": "NCCL lacks something of the system's, in a container most often "
+    "shared memory: start it with --shm-size=2g. NCCL_DEBUG=INFO says more.",
 }
 
 
@@ -46,6 +51,7 @@ class Watch:
         self.replies: dict[int, object] = {}
         self.pending: list[processes.Rank] = []
         self.quiet_since = time.perf_counter()  # since when no rank made or ended a call
+        self.connecting_since = math.inf  # seconds after the start
         self.output = [Output(rank.assignment.path("output"), fresh) for rank in ranks]
 
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
@@ -91,6 +97,7 @@ class Watch:
                 return
             if now - max(self.quiet_since, looked) > CERTAIN_S:  # ranks need the cores
                 self._look_for_hang(now - self.quiet_since, events)
+                self._look_at_start(now - begun)
                 looked = now
             if self.timeout is not None and now - begun > self.timeout:
                 headline = f"no result after {self.timeout:g} s."
@@ -146,6 +153,27 @@ class Watch:
                 hang.let_go(self.board)
                 or f"All ranks came to the call, yet it doesn't finish. {more}",
             )
+
+    def _look_at_start(self, seconds: float):
+        """HangError if the start takes too long, and all ranks were connecting for half of it.
+
+        One that still loads the call may take as long as it likes. seconds: since the start.
+        """
+        starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
+        if not starting or seconds < START_S / 2:  # to be asked interrupts what a rank does
+            return
+        stopped = [rank.rank for rank in self.ranks if rank.is_stopped]
+        if not all(rank.rank in stopped or _connects(rank) for rank in self.ranks):
+            self.connecting_since = math.inf
+            return
+        self.connecting_since = min(self.connecting_since, seconds)
+        if seconds - self.connecting_since < START_S / 2:
+            return
+        whom = f"what holds {hang.name_ranks(stopped)}" if stopped else "which of them, and why"
+        advice = f"Somebody doesn't answer: {whom}?"
+        if self.ranks[0].assignment.choice.gpus:
+            advice += " Set NCCL_DEBUG=INFO in os.environ, and NCCL says what it waits for."
+        self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
 
     def _waits_unseen(self, rank: int) -> bool:
         """Whether it has an open collective and burns no CPU: it may wait for it in C++.
@@ -237,6 +265,8 @@ class Watch:
 
     def _raise_failure(self, rank: processes.Rank, how: worker.Failure | int):
         """RankError for the rank that failed by itself; a mismatch, if that is the cause."""
+        if getattr(how, "kind", "") == NoGpu.__name__ and not how.frames:  # ours, not the reader's
+            raise NoGpu(how.message, rank.rank)
         fallen = {rank.rank: how}
         self._settle(fallen)
         self.pending = [rank for rank in self.pending if rank.rank not in fallen]
@@ -246,6 +276,7 @@ class Watch:
         first = min(fallen, key=lambda r: (_lost_peer(fallen[r]), getattr(fallen[r], "at", 0.0)))
         culprit, *alike = (r for r in fallen if r == first or _same(fallen[r], fallen[first]))
         lines = [_how(culprit, fallen[culprit]), *self._exit_line(culprit)]
+        lines += self._fault(culprit, fallen[culprit])
         if isinstance(fallen[culprit], worker.Failure):
             lines += _frames(fallen[culprit].frames)
         if alike:
@@ -265,6 +296,14 @@ class Watch:
         """Show the line that called os._exit, if that is how a rank left."""
         noted = exits.noted_exit(self.ranks[rank].assignment.path("exit").parent, rank)
         return [f"  {hang.describe_place(noted[1])}"] if noted else []
+
+    def _fault(self, rank: int, how: worker.Failure | int) -> list[str]:
+        """Show what a kernel complained of, where compiled code ended the rank for it.
+
+        Each of its threads says so, and hundreds of lines follow.
+        """
+        lines = self.output[rank].read().splitlines() if how == -signal.SIGABRT else []
+        return [f"  {line.strip()}" for line in lines if FAULT.search(line)][:1]
 
     def _collateral(self, s: hang.Situation, how: worker.Failure | int | None) -> str:
         """What became of a rank besides the culprit."""
@@ -310,6 +349,12 @@ def _write(text: str):
     if text:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def _connects(rank: processes.Rank) -> bool:
+    """Whether it is on its way into the world, and done with loading the call."""
+    frames = ((file, function) for file, _, function in rank.ask_stack())
+    return (worker.__file__, worker.join.__name__) in frames
 
 
 # Failures in words.

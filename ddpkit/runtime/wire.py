@@ -413,6 +413,16 @@ def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, de
         delivered.set_exception(error)
 
 
+def of_this_attempt(store: dist.Store) -> dist.Store:
+    """Return a part of `store` without what ranks wrote before torchrun started them anew.
+
+    torchrun keeps its store, and with it the addresses of processes that are gone: plain Gloo then
+    connects to those, and fails or waits (pytorch/pytorch#167288).
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if attempt == "0" else dist.PrefixStore(f"attempt {attempt}", store)
+
+
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
     """Teach torch.distributed a backend "ddpkit": Gloo or NCCL with `recorder` around it.
 
@@ -420,9 +430,10 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
     interface alone, and calls have no timeout but one that the script gives.
     """
 
-    def create(options, _) -> WireGroup:
+    def create(options, given) -> WireGroup:
         ranks = tuple(options.global_ranks_in_group)  # empty: all
         ranks = ranks or tuple(range(options.group_size))
+        options.store = of_this_attempt(options.store)
         inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
         if not recorder.joined:
             recorder.worlds += 1
@@ -437,7 +448,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         calm = recorder.link is not None
         with group.joining():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
-                on_gpu = _nccl(options, device)
+                on_gpu = _nccl(options, device, given)
                 group.bound_device_id = device
                 store = dist.PrefixStore("cpu", options.store)
                 on_cpu = _gloo(options, store, timeout, one_machine, calm)
@@ -460,8 +471,9 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
             module.new_group = _wired_group
 
 
-def _nccl(options, device: torch.device):
-    nccl = dist.ProcessGroupNCCL.Options()
+def _nccl(options, device: torch.device, given):
+    """given: a script's own pg_options, perhaps: a stream of high priority, NCCL's config."""
+    nccl = given or dist.ProcessGroupNCCL.Options()
     nccl.global_ranks_in_group = options.global_ranks_in_group
     real = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl)
     real.eager_connect_single_device(device)

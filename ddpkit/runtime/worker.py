@@ -26,6 +26,8 @@ import torch.distributed as dist
 from . import exits, hang
 from .backends import Choice
 from .board import IDLE, RETURNED, RUNNING, STARTING, Board
+from .call import on_cpu
+from .errors import NoGpu
 from .link import Link
 from .records import Recorder
 from .wire import register_wire
@@ -76,6 +78,7 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
     """
     recorder = become_rank(assignment, pipe, lifeline)
     try:
+        take_gpu(assignment)  # before tensors arrive that were on one
         with open(Path(assignment.folder) / "call", "rb") as file:
             function, args, kwargs = pickle.load(file)
         join(assignment, recorder)
@@ -104,6 +107,7 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
     while True:
         try:
             if cell is None:
+                take_gpu(assignment)
                 join(assignment, recorder)
                 reply = ("done", None)
             else:
@@ -220,15 +224,24 @@ def flush():
         ctypes.CDLL(None).fflush(None)
 
 
+def take_gpu(assignment: Assignment):
+    """Make this rank's GPU, if it has one, the current one. NoGpu: CUDA can't use it."""
+    if assignment.choice.gpus:
+        try:
+            torch.cuda.set_device(assignment.device)
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            said = f"rank {assignment.rank} can't use {assignment.device}: {why}"
+            raise NoGpu(said, assignment.rank) from None
+
+
 def join(assignment: Assignment, recorder: Recorder):
     """Initialise torch.distributed over the wire.
 
-    The store is a file and Gloo listens on the loopback interface only: no port to guess, no host
-    name to resolve, nothing that another user of this machine could reach.
+    The store is a file, Gloo and NCCL listen on the loopback interface only: no port to guess, no
+    host name to resolve, nothing that another user of this machine could reach.
     """
     rank, world_size = assignment.rank, assignment.world_size
-    if assignment.choice.gpus:
-        torch.cuda.set_device(assignment.device)  # object collectives use the current device
     register_wire(recorder, assignment.choice.backend, assignment.device, one_machine=True)
     store = dist.FileStore(str(Path(assignment.folder) / "store"), world_size)
     dist.init_process_group("ddpkit", store=store, rank=rank, world_size=world_size)
@@ -243,7 +256,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
-            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return on_cpu(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
 
 
