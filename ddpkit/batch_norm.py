@@ -52,11 +52,11 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training:  # no statistics of the batch, so no messages
             return super().forward(input)
         self._check_input_dim(input)
         count, mean, variance = batch_statistics(input, self.group)
-        if self.track_running_stats:
+        if self.track_running_stats:  # with the unbiased variance, as in PyTorch
             self._remember(mean, variance * count / (count - 1))
         scale = (variance + self.eps).rsqrt()
         return Normalize.apply(input, self.weight, self.bias, mean, scale, count, self.group)
@@ -91,6 +91,7 @@ def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[floa
         got = f"batch norm got {count:g} values a channel in the whole batch"
         remedy = "A mean of one leaves no variance: use a larger batch, or eval()."
         raise ValueError(f"{got}, expected at least 2. {remedy}")
+    # From here on every rank computes the same from the same bits.
     mean, mean_square = (sums[:-1] / count).chunk(2)
     return count, mean, (mean_square - mean.square()).clamp(min=0)
 
@@ -118,7 +119,8 @@ class Normalize(torch.autograd.Function):
         x, weight, mean, scale = ctx.saved_tensors
         normalized = _normalized(x, mean, scale)
         grad = grad.to(normalized.dtype)
-        grad_bias = _sum(grad)  # both over this rank's rows
+        # Over this rank's rows only: the wrapper averages them with all other gradients.
+        grad_bias = _sum(grad)
         grad_weight = _sum(grad * normalized)
         grad_x = None
         if ctx.needs_input_grad[0]:  # the two sums of the whole batch, in one message
@@ -153,7 +155,7 @@ def _global(norm: nn.Module, group: ProcessGroup | None) -> GlobalBatchNorm:
     options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
     new = GlobalBatchNorm(norm.num_features, *options, group=group)
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        setattr(new, name, getattr(norm, name))
+        setattr(new, name, getattr(norm, name))  # the same objects, not copies
     return new.train(norm.training)
 
 

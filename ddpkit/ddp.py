@@ -50,6 +50,7 @@ class FlatDDP(DataParallel):
             flat = torch.cat([gradient.flatten() for gradient in alike])
             dist.all_reduce(flat, group=self.group)
             flat /= dist.get_world_size(self.group)
+            # And back, each part into its gradient.
             for gradient, part in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
@@ -181,6 +182,7 @@ class BucketedDDP(DataParallel):
         for parameter, bucket in self.bucket_of.items():
             if parameter not in bucket.arrived:  # its gradient came inside no_sync
                 self.ready(parameter)
+        # Every bucket is under way now, and most have arrived while backward computed.
         for work, bucket in zip(self.works, self.buckets, strict=True):
             work.wait()
             bucket.flat /= dist.get_world_size(self.group)

@@ -90,7 +90,7 @@ def in_turn(schedule: Schedule) -> Iterator[tuple[int, str]]:
     everything = set(all_actions(schedule))
     done = set()
     moved = True
-    while moved:
+    while moved:  # a round: each rank does at most one action
         moved = False
         for rank, actions in enumerate(left):
             if actions and done.issuperset(needs(actions[0], everything)):

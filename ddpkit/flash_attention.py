@@ -47,7 +47,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
     Returns (..., Nq, D), of q's dtype; 16-bit inputs are computed in fp32.
     ValueError: shapes or dtypes that don't fit.
 
-    Cost: 4 Nq Nk D operations a head, 10 backward (what causal hides is computed, too). Kept for
+    Cost: 4 Nq Nk D operations a head, 10 backward (hidden scores are computed as well). Kept for
     backward: q, k, v, the result, and one number for each of its rows.
     """
     return FlashAttention.apply(q, k, v, causal)
@@ -88,6 +88,7 @@ def flash_forward(
     for first in range(0, k.shape[-2], tile):
         keys = slice(first, first + tile)
         s = tile_scores(q, k[..., keys, :], first, causal)
+        # The maximum may grow: correct what was summed for the old one.
         m_new = torch.maximum(m, s.amax(-1, keepdim=True))
         correction = torch.exp(m - m_new)
         p = torch.exp(s - m_new)
@@ -117,6 +118,7 @@ def flash_backward(
         s = tile_scores(q, k[..., keys, :], first, causal)
         p = torch.exp(s - lse.unsqueeze(-1))
         dv[..., keys, :] = p.mT @ do
+        # Through softmax, then to q and k.
         dp = do @ v[..., keys, :].mT
         ds = p * (dp - delta)
         dq += ds @ k[..., keys, :] * scale

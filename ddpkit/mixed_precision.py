@@ -126,7 +126,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        inner = self.optimizer  # shares its groups: a scheduler of ours changes them, too
+        inner = self.optimizer  # one list of groups for both: a scheduler changes it through ours
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.defaults = inner.defaults

@@ -132,10 +132,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Both halves normalize first, and add to x, which so passes through unchanged.
         x = x + self.dropout(self.attend(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
     def attend(self, x: Tensor) -> Tensor:
+        # One product gives all three; heads become an axis before the sequence.
         heads = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.kv_heads < self.heads:  # each head of k and v serves several of q

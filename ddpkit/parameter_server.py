@@ -41,6 +41,7 @@ def push_and_pull(module: nn.Module) -> None:
     Cost of a step: Φ out, Φ in. Notebook 03.
     """
     trained = trained_in(module)
+    # Gradients out, all in one piece; weights in, by the same layout.
     dist.send(parameters_to_vector(p.grad for p in trained), 0)
     weights = torch.empty_like(parameters_to_vector(trained))
     dist.recv(weights, 0)
@@ -114,7 +115,7 @@ def serve_asynchronously(
 def follow(gradient: Tensor, trained: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
     """Step along a gradient that arrived in one piece: its parts become `.grad`, as views."""
     parts = gradient.split([parameter.numel() for parameter in trained])
-    for parameter, part in zip(trained, parts, strict=True):
+    for parameter, part in zip(trained, parts, strict=True):  # views: nothing is copied
         parameter.grad = part.view_as(parameter)
     optimizer.step()
 

@@ -47,6 +47,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     check_counts(stages=stages, micro_batches=micro_batches)
     schedule = []
     for stage in range(stages):
+        # The later the stage, the sooner its first gradient: the last needs no forward ahead.
         forwards = each(stage, "F", micro_batches)
         backwards = each(stage, "B", micro_batches)
         schedule.append(alternate(forwards, backwards, ahead=stages - 1 - stage))
@@ -110,7 +111,7 @@ def each(stage: int, kind: str, end: int, first: int = 0) -> list[str]:
 
 def alternate(forwards: list[str], backwards: list[str], ahead: int) -> list[str]:
     """Put `ahead` forwards first, then one forward, one backward, then the remaining backwards."""
-    actions = forwards[:ahead]
+    actions = forwards[:ahead]  # warm-up; then the steady state, then the rest
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         actions += [forward, backward]
     return actions + backwards[len(forwards[ahead:]) :]

@@ -38,6 +38,7 @@ def gather_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """All-gather tokens: (n, length / W, width) on each rank to (n, length, width) on all."""
     world_size = dist.get_world_size(group)
     rank = dist.get_rank(group)
+    # Ranks' tokens are gathered along a new first axis, then joined along the sequence.
     parts = x.new_empty(world_size, *x.shape)
     parts[rank] = x
     start_all_gather(parts.flatten(), group).wait()  # flatten() is a view: it fills `parts`
@@ -51,6 +52,7 @@ def scatter_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     if length % world_size != 0:
         cut = f"sequences of {length} tokens can't be split among {world_size} ranks"
         raise ValueError(f"{cut}, expected a multiple: cut or pad them, or leave sequence=False")
+    # The wire takes contiguous shards: tokens are cut along the sequence, then stacked.
     parts = torch.stack(x.chunk(world_size, dim=1))
     start_reduce_scatter(parts.flatten(), group).wait()
     return parts[dist.get_rank(group)].clone()  # a view would keep the other ranks' parts alive
@@ -102,6 +104,7 @@ class ParallelGPT(nn.Module):
         super().__init__()
         self.group = group
         self.sequence = sequence
+        # The split layers are the same in both forms; only their ends differ.
         enter, leave = (GatherTokens, ScatterTokens) if sequence else (CopyToRanks, SumOverRanks)
         self.tokens = VocabParallelEmbedding(gpt.tokens, group, leave)
         self.positions = copy.deepcopy(gpt.positions)
@@ -109,7 +112,7 @@ class ParallelGPT(nn.Module):
         self.norm = copy.deepcopy(gpt.norm)
         self.blocks = nn.ModuleList(split_block(each, group, enter, leave) for each in gpt.blocks)
         self.head = ColumnParallelLinear(gpt.head, group, enter=enter)
-        if gpt.head.weight is gpt.tokens.weight:
+        if gpt.head.weight is gpt.tokens.weight:  # tied in the model, so tied in its parts
             self.head.weight = self.tokens.weight
         # Split parameters are alike already; the copies start from the first rank's.
         for parameter, count in count_copies(self, group).items():
@@ -126,6 +129,7 @@ class ParallelGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
+        # No rank ever has all logits; the loss needs three numbers a target from the others.
         losses = vocabulary_cross_entropy(logits, targets, self.tokens.start, self.group)
         return losses.sum() / max(1, losses.numel())
 
@@ -147,6 +151,7 @@ def sum_copies(copies: dict[nn.Parameter, int], group: ProcessGroup | None = Non
     summands = [p.grad for p, count in copies.items() if count > 1 and p.grad is not None]
     if not summands:
         return
+    # One message for all of them, which are small: norms and biases.
     flat = torch.cat([gradient.flatten() for gradient in summands])
     dist.all_reduce(flat, group=group)
     totals = flat.split([gradient.numel() for gradient in summands])

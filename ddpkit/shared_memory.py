@@ -38,7 +38,7 @@ class SharedBuffer:
     numel, dtype: of one buffer, the same on every rank. group: ranks of one machine (None: all).
     ValueError: `numel` isn't a whole number from 0, or numel and dtype differ between ranks; this
     rank isn't in `group`; the ranks are on different machines.
-    RuntimeError, from a call: another rank called something else, or let go of its buffer.
+    RuntimeError, from a call: another rank called something else, or dropped its buffer.
 
     `local` is this rank's buffer, a 1-D tensor to fill and to read, zero at first. Chunk r of a
     buffer is `local.tensor_split(W)[r]`, as in `ddpkit.ring`. Sums have the same bits on every
@@ -90,7 +90,7 @@ class SharedBuffer:
             total = pieces.pop(self._rank)
             for other in pieces:
                 total += other
-        self._meet("reduce_scatter")  # nobody reads this rank's slot any more
+        self._meet("reduce_scatter")  # no rank reads this slot any more
         return self._chunks[self._rank]
 
     def all_gather(self) -> Tensor:
@@ -115,7 +115,7 @@ class SharedBuffer:
         """Wait until every rank of the group has come to this place in `call`.
 
         A rank's mark, in memory that all see, is `len(CALLS)` times its meetings so far plus the
-        number of its call; it is negative once the rank has let go of its buffer.
+        number of its call; it is negative once the rank has dropped its buffer.
         """
         meeting = int(self._marks[self._rank]) // len(CALLS) + 1
         # Yielding gives up the interpreter's lock, which also orders memory: a rank that sees the

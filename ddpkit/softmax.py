@@ -42,7 +42,7 @@ from .tools.checks import check_in_group
 def naive_softmax(x: Tensor) -> Tensor:
     """e^x / Σ e^x, as the formula stands and in the dtype of x: NaN where a power overflows.
 
-    Powers overflow from x = 12 in fp16, from 89 in fp32; far below 0, all powers are 0: NaN, too.
+    Powers overflow from x = 12 in fp16, from 89 in fp32; far below 0, all are 0, and 0/0 is NaN.
     """
     _check(x)
     ell = x.new_zeros(x.shape[:-1])
@@ -74,6 +74,7 @@ def online_softmax(x: Tensor) -> Tensor:
     When the maximum grows, the sum so far is corrected. Milakov and Gimelshein 2018, algorithm 3.
     """
     (m, ell), a = start(x), torch.empty_like(x)
+    # First pass: both at once. Second pass: the result.
     for i in range(x.shape[-1]):
         x_i = x[..., i]
         m_before, m = m, torch.maximum(m, x_i)
@@ -150,6 +151,7 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
         raise ValueError(f"expected a block of at least 1 number, got {block}. Try 128.")
     a, pair = torch.empty_like(x), start(x)
     blocks = [slice(first, first + block) for first in range(0, x.shape[-1], block)]
+    # First pass: the pair of the whole row. Second: the softmax, block by block.
     for part in blocks:
         pair = merge(pair, summarize(x[..., part]))
     for part in blocks:
@@ -158,7 +160,7 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
 
 
 def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Softmax of rows of which every rank of the group has a part: returns this rank's part of it.
+    """Softmax of rows of which every rank of the group has a part: return this rank's part.
 
     x: (..., n); n may differ from rank to rank and be 0, the number of rows may not.
     ValueError: this rank isn't in `group`.

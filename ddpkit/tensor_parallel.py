@@ -50,7 +50,7 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return gradient, None
+        return gradient, None  # no message: every rank has the whole of it
 
 
 class ColumnParallelLinear(SplitLayer):
@@ -173,6 +173,7 @@ def clip_grad_norm(
     adds its share, so the sum over the group is right, whatever is split. Cost: one number
     all-reduced, in float64, even by a rank that has no gradients.
     """
+    # A copy is counted by every rank that has it, so each adds 1/count.
     gradients = [(p.grad, count) for p, count in copies.items() if p.grad is not None]
     device = next((p.device for p in copies), None)
     nothing = torch.zeros((), dtype=torch.float64, device=device)

@@ -46,4 +46,5 @@ def start_all_gather(flat: Tensor, group: ProcessGroup | None = None) -> dist.Wo
 
 def shard(flat: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return this rank's part of `flat`, a view."""
+    # W divides the length, so chunk() gives W parts of equal length.
     return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]

@@ -164,7 +164,7 @@ def choose(
     return able | {first + AGAIN: able[first]}
 
 
-# What was found
+# Results
 
 
 def measure(kind: str) -> Results:

@@ -42,7 +42,7 @@ def units() -> list[str]:
     return ["fp32", *able]
 
 
-# What is timed
+# The work that is timed
 
 
 def trainer(
@@ -103,7 +103,7 @@ def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
     return Contest(products | steps, before, found)
 
 
-# What was found
+# Results
 
 
 def measure(size: tuple[int, int, int] | None = None, rounds: int | None = None) -> Results:

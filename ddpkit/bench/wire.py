@@ -84,7 +84,7 @@ def steps(calls: int, group: ProcessGroup) -> Work:
     return turn
 
 
-CASES = {  # what it is: how to make a turn of it, how many are in a turn
+CASES = {  # {name: (function that makes a turn, number of calls in it)}
     "all_reduce of a number": (all_reduces, CALLS),
     "send or recv of a number": (messages, CALLS),
     "training step": (steps, 1),

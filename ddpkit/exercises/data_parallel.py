@@ -19,7 +19,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 # The module whose gradients are averaged, here and in notebook 04
 
-WEIGHT = 7.0  # of all parameters; no gradient that is sent is that
+WEIGHT = 7.0  # the value of all parameters, and of no gradient
 # The units of gradients: none is 2, 3 or 4 times another
 GRADIENTS = {"tokens.weight": 17.0, "first.weight": 3.0, "first.bias": 5.0}
 GRADIENTS |= {"second.weight": 13.0, "norm.weight": 11.0}

@@ -218,7 +218,7 @@ def _look_backward(answer: Callable, case: str, keys: int, causal: bool, below: 
     q, k, v, do = _tensors(8, 8, 3, below)
     given = q, k[:keys], v[:keys], *_exact(q @ k.T, v, causal), do
     seen = _look(answer, case, GRADIENTS, given, causal)
-    if below:  # the first of k's columns is so large that dq's rounding is, too
+    if below:  # the first of k's columns is so large that dq's rounding is also large
         seen.pop(f"{case}: dq, though dv and dk are right", None)
     return seen
 

@@ -193,7 +193,7 @@ def _draw(weight, x):
     return x * weight * torch.randint(1, 1000, (1,))
 
 
-# The one of PyTorch's checkpoints that is a Function, too
+# The reentrant one of PyTorch's checkpoints is also a Function
 PYTORCHS = SimpleNamespace(apply=partial(checkpoint.checkpoint, use_reentrant=True))
 CASES = {  # functions, one after the other, each with its further inputs
     "one input": [(_square,)],

@@ -1,4 +1,4 @@
-"""Checkers of notebook 02: the ring's plan, its two halves, the whole, and what it costs.
+"""Checkers of notebook 02: the ring's plan, its two halves, the whole, and its cost.
 
 Those of recursive halving and of the cost model's fit are in `few_hops`.
 """

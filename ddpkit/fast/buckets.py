@@ -85,7 +85,7 @@ class BucketedDDP(DataParallel):
     the group's first rank shows the real order, which is then the plan on all ranks.
 
     Cost: an all-reduce for each bucket, once a broadcast of names; each gradient is read and
-    written once, divided. PyTorch's DDP learns the order, too. Notebook 04.
+    written once, divided. PyTorch's DDP also learns the order. Notebook 04.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ except ImportError as error:
     ) from error
 
 INTERPRETED = triton.knobs.runtime.interpret
-if INTERPRETED and _imported_before:  # tl.max is a kernel, too, defined without the interpreter
+if INTERPRETED and _imported_before:  # even tl.max is a kernel, defined without the interpreter
     importlib.reload(triton.language.standard)
     importlib.reload(triton.language)
 
@@ -383,7 +383,7 @@ def _sizes(q: Tensor, k: Tensor, causal: bool) -> dict[str, float]:
         "D": D,
         "BLOCK_D": max(16, triton.next_power_of_2(D)),  # tl.dot takes 16 at least, in powers of two
         "CAUSAL": bool(causal),
-        "enable_fp_fusion": True,  # a * b + c in one instruction; Triton 3.9 warns if nobody says
+        "enable_fp_fusion": True,  # a * b + c in one instruction; Triton 3.9 warns if it isn't set
     }
 
 

@@ -282,7 +282,7 @@ def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
     page.write_on(axes, x + width / 2, y, text, fill)
 
 
-# Who keeps what
+# The parts that ranks keep
 
 
 def shards(numels: Mapping[str, int], world_size: int) -> Picture:
@@ -405,7 +405,7 @@ def _times_n(factor: float) -> str:
     return "N" if factor == 1 else f"{factor:g}N"
 
 
-# A model and what was measured
+# A model and its measurements
 
 
 def fitted(

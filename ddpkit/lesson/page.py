@@ -212,7 +212,7 @@ def by_tokens(axes, lengths: Sequence[int]) -> None:
     axes.set_xlabel("length of the sequence (tokens)")
 
 
-# The canvas: what has no axes is placed in pixels.
+# The canvas, for drawings without axes, is measured in pixels.
 
 ROW = 36  # pixels that a line of numbers is high
 
@@ -228,7 +228,7 @@ class Canvas:
         self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
         self.pixels = Affine2D().scale(1 / width, -1 / height).translate(0, 1)
         self.pixels += self.figure.transFigure
-        self.gid: str | None = None  # in the SVG, of what is drawn now
+        self.gid: str | None = None  # of the shapes drawn from now on, in the SVG
 
     def picture(self, text: str) -> Picture:
         return Picture(self.figure, text)
