@@ -128,7 +128,8 @@ def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     m, ℓ: any shape, the same or one that broadcasts. o: one axis more. Order and
     brackets change no more than the last bits; (-inf, 0) changes nothing.
     """
-    (m_a, ell_a, *o_a), (m_b, ell_b, *o_b) = a, b
+    m_a, ell_a, *o_a = a
+    m_b, ell_b, *o_b = b
     m = torch.maximum(m_a, m_b)
     correct_a, correct_b = power(m_a, m), power(m_b, m)
     ell = ell_a * correct_a + ell_b * correct_b
