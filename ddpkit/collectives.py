@@ -160,7 +160,7 @@ def barrier(group: Group = None) -> None:
     After hop h this rank knows, directly or through others, that 2^h ranks have called it.
     """
     ranks, _ = counted_from(dist.get_rank(), group)
-    device = (group or dist.group.WORLD)._device_types[0]  # whose memory the backend can send
+    device = (group or dist.group.WORLD)._device_types[0]  # a kind whose memory the backend sends
     byte, heard = torch.zeros(2, dtype=torch.uint8, device=device).split(1)
     distance = 1
     while distance < len(ranks):

@@ -35,7 +35,7 @@ OK, NOTE, PROBLEM = "ok", "note", "PROBLEM"
 OLDEST_PYTHON = (3, 11)
 GIB = 2**30
 PACKAGES = {"jupyterlab": "the notebooks", "ipywidgets": "players and calculators"}
-PACKAGES |= {"matplotlib": "figures", "nbval": "tests of the notebooks"}  # what each is for
+PACKAGES |= {"matplotlib": "figures", "nbval": "tests of the notebooks"}  # {package: its use}
 NO_COURSE_WITHOUT = ("Python", "Gloo", "loopback", "temp space", "two ranks")
 REMEDIES = {
     "Python": "install Python 3.11 or newer, then: make lab PYTHON=python3.12",
@@ -193,6 +193,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from ddpkit import doctor  # so that ranks see its functions, and not those of __main__
+    from ddpkit import doctor  # ranks can import its functions, but not those of __main__
 
     sys.exit(doctor.main())

@@ -51,7 +51,7 @@ class LossScaler:
         self.group = group
         self.good_steps = 0
         self.skipped = 0
-        self.overflow: bool | None = None  # not known until unscale_
+        self.overflow: bool | None = None  # unknown until unscale_
 
     def get_scale(self) -> float:
         return self.factor

@@ -27,7 +27,7 @@ from .tools.checks import check_in_group, check_same, mistake
 PIECE_BYTES = 2**18  # summed and written back before it leaves the cache
 CALLS = ("all_reduce", "reduce_scatter", "all_gather")
 PAGE = 4096  # bytes before the slots, for the ranks' marks
-SPINS = 100  # how often a waiting rank looks at the others before it naps between looks
+SPINS = 100  # looks at the other ranks before a waiting rank naps between looks
 NAP_S = 50e-6
 _let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))
 

@@ -77,7 +77,7 @@ def branches(y: Tensor, x: Tensor, weights: set[nn.Parameter]) -> dict[Node, lis
     """
     end = get_gradient_edge(x).node
     start = get_gradient_edge(y).node
-    below: dict[Node, set[nn.Parameter]] = {}  # of nodes beside the way: their weights
+    below: dict[Node, set[nn.Parameter]] = {}  # {node beside the way: its weights}
     on_the_way: dict[Node, list[nn.Parameter]] = {end: []}
     todo = [start]
     while todo:  # depth first, without recursion: graphs are deep

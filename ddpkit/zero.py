@@ -69,7 +69,7 @@ class Bucket:
         for parameter, value in zip(parameters, self.split(self.flat), strict=True):
             parameter.data = value.copy_(parameter.detach())
         self.views = dict(zip(parameters, self.split(self.gradients), strict=True))
-        self.ready: set[nn.Parameter] = set()  # those whose gradient is in its view
+        self.ready: set[nn.Parameter] = set()  # parameters whose gradients are in their views
         self.shard = nn.Parameter(torchs.shard(self.flat, group))
 
     def zeros(self) -> Tensor:
@@ -113,7 +113,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(params, optimizer_cls([nn.Parameter(torch.empty(0))], **kwargs).defaults)
         self.group, self.transport, self.syncing = group, transport, True
         self.buckets, self.bucket_of, self.works = [], {}, []
-        self.places = {}  # of the parameters, in param_groups
+        self.places = {}  # {parameter: index of its options in param_groups}
         for place, options in enumerate(self.param_groups):
             self.places |= dict.fromkeys(options["params"], place)
         named = [(f"parameter {number}", p) for number, p in enumerate(self.places)]
@@ -132,7 +132,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for parameter in backwards:
             parameter.register_post_accumulate_grad_hook(self.on_gradient)
 
-    def options(self, bucket: Bucket) -> dict:  # as they are now: a scheduler may change them
+    def options(self, bucket: Bucket) -> dict:  # at present: a scheduler may change them
         return self.param_groups[self.places[bucket.parameters[0]]] | {"params": [bucket.shard]}
 
     def on_gradient(self, parameter: nn.Parameter) -> None:

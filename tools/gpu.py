@@ -88,7 +88,7 @@ def run(part: Part) -> dict:
     """Run `part`; return {"name", "ended", "seconds", "output"}, with its results, if any."""
     begun = time.perf_counter()
     kept = BENCH_RESULTS / f"{part.bench}.json"
-    kept.unlink(missing_ok=True)  # of an earlier day
+    kept.unlink(missing_ok=True)  # left by an earlier run
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     child = subprocess.Popen([sys.executable, *part.arguments], **pipes)
     try:

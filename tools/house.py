@@ -96,7 +96,7 @@ def lines_by_part(root: Path = ROOT) -> Counter:
     return count
 
 
-# How it reads.
+# Density and docstrings.
 
 
 def density(path: Path) -> Counter:

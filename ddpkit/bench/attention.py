@@ -30,9 +30,9 @@ from .results import AGAIN, PAGE, SPEED, Goal, Result, Results, report
 ROUNDS = 12
 TURN_S = 0.02  # a turn has enough calls to fill this: a single one, on a GPU, is too short to time
 FORMATS = {"cpu": torch.float32, "cuda": torch.bfloat16}
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the norm: some roundings
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # parts of the norm: a few roundings
 SQUARE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrix whose product is the ceiling
-NUMEL = {"cpu": 2**19, "cuda": 2**25}  # of q: the longer the sequences the fewer
+NUMEL = {"cpu": 2**19, "cuda": 2**25}  # numbers in q: the longer the sequences, the fewer of them
 SIZES = {  # head sizes D, lengths N
     "cpu": ([64], [256, 512, 1024, 2048, 4096]),
     "cuda": ([64, 128], [1024, 4096, 16384]),

@@ -174,7 +174,7 @@ def reduce_scatters(numel: int, group: ProcessGroup) -> dict[str, Variant]:
     found = {name: Variant(x, call, world_size, "loopback") for name, call in calls.items()}
     buffer = SharedBuffer(numel, group=group)
     found["shared memory"] = Variant(buffer.local, buffer.reduce_scatter, world_size, "memcpy")
-    # As many bytes are read and written as when all of x is read and one chunk is written.
+    # Reads and writes as many bytes as reading all of x and writing one chunk.
     copied = x[: (numel + len(chunk)) // 2]
     found["memcpy"] = Variant(copied, partial(torch.zeros_like(copied).copy_, copied), 1)
     sent = x[len(chunk) :]  # (W-1)/W of x

@@ -28,7 +28,7 @@ from .training import Replica, gpt
 ROUNDS = 30
 CALLS = 100  # in a turn
 PLAIN, RECORDED, BUSY = "plain", "recorded", "busy"
-BUSY_S = 30e-6  # of computing before a call
+BUSY_S = 30e-6  # seconds of computing before a call
 CALL_S, STEP = 60e-6, 0.03  # recording's budget: CPU seconds a call, a part of a step's time
 LEGEND = f"""\
 Time, CPU: medians; CPU is the calling thread's, the ranks' mean. More:

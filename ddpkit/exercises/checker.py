@@ -263,7 +263,7 @@ class Exercise:
     races: Callable[[Trial, Run], str | None] = lambda *_: None
     wire: Callable[[Trial, Run], str | None] = lambda *_: None
     _failures: int = field(default=0, init=False)
-    _stages: list[str] = field(default_factory=list, init=False)  # whose hints come next
+    _stages: list[str] = field(default_factory=list, init=False)  # stages whose hints come next
     _outcome: Run | LaunchError | None = field(default=None, init=False)
     _passed: bool = field(default=False, init=False)
     # {name of a known mistake: (number of trials it passes, its problem in the next one)}

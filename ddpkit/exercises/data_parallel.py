@@ -108,7 +108,7 @@ def read_mean(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
     return f"Is {what} what all ranks' gradients add up to, divided by {world_size} once?"
 
 
-# What can go wrong with any mean
+# Mistakes in any mean
 IN_A_MEAN = mistakes("""
 sums: /= dist.get_world_size( → /= 1 + 0 * dist.get_world_size(
     That is the sum over the ranks: divide by the number of ranks.
@@ -387,7 +387,7 @@ adds_tied_twice: dist.all_reduce( → if parameter is module.head.weight:
 
 # sum_or_mean(module, reduction, rows)
 
-ROWS = (3, 1), (4, 0), (4, 1, 3)  # of each rank; 4 or 8 together, by which divisions are exact
+ROWS = (3, 1), (4, 0), (4, 1, 3)  # of each rank; 4 or 8 together, so divisions are exact
 
 
 def sum_or_mean(module, reduction, rows):
@@ -589,7 +589,7 @@ class HookedDDP(torch.nn.Module):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.average)
 
-    def average(self, parameter):  # not the gradient: the hook is given the parameter that has it
+    def average(self, parameter):  # the hook gets the parameter, not its gradient
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 

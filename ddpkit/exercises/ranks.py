@@ -92,7 +92,7 @@ def _out_of_order(trial: Trial, run: Run):
         between = f"It must wait after rank {rank - 1} has printed, and before it prints itself."
         if mine > before:
             return (
-                f"the order came out right, but rank {rank} heard nothing between rank "
+                f"the order came out right, but rank {rank} received nothing between rank "
                 f"{rank - 1}'s line and its own: it waited by the clock.\n"
                 f"On a busy machine any sleep is too short: {CERTAIN} {between}"
             )

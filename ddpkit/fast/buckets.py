@@ -95,7 +95,7 @@ class BucketedDDP(DataParallel):
         check_positive("Give the size of a bucket in MiB.", bucket_cap_mb=bucket_cap_mb)
         self._cap_bytes = bucket_cap_mb * 2**20
         self._how = group, wire_dtype, shared_memory
-        self._order: list[nn.Parameter] | None = []  # as gradients come first; then None
+        self._order: list[nn.Parameter] | None = []  # of the first gradients; None once planned
         self._plan(list(self.trained.values())[::-1])
         for parameter in self.trained.values():
             parameter.register_post_accumulate_grad_hook(self.ready)

@@ -11,7 +11,7 @@ from ..tools.units import DECIMAL, count, name_ranks, numbers, size
 from . import page
 from .page import Canvas, Picture, chart, colour, ink, legend, patch
 
-# What a collective does
+# The effect of a collective
 
 
 def before_after(pairs: Iterable, title: str) -> Picture:
@@ -401,7 +401,7 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
         axes.broken_barh(bars, (y, tall), fc=fill, ec=edges[::-1], lw=0.8)
 
 
-# Where ranks live
+# The places of ranks
 
 
 def worlds(world_size: int) -> Picture:

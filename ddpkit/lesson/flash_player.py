@@ -19,7 +19,7 @@ from .widgets import StepThrough
 LARGEST = 8  # queries or keys: more have no room
 CELL, TALL = 64, 44  # pixels of a score
 LEFT, TOP = 100, 80
-COLUMNS = {"m": 670, "correction": 775, "ℓ": 885, "lse": 980}  # where the middle of each is
+COLUMNS = {"m": 670, "correction": 775, "ℓ": 885, "lse": 980}  # pixels: the middle of each
 IN_WORK, GONE, SKIPPED = page.ORANGE, page.SKY, page.FAINT
 
 

@@ -144,7 +144,7 @@ def heaps(rows: Mapping[str, str]) -> Picture:
     return canvas.picture("\n".join(f"{row}  {name}" for name, row in rows.items()))
 
 
-# What grows with the length
+# Growth with the length
 
 
 def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
@@ -177,7 +177,7 @@ def attention_weights(terms: Iterable[Term]) -> list[Term]:
     return [term for term in terms if names.search(term.name)]
 
 
-# What fits
+# Room on a GPU
 
 VOCABULARY = 50_257  # GPT-2's
 WAYS = ("everything kept", "selective", "every block")

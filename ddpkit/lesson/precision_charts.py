@@ -57,7 +57,7 @@ def scale_steps(powers: Sequence[int], static: int = 16) -> Picture:
 # Gradients among the numbers of fp16
 
 LOWEST, HIGHEST = -48, 24  # powers of two that are drawn
-ZONES = {  # of fp16: from and to which power, colour of the bars
+ZONES = {  # {zone of fp16: (lowest power, highest power, colour of the bars)}
     "rounds to 0": (LOWEST, -25, page.WRONG),
     "subnormal": (-25, -14, page.ORANGE),
     "normal": (-14, 16, page.GREEN),

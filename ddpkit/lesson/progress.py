@@ -55,7 +55,7 @@ class Progress:
 
 def show_progress() -> None:
     """Watch this kernel's cells from now on, the running one included; elsewhere do nothing."""
-    if "IPython" not in sys.modules:  # as in every rank, where importing it would take a while
+    if "IPython" not in sys.modules:  # true in every rank, where the import would take a while
         return
     from IPython import get_ipython
     from IPython.display import display

@@ -220,7 +220,7 @@ def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int
 
 # Buckets of gradients
 
-Plan = Sequence[Sequence[int]]  # for each bucket, the numbers of its gradients: ddp.plan_buckets
+Plan = Sequence[Sequence[int]]  # a list of gradient numbers per bucket: ddp.plan_buckets
 
 
 class Timeline(NamedTuple):

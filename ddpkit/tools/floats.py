@@ -70,7 +70,7 @@ class Format:
 
 
 FP32 = Format("fp32", 8, 23, torch.float32)
-TF32 = Format("tf32", 8, 10, None)  # what tensor cores make of fp32's factors; in memory it is fp32
+TF32 = Format("tf32", 8, 10, None)  # the format of factors in tensor cores; in memory fp32
 BF16 = Format("bf16", 8, 7, torch.bfloat16)
 FP16 = Format("fp16", 5, 10, torch.float16)
 E4M3 = Format("fp8 e4m3", 4, 3, torch.float8_e4m3fn, has_inf=False)

@@ -106,7 +106,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# How many GPUs a model needs
+# GPUs for a model
 
 
 def gpus_needed(

@@ -124,7 +124,7 @@ class PyTorchPipeline:
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Run forward and backward of a batch; return its mean loss on the last stage's rank."""
         losses: list[Tensor] = []
-        whole = [inputs.contiguous()]  # as torch 2.11 wants them
+        whole = [inputs.contiguous()]  # torch 2.11 needs them contiguous
         first = whole if any(stage.is_first for stage in self.own) else []
         last = any(stage.is_last for stage in self.own)
         self.engine.step(*first, target=targets if last else None, losses=losses)

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 DECIMAL = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
-COLUMNS = 72  # of what is printed: half a window of JupyterLab
+COLUMNS = 72  # of printed text: half a window of JupyterLab
 BINARY = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "bytes/s": 1.0}
