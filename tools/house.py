@@ -356,7 +356,7 @@ def main() -> None:
     for where, count in lines_by_part().items():
         held = f", held at {RATCHET[where]:,}" if where in RATCHET else ""
         print(f"{where:>12} {count:>7,} lines{held}")
-    print(told(f"subjects of over {LIMITS['code lines of a subject']} code lines", too_long()))
+    print(told("subjects with more code lines than they may have", too_long()))
     for figure, now in figures().items():
         print(f"{figure:>34}: {now:.4g}, held at {HELD[figure]}, limit {LIMITS[figure]}")
     print("subject                      code lines  tokens a line  packed  comments in 100 lines")
