@@ -3,13 +3,13 @@
     run = launch(f, x, world_size=4)  # f(x) on 4 new ranks; run[2] is what rank 2 returned
     %load_ext ddpkit                  # in a notebook: %%ranks cells run on ranks that stay
 
-RankError: a rank failed. HangError: ranks wait for what never comes. Link: a slower wire.
+RankError: a rank failed. HangError: ranks wait for what never comes. Link: an emulated slow wire.
 In a shell: `python -m ddpkit.doctor`, `python -m ddpkit.debug`, `python -m ddpkit.explain`.
 """
 
-# Before any process group exists. torch imports this with the first optimizer, and its default
-# arguments keep the group of that moment for ever: destroy_process_group() would leave Gloo's
-# threads, which can abort a process at its end.
+# Imported before any process group exists. torch imports it with the first optimizer, and its
+# default arguments keep the group of that moment for ever: destroy_process_group() would leave
+# Gloo's threads, which can abort a process at its end.
 import torch.distributed.nn  # noqa: F401
 
 from .runtime.errors import HangError, LaunchError, RankError
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def load_ipython_extension(ipython):
-    """`%load_ext ddpkit`: adds the `%%ranks` magic, and the line that says what takes long."""
+    """Add the `%%ranks` magic and the progress line of long cells, for `%load_ext ddpkit`."""
     from . import lesson  # noqa: F401
     from .runtime.live import add_magic
 

@@ -2,10 +2,10 @@
 
     model = NaiveDDP(convert(model))
 
-Ranks with a part of the batch each, and ordinary batch norm, compute something else than one
-process with all of it. Here they compute the same, for one all-reduce in forward and one in
-backward. C is the number of channels, N the number of values of a channel in the whole batch
-(rows, times places in an image), all ranks together.
+With ordinary batch norm, ranks that each have a part of the batch don't compute what one process
+with all of it does. Here they do, for one all-reduce in forward and one in backward. C is the
+number of channels, N the number of values of a channel in the whole batch (rows, times places in an
+image), all ranks together.
 
 Forward. Mean and variance need three sums: the count, Σx and Σx² of each channel, in one vector.
 
@@ -15,8 +15,8 @@ Forward. Mean and variance need three sums: the count, Σx and Σx² of each cha
 μ²/σ² of precision. So the sums are float64: with a mean of 10⁴ standard deviations the error is
 about 10⁻⁸ of the variance. (In float32 nothing would be left.)
 
-Backward. Let L be the sum of the losses of all ranks and g = ∂L/∂y. A value moves its own x̂, and
-through μ and σ everybody's:
+Backward. Let L be the sum of the losses of all ranks and g = ∂L/∂y. A value changes its own x̂ and,
+through μ and σ, every other:
 
     ∂x̂ⱼ/∂xᵢ = (δᵢⱼ - 1/N - x̂ᵢ x̂ⱼ/N) / σ      so      ∂L/∂xᵢ = w/σ (gᵢ - Σg/N - x̂ᵢ Σ(g x̂)/N)
 
@@ -41,7 +41,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     ranks, those of one process with the whole batch. With `eval()` it is nn.BatchNorm.
 
     input: (n, C) or (n, C, ...), C as on all ranks; n may differ, and be 0: a rank without data
-    takes part with 0 rows, forward and backward, or the others wait.
+    must take part with 0 rows, forward and backward, or the others wait for it.
     ValueError: on this rank, an input of other shape; on every rank, fewer than 2 values a channel.
 
     Cost: forward 2C+1 float64 in one all-reduce, backward 2C numbers in one; no double backward.
@@ -52,18 +52,18 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training:  # no statistics of the batch, so no messages
             return super().forward(input)
         self._check_input_dim(input)
         count, mean, variance = batch_statistics(input, self.group)
-        if self.track_running_stats:
+        if self.track_running_stats:  # with the unbiased variance, as in PyTorch
             self._remember(mean, variance * count / (count - 1))
         scale = (variance + self.eps).rsqrt()
         return Normalize.apply(input, self.weight, self.bias, mean, scale, count, self.group)
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        """Move running statistics towards a batch's; momentum None: the mean over all so far."""
+        """Move running statistics towards a batch's; momentum None: the mean over all batches."""
         self.num_batches_tracked += 1
         share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
@@ -77,12 +77,13 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[float, Tensor, Tensor]:
-    """Count, mean and (biased) variance of each channel over the rows of all ranks.
+    """Compute count, mean and (biased) variance of each channel over the rows of all ranks.
 
     x: (n, C, ...), n may be 0. Returns float64, (C,), with the same bits on every rank.
     ValueError, on every rank: fewer than 2 values a channel. Cost: an all-reduce of 2C+1 float64.
     """
     wide = x.detach().double()
+    # Three sums in one vector, one message. Counting is part of it: ranks may differ in rows.
     sums = torch.cat([_sum(wide), _sum(wide.square()), wide.new_tensor([x.numel() / x.shape[1]])])
     dist.all_reduce(sums, group=group)
     count = sums[-1].item()
@@ -90,12 +91,13 @@ def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[floa
         got = f"batch norm got {count:g} values a channel in the whole batch"
         remedy = "A mean of one leaves no variance: use a larger batch, or eval()."
         raise ValueError(f"{got}, expected at least 2. {remedy}")
+    # From here on every rank computes the same from the same bits.
     mean, mean_square = (sums[:-1] / count).chunk(2)
     return count, mean, (mean_square - mean.square()).clamp(min=0)
 
 
 class Normalize(torch.autograd.Function):
-    """y = w (x - mean) · scale + b, with mean and scale of all ranks' x; backward knows it.
+    """y = w (x - mean) · scale + b, where mean and scale depend on all ranks' x, as backward knows.
 
     x: (n, C, ...). weight, bias: (C,) or None. mean, scale: (C,), count: values of a channel, the
     same on all ranks. Cost: in backward one all-reduce of 2C numbers, if x requires a gradient.
@@ -104,7 +106,8 @@ class Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean, scale, count, group):
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.count, ctx.group = count, group
+        ctx.count = count
+        ctx.group = group
         normalized = _normalized(x, mean, scale)
         if weight is not None:
             normalized = normalized * _along(weight, x) + _along(bias, x)
@@ -116,9 +119,11 @@ class Normalize(torch.autograd.Function):
         x, weight, mean, scale = ctx.saved_tensors
         normalized = _normalized(x, mean, scale)
         grad = grad.to(normalized.dtype)
-        grad_bias, grad_weight = _sum(grad), _sum(grad * normalized)  # over this rank's rows
+        # Over this rank's rows only: the wrapper averages them with all other gradients.
+        grad_bias = _sum(grad)
+        grad_weight = _sum(grad * normalized)
         grad_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:  # the two sums of the whole batch, in one message
             sums = torch.cat([grad_bias, grad_weight])
             dist.all_reduce(sums, group=ctx.group)
             mean_grad, mean_product = (sums / ctx.count).chunk(2)
@@ -150,21 +155,21 @@ def _global(norm: nn.Module, group: ProcessGroup | None) -> GlobalBatchNorm:
     options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
     new = GlobalBatchNorm(norm.num_features, *options, group=group)
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        setattr(new, name, getattr(norm, name))
+        setattr(new, name, getattr(norm, name))  # the same objects, not copies
     return new.train(norm.training)
 
 
 def _normalized(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """(x - mean) · scale, in float32 at least."""
+    """Return (x - mean) · scale, in float32 at least."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) - _along(mean.to(wide), x)) * _along(scale.to(wide), x)
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Over everything but channels: (n, C, ...) to (C,)."""
+    """Sum over every axis but the channels': (n, C, ...) to (C,)."""
     return x.sum([axis for axis in range(x.dim()) if axis != 1])
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """(C,) in a shape that goes with x, (n, C, ...)."""
+    """View (C,) in a shape that broadcasts with x, (n, C, ...)."""
     return values.view(-1, *[1] * (x.dim() - 2))

@@ -5,11 +5,11 @@
     y = checkpoint_sequential(blocks, 3, x)     the blocks in three parts
 
 Gradients are the same to the last bit, dropout included: the second call starts from the same state
-of the random numbers. It costs one more forward, where forward and backward are three.
+of the random numbers. It costs one more forward, a third of forward and backward together.
 
-What the function does besides, it does twice: batch norm counts each batch two times. Under
-wrappers of `ddpkit.ddp` that send during backward, use each parameter in one checkpoint only: it
-gets a gradient from each.
+Side effects of the function happen twice: batch norm counts each batch two times. Under wrappers of
+`ddpkit.ddp` that send during backward, use each parameter in one checkpoint only: each checkpoint
+gives it a gradient of its own.
 
 In PyTorch: torch.utils.checkpoint. Chen et al. 2016; Korthikanti et al. 2022, 5. Notebook 06.
 """
@@ -25,21 +25,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Checkpoint(torch.autograd.Function):
-    """apply(fn, *inputs): `fn(*inputs)`, a tensor, of which backward finds only the inputs kept."""
+    """apply(fn, *inputs): `fn(*inputs)`, a tensor, with only the inputs kept for backward."""
 
     @staticmethod
     def forward(ctx, fn, *inputs):
         ctx.fn, ctx.autocast = fn, autocast_as_now(inputs)
         ctx.save_for_backward(random_state(), *inputs)
-        return fn(*inputs)  # without a graph, as everything in forward
+        return fn(*inputs)  # without a graph: forward runs under no_grad
 
     @staticmethod
     def backward(ctx, gradient):
         state, *inputs = ctx.saved_tensors
+        # New leaves: backward through this graph must not go on into the graph outside.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         with torch.enable_grad(), random_numbers_from(state), ctx.autocast:
             output = ctx.fn(*inputs)
-        if output.requires_grad:  # not if all of fn's inputs and parameters are frozen
+        if output.requires_grad:  # false if all of fn's inputs and parameters are frozen
             output.backward(gradient)
         return None, *(x.grad for x in inputs)
 
@@ -47,16 +48,16 @@ class Checkpoint(torch.autograd.Function):
 def checkpoint(fn: Callable, *args: Tensor) -> Tensor:
     """Call `fn(*args)` so that only the args are kept for backward, which calls it again.
 
-    fn: returns a tensor. Its parameters get gradients, and those args that require them.
+    fn: returns a tensor. Its parameters get gradients, as do the args that require them.
 
     Cost: the bytes of `args` and of the random numbers' state (5056 on a CPU, 16 more with a GPU);
-    in backward one more forward. Gradients of gradients don't come through it.
+    in backward one more forward. It can't be differentiated twice.
     """
     return _apply(Checkpoint, fn, *args)
 
 
 def _apply(function: type[torch.autograd.Function], fn: Callable, *args: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():  # no backward will come, or an outer checkpoint calls again
+    if not torch.is_grad_enabled():  # no backward will follow, or an outer checkpoint calls again
         return fn(*args)
     # Autograd calls backward only if an input requires a gradient; fn's parameters aren't inputs.
     anchor = torch.empty(0, requires_grad=True)
@@ -64,7 +65,7 @@ def _apply(function: type[torch.autograd.Function], fn: Callable, *args: Tensor)
 
 
 def random_state() -> Tensor:
-    """Of the CPU's generator and, after it, of the current GPU's."""
+    """Concatenate the state of the CPU's generator and that of the current GPU's."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -80,7 +81,7 @@ def set_random_state(state: Tensor) -> None:
 
 @contextlib.contextmanager
 def random_numbers_from(state: Tensor) -> Iterator[None]:
-    """Inside, random numbers go on from `state`; after it, from where they were."""
+    """Draw random numbers from `state` on while inside, then from where they were before."""
     before = random_state()
     set_random_state(state)
     try:
@@ -90,7 +91,7 @@ def random_numbers_from(state: Tensor) -> Iterator[None]:
 
 
 def autocast_as_now(inputs: Sequence[Tensor]) -> torch.autocast:
-    """A context in which autocast is as it is now, for the kind of device of the inputs."""
+    """Return a context with autocast's present settings, for the inputs' kind of device."""
     kind = "cuda" if any(x.is_cuda for x in inputs) else "cpu"
     return torch.autocast(
         kind,
@@ -100,37 +101,38 @@ def autocast_as_now(inputs: Sequence[Tensor]) -> torch.autocast:
     )
 
 
-# Selective: products with weights are kept, too; not attention's, a number for each pair of tokens
+# Selective: products with weights are kept as well; not attention's, a number per pair of tokens
 
 
 def selective_checkpoint(fn: Callable, *args: Tensor) -> Tensor:
-    """As `checkpoint`, but keep the results of linear layers, and compute only the rest again.
+    """Checkpoint `fn(*args)`, but keep the results of linear layers; compute the rest again.
 
     ValueError: fn changes such a result in place.
-    Cost: the bytes of `args` and of these results; in backward, once more, everything else: of a
-    transformer's block attention, norms, GELU and dropout, little computing and much memory.
+    Cost: the bytes of `args` and of these results; in backward, everything else once more. In a
+    transformer's block that is attention, norms, GELU and dropout: little computing, much memory.
     """
     return _apply(SelectiveCheckpoint, fn, *args)
 
 
 def is_product(operation) -> bool:
-    """Whether it is the one in linear layers: a matrix times a weight."""
+    """Return True for a linear layer's own operation: a matrix times a weight."""
     return operation in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 class Products(TorchDispatchMode):
-    """Inside, keeps the results of products; if given what was kept, gives that instead, in order.
+    """Keep the results of products while inside; given `kept`, replay them instead, in order.
 
-    kept: a list of it. Autograd, above, records products as ever.
+    kept: a list of such results. Autograd, which works above this mode, records products as ever.
     """
 
     def __init__(self, kept=None):
         super().__init__()
-        self.kept, self.again = list(kept or ()), kept is not None
+        self.kept = list(kept or ())
+        self.again = kept is not None
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if is_product(operation) and self.again:
-            return self.kept.pop(0).detach()  # an alias, for autograd to make part of its graph
+            return self.kept.pop(0).detach()  # an alias that autograd can make part of its graph
         result = operation(*args, **(kwargs or {}))
         if is_product(operation):
             self.kept.append(result)
@@ -138,12 +140,13 @@ class Products(TorchDispatchMode):
 
 
 class SelectiveCheckpoint(Checkpoint):
-    """A checkpoint with more inputs: the products, instead of which fn's second call finds them."""
+    """A checkpoint with further inputs, the products, which fn's second call gets ready-made."""
 
     @staticmethod
     def forward(ctx, fn, *inputs):
-        ctx.fn, ctx.autocast = partial(_replay, fn, len(inputs)), autocast_as_now(inputs)
-        state = random_state()
+        ctx.fn = partial(_replay, fn, len(inputs))
+        ctx.autocast = autocast_as_now(inputs)
+        state = random_state()  # before fn draws from it
         with Products() as products:
             output = fn(*inputs)
         if any(result._version for result in products.kept):
@@ -162,10 +165,11 @@ def _replay(fn: Callable, inputs: int, *tensors: Tensor) -> Tensor:
 
 
 def checkpoint_sequential(functions: nn.Sequential, segments: int, x: Tensor) -> Tensor:
-    """Call the functions one after the other, in so many segments, all but the last checkpointed.
+    """Call the functions one after the other, in `segments` parts, all but the last checkpointed.
 
     ValueError: fewer segments than 1, or more than functions. As in torch.utils.checkpoint.
     """
+    # The last segment's backward follows at once: to compute it again would free nothing.
     *checkpointed, last = cut(len(functions), segments)
     for segment in checkpointed:
         x = checkpoint(functions[segment], x)
@@ -173,7 +177,7 @@ def checkpoint_sequential(functions: nn.Sequential, segments: int, x: Tensor) ->
 
 
 def cut(functions: int, segments: int) -> list[slice]:
-    """So many functions in so many segments, none longer than another by more than one."""
+    """Cut `functions` into `segments` slices whose lengths differ by one at most."""
     if not 1 <= segments <= functions:
         got = f"{segments} segments of {functions} functions"
         raise ValueError(f"expected at least 1 segment, and 1 function in each, got {got}")
@@ -182,7 +186,7 @@ def cut(functions: int, segments: int) -> list[slice]:
 
 
 def sequential_bytes(functions: int, segments: int, input_bytes: int, function_bytes: int) -> int:
-    """What `checkpoint_sequential` keeps after forward, and about as much at any time in backward.
+    """Predict the bytes that `checkpoint_sequential` keeps after forward, and about the peak later.
 
     input_bytes: of what goes from one function to the next. function_bytes: what a function alone
     keeps, its input included. Left out: 5056 bytes a segment, of the random numbers' state.

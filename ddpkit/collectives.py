@@ -1,8 +1,9 @@
 """The nine collectives of `torch.distributed`, from nothing but send and receive. Notebook 01.
 
-Names, arguments and results are torch's: `src` and `dst` are ranks of the world, also where `group`
-is only a part of it; a list has an entry for each rank of the group, in its order, and these may
-differ in size. Tensors are contiguous. All is over when a call returns: there is no `async_op`.
+Names, arguments and results are torch's: `src` and `dst` are ranks of the world, even where `group`
+is only a part of it; a list has an entry for each rank of the group, in its order, and entries may
+differ in size. Tensors are contiguous. Every call is complete when it returns: there is no
+`async_op`.
 ValueError: this rank isn't in the group, a list is too short or long, or `op` isn't in COMBINE.
 
 W is the number of ranks of the group, Φ the bytes of the tensor, or of all parts in the list.
@@ -42,10 +43,10 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> None:
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group = None) -> None:
-    """`broadcast` in which all help who have the tensor: each hop doubles the ranks that do."""
+    """`broadcast` in which every rank that has the tensor sends it: each hop doubles them."""
     ranks, place = counted_from(src, group)
     have_it = 1
-    while have_it < len(ranks):
+    while have_it < len(ranks):  # places below `have_it` have the tensor
         if place < have_it and place + have_it < len(ranks):
             dist.send(tensor, ranks[place + have_it], group)
         elif have_it <= place < 2 * have_it:
@@ -55,7 +56,7 @@ def tree_broadcast(tensor: Tensor, src: int, group: Group = None) -> None:
 
 @torch.no_grad()
 def reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) -> None:
-    """Combine the `tensor` of all ranks in that of rank `dst`, always in one order."""
+    """Combine the `tensor` of all ranks in that of rank `dst`, always in the same order."""
     ranks, combine = members(group), combined_by(op)
     if dist.get_rank() == dst:
         part = torch.empty_like(tensor)
@@ -69,15 +70,16 @@ def reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) ->
 
 @torch.no_grad()
 def tree_reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) -> None:
-    """`reduce` in which, in each hop, half of those who still hold a part hand it on."""
+    """`reduce` in which, in each hop, half of the ranks that still hold a part hand it on."""
     ranks, place = counted_from(dst, group)
     combine = combined_by(op)
-    total = tensor if place == 0 else tensor.clone()
-    part, distance = torch.empty_like(tensor), 1
+    total = tensor if place == 0 else tensor.clone()  # only the root's tensor may change
+    part = torch.empty_like(tensor)
+    distance = 1
     while distance < len(ranks):
         if place % (2 * distance) == distance:
             dist.send(total, ranks[place - distance], group)
-            return
+            return  # this rank's part is in another's: it has nothing left to do
         if place + distance < len(ranks):
             dist.recv(part, ranks[place + distance], group)
             combine(total, part, out=total)
@@ -133,12 +135,12 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None) -
 def reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: ReduceOp = SUM, group: Group = None
 ) -> None:
-    """Combine, in the `output` of each rank, what the `input_list` of every rank has for it."""
+    """Combine in the `output` of rank r entry r of the `input_list` of every rank."""
     chunks, combine = by_rank(input_list, group), combined_by(op)
     output.copy_(chunks.pop(dist.get_rank()))
     arrived = {peer: torch.empty_like(output) for peer in chunks}
     exchange(chunks, arrived, group)
-    for chunk in arrived.values():
+    for chunk in arrived.values():  # `output` holds this rank's own chunk already
         combine(output, chunk, out=output)
 
 
@@ -153,19 +155,22 @@ def all_to_all(
 
 
 def barrier(group: Group = None) -> None:
-    """Return when every rank of the group has called it: all have heard of all, if by hearsay."""
+    """Return when every rank of the group has called it.
+
+    After hop h this rank knows, directly or through others, that 2^h ranks have called it.
+    """
     ranks, _ = counted_from(dist.get_rank(), group)
-    device = (group or dist.group.WORLD)._device_types[0]  # whose memory the backend can send
+    device = (group or dist.group.WORLD)._device_types[0]  # a kind whose memory the backend sends
     byte, heard = torch.zeros(2, dtype=torch.uint8, device=device).split(1)
     distance = 1
     while distance < len(ranks):
         exchange({ranks[distance]: byte}, {ranks[-distance]: heard}, group)
         distance *= 2
-    heard.item()  # NCCL's wait() only puts kernels in order; to read a byte is to wait for it
+    heard.item()  # NCCL's wait() only orders kernels; reading the byte waits until it has arrived
 
 
 def exchange(outgoing: dict[int, Tensor], incoming: dict[int, Tensor], group: Group) -> None:
-    """Send `outgoing[r]` to each such rank r and fill `incoming[r]` from it."""
+    """Send each `outgoing[r]` to rank r, and fill each `incoming[r]` from rank r."""
     # In one batch: if all ranks sent first, each could wait for ever for the others to receive.
     batch = [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in outgoing.items()]
     batch += [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in incoming.items()]
@@ -174,18 +179,18 @@ def exchange(outgoing: dict[int, Tensor], incoming: dict[int, Tensor], group: Gr
 
 
 def members(group: Group) -> list[int]:
-    """The ranks of the group, in its order."""
+    """List the ranks of the group, in its order."""
     check_in_group("a collective", group)
     return dist.get_process_group_ranks(group)
 
 
 def by_rank(tensors: list[Tensor], group: Group) -> dict[int, Tensor]:
-    """{rank of the group: its tensor}."""
+    """{rank of the group: its entry of the list}."""
     return dict(zip(members(group), tensors, strict=True))
 
 
 def combined_by(op: ReduceOp):
-    """How two tensors become one: f(total, part, out=total)."""
+    """Return the function that combines two tensors: f(total, part, out=total)."""
     if op.name not in COMBINE:
         remedy = "For an average, sum, and divide by the number of ranks."
         raise mistake("a collective", f"op={op.name}", f"one of {', '.join(COMBINE)}", remedy)
@@ -193,7 +198,7 @@ def combined_by(op: ReduceOp):
 
 
 def counted_from(root: int, group: Group) -> tuple[list[int], int]:
-    """The ranks of the group from `root` on, round to the one before it; this one's place."""
+    """List the ranks of the group from `root` on, and round; return it with this rank's place."""
     ranks = members(group)
     start = ranks.index(root)
     ranks = ranks[start:] + ranks[:start]

@@ -1,3 +1,3 @@
-"""Lives in `ddpkit.tools.cost`."""
+"""Another name for `ddpkit.tools.cost`."""
 
 from .tools.cost import *  # noqa: F403

@@ -24,9 +24,9 @@ from .tools.checks import check_in_group, check_same_on_all_ranks
 
 
 class DataParallel(nn.Module):
-    """What the four have in common: equal replicas at the start, `no_sync`, `synchronize`.
+    """The base of all four wrappers: equal replicas at the start, `no_sync`, `synchronize`.
 
-    module: alike on every rank of `group` (None: all); overwritten with the first rank's.
+    module: alike on every rank of `group` (None: all); its values become those of the first rank.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None):
@@ -40,7 +40,7 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients add up on each rank and nothing is sent. As in PyTorch's DDP."""
+        """Add up gradients on each rank and send nothing while inside, as PyTorch's DDP does."""
         before, self.syncing = self.syncing, False
         try:
             yield
@@ -50,13 +50,13 @@ class DataParallel(nn.Module):
     def synchronize(self) -> None:
         """Make every gradient the mean over the ranks, after backward; nothing inside `no_sync`.
 
-        A trained parameter without a gradient: ValueError; NaiveDDP counts it as zeros.
+        ValueError: a trained parameter has no gradient; NaiveDDP counts it as zeros instead.
         """
         raise NotImplementedError
 
 
 def check_gradients(trained: dict[str, nn.Parameter]) -> None:
-    """ValueError: one of these parameters, by name, has no gradient."""
+    """Raise ValueError if one of these parameters, by name, has no gradient."""
     without = [name for name, parameter in trained.items() if parameter.grad is None]
     if without:
         got = f"rank {dist.get_rank()} has no gradient for {', '.join(without)} after backward"
@@ -65,22 +65,22 @@ def check_gradients(trained: dict[str, nn.Parameter]) -> None:
 
 
 def broadcast_module(module: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Overwrite parameters, frozen ones too, and buffers with those of the group's first rank.
+    """Overwrite all parameters, frozen or not, and buffers with those of the group's first rank.
 
     ValueError: this rank isn't in `group`; on every rank: modules differ in more than numbers.
-    Equal gradients keep replicas equal only if they begin so. Notebook 03.
+    Equal gradients keep replicas equal only if they start equal. Notebook 03.
     """
     check_in_group("broadcast_module", group)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     check_same_on_all_ranks("module", tensors, group)
-    for _, tensor in tensors:
+    for _, tensor in tensors:  # in the same order on all ranks, which was checked above
         dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def average_gradients(module: nn.Module, group: ProcessGroup | None = None) -> None:
     """Make every gradient in `module` the mean over the ranks, in place.
 
-    A trained parameter without a gradient counts as zeros: all ranks must send the same.
+    A trained parameter without a gradient counts as zeros: all ranks must make the same calls.
     Cost: an all-reduce for each parameter. Notebook 03.
     """
     for parameter in module.parameters():  # a weight under two names comes once
@@ -92,7 +92,7 @@ def average_gradients(module: nn.Module, group: ProcessGroup | None = None) -> N
 
 
 class NaiveDDP(DataParallel):
-    """Average gradients one after the other, while nothing is computed. Notebook 03."""
+    """Average gradients one after the other, after backward: nothing overlaps. Notebook 03."""
 
     def synchronize(self):
         if self.syncing:
@@ -100,19 +100,19 @@ class NaiveDDP(DataParallel):
 
 
 def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None) -> Iterator[tuple]:
-    """This rank's batches, then empty ones until no rank has any left; each with its loss's weight.
+    """Yield this rank's batches, then empty ones until no rank has any left, with loss weights.
 
         for inputs, targets, weight in join(batches):
             (weight * mean_loss(model(inputs), targets)).backward()
             model.synchronize()
 
     Ranks may have different numbers of batches, and of rows in them: all make the same number of
-    steps, so none waits for one that has gone. batches: tuples of tensors, rows along the first
-    axis. The loss of 0 rows must be 0, as `models.mean_loss` is, and not the NaN of a mean of none.
+    steps, so none waits for a rank that has finished. batches: tuples of tensors, rows along the
+    first axis. The loss of 0 rows must be 0, as `models.mean_loss` is; a mean of none is NaN.
 
     weight: W times this rank's part of all ranks' rows. With it the mean over ranks is the mean
-    over these rows, as of one process that has them all.
-    ValueError: a rank has no batch at all, and can't know what an empty one looks like.
+    over these rows, as in one process that has them all.
+    ValueError: a rank has no batch at all, so it can't know the shape of an empty one.
 
     Cost of a step: an all-reduce of one number. PyTorch's `Join` sends zeros for ranks without
     data, and doesn't run the model there. Notebook 03.
@@ -123,6 +123,7 @@ def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None)
         got = f"rank {dist.get_rank()} has no batch to join with"
         remedy = "If there is no data for it, give it a batch of 0 rows."
         raise ValueError(f"{got}, expected at least one. {remedy}")
+    # Every rank takes part in every all-reduce, so all see the same total and stop together.
     while True:
         rows = len(batch[0])
         all_rows = torch.tensor(rows, device=batch[0].device)
@@ -130,4 +131,4 @@ def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None)
         if all_rows == 0:
             return
         yield *batch, dist.get_world_size(group) * rows / all_rows.item()
-        batch = next(left, tuple(part[:0] for part in batch))
+        batch = next(left, tuple(part[:0] for part in batch))  # then the last one, emptied

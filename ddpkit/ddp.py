@@ -12,7 +12,7 @@
     BucketedDDP    one a bucket             in backward, as each bucket is full
 
 Each sends every gradient once; a weight used in two places is one parameter. `ddpkit.data_parallel`
-has what they share: equal replicas at the start, `no_sync`. Wrap a module once: its hooks stay.
+has their base: equal replicas at the start, `no_sync`. Wrap a module only once: its hooks stay.
 
 Li et al. 2020. Notebook 04.
 """
@@ -44,11 +44,13 @@ class FlatDDP(DataParallel):
             return
         check_gradients(self.trained)
         gradients = [parameter.grad for parameter in self.trained.values()]
+        # One dtype after the other, in the same order on all ranks: replicas are alike.
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in alike])
             dist.all_reduce(flat, group=self.group)
             flat /= dist.get_world_size(self.group)
+            # And back, each part into its gradient.
             for gradient, part in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
@@ -56,7 +58,7 @@ class FlatDDP(DataParallel):
 class OverlapDDP(DataParallel):
     """Average each gradient as soon as backward has it, while the others are still computed.
 
-    Ranks must go through the module alike: sums are of what is sent first, second, ... on each.
+    Ranks must go through the module alike: the n-th all-reduce adds up the n-th gradient of each.
     RuntimeError: a second backward without `synchronize` or `no_sync` in between.
     Cost: an all-reduce for each parameter; only the last ones are exposed. Notebook 04.
     """
@@ -67,7 +69,7 @@ class OverlapDDP(DataParallel):
         for parameter in self.trained.values():
             parameter.register_post_accumulate_grad_hook(self.ready)
 
-    def ready(self, parameter):
+    def ready(self, parameter):  # called by autograd, in backward, on its own thread on a GPU
         if parameter in self.works:
             raise RuntimeError(TWICE)
         if self.syncing:
@@ -88,14 +90,14 @@ class OverlapDDP(DataParallel):
 
 
 def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> list[list[int]]:
-    """Which gradients share a bucket, as lists of their numbers; every bucket has one dtype.
+    """Deal gradients into buckets of one dtype each: a list of gradient numbers per bucket.
 
     sizes: (bytes, dtype) of each gradient, in the order in which they become ready. cap_bytes: a
-    bucket with as many or more is full. Buckets come in the order of their last gradients: send
-    them in this order. PyTorch's `compute_bucket_assignment_by_size`. Notebook 04.
+    bucket with this many bytes or more is full. Buckets are in the order of their last gradients:
+    send them in this order. PyTorch's `compute_bucket_assignment_by_size`. Notebook 04.
     """
     full: list[list[int]] = []
-    filling: dict[torch.dtype, list[int]] = {}
+    filling: dict[torch.dtype, list[int]] = {}  # at most one open bucket per dtype
     for number, (_, dtype) in enumerate(sizes):
         bucket = filling.setdefault(dtype, [])
         bucket.append(number)
@@ -107,19 +109,20 @@ def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> 
 class Bucket:
     """Gradients that are sent together: `flat`, a 1-D tensor, and `views`, each parameter's part.
 
-    arrived: the parameters whose gradients have come in this step. All have one dtype. Megatron's
-    contiguous grad buffer. Notebook 04.
+    arrived: the parameters whose gradients have been taken in this step. All have one dtype.
+    Megatron's contiguous grad buffer. Notebook 04.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
-        first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
+        first = parameters[0]
+        sizes = [parameter.numel() for parameter in parameters]
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         parts = zip(parameters, self.flat.split(sizes), strict=True)
         self.views = {parameter: part.view_as(parameter) for parameter, part in parts}
         self.arrived: set[nn.Parameter] = set()
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Backward has completed parameter.grad: from now on that is its view."""
+        """Make parameter.grad, which backward has completed, the parameter's view of `flat`."""
         view = self.views[parameter]
         if parameter.grad is not view:  # zero_grad() dropped it, so backward made a new tensor
             view.copy_(parameter.grad)
@@ -134,8 +137,8 @@ class BucketedDDP(DataParallel):
     """Average gradients a bucket at a time, each bucket as soon as it is full, during backward.
 
     bucket_cap_mb: MiB that make a bucket full, as in PyTorch. From the first backward on, every
-    `.grad` is a view of its bucket. Buckets are sent in the order of the plan on all ranks,
-    whichever is full first: an all-reduce adds up what the ranks send at the same turn.
+    `.grad` is a view of its bucket. All ranks send buckets in the order of the plan, whichever is
+    full first: the n-th all-reduce of one rank is added to the n-th of the others.
     ValueError: bucket_cap_mb isn't positive. RuntimeError: as in `OverlapDDP`.
 
     Cost: an all-reduce for each bucket; each gradient is copied once, unless zero_grad left zeros
@@ -147,7 +150,7 @@ class BucketedDDP(DataParallel):
     ):
         super().__init__(module, group)
         check_positive("Give the size of a bucket in MiB.", bucket_cap_mb=bucket_cap_mb)
-        backwards = list(self.trained.values())[::-1]  # about as backward comes to them
+        backwards = list(self.trained.values())[::-1]  # roughly the order of backward
         sizes = [(parameter.nbytes, parameter.dtype) for parameter in backwards]
         self.buckets = []
         for numbers in plan_buckets(sizes, bucket_cap_mb * 2**20):
@@ -166,6 +169,7 @@ class BucketedDDP(DataParallel):
         if not self.syncing:
             return
         bucket.arrived.add(parameter)
+        # Send what is full, in the plan's order: a full bucket waits for those before it.
         while len(self.works) < len(self.buckets) and self.buckets[len(self.works)].full:
             flat = self.buckets[len(self.works)].flat
             work = dist.all_reduce(flat, group=self.group, async_op=True)
@@ -178,6 +182,7 @@ class BucketedDDP(DataParallel):
         for parameter, bucket in self.bucket_of.items():
             if parameter not in bucket.arrived:  # its gradient came inside no_sync
                 self.ready(parameter)
+        # Every bucket is under way now, and most have arrived while backward computed.
         for work, bucket in zip(self.works, self.buckets, strict=True):
             work.wait()
             bucket.flat /= dist.get_world_size(self.group)

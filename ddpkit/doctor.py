@@ -1,4 +1,4 @@
-"""What this machine can run, and how to mend what it can't: `python -m ddpkit.doctor`.
+"""Examine what this machine can run, and how to mend the rest: `python -m ddpkit.doctor`.
 
 Works without Jupyter, starts CUDA only in a process of its own, and prints no paths: notebook 00
 stores the table.
@@ -35,7 +35,7 @@ OK, NOTE, PROBLEM = "ok", "note", "PROBLEM"
 OLDEST_PYTHON = (3, 11)
 GIB = 2**30
 PACKAGES = {"jupyterlab": "the notebooks", "ipywidgets": "players and calculators"}
-PACKAGES |= {"matplotlib": "figures", "nbval": "tests of the notebooks"}  # what each is for
+PACKAGES |= {"matplotlib": "figures", "nbval": "tests of the notebooks"}  # {package: its use}
 NO_COURSE_WITHOUT = ("Python", "Gloo", "loopback", "temp space", "two ranks")
 REMEDIES = {
     "Python": "install Python 3.11 or newer, then: make lab PYTHON=python3.12",
@@ -57,7 +57,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """OK: nothing to do. NOTE: the course runs, something in it won't. PROBLEM: it can't run."""
+    """A finding. OK: nothing to do. NOTE: the course runs but for something. PROBLEM: it can't."""
 
     name: str
     value: str
@@ -66,14 +66,14 @@ class Finding:
 
 
 class Report(list[Finding]):
-    """The findings; as text, what a notebook cell shows."""
+    """The findings; printed, a verdict and a table."""
 
     @property
     def problems(self) -> list[str]:
         return [finding.name for finding in self if finding.level == PROBLEM]
 
     def __repr__(self) -> str:
-        """The verdict, then a table, remedies below their finding."""
+        """Write the verdict, then a table, each remedy below its finding."""
         verdict = "This machine can run the course."
         if self.problems:
             verdict = f"To be mended first: {', '.join(self.problems)}."
@@ -163,7 +163,7 @@ def loopback(address: str = "127.0.0.1") -> Finding:
 
 
 def two_ranks() -> Finding:
-    """Two real processes and one all-reduce between them, started the way every notebook does."""
+    """Run one all-reduce between two real processes, started the way every notebook does."""
     try:
         run = launch(sum_of_ranks, world_size=2, timeout=120)
     except Exception as error:  # whatever it is, the reader must see it as a finding
@@ -193,6 +193,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from ddpkit import doctor  # so that ranks see its functions, and not those of __main__
+    from ddpkit import doctor  # ranks can import its functions, but not those of __main__
 
     sys.exit(doctor.main())

@@ -1,4 +1,4 @@
-"""All-reduce in few hops: partners at distances 1, 2, 4, ... swap what they have. What MPI does for
+"""All-reduce in few hops: partners at distances 1, 2, 4, ... swap what they have. MPI does this for
 `MPI_Allreduce`: the first function for short messages, the second for long ones.
 
 W is the number of ranks of the group, n the bytes of the buffer.
@@ -25,9 +25,9 @@ from .tools.checks import mistake
 def doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
     """Sum `x` over all ranks, on every rank, in place, by recursive doubling; return `x`.
 
-    In each hop two ranks swap all that they have, and each then knows the sum of twice as many
-    ranks. Ranks beyond the largest power of two hand theirs to a partner first, and get the total
-    from it last.
+    In each hop two ranks swap their sums, and each then has the sum of twice as many ranks. A rank
+    beyond the largest power of two hands its numbers to a partner first, and gets the total from it
+    last.
 
     x: contiguous; the same bits everywhere afterwards.
 
@@ -38,8 +38,10 @@ def doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
     ours = flat(x, group)
     theirs = torch.empty_like(ours)
     ranks = dist.get_process_group_ranks(group)
-    me, world_size = dist.get_rank(group), len(ranks)
+    me = dist.get_rank(group)
+    world_size = len(ranks)
     power = 1 << (world_size.bit_length() - 1)  # the largest power of two
+    # Fold: the ranks beyond the power of two hand theirs to a partner, and wait for the total.
     if me >= power:
         partner = ranks[me - power]
         exchange({partner: ours}, {}, group)
@@ -48,13 +50,15 @@ def doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
     if me + power < world_size:
         exchange({}, {ranks[me + power]: theirs}, group)
         ours += theirs
+    # Double: after each hop, 2 × distance ranks have the same sum.
     distance = 1
     while distance < power:
         peer = me ^ distance
         exchange({ranks[peer]: ours}, {ranks[peer]: theirs}, group)
         low, high = (ours, theirs) if me < peer else (theirs, ours)
-        torch.add(low, high, out=ours)  # both in one order: the same bits, also of a NaN
+        torch.add(low, high, out=ours)  # both in one order: the same bits, even of a NaN
         distance *= 2
+    # Unfold: the total goes back to the partner beyond.
     if me + power < world_size:
         exchange({ranks[me + power]: ours}, {}, group)
     return x
@@ -63,27 +67,33 @@ def doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
 def halving_doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
     """Sum `x` over all ranks, on every rank, in place; return `x`.
 
-    Halving, a reduce-scatter: in each hop two partners share what both had to sum up so far, and
-    each sends the half that the other keeps. Doubling, an all-gather, goes the same way back.
+    Halving is a reduce-scatter: in each hop two partners divide the part that both were summing so
+    far, and each sends the half that the other keeps. Doubling is an all-gather, the same way back.
 
     x: contiguous; the same bits everywhere afterwards. ValueError: W is no power of two.
 
     Cost per rank: 2(W-1)/W of `x` sent in 2 log₂ W hops: the bytes of a ring in fewer hops.
     Thakur, Rabenseifner and Gropp 2005, section 4 (Rabenseifner's algorithm). Notebook 02.
     """
-    kept, swaps, distance = flat(x, group), [], 1
-    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    kept = flat(x, group)
+    swaps = []
+    distance = 1
+    ranks = dist.get_process_group_ranks(group)
+    me = dist.get_rank(group)
     if len(ranks) & (len(ranks) - 1):
         remedy = "ring_all_reduce takes any number."
         raise mistake("halving_doubling_all_reduce", f"{len(ranks)} ranks", "a power of 2", remedy)
+    # Halve: `kept` ends as 1/W of x, summed over all ranks.
     while distance < len(ranks):
         lower, upper = kept.tensor_split(2)  # views: adding to a half changes x
         kept, given = (upper, lower) if me & distance else (lower, upper)
-        peer, arrived = ranks[me ^ distance], torch.empty_like(kept)
+        peer = ranks[me ^ distance]
+        arrived = torch.empty_like(kept)
         exchange({peer: given}, {peer: arrived}, group)
         kept += arrived
         swaps.append((peer, kept, given))
         distance *= 2
+    # Double: the same partners in reverse give back the halves they finished.
     for peer, finished, missing in reversed(swaps):
         exchange({peer: finished}, {peer: missing}, group)
     return x

@@ -1,8 +1,8 @@
-"""Run a schedule without a process: would it hang, who would be idle, what would be held?
+"""Run a schedule without a process: does it hang, which ranks are idle, what do stages hold?
 
 A rank does its actions in order. A forward needs the output of the stage before, a backward (or its
-input part) the forward and the gradient from the stage after, a weight part the input part. That is
-all it takes to find what is wrong with a schedule; `ddpkit.schedules` has the notation.
+input part) the forward and the gradient from the stage after, a weight part the input part. These
+rules are enough to find every fault of a schedule; `ddpkit.schedules` has the notation.
 
 PyTorch's counterparts are private: `_validate_schedule`, `_simulate_comms_compute` and
 `_add_send_recv` in `torch.distributed.pipelining.schedules`. Notebook 10.
@@ -16,7 +16,7 @@ from .schedules import Schedule, parse
 
 
 def rank_of_stage(schedule: Schedule) -> dict[int, int]:
-    """{stage: the rank that has it}. ValueError: two have it; actions aren't in lists."""
+    """{stage: the rank that has it}. ValueError: two ranks have it; actions aren't in lists."""
     ranks: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
         if isinstance(actions, str):
@@ -30,20 +30,23 @@ def rank_of_stage(schedule: Schedule) -> dict[int, int]:
 
 
 def validate(schedule: Schedule) -> None:
-    """ValueError, in words, unless every rank can do its actions, in order, to the end.
+    """Raise ValueError, in words, unless every rank can do its actions, in order, to the end.
 
     Every stage needs a forward of every micro-batch and a backward, whole or in both parts, each
-    once; what an action needs must be done before; and no ranks may wait for each other.
+    once; what an action needs must be done before it; and no ranks may wait for each other.
     """
     ranks = rank_of_stage(schedule)
     times = Counter(all_actions(schedule))
-    stages, micro_batches = max(ranks, default=0) + 1, 1
+    stages = max(ranks, default=0) + 1
+    micro_batches = 1
+    # Each action once.
     for action, number in times.items():
         stage, _, micro_batch = parse(action)
         micro_batches = max(micro_batches, micro_batch + 1)
         if number > 1:
             got = f"rank {ranks[stage]} does {action} {number} times, expected once"
             raise ValueError(f"{got}: take the others out")
+    # Every stage has a forward and a backward of every micro-batch.
     for stage in range(stages):
         for micro_batch in range(micro_batches):
             found = [f"{stage}{kind}{micro_batch}" for kind in "FBIW"]
@@ -52,15 +55,16 @@ def validate(schedule: Schedule) -> None:
                 got = f"got {' and '.join(found) or 'nothing'} of stage {stage}"
                 expected = f"{stage}F{micro_batch} and its backward, whole (B) or in parts (I, W)"
                 raise ValueError(f"{got}, micro-batch {micro_batch}: expected {expected}")
+    # A dry run comes to the end.
     done = {action for _, action in in_turn(schedule)}
     if len(done) < len(times):
         raise ValueError(f"this would hang: {cycle(schedule, done)}")
 
 
 def needs(action: str, actions: set[str]) -> list[str]:
-    """What must be done before an action: on its own stage, and on a stage next to it.
+    """List what must be done before an action, on its own stage and on a stage next to it.
 
-    actions: all of the schedule's; of B and I, the one that it has.
+    actions: all of the schedule's; they decide between B and I.
     """
     stage, kind, micro_batch = parse(action)
     if kind == "F":
@@ -78,14 +82,15 @@ def all_actions(schedule: Schedule) -> list[str]:
 
 
 def in_turn(schedule: Schedule) -> Iterator[tuple[int, str]]:
-    """(rank, action) in an order in which all can be done, a rank after the other, one each.
+    """Yield (rank, action) in a possible order: in each round, one action of every rank that can.
 
     Ends early where every rank waits for another.
     """
     left = [list(map(str, actions)) for actions in schedule]
-    everything, done = set(all_actions(schedule)), set()
+    everything = set(all_actions(schedule))
+    done = set()
     moved = True
-    while moved:
+    while moved:  # a round: each rank does at most one action
         moved = False
         for rank, actions in enumerate(left):
             if actions and done.issuperset(needs(actions[0], everything)):
@@ -95,16 +100,17 @@ def in_turn(schedule: Schedule) -> Iterator[tuple[int, str]]:
 
 
 def messages(schedule: Schedule) -> Schedule:
-    """The schedule with what each rank sends and receives, in PyTorch's words, as "0SEND_F3".
+    """Add to a schedule what each rank sends and receives, in PyTorch's words, as "0SEND_F3".
 
     A message is sent right after the action that made it, "0SEND_F3" after "0F3"; at that moment of
     the dry run the other side starts to receive, "1RECV_F3". So two ranks agree on the order of all
-    messages between them, both ways: NCCL carries them one after the other, and hangs where each
-    side would first send. Where a schedule hangs, its receives end.
+    messages between them, both ways: NCCL carries them one after the other, and hangs where both
+    sides send first. Where a schedule hangs, its receives end.
     """
-    ranks, program = rank_of_stage(schedule), [[] for _ in schedule]
+    ranks = rank_of_stage(schedule)
+    program = [[] for _ in schedule]
     done = dict.fromkeys(action for _, action in in_turn(schedule))
-    for action in done | dict.fromkeys(all_actions(schedule)):  # first those that can be done
+    for action in done | dict.fromkeys(all_actions(schedule)):  # those that can be done come first
         (rank, words), (other, receive) = message(action, ranks)
         program[rank] += words
         program[other] += receive if action in done else []
@@ -112,24 +118,30 @@ def messages(schedule: Schedule) -> Schedule:
 
 
 def message(action: str, ranks: dict[int, int]) -> list[tuple[int, list[str]]]:
-    """[(its rank, action and send), (the other rank, receive)]; no words within a rank."""
+    """[(its rank, action and send), (the other rank, receive)]; no message within a rank."""
     stage, kind, micro_batch = parse(action)
     way = "F" if kind == "F" else "B"
     to = {"F": stage + 1, "W": stage}.get(kind, stage - 1)
-    rank, other = ranks[stage], ranks.get(to, ranks[stage])
+    rank = ranks[stage]
+    other = ranks.get(to, ranks[stage])
     if other == rank:
         return [(rank, [action]), (rank, [])]
-    send, receive = f"{stage}SEND_{way}{micro_batch}", f"{to}RECV_{way}{micro_batch}"
+    send = f"{stage}SEND_{way}{micro_batch}"
+    receive = f"{to}RECV_{way}{micro_batch}"
     return [(rank, [action, send]), (other, [receive])]
 
 
 def cycle(schedule: Schedule, done: set[str]) -> str:
-    """Who waits for whom, in words, once `done` is done and no rank can go on."""
-    everything, ranks, first = all_actions(schedule), rank_of_stage(schedule), {}
+    """Say in words which rank waits for which, once `done` is done and no rank can go on."""
+    everything = all_actions(schedule)
+    ranks = rank_of_stage(schedule)
+    first = {}
     for action in reversed(everything):
         if action not in done:
-            first[ranks[parse(action)[0]]] = action  # of those that its rank has left
-    rank, said = min(first), {}
+            first[ranks[parse(action)[0]]] = action  # backwards, so the rank's first stays
+    # From rank to rank, each time to the one that is waited for, until one comes again.
+    rank = min(first)
+    said = {}
     while rank not in said:
         missing = next(each for each in needs(first[rank], set(everything)) if each not in done)
         other = ranks[parse(missing)[0]]
@@ -137,7 +149,7 @@ def cycle(schedule: Schedule, done: set[str]) -> str:
         waits = f"rank {rank} waits in {first[rank]} for {missing}"
         said[rank] = f"{waits}, which {who} does only after {first[other]}"
         rank = other
-    round_and_round = list(said).index(rank)  # whoever only waits for the cycle is left out
+    round_and_round = list(said).index(rank)  # ranks that only wait for the cycle are left out
     return "; ".join(list(said.values())[round_and_round:])
 
 
@@ -148,15 +160,15 @@ def simulate(
     I: float = 1,  # noqa: E741
     W: float = 1,
 ) -> dict[str, tuple[float, float]]:
-    """{action: (start, end)}, if each takes so many ticks, and messages take none.
+    """{action: (start, end)} in ticks: an action takes F, B, I or W of them, a message none.
 
-    ValueError as `validate`.
+    ValueError: as in `validate`.
     """
     validate(schedule)
     ticks = {"F": F, "B": B, "I": I, "W": W}
     everything = set(all_actions(schedule))
     when: dict[str, tuple[float, float]] = {}
-    free = [0] * len(schedule)  # when each rank is done with what it does
+    free = [0] * len(schedule)  # by rank, the tick at which its last action ended
     for rank, action in in_turn(schedule):
         start = max([free[rank], *(when[each][1] for each in needs(action, everything))])
         free[rank] = start + ticks[parse(action)[1]]
@@ -165,7 +177,7 @@ def simulate(
 
 
 def idle(schedule: Schedule, **ticks: float) -> list[float]:
-    """For each rank, the ticks in which it does nothing, until the last rank is done.
+    """Count for each rank the ticks in which it does nothing, until the last rank is done.
 
     ticks: as for `simulate`. Notebook 10.
     """
@@ -181,7 +193,7 @@ def idle(schedule: Schedule, **ticks: float) -> list[float]:
 def held(schedule: Schedule) -> dict[int, int]:
     """{stage: the most micro-batches whose activations it holds at a time}.
 
-    From a forward until the backward, or its weight part, is done.
+    They are held from the forward until the backward, or its weight part, is done.
     """
     most, now = Counter(), Counter()
     for stage, kind, _ in map(parse, all_actions(schedule)):

@@ -1,15 +1,15 @@
 """Attention that never has its N × N matrix: a tile of keys at a time, computed again for backward.
 
 Queries q, keys k and values v are (..., N, D). A query's output is a mean of the values, weighted
-by the softmax of its scores: s = q·kᵀ/√D, p = softmax(s), o = p·v. What they have of the N² scores:
+by the softmax of its scores: s = q·kᵀ/√D, p = softmax(s), o = p·v. Of the N² scores there exist:
 
     function           scores at a time       kept for backward
     attention          all                    q, k, v and p, which is N² numbers a head
     flash_attention    those of 256 keys      q, k, v, o and lse, one number a query
 
-One pass over the keys is enough, as a softmax can be corrected later: m is the largest score so
+One pass over the keys is enough, since a softmax can be corrected later: m is the largest score so
 far, ℓ (`ell`) the sum of e^(s−m), acc the same sum with the values. When the maximum grows, both
-are multiplied by e^(m−m_new). Backward takes p back from q, k and lse = m + ln ℓ.
+are multiplied by e^(m−m_new). Backward recomputes p from q, k and lse = m + ln ℓ.
 
 In PyTorch: torch.nn.functional.scaled_dot_product_attention. `ddpkit.fast.attention` has the same
 names, with smaller tiles that stay in the cache; `ddpkit.flash_triton` is for GPUs.
@@ -28,7 +28,7 @@ TILE = 256  # keys
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Attention as in textbooks, softmax(q·kᵀ/√D)·v, with all scores at once.
 
-    Arguments, result and errors: as `flash_attention`, but computed in q's dtype.
+    Arguments, result and errors are those of `flash_attention`, but it computes in q's dtype.
 
     Cost: 4 Nq Nk D operations a head; memory for Nq Nk numbers three times, once for backward.
     """
@@ -44,17 +44,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
     q: (..., Nq, D). k, v: (..., Nk, D), of the same dtype and the same leading axes, any or none.
     causal: query i sees the keys up to i, counted from the first of each, as in PyTorch.
-    Returns (..., Nq, D), of q's dtype; 16-bit inputs are computed with in fp32.
+    Returns (..., Nq, D), of q's dtype; 16-bit inputs are computed in fp32.
     ValueError: shapes or dtypes that don't fit.
 
-    Cost: 4 Nq Nk D operations a head, 10 backward (what causal hides is computed, too). Kept for
-    backward: q, k, v, the result, and a number for each of its rows.
+    Cost: 4 Nq Nk D operations a head, 10 backward (hidden scores are computed as well). Kept for
+    backward: q, k, v, the result, and one number for each of its rows.
     """
     return FlashAttention.apply(q, k, v, causal)
 
 
 class FlashAttention(torch.autograd.Function):
-    """`flash_attention` for autograd: apply(q, k, v, causal). Can be differentiated once."""
+    """`flash_attention` for autograd: apply(q, k, v, causal), which can be differentiated once."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -78,20 +78,24 @@ class FlashAttention(torch.autograd.Function):
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, tile: int, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """o, (..., Nq, D), and lse, (..., Nq), the log of each row's Σ e^s: N × tile scores at a time.
+    """Return o, (..., Nq, D), and lse, (..., Nq), the log of each row's Σ e^s.
 
-    The loop over the keys of Dao et al. 2022, algorithm 1, for all queries at once.
+    N × tile scores exist at a time: the loop over the keys of Dao et al. 2022, algorithm 1, for all
+    queries at once.
     """
     m = torch.full_like(q[..., :1], -math.inf)  # a column: one number a query
     ell, acc = torch.zeros_like(m), torch.zeros_like(q)
     for first in range(0, k.shape[-2], tile):
         keys = slice(first, first + tile)
         s = tile_scores(q, k[..., keys, :], first, causal)
+        # The maximum may grow: correct what was summed for the old one.
         m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-        correction, p = torch.exp(m - m_new), torch.exp(s - m_new)
+        correction = torch.exp(m - m_new)
+        p = torch.exp(s - m_new)
         ell = ell * correction + p.sum(-1, keepdim=True)
         acc = acc * correction + p @ v[..., keys, :]
         m = m_new
+    # Divided once, at the end: no tile knows the sum of the whole row.
     return acc / ell, (m + ell.log()).squeeze(-1)
 
 
@@ -99,19 +103,22 @@ def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool = False,
     tile: int = TILE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv: p comes again from q, k and lse, a tile of keys at a time.
+    """Return dq, dk and dv: p is computed again from q, k and lse, a tile of keys at a time.
 
-    Softmax's derivative, ds = p ∘ (dp − delta), needs each row's Σ p ∘ dp. That is Σ do ∘ o, too,
-    which takes no tile. Dao et al. 2022, algorithm 4.
+    Softmax's derivative, ds = p ∘ (dp − delta), needs each row's Σ p ∘ dp. It equals Σ do ∘ o,
+    which needs no tile. Dao et al. 2022, algorithm 4.
     """
     scale = q.shape[-1] ** -0.5
     delta = (do * o).sum(-1, keepdim=True)
-    dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq = torch.zeros_like(q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
     for first in range(0, k.shape[-2], tile):
         keys = slice(first, first + tile)
         s = tile_scores(q, k[..., keys, :], first, causal)
         p = torch.exp(s - lse.unsqueeze(-1))
         dv[..., keys, :] = p.mT @ do
+        # Through softmax, then to q and k.
         dp = do @ v[..., keys, :].mT
         ds = p * (dp - delta)
         dq += ds @ k[..., keys, :] * scale
@@ -120,7 +127,7 @@ def flash_backward(
 
 
 def tile_scores(q: Tensor, keys: Tensor, first: int, causal: bool) -> Tensor:
-    """q·kᵀ/√D for a tile of keys, the first of which has number `first`; -inf where hidden."""
+    """Return q·kᵀ/√D for a tile of keys, from key number `first` on; -inf where hidden."""
     s = q @ keys.mT * q.shape[-1] ** -0.5
     if causal:
         hidden = torch.ones_like(s, dtype=torch.bool).triu(1 - first)  # key j from query i: j > i
@@ -129,7 +136,7 @@ def tile_scores(q: Tensor, keys: Tensor, first: int, causal: bool) -> Tensor:
 
 
 def in_fp32(*tensors: Tensor) -> list[Tensor]:
-    """As they are to be computed with: 16-bit numbers as fp32."""
+    """Convert what is narrower than fp32 to fp32; leave the rest."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 

@@ -1,3 +1,3 @@
-"""FlashAttention on a GPU. Lives in `ddpkit.fast.triton_attention`."""
+"""FlashAttention on a GPU: another name for `ddpkit.fast.triton_attention`."""
 
 from .fast.triton_attention import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""ZeRO's stage 3: no rank has all parameters. And what all stages need: clipping by shards.
+"""ZeRO's stage 3: no rank has all parameters. Beside it, clipping by shards, for every stage.
 
 Each rank keeps 1/W of a layer, and gathers, uses and frees the whole, in forward and in backward.
 
@@ -22,8 +22,8 @@ from . import transport as torchs
 class GatherUseFree(torch.autograd.Function):
     """A linear layer whose weight is whole only while it computes.
 
-    x: (rows, inputs). shard: this rank's part of weight and bias, for which backward returns the
-    mean gradient. layer: gathers and scatters. Kept until backward: `x`, and what is there anyway.
+    x: (rows, inputs). shard: this rank's part of weight and bias; backward returns its mean
+    gradient. layer: gathers and scatters. Kept until backward: `x`, beside what exists anyway.
     """
 
     @staticmethod
@@ -35,8 +35,8 @@ class GatherUseFree(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         (x,), layer = ctx.saved_tensors, ctx.layer
-        weight = layer.gather()[0]
-        mean = gradient / dist.get_world_size(layer.group)  # a sum of which is the mean
+        weight = layer.gather()[0]  # once more: forward has freed it
+        mean = gradient / dist.get_world_size(layer.group)  # summed over the ranks: the mean
         to_shard = layer.reduce_scatter([mean.T @ x, mean.sum(0)])
         return gradient @ weight, to_shard, None
 
@@ -44,9 +44,9 @@ class GatherUseFree(torch.autograd.Function):
 class ShardedLinear(nn.Module):
     """A Linear of which every rank keeps 1/W of weight and bias.
 
-    linear: where the values come from, on the group's first rank; let go of it afterwards.
-    transport: see `ddpkit.transport`. After backward `shard.grad` is the mean over the ranks, and
-    any elementwise optimizer may update `shard`.
+    linear: the layer whose values are taken, on the group's first rank; drop it afterwards, or
+    nothing is saved. transport: see `ddpkit.transport`. After backward `shard.grad` is the mean
+    over the ranks, and any elementwise optimizer may update `shard`.
 
     Cost per rank: 3(W-1)/W of the parameters sent in forward and backward; the whole layer is in
     memory only while it computes. Rajbhandari et al. 2020, sections 5.3 and 7.2.2. Notebook 07.
@@ -54,7 +54,8 @@ class ShardedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, group: ProcessGroup | None = None, transport=torchs):
         super().__init__()
-        self.group, self.transport = group, transport
+        self.group = group
+        self.transport = transport
         self.shapes = [parameter.shape for parameter in linear.parameters()]
         flat = self.flatten([parameter.detach() for parameter in linear.parameters()])
         dist.broadcast(flat, group=group, group_src=0)
@@ -66,7 +67,8 @@ class ShardedLinear(nn.Module):
         return out.unflatten(0, x.shape[:-1])
 
     def gather(self) -> list[Tensor]:
-        """Weight and bias, whole, until you let go of them."""
+        """All-gather weight and bias; they are freed when the caller drops them."""
+        # Only slot `rank` of `flat` need be right: the others are overwritten.
         flat = self.shard.detach().repeat(dist.get_world_size(self.group))
         self.transport.start_all_gather(flat, self.group).wait()
         numels = [shape.numel() for shape in self.shapes]
@@ -74,25 +76,26 @@ class ShardedLinear(nn.Module):
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def reduce_scatter(self, gradients: list[Tensor]) -> Tensor:
-        """Sum the gradients of weight and bias over the ranks; returns this rank's shard."""
+        """Sum the gradients of weight and bias over the ranks; return this rank's shard."""
         flat = self.flatten(gradients)
         self.transport.start_reduce_scatter(flat, self.group).wait()
         return torchs.shard(flat, self.group)
 
     def flatten(self, tensors: list[Tensor]) -> Tensor:
-        """One after the other, and zeros at the end, so that W divides the length."""
-        flat = torch.cat([each.flatten() for each in tensors[: len(self.shapes)]])
+        """Lay the tensors end to end, and pad with zeros so that W divides the length."""
+        flat = torch.cat([each.flatten() for each in tensors[: len(self.shapes)]])  # bias or none
         return nn.functional.pad(flat, (0, -len(flat) % dist.get_world_size(self.group)))
 
 
 def clip_grad_norm_(
     shards: list[Tensor], max_norm: float, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Make a gradient no longer than `max_norm`, in place; returns the length that it had.
+    """Make a gradient no longer than `max_norm`, in place; return the length that it had.
 
     shards: this rank's parts of it; all ranks' together are the gradient. PyTorch's function of the
     same name would take them for the whole. Cost: one number all-reduced. Notebook 07.
     """
+    # Squares add up over shards, lengths don't.
     squared = nn.utils.get_total_norm(shards) ** 2
     dist.all_reduce(squared, group=group)
     norm = squared.sqrt()

@@ -1,3 +1,3 @@
-"""Lives in `ddpkit.tools.memory`."""
+"""Another name for `ddpkit.tools.memory`."""
 
 from .tools.memory import *  # noqa: F403

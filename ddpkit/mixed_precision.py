@@ -1,7 +1,7 @@
 """Training in 16 bits: half the bytes for weights, gradients and activations.
 
-Gradients below 6e-8 are zero in fp16: `LossScaler` makes them larger, by the loss. Updates below
-2⁻¹² of a weight (bf16: 2⁻⁹) are rounded away: `master_step` adds them up in fp32. Both together:
+Gradients below 6e-8 are zero in fp16: `LossScaler` makes them larger, through the loss. Updates
+below 2⁻¹² of a weight (bf16: 2⁻⁹) are rounded away: `master_step` adds them up in fp32. Together:
 
     optimizer = MixedPrecisionOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     model = BucketedDDP(model)  # after the optimizer, which turns the weights to 16 bits
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 def master_step(weights, masters, optimizer, scale):
     """Update fp32 `masters` from the gradients of 16-bit `weights`, and round them into `weights`.
 
-    optimizer: made with the masters. scale: what the loss was multiplied by.
+    optimizer: made with the masters. scale: the factor that the loss was multiplied by.
     """
     for weight, master in zip(weights, masters, strict=True):
         # To fp32 first: divided in fp16, small gradients would be zero after all.
@@ -37,30 +37,34 @@ def master_step(weights, masters, optimizer, scale):
 
 
 class LossScaler:
-    """Multiplies the loss, so that small gradients survive in fp16; divides them in fp32 again.
+    """Multiply the loss, so that small gradients survive in fp16; divide them again in fp32.
 
     As torch.amp.GradScaler, for one optimizer with fp32 parameters. dynamic: an overflow halves the
-    scale, `growth_interval` steps in a row without one double it; if False, the scale stays.
+    scale, and `growth_interval` steps in a row without one double it; if False, the scale stays.
     group: the ranks that step together, or skip together (None: all, if there are any).
     """
 
     def __init__(self, init_scale=2.0**16, growth_interval=2000, dynamic=True, group=None):
-        self.factor, self.growth_interval = init_scale, growth_interval
-        self.dynamic, self.group = dynamic, group
-        self.good_steps, self.skipped = 0, 0
-        self.overflow: bool | None = None  # not known until unscale_
+        self.factor = init_scale
+        self.growth_interval = growth_interval
+        self.dynamic = dynamic
+        self.group = group
+        self.good_steps = 0
+        self.skipped = 0
+        self.overflow: bool | None = None  # unknown until unscale_
 
     def get_scale(self) -> float:
         return self.factor
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, multiplied: a new tensor."""
+        """Return the loss times the scale, a new tensor."""
         return loss * self.factor
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients in place, and agree with all ranks whether one overflowed.
 
-        RuntimeError: called twice. ValueError: they are fp16. Cost: one float, one wait for a GPU.
+        RuntimeError: called twice. ValueError: they are fp16. Cost: one float is all-reduced, and
+        one wait for the GPU.
         """
         if self.overflow is not None:
             raise RuntimeError("unscale_ was called twice: call update() after each step()")
@@ -70,14 +74,15 @@ class LossScaler:
             if gradient.dtype == torch.float16:
                 raise ValueError("expected fp32 gradients, got fp16: use MixedPrecisionOptimizer")
             gradient /= self.factor
-        # The norm is inf or NaN if a number is. To ask each gradient would be a wait for each.
+        # The norm is inf or NaN if any number is. Checking each gradient would synchronise with the
+        # GPU once per gradient.
         overflow = (~get_total_norm(gradients, 1.0).isfinite()).float()
-        if dist.is_initialized():  # only one rank may have seen it, if each has a shard of its own
+        if dist.is_initialized():  # an overflow in one rank's shard must stop the others
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.group)
         self.overflow = bool(overflow)
 
     def step(self, optimizer: Optimizer) -> None:
-        """optimizer.step(), unless there was an overflow; unscale_ before, if nobody has."""
+        """Call optimizer.step(), unless there was an overflow; unscale_ first, if not yet done."""
         if self.overflow is None:
             self.unscale_(optimizer)
         if self.overflow:
@@ -98,13 +103,13 @@ class LossScaler:
 
 
 class MixedPrecisionOptimizer(Optimizer):
-    """Trains 16-bit weights; `optimizer_cls` updates fp32 master copies of them, as in master_step.
+    """Train 16-bit weights: `optimizer_cls` updates fp32 master copies of them, as in master_step.
 
     params: all of the model's, as for any optimizer. They become `dtype` in place; frozen ones get
-    no master copy. scaler: of the loss (None: a dynamic one for fp16; other dtypes need none, and
-    a factor of 1 still skips what isn't finite). kwargs: for optimizer_cls.
+    no master copy. scaler: of the loss (None: a dynamic one for fp16; other dtypes get a constant
+    scale of 1, which still skips steps that aren't finite). kwargs: for optimizer_cls.
 
-    Ranks must begin alike: `broadcast_module` before, and wrap the module after.
+    Ranks must start equal: call `broadcast_module` before this, and wrap the module after.
     """
 
     def __init__(
@@ -112,17 +117,18 @@ class MixedPrecisionOptimizer(Optimizer):
     ):
         fp16 = dtype == torch.float16
         self.scaler = scaler or LossScaler(2.0**16 if fp16 else 1.0, dynamic=fp16)
-        self.scale = self.scaler.scale  # of the loss: what to call backward on
+        self.scale = self.scaler.scale  # scale(loss) is what to call backward on
         self.dtype = dtype
         self.masters: dict[Tensor, Tensor] = {}  # {weight: its master copy}
-        self.lost: dict[Tensor, Tensor] = {}  # {weight: what rounding took off its gradient}
+        self.lost: dict[Tensor, Tensor] = {}  # {weight: its gradient's rounding error}
         super().__init__(params, {})  # calls add_param_group
         self.optimizer = optimizer_cls(self.param_groups, **kwargs)
         self._share()
 
     def _share(self) -> None:
-        inner = self.optimizer  # a scheduler changes its groups through ours
-        self.param_groups, self.state = inner.param_groups, inner.state
+        inner = self.optimizer  # one list of groups for both: a scheduler changes it through ours
+        self.param_groups = inner.param_groups
+        self.state = inner.state
         self.defaults = inner.defaults
 
     def add_param_group(self, param_group: dict) -> None:
@@ -131,7 +137,7 @@ class MixedPrecisionOptimizer(Optimizer):
         group["params"] = [self._to_16_bits(weight) for weight in group["params"]]
 
     def _to_16_bits(self, weight: Tensor) -> Tensor:
-        """In place. Returns the master copy; of a frozen weight, itself."""
+        """Convert the weight in place; return its master copy, or itself if it is frozen."""
         master = weight.detach().to(torch.float32, copy=True)
         weight.data = weight.data.to(self.dtype)
         if weight.requires_grad:
@@ -140,12 +146,12 @@ class MixedPrecisionOptimizer(Optimizer):
         return self.masters.get(weight, weight)
 
     def _accumulate(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Add a micro-batch's gradient in fp32, before autograd does it in 16 bits."""
+        """Add a micro-batch's gradient in fp32, before autograd adds it in 16 bits."""
         if weight.grad is None:
             self.lost.pop(weight, None)
             return gradient
         total = weight.grad.float() + gradient + self.lost.get(weight, 0)
-        weight.grad = None  # or autograd would add it once more to what is returned here
+        weight.grad = None  # or autograd would add it to the total that is returned here
         rounded = total.to(weight.dtype)
         self.lost[weight] = total - rounded
         return rounded
@@ -158,7 +164,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self.scaler.unscale_(self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Shrink the unscaled gradients to a norm of at most `max_norm`. Returns what it was."""
+        """Shrink the unscaled gradients to a norm of at most `max_norm`; return the norm before."""
         if self.scaler.overflow is None:
             self.unscale_()
         return clip_grad_norm_(self.masters.values(), max_norm)
@@ -182,7 +188,10 @@ class MixedPrecisionOptimizer(Optimizer):
         self.lost.clear()
 
     def state_dict(self) -> dict:
-        """All to go on from to the bit, weights included; tensors aren't copied. After step()."""
+        """Return all that training resumes from to the bit, weights included; call after step().
+
+        Tensors aren't copied.
+        """
         scaler = self.scaler.factor, self.scaler.good_steps
         masters = list(self.masters.values())
         return {"optimizer": self.optimizer.state_dict(), "masters": masters, "scaler": scaler}

@@ -1,8 +1,8 @@
 """Two small models to train in parallel: a GPT, and an MLP with batch norm.
 
 The GPT has a weight that is used twice, and a parameter that isn't trained; the MLP has buffers,
-and looks at the batch as a whole: what data parallelism stumbles over. Both draw their weights from
-torch's generator: `torch.manual_seed` first, where ranks or runs must start alike.
+and looks at the batch as a whole: data parallelism must handle all of these. Both draw their
+weights from torch's generator: call `torch.manual_seed` first if ranks or runs must start alike.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Attention = Callable[..., Tensor]  # attention(q, k, v, causal=...)
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """PyTorch's attention, with the arguments of the one that notebook 09 builds.
+    """PyTorch's attention, with the arguments of the function that notebook 09 builds.
 
     q, k, v: (..., N, D). Returns (..., N, D): for each query a mean of the values,
     softmax(q·kᵀ/√D)·v. With `causal`, place i sees only the places up to i.
@@ -29,7 +29,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
     logits: (..., classes). targets: (...), int64. Returns one number, in float32 at least.
 
-    So a rank without data has a loss too, and gradients that are zeros: it can take its part in the
+    So a rank without data still has a loss, and gradients that are zeros: it can take part in the
     step. A mean of nothing would be NaN, on all ranks as soon as they average.
     """
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
@@ -41,16 +41,17 @@ class GPT(nn.Module):
 
     vocabulary: number of tokens. context: longest sequence. width: numbers for each token between
     the layers. heads: must divide `width`, ValueError otherwise. dropout: of the embeddings and of
-    what each half block adds. attention: as `torch_attention`, always called with causal=True, on
-    (n, heads, length, width / heads). kv_heads: of keys and values, each of which serves heads /
-    kv_heads queries (Ainslie et al. 2023); None: `heads`. ValueError: it doesn't divide `heads`.
+    the output of each half block. attention: as `torch_attention`, always called with causal=True,
+    on (n, heads, length, width / heads). kv_heads: heads of keys and values, each of which serves
+    heads / kv_heads heads of queries (Ainslie et al. 2023); None: `heads`. ValueError: it doesn't
+    divide `heads`.
 
     head.weight is tokens.weight, one parameter under two names: tokens that are alike when read are
     alike when written (Press and Wolf 2017).
 
-    positions: (context, width), a parameter but frozen, a random vector for each place. Places need
-    only be told apart, and random vectors differ; Vaswani et al. 2017, table 3, row E, lose nothing
-    with vectors that aren't learned. Notebook 03.
+    positions: (context, width), a frozen parameter, a random vector for each place. Places need
+    only be distinguishable, and random vectors are; Vaswani et al. 2017, table 3, row E, lose
+    nothing with vectors that aren't learned. Notebook 03.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class GPT(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
+        self.head.weight = self.tokens.weight  # one parameter: both uses add to its gradient
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions, std=0.02)
 
@@ -96,7 +97,7 @@ class GPT(nn.Module):
 
 
 def first(positions: Tensor, length: int) -> Tensor:
-    """The first `length` of GPT's positions."""
+    """Return the first `length` of GPT's positions, a view."""
     if length > len(positions):
         got = f"GPT got sequences of {length} tokens, expected at most {len(positions)}"
         raise ValueError(f"{got}: cut them, or build GPT(context={length})")
@@ -104,7 +105,7 @@ def first(positions: Tensor, length: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """A layer of GPT, of (n, length, width): attention to the tokens before each; then an MLP."""
+    """A layer of GPT, on (n, length, width): causal attention, then an MLP, each added to x."""
 
     def __init__(
         self,
@@ -115,10 +116,12 @@ class Block(nn.Module):
         kv_heads: int | None = None,
     ):
         super().__init__()
-        self.heads, self.kv_heads, self.attention = heads, kv_heads or heads, attention
+        self.heads = heads
+        self.kv_heads = kv_heads or heads
+        self.attention = attention
         self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
-        # No bias: softmax doesn't see the keys', so its gradient would be rounding errors, and Adam
+        # No bias: softmax cancels the keys', so its gradient would be rounding errors, and Adam
         # would follow them.
         self.qkv = nn.Linear(width, (heads + 2 * self.kv_heads) * self.head_width, bias=False)
         self.out = nn.Linear(width, width)
@@ -129,13 +132,15 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Both halves normalize first, and add to x, which so passes through unchanged.
         x = x + self.dropout(self.attend(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
     def attend(self, x: Tensor) -> Tensor:
+        # One product gives all three; heads become an axis before the sequence.
         heads = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        if self.kv_heads < self.heads:
+        if self.kv_heads < self.heads:  # each head of k and v serves several of q
             k, v = (each.repeat_interleave(self.heads // self.kv_heads, dim=1) for each in (k, v))
         return self.out(self.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
 
@@ -143,15 +148,15 @@ class Block(nn.Module):
 class MLP(nn.Sequential):
     """Linear, batch norm and ReLU, `layers` times, and a last Linear: (n, inputs) to (n, outputs).
 
-    While training, batch norm takes mean and variance over the n rows that it is given. Ranks with
-    a share of the batch each so compute something else than one process with all of it. It needs at
-    least 2 rows; torch raises ValueError otherwise. Notebook 03.
+    While training, batch norm takes mean and variance over the n rows that it is given. Ranks that
+    each have a share of the batch so don't compute what one process with all of it does. It needs
+    at least 2 rows; torch raises ValueError otherwise. Notebook 03.
     """
 
     def __init__(self, inputs: int = 16, width: int = 32, outputs: int = 4, layers: int = 2):
         widths = [inputs] + [width] * layers
         modules = []
         for before, after in pairwise(widths):
-            # No bias: batch norm takes it off again.
+            # No bias: batch norm would subtract it.
             modules += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU()]
         super().__init__(*modules, nn.Linear(widths[-1], outputs))

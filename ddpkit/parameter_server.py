@@ -35,12 +35,13 @@ from .tools.checks import check_counts
 
 
 def push_and_pull(module: nn.Module) -> None:
-    """Be a worker, after backward: send rank 0 the gradients, and take the weights it sends back.
+    """Send rank 0 the gradients, after backward on a worker, and take the weights it sends back.
 
-    Every trained parameter must have a gradient. Whether the server is synchronous makes no
-    difference here. Cost of a step: Φ out, Φ in. Notebook 03.
+    Every trained parameter must have a gradient. The worker is the same for both kinds of server.
+    Cost of a step: Φ out, Φ in. Notebook 03.
     """
     trained = trained_in(module)
+    # Gradients out, all in one piece; weights in, by the same layout.
     dist.send(parameters_to_vector(p.grad for p in trained), 0)
     weights = torch.empty_like(parameters_to_vector(trained))
     dist.recv(weights, 0)
@@ -53,18 +54,21 @@ def serve(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
     module: as on the workers; its weights are trained in place. optimizer: of its parameters.
     ValueError: no workers.
 
-    The same weights as one process with all the data, and as long a step as the slowest worker's.
-    Cost of a step: (W-1)Φ in, (W-1)Φ out, one worker after the other. Notebook 03.
+    The weights are those of one process with all the data; a step lasts as long as the slowest
+    worker's. Cost of a step: (W-1)Φ in, (W-1)Φ out, one worker after the other. Notebook 03.
     """
-    trained, workers = trained_in(module), range(1, dist.get_world_size())
+    trained = trained_in(module)
+    workers = range(1, dist.get_world_size())
     check_counts(workers=len(workers))
     for _ in range(steps):
+        # Gather: the server's wire carries one gradient after the other.
         total = torch.zeros_like(parameters_to_vector(trained))
         for worker in workers:
             gradient = torch.empty_like(total)
             dist.recv(gradient, worker)
             total += gradient
         follow(total / len(workers), trained, optimizer)
+        # Scatter: every worker goes on from the same weights.
         for worker in workers:
             dist.send(parameters_to_vector(trained), worker)
 
@@ -72,7 +76,8 @@ def serve(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 class Update(NamedTuple):
     """A step of the asynchronous server.
 
-    worker: whose gradient it was. staleness: others' updates since that worker pulled its weights.
+    worker: the rank that sent the gradient. staleness: the updates by others since that worker
+    pulled its weights.
     """
 
     worker: int
@@ -82,22 +87,23 @@ class Update(NamedTuple):
 def serve_asynchronously(
     module: nn.Module, optimizer: torch.optim.Optimizer, steps: int
 ) -> list[Update]:
-    """Serve on rank 0, first come, first served: follow each gradient as soon as it is there.
+    """Serve on rank 0, first come, first served: follow each gradient as soon as it arrives.
 
     module, optimizer: as in `serve`. steps: of each worker. Returns the updates in their order.
-    The backend must be able to receive from whoever sends first: Gloo can, NCCL can't.
+    The backend must be able to receive from whichever rank sends first: Gloo can, NCCL can't.
 
-    Nobody waits for a slow worker. But while a worker computes, others change the weights: its
-    gradient is stale, of weights `staleness` updates ago. W-1 workers who take turns are W-2
-    updates late, but for the first turn.
+    No worker waits for a slow one. But while a worker computes, others change the weights: its
+    gradient is stale, of weights `staleness` updates ago. If W-1 workers take turns, each is W-2
+    updates late after its first turn.
     Cost of an update: Φ in, Φ out. Notebook 03.
     """
-    trained, world_size = trained_in(module), dist.get_world_size()
+    trained = trained_in(module)
+    world_size = dist.get_world_size()
     updates: list[Update] = []
-    pulled = [0] * world_size  # by worker: how many updates its weights have seen
+    pulled = [0] * world_size  # by worker: the updates that are in its weights
     for _ in range(steps * (world_size - 1)):
         gradient = torch.empty_like(parameters_to_vector(trained))
-        worker = dist.recv(gradient)
+        worker = dist.recv(gradient)  # from any rank: which one, it returns
         updates.append(Update(worker, staleness=len(updates) - pulled[worker]))
         follow(gradient, trained, optimizer)
         dist.send(parameters_to_vector(trained), worker)
@@ -107,9 +113,9 @@ def serve_asynchronously(
 
 @torch.no_grad()
 def follow(gradient: Tensor, trained: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Step along a gradient that came in one piece."""
+    """Step along a gradient that arrived in one piece: its parts become `.grad`, as views."""
     parts = gradient.split([parameter.numel() for parameter in trained])
-    for parameter, part in zip(trained, parts, strict=True):
+    for parameter, part in zip(trained, parts, strict=True):  # views: nothing is copied
         parameter.grad = part.view_as(parameter)
     optimizer.step()
 

@@ -1,10 +1,10 @@
 """All-reduce round a ring: every rank talks to its two neighbours only, and no rank carries more
-than another. What NCCL and Gloo do for `torch.distributed.all_reduce` of a large tensor.
+than another. NCCL and Gloo do this for `torch.distributed.all_reduce` of a large tensor.
 
-The buffer is cut into W chunks, equal to within one element. In the first W-1 hops a rank adds what
-comes from its left neighbour to its own chunk, and passes the sum on to the right: this is a
-reduce-scatter, after which rank r holds chunk r of the total. In the next W-1 hops the finished
-chunks go round: an all-gather. One after the other they are the all-reduce.
+The buffer is cut into W chunks, equal to within one element. In each of the first W-1 hops a rank
+adds the chunk that arrives from its left neighbour to its own, and passes the sum on to the right:
+this is a reduce-scatter, after which rank r holds chunk r of the total. In the next W-1 hops the
+finished chunks go round: an all-gather. One after the other they are the all-reduce.
 
 W is the number of ranks of the group, n the bytes of the buffer.
 
@@ -17,9 +17,9 @@ W is the number of ranks of the group, n the bytes of the buffer.
 Every function works in place on a contiguous tensor of any shape and any dtype that torch can add,
 and sums. All ranks of `group` must call with the same number of elements. All but
 `whole_ring_all_reduce` leave the same bits on every rank. `ddpkit.fast.ring` has the first three in
-segments, for speed, and `ddpkit.doubling` what needs fewer hops.
+segments, for speed; `ddpkit.doubling` needs fewer hops.
 
-Patarasuk and Yuan 2009; also the proof that nothing sends less while ranks do the adding.
+Patarasuk and Yuan 2009, who prove that no algorithm sends less while ranks do the adding.
 """
 
 import torch
@@ -33,7 +33,7 @@ from .tools.checks import check_in_group, mistake
 def ring_plan(world_size: int) -> list[list[int]]:
     """plan[r][h]: the chunk that leaves rank r in hop h, from 0 on, of `ring_reduce_scatter`.
 
-    The sum of chunk r ends on rank r, so it sets out from the rank to the right. Notebook 02.
+    The sum of chunk r ends on rank r, so it starts on the rank to the right of it. Notebook 02.
     """
     plan = []
     for rank in range(world_size):
@@ -49,7 +49,8 @@ def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
     Cost per rank: (W-1)/W of `x` sent in W-1 hops. Patarasuk and Yuan 2009, section 3. Notebook 02.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
     chunks = flat(x, group).tensor_split(world_size)  # views: adding to a chunk changes x
     for hop in range(1, world_size):
         passed_on = chunks[(rank - hop) % world_size]
@@ -67,7 +68,8 @@ def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
     Cost per rank: (W-1)/W of `x` sent in W-1 hops. Patarasuk and Yuan 2009, section 3. Notebook 02.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
     chunks = flat(x, group).tensor_split(world_size)  # views: receiving into one changes x
     for hop in range(1, world_size):
         passed_on = chunks[(rank - hop + 1) % world_size]
@@ -88,23 +90,24 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 def send_right_receive_left(outgoing: Tensor, incoming: Tensor, group: ProcessGroup | None) -> None:
-    """One hop: `outgoing` goes to the right neighbour, `incoming` is filled by the left one.
+    """Make one hop: send `outgoing` to the right neighbour, fill `incoming` from the left one.
 
-    Both at once, in one batch: NCCL would wait for ever if all ranks sent first.
+    Both go in one batch: NCCL would wait for ever if all ranks sent first.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=right)
     receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=left)
-    works = dist.batch_isend_irecv([send, receive])
+    works = dist.batch_isend_irecv([send, receive])  # a handle each; NCCL: one for both
     for work in works:
         work.wait()
 
 
 def flat(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`x` as one row, a view that autograd doesn't follow.
+    """View `x` as one row that autograd doesn't follow.
 
-    ValueError: it has gaps, or this rank isn't in `group`.
+    ValueError: `x` isn't contiguous, or this rank isn't in `group`.
     """
     check_in_group("ddpkit.ring", group)
     if not x.is_contiguous():
@@ -114,7 +117,7 @@ def flat(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def ring_cost(world_size: int, nbytes: int) -> tuple[int, float]:
-    """What `ring_all_reduce` costs a rank: (hops, bytes sent).
+    """Count what `ring_all_reduce` costs a rank: (hops, bytes sent).
 
     Patarasuk and Yuan 2009. Notebook 02.
     """
@@ -128,7 +131,7 @@ def ring_cost(world_size: int, nbytes: int) -> tuple[int, float]:
 def whole_ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum `x` over all ranks, on every rank, in place, by passing whole buffers round; return `x`.
 
-    x: contiguous. Every rank adds in another order, so that floating-point sums may differ in the
+    x: contiguous. Each rank adds in an order of its own, so floating-point sums may differ in the
     last bits.
 
     Cost per rank: W-1 times `x` sent in W-1 hops: W/2 times the bytes of `ring_all_reduce`.

@@ -1,10 +1,10 @@
-"""Pipeline schedules: who computes what in which order, as data. `ddpkit.dry_run` checks and
+"""Pipeline schedules as data: the actions of each rank, in order. `ddpkit.dry_run` checks and
 simulates them before a process starts, `ddpkit.pipeline` runs them.
 
 The layers of a model are cut into stages, the batch into micro-batches. An action is a word in
 PyTorch's notation, stage, kind and micro-batch: "1F0" is stage 1's forward of micro-batch 0,
 "1B0" its backward. A backward may be done in two parts: "1I0", the gradient of the stage's input,
-for which the stage before waits, and "1W0", those of its weights, for which nobody does. A schedule
+for which the stage before waits, and "1W0", those of its weights, for which none does. A schedule
 is a list of actions for each rank: [["0F0", "0B0"], ["1F0", "1B0"]].
 
     schedule                            idle ticks of each rank     micro-batches held by stage s
@@ -40,13 +40,16 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """A few forwards, then one forward, one backward: as little idle time as GPipe's, fewer
-    micro-batches held. Narayanan et al. 2019 and 2021, section 2.2. Notebook 10.
+    """A few forwards, then one forward, one backward: GPipe's idle time, fewer micro-batches held.
+
+    Narayanan et al. 2019 and 2021, section 2.2. Notebook 10.
     """
     check_counts(stages=stages, micro_batches=micro_batches)
     schedule = []
     for stage in range(stages):
-        forwards, backwards = each(stage, "F", micro_batches), each(stage, "B", micro_batches)
+        # The later the stage, the sooner its first gradient: the last needs no forward ahead.
+        forwards = each(stage, "F", micro_batches)
+        backwards = each(stage, "B", micro_batches)
         schedule.append(alternate(forwards, backwards, ahead=stages - 1 - stage))
     return schedule
 
@@ -55,7 +58,7 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Sch
     """1F1B with several thin stages a rank, every `ranks`-th of them: the pipeline fills sooner.
 
     Micro-batches go in groups of `ranks`: a rank takes a group through its first stage, then
-    through its second. Where that leaves some over, groups are larger. Narayanan et al. 2021,
+    through its second. If some would be left over, groups are larger. Narayanan et al. 2021,
     section 2.2. Notebook 10.
     """
     check_counts(ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
@@ -65,31 +68,36 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Sch
     schedule = []
     for rank in range(ranks):
         stages = range(rank, ranks * stages_per_rank, ranks)
-        forwards, backwards = [], []
+        forwards = []
+        backwards = []
+        # Group after group: forwards through the stages upwards, backwards downwards.
         for first, end in pairwise([0, *ends]):
             for stage in stages:
                 forwards += each(stage, "F", end, first)
             for stage in reversed(stages):
                 backwards += each(stage, "B", end, first)
+        # Forwards to do before the first gradient is back; two ticks for each rank to the right.
         ahead = (stages_per_rank - 1) * largest + 2 * (ranks - 1 - rank)
         schedule.append(alternate(forwards, backwards, ahead))
     return schedule
 
 
 def zero_bubble(stages: int, micro_batches: int) -> Schedule:
-    """1F1B with weight parts put off until a stage would be idle: ZB1P, "ZB-H1" in Qi et al. 2023.
+    """1F1B with weight parts delayed until a stage would be idle: ZB1P, "ZB-H1" in Qi et al. 2023.
 
-    Stage s is s weight parts behind, and catches up while the last gradients travel to stage 0.
+    Stage s runs s weight parts behind, and catches up while the last gradients travel to stage 0.
     Notebook 10.
     """
     check_counts(stages=stages, micro_batches=micro_batches)
     schedule = []
     for stage in range(stages):
-        forwards, inputs = each(stage, "F", micro_batches), each(stage, "I", micro_batches)
-        actions, done = [], 0
+        forwards = each(stage, "F", micro_batches)
+        inputs = each(stage, "I", micro_batches)
+        actions = []
+        done = 0
         for action in alternate(forwards, inputs, ahead=stages - 1 - stage):
             actions.append(action)
-            if action in inputs[stage:]:
+            if action in inputs[stage:]:  # the first `stage` input parts have none yet
                 actions.append(f"{stage}W{done}")
                 done += 1
         schedule.append(actions + each(stage, "W", micro_batches, done))
@@ -97,13 +105,13 @@ def zero_bubble(stages: int, micro_batches: int) -> Schedule:
 
 
 def each(stage: int, kind: str, end: int, first: int = 0) -> list[str]:
-    """The actions of one kind: each(0, "F", 3) is ["0F0", "0F1", "0F2"]."""
+    """List the actions of one kind: each(0, "F", 3) is ["0F0", "0F1", "0F2"]."""
     return [f"{stage}{kind}{micro_batch}" for micro_batch in range(first, end)]
 
 
 def alternate(forwards: list[str], backwards: list[str], ahead: int) -> list[str]:
-    """`ahead` forwards, then one forward, one backward, then the backwards that are left."""
-    actions = forwards[:ahead]
+    """Put `ahead` forwards first, then one forward, one backward, then the remaining backwards."""
+    actions = forwards[:ahead]  # warm-up; then the steady state, then the rest
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         actions += [forward, backward]
     return actions + backwards[len(forwards[ahead:]) :]

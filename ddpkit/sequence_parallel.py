@@ -1,14 +1,14 @@
 """Sequence parallelism: between the split layers, every rank has a part of the tokens.
 
-Norms, dropout and what is added up act on each token alone, but with f and g alone every rank
-computes, and keeps for backward, all of it. Here a rank has 1/W of the tokens there:
+Norms, dropout and residual sums act on each token alone, yet with f and g every rank computes them,
+and keeps them for backward, for all tokens. Here a rank has 1/W of the tokens there:
 
                     forward           backward
     instead of f    all-gather        reduce-scatter
     instead of g    reduce-scatter    all-gather
 
-An all-reduce is a reduce-scatter and an all-gather, so the wire carries what it did. But the
-parameters between, norms and biases, see the tokens of one rank only, and their gradients are
+An all-reduce is a reduce-scatter and an all-gather, so the wire carries as much as before. But the
+parameters in between, norms and biases, see the tokens of one rank only, and their gradients are
 summands: `sum_copies` adds them up.
 
 PyTorch's SequenceParallel. Korthikanti et al. 2022, section 4.2.2. Notebook 11.
@@ -35,27 +35,31 @@ from .transport import start_all_gather, start_reduce_scatter
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """(n, length / W, width) on each rank to (n, length, width) on all."""
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    """All-gather tokens: (n, length / W, width) on each rank to (n, length, width) on all."""
+    world_size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    # Ranks' tokens are gathered along a new first axis, then joined along the sequence.
     parts = x.new_empty(world_size, *x.shape)
     parts[rank] = x
-    start_all_gather(parts.flatten(), group).wait()
+    start_all_gather(parts.flatten(), group).wait()  # flatten() is a view: it fills `parts`
     return torch.cat(parts.unbind(), dim=1)
 
 
 def scatter_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of all ranks' (n, length, width); each gets its tokens, (n, length / W, width)."""
-    world_size, length = dist.get_world_size(group), x.shape[1]
+    """Reduce-scatter tokens: sum (n, length, width), return this rank's (n, length / W, width)."""
+    world_size = dist.get_world_size(group)
+    length = x.shape[1]
     if length % world_size != 0:
         cut = f"sequences of {length} tokens can't be split among {world_size} ranks"
         raise ValueError(f"{cut}, expected a multiple: cut or pad them, or leave sequence=False")
+    # The wire takes contiguous shards: tokens are cut along the sequence, then stacked.
     parts = torch.stack(x.chunk(world_size, dim=1))
     start_reduce_scatter(parts.flatten(), group).wait()
-    return parts[dist.get_rank(group)].clone()  # and let go of the others' parts
+    return parts[dist.get_rank(group)].clone()  # a view would keep the other ranks' parts alive
 
 
 class GatherTokens(torch.autograd.Function):
-    """Instead of f: apply(x, group) returns all ranks' tokens; the gradients of each are summed."""
+    """The counterpart of f: apply(x, group) returns all ranks' tokens; gradients are summed."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -68,7 +72,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ScatterTokens(torch.autograd.Function):
-    """Instead of g: apply(x, group) returns, of the sum of all ranks' `x`, this rank's tokens."""
+    """The counterpart of g: apply(x, group) returns this rank's tokens of the sum of all `x`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -83,8 +87,8 @@ class ScatterTokens(torch.autograd.Function):
 class ParallelGPT(nn.Module):
     """`ddpkit.models.GPT`, split among the ranks of `group`; returns the loss, not the logits.
 
-    gpt: on the group's first rank, where all values come from; it stays as it is. sequence: split
-    the tokens, too, where layers aren't. Its parameters have the serial model's names, and
+    gpt: its values are taken, on the group's first rank; it isn't changed. sequence: split the
+    tokens where layers aren't split. Its parameters have the serial model's names, and
     `ddpkit.split_layers.gather` makes them whole.
 
     Data must be alike on all ranks of the group. So must random numbers for dropout; but with
@@ -98,49 +102,56 @@ class ParallelGPT(nn.Module):
 
     def __init__(self, gpt: GPT, group: ProcessGroup | None = None, sequence: bool = False):
         super().__init__()
-        self.group, self.sequence = group, sequence
+        self.group = group
+        self.sequence = sequence
+        # The split layers are the same in both forms; only their ends differ.
         enter, leave = (GatherTokens, ScatterTokens) if sequence else (CopyToRanks, SumOverRanks)
         self.tokens = VocabParallelEmbedding(gpt.tokens, group, leave)
         self.positions = copy.deepcopy(gpt.positions)
-        self.dropout, self.norm = copy.deepcopy(gpt.dropout), copy.deepcopy(gpt.norm)
+        self.dropout = copy.deepcopy(gpt.dropout)
+        self.norm = copy.deepcopy(gpt.norm)
         self.blocks = nn.ModuleList(split_block(each, group, enter, leave) for each in gpt.blocks)
         self.head = ColumnParallelLinear(gpt.head, group, enter=enter)
-        if gpt.head.weight is gpt.tokens.weight:
+        if gpt.head.weight is gpt.tokens.weight:  # tied in the model, so tied in its parts
             self.head.weight = self.tokens.weight
+        # Split parameters are alike already; the copies start from the first rank's.
         for parameter, count in count_copies(self, group).items():
             if count > 1:
                 dist.broadcast(parameter.detach(), group=group, group_src=0)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens, targets: (n, length), int64. Returns the mean cross-entropy, on every rank."""
-        x, positions = self.tokens(tokens), first(self.positions, tokens.shape[1])
-        if self.sequence:
+        x = self.tokens(tokens)
+        positions = first(self.positions, tokens.shape[1])
+        if self.sequence:  # this rank's tokens, and so its places
             positions = positions.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
         x = self.dropout(x + positions)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
+        # No rank ever has all logits; the loss needs three numbers a target from the others.
         losses = vocabulary_cross_entropy(logits, targets, self.tokens.start, self.group)
         return losses.sum() / max(1, losses.numel())
 
     def synchronize(self) -> None:
-        """After the last backward of a step: sum up the gradients of what isn't split.
+        """Sum the gradients of what isn't split; call after the last backward of a step.
 
-        Only with `sequence`: without, all ranks have them already. Cost: one all-reduce of them.
+        Without `sequence` it does nothing: all ranks have the sums already. Cost: one all-reduce.
         """
         if self.sequence:
             sum_copies(count_copies(self, self.group), self.group)
 
 
 def sum_copies(copies: dict[nn.Parameter, int], group: ProcessGroup | None = None) -> None:
-    """Sum up, over the ranks, the gradients of parameters that each has seen some tokens for.
+    """Sum over the ranks the gradients of copies, each of which has seen one rank's tokens.
 
-    copies: {parameter: how many ranks of the group hold it alike}, from `count_copies`; split ones,
-    of which a rank has the only copy, are left alone.
+    copies: {parameter: the number of ranks that hold it alike}, from `count_copies`; split ones, of
+    which a rank has the only copy, are left alone.
     """
     summands = [p.grad for p, count in copies.items() if count > 1 and p.grad is not None]
     if not summands:
         return
+    # One message for all of them, which are small: norms and biases.
     flat = torch.cat([gradient.flatten() for gradient in summands])
     dist.all_reduce(flat, group=group)
     totals = flat.split([gradient.numel() for gradient in summands])
@@ -160,6 +171,7 @@ def split_block(block: Block, group: ProcessGroup | None, enter=CopyToRanks, lea
     block.out = RowParallelLinear(block.out, group, leave)
     block.mlp[0] = ColumnParallelLinear(block.mlp[0], group, enter=enter)
     block.mlp[2] = RowParallelLinear(block.mlp[2], group, leave)
+    # From here on the block counts only this rank's heads.
     block.heads //= world_size
     block.kv_heads //= world_size
     return block

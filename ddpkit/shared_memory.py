@@ -1,7 +1,7 @@
 """All-reduce between ranks of one machine, through memory that all of them can see.
 
 No message is sent. Every rank has its numbers in its own slot of one shared block of memory, sums
-one chunk over all slots, and writes the sum into all of them. GPUs joined by NVLink do the same:
+one chunk over all slots, and writes the sum into each slot. GPUs joined by NVLink do the same:
 they read and write each other's memory (PyTorch's `torch.distributed._symmetric_memory`).
 
 W is the number of ranks, n the bytes of a slot. For an all-reduce every rank reads n bytes and
@@ -27,7 +27,7 @@ from .tools.checks import check_in_group, check_same, mistake
 PIECE_BYTES = 2**18  # summed and written back before it leaves the cache
 CALLS = ("all_reduce", "reduce_scatter", "all_gather")
 PAGE = 4096  # bytes before the slots, for the ranks' marks
-SPINS = 100  # how often a waiting rank looks at the others before it naps between looks
+SPINS = 100  # looks at the other ranks before a waiting rank naps between looks
 NAP_S = 50e-6
 _let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))
 
@@ -36,9 +36,9 @@ class SharedBuffer:
     """One buffer a rank, all in memory that the ranks share; sums and copies without a message.
 
     numel, dtype: of one buffer, the same on every rank. group: ranks of one machine (None: all).
-    ValueError: no such `numel`, or these aren't the same on every rank; this rank isn't in `group`;
-    the ranks are on different machines.
-    RuntimeError, from a call: another rank called something else, or let go of its buffer.
+    ValueError: `numel` isn't a whole number from 0, or numel and dtype differ between ranks; this
+    rank isn't in `group`; the ranks are on different machines.
+    RuntimeError, from a call: another rank called something else, or dropped its buffer.
 
     `local` is this rank's buffer, a 1-D tensor to fill and to read, zero at first. Chunk r of a
     buffer is `local.tensor_split(W)[r]`, as in `ddpkit.ring`. Sums have the same bits on every
@@ -54,7 +54,8 @@ class SharedBuffer:
             raise mistake("SharedBuffer", f"numel={numel!r}", "a whole number from 0", remedy)
         mine = f"numel={numel}", str(dtype), f"machine {socket.gethostname()}"
         check_same("SharedBuffer", mine, group)
-        self._rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        world_size = dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
         memory = _map_together(PAGE + world_size * numel * dtype.itemsize, group)
         self._marks = memory[: 8 * world_size].view(torch.int64)  # see _meet
@@ -70,13 +71,13 @@ class SharedBuffer:
 
         Reads n bytes and writes n.
         """
-        self._meet("all_reduce")
+        self._meet("all_reduce")  # all slots are filled
         for total, *others in self._pieces():
             for other in others:
                 total += other
             for other in others:
                 other.copy_(total)
-        self._meet("all_reduce")
+        self._meet("all_reduce")  # all chunks are written, in this rank's slot as well
         return self.local
 
     def reduce_scatter(self) -> Tensor:
@@ -84,12 +85,12 @@ class SharedBuffer:
 
         The other chunks of `local` stay as they were. Reads n bytes and writes n/W.
         """
-        self._meet("reduce_scatter")
+        self._meet("reduce_scatter")  # all slots are filled
         for pieces in self._pieces():
             total = pieces.pop(self._rank)
             for other in pieces:
                 total += other
-        self._meet("reduce_scatter")
+        self._meet("reduce_scatter")  # no rank reads this slot any more
         return self._chunks[self._rank]
 
     def all_gather(self) -> Tensor:
@@ -106,19 +107,19 @@ class SharedBuffer:
         return self.local
 
     def _pieces(self) -> Iterator[list[Tensor]]:
-        """This rank's chunk, one piece after the other, each as W views: one in every slot."""
+        """Cut this rank's chunk into pieces, each given as W views: one in every slot."""
         length = PIECE_BYTES // self.local.element_size()
         return map(list, zip(*(chunk.split(length) for chunk in self._chunks), strict=True))
 
     def _meet(self, call: str) -> None:
-        """Return when every rank of the group has come to this place in `call`.
+        """Wait until every rank of the group has come to this place in `call`.
 
         A rank's mark, in memory that all see, is `len(CALLS)` times its meetings so far plus the
-        number of its call; negative, once it has let go of its buffer.
+        number of its call; it is negative once the rank has dropped its buffer.
         """
         meeting = int(self._marks[self._rank]) // len(CALLS) + 1
-        # Yielding gives up the interpreter's lock, which also puts memory in order: who sees a mark
-        # sees all that was written before it.
+        # Yielding gives up the interpreter's lock, which also orders memory: a rank that sees the
+        # mark sees everything that was written before it.
         _let_others_run()
         self._marks[self._rank] = meeting * len(CALLS) + CALLS.index(call)
         looks = 0
@@ -132,7 +133,7 @@ class SharedBuffer:
         self._check_others(call, meeting)
 
     def _check_others(self, call: str, meeting: int) -> None:
-        """RuntimeError: another rank is here for something else, or will never come."""
+        """Raise RuntimeError if another rank is here for another call, or will never come."""
         me = f"rank {self._ranks[self._rank]}"
         for rank, mark in zip(self._ranks, self._marks.tolist(), strict=True):
             meetings, number = divmod(abs(mark), len(CALLS))
@@ -151,10 +152,11 @@ def _leave(marks: Tensor, rank: int) -> None:
 
 
 def _map_together(nbytes: int, group: ProcessGroup | None) -> Tensor:
-    """The same `nbytes` of memory, zero at first, on every rank of the group, as uint8."""
-    path, file = [None], nullcontext()
+    """Map the same `nbytes` of memory, zero at first, on every rank of the group, as uint8."""
+    path = [None]
+    file = nullcontext()
     if dist.get_rank(group) == 0:
-        if hasattr(os, "memfd_create"):  # Linux can do it without a disk
+        if hasattr(os, "memfd_create"):  # Linux needs no disk for it
             file = open(os.memfd_create("ddpkit"))
             path = [f"/proc/{os.getpid()}/fd/{file.fileno()}"]
         else:
@@ -163,5 +165,5 @@ def _map_together(nbytes: int, group: ProcessGroup | None) -> Tensor:
     with file:
         dist.broadcast_object_list(path, group=group, group_src=0)
         memory = torch.from_file(path[0], shared=True, size=nbytes, dtype=torch.uint8)
-        dist.barrier(group)  # all have it: it lives as long as somebody holds it, and no longer
+        dist.barrier(group)  # all have mapped it: the file may go, the memory stays until unmapped
     return memory

@@ -2,8 +2,8 @@
 
     softmax(x)ᵢ = e^xᵢ / Σⱼ e^xⱼ = e^(xᵢ−m) / ℓ        with m = max x and ℓ = Σⱼ e^(xⱼ−m)
 
-The pair (m, ℓ) is all that a row's numbers need to know of each other. `merge` makes the pair of a
-row from those of two parts: number by number, that is online softmax; block by block, flash
+The pair (m, ℓ) is all that the parts of a row need to know of each other. `merge` makes the pair of
+a row from those of two parts: number by number, that is online softmax; block by block, flash
 attention; rank by rank, ring attention. With values v a part has a triple (m, ℓ, o), where
 o = Σⱼ e^(xⱼ−m)·vⱼ, and o/ℓ is the mean of the values, weighted by the softmax.
 
@@ -17,9 +17,10 @@ For rows of N numbers, and values of D (`ddpkit.tools.traffic` counts):
     fused_softmax           1         N           N          the row must fit into fast memory
     online_weighted_mean    1         N + ND      D          the softmax itself is never written
 
-Rows are floating-point, (..., N); nothing is changed in place. m, ℓ and what is computed with them
-are float32 at least, results have the dtype of x. A row of -inf only is masked: its softmax is
-zeros (torch.softmax: NaN). With +inf or NaN in it, a row is NaN. ValueError: no such rows.
+Rows are floating-point, (..., N); nothing is changed in place. m, ℓ and all that is computed with
+them are float32 at least; results have the dtype of x. A row of nothing but -inf is masked: its
+softmax is zeros (torch.softmax: NaN). A row with +inf or NaN in it is NaN. ValueError: x holds no
+such rows.
 
 In PyTorch: torch.softmax, one fused kernel; m + ln ℓ is torch.logsumexp, `merge` torch.logaddexp.
 Milakov and Gimelshein 2018 (online softmax); Rabe and Staats 2021 (merging). Notebook 08.
@@ -41,10 +42,11 @@ from .tools.checks import check_in_group
 def naive_softmax(x: Tensor) -> Tensor:
     """e^x / Σ e^x, as the formula stands and in the dtype of x: NaN where a power overflows.
 
-    That is from x = 12 in fp16, 89 in fp32; and far below 0, where all powers are 0.
+    Powers overflow from x = 12 in fp16, from 89 in fp32; far below 0, all are 0, and 0/0 is NaN.
     """
     _check(x)
-    ell, a = x.new_zeros(x.shape[:-1]), torch.empty_like(x)
+    ell = x.new_zeros(x.shape[:-1])
+    a = torch.empty_like(x)
     for i in range(x.shape[-1]):
         ell = ell + torch.exp(x[..., i])
     for i in range(x.shape[-1]):
@@ -54,7 +56,9 @@ def naive_softmax(x: Tensor) -> Tensor:
 
 def safe_softmax(x: Tensor) -> Tensor:
     """e^(x−m) / Σ e^(x−m), no exponent above 0: passes for the maximum, the sum, the result."""
-    (m, ell), a = start(x), torch.empty_like(x)
+    m, ell = start(x)
+    a = torch.empty_like(x)
+    # One pass more than the formula needs: without the maximum the powers might overflow.
     for i in range(x.shape[-1]):
         m = torch.maximum(m, x[..., i])
     for i in range(x.shape[-1]):
@@ -65,11 +69,12 @@ def safe_softmax(x: Tensor) -> Tensor:
 
 
 def online_softmax(x: Tensor) -> Tensor:
-    """The same in two passes: the first has a running maximum, and the sum for the maximum so far.
+    """Softmax in two passes: the first keeps a running maximum, and the sum for that maximum.
 
     When the maximum grows, the sum so far is corrected. Milakov and Gimelshein 2018, algorithm 3.
     """
     (m, ell), a = start(x), torch.empty_like(x)
+    # First pass: both at once. Second pass: the result.
     for i in range(x.shape[-1]):
         x_i = x[..., i]
         m_before, m = m, torch.maximum(m, x_i)
@@ -83,14 +88,16 @@ def online_weighted_mean(x: Tensor, v: Tensor) -> Tensor:
     """softmax(x)·v in one pass: what attention does for a query, x being its scores.
 
     v: (..., N, D), a value for each number. Returns (..., D) in the dtype of v; zeros for a masked
-    row. The sum of the values is corrected as ℓ is, and divided by it at the end. Notebook 09, too.
+    row. The sum of the values is corrected as ℓ is, and divided by ℓ at the end. Notebook 09.
     """
     m, ell = start(x)
     o = ell.unsqueeze(-1).expand(*ell.shape, v.shape[-1])  # zeros
     for i in range(x.shape[-1]):
-        x_i, v_i = x[..., i], v[..., i, :]
+        x_i = x[..., i]
+        v_i = v[..., i, :]
         m_before, m = m, torch.maximum(m, x_i)
-        correction, weight = power(m_before, m), power(x_i, m)
+        correction = power(m_before, m)
+        weight = power(x_i, m)
         ell = ell * correction + weight
         o = o * correction.unsqueeze(-1) + weight.unsqueeze(-1) * v_i
     mean = torch.empty_like(o, dtype=v.dtype)
@@ -102,13 +109,13 @@ def online_weighted_mean(x: Tensor, v: Tensor) -> Tensor:
 
 
 def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
-    """What `merge` must know of a part of a row: (m, ℓ); with values, (m, ℓ, o).
+    """Summarize a part of a row for `merge`: (m, ℓ); with values, (m, ℓ, o).
 
     x: (..., n), n may be 0. v: (..., n, D), multiplied as by torch.matmul, so that several rows
     (..., q, n) share their values. Returns m and ℓ of shape (...), o of shape (..., D).
     """
     m, _ = start(x)
-    if x.shape[-1]:
+    if x.shape[-1]:  # amax refuses an empty part, whose maximum is -inf
         m = x.amax(-1).to(m.dtype)
     weights = power(x, m.unsqueeze(-1))
     ell = weights.sum(-1)
@@ -116,12 +123,13 @@ def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of two parts' (m, ℓ), that of both together; of two (m, ℓ, o), likewise.
+    """Combine the (m, ℓ) of two parts into that of both together; two (m, ℓ, o) likewise.
 
     m, ℓ: any shape, the same or one that broadcasts. o: one axis more. Order and
     brackets change no more than the last bits; (-inf, 0) changes nothing.
     """
-    (m_a, ell_a, *o_a), (m_b, ell_b, *o_b) = a, b
+    m_a, ell_a, *o_a = a
+    m_b, ell_b, *o_b = b
     m = torch.maximum(m_a, m_b)
     correct_a, correct_b = power(m_a, m), power(m_b, m)
     ell = ell_a * correct_a + ell_b * correct_b
@@ -131,8 +139,9 @@ def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def fused_softmax(x: Tensor) -> Tensor:
-    """Softmax of rows that are in fast memory while all is done to them: read and written once."""
-    row, a = x[...], torch.empty_like(x)
+    """Softmax of rows that stay in fast memory throughout: each is read and written once."""
+    row = x[...]  # the one read; a[...] = is the one write
+    a = torch.empty_like(x)
     a[...] = finish(row, *summarize(row))
     return a
 
@@ -143,6 +152,7 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
         raise ValueError(f"expected a block of at least 1 number, got {block}. Try 128.")
     a, pair = torch.empty_like(x), start(x)
     blocks = [slice(first, first + block) for first in range(0, x.shape[-1], block)]
+    # First pass: the pair of the whole row. Second: the softmax, block by block.
     for part in blocks:
         pair = merge(pair, summarize(x[..., part]))
     for part in blocks:
@@ -151,7 +161,7 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
 
 
 def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Softmax of rows of which every rank of the group has a part: returns this rank's part of it.
+    """Softmax of rows of which every rank of the group has a part: return this rank's part.
 
     x: (..., n); n may differ from rank to rank and be 0, the number of rows may not.
     ValueError: this rank isn't in `group`.
@@ -161,7 +171,7 @@ def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor
     none, and takes two: Megatron's `vocab_parallel_cross_entropy`.)
     """
     check_in_group("softmax_across_ranks", group)
-    mine = torch.stack(summarize(x))
+    mine = torch.stack(summarize(x))  # two numbers a row: all that this rank sends
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
     return finish(x, *functools.reduce(merge, everyones)).to(x.dtype)
@@ -194,5 +204,5 @@ def normalize(x: Tensor, ell: Tensor) -> Tensor:
 
 
 def finish(x: Tensor, m: Tensor, ell: Tensor) -> Tensor:
-    """That of a part of the row whose pair this is."""
+    """Softmax of a part `x` of the rows whose pair, of the whole row, is (m, ell)."""
     return normalize(power(x, m.unsqueeze(-1)), ell.unsqueeze(-1))

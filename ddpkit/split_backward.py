@@ -1,7 +1,7 @@
 """Backward in two parts: now the gradient of the input, later those of the weights.
 
     parts = SplitBackward(y, x, weights)
-    parts.input(gradient)       # of y; returns that of x, for which somebody waits
+    parts.input(gradient)       # of y; returns that of x, for which another stage waits
     parts.weight()              # adds to every weight's .grad
 
 autograd.grad(y, x), then autograd.grad(y, weights), would walk from y to x twice: a weight's
@@ -9,8 +9,8 @@ gradient needs those of all activations behind it. Here the first walk, along th
 and x, notes the gradient that comes to each node from which weights branch off. The second begins
 at these nodes, and computes nothing but the products for the weights.
 
-PyTorch's pipelines do so in `torch.distributed.pipelining._backward`; the idea is Qi et al. 2023,
-section 2. Notebook 10.
+PyTorch's pipelines do the same in `torch.distributed.pipelining._backward`; the idea is from Qi et
+al. 2023, section 2. Notebook 10.
 """
 
 from collections import Counter
@@ -24,21 +24,23 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 class SplitBackward:
     """Backward from `y` to `x` and to `weights`, each part once; `x` is a leaf that y depends on.
 
-    A weight that is used in two places gets its gradient with the input's.
+    A weight that is used in two places gets its gradient together with the input's.
     """
 
     def __init__(self, y: Tensor, x: Tensor, weights: Iterable[nn.Parameter]):
-        self.y, self.x = y, x
+        self.y = y
+        self.x = x
         trained = {weight for weight in weights if weight.requires_grad}
         self.branches = branches(y, x, trained)
+        # A weight that hangs on two nodes would be counted by both: it goes with the input.
         uses = Counter(weight for each in self.branches.values() for weight in each)
         self.at_once = [weight for weight in trained if uses[weight] != 1]
         for node, its in self.branches.items():
             self.branches[node] = [weight for weight in its if uses[weight] == 1]
-        self.came: dict[Node, tuple] = {}  # the gradients that came to a node
+        self.came: dict[Node, tuple] = {}  # {node: the gradients that arrived at it}
 
     def input(self, gradient: Tensor | None = None) -> Tensor:
-        """The gradient of `x`. gradient: of `y`; None if y is one number."""
+        """Compute and return the gradient of `x`. gradient: of `y`; None if y is one number."""
         hooks = [node.register_prehook(self.note(node)) for node in self.branches]
         try:
             wanted = [self.x, *self.at_once]
@@ -55,37 +57,41 @@ class SplitBackward:
         return keep
 
     def weight(self) -> None:
-        """Add to the gradients of the weights, and let go of the graph."""
+        """Add to the gradients of the weights, and free the graph."""
         for node, weights in self.branches.items():
             if weights and node in self.came:
                 places = [at for at, g in enumerate(self.came[node]) if g is not None]
                 edges = [GradientEdge(node, at) for at in places]
                 gradients = [self.came[node][at] for at in places]
                 torch.autograd.backward(edges, gradients, inputs=weights)
-        self.branches, self.came, self.y = {}, {}, None
+        self.branches = {}
+        self.came = {}
+        self.y = None
 
 
 def branches(y: Tensor, x: Tensor, weights: set[nn.Parameter]) -> dict[Node, list[nn.Parameter]]:
-    """For each node on the way from `y` to `x`: the weights that hang on it, not by way of others.
+    """{node on the way from `y` to `x`: the weights that hang on it directly}.
 
-    A weight comes once for each node through which it can be reached, by a view or a cast too.
+    Directly: through no other node on the way. A weight is listed once for each node through which
+    it can be reached, even by a view or a cast.
     """
-    end, start = get_gradient_edge(x).node, get_gradient_edge(y).node
-    below: dict[Node, set[nn.Parameter]] = {}  # of nodes beside the way: their weights
+    end = get_gradient_edge(x).node
+    start = get_gradient_edge(y).node
+    below: dict[Node, set[nn.Parameter]] = {}  # {node beside the way: its weights}
     on_the_way: dict[Node, list[nn.Parameter]] = {end: []}
     todo = [start]
     while todo:  # depth first, without recursion: graphs are deep
         node = todo[-1]
         children = [child for child, _ in node.next_functions if child is not None]
         unseen = [c for c in children if c not in below and c not in on_the_way]
-        if unseen:
+        if unseen:  # children first: come back to this node later
             todo += unseen
             continue
         todo.pop()
         if any(child in on_the_way for child in children):
             hanging = [below[child] for child in children if child not in on_the_way]
             on_the_way[node] = [weight for each in hanging for weight in each]
-        else:
+        else:  # beside the way: what lies below it is passed up
             own = getattr(node, "variable", None)
             below[node] = {own} & weights
             below[node] = below[node].union(*(below[child] for child in children))

@@ -1,7 +1,7 @@
-"""Layers of which every rank holds a part: who has what, and whole again.
+"""Layers of which every rank holds a part: how parameters are dealt out, and gathered again.
 
-A parameter is cut along one dimension, and `deal` says which rows (or columns) each rank gets. What
-isn't cut is a copy, alike on all ranks. `ddpkit.tensor_parallel` computes with such layers.
+A parameter is cut along one dimension, and `deal` says which rows (or columns) each rank gets.
+Uncut parameters are copies, alike on all ranks. `ddpkit.tensor_parallel` computes with such layers.
 
 PyTorch's DTensor: placements Shard(dim) and Replicate(). Notebook 11.
 """
@@ -15,10 +15,10 @@ from .tools.checks import check_in_group
 
 
 def deal(length: int, world_size: int, blocks: list[int] | None = None) -> list[Tensor]:
-    """Which of `length` rows each rank holds: a list of indices for each.
+    """Deal `length` rows to the ranks: for each rank, the indices of its rows.
 
     blocks: lengths of parts that are dealt each on its own, such as those of q, k and v. Where W
-    doesn't divide, the first ranks hold one more. ValueError: too few to go round.
+    doesn't divide, the first ranks hold one more. ValueError: fewer rows than ranks.
     """
     hands = [[] for _ in range(world_size)]
     for block in torch.arange(length).split(blocks or length):
@@ -33,8 +33,8 @@ def deal(length: int, world_size: int, blocks: list[int] | None = None) -> list[
 class SplitLayer(nn.Module):
     """A layer of which this rank holds a part.
 
-    layer: where weight and bias come from, on the group's first rank; it stays as it is. dims:
-    {name: along which dimension it is dealt out}; what isn't in it is whole on every rank.
+    layer: its weight and bias are taken, on the group's first rank; it isn't changed. dims: {name:
+    the dimension along which it is dealt out}; a parameter that isn't named is whole on every rank.
     blocks: see `deal`.
     """
 
@@ -47,10 +47,12 @@ class SplitLayer(nn.Module):
     ):
         check_in_group(type(self).__name__, group)
         super().__init__()
-        self.group, self.split = group, {}
+        self.group = group
+        self.split = {}
         for name in ("weight", "bias"):
             parameter = getattr(layer, name, None)
             if parameter is not None:
+                # Whole first, so that all ranks cut the same values; then only this rank's part.
                 value = parameter.detach().clone()
                 dist.broadcast(value, group=group, group_src=0)
                 if name in dims:
@@ -63,13 +65,14 @@ class SplitLayer(nn.Module):
 
 
 def count_copies(module: nn.Module, group: ProcessGroup | None = None) -> dict[nn.Parameter, int]:
-    """{parameter: how many ranks of the group hold it alike}: 1 where it is split, otherwise W."""
-    split, world_size = splits(module), dist.get_world_size(group)
+    """{parameter: the number of ranks that hold it alike}: 1 where it is split, otherwise W."""
+    split = splits(module)
+    world_size = dist.get_world_size(group)
     return {p: 1 if name in split else world_size for name, p in module.named_parameters()}
 
 
 def splits(module: nn.Module) -> dict[str, tuple[int, list[Tensor]]]:
-    """{name of a parameter: (dimension, which rows each rank holds)}, of those that are split."""
+    """{name of a split parameter: (dimension, the rows that each rank holds)}."""
     found = {}
     for prefix, layer in module.named_modules():
         for name, split in getattr(layer, "split", {}).items():
@@ -80,24 +83,26 @@ def splits(module: nn.Module) -> dict[str, tuple[int, list[Tensor]]]:
 def gather(
     values: dict[str, Tensor], module: nn.Module, group: ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """Whole tensors from those of all ranks, by name; the serial model takes them.
+    """Put whole tensors together from the parts of all ranks, by name; the serial model takes them.
 
-    values: what this rank has of `module.state_dict()`, or gradients, by the parameters' names.
+    values: this rank's `module.state_dict()`, or gradients, by the parameters' names.
     """
-    split, whole = splits(module), {}
+    split = splits(module)
+    whole = {}
     for name, mine in values.items():  # in the same order on all ranks
         whole[name] = join(mine, *split[name], group) if name in split else mine
     return whole
 
 
 def join(mine: Tensor, dim: int, hands: list[Tensor], group: ProcessGroup | None) -> Tensor:
-    """A tensor from the parts of all ranks, which `deal` dealt out along `dim`."""
+    """Put a tensor together from the parts of all ranks, which `deal` dealt out along `dim`."""
     parts = []
-    for rank, hand in enumerate(hands):  # of unlike lengths, so no all-gather
+    for rank, hand in enumerate(hands):  # lengths differ, so no all-gather
         part = mine.detach().contiguous()
         if rank != dist.get_rank(group):
             part = mine.new_empty((*mine.shape[:dim], len(hand), *mine.shape[dim + 1 :]))
         dist.broadcast(part, group=group, group_src=rank)
         parts.append(part)
+    # In rank order the rows are as dealt; sorted by their indices, as they were.
     order = torch.cat(hands).argsort().to(mine.device)
     return torch.cat(parts, dim).index_select(dim, order)

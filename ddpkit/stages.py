@@ -1,4 +1,4 @@
-"""The stages of a pipeline: a model's layers cut into parts that cost alike, and what one computes.
+"""The stages of a pipeline: a model's layers cut into parts of like cost, and their computing.
 
     layers = cut_layers(gpt_layers(model), stages=4)
     stage = PipelineStage(layers[rank], number=rank, receives=torch.empty(2, 16, 64))
@@ -19,48 +19,53 @@ from .split_backward import SplitBackward
 class PipelineStage:
     """Forward and backward of some layers of the model, one micro-batch after the other.
 
-    module: these layers. number: which stage they are, from 0. receives: a tensor of the shape and
-    dtype that a micro-batch has when it comes from the stage before; None for stage 0 alone, else
-    ValueError.
+    module: these layers. number: of the stage, from 0. receives: a tensor of the shape and dtype
+    that a micro-batch has when it comes from the stage before; only stage 0 may leave it out, any
+    other raises ValueError.
 
-    Gradients add up in the parameters' `.grad`. kept: {micro-batch: what its backward needs}.
-    most_held: of how many micro-batches at a time, at most.
+    Gradients add up in the parameters' `.grad`. kept: {micro-batch: (input, output)}, for backward.
+    most_held: the most micro-batches in `kept` at a time.
     """
 
     def __init__(self, module: nn.Module, number: int, receives: Tensor | None = None):
         if number > 0 and receives is None:
             got = f"stage {number} got no `receives`, expected a tensor like a micro-batch from"
             raise ValueError(f"{got} stage {number - 1}, as torch.empty(rows, length, width)")
-        self.module, self.number, self.receives = module, number, receives
+        self.module = module
+        self.number = number
+        self.receives = receives
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.weight_parts: dict[int, Callable[[], None]] = {}
         self.most_held = 0
 
     def reset(self) -> None:
-        """Let go of what a step left that ended early."""
+        """Drop what is left of a step that ended early."""
         self.kept.clear()
         self.weight_parts.clear()
 
     def forward(self, k: int, x: Tensor, loss: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """What micro-batch `k` is after these layers; `loss` of it, if that is given."""
-        if self.number > 0:  # nobody wants the gradient of the data
+        """Take micro-batch `k` through these layers, and `loss` if given; return the result.
+
+        x, and with it the graph, is kept for backward.
+        """
+        if self.number > 0:  # stage 0 gets data, whose gradient isn't needed
             x = x.detach().requires_grad_()
         y = self.module(x) if loss is None else loss(self.module(x))
         self.kept[k] = x, y
         self.most_held = max(self.most_held, len(self.kept))
-        return y.detach()
+        return y.detach()  # the next stage's graph begins anew
 
     def backward(self, k: int, gradient: Tensor | None) -> Tensor | None:
-        """Returns the gradient of what came in. gradient: of what went out; None for a loss."""
+        """Return the gradient of the input. gradient: of the output; None for a loss."""
         x, y = self.kept.pop(k)
-        if y.requires_grad:  # not if all in stage 0 is frozen
+        if y.requires_grad:  # false if all of stage 0 is frozen
             y.backward(gradient)
         return x.grad
 
     def backward_input(self, k: int, gradient: Tensor | None) -> Tensor | None:
-        """As `backward`, but leaves the weights' gradients for `backward_weight`."""
+        """Run `backward` for the input only; `backward_weight` does the weights' part."""
         x, y = self.kept[k]
-        if self.number == 0:  # there is nothing but weights
+        if self.number == 0:  # no input part: the weights' part is all of backward
             self.weight_parts[k] = partial(y.backward, gradient) if y.requires_grad else list
             return None
         split = SplitBackward(y, x, self.module.parameters())
@@ -75,7 +80,7 @@ class PipelineStage:
 def cut_layers(
     layers: Sequence[nn.Module], stages: int, costs: Sequence[float] | None = None
 ) -> list[nn.Sequential]:
-    """The layers in `stages` parts, one after the other, of which the dearest costs least.
+    """Cut the layers into `stages` runs such that the dearest run costs least.
 
     costs: of each layer; None: the weights of its linear layers, with which each token is
     multiplied. A pipeline is as slow as its slowest stage. ValueError: more stages than layers.
@@ -87,9 +92,10 @@ def cut_layers(
 
     @cache
     def cheapest(start: int, parts: int) -> tuple[float, list[int]]:
-        """(cost of the dearest, how many layers in each) of the layers from `start` on."""
+        """(cost of the dearest part, number of layers in each) of the layers from `start` on."""
         if parts == 1:
             return sum(costs[start:]), [len(layers) - start]
+        # Try every length of the first part, the others being cut as well as can be.
         options = []
         for many in range(1, len(layers) - start - parts + 2):
             others, sizes = cheapest(start + many, parts - 1)
@@ -101,24 +107,26 @@ def cut_layers(
 
 
 def multiplications(layer: nn.Module) -> int:
-    """Weights of its linear layers: so many multiplications does a token take."""
+    """Count the weights of its linear layers: the multiplications that one token takes."""
     return sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
 
 
 def gpt_layers(model: GPT) -> list[nn.Module]:
-    """The model's own layers, to be called one after the other: the result is the model's.
+    """List the model's own layers: called one after the other, they compute what the model does.
 
-    First and last have one weight, `model.tokens.weight`: hand it to `Pipeline(tied=...)`.
+    First and last share one weight, `model.tokens.weight`: pass it to `Pipeline(tied=...)`.
     """
     return [Embedding(model), *model.blocks, nn.Sequential(model.norm, model.head)]
 
 
 class Embedding(nn.Module):
-    """How a GPT begins: (n, length) tokens to (n, length, width)."""
+    """The first layer of a GPT: (n, length) tokens to (n, length, width)."""
 
     def __init__(self, model: GPT):
         super().__init__()
-        self.tokens, self.positions, self.dropout = model.tokens, model.positions, model.dropout
+        self.tokens = model.tokens
+        self.positions = model.positions
+        self.dropout = model.dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.dropout(self.tokens(tokens) + first(self.positions, tokens.shape[1]))

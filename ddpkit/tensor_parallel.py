@@ -1,7 +1,7 @@
 """Tensor parallelism: every rank holds a part of every layer, and all compute on the same data.
 
     column-parallel    from all inputs, each rank computes some of the outputs    f before it
-    row-parallel       from some inputs, each a summand of every output           g behind it
+    row-parallel       from some inputs, each a summand of every output           g after it
 
          forward       backward
     f    identity      all-reduce: each rank has a summand of the inputs' gradient
@@ -10,7 +10,7 @@
 A column-parallel layer's outputs are a row-parallel one's inputs, and what is between them acts on
 each number, or each head, alone: an MLP is cut by its hidden numbers, attention by its heads. So a
 transformer layer calls two all-reduces forward and two backward, of its activations, where data
-parallelism calls one a step, of all gradients. `ddpkit.sequence_parallel` cuts what is left, too.
+parallelism calls one a step, of all gradients. `ddpkit.sequence_parallel` cuts the rest as well.
 
 Megatron-LM; PyTorch's ColwiseParallel and RowwiseParallel. Shoeybi et al. 2019. Notebook 11.
 """
@@ -34,7 +34,7 @@ class CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        total = gradient.clone(memory_format=torch.contiguous_format)  # it may be others', too
+        total = gradient.clone(memory_format=torch.contiguous_format)  # others may hold `gradient`
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
@@ -50,14 +50,14 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return gradient, None
+        return gradient, None  # no message: every rank has the whole of it
 
 
 class ColumnParallelLinear(SplitLayer):
-    """Some of a Linear's outputs: (..., inputs), alike on all ranks, to (..., outputs / W).
+    """A part of a Linear's outputs: (..., inputs), alike on all ranks, to (..., outputs / W).
 
     blocks: see `deal`. q, k and v in one layer need one all-reduce backward; in three layers three.
-    enter: f, or what sequence parallelism has in its place.
+    enter: f, or its counterpart in sequence parallelism.
 
     Cost per rank: an all-reduce of `x` in backward. Shoeybi et al. 2019, section 3. Notebook 11.
     """
@@ -77,9 +77,9 @@ class ColumnParallelLinear(SplitLayer):
 
 
 class RowParallelLinear(SplitLayer):
-    """A Linear that takes what a column-parallel layer gives: (..., inputs / W) to (..., outputs).
+    """A Linear on a column-parallel layer's outputs: (..., inputs / W) to (..., outputs).
 
-    leave: g, or what sequence parallelism has in its place. The bias is whole on every rank.
+    leave: g, or its counterpart in sequence parallelism. The bias is whole on every rank.
 
     Cost per rank: an all-reduce of the result in forward. Shoeybi et al. 2019, section 3.
     """
@@ -99,7 +99,7 @@ class RowParallelLinear(SplitLayer):
 
 
 class VocabParallelEmbedding(SplitLayer):
-    """An Embedding cut by tokens: a rank has zeros for those of the others, and g adds up.
+    """An Embedding cut by tokens: a rank has zeros for other ranks' tokens, and g adds up.
 
     `start`: this rank's first token. Cost per rank: an all-reduce of the result in forward.
     """
@@ -111,7 +111,8 @@ class VocabParallelEmbedding(SplitLayer):
         leave: type[torch.autograd.Function] = SumOverRanks,
     ):
         super().__init__(embedding, {"weight": 0}, group)
-        self.leave, self.vocabulary = leave, embedding.num_embeddings
+        self.leave = leave
+        self.vocabulary = embedding.num_embeddings
         _, hands = self.split["weight"]
         self.start = int(hands[dist.get_rank(group)][0])
 
@@ -121,7 +122,7 @@ class VocabParallelEmbedding(SplitLayer):
         IndexError: a token that isn't in the vocabulary.
         """
         unknown = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
-        if len(unknown) > 0:  # which every rank would take for another's
+        if len(unknown) > 0:  # every rank would take it for another rank's token
             got = f"got {int(unknown[0])}, expected tokens from 0 to {self.vocabulary - 1}"
             raise IndexError(f"{got}: were they made with this vocabulary?")
         mine, local = among(tokens, self.start, len(self.weight))
@@ -132,7 +133,7 @@ class VocabParallelEmbedding(SplitLayer):
 def vocabulary_cross_entropy(
     logits: Tensor, targets: Tensor, start: int, group: ProcessGroup | None = None
 ) -> Tensor:
-    """The cross-entropy of each target, in nats, where no rank has all logits.
+    """Compute the cross-entropy of each target, in nats, where no rank has all logits.
 
     logits: (..., this rank's part of the vocabulary), from token `start` on. targets: (...), int64,
     alike on all ranks, as is the result, (...), in float32 at least.
@@ -140,9 +141,11 @@ def vocabulary_cross_entropy(
     Cost per rank: all-reduces of three numbers a target, whatever the vocabulary. Notebook 11.
     """
     logits = widened(logits)
+    # The maximum over all ranks: no power may overflow. It cancels, so autograd needn't know it.
     largest = logits.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     shifted = logits - largest.unsqueeze(-1)
+    # Exactly one rank has the target's logit; the others add 0.
     mine, local = among(targets, start, logits.shape[-1])
     own = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0)
     ell, of_target = SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group)
@@ -150,26 +153,27 @@ def vocabulary_cross_entropy(
 
 
 def among(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """(which are one of the `count` tokens from `start` on; their number there, 0 for others)."""
+    """(mask of the tokens among the `count` from `start` on, their numbers there, 0 for others)."""
     local = tokens - start
     mine = (local >= 0) & (local < count)
     return mine, local.where(mine, 0)
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32 at least: what is summed up over many numbers."""
+    """Convert to float32 at least, for sums of many numbers."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def clip_grad_norm(
     copies: dict[nn.Parameter, int], max_norm: float, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Make the gradient of the whole model no longer than `max_norm`, in place; returns its length.
+    """Make the gradient of the whole model no longer than `max_norm`, in place; return its length.
 
-    copies: {parameter: how many ranks of the group hold it alike}, from `count_copies`. Each adds
-    its share, so that the sum over the group is right, whatever is split. Cost: one number
-    all-reduced, in float64, also by a rank that has no gradients.
+    copies: {parameter: the number of ranks that hold it alike}, from `count_copies`. Each of these
+    adds its share, so the sum over the group is right, whatever is split. Cost: one number
+    all-reduced, in float64, even by a rank that has no gradients.
     """
+    # A copy is counted by every rank that has it, so each adds 1/count.
     gradients = [(p.grad, count) for p, count in copies.items() if p.grad is not None]
     device = next((p.device for p in copies), None)
     nothing = torch.zeros((), dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""How sharded training sends: the two halves of an all-reduce, started now and waited for later.
+"""The two halves of an all-reduce, started now and waited for later: how sharded training sends.
 
     handle = start_reduce_scatter(gradients, group)     # W shards of equal length
     ...                                                 # compute; leave `gradients` alone
@@ -9,8 +9,8 @@
     handle.wait()                                       # all shards are, on every rank
 
 These two are PyTorch's own asynchronous collectives, `reduce_scatter_tensor` and
-`all_gather_into_tensor`, on any backend: NCCL, Gloo. Anything that has the same two functions can
-be handed over as `transport=`: `ddpkit.fast.ring.RingTransport()` sends messages round a ring,
+`all_gather_into_tensor`, on any backend: NCCL, Gloo. Any object with the same two functions can be
+passed as `transport=`: `ddpkit.fast.ring.RingTransport()` sends messages round a ring,
 `ddpkit.fast.transports.SharedMemoryTransport()` sends none.
 """
 
@@ -27,7 +27,7 @@ def start_reduce_scatter(flat: Tensor, group: ProcessGroup | None = None) -> dis
     """Start to sum `flat` over all ranks, until this rank holds shard `rank` of the sum.
 
     flat: 1-D, contiguous, the same length on every rank, a multiple of W. In place: after `wait()`
-    the sum is in `shard(flat, group)`, and what the other shards hold is not defined.
+    the sum is in `shard(flat, group)`; the contents of the other shards are undefined.
 
     Cost per rank: (W-1)/W of `flat` sent. Notebook 07.
     """
@@ -45,5 +45,6 @@ def start_all_gather(flat: Tensor, group: ProcessGroup | None = None) -> dist.Wo
 
 
 def shard(flat: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of `flat`, a view."""
+    """Return this rank's part of `flat`, a view."""
+    # W divides the length, so chunk() gives W parts of equal length.
     return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]

@@ -1,13 +1,13 @@
 """ZeRO: data parallelism without W copies of the optimizer's state.
 
 Replicated AdamW keeps two moments of every parameter on every rank, all of them alike. Here each
-rank keeps those of one shard, 1/W of the parameters, and updates only these:
+rank keeps the moments of one shard, 1/W of the parameters, and updates only that shard:
 
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)   # and no DDP
     loss.backward()         # reduce-scatter: each rank gets the mean gradient of its shard
     optimizer.step()        # it updates the shard; all-gather: every rank gets all parameters
 
-These are the two halves of an all-reduce: the wire carries what it does without ZeRO. Stage 3 is in
+These are the two halves of an all-reduce: the wire carries as much as without ZeRO. Stage 3 is in
 `ddpkit.fsdp`; half precision, clipping and checkpoints are in `ddpkit.fast.zero`. PyTorch's
 ZeroRedundancyOptimizer deals out whole parameters. Rajbhandari et al. 2020. Notebook 07.
 """
@@ -26,7 +26,7 @@ from .tools.checks import check_in_group, check_positive, check_same_on_all_rank
 
 
 def shard_plan(numels: list[int], world_size: int) -> list[list[tuple[int, int, int]]]:
-    """Who owns what, if parameters lie end to end and are cut into W shards of equal length.
+    """Plan which rank owns what, with parameters end to end and cut into W shards of equal length.
 
     numels: of parameters 0, 1, ... Returns a list for each rank, of (parameter, start, stop).
     """
@@ -49,7 +49,7 @@ def zero_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
     Both are flat, of a length that W divides. state: {} at first; keeps the shard's momentum.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    gradient = ring_reduce_scatter(gradients) / world_size
+    gradient = ring_reduce_scatter(gradients) / world_size  # the mean, of this rank's shard
     shard = parameters.chunk(world_size)[rank]
     if not state:
         state["momentum"] = torch.zeros_like(shard)
@@ -59,7 +59,7 @@ def zero_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
 
 
 class Bucket:
-    """Parameters that are sent together, as views of `flat`, and their gradients. W shards each."""
+    """Parameters that are sent together, as views of `flat`, and their gradients; W shards each."""
 
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None, transport):
         self.parameters, self.group, self.transport = parameters, group, transport
@@ -69,14 +69,14 @@ class Bucket:
         for parameter, value in zip(parameters, self.split(self.flat), strict=True):
             parameter.data = value.copy_(parameter.detach())
         self.views = dict(zip(parameters, self.split(self.gradients), strict=True))
-        self.ready: set[nn.Parameter] = set()  # those whose gradient is in its view
+        self.ready: set[nn.Parameter] = set()  # parameters whose gradients are in their views
         self.shard = nn.Parameter(torchs.shard(self.flat, group))
 
     def zeros(self) -> Tensor:
         return self.parameters[0].new_zeros(self.numel)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """What belongs to each parameter, in its shape: views of `flat`."""
+        """View each parameter's part of `flat` in the parameter's shape."""
         parts = flat[: sum(self.numels)].split(self.numels)
         return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
@@ -88,10 +88,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Any elementwise optimizer of torch, of which every rank keeps and updates 1/W.
 
     params, kwargs: as `optimizer_cls` takes them, alike on all ranks of `group`; freeze before.
-    bucket_cap_mb: MiB that make a bucket full. transport: what sends it (`ddpkit.transport`).
+    bucket_cap_mb: MiB that make a bucket full. transport: sends the buckets (`ddpkit.transport`).
     ValueError: this rank isn't in `group`; parameters differ between ranks, or lack a gradient.
-    All ranks begin with the parameters of the group's first. From then on they are views: write
-    into them, don't replace them. Gradients that are sent are gone from `.grad`.
+    All ranks start with the parameters of the group's first. From then on they are views: write
+    into them, don't replace them. `.grad` is None once its gradient has been sent.
     Cost of a step and rank: 2(W-1)/W of the parameters sent, half of it while backward goes on.
     KΨ/W bytes of state for Ψ parameters, K = 8 for AdamW in float32. Rajbhandari et al. 2020, 5.1.
     """
@@ -113,13 +113,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(params, optimizer_cls([nn.Parameter(torch.empty(0))], **kwargs).defaults)
         self.group, self.transport, self.syncing = group, transport, True
         self.buckets, self.bucket_of, self.works = [], {}, []
-        self.places = {}  # of the parameters, in param_groups
+        self.places = {}  # {parameter: index of its options in param_groups}
         for place, options in enumerate(self.param_groups):
             self.places |= dict.fromkeys(options["params"], place)
         named = [(f"parameter {number}", p) for number, p in enumerate(self.places)]
         check_same_on_all_ranks("parameters", named, group)
+        # Equal replicas at the start, as in DDP.
         for parameter in self.places:
             dist.broadcast(parameter.detach(), group=group, group_src=0)
+        # Buckets of parameters that have options and dtype in common, in the order of backward.
         backwards = [parameter for parameter in reversed(self.places) if parameter.requires_grad]
         sizes = [(p.nbytes, (self.places[p], p.dtype)) for p in backwards]
         for numbers in plan_buckets(sizes, bucket_cap_mb * 2**20):
@@ -130,11 +132,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for parameter in backwards:
             parameter.register_post_accumulate_grad_hook(self.on_gradient)
 
-    def options(self, bucket: Bucket) -> dict:  # as they are now: a scheduler may change them
+    def options(self, bucket: Bucket) -> dict:  # at present: a scheduler may change them
         return self.param_groups[self.places[bucket.parameters[0]]] | {"params": [bucket.shard]}
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
-        """In backward: send the gradient, or let the next micro-batch add to it."""
+        """Send the gradient, in backward, or leave it where the next micro-batch adds to it."""
         bucket = self.bucket_of[parameter]
         if parameter in bucket.ready:
             raise RuntimeError("backward ran twice: step() or zero_grad() first, or use no_sync()")
@@ -144,7 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             parameter.grad = bucket.views[parameter].copy_(parameter.grad)
 
     def send(self, parameter: nn.Parameter) -> None:
-        """1. Take a gradient into its bucket, and reduce-scatter the buckets that are full."""
+        """Phase 1: take a gradient into its bucket, and reduce-scatter buckets that are full."""
         bucket, share = self.bucket_of[parameter], 1 / dist.get_world_size(self.group)
         torch.mul(parameter.grad, share, out=bucket.views[parameter])
         parameter.grad = None
@@ -155,13 +157,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.works.append(self.transport.start_reduce_scatter(bucket.gradients, self.group))
 
     def synchronize(self) -> None:
-        """Wait until every `shard.grad` is the mean over the ranks; `step` does so, too."""
+        """Wait until every `shard.grad` is the mean over the ranks; `step` calls this itself."""
         late = [p for p, bucket in self.bucket_of.items() if p not in bucket.ready]
         without = [str(tuple(parameter.shape)) for parameter in late if parameter.grad is None]
         if without:
             got = f"rank {dist.get_rank()} has no gradient for parameters of {', '.join(without)}"
             raise ValueError(f"{got}: does the loss depend on them? Freeze them before, if not.")
-        for parameter in late:  # which had their gradient inside no_sync
+        for parameter in late:  # their gradients were made inside no_sync
             self.send(parameter)
         for bucket, work in zip(self.buckets, self.works, strict=True):
             work.wait()
@@ -169,20 +171,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """2. Update this rank's shards, and start to give them to all. 3. Wait."""
+        """Phase 2: update this rank's shards, and start to all-gather them. Phase 3: wait."""
         with torch.enable_grad():
             loss = closure() if closure else None
         self.synchronize()
         self.works = []
         for bucket in self.buckets:
             bucket.optimizer.param_groups[0].update(self.options(bucket))
-            bucket.optimizer.step()  # writes into `flat`, of which `shard` is a view
+            bucket.optimizer.step()  # writes into `flat`: `shard` is a view of it
             self.works.append(self.transport.start_all_gather(bucket.flat, self.group))
         self.zero_grad()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those that are sent included."""
+        """Drop all gradients, those under way included."""
         for work in self.works:
             work.wait()
         for bucket in self.buckets:
@@ -192,7 +194,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def state_bytes(self) -> int:
-        """Bytes that this rank's optimizers keep for the elements of its shards, after a step."""
+        """Count the bytes that this rank's optimizers keep for its shards, after a step."""
         total = 0
         for bucket in self.buckets:
             kept = bucket.optimizer.state[bucket.shard].values()

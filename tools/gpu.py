@@ -1,8 +1,9 @@
 """`make gpu`: all that needs a GPU, tests and then benchmarks, in at most a quarter of an hour.
 
 Needs Python, torch, triton, pytest, psutil and matplotlib, and no Jupyter. Each part has a process
-and a time limit of its own: one that fails, or hangs, doesn't stop the others. What they found, and
-on what, is in gpu-results/: gpu.json and a page, gpu.md. `python tools/gpu.py kernels` runs a part.
+and a time limit of its own: one that fails, or hangs, doesn't stop the others. The findings and the
+machine's description are in gpu-results/: gpu.json and gpu.md, a page. `python tools/gpu.py NAME`
+runs one part.
 """
 
 import argparse
@@ -31,7 +32,7 @@ STARTS, PYTORCH, HANGS = (
 
 
 class Part(NamedTuple):
-    """Something to run: `python ARGUMENTS`. bench: the name of its results, if it leaves any."""
+    """A part of the run: `python ARGUMENTS`. bench: the name of its results, if it leaves any."""
 
     name: str
     limit_s: int
@@ -64,7 +65,7 @@ PARTS = [
 
 
 def machine() -> dict[str, str]:
-    """What the figures hold for."""
+    """Describe the machine that the figures hold for."""
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -84,10 +85,10 @@ def machine() -> dict[str, str]:
 
 
 def run(part: Part) -> dict:
-    """Run `part`; {"name", "ended", "seconds", "output"}, with its results, if it left any."""
+    """Run `part`; return {"name", "ended", "seconds", "output"}, with its results, if any."""
     begun = time.perf_counter()
     kept = BENCH_RESULTS / f"{part.bench}.json"
-    kept.unlink(missing_ok=True)  # of an earlier day
+    kept.unlink(missing_ok=True)  # left by an earlier run
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     child = subprocess.Popen([sys.executable, *part.arguments], **pipes)
     try:
@@ -107,7 +108,7 @@ def run(part: Part) -> dict:
 
 
 def page(about: dict[str, str], found: list[dict]) -> str:
-    """All of it as Markdown: the machine, how each part ended, what each said in the end."""
+    """Write everything as Markdown: the machine, how each part ended, its last output."""
     lines = ["# On a GPU", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += ["| part | | seconds |", "|---|---|---|"]
     lines += [f"| {each['name']} | {each['ended']} | {each['seconds']} |" for each in found]
@@ -118,7 +119,7 @@ def page(about: dict[str, str], found: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None, parts: list[Part] = PARTS) -> int:
-    """0 if all parts ended well, or if there is no GPU."""
+    """Run all parts; return 0 if all ended well, or if there is no GPU."""
     parser = argparse.ArgumentParser("make gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--into", type=Path, default=Path("gpu-results"), help="a folder")
     names = [part.name for part in parts]

@@ -1,8 +1,8 @@
-"""What JupyterLab does when it saves a notebook; `make lab` puts this file where Jupyter finds it.
+"""JupyterLab's hook for saving a notebook; `make lab` puts this file where Jupyter finds it.
 
-ipywidgets saves the widgets whose kernel lives, and no others: after a restart, or opened once more
-and saved, a notebook would say "model not found" in their place. So what the file had of them is
-kept; and a widget of which it has nothing gives way to the picture and the text beside it.
+ipywidgets saves only the widgets whose kernel lives: a notebook that is saved after a restart, or
+after it was only opened, would show "model not found" in their place. So the widgets that the file
+already has are kept; one that it doesn't have gives way to the picture and the text beside it.
 """
 
 import json
@@ -15,12 +15,12 @@ STATE = "application/vnd.jupyter.widget-state+json"
 
 
 def saved_widgets(notebook: dict) -> dict:
-    """{id: a widget as the notebook has it}."""
+    """{id: the widget as the notebook has it}."""
     return notebook["metadata"].get("widgets", {}).get(STATE, {}).get("state", {})
 
 
 def connected(shown: list[str], widgets: dict) -> dict:
-    """Those of `widgets` that are shown, or that belong to one that is."""
+    """Select from `widgets` those that are shown, or that belong to one that is."""
     near = defaultdict(set)
     for each, widget in widgets.items():
         for other in re.findall(r"IPY_MODEL_(\w+)", json.dumps(widget)):
@@ -36,7 +36,7 @@ def connected(shown: list[str], widgets: dict) -> dict:
 
 
 def keep_widgets(model, path, contents_manager, **_) -> None:
-    """Before a notebook is saved: see above."""
+    """Keep the file's widgets, before a notebook is saved over it."""
     if model["type"] != "notebook":
         return
     notebook, file = model["content"], Path(contents_manager.root_dir, path)

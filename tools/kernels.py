@@ -1,7 +1,7 @@
 """Run the numeric tests with the kernels of other processors: `make kernels PICK=zen`.
 
 numpy, PyTorch, oneDNN and MKL choose their kernels by the processor they find, and each kernel adds
-in another order. What is right only for the order of one machine fails under one of these picks.
+in another order. A test that passes only in the order of one machine fails under one of the picks.
 PICK: one of them, `turn` (one that the last commit decides, so that it changes from commit to
 commit and can be repeated) or `all`. A pick whose instructions the processor lacks is left out.
 """
@@ -33,12 +33,12 @@ NUMERIC = "-m", "numeric and not slow", "-n", "3", "--dist", "loadfile", "--no-l
 
 
 def environment(pick: str) -> dict[str, str]:
-    """The variables of a pick."""
+    """Return the environment variables of a pick."""
     return dict(variable.split("=") for variable in PICKS[pick].split())
 
 
 def lacking(pick: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Say why this processor can't run a pick; nothing if it can."""
+    """Say why this processor can't run a pick; "" if it can."""
     if not cpuinfo.exists():
         return f"{platform.system()} has no {cpuinfo} that tells what the processor can do"
     flags = re.search(r"^flags\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)

@@ -1,6 +1,6 @@
-"""Write constraints.txt: each package that the course installs, as it was tried.
+"""Write constraints.txt: each package that the course installs, in the version that was tried.
 
-Asks for the newest of all but torch and ruff, whose versions stay as the file has them: to move
+Resolves the newest of all but torch and ruff, whose versions stay as the file has them: to move
 one, change its line, run `make lock`, then the tests. One file for Linux, macOS and Windows, and
 for Python 3.11 and newer.
 """
@@ -21,7 +21,7 @@ HEADER = """\
 
 
 def resolve(kept: list[str]) -> list[str]:
-    """Pins of all that pyproject.toml asks for on any system, with these `kept`."""
+    """Pin all that pyproject.toml asks for on any system, with the pins `kept`."""
     options = ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest"]
     options += ["--extra", "course", "--extra", "test", "--no-annotate", "--no-header", "--quiet"]
     with tempfile.TemporaryDirectory() as folder:

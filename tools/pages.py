@@ -40,7 +40,7 @@ run them, <code>make lab</code>.</p>
 
 
 def formulas(markdown: str) -> str:
-    """`$...$` and `$$...$$` as MathML; what stands in code stays."""
+    """Turn `$...$` and `$$...$$` into MathML, outside code."""
 
     def mathml(match: re.Match) -> str:
         if match["code"]:
@@ -58,7 +58,7 @@ def formulas(markdown: str) -> str:
 
 
 def cards(notebook: NotebookNode) -> None:
-    """Give what checks and predictions said the card that it has in JupyterLab."""
+    """Set the words of checks and predictions on the cards that they have in JupyterLab."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []) if SAYS.search(cell.source) else []:
             data = output.get("data", {})
@@ -69,7 +69,7 @@ def cards(notebook: NotebookNode) -> None:
 
 
 def page(notebook: NotebookNode) -> str:
-    """The notebook as HTML; links to other notebooks lead to their pages."""
+    """Convert the notebook to HTML; links to other notebooks lead to their pages."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = formulas(re.sub(r"(\]\([\w./]+)\.ipynb", r"\1.html", cell.source))
@@ -86,7 +86,7 @@ def page(notebook: NotebookNode) -> str:
 
 
 def entry(name: str, notebook: NotebookNode) -> str:
-    """The notebook's line in the index: its title, and what you will build."""
+    """Write the notebook's line in the index: its title, and what you will build."""
     first = notebook.cells[0].source
     title = re.search(r"# (.*)", first)[1]
     build = re.search(r"\*\*You will build:\*\* (.*)", first)[1].replace("*", "")

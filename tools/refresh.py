@@ -26,7 +26,7 @@ LIVE = WIDGET_VIEW, "image/svg+xml", "text/html"  # shown where a cell was run, 
 
 
 def run(notebook: NotebookNode, folder: Path) -> None:
-    """Execute in place, in this interpreter's own environment, whatever kernel it names."""
+    """Execute in place, in this interpreter's environment, whatever kernel the notebook names."""
     specs = NbvalKernelspecManager()
     kernel = AsyncKernelManager(kernel_name=CURRENT_ENV_KERNEL_NAME, kernel_spec_manager=specs)
     NotebookClient(
@@ -41,7 +41,7 @@ def run(notebook: NotebookNode, folder: Path) -> None:
 
 
 def normalise(notebook: NotebookNode) -> None:
-    """Leave, in place, what the repository keeps: nothing live, no marks or paths of a machine."""
+    """Strip, in place, what the repository doesn't keep: live outputs, a machine's marks, paths."""
     notebook.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},
@@ -59,7 +59,7 @@ def normalise(notebook: NotebookNode) -> None:
 
 
 def without_paths(line: str) -> str:
-    """Tests don't compare tracebacks, so their paths can be made those of any machine."""
+    """Replace a traceback's paths by those of any machine: tests don't compare them."""
     names = [(ROOT, ""), (sys.prefix, ".venv/"), (sys.base_prefix, "python/")]
     for folder, name in [*names, (tempfile.gettempdir(), "")]:
         line = line.replace(f"{folder}/", name)
@@ -78,7 +78,7 @@ def keep_equal_outputs(new: NotebookNode, old: NotebookNode) -> None:
 
 
 def comparable(outputs: list[NotebookNode], also: str | None = None) -> list[str]:
-    """Outputs as text, without what the tests' sanitiser hides (and `also`), in single spaces."""
+    """Turn outputs into text, less what the tests' sanitiser (and `also`) hides, single-spaced."""
     config = RawConfigParser()
     config.read(ROOT / "tests/nbval-sanitize.cfg", encoding="utf-8")
     patterns = [(config[name]["regex"], config[name]["replace"]) for name in config.sections()]
@@ -98,7 +98,7 @@ def comparable(outputs: list[NotebookNode], also: str | None = None) -> list[str
 
 
 def picture_of_the_readme() -> bytes:
-    """The picture that the README shows, as its notebook has it."""
+    """Return the picture that the README shows, from its notebook."""
     name, cell_id = README_SHOWS
     cells = nbformat.read(ROOT / f"notebooks/{name}.ipynb", as_version=4).cells
     (cell,) = (cell for cell in cells if cell.id == cell_id)

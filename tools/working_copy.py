@@ -1,7 +1,7 @@
 """The reader's own notebooks, in my_notebooks/: without outputs, no answer before its question.
 
-`make lab` makes them, git ignores them, and nothing here ever writes over one: a newer version
-comes beside it, with a word. It also brings JupyterLab the course's settings.
+`make lab` makes them, git ignores them, and nothing here ever overwrites one: a newer version is
+put beside it, with a message. It also gives JupyterLab the course's settings.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ SETTINGS = {  # file in this folder: where JupyterLab looks for it
 
 
 def cleared(path: Path) -> str:
-    """The notebook as it is before anything has run."""
+    """Return the notebook as it is before anything has run."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -32,7 +32,7 @@ def cleared(path: Path) -> str:
 
 
 def at_home(text: str) -> str:
-    """The notebook as JupyterLab would save it here: else it looks changed as soon as it opens."""
+    """Rewrite the notebook as JupyterLab would save it: else it looks changed once it is opened."""
     notebook = nbformat.reads(text, as_version=4)
     kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
     notebook.metadata |= {"kernelspec": kernel, "language_info": IPythonKernel.language_info}
@@ -40,7 +40,7 @@ def at_home(text: str) -> str:
 
 
 def copy(source: Path, target: Path, today: str) -> list[str]:
-    """Copy what is new in `source`; a line for each version that came beside an older one."""
+    """Copy new notebooks of `source`; return a line for each that was put beside an older one."""
     target.mkdir(exist_ok=True)
     record = target / OFFERED
     offered = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}

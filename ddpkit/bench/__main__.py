@@ -11,7 +11,7 @@ MODULES = {"all_reduce": "collectives", "reduce_scatter": "collectives"}  # othe
 
 
 def main(arguments: list[str] | None = None):
-    """arguments: as on the command line (None: those)."""
+    """Run the benchmarks. arguments: names (None: those of the command line)."""
     what = "Measure what ddpkit does on this machine."
     parser = argparse.ArgumentParser("python -m ddpkit.bench", description=what)
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, "all"], default="all")

@@ -28,11 +28,11 @@ from .interleave import Contest, check_close, race, synchronize
 from .results import AGAIN, PAGE, SPEED, Goal, Result, Results, report
 
 ROUNDS = 12
-TURN_S = 0.02  # a turn has as many calls as fill this: one, on a GPU, is too short for a clock
+TURN_S = 0.02  # a turn has enough calls to fill this: a single one, on a GPU, is too short to time
 FORMATS = {"cpu": torch.float32, "cuda": torch.bfloat16}
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the norm: some roundings
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # parts of the norm: a few roundings
 SQUARE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrix whose product is the ceiling
-NUMEL = {"cpu": 2**19, "cuda": 2**25}  # of q: the longer the sequences the fewer
+NUMEL = {"cpu": 2**19, "cuda": 2**25}  # numbers in q: the longer the sequences, the fewer of them
 SIZES = {  # head sizes D, lengths N
     "cpu": ([64], [256, 512, 1024, 2048, 4096]),
     "cuda": ([64, 128], [1024, 4096, 16384]),
@@ -66,7 +66,7 @@ class Case(NamedTuple):
     heads: int
 
     def inputs(self, kind: str) -> list[Tensor]:
-        """q, k, v and the gradient of the result."""
+        """Draw q, k, v and the gradient of the result."""
         torch.manual_seed(0)
         shape = 4, 1, self.heads, self.length, self.head_size
         q, k, v, upstream = torch.randn(shape, device=kind, dtype=FORMATS[kind])
@@ -84,7 +84,7 @@ def cases(kind: str) -> list[Case]:
 
 
 def device() -> str:
-    """A GPU that computes with bfloat16, or else the CPU."""
+    """Choose a GPU that computes with bfloat16, or else the CPU."""
     able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     return "cuda" if able else "cpu"
 
@@ -110,7 +110,7 @@ def attentions(kind: str) -> dict[str, Callable]:
 
 
 class Often:
-    """Calls `call` as often as fills a turn."""
+    """Call `call` often enough to fill a turn."""
 
     def __init__(self, call: Callable):
         self.call, self.times = call, 1
@@ -125,7 +125,7 @@ class Often:
 
 
 def make_contest(case: Case, plain: ProcessGroup) -> Contest:
-    """Of (part, variant); `found` tells how many calls a turn has."""
+    """Make the contest of all (part, variant); `found` returns the number of calls in a turn."""
     kind = device()
     inputs = case.inputs(kind)
     square = torch.randn(SQUARE[kind], SQUARE[kind]).to(inputs[0])
@@ -142,7 +142,7 @@ def choose(
 ) -> dict[str, dict[str, Callable]]:
     """{variant: its forward and its backward}: those that can run, and the first a second time.
 
-    RuntimeError: one found something else than the first, so that its time would mean nothing.
+    RuntimeError: the result of one differs from the first's, so its time would mean nothing.
     """
     *qkv, upstream = inputs
     able, right = {}, None
@@ -164,7 +164,7 @@ def choose(
     return able | {first + AGAIN: able[first]}
 
 
-# What was found
+# Results
 
 
 def measure(kind: str) -> Results:

@@ -2,7 +2,7 @@
 
 Beside them, yardsticks: *loopback*, a ring's bytes sent with nothing added; a *pass in place*, in
 which every number is read and written back, the least that a sum into all buffers can do; *memcpy*,
-as many bytes copied. It touches twice the memory: a sum that stays in the caches may be faster.
+a copy of as many bytes. It touches twice the memory: a sum that stays in the caches may be faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,8 +96,8 @@ def together(
 class Variant(NamedTuple):
     """One way to do the work, on one rank.
 
-    tensor: what it works on; filled with 1 before each call, outside the time.
-    call: does it once; returns the tensor that must then hold `value` everywhere.
+    tensor: the tensor it works on; filled with 1 before each call, untimed.
+    call: does the work once; returns the tensor that must then hold `value` everywhere.
     ceiling: the variant that moves as many bytes in the plainest way.
     """
 
@@ -145,7 +145,7 @@ def all_reduces(numel: int, group: ProcessGroup) -> dict[str, Variant]:
     found["shared memory"] = Variant(buffer.local, buffer.all_reduce, world_size, "pass in place")
     found["pass in place"] = Variant(x, partial(x.add_, 0), 1)
     found["memcpy"] = Variant(x, partial(other.copy_, x), 1, "memcpy")  # its own: it is no rival
-    share = numel // world_size * (world_size - 1)  # the ring sends so many twice
+    share = numel // world_size * (world_size - 1)  # numbers that the ring sends twice
     found["loopback"] = loopback(x[:share], other[:share], 2, group)
     return found
 
@@ -174,7 +174,7 @@ def reduce_scatters(numel: int, group: ProcessGroup) -> dict[str, Variant]:
     found = {name: Variant(x, call, world_size, "loopback") for name, call in calls.items()}
     buffer = SharedBuffer(numel, group=group)
     found["shared memory"] = Variant(buffer.local, buffer.reduce_scatter, world_size, "memcpy")
-    # As many bytes are read and written as when all of x is read and one chunk is written.
+    # Reads and writes as many bytes as reading all of x and writing one chunk.
     copied = x[: (numel + len(chunk)) // 2]
     found["memcpy"] = Variant(copied, partial(torch.zeros_like(copied).copy_, copied), 1)
     sent = x[len(chunk) :]  # (W-1)/W of x
@@ -186,7 +186,7 @@ MAKE = {"all_reduce": all_reduces, "reduce_scatter": reduce_scatters}
 
 
 def loopback(x: Tensor, landing: Tensor, messages: int, group: ProcessGroup) -> Variant:
-    """Send `x` to the right so often, and receive as many from the left, on all ranks at once."""
+    """Send `x` to the right `messages` times, and receive as often from the left, all at once."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
 

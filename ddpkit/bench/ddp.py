@@ -1,10 +1,10 @@
 """Data-parallel training steps, ours and torch's: on the machine's own wire and on an emulated one.
 
-With as many ranks as cores, Gloo needs the cores that compute, and there is little to gain from
-overlap on the machine's own wire: 6 MB in 24 messages made a step of 400 ms 45 ms longer, though no
-message came late.
+With as many ranks as cores, Gloo competes with computing for the cores, and overlap gains little on
+the machine's own wire: 6 MB in 24 messages made a step of 400 ms 45 ms longer, though no message
+came late.
 
-An emulated link takes its time and little of the cores', so there overlap shows what it can gain.
+An emulated link takes time but little of the cores', so there overlap shows what it can gain.
 """
 
 import operator
@@ -79,7 +79,7 @@ def measure(
 ) -> Results:
     """Time the steps of every variant on each model, on Gloo or on an emulated link, by 2 ranks.
 
-    rounds: how often each variant has its turn. ValueError: no round.
+    rounds: turns of each variant. ValueError: no round.
     """
     found = Results(legend=LEGEND)
     for model, make, link in models:

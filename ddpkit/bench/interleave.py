@@ -1,9 +1,9 @@
-"""Variants of the same work take turns, so that they make the difference and not the moment.
+"""Variants of the same work take turns, so that differences come from them and not from the moment.
 
-All run in the same processes, in one order and then in reverse (ABBA): a machine that grows slower
-meanwhile treats them alike. A turn begins behind a barrier and lasts until the slowest rank is
-done. The first variant is the baseline. It has two turns in each round (A/A), and how these differ
-is how far chance alone goes.
+All run in the same processes, in one order and then in reverse (ABBA): a machine that slows down
+meanwhile treats them alike. A turn begins after a barrier and lasts until the slowest rank is done.
+The first variant is the baseline. It has two turns in each round (A/A): the difference between them
+is the effect of chance alone.
 """
 
 import os
@@ -28,10 +28,10 @@ WARM_UP = 3
 
 @dataclass
 class Contest:
-    """What one rank has to time.
+    """The work that one rank times.
 
-    calls: {variant: does the work once}. before: called with a variant before its turn, outside the
-    time. found: after the last round; what it returns is kept, what it raises ends the benchmark.
+    calls: {variant: does the work once}. before: called with a variant before its turn, untimed.
+    found: called after the last round; its result is kept, its exception ends the benchmark.
     """
 
     calls: dict[Hashable, Callable[[], object]]
@@ -45,7 +45,7 @@ def race(
     world_size: int = 1,
     link: Link | None = None,
 ) -> tuple[dict[Hashable, tuple[float, ...]], list]:
-    """({variant: seconds of each round}, what each rank's `found` returned), on fresh ranks.
+    """Time a contest on fresh ranks: ({variant: seconds of each round}, each rank's `found`).
 
     make: called on every rank with a plain group of torch's, which records nothing.
     """
@@ -77,16 +77,16 @@ def _take_turns(make: Callable, rounds: int) -> tuple[dict, object]:
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if one is in use: calls return before it is done."""
+    """Wait for the GPU, if one is in use: calls return before their kernels are done."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def until_the_last(ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
-    """Round by round, the seconds from when the first rank began until the last was done.
+    """Return for each round the seconds from the first rank's begin to the last rank's end.
 
-    ranks: for each, when it began and was done; `time.perf_counter` is one clock for a machine.
-    The longest of the ranks' own times would be too short for what needs no partner: of four ranks
+    ranks: for each, its begin and end by round; `time.perf_counter` is one clock for a machine. The
+    longest of the ranks' own times would be too short for work without a partner: of four ranks
     that copy memory on two cores, two begin when the others are done.
     """
     seconds = []
@@ -109,7 +109,7 @@ def pin_to_a_core() -> None:
 
 
 def check_close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
-    """RuntimeError unless both are the same but for rounding. tolerance: a part of the norm."""
+    """Raise RuntimeError unless both are equal to within `tolerance`, a part of the norm."""
     off = ((got - expected).norm() / expected.norm()).item()
     if not off <= tolerance:  # NaN isn't
         raise RuntimeError(f"{what} is off by {off:.1e}: its time would mean nothing")

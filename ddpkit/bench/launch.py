@@ -1,4 +1,4 @@
-"""The launcher's budgets: how long a reader waits for ranks and for bad news."""
+"""The launcher's budgets: the time that a reader waits for ranks and for bad news."""
 
 import contextlib
 import io
@@ -60,7 +60,7 @@ def time_launch() -> float:
 
 
 def time_cell(times: int = 50) -> float:
-    """Milliseconds for an empty cell, on ranks that are there already."""
+    """Measure the milliseconds of an empty cell, on ranks that are running already."""
     magic, found = RanksMagic(), []
     magic("4", "pass")
     for _ in range(times):
@@ -71,11 +71,11 @@ def time_cell(times: int = 50) -> float:
     return statistics.median(found)
 
 
-# Bad news. Ranks say when it happens; a machine has one `time.perf_counter()`.
+# Bad news. Ranks print the time at which it happens; a machine has one `time.perf_counter()`.
 
 
 def time_until_told(fn, tries: int = 5) -> float:
-    """Seconds from the last time that a rank printed until launch raised, the longest of some."""
+    """Measure the seconds from a rank's last printed time until launch raised, the longest."""
     found = []
     for _ in range(tries):
         try:

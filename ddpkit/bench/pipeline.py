@@ -1,5 +1,5 @@
 """Steps of a pipeline beside torch's, on Gloo; and idle time beside the plan, with stages that
-sleep for a tick and compute nothing, so that more of them than cores don't disturb each other.
+sleep for a tick and compute nothing: even more stages than cores don't disturb each other.
 """
 
 import statistics
@@ -73,7 +73,7 @@ def by_us(name: str, layers: nn.Module, comes: Tensor, m: int, group: ProcessGro
 
 
 def contest(micro_batches: int, rows: int, plain: ProcessGroup) -> Contest:
-    """Ways to take micro-batches of so many rows through a GPT, this rank's layers in all alike."""
+    """Make the ways to take micro-batches through a GPT; all have the same layers on this rank."""
     torch.manual_seed(0)
     model = GPT(layers=6, width=256, heads=8)
     tokens = torch.randint(256, (micro_batches * rows, 65))
@@ -110,7 +110,7 @@ def measure_steps(micro_batches: int = 8, rows: int = 2) -> list[Result]:
 
 
 class SleepingForward(torch.autograd.Function):
-    """The same numbers, after a while; and their gradient after a while."""
+    """Identity that sleeps, in forward and in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -140,7 +140,7 @@ class Sleeping(nn.Module):
 
 
 def sleep(schedule: Schedule, micro_batches: int, rounds: int, tick_s: float) -> list[tuple]:
-    """On each rank: (begin, end, seconds in which it did something) of each round but the first."""
+    """Return this rank's (begin, end, busy seconds) of each round but the first."""
     ranks, x = rank_of_stage(schedule), torch.zeros(micro_batches, 1)
     mine = [stage for stage in ranks if ranks[stage] == dist.get_rank()]
     stages = [PipelineStage(Sleeping(stage, tick_s), stage, x[:1]) for stage in mine]
@@ -156,7 +156,7 @@ def sleep(schedule: Schedule, micro_batches: int, rounds: int, tick_s: float) ->
 def measure_idle(
     ranks: int = 4, micro_batches: int = 8, rounds: int = 3, tick_s: float = TICK_S
 ) -> list[Result]:
-    """What each schedule plans, and what came of it."""
+    """Measure the idle time of each schedule, beside its plan's."""
     found = []
     for name, make in SCHEDULES.items():
         schedule = make(ranks, micro_batches)
@@ -169,7 +169,7 @@ def measure_idle(
 
 
 def idle_seconds(ranks: list[tuple[float, float, float]]) -> float:
-    """Of one round, the mean over the ranks, from the first begin to the last end."""
+    """Average one round's idle seconds over the ranks, from the first begin to the last end."""
     begins, ends, busy = zip(*ranks, strict=True)
     return max(ends) - min(begins) - statistics.mean(busy)
 

@@ -1,8 +1,8 @@
 """Matrix products and training steps in every format for which this machine has units.
 
-A format without units is converted, or computed number by number, and takes many times as long: a
-time of it says nothing about the format, so it is named and not timed. What a step could gain at
-most is what its matrix products gain. On a GPU if there is one, else on one core.
+A format without units is converted, or computed number by number, and takes many times as long: its
+time says nothing about the format, so it is named and not timed. A step can gain at most as much as
+its matrix products do. On a GPU if there is one, else on one core.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Time: the median. A step gains at most what its matrix products gain.
 
 
 def units() -> list[str]:
-    """The formats that this machine has units for, fp32 first; none is claimed that isn't known."""
+    """List the formats for which this machine is known to have units, fp32 first."""
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         able = [name for name, least in GPU_UNITS.items() if capability >= least]
@@ -42,13 +42,13 @@ def units() -> list[str]:
     return ["fp32", *able]
 
 
-# What is timed
+# The work that is timed
 
 
 def trainer(
     name: str, size: tuple[int, int, int], device: torch.device, autocast: bool = False
 ) -> Callable[[], Tensor]:
-    """A step of AdamW, fused, on Linears and GELUs, which returns the loss before it.
+    """Make a step of AdamW, fused, on Linears and GELUs, which returns the loss before it.
 
     In a 16-bit format it is mixed precision, or autocast.
     """
@@ -78,7 +78,7 @@ def trainer(
 
 
 def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
-    """Of (kind, variant), fp32 first; `found` tells the losses of the steps."""
+    """Make the contest of all (kind, variant), fp32 first; `found` returns the steps' losses."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, width, _ = size
     products, steps = {}, {}
@@ -91,7 +91,7 @@ def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
             steps[STEP, name + AUTOCAST] = trainer(name, size, device, autocast=True)
 
     def before(which: tuple[str, str]) -> None:
-        """A GPU multiplies fp32 matrices in tf32 if that is the format, and in fp32 if not."""
+        """Let a GPU multiply fp32 matrices in tf32 if that is the format, otherwise in fp32."""
         torch.set_float32_matmul_precision("high" if "tf32" in which else "highest")
 
     def found() -> dict[str, float]:
@@ -103,14 +103,14 @@ def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
     return Contest(products | steps, before, found)
 
 
-# What was found
+# Results
 
 
 def measure(size: tuple[int, int, int] | None = None, rounds: int | None = None) -> Results:
     """Time products and steps in the formats that this machine has units for.
 
     size: rows, width, layers of the model (None: what keeps a core, or a GPU, busy). rounds: None:
-    12. ValueError: no round. RuntimeError: a format learned something else than fp32.
+    12. ValueError: no round. RuntimeError: the losses of a format differ from fp32's.
     """
     names = units()
     size = size or (ON_GPU if torch.cuda.is_available() else ON_CPU)

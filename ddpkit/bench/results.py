@@ -1,4 +1,4 @@
-"""What a benchmark found, and what may be said of it: paired ratios with an interval, goals."""
+"""Results of a benchmark, and the claims they support: paired ratios with an interval, goals."""
 
 import json
 import os
@@ -39,11 +39,11 @@ class Ratio(NamedTuple):
 class Result:
     """The times of one variant in one case.
 
-    operation: what it does, in the words of `cost.bus_bandwidth` where it is a collective.
-    nbytes: of the tensor or of all parameters; 0 where the operation says it all.
+    operation: its work, in the words of `cost.bus_bandwidth` where it is a collective.
+    nbytes: of the tensor or of all parameters; 0 if the operation's name is enough.
     seconds: one for each round, until the last rank was done.
-    ceiling: the variant that moves as many bytes in the plainest way: what this one could reach.
-    columns: {heading: what the table says of it, beside its time and its speed}.
+    ceiling: the variant that moves as many bytes in the plainest way, the best this one could do.
+    columns: {heading: text of a further column, beside time and speed}.
     """
 
     operation: str
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def case(self) -> str:
-        """The title of the table, alike for all that took turns with this one."""
+        """The title of the table, the same for all variants that took turns with this one."""
         size = f", {self.world_size} processes, {self.size}" if self.nbytes else ""
         return f"{self.operation}{size}"
 
@@ -77,15 +77,15 @@ class Result:
 def results_of(
     operation: str, seconds: dict[str, tuple[float, ...]], world_size: int = 1, nbytes: int = 0
 ) -> list[Result]:
-    """A case, as yet without columns. seconds: {variant: of each round}, as `race` returns them."""
+    """Make the results of a case, without columns. seconds: {variant: of each round}, of `race`."""
     return [Result(operation, name, world_size, nbytes, each) for name, each in seconds.items()]
 
 
 class Results(list[Result]):
     """Results in the order of their measurement; printed, they are a table for each case.
 
-    In each case the first is the baseline. legend: what stands below the tables. time: what is the
-    heading of the medians.
+    In each case the first is the baseline. legend: the text below the tables. time: the heading of
+    the medians.
     """
 
     def __init__(self, results: Iterable[Result] = (), legend: str = SPEED, time: str = "Time"):
@@ -100,20 +100,20 @@ class Results(list[Result]):
         return found
 
     def speed(self, result: Result, against: str | None = None) -> Ratio:
-        """How many times as fast `result` is as the variant `against` (None: the baseline)."""
+        """Compare `result` with the variant `against` (None: the baseline): times as fast."""
         rivals = self.cases()[result.case]
         return paired_ratio(rivals[against or next(iter(rivals))], result)
 
     def control(self, result: Result) -> Ratio:
-        """A/A: the baseline's second time against its first."""
+        """Compare the baseline's second time with its first (A/A)."""
         rivals = self.cases()[result.case]
         baseline = next(iter(rivals))
         return self.speed(rivals.get(baseline + AGAIN, rivals[baseline]))
 
     def verdict(self, result: Result) -> str:
-        """'faster' or 'slower' than the baseline; 'unclear' where it may be chance.
+        """Say 'faster' or 'slower' than the baseline; 'unclear' where it may be chance.
 
-        That is where 1 is in the interval, or A/A's interval is as wide as the gain.
+        It may where 1 is in the interval, or A/A's interval is as wide as the gain.
         """
         speed, control = self.speed(result), self.control(result)
         chance = control.high - control.low
@@ -124,13 +124,13 @@ class Results(list[Result]):
         return "unclear"
 
     def fraction(self, result: Result) -> float | None:
-        """The part of its ceiling's speed that `result` reaches; None if none was timed."""
+        """The part of its ceiling's speed that `result` reaches; None if no ceiling was timed."""
         ceiling = self.cases()[result.case].get(result.ceiling)
         return ceiling.median_s / result.median_s if ceiling else None
 
     @property
     def competing(self) -> "Results":
-        """Without the ceilings and the baseline's second time."""
+        """Select the results that are neither ceilings nor the baseline's second time."""
         ceilings = {each.ceiling for each in self}
         rivals = [each for each in self if each.variant not in ceilings]
         return Results(each for each in rivals if not each.variant.endswith(AGAIN))
@@ -152,7 +152,7 @@ class Results(list[Result]):
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """Cells in columns, the first against the left, all others against the right.
+    """Set cells in columns, the first aligned left, all others right.
 
     They stand closer where the page is too narrow.
     """
@@ -166,9 +166,9 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def paired_ratio(baseline: Result, result: Result) -> Ratio:
-    """How many times as fast `result` is as `baseline`, round by round.
+    """Compare `result` with `baseline` round by round: times as fast, the median and its interval.
 
-    The interval is the bootstrap's: rounds are drawn anew, with replacement, always the same draws.
+    The interval is the bootstrap's: rounds are drawn with replacement, always the same draws.
     Efron 1979.
     """
     those, these = (torch.tensor(each.seconds, dtype=torch.float64) for each in (baseline, result))
@@ -194,7 +194,7 @@ class Goal(NamedTuple):
     at: str = ""
 
     def verdict(self, speed: Ratio) -> str:
-        """'yes' or 'NO'; 'close' where the goal lies inside the interval."""
+        """Say 'yes' or 'NO'; 'close' where the goal lies inside the interval."""
         return "yes" if speed.low >= self.times else "NO" if speed.high < self.times else "close"
 
     def __str__(self):
@@ -202,7 +202,7 @@ class Goal(NamedTuple):
 
 
 def judge(goals: Sequence[Goal], results: Results) -> list[dict[str, str]]:
-    """Every goal, in every case in which it was measured: case, goal, measured, and met."""
+    """Judge every goal in every case in which it was measured: case, goal, measured, and met."""
     found = []
     for title, rivals in results.cases().items():
         for goal in goals:

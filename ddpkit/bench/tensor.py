@@ -1,7 +1,7 @@
 """Steps of an MLP split among ranks, ours and torch's `parallelize_module`, forward and backward.
 
-The same collectives, one all-reduce each way: what differs is what a call costs besides, so that a
-small layer shows more of it than a large one.
+Both make the same collectives, one all-reduce each way: they differ in the overhead of a call,
+which a small layer shows more than a large one.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ WAYS = {TORCH: by_torch, OURS: by_us, WHOLE: lambda mlp, group: mlp, TORCH + AGA
 
 
 def contest(width: int, rows: int, ways: dict[str, Callable], group: ProcessGroup) -> Contest:
-    """What `race` needs to time the ways on one size; RuntimeError: one computes something else."""
+    """Make the contest of all ways on one size. RuntimeError: one computes something else."""
     torch.manual_seed(0)
     x = torch.randn(rows, width)
     mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))

@@ -1,4 +1,4 @@
-"""Training steps that take turns: what `ddp` and `zero` have in common.
+"""Training steps that take turns: the common part of `ddp` and `zero`.
 
 Each variant trains its own replica of the same model on the same data; in the end all must have
 the same parameters.
@@ -63,7 +63,7 @@ def race_replicas(
     rounds: int,
     link: Link | None = None,
 ) -> tuple[dict[str, tuple[float, ...]], int]:
-    """({variant: seconds of its steps}, bytes of the gradients).
+    """Time the steps of all replicas: ({variant: seconds of its steps}, bytes of the gradients).
 
     make: called on both ranks with the group to talk in, torch's own or that of an emulated link;
     one replica only computes.
@@ -83,7 +83,7 @@ def race_replicas(
 
 
 def check_alike(replicas: dict[str, Replica], group: ProcessGroup) -> None:
-    """RuntimeError: a variant that communicates has not the parameters of rank 0's first."""
+    """Raise RuntimeError if a communicating variant's parameters differ from rank 0's first."""
     right = parameters_to_vector(next(iter(replicas.values())).module.parameters()).detach()
     dist.broadcast(right, group=group, group_src=0)
     for name, replica in replicas.items():

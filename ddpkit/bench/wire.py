@@ -1,11 +1,11 @@
-"""What recording costs: calls and a training step on the wire, and on a plain group of torch's.
+"""The cost of recording: calls and a training step on the wire, and on a plain group of torch's.
 
-Both in the same processes, in turns. A turn makes many calls in a row, as a training step does, so
-that what one of them costs isn't lost in what it takes two ranks to begin together.
+Both run in the same processes, in turns. A turn makes many calls in a row, as a training step does,
+so that the cost of one isn't lost in the time that two ranks need to begin together.
 
-What a call may cost is CPU time, of the thread that makes it. Wall time is for comparison: where
+The budget of a call is CPU time, of the thread that makes it. Wall time is for comparison: where
 ranks and Gloo's threads share cores, computing between two calls makes them longer, or shorter, by
-other than its own time. `busy` has that too, and records nothing.
+other than its own time. `busy` computes likewise, and records nothing.
 """
 
 import operator
@@ -28,8 +28,8 @@ from .training import Replica, gpt
 ROUNDS = 30
 CALLS = 100  # in a turn
 PLAIN, RECORDED, BUSY = "plain", "recorded", "busy"
-BUSY_S = 30e-6  # of computing before a call
-CALL_S, STEP = 60e-6, 0.03  # what recording may cost: CPU seconds a call, a part of a step's time
+BUSY_S = 30e-6  # seconds of computing before a call
+CALL_S, STEP = 60e-6, 0.03  # recording's budget: CPU seconds a call, a part of a step's time
 LEGEND = f"""\
 Time, CPU: medians; CPU is the calling thread's, the ranks' mean. More:
 than plain, the median round by round; for plain itself, its second time
@@ -53,7 +53,7 @@ def all_reduces(calls: int, group: ProcessGroup, busy_s: float = 0.0) -> Work:
 
 
 def messages(calls: int, group: ProcessGroup, busy_s: float = 0.0) -> Work:
-    """There and back, each a call on both ranks."""
+    """Send there and back, each a call on both ranks."""
     x, rank = torch.ones(1), dist.get_rank()
 
     def turn():
@@ -84,7 +84,7 @@ def steps(calls: int, group: ProcessGroup) -> Work:
     return turn
 
 
-CASES = {  # what it is: how to make a turn of it, how many are in a turn
+CASES = {  # {name: (function that makes a turn, number of calls in it)}
     "all_reduce of a number": (all_reduces, CALLS),
     "send or recv of a number": (messages, CALLS),
     "training step": (steps, 1),
@@ -137,7 +137,7 @@ def together(what: str, calls: int, seconds: Turns, cpu: Turns) -> list[Result]:
 
 
 def more(each: Turns, name: str) -> float:
-    """How much more than plain, the median over the turns; of plain, its second time."""
+    """Return the median extra over plain; for plain itself, of its second time."""
     its = each[PLAIN + AGAIN if name == PLAIN else name]
     return statistics.median(map(operator.sub, its, each[PLAIN]))
 

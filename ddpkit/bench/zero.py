@@ -1,7 +1,7 @@
 """Training steps with sharded optimizer states, ours and torch's, beside replicated ones.
 
-Time, bytes sent, bytes of state, with AdamW, fused. What is compared is what a step takes longer
-than computing alone: synchronisation and update. Batches are small, so that it is a good part.
+Time, bytes sent, bytes of state, with AdamW, fused. The comparison is of a step's time beyond
+computing alone: synchronisation and update. Batches are small, so that it is a good part.
 """
 
 import operator
@@ -49,7 +49,7 @@ MODELS = {"12 × Linear(1024)": linears, "GPT": gpt}
 
 
 def torchs_zero() -> type[torch.optim.Optimizer]:
-    """ZeroRedundancyOptimizer. Importing it takes long, and warns of a deprecation in torch."""
+    """Import ZeroRedundancyOptimizer, which takes long, and warns of a deprecation in torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -59,7 +59,7 @@ def torchs_zero() -> type[torch.optim.Optimizer]:
 def make_replicas(
     make: Callable[[], Task], group: ProcessGroup, names: Iterable[str] = VARIANTS
 ) -> dict[str, Replica]:
-    """{variant: replica}, the baseline first. Computing alone, and the baseline again, always."""
+    """{variant: replica}, the baseline first; always with computing alone and a second baseline."""
     adamw, options = torch.optim.AdamW, {"lr": 1e-4, "fused": True}
     by_torch = partial(DistributedDataParallel, process_group=group, gradient_as_bucket_view=True)
     torch_zero = partial(torchs_zero(), optimizer_class=adamw, process_group=group, **options)
@@ -109,9 +109,9 @@ def measure(
     rounds: int = ROUNDS,
     variants: Iterable[str] = VARIANTS,
 ) -> Results:
-    """Time the steps of the variants on each model, on Gloo. What is compared is `Sync`.
+    """Time the steps of the variants on each model, on Gloo; the comparison is of `Sync`.
 
-    rounds: how often each has its turn. variants: some of `VARIANTS`, the first among them.
+    rounds: turns of each. variants: some of `VARIANTS`, the first among them.
     ValueError: no round.
     """
     found = Results(legend=LEGEND, time="Sync")

@@ -1,8 +1,8 @@
 """Checkers of notebook 04: FlatDDP, OverlapDDP, plan_buckets, Bucket, BucketedDDP, one_wire, and
 no_sync.
 
-That something is sent while backward goes on is proven by order, never by time: whenever backward
-comes to a layer, the check notes how many all_reduces its rank has begun. Gradients read like a
+Order, never time, proves that gradients are sent while backward goes on: whenever backward comes to
+a layer, the check notes the number of all_reduces that its rank has begun. Gradients read like a
 tally, as in notebook 03.
 """
 
@@ -35,7 +35,7 @@ from .data_parallel import (
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
-# A step or two, and what the last one shows
+# A step or two, and the observations of the last one
 
 ZEROED, KEPT = "zero_grad()", "no zero_grad()"
 BEGUN = "all_reduces begun when backward came to each layer, and when it was over,"
@@ -54,7 +54,7 @@ CROSSED = [
 
 
 def _train(answer, cap_bytes, between, by_rank):
-    """What this rank sees, the most telling first.
+    """Train a Stack on this rank; return its observations, the most telling first.
 
     cap_bytes: None: a message for each; 0: one for all, of one dtype. by_rank: the layers, BEGUN.
     """
@@ -77,7 +77,7 @@ def _train(answer, cap_bytes, between, by_rank):
         at_layer(None)
         sent = all_reduces()[len(earlier) :]
         waited = sum(record.waited is not None for record in sent)
-        # Until rank 0 waits, rank 1 sends nothing: nobody else can have changed rank 0's gradients
+        # Until rank 0 waits, rank 1 sends nothing: only rank 0 can have changed its gradients
         alone = (rank, world_size, waited) == (0, 2, 0)
         changed = _gradients(stack, sent)[1] if alone else []
         model.synchronize()
@@ -96,12 +96,12 @@ def _train(answer, cap_bytes, between, by_rank):
 
 
 def _memory(sent: list[Record]) -> dict[int, list]:
-    """What each buffer held when it was sent."""
+    """{buffer: the numbers it held when it was sent}."""
     return {record.memory[0]: record.memory[2] for record in sent if record.memory}
 
 
 def _gradients(stack: Stack, sent: list[Record]) -> tuple[list[str], list[str]]:
-    """Those that don't lie in what was sent; and those that do, and have changed since."""
+    """List gradients that don't lie in a buffer sent, and those that do but have changed since."""
     apart, changed, memory = [], [], _memory(sent)
     for name, parameter in stack.named_parameters():
         if parameter.grad is not None:
@@ -267,7 +267,7 @@ weights_only: self.trained.values():⏎parameter.register → module.parameters(
 def _run_plan(answer, sizes, cap_bytes):
     plan = answer(sizes, cap_bytes)
     try:
-        return [list(bucket) for bucket in plan]  # tuples and generators will do
+        return [list(bucket) for bucket in plan]  # tuples and generators are accepted
     except TypeError:
         return plan
 
@@ -491,7 +491,7 @@ of_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
 
 # one_wire(ready_s, travel_s)
 
-WIRES = [  # when buckets are full, what each takes, and when it starts and is done
+WIRES = [  # times at which buckets are full, the time each takes, its start and end
     ([1, 2, 3], [4, 1, 1], [(1, 5), (5, 6), (6, 7)]),
     ([1, 10, 11], [2, 2, 2], [(1, 3), (10, 12), (12, 14)]),
     ([5, 5, 5], [1, 2, 3], [(5, 6), (6, 8), (8, 11)]),

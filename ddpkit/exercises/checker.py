@@ -1,6 +1,6 @@
-"""What all checkers share: run the answer on real ranks, compare, name the mistake.
+"""The common part of all checkers: run the answer on real ranks, compare, name the mistake.
 
-An exercise is its trials (what is run, and what must come out), and a table of well-known mistakes.
+An exercise is its trials (a program and its expected results), and a table of well-known mistakes.
 An answer is judged by its trials alone. If it fails, the mistakes of the table are run on the same
 trial, and the one that fails in the same way says what is probably wrong.
 """
@@ -34,7 +34,7 @@ TUPLE = (
     "tensor_split gives a tuple of views: `chunks[i] += y` adds, and then tries to put the result "
     "into the tuple. Write `chunks[i].add_(y)`, or name it first: `chunk = chunks[i]; chunk += y`."
 )
-ERRORS = {  # what Python says, and what it means here
+ERRORS = {  # {Python's words: their meaning here}
     "'tuple' object does not support item assignment": TUPLE,
     "'NoneType'": "Something is None here. torch.distributed's collectives work in place and "
     "return None: call dist.all_reduce(x), then use x. And a parameter has no .grad before its "
@@ -53,14 +53,14 @@ ERRORS = {  # what Python says, and what it means here
 
 @dataclass
 class Trial:
-    """One run of the answer on real ranks, and what must come out of it.
+    """One run of the answer on real ranks, and its expected results.
 
-    program: called on every rank with the answer and `args`; returns plain data, or a dict of what
-        it saw, the most telling first: {"gradients": ..., "calls": 3}.
-    expected: what it must return, by rank, from a specification that shares no code with the
-        library; or a function that counts it on the wire of the run.
-    sent_bytes: what all ranks together may send; None: any number.
-    what: what the trial tries besides the number of ranks.
+    program: called on every rank with the answer and `args`; returns plain data, or a dict of its
+        observations, the most telling first: {"gradients": ..., "calls": 3}.
+    expected: the results it must return, by rank, from a specification that shares no code with
+        the library; or a function that counts them on the wire of the run.
+    sent_bytes: the bytes that all ranks together may send; None: any number.
+    what: the aim of the trial, besides the number of ranks.
     """
 
     world_size: int
@@ -76,9 +76,9 @@ class Trial:
 
 
 class Rounded(list):
-    """Numbers to some decimals; equal to others if the last one differs by 1 at most.
+    """Numbers rounded to `decimals`; equal to others if the last digit differs by 1 at most.
 
-    Of two sums of the same numbers in different order, one may be rounded up and one down.
+    Two sums of the same numbers in different order may be rounded one up and one down.
     """
 
     def __init__(self, numbers: Iterable[float], decimals: int):
@@ -99,9 +99,9 @@ class Rounded(list):
 class Mistake:
     """A well-known wrong answer: the reference with some of its text replaced.
 
-    says: what whoever makes it should hear. changes: (old, new), each old occurring once in the
-    source of the reference and its helpers; `⏎` stands for a new line at the same depth. answer:
-    the wrong answer written out, where it can't be said as a replacement.
+    says: the sentence that explains it. changes: (old, new), each old occurring once in the source
+    of the reference and its helpers; `⏎` stands for a new line at the same depth. answer: the wrong
+    answer written out, where it can't be a replacement.
     """
 
     name: str
@@ -111,11 +111,11 @@ class Mistake:
 
     @classmethod
     def written(cls, answer: Callable, says: str) -> "Mistake":
-        """A mistake that is written out."""
+        """Make a mistake of an answer that is written out."""
         return cls(answer.__name__, says, answer=answer)
 
     def applied_to(self, reference: Callable, helpers: Sequence[Callable] = ()) -> Callable:
-        """The wrong answer, in a namespace like that of the reference."""
+        """Make the wrong answer, in a namespace like that of the reference."""
         if self.answer:
             return self.answer
         source = source_of(*helpers, reference)
@@ -132,7 +132,7 @@ class Mistake:
         return namespace[reference.__name__]
 
     def _place(self, source: str, old: str) -> tuple[int, int]:
-        """Where the text begins and ends, which must be in one place only."""
+        """Find where the text begins and ends; ValueError unless it is in exactly one place."""
         pattern = r"\n *".join(re.escape(line.strip()) for line in old.split("⏎"))
         found = list(re.finditer(pattern, source))
         if len(found) != 1:
@@ -144,13 +144,13 @@ class Mistake:
 
 
 def mistakes(table: str) -> list[Mistake]:
-    """Read a table of mistakes. Each is its name, what is replaced by what, and what it hears:
+    """Read a table of mistakes. Each is its name, its replacements, and its sentence:
 
         own_twice: mine += arrived → mine += mine + arrived
             The chunk's own numbers are in it twice: add what arrives once.
 
-    Further replacements follow on lines of their own, with an arrow; what has none is the sentence.
-    Without a sentence, a mistake hears what the one above it hears.
+    Further replacements follow on lines of their own, with an arrow; a line without one belongs to
+    the sentence. A mistake without a sentence has that of the mistake above it.
     """
     found = []
     for block in re.split(r"\n(?=\w+: )", textwrap.dedent(table).strip()):
@@ -158,7 +158,7 @@ def mistakes(table: str) -> list[Mistake]:
         changes, says = [], []
         for line in rest.splitlines():
             old, arrow, new = line.partition(" →")
-            if line.strip().startswith("⏎"):  # goes on with the replacement before it
+            if line.strip().startswith("⏎"):  # continues the replacement before it
                 changes[-1] = changes[-1][0], changes[-1][1] + line.strip()
             elif arrow:
                 changes.append((old.strip(), new.removeprefix(" ")))
@@ -169,16 +169,16 @@ def mistakes(table: str) -> list[Mistake]:
 
 
 def source_of(*parts: Callable) -> str:
-    """The source of functions or classes, one after the other."""
+    """Join the sources of functions or classes."""
     return "\n\n".join(textwrap.dedent(inspect.getsource(inspect.unwrap(p))) for p in parts)
 
 
 @dataclass
 class Problem:
-    """What is wrong with an answer. stage: "luck", "values", "wire", "hang" or "error".
+    """The fault of an answer. stage: "luck", "values", "wire", "hang" or "error".
 
-    symptom: what two answers that make the same mistake have in common. reading: what the values
-    say, as far as no known mistake explains them.
+    symptom: equal for two answers that make the same mistake. reading: an explanation from the
+    values, in case no known mistake explains them.
     """
 
     stage: str
@@ -188,10 +188,10 @@ class Problem:
 
 
 class Verdict:
-    """What a check found. `passed` is None for an answer that is not written yet.
+    """The result of a check. `passed` is None for an answer that is not written yet.
 
-    said: one under the other; the first begins with a title. In a browser it is a card, with what
-    `folds()` has by name to unfold, and the player that `replay()` returns in place of `more`.
+    said: paragraphs, the first of which begins with a title. In a browser it is a card, with the
+    texts of `folds()` to unfold by name, and the player of `replay()` in place of `more`.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Verdict:
 
 
 class Solution(Verdict):
-    """Source, whose lines stay as they are."""
+    """Source code, shown verbatim."""
 
     def __repr__(self):
         return self.text
@@ -236,17 +236,18 @@ class Exercise:
     trials: 2 ranks first, so that the first failure is easy to understand, and 1 rank last.
     mistakes: the known ones; of two that fail alike, the first is named.
     hints: by the stage at which an answer failed: "start", "values", "wire", "hang", "error".
-    praise: what a right answer hears; or called with the last trial of the
-        most ranks and its run, and returns that.
-    note: stands above the solution.
+    praise: the sentence for a right answer; or a function that returns it, called with the last
+        trial of the most ranks and its run.
+    note: printed above the solution.
     given: the methods of a class that the notebook gives; the reader writes the others.
     says: where a trial's program returns a dict, the sentence for each of its entries that isn't
         as expected, with {rank}, {expected} and {got}.
-    explain: called with a trial, the rank with a wrong result, what it should have and what it has;
-        reads the values, where no known mistake has them, or returns None.
-    races: called with a trial and its run; returns what makes the values a matter of luck, or None.
-    wire: called with a trial and its run; returns what is wrong on the wire though the values are
-        right, or None.
+    explain: called with a trial, the rank with a wrong result, the expected result and the rank's;
+        explains the values if no known mistake has them, or returns None.
+    races: called with a trial and its run; says why the values are a matter of luck, or returns
+        None.
+    wire: called with a trial and its run; says what is wrong on the wire though the values are
+        right, or returns None.
     """
 
     reference: Callable
@@ -262,10 +263,10 @@ class Exercise:
     races: Callable[[Trial, Run], str | None] = lambda *_: None
     wire: Callable[[Trial, Run], str | None] = lambda *_: None
     _failures: int = field(default=0, init=False)
-    _stages: list[str] = field(default_factory=list, init=False)  # whose hints come next
+    _stages: list[str] = field(default_factory=list, init=False)  # stages whose hints come next
     _outcome: Run | LaunchError | None = field(default=None, init=False)
     _passed: bool = field(default=False, init=False)
-    # Of known mistakes by name: how many trials they pass, and how they fail the next one
+    # {name of a known mistake: (number of trials it passes, its problem in the next one)}
     _tried: dict[str, tuple[int, Problem | None]] = field(default_factory=dict, init=False)
 
     @property
@@ -276,7 +277,7 @@ class Exercise:
         return f"check.{self.name}: call it with your answer, or ask for its hint() or solution()"
 
     def __call__(self, answer: "Callable | Mistake") -> Verdict:
-        """Run `answer`; the verdict is a few lines: right, not written yet, or what is wrong."""
+        """Run `answer`; return a verdict of a few lines: right, not written yet, or the fault."""
         mistake = answer if isinstance(answer, Mistake) else None
         if mistake:
             answer = mistake.applied_to(self.reference, self.helpers)
@@ -296,7 +297,7 @@ class Exercise:
             self._outcome = _run(answer, trial)
             problem = self._problem(trial, self._outcome)
             self._passed = problem is None
-            if problem and mistake:  # so that it isn't run again, to be compared with itself
+            if problem and mistake:  # keep it: it needn't run again to be compared with itself
                 self._tried[mistake.name] = number, problem
             if problem:
                 return self._refuse(number, trial, problem, empty)
@@ -307,17 +308,17 @@ class Exercise:
         return Verdict(True, f"✓ {self.name}: {praise}")
 
     def hint(self) -> Verdict:
-        """A hint for the stage at which the last answer failed; called again, the next one."""
+        """Give a hint for the stage at which the last answer failed; the next one on each call."""
         return Verdict(None, self._next_hint(), title="hint")
 
     def solution(self) -> Verdict:
-        """The reference's source, and that of the functions it calls."""
+        """Show the reference's source, and that of the functions it calls."""
         note = [f"# {self.note}"] if self.note else []
         source = "\n".join([*note, source_of(self.reference, *self.helpers)])
         return Solution(None, source, title="solution")
 
     def replay(self):
-        """A player of the smallest world in which the last answer failed: what it really sent."""
+        """Play the messages of the last answer, in the smallest world in which it failed."""
         from ddpkit.lesson.player import player
 
         if self._outcome is None or self._passed:
@@ -329,14 +330,14 @@ class Exercise:
         return player(self._outcome)
 
     def _short_replay(self):
-        """The player, where its pictures are drawn within a second or two."""
+        """Return the player if its pictures can be drawn within a second or two."""
         calls = sum(map(len, self._outcome.wire))
         return self.replay() if 0 < calls <= 16 else None
 
     def known(self, number: int, problem: Problem) -> Mistake | None:
-        """The mistake of the table that passes the trials before this one, and fails it alike.
+        """Find the mistake of the table that passes the trials before this one, and fails it alike.
 
-        Else one that is told the same of this trial: an answer may have another mistake as well.
+        Failing that, one with the same message for this trial: an answer may have other mistakes.
         """
         trials, near = list(self.trials()), None
         for mistake in self.mistakes:
@@ -353,7 +354,7 @@ class Exercise:
         return near
 
     def _unfit(self, answer: object) -> str | None:
-        """What is wrong with an answer that can't be run at all."""
+        """Say what is wrong with an answer that can't be run at all."""
         if inspect.isclass(self.reference) and not inspect.isclass(answer) and callable(answer):
             made = type(answer).__name__
             if not inspect.isfunction(answer):
@@ -363,9 +364,9 @@ class Exercise:
         return None
 
     def _to_write(self, answer: Callable) -> dict[str, Callable]:
-        """What the reader has to write, by name: the answer, or methods that the reference has.
+        """{name: function the reader has to write}: the answer, or methods that the reference has.
 
-        What is empty in the reference may stay so.
+        Methods that are empty in the reference may stay so.
         """
         if not inspect.isclass(answer):
             return {self.name: answer}
@@ -378,7 +379,7 @@ class Exercise:
         return parts
 
     def _problem(self, trial: Trial, outcome: Run | LaunchError) -> Problem | None:
-        """What is wrong with what came out."""
+        """Compare the outcome of a trial with what is expected; return the problem, if any."""
         if isinstance(outcome, LaunchError):
             stage, text = "hang" if isinstance(outcome, HangError) else "error", str(outcome)
             meaning = next((means for says, means in ERRORS.items() if says in text), None)
@@ -386,7 +387,7 @@ class Exercise:
             return Problem(stage, text, alike, meaning)
         luck = never_waited(outcome) or self.races(trial, outcome) or _overwritten(outcome)
         if luck:
-            return Problem("luck", luck, "a matter of luck")  # and the values mean nothing
+            return Problem("luck", luck, "a matter of luck")  # so the values mean nothing
         expected = trial.expected(outcome) if callable(trial.expected) else trial.expected
         for rank, (should, got) in enumerate(zip(expected, outcome, strict=True)):
             if got != should:
@@ -412,7 +413,7 @@ class Exercise:
         return sentence.format(rank=rank, got=short(got), expected=short(expected))
 
     def _refuse(self, number: int, trial: Trial, problem: Problem, empty: list[str]) -> Verdict:
-        """Say what is wrong, why, and what to do."""
+        """Write the verdict: what is wrong, why, and what to do."""
         self._failures += 1
         stages = [stage for stage in ("start", *self.hints) if stage != problem.stage]
         self._stages = [stage for stage in (problem.stage, *stages) if stage in self.hints]
@@ -431,7 +432,7 @@ class Exercise:
         return Verdict(False, *lines, **look, replay=self._short_replay, more=more)
 
     def _cause(self, number: int, problem: Problem) -> str | None:
-        """Why it went wrong: as a known mistake does, or by what its values or Python say."""
+        """Explain the problem by a known mistake, by its values, or by Python's error."""
         mistake = self.known(number, problem)
         said = mistake.says if mistake else ""
         return problem.reading if said in (problem.reading or "") else said
@@ -459,7 +460,7 @@ def _run(answer: Callable, trial: Trial) -> Run | LaunchError:
 
 
 def short(value: object) -> str:
-    """As Python writes it; what is too long ends after a comma."""
+    """Write a value as Python does; one that is too long ends after a comma."""
     text = repr(value)
     if len(text) <= LONGEST:
         return text
@@ -468,17 +469,17 @@ def short(value: object) -> str:
 
 
 def _stub():
-    """An unwritten answer: what Python makes of a body that is only `...`."""
+    """Stand for an unwritten answer: its code is that of any body of only `...`."""
 
 
 def is_stub(answer: Callable) -> bool:
-    """Whether the function's body is still only `...`."""
+    """Return True if the function's body is still only `...`."""
     code = getattr(answer, "__code__", None)
     return code is not None and _opcodes(code) == _opcodes(_stub.__code__)
 
 
 def returns_nothing(answer: Callable) -> bool:
-    """Whether it is a function that returns, and no value on any way."""
+    """Return True if it is a function that returns, but no value on any path."""
     code = getattr(inspect.unwrap(answer), "__code__", None)
     if code is None or inspect.isgeneratorfunction(answer):
         return False
@@ -501,21 +502,21 @@ def _opcodes(code) -> list[tuple[str, object]]:
 def rank_1_comes_last() -> None:
     """Hold rank 1 back until no other rank can go on without it.
 
-    So a rank that uses a message before it has waited for it, or overwrites one before it is taken,
-    is found out whatever the machine's mood.
+    A rank that uses a message before it has waited for it, or overwrites one before it is taken,
+    then fails every time, whatever the timing.
     """
     if dist.get_rank() != 1:
         return
     board = dist.group.WORLD.recorder.board
     while not all(s.rank == 1 or s.missing or s.state == "returned" for s in situations(board)):
         if any(record.by_future for record in board.records(0)):
-            return  # rank 0 waits where it leaves no mark
+            return  # rank 0 waits in a place that leaves no record
         time.sleep(0.001)
 
 
 @contextlib.contextmanager
 def unwritten_memory_shows() -> Iterator[None]:
-    """Inside, torch.empty gives memory full of the largest integer, or of NaN, and not of luck."""
+    """Fill the memory of torch.empty, while inside, with the largest integer or with NaN."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error")  # torch.utils.deterministic fills what is empty
     try:
@@ -528,18 +529,18 @@ def unwritten_memory_shows() -> Iterator[None]:
 
 
 def messages(run: Run) -> Iterator:
-    """All sends of all ranks."""
+    """Yield all sends of all ranks."""
     for records in run.wire:
         yield from (record for record in records if record.op == "send")
 
 
 def place(record) -> str:
-    """Where the call of a record stands: function, line and the line's text."""
+    """Describe where the call of a record is: function, line and the line's text."""
     return describe_place((record.file, record.line, record.function))
 
 
 def never_waited(run: Run) -> str | None:
-    """A message or a collective that was begun in the background, and that nobody waited for."""
+    """Name a message or collective that was begun in the background and never waited for."""
     for rank, records in enumerate(run.wire):
         for record in records:
             if record.waited is None:
@@ -555,7 +556,7 @@ def never_waited(run: Run) -> str | None:
 
 
 def _overwritten(run: Run) -> str | None:
-    """A message that arrived with other numbers than it was sent with."""
+    """Name a message that arrived with other numbers than it was sent with."""
     arrived = {}
     for records in run.wire:
         arrived.update({(r.channel, r.seq): r.result for r in records if r.op == "recv"})
@@ -572,7 +573,7 @@ def _overwritten(run: Run) -> str | None:
 
 
 def ready_made(run: Run) -> str | None:
-    """A collective of torch's, where only messages were allowed."""
+    """Name a collective of torch's where only messages are allowed."""
     ops = set()
     for records in run.wire:
         ops.update(r.op for r in records if r.op not in ("send", "recv", "new_group"))
@@ -585,7 +586,7 @@ def ready_made(run: Run) -> str | None:
 
 
 def check_wire(trial: Trial, run: Run) -> str | None:
-    """Only messages, no ready-made collectives; each byte sent once."""
+    """Check that there are only messages, no ready-made collectives, and each byte is sent once."""
     by_torch = ready_made(run)
     if by_torch or trial.sent_bytes is None:
         return by_torch
@@ -608,12 +609,12 @@ def check_wire(trial: Trial, run: Run) -> str | None:
 
 
 def who_is_in(value: int, world_size: int) -> list[int]:
-    """How often each rank's 10**rank is in `value`: [1, 0, 2]: rank 1 is missing, rank 2 twice."""
+    """Count each rank's 10**rank in `value`: in [1, 0, 2] rank 1 is missing, rank 2 comes twice."""
     return [value // 10**rank % 10 for rank in range(world_size)]
 
 
 def read_sum(value: int, world_size: int) -> str:
-    """In words, what is wrong with a sum that should count every rank once."""
+    """Say what is wrong with a sum that should count every rank once."""
     counts = who_is_in(value, world_size)
     missing = [rank for rank, count in enumerate(counts) if count == 0]
     twice = [rank for rank, count in enumerate(counts) if count > 1]

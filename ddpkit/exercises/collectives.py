@@ -14,7 +14,7 @@ from .checker import Exercise, Trial, check_wire, mistakes, read_sum, who_is_in
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
-JUNK = -1  # what a buffer holds before it is filled
+JUNK = -1  # fills a buffer at first
 SIMPLE, OTHER = (1, (3,), torch.int64), (2, (2, 2), torch.float64)  # calls, shape, dtype
 CASES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (3, 2, OTHER), (1, 0, SIMPLE)]
 TREES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (7, 4, OTHER), (1, 0, SIMPLE)]
@@ -22,11 +22,12 @@ REPLACED = "new tensors in the list"
 
 
 def _trials(of_rank: Callable, messages: Callable, root: str = "", cases=CASES):
-    """Calls on 2, 3 and 4 ranks; two calls in another shape and dtype; 1 rank last.
+    """Make trials on 2, 3 and 4 ranks; two calls in another shape and dtype; 1 rank last.
 
-    of_rank: called with rank, world size and root; what the rank brings, and what it then has, as
-    {argument: what its tensor is full of, or each tensor of the list}; what isn't named may hold
-    anything. messages: how many are sent, by the world size. root: what the answer calls it.
+    of_rank: called with rank, world size and root; returns what the rank brings and what it then
+    has, each {argument: the number that fills its tensor, or each tensor of the list}; an argument
+    that isn't named may hold anything. messages: their count, by the world size. root: the name of
+    the answer's argument for it.
     """
     for world_size, src, (calls, shape, dtype) in cases:
         what = [f"{root}={src}"] if root else []
@@ -45,7 +46,7 @@ def _trials(of_rank: Callable, messages: Callable, root: str = "", cases=CASES):
 
 
 def _run(answer, brought, calls, shape, dtype, src, looked_at):
-    """Call the answer; what the caller's tensors hold afterwards, and which aren't the caller's."""
+    """Call the answer; return the numbers of the caller's tensors, and which were replaced."""
     for times in range(calls, 0, -1):  # 1 in the last call
         mine, given = {}, []
         for name, numbers in brought[dist.get_rank()].items():
@@ -62,7 +63,7 @@ def _run(answer, brought, calls, shape, dtype, src, looked_at):
 
 
 def _tensors(numbers, shape, dtype, times=1):
-    """A tensor full of a number; of several, a list."""
+    """Make a tensor full of a number; of several numbers, a list of tensors."""
     if isinstance(numbers, list):
         return [_tensors(number, shape, dtype, times) for number in numbers]
     return torch.full(shape, times * numbers, dtype=dtype)
@@ -77,7 +78,7 @@ def _first(values) -> int:
 
 
 def _check_tree(trial: Trial, run):
-    """A tree has ⌈log₂ W⌉ hops, and no rank takes part in more messages."""
+    """Check that there are ⌈log₂ W⌉ hops, and no rank takes part in more messages."""
     wrong = check_wire(trial, run)
     if wrong:
         return wrong

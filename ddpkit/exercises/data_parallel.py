@@ -19,8 +19,8 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 # The module whose gradients are averaged, here and in notebook 04
 
-WEIGHT = 7.0  # of all parameters; no gradient that is sent is that
-# What gradients are multiples of: none is 2, 3 or 4 times another
+WEIGHT = 7.0  # the value of all parameters, and of no gradient
+# The units of gradients: none is 2, 3 or 4 times another
 GRADIENTS = {"tokens.weight": 17.0, "first.weight": 3.0, "first.bias": 5.0}
 GRADIENTS |= {"second.weight": 13.0, "norm.weight": 11.0}
 FACTORS = GRADIENTS | {"tokens.weight": 1.0, "head.weight": 16.0}
@@ -31,8 +31,8 @@ LR = 1 / 16  # of SGD, which hides no factor
 class Stack(nn.Module):
     """Layers one after the other, to which backward comes from the last to the first.
 
-    tokens.weight is head.weight, too: its gradient is complete when backward has been through both.
-    positions isn't trained, and used by nobody.
+    tokens.weight is also head.weight: its gradient is complete when backward has been through both.
+    positions isn't trained, nor used.
     """
 
     def __init__(self, norm: torch.dtype = torch.float32):
@@ -47,7 +47,7 @@ class Stack(nn.Module):
             nn.init.constant_(parameter, WEIGHT)
 
     def forward(self, scale: int, layers=LAYERS, at_layer=lambda _: None) -> torch.Tensor:
-        """Its gradients are `scale` times GRADIENTS; backward calls `at_layer` before each."""
+        """Compute a loss with `scale` times GRADIENTS; backward calls `at_layer` before each."""
         x = torch.zeros(())
         for name in layers:
             x = x + scale * FACTORS[name] * self.get_parameter(name).sum()
@@ -56,17 +56,17 @@ class Stack(nn.Module):
 
 
 def tally(world_size: int) -> int:
-    """Each rank once: 11, 1111. Rank r brings W times 10**r, so this is the mean."""
+    """Count each rank once: 11, 1111. Rank r brings W times 10**r, so this is the mean."""
     return sum(10**rank for rank in range(world_size))
 
 
 def all_reduces() -> list[Record]:
-    """Those that this rank has begun."""
+    """List the all_reduces that this rank has begun."""
     return [record for record in recorder().records if record.op == "all_reduce"]
 
 
 def left_in(module: nn.Module) -> dict[str, object]:
-    """Gradients and parameters, each as one number if all its numbers are alike."""
+    """Collect gradients and parameters, each as one number if all its numbers are alike."""
     gradients, parameters = {}, {}
     for name, parameter in module.named_parameters():
         parameters[name] = _brief(parameter)
@@ -81,14 +81,14 @@ def _brief(tensor: torch.Tensor) -> float | list:
 
 
 def ideal(mean: int) -> dict[str, object]:
-    """What should be left in a Stack: gradients of `mean` times GRADIENTS, the rest as it was."""
+    """Return what a Stack should hold: gradients of `mean` times GRADIENTS, the rest unchanged."""
     left = {f"{name}.grad": mean * factor for name, factor in GRADIENTS.items()}
     parameters = dict.fromkeys(("positions", *GRADIENTS), WEIGHT)
     return left | parameters | {"positions.grad": None, "parameters sent": False}
 
 
 def read_mean(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
-    """What the first wrong gradient is, if it isn't the mean."""
+    """Explain the first gradient that isn't the mean."""
     what = next(what for what in expected if got.get(what) != expected[what])
     mean, value, world_size = expected[what], got.get(what), trial.world_size
     if f"{what}.grad" in expected:
@@ -108,7 +108,7 @@ def read_mean(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
     return f"Is {what} what all ranks' gradients add up to, divided by {world_size} once?"
 
 
-# What can go wrong with any mean
+# Mistakes in any mean
 IN_A_MEAN = mistakes("""
 sums: /= dist.get_world_size( → /= 1 + 0 * dist.get_world_size(
     That is the sum over the ranks: divide by the number of ranks.
@@ -126,7 +126,7 @@ NUMBERS = dict(zip(GRADIENTS, (4, 3, 3, 3, 2), strict=True))  # in each trained 
 
 
 def _vector(times: float) -> torch.Tensor:
-    """GRADIENTS times a number, all parameters in one piece."""
+    """Make GRADIENTS times a number, all parameters in one piece."""
     return torch.cat([torch.full((NUMBERS[name],), times * GRADIENTS[name]) for name in NUMBERS])
 
 
@@ -135,7 +135,7 @@ def _parts(vector: torch.Tensor) -> dict[str, object]:
 
 
 def _run_worker(answer, steps):
-    """The server sends back what no worker can work out: hundreds, by worker and step."""
+    """Run workers against a server whose weights no worker can guess: hundreds, by worker, step."""
     module, rank, got = Stack(), dist.get_rank(), {}
     for step in range(1, steps + 1):
         if rank:
@@ -202,7 +202,7 @@ one_by_one: dist.send(parameters_to_vector(p.grad for p in trained), 0) → for 
 
 
 def _run_serve(answer):
-    """Each worker pushes its digit of a tally, times the number of workers."""
+    """Run the server; each worker pushes its digit of a tally, times the number of workers."""
     module, rank, got = Stack(), dist.get_rank(), {}
     if rank == 0:
         answer(module, torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.5), 2)
@@ -286,7 +286,7 @@ def _run_average(answer, unused):
     layers = ("tokens.weight", "head.weight") if unused and rank == 1 else LAYERS
     module(dist.get_world_size() * 10**rank, layers).backward()
     answer(module)
-    # Who has a gradient may be agreed on before: messages of zeros and ones don't count
+    # Ranks may first agree on which of them have a gradient: messages of zeros and ones don't count
     sent = [r for r in recorder().records if not set(r.values or [2]) <= {0, 1}]
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return {
@@ -387,7 +387,7 @@ adds_tied_twice: dist.all_reduce( → if parameter is module.head.weight:
 
 # sum_or_mean(module, reduction, rows)
 
-ROWS = (3, 1), (4, 0), (4, 1, 3)  # of each rank; 4 or 8 together, by which divisions are exact
+ROWS = (3, 1), (4, 0), (4, 1, 3)  # of each rank; 4 or 8 together, so divisions are exact
 
 
 def sum_or_mean(module, reduction, rows):
@@ -401,9 +401,9 @@ def sum_or_mean(module, reduction, rows):
 
 
 def _run_sum_or_mean(answer, reduction, rows):
-    """A row brings 10**r to a sum, all rows times that to a mean, and nothing where there is none.
+    """Run both reductions: a row brings 10**r to a sum, and all rows times that to a mean.
 
-    So both end as the same number, whose digits are the rows of each rank: 13, 314.
+    So both give the same number, whose digits are the rows of each rank: 13, 314.
     """
     module, rank = Stack(), dist.get_rank()
     times = rows[rank] if reduction == "sum" else sum(rows) * (rows[rank] > 0)
@@ -476,7 +476,7 @@ adds_tied_twice: in module.parameters() → in (*module.parameters(), module.hea
 
 
 def _run_naive(answer, steps, unused):
-    """Every rank begins elsewhere; in the last step rank 1 may leave out a layer."""
+    """Train from different weights on every rank; in the last step rank 1 may skip a layer."""
     module, rank, world_size = Stack(), dist.get_rank(), dist.get_world_size()
     module.register_buffer("statistics", torch.full((2,), WEIGHT))
     module.register_buffer("batches", torch.tensor(7))
@@ -589,7 +589,7 @@ class HookedDDP(torch.nn.Module):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.average)
 
-    def average(self, parameter):  # not the gradient: the hook is given the parameter that has it
+    def average(self, parameter):  # the hook gets the parameter, not its gradient
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 
@@ -604,7 +604,7 @@ X = 2.0  # every rank's only point
 
 
 def _run_hooked(answer, steps):
-    """Half the squared error of a line that starts 10**r times W above each rank's point."""
+    """Train on half the squared error of a line that starts 10**r times W above a rank's point."""
     line = nn.Linear(1, 1, dtype=torch.float64)  # exact, in whatever order ranks add up
     line.weight.data.fill_(WEIGHT)
     line.bias.data.fill_(WEIGHT)
@@ -620,7 +620,7 @@ def _run_hooked(answer, steps):
 
 
 def _serial(world_size: int, steps: int) -> dict:
-    """What one process with all points has before its last step, worked out by hand."""
+    """The specification: one process with all points before its last step, worked out by hand."""
     weight = bias = WEIGHT
     for _ in range(steps):
         error = X * (weight - WEIGHT) + (bias - WEIGHT) + tally(world_size)

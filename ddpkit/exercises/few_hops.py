@@ -17,7 +17,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
 def _evenly(trial: Trial, run: Run) -> str | None:
-    """All bytes are needed, and no rank sends more of them than another."""
+    """Check that every rank sends as much as the others, and the wire carries no byte too many."""
     sent = sent_bytes(run)
     if max(sent) > min(sent) + 8 * trial.world_size:  # an element a hop, where halves are uneven
         return (
@@ -94,7 +94,7 @@ sends_first: exchange({peer: given}, {peer: arrived}, group) → dist.send(given
 # alpha_beta(points)
 
 EXACT = [(2, n, 2e-4 + n * 1e-9) for n in (4096, 10**5, 10**6, 10**7)]
-# Rings of 2 and of 4 ranks, as a machine would time them: each off by a share, one by far
+# Times of rings of 2 and of 4 ranks, as on a real machine: each off by a share, one by far
 OFF = 1.2, 0.9, 1.1, 0.85, 1.15, 0.95, 40.0, 1.05
 NOISY = []
 for (hops, turns), off in zip([(2, 1), (6, 1.5)] * 4, OFF, strict=True):
@@ -103,7 +103,7 @@ for (hops, turns), off in zip([(2, 1), (6, 1.5)] * 4, OFF, strict=True):
 
 
 def _fitted(answer, points):
-    """α and β as the answer has them, to three digits."""
+    """Return the answer's α and β to three digits."""
     found = answer(list(points))
     try:
         alpha, beta = (f"{float(each):.3g}" for each in found)
@@ -113,7 +113,7 @@ def _fitted(answer, points):
 
 
 def _nearest(points) -> dict:
-    """By the definition, in fractions: of the least sum of squares both slopes are 0."""
+    """The specification, in fractions: at the least sum of squares both derivatives are 0."""
     rows = [(Fraction(hops) / Fraction(s), Fraction(n) / Fraction(s)) for hops, n, s in points]
     hh, hb, bb = (
         sum(x * x for x, _ in rows),

@@ -15,13 +15,13 @@ from .softmax import Numbers, read_by_case, trial_of
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
-FAR = 4e9  # so far below 0 that -1e9, which some mask with, is above
-O_LSE = {"o": 0, "lse, though o is right": 1}  # what is compared, in this order; its place
+FAR = 4e9  # so far below 0 that -1e9, a common value for masks, is above it
+O_LSE = {"o": 0, "lse, though o is right": 1}  # {result to compare, in this order: its place}
 GRADIENTS = {"dv": 2, "dk, though dv is right": 1, "dq, though dv and dk are right": 0}
 
 
 def _tensors(queries: int, keys: int, D: int, below: float = 0.0) -> tuple[Tensor, ...]:
-    """q, k, v, do; all scores are less by `below`."""
+    """Make q, k, v, do; all scores are lowered by `below`."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = torch.randn(4, max(queries, keys), D, dtype=torch.float64, generator=generator)
     q[:, 0] = 1
@@ -38,7 +38,7 @@ def _exact(products: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
 
 
 def _look(answer: Callable, case: str, names: dict[str, int], given: tuple, *options) -> dict:
-    """What it returns, the shapes first, and whether what it was given is still as it was."""
+    """Call the answer; return its results, shapes first, and whether arguments are unchanged."""
     copies = [x.clone() for x in given]
     with torch.no_grad():
         returned = answer(*copies, *options)
@@ -55,7 +55,7 @@ def _look(answer: Callable, case: str, names: dict[str, int], given: tuple, *opt
 
 # flash_forward(q, k, v, tile, causal)
 
-FORWARD_CASES = [  # name, tile, causal, by how much scores are less
+FORWARD_CASES = [  # name, tile, causal, the amount that scores are lowered by
     ("8 keys in one tile", 8, False, 0.0),
     ("8 keys in tiles of 3", 3, False, 0.0),
     ("scores far below 0", 3, False, 2e3),
@@ -75,7 +75,7 @@ def _look_forward(answer: Callable, case: str, tile: int, causal: bool, below: f
 
 
 def _look_at_memory(answer: Callable) -> dict:
-    """Whether it is done tile by tile and in one pass: for one query, in tiles of 4 of its keys."""
+    """Check that the answer works tile by tile, in one pass: one query, tiles of 4 keys."""
     q, k, v, _ = given = _tensors(1, MANY, 4)
     with watch(nn.Module(), buckets=given) as timeline:
         answer(q, k, v, 4, False)
@@ -205,7 +205,7 @@ flash_forward = Exercise(
 
 # flash_backward(q, k, v, o, lse, do, causal)
 
-BACKWARD_CASES = [  # name, how many of 8 keys are given, causal, by how much scores are less
+BACKWARD_CASES = [  # name, keys given, of 8, causal, the amount that scores are lowered by
     ("8 queries and keys", 8, False, 0.0),
     ("causal", 8, True, 0.0),
     ("5 of the 8 keys, o and lse of all", 5, False, 0.0),
@@ -218,13 +218,13 @@ def _look_backward(answer: Callable, case: str, keys: int, causal: bool, below: 
     q, k, v, do = _tensors(8, 8, 3, below)
     given = q, k[:keys], v[:keys], *_exact(q @ k.T, v, causal), do
     seen = _look(answer, case, GRADIENTS, given, causal)
-    if below:  # the first of k's columns is so large that dq's rounding is, too
+    if below:  # the first of k's columns is so large that dq's rounding is also large
         seen.pop(f"{case}: dq, though dv and dk are right", None)
     return seen
 
 
 def _gradients(keys: int, causal: bool, below: float) -> tuple[Tensor, ...]:
-    """The specification: autograd, with all scores at once, some of keys that get no gradient."""
+    """The specification: autograd, with all scores at once; some keys get no gradient."""
     q, k, v, do = _tensors(8, 8, 3, below)
     inputs = [x.clone().requires_grad_() for x in (q, k[:keys], v[:keys])]
     products = torch.cat([inputs[0] @ inputs[1].T, q @ k[keys:].T], 1)

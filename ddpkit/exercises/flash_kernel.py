@@ -45,8 +45,8 @@ def flash_kernel(q_ptr, k_ptr, v_ptr, o_ptr, N, scale, D: "tl.constexpr", TILE: 
 
 
 D, TILE = 16, 32  # not alike, or a forgotten [:, None] may go unnoticed
-UNTOUCHED = -1.0  # what stands after the last row of o, and must still stand there; in q, k, v: NaN
-CASES = [  # name, tokens, scores are less by; the usual mistake
+UNTOUCHED = -1.0  # follows the last row of o, and must stay; q, k, v are followed by NaN
+CASES = [  # name, tokens, the amount that scores are lowered by; the usual mistake
     ("32 tokens, one tile", 32, 0.0, None),
     ("64 tokens, two tiles", 64, 0.0, "each_tile_alone"),
     ("48 tokens in tiles of 32", 48, 0.0, "what_sticks_out_counts"),
@@ -56,7 +56,7 @@ LOADED = "numbers loaded"
 
 
 def _tensors(N: int, below: float) -> torch.Tensor:
-    """q, k and v; with `below`, all scores are that far below 0, and alike."""
+    """Make q, k and v; with `below`, all scores are that far below 0, and alike."""
     tensors = torch.randn(3, N, D, generator=torch.Generator().manual_seed(0))
     if below:
         # One product a score, the others are 0: nothing is rounded that an order of adding decides.
@@ -66,7 +66,7 @@ def _tensors(N: int, below: float) -> torch.Tensor:
 
 
 def _look(answer: Callable, case: str, N: int, below: float, _: str | None) -> dict:
-    """What it wrote into o, and into how many numbers behind it; how many it loaded."""
+    """Run the kernel; return o, the count of numbers it wrote after o, and of those it loaded."""
     os.environ["TRITON_INTERPRET"] = "1"
     from ddpkit import flash_triton  # readies the interpreter
 
@@ -76,7 +76,7 @@ def _look(answer: Callable, case: str, N: int, below: float, _: str | None) -> d
     if flash_triton.INTERPRETED:
         for name in {"D", "TILE"} & set(answer.__annotations__):
             kernel.rewrite().__annotations__[name] = flash_triton.tl.constexpr  # not if in quotes
-    inputs = torch.full((3, N + TILE, D), math.nan)  # who reads too far reads NaN
+    inputs = torch.full((3, N + TILE, D), math.nan)  # reading too far reads NaN
     inputs[:, :N] = _tensors(N, below)
     o, tiles = torch.full((N + TILE, D), UNTOUCHED), math.ceil(N / TILE)
     with (
@@ -98,7 +98,7 @@ def _look(answer: Callable, case: str, N: int, below: float, _: str | None) -> d
 
 @contextlib.contextmanager
 def _count_loads(triton: ModuleType) -> Iterator[list[int]]:
-    """How many numbers each tl.load of the interpreter brings."""
+    """Record the count of numbers that each tl.load of the interpreter brings."""
     load = triton.runtime.interpreter.InterpreterBuilder.create_masked_load.__code__
     loads, before = [], sys.getprofile()
 

@@ -1,4 +1,4 @@
-"""Checkers of notebook 06: what is alive, what a block keeps, and three kinds of checkpoints."""
+"""Checkers of notebook 06: bytes alive, a block's activations, and three kinds of checkpoints."""
 
 import math
 from collections import Counter
@@ -31,7 +31,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 # alive(lives, moments)
 
 FOREVER = math.inf
-LIVES = {  # (born, died, bytes) of each tensor, and what is alive at each of six moments
+LIVES = {  # (born, died, bytes) of each tensor, and the bytes alive at each of six moments
     "one tensor": ([(1, 4, 100)], [0, 100, 100, 100, 0, 0]),
     "one of two stays": ([(0, FOREVER, 1000), (2, 3, 50)], [1000, 1000, 1050, 1000, 1000, 1000]),
     "in no order, and one as short-lived as can be": (
@@ -90,7 +90,7 @@ TOLERANCE = 0.01  # the norms' means and deviations are less, and not in the for
 @cache
 @torch.random.fork_rng(devices=[])
 def _measured() -> dict[tuple, int]:
-    """What a real block keeps, in bytes, by its sizes."""
+    """Measure the bytes that a real block keeps, by its sizes."""
     found = {}
     for batch, length, width, heads in BLOCKS:
         block = Block(width, heads, 0.0, MaterialisedAttention(ByteDropout(0.1))).bfloat16()
@@ -102,7 +102,7 @@ def _measured() -> dict[tuple, int]:
 
 
 def _predict(answer, measured):
-    """What the answer predicts; where that is near enough, what was measured."""
+    """Return the answer's predictions, each replaced by the measured number if near enough."""
     seen = {}
     for sizes, right in measured.items():
         predicted = answer(*sizes)
@@ -193,7 +193,7 @@ def _draw(weight, x):
     return x * weight * torch.randint(1, 1000, (1,))
 
 
-# The one of PyTorch's checkpoints that is a Function, too
+# The reentrant one of PyTorch's checkpoints is also a Function
 PYTORCHS = SimpleNamespace(apply=partial(checkpoint.checkpoint, use_reentrant=True))
 CASES = {  # functions, one after the other, each with its further inputs
     "one input": [(_square,)],
@@ -203,8 +203,8 @@ CASES = {  # functions, one after the other, each with its further inputs
 
 
 def _run_checkpoint(answer, functions):
-    """Compute it on x = 3 with weight = 5 and 7, to see what comes, then to see what is kept."""
-    torch.manual_seed(20_261_122)  # a seed that nobody guesses, and not its first numbers
+    """Compute on x = 3 with weight = 5 and 7, once for the results, once for what is kept."""
+    torch.manual_seed(20_261_122)  # an unlikely seed, and not its first numbers
     torch.rand(7)
     x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
     weight = nn.Parameter(torch.tensor([5.0, 7.0], dtype=torch.float64))
@@ -219,7 +219,7 @@ def _run_checkpoint(answer, functions):
         for function, *others in functions:
             y = answer.apply(partial(counted, function), y, *others)
             contexts.append(getattr(y.grad_fn, "__dict__", {}))
-            torch.rand(1)  # as layers behind it would
+            torch.rand(1)  # as later layers would
         return y
 
     y, in_forward = forward(), len(calls)
@@ -327,7 +327,7 @@ returns_nothing: return fn(*inputs) → fn(*inputs)
 
 
 def _two_layers():
-    """Two products with weights between other operations, one of them a product as well."""
+    """Make two products with weights between other operations, one of them a product as well."""
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     w = [torch.eye(2).mul(scale).requires_grad_() for scale in (0.5, 0.25, 2.0)]
     y = torch.tanh(x @ w[0])
@@ -336,7 +336,7 @@ def _two_layers():
 
 
 class _Seen(TorchDispatchMode):
-    """Counts what is really computed."""
+    """Count the operations that are really computed."""
 
     def __init__(self):
         super().__init__()
@@ -348,7 +348,7 @@ class _Seen(TorchDispatchMode):
 
 
 def _run_products(answer):
-    """Forward without a graph; with one and what was kept, twice, and backward."""
+    """Run forward without a graph; with one and what was kept, twice; and backward."""
     with torch.no_grad(), answer() as products:
         results = [_two_layers()[1].item()]
     kept = list(products.kept)
@@ -422,7 +422,7 @@ CUTS = {(6, 3): [2, 2, 2], (7, 3): [3, 2, 2], (5, 1): [5], (4, 4): [1, 1, 1, 1],
 
 
 class _Layer(nn.Module):
-    """Multiplies, squares, and notes that it was called."""
+    """Multiply, square, and note the call."""
 
     def __init__(self, number, calls):
         super().__init__()

@@ -1,6 +1,6 @@
 """Checkers of notebook 05: nearest, master_step, LossScaler, predict_bytes, quantise.
 
-All numbers are powers of two, or few of them: what an answer leaves is right to the bit, or wrong.
+All numbers are powers of two, or sums of a few: results are right to the bit, or wrong.
 """
 
 import itertools
@@ -25,7 +25,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 # nearest(value, format)
 
 OURS = Format("e3m2", 3, 2, None)  # torch has none like it: 0.0625, 0.125 to 12, 14
-VALUES = {  # what is nearest to each, written down by hand
+VALUES = {  # {value: the number nearest to it}, written down by hand
     ("between powers of two", FP16): {1.0: 1.0, 0.1: 0.0999755859375, -3.14159: -3.140625},
     ("between powers of two", BF16): {0.1: 0.10009765625, 1.3 * 2.0**100: 1.296875 * 2.0**100},
     ("halfway, to the even one", FP16): {1 + 2**-11: 1.0, 1 + 3 * 2**-11: 1 + 2**-9},
@@ -37,7 +37,7 @@ VALUES = {  # what is nearest to each, written down by hand
 
 
 def _run_nearest(answer):
-    """By value, whatever `answer` makes of it; None: what is right."""
+    """{value: the answer's result}; by `None` as answer, the right one."""
     seen = {}
     for (what, format), values in VALUES.items():
         for value, right in values.items():
@@ -104,7 +104,7 @@ SAME = "the weights' dtype, whether they are the same tensors, and in the same m
 
 
 def _run_master_step(answer):
-    """Three weights: gradients are small, or too small for fp16 (once None), or always None."""
+    """Update three weights: gradients are small, or too small for fp16 (once None), or None."""
     values = torch.tensor([1.0, 2.0**-6, 0.5], dtype=torch.float16)
     model = [nn.Parameter(value.view(1)) for value in values]
     masters = [weight.detach().float().requires_grad_() for weight in model]
@@ -194,9 +194,9 @@ OK, INF, MINUS_INF, NAN = 0.0, math.inf, -math.inf, math.nan
 
 
 def _run_scaler(answer, plan, odd):
-    """Steps of SGD on two weights of two numbers, in two groups, and one without a gradient.
+    """Run steps of SGD on two weights of two numbers, in two groups, and one without a gradient.
 
-    plan: what is put into a gradient of rank `odd` in each step, into another place each time.
+    plan: the numbers put into a gradient of rank `odd`, one a step, each in another place.
     """
     unused, *weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     groups = [{"params": [unused, weights[0]]}, {"params": weights[1:]}]
@@ -332,7 +332,7 @@ OPTIMIZERS = {
 
 @cache
 def _counted() -> dict[tuple, dict[str, int]]:
-    """The bytes of the tensors that exist after the backward of the second step."""
+    """Count the bytes of the tensors that exist after the backward of the second step."""
     found = {}
     for precision, optimizer in itertools.product(("fp32", "mixed"), OPTIMIZERS):
         model, stepper = nn.ParameterList([torch.ones(PARAMETERS)]), OPTIMIZERS[optimizer]
@@ -351,7 +351,7 @@ def _counted() -> dict[tuple, dict[str, int]]:
 
 
 def _run_bytes(answer, counted):
-    """What the answer predicts; where that is right, what was counted."""
+    """Return the answer's predictions, in the form of the counts where they are right."""
     seen = {}
     for case, kinds in counted.items():
         predicted = answer(*case)
@@ -400,7 +400,7 @@ master_in_fp32_too: (4 + 4, 0) → (4 + 4, 4)
 # quantise(x, block)
 
 BLOCK = 4
-BLOCKS = [  # the first has the scale 1; each must come back to half a scale
+BLOCKS = [  # the first has the scale 1; each must come back to within half a scale
     [127.0, -3.4, 0.6, 12.0],
     [0.001, -0.002, 0.0005, 0.0],
     [1.0, -254.0, 3.0, 100.0],
@@ -410,7 +410,7 @@ BACK = "numbers * scales, which may be half a scale off: {}".format
 
 
 def _run_quantise(answer):
-    """Whether int8, how large the scales are, and what is further off than half a scale."""
+    """Quantise BLOCKS; return dtype and shapes, and what each block comes back as if it is off."""
     x = torch.tensor(BLOCKS)
     numbers, scales = answer(x.flatten(), BLOCK)
     seen = {"dtype and shapes": [str(numbers.dtype), list(numbers.shape), list(scales.shape)]}

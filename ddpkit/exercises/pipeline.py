@@ -1,6 +1,6 @@
 """Checkers of notebook 10's schedules: gpipe, one_f_one_b, and a published one to be mended.
 
-Those of what runs on ranks are in `pipeline_ranks`.
+Those of exercises that run on ranks are in `pipeline_ranks`.
 """
 
 from ddpkit import dry_run, schedules
@@ -21,7 +21,7 @@ def gpipe_rows(stages: int, micro_batches: int) -> list[list[str]]:
 
 
 def one_f_one_b_rows(stages: int, micro_batches: int) -> list[list[str]]:
-    """The specification: 0B0 comes after p forwards of stage 0, 1B0 after p - 1 of stage 1, ..."""
+    """The specification: 0B0 follows p forwards of stage 0, 1B0 p - 1 of stage 1, ..."""
     rows, last = [], micro_batches - 1
     for stage in range(stages):
         moments = {f"{stage}F{i}": (i, 0) for i in range(micro_batches)}
@@ -32,7 +32,7 @@ def one_f_one_b_rows(stages: int, micro_batches: int) -> list[list[str]]:
 
 
 def _seen(plan: object, stages: int, micro_batches: int) -> dict[str, object]:
-    """How many lists there are, and what is in each; what isn't a list of lists, as it is."""
+    """Describe a plan: its number of lists and their contents; anything else as it is."""
     case = f"with {stages} stages and {micro_batches} micro-batches"
     if not isinstance(plan, list | tuple) or not all(isinstance(r, list | tuple) for r in plan):
         return {f"lists {case}": plan}
@@ -41,7 +41,7 @@ def _seen(plan: object, stages: int, micro_batches: int) -> dict[str, object]:
 
 
 def _run(answer, right: list[dict], cases):
-    """Plan after plan, up to the first that isn't right."""
+    """Call the answer for plan after plan, up to the first that isn't right."""
     seen = {}
     for expected, case in zip(right, cases, strict=True):
         plan = answer(*case)
@@ -58,7 +58,7 @@ def _trials(rows_of, cases=CASES):
 
 
 def _explain(trial: Trial, rank: int, expected: dict, got: dict):
-    """What `validate` says of the plan."""
+    """Explain a plan by the words of `validate`."""
     for what in expected:
         if what.startswith("lists") and got.get(what, expected[what]) != expected[what]:
             return 'Return a list for each rank, one for each stage, of actions such as "0F0".'

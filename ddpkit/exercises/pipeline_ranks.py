@@ -55,7 +55,7 @@ def run_stage(module, actions, inputs, loss):
 
 
 class _Double(nn.Module):
-    """A stage that writes down what it does."""
+    """A stage that records what it does."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ def accumulate(model, micro_batches, loss):
 
 
 class _Line(nn.Linear):
-    """One weight, and how many rows had their forward and not yet their backward."""
+    """One weight, and a count of the rows that had their forward but not yet their backward."""
 
     def __init__(self):
         super().__init__(1, 1, bias=False, dtype=torch.float64)
@@ -229,7 +229,7 @@ class _Line(nn.Linear):
 
 
 def _run_accumulate(answer, cuts):
-    """Row r is 10**r, and its loss is ROWS times that: each digit of the mean counts a row."""
+    """Run the answer; row r is 10**r, its loss ROWS times that: each digit of the mean is a row."""
     model = _Line()
     rows = 10.0 ** torch.arange(ROWS, dtype=torch.float64)[:, None]
     micro_batches = [(part, torch.ones_like(part)) for part in rows.split(cuts)]

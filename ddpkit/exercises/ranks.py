@@ -14,7 +14,7 @@ from .checker import Exercise, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
-LATE_S = 0.2  # how long low ranks are held back where nobody waits for them
+LATE_S = 0.2  # seconds for which low ranks are held back if no rank waits for them
 CERTAIN = "a message or a barrier is certain."
 OURS = "Ours. Yours may look different: the check looks at what it does."
 
@@ -31,13 +31,13 @@ def say_hello():
 
 
 class Said(str):
-    """What a rank printed; `.at`: when it began to."""
+    """The text that a rank printed; `.at`: the time at which it began to."""
 
 
 class _Listener(io.StringIO):
     """Stands in for a rank's standard output, and notes when it first printed something.
 
-    Low ranks print late, so that an order that comes by luck doesn't come.
+    Low ranks print late, so that the right order can't come about by luck.
     """
 
     printed_at = None
@@ -60,7 +60,7 @@ def _high_ranks_first():
 
 
 def _listen(answer):
-    """Call the answer, and listen to what it prints."""
+    """Call the answer, and return what it printed."""
     with contextlib.redirect_stdout(_Listener()) as listener:
         answer()
     said = Said(listener.getvalue())
@@ -81,9 +81,9 @@ def _explain_hello(trial: Trial, rank: int, expected, got):
 
 
 def _out_of_order(trial: Trial, run: Run):
-    """Between the line of the rank before it and its own, a rank must have heard something."""
+    """Name a rank that received nothing between the line of the rank before it and its own."""
     if list(run) != trial.expected:
-        return None  # wrong words are told first
+        return None  # wrong words are reported first
     for rank in range(1, trial.world_size):
         before, mine = run[rank - 1].at, run[rank].at
         heard = [record.done for record in run.wire[rank] if record.done and record.op != "send"]
@@ -92,7 +92,7 @@ def _out_of_order(trial: Trial, run: Run):
         between = f"It must wait after rank {rank - 1} has printed, and before it prints itself."
         if mine > before:
             return (
-                f"the order came out right, but rank {rank} heard nothing between rank "
+                f"the order came out right, but rank {rank} received nothing between rank "
                 f"{rank - 1}'s line and its own: it waited by the clock.\n"
                 f"On a busy machine any sleep is too short: {CERTAIN} {between}"
             )

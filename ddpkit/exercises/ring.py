@@ -1,4 +1,4 @@
-"""Checkers of notebook 02: the ring's plan, its two halves, the whole, and what it costs.
+"""Checkers of notebook 02: the ring's plan, its two halves, the whole, and its cost.
 
 Those of recursive halving and of the cost model's fit are in `few_hops`.
 """
@@ -30,13 +30,12 @@ LENGTHS = [(2, 4), (2, 5), (3, 6), (3, 2), (4, 10), (1, 3)]  # ranks, elements
 
 
 def lengths_trials(sums: bool, returns: str, halves: int = 1, lengths=LENGTHS, hops=None):
-    """Calls with lengths that divide and that don't.
+    """Make trials with lengths that W divides and that it doesn't.
 
-    sums: whether the chunks are added up. Then chunk c of rank r is full of 10**(W·r + c), so that
-    each has a digit of its own in the sum; otherwise it is full of 10**r. returns: "x" or "chunk",
-    the part of x that is right in the end. halves: how many halves of an all-reduce are needed.
-    hops: {world size: how many there are}; None: a ring's, in which no rank sends further than to
-    its neighbour.
+    sums: the chunks are added up. Then chunk c of rank r is full of 10**(W·r + c), so that each has
+    a digit of its own in the sum; otherwise it is full of 10**r. returns: "x" or "chunk", the part
+    of x that is right in the end. halves: the number of halves of an all-reduce. hops: {world size:
+    their number}; None: a ring's, in which every rank sends to its neighbour only.
     """
     for world_size, numel in lengths:
         x = torch.arange(numel)
@@ -73,7 +72,7 @@ def _run(answer, brought, returns, most, to_neighbours):
 
 
 def _place(got: object, x: torch.Tensor) -> str:
-    """Which part of x was returned, if any."""
+    """Name the part of x that was returned, if any."""
     if not isinstance(got, torch.Tensor):
         return repr(got)
     if got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
@@ -83,12 +82,12 @@ def _place(got: object, x: torch.Tensor) -> str:
 
 
 def _races(trial: Trial, run: Run) -> str | None:
-    """A chunk that was passed on before the rank had waited for it."""
+    """Name a chunk that was passed on before the rank had waited for it."""
     for rank, records in enumerate(run.wire):
         sends = [record for record in records if record.op == "send"]
         receives = [record for record in records if record.op == "recv"]
         if len({record.peer for record in sends}) != 1 or not all(r.bytes for r in records):
-            continue  # no ring, or it isn't certain which message belongs to which hop
+            continue  # no ring, or no certain match of messages and hops
         for receive, send in zip(receives, sends[1:], strict=False):
             if send.issued < receive.done:
                 return (
@@ -99,7 +98,7 @@ def _races(trial: Trial, run: Run) -> str | None:
 
 
 def _praise(trial: Trial, run: Run) -> str:
-    """Right is right, but messages that wait for each other are worth a word."""
+    """Praise a right answer, and mention messages that wait for each other needlessly."""
     right = "right on 1 to 4 ranks, also for lengths that don't divide"
     hops, enough = max(hop_numbers(run).values(), default=0), trial.world_size - 1
     if hops == enough:
@@ -121,7 +120,7 @@ SAYS = {
     "the others had {got} bytes. In each hop it sends one, the whole chunk.",
 }
 
-# What goes wrong in a hop, whatever is done with the chunks
+# Mistakes in a hop, whatever is done with the chunks
 IN_A_HOP = mistakes("""
 never_waits_for_the_receive: for work in works:⏎work.wait() → works[0].wait()
     Keep what irecv returns, and call wait() on it
@@ -144,7 +143,7 @@ loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
 
 
 def _follow(answer):
-    """Go round for real, sending what the plan says."""
+    """Go round for real, sending the chunks that the plan names."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     plan = answer(world_size)
     if not isinstance(plan, list | tuple) or not all(isinstance(r, list | tuple) for r in plan):
@@ -171,7 +170,7 @@ def _plan_trials():
 
 
 def _with_plans(run: Run, expected: list[dict]) -> list[dict]:
-    """Any plan is right that brings the sums home."""
+    """Accept any plan that brings each sum to its rank."""
     return [each | {"plan": got["plan"]} for each, got in zip(expected, run, strict=True)]
 
 
@@ -240,7 +239,7 @@ by_hop: return plan → return [[*row] for row in zip(*plan)]
 
 
 def explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
-    """Every chunk of every rank has its digit."""
+    """Explain a wrong sum by its digits, one for every chunk of every rank."""
     if not got["sent"] or got["x"] == expected["x"]:
         return None
     world_size, value = trial.world_size, got["x"][0]
@@ -250,7 +249,7 @@ def explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
 
 
 def _whose(value: int, world_size: int) -> str:
-    """Whose chunks are in a sum of 10**(W · rank + chunk)."""
+    """Name the ranks whose chunks are in a sum of 10**(W · rank + chunk)."""
     held = []
     for digit, times in enumerate(who_is_in(value, world_size**2)):
         other, chunk = divmod(digit, world_size)
@@ -419,7 +418,7 @@ twice: return ring_all_gather(x, group) → ring_all_gather(x, group)⏎return r
 
 
 def _run_cost(answer, numel):
-    """Go round for real, for the wire to count, and ask the answer what it expects."""
+    """Go round for real, for the wire to count, and ask the answer for its prediction."""
     x = torch.ones(numel)
     ring.ring_all_reduce(x)
     cost = answer(dist.get_world_size(), x.nbytes)
@@ -428,7 +427,7 @@ def _run_cost(answer, numel):
 
 
 def _counted(run: Run) -> list[dict]:
-    """What the wire of the run counted, on each rank."""
+    """Return the counts of the run's wire, for each rank."""
     hops, counted = max(hop_numbers(run).values(), default=0), []
     for records in run.wire:
         nbytes = sum(record.bytes for record in records if record.op == "send")

@@ -32,7 +32,7 @@ CAUSAL = (
 
 
 def _sequence(world_size: int) -> Tensor:
-    """q, k and v of the whole sequence; scores are so high that exp overflows."""
+    """Make q, k and v of the whole sequence; scores are so high that exp overflows."""
     generator = torch.Generator().manual_seed(0)
     tensors = torch.randn(3, TOKENS * world_size, WIDTH, generator=generator)
     tensors[0, :, 0], tensors[1, :, 0] = 1, tensors[1, :, 0] + 100 * math.sqrt(WIDTH)
@@ -127,7 +127,7 @@ all_scores_at_once: triple = None → triple, seen = None, []
 
 
 def _explain(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
-    """What has many causes, and one remedy."""
+    """Explain values that have many causes, but one remedy."""
     numbers = getattr(got["o"], "values", torch.zeros(1))
     usual = "waits_at_the_end" if numbers.isnan().any() else "all_scores_at_once"
     if trial.what == "causal" and usual != "waits_at_the_end" and got["o"] != expected["o"]:

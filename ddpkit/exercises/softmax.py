@@ -24,7 +24,7 @@ INF = math.inf
 LN2, LN3, LN4, LN5 = map(math.log, (2, 3, 4, 5))
 
 
-# What the checkers of notebooks 08 and 09 share
+# Shared by the checkers of notebooks 08 and 09
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Numbers:
 
 
 def numbers(answer: Callable, *args: object) -> object:
-    """What `answer` returns, or the error of Python's arithmetic that it raised."""
+    """Return the result of `answer`, or the error of Python's arithmetic that it raised."""
     try:
         returned = answer(*args)
     except (OverflowError, ZeroDivisionError) as error:
@@ -60,10 +60,10 @@ def numbers(answer: Callable, *args: object) -> object:
 
 
 def trial_of(look: Callable, cases: list[tuple], expected: dict, what: str) -> Trial:
-    """All cases in one run. look: called with the answer and a case; returns a dict of what it saw.
+    """Make a trial of all cases. look: called with the answer and a case; returns its findings.
 
-    expected: of all cases. Nothing is tried after a case in which something was wrong, so that two
-    answers that make the same mistake fail alike.
+    expected: of all cases. Cases after the first wrong one aren't tried, so that two answers that
+    make the same mistake fail alike.
     """
     return Trial(1, _try, (look, cases, expected), [expected], what=what)
 
@@ -80,14 +80,14 @@ def _try(answer: Callable, look: Callable, cases: list[tuple], expected: dict) -
 def read_by_case(
     table: list[Mistake], usual: dict[str, str], _: Trial, rank: int, expected: dict, got: dict
 ) -> str | None:
-    """Explain a failure like that of no known mistake by the usual one of the first wrong case."""
+    """Explain a failure unlike any known mistake's by the usual one of the first wrong case."""
     case = next(case for case in expected if got.get(case) != expected[case])
     return next((mistake.says for mistake in table if mistake.name == usual.get(case)), None)
 
 
 # online_softmax(row)
 
-ROWS = [  # name, row; and the mistake of those who are wrong in this row first
+ROWS = [  # name, row; and the usual mistake of an answer that first fails here
     ("row ln 5, ln 2, ln 1", [LN5, LN2, 0.0], None),
     ("row ln 1, ln 2, ln 5", [0.0, LN2, LN5], None),
     ("row 0, 1000", [0.0, 1000.0], "no_maximum"),
@@ -103,7 +103,7 @@ READS_NOTHING |= {"new_zeros", "new_full", "new_empty", "zeros_like", "full_like
 
 
 def exact_pair(values: list[float]) -> Tensor:
-    """The specification: m and ℓ, with all numbers at hand."""
+    """The specification: m and ℓ, from all numbers at once."""
     x = torch.tensor(values, dtype=torch.float64)
     return torch.stack([x.max(), (x - x.max()).exp().nan_to_num(0).sum()])
 
@@ -113,10 +113,10 @@ def exact_softmax(values: list[float]) -> Tensor:
 
 
 class Row(Tensor):
-    """A row that counts how often each number is read, and fades: each time it is less by ln 2.
+    """A row that counts the reads of each number, and fades: each read lowers it by ln 2.
 
     x[i] reads a number, a slice some, any other function all. The same part twice in a row is once.
-    log: of this row, and of those that share it, who was read, and how many numbers at once.
+    log: of this row, and of rows that share it: the row that was read, the count of numbers.
     """
 
     @staticmethod
@@ -253,7 +253,7 @@ online_softmax = Exercise(
 
 # merge(a, b)
 
-PARTS = [  # name, parts of a row; and the mistake of those who are wrong with them first
+PARTS = [  # name, parts of a row; and the usual mistake of an answer that first fails here
     ("parts (ln 4, 1) and (0, 2)", [[LN4], [0.0, 0.0]], None),
     ("parts (0, 2) and (ln 4, 1)", [[0.0, 0.0], [LN4]], None),
     ("parts (0, 2) and (0, 3)", [[0.0] * 2, [0.0] * 3], None),

@@ -33,7 +33,7 @@ FEW = 16  # numbers that may be held at once, of 60
 
 # online_weighted_mean(x, v)
 
-SCORES = [  # name, scores; and the mistake of those who are wrong with them first
+SCORES = [  # name, scores; and the usual mistake of an answer that first fails here
     ("scores ln 5, ln 2, ln 1", [LN5, LN2, 0.0], None),
     ("scores ln 1, ln 2, ln 5", [0.0, LN2, LN5], None),
     ("scores 0, 1000", [0.0, 1000.0], "no_maximum"),
@@ -44,7 +44,7 @@ SCORES = [  # name, scores; and the mistake of those who are wrong with them fir
 
 
 def _values(length: int) -> list[list[float]]:
-    """1, 2, 4, ... and a 1 in each: the mean of the second is 1."""
+    """Make values: 1, 2, 4, ... and a 1 in each, so that the mean of the second is 1."""
     return [[2.0 ** (at % 5), 1.0] for at in range(length)]
 
 
@@ -257,7 +257,7 @@ def _across_trials():
 
 
 def _pairs_only(trial: Trial, run: Run) -> str | None:
-    """One collective, or messages; no more than a pair for each row to each other rank."""
+    """Check the wire: one collective, or messages; at most a pair for each row to each rank."""
     for rank, records in enumerate(run.wire):
         sent = [record for record in records if record.op not in ("recv", "new_group")]
         collectives = [record.op for record in sent if record.op != "send"]
@@ -324,7 +324,7 @@ gathers_the_rows: mine = torch.stack(summarize(x)) → mine = x.new_full((len(x)
 
 
 def _explain_parts(_: Trial, rank: int, expected: Numbers, got: object) -> str | None:
-    """The first row has no mask: who is wrong there has wrong sums."""
+    """Explain by the first row, which has no mask: an error there is in the sums."""
     first = len(expected.values) // len(SHARED)
     if not isinstance(got, Numbers) or len(got.values) != len(expected.values) or not first:
         return None

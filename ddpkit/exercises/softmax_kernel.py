@@ -27,9 +27,9 @@ def softmax_kernel(x_ptr, y_ptr, stride, columns, BLOCK: "tl.constexpr"):
     tl.store(y_ptr + row * stride + offsets, p / tl.sum(p, 0), mask=inside)
 
 
-BETWEEN = 3.0  # what stands in memory after each row, in x
+BETWEEN = 3.0  # fills the memory after each row, in x
 ATOL = 1e-4  # a score of 1002 in base 2 is rounded by 6e-5
-UNTOUCHED = -1.0  # and what must still stand there in y
+UNTOUCHED = -1.0  # fills it in y, and must stay
 CASES = [  # name, rows, stride, block, the usual mistake
     ("a row that fills its block", [[1, 2, 4, 2]], 4, 4, "not_divided"),
     ("two rows", [[1, 2, 4, 2], [3, 1, 0, 2]], 4, 4, "first_row_only"),
@@ -41,7 +41,7 @@ CASES = [  # name, rows, stride, block, the usual mistake
 
 
 def _look(answer: Callable, case: str, rows: list, stride: int, block: int, _: str) -> dict:
-    """What it wrote into the rows, and into how many numbers between them and after."""
+    """Run the kernel; return the rows it wrote, and the count of numbers changed outside them."""
     os.environ["TRITON_INTERPRET"] = "1"
     from ddpkit import flash_triton  # readies the interpreter
 
@@ -50,11 +50,11 @@ def _look(answer: Callable, case: str, rows: list, stride: int, block: int, _: s
     kernel = flash_triton.triton.jit(answer)
     if flash_triton.INTERPRETED and "BLOCK" in answer.__annotations__:
         kernel.rewrite().__annotations__["BLOCK"] = flash_triton.tl.constexpr  # not if in quotes
-    x = torch.full((stride * len(rows) + block,), BETWEEN)  # who reads too far reads these
+    x = torch.full((stride * len(rows) + block,), BETWEEN)  # reading too far reads these
     y = torch.full_like(x, UNTOUCHED)
     shape, strides = (len(rows), len(rows[0])), (stride, 1)
     x.as_strided(shape, strides).copy_(torch.tensor(rows))
-    with warnings.catch_warnings(action="ignore"):  # NumPy's: what overflows, shows
+    with warnings.catch_warnings(action="ignore"):  # NumPy's: an overflow shows in the values
         try:
             kernel[len(rows),](x, y, stride, len(rows[0]), BLOCK=block)
         except Exception as error:
@@ -66,7 +66,7 @@ def _look(answer: Callable, case: str, rows: list, stride: int, block: int, _: s
 
 
 def in_the_answer(error: Exception, answer: Callable) -> Exception:
-    """What the interpreter's error comes from, at the answer's own line; else the error itself."""
+    """Return the cause of an interpreter's error, at the answer's own line; else the error."""
     cause, trace = error.__cause__, None
     for frame, line in reversed([*traceback.walk_tb(cause and cause.__traceback__)]):
         if frame.f_code.co_filename == answer.__code__.co_filename:

@@ -1,4 +1,4 @@
-"""Checkers of notebook 11: f and g, a row-parallel layer, an MLP with a bug, who has which data.
+"""Checkers of notebook 11: f and g, a row-parallel layer, an MLP with a bug, each rank's data.
 
 Rank r brings 10ʳ, so that each digit of a sum counts a rank.
 """
@@ -24,14 +24,14 @@ WORLDS = (2, 2), (3, 3), (4, 2), (1, 1)  # ranks, and of those how many share a 
 
 
 def group_of(size: int) -> dist.ProcessGroup | None:
-    """Of `size` ranks, one after the other, with this one among them; None where that is all."""
+    """Make the group of `size` consecutive ranks that has this one; None if that is all ranks."""
     return None if size == dist.get_world_size() else dist.new_subgroups(size)[0]
 
 
 def in_groups(program: Callable, right: Callable[..., list], what: str, *args) -> Iterator[Trial]:
-    """Trials of a program that is called with `args` and how many ranks share a model.
+    """Make trials of a program, called with `args` and the number of ranks that share a model.
 
-    right: what each rank must return, called with the number of ranks, this one, and `args`.
+    right: called with the number of ranks, that number, and `args`; returns each rank's result.
     """
     for world_size, size in WORLDS:
         groups = f"in groups of {size}, " if size < world_size else ""
@@ -40,7 +40,7 @@ def in_groups(program: Callable, right: Callable[..., list], what: str, *args) -
 
 
 def of_group(trial: Trial, *_) -> str | None:
-    """Of an answer that is right until only some of the ranks belong together."""
+    """Explain an answer that is right until only some of the ranks belong together."""
     told = (
         "Right where all ranks share a model, wrong where only those of a group do, as on a mesh. "
         "Who takes in all ranks? A call without `group`, its size, or a rank's place in it."
@@ -49,12 +49,12 @@ def of_group(trial: Trial, *_) -> str | None:
 
 
 def calls(since: int, until: int | None = None) -> dict[str, int]:
-    """How many of which, from this record on."""
+    """Count the calls by kind, from this record on."""
     return dict(Counter(record.op for record in recorder().records[since:until]))
 
 
 def autograd_must_know() -> None:
-    """From now on in this rank: no backward through a collective that autograd doesn't know."""
+    """Forbid in this rank, from now on, backward through collectives that autograd doesn't know."""
     warnings.filterwarnings("error", ".*autograd kernel was not registered")
 
 
@@ -195,7 +195,7 @@ def _linear(inputs: int) -> nn.Linear:
 
 
 def _rows(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, whole, and the gradient of out: 2 rows."""
+    """Make x, whole, and the gradient of out: 2 rows."""
     x = torch.arange(1.0, 1 + 4 * world_size).double().view(2, 2 * world_size)
     return x, torch.arange(1.0, 7.0).double().view(2, OUTPUTS)
 
@@ -299,7 +299,7 @@ LR = 0.25
 
 
 def _layers(hidden: int) -> tuple[nn.Linear, nn.Linear]:
-    """Of an MLP of width 2, its biases zeros."""
+    """Make the layers of an MLP of width 2, with biases of zeros."""
     up, down = nn.Linear(2, hidden, dtype=torch.float64), nn.Linear(hidden, 2, dtype=torch.float64)
     up.weight.data = torch.arange(2.0 * hidden).double().view(hidden, 2) / 8 - 0.5
     down.weight.data = torch.arange(2.0 * hidden).double().view(2, hidden) / 16 - 0.5
@@ -309,7 +309,7 @@ def _layers(hidden: int) -> tuple[nn.Linear, nn.Linear]:
 
 
 def _train_mlp(forward, parameters, bias) -> dict:
-    """Two steps of SGD, the same rows on every rank."""
+    """Run two steps of SGD, with the same rows on every rank."""
     x, seen = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64), {}
     for step in (1, 2):
         rows = x.clone().requires_grad_()
@@ -386,7 +386,7 @@ without_f: library.CopyToRanks.apply(x) → x
 
 
 def rows_and_seed(batch, mesh):
-    """This rank's rows of a batch, and a seed for its dropout, on a mesh of data × tensor."""
+    """Return this rank's rows of a batch and a seed for dropout, on a mesh of data × tensor."""
     row, rows = mesh.get_local_rank("data"), mesh["data"].size()
     return batch.chunk(rows)[row], row
 

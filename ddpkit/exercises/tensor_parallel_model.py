@@ -29,7 +29,7 @@ def _block(kv_heads: int) -> Block:
 
 
 def _through(block: nn.Module) -> dict:
-    """What a block makes of some rows, forward and backward."""
+    """Run some rows through a block, forward and backward; return the results."""
     x = torch.randn(1, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     begun = len(recorder().records) if dist.is_initialized() else 0
     out = block(x)
@@ -131,7 +131,7 @@ NUMBERS = "numbers that a rank gave away for each target, where 3 are enough,"
 
 
 def _scores(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, whole, and each rank's first and last as targets; e^x of the last rank's is inf."""
+    """Make whole logits; targets: each rank's first and last; e^x of the last rank's is inf."""
     vocabulary = PER_RANK * world_size
     targets = torch.arange(vocabulary).view(-1, PER_RANK)[:, :: PER_RANK - 1].flatten().flip(0)
     logits = torch.arange(float(len(targets) * vocabulary), dtype=torch.float64)
@@ -244,7 +244,7 @@ gathers_the_logits: largest = → parts = [torch.empty_like(logits) for _ in ran
 
 
 def _run_copies(answer, size):
-    """Rank r's gradients are 10ʳ times 1, 2, 3…; one parameter wasn't used."""
+    """Run the answer; rank r's gradients are 10ʳ times 1, 2, 3…; one parameter wasn't used."""
     rank, group = dist.get_rank(), group_of(size)
     shapes = {"a norm's weight": (2,), "not used": (2,), "a split weight": (2, 2), "a bias": (3,)}
     copies, first = {}, 1.0

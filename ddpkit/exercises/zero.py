@@ -40,7 +40,7 @@ def _planned(numels: tuple[int, ...], world_size: int) -> list[list[list]]:
 
 
 def _run_plan(answer, right):
-    """Plan after plan, up to the first that isn't right."""
+    """Call the answer for plan after plan, up to the first that isn't right."""
     for (numels, world_size), planned in right.items():
         plan = answer(list(numels), world_size)
         plan = json.loads(json.dumps(plan, default=int))  # tuples as lists, tensors as numbers
@@ -121,7 +121,7 @@ def _gradient(rank: int, world_size: int, step: int) -> torch.Tensor:
 
 
 def _run_step(answer, steps, needed):
-    """needed: the bytes that a rank must send."""
+    """Run steps on shards. needed: the bytes that a rank must send."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     parameters, state, seen = START.clone(), {}, {}
     gradients = torch.empty_like(parameters)  # one tensor for all steps, as a bucket is
@@ -327,13 +327,13 @@ CLIPS = {"long everywhere": 1, "longer than 20 on rank 1": 20, "short": 1000, "a
 
 
 def _part(rank: int, what: str) -> list[float]:
-    """Of the gradient; 13 · (rank + 1) long."""
+    """Make this rank's part of the gradient, 13 · (rank + 1) long."""
     times = 0.0 if what == "all zeros" else rank + 1.0
     return [3 * times, -4 * times, 12 * times]
 
 
 def _longest(world_size: int) -> dict[str, float]:
-    """`max_norm`, by what is tried: the last is more than any rank has, and less than all have."""
+    """`max_norm` for each trial: the last is above every rank's norm, and below that of all."""
     return CLIPS | {"longer than each rank's part": 13 * world_size + 1}
 
 
@@ -424,10 +424,10 @@ BIAS = torch.tensor([7.0, 8.0], dtype=torch.float64)
 
 
 class _Layer(fsdp.ShardedLinear):
-    """As the library's; it remembers whether what it gathered is still in memory."""
+    """The library's layer; it remembers whether the tensors it gathered are still in memory."""
 
     def gather(self):
-        whole = [each.clone() for each in super().gather()]  # a backend lets go of its own late
+        whole = [each.clone() for each in super().gather()]  # a backend frees its own late
         self.gathered.append(weakref.ref(whole[0].untyped_storage()))
         return whole
 
@@ -436,7 +436,7 @@ class _Layer(fsdp.ShardedLinear):
 
 
 def _batch(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and the gradient of out; of the weight's mean gradient each digit counts a rank."""
+    """Make x and the gradient of out; each digit of the weight's mean gradient counts a rank."""
     x = torch.ones(2, INPUTS, dtype=torch.float64) * 10**rank
     gradient = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
     return x, world_size * gradient

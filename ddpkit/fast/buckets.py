@@ -1,10 +1,10 @@
-"""BucketedDDP that learns, divides early, and chooses what to send through.
+"""BucketedDDP that learns the order of gradients, divides early, and can send otherwise.
 
-Beside `ddpkit.ddp.BucketedDDP`, with the same name, results, and messages:
+Compared with `ddpkit.ddp.BucketedDDP`, of the same name, results, and messages:
 - Each gradient is divided on its way into the bucket, in backward, where it is copied anyway. The
   plain form reads and writes all of them once more after the last message, which is exposed.
 - The first backward shows in which order gradients become ready, and that order is the plan from
-  then on: no bucket waits for a parameter that was only expected early.
+  then on: no bucket waits for a parameter that was wrongly expected early.
 - wire_dtype: half the bytes, in bf16 (notebook 05). shared_memory: no messages at all, between
   ranks on one machine; a step of the bench took 0.81 to 0.94 of the time of PyTorch's.
 """
@@ -61,7 +61,7 @@ class Bucket:
             self.work = dist.all_reduce(self.message, group=self.group, async_op=True)
 
     def wait(self) -> None:
-        """End it: the means are in the views."""
+        """Finish the all-reduce: from now on the views hold the means."""
         if self.shared is None:
             self.work.wait()
         if self.message is not self.flat:
@@ -70,7 +70,7 @@ class Bucket:
 
 
 def _cut(flat: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Each parameter's part of `flat`, a view in its shape."""
+    """{parameter: its part of `flat`, a view in its shape}."""
     parts = flat.split([parameter.numel() for parameter in parameters])
     return {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
 
@@ -85,7 +85,7 @@ class BucketedDDP(DataParallel):
     the group's first rank shows the real order, which is then the plan on all ranks.
 
     Cost: an all-reduce for each bucket, once a broadcast of names; each gradient is read and
-    written once, divided. PyTorch's DDP learns the order, too. Notebook 04.
+    written once, divided. PyTorch's DDP also learns the order. Notebook 04.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class BucketedDDP(DataParallel):
         check_positive("Give the size of a bucket in MiB.", bucket_cap_mb=bucket_cap_mb)
         self._cap_bytes = bucket_cap_mb * 2**20
         self._how = group, wire_dtype, shared_memory
-        self._order: list[nn.Parameter] | None = []  # as gradients come first; then None
+        self._order: list[nn.Parameter] | None = []  # of the first gradients; None once planned
         self._plan(list(self.trained.values())[::-1])
         for parameter in self.trained.values():
             parameter.register_post_accumulate_grad_hook(self.ready)

@@ -1,9 +1,9 @@
 """`ddpkit.ring` for speed on CPUs, and as a transport that goes on while a rank computes.
 
 Chunks travel in segments: while one is added, the next are on their way, and receives are posted
-ahead, so that no sender waits for a place to put one. Two ranks with little to say swap it in one
-hop. Against the plain ring at 100 MB: docs/measurements.md. The bytes are the same; on GPUs NCCL
-does all this itself, and gets each hop as one batch.
+ahead, so that no sender waits for its receiver. Two ranks with little data swap it in one hop.
+Against the plain ring at 100 MB: docs/measurements.md. The bytes are the same; on GPUs NCCL does
+all this itself, and gets each hop as one batch.
 """
 
 from types import SimpleNamespace
@@ -20,19 +20,19 @@ AHEAD = 4  # receives posted before they are needed
 
 
 def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """As `ddpkit.ring.ring_reduce_scatter`: the same bytes, in more and shorter messages."""
+    """`ddpkit.ring.ring_reduce_scatter` with the same bytes in more and shorter messages."""
     Trip(x, group, gather=False).wait()
     return flat(x, group).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """As `ddpkit.ring.ring_all_gather`: the same bytes, in more and shorter messages."""
+    """`ddpkit.ring.ring_all_gather` with the same bytes in more and shorter messages."""
     Trip(x, group, reduce=False).wait()
     return x
 
 
 def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """As `ddpkit.ring.ring_all_reduce`: the same bytes, in more and shorter messages.
+    """`ddpkit.ring.ring_all_reduce` with the same bytes in more and shorter messages.
 
     Two ranks swap less than `AHEAD` segments whole, in one hop: the same bytes, half the latency.
     """
@@ -43,11 +43,11 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 class RingTransport:
-    """`ddpkit.transport` round the ring; what is begun first is also finished first.
+    """`ddpkit.transport` round the ring; the first to begin is the first to finish.
 
-    What travels while a rank computes is the first hop, as far as `AHEAD` segments; with two ranks
-    that is all there is. Two trips at once would take each other's messages, so beginning one ends
-    the one before it.
+    Only the first hop travels while a rank computes, as far as `AHEAD` segments; with two ranks it
+    is the only hop. Two trips at once would take each other's messages, so beginning one ends the
+    one before it.
     """
 
     def __init__(self):
@@ -68,10 +68,10 @@ class RingTransport:
 
 
 class Trip:
-    """One half of the ring, or both: making it sends the first chunk, `wait()` does the rest.
+    """One half of the ring, or both: the constructor sends the first chunk, `wait()` does the rest.
 
     In hop h, from 1 on, rank r sends chunk r-h to the right and receives chunk r-h-1 from the left,
-    modulo W. What arrives in the first W-1 hops is added, what arrives later stored. Leave `x`
+    modulo W. Chunks that arrive in the first W-1 hops are added, later ones stored. Leave `x`
     alone, and send nothing else round the ring, until `wait()` has returned.
     """
 
@@ -99,7 +99,7 @@ class Trip:
             self._start(first, self.places[: self.ahead])
 
     def _places_to_receive(self, x: Tensor) -> list[Tensor]:
-        """Scratch, used in turns, for what is added; x itself for what is stored."""
+        """List where segments arrive: in scratch, used in turns, to be added; in `x` otherwise."""
         adding = sum(hop < self.world_size for hop, _ in self.arrivals)
         scratch = x.new_empty(min(self.ahead, adding), self.longest)
         places = []
@@ -120,7 +120,7 @@ class Trip:
         self.receiving += works[len(works) - len(incoming) :]
 
     def wait(self) -> None:
-        """Add or store each segment as it comes, and pass it on; again, it does nothing."""
+        """Add or store each segment as it arrives, and pass it on; a second call does nothing."""
         for number, (hop, segment) in enumerate(self.arrivals):
             self.receiving[number].wait()
             if hop < self.world_size:

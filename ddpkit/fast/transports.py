@@ -1,6 +1,6 @@
 """`ddpkit.transport` through memory that all ranks of one machine see: no message is sent.
 
-What it gained is in docs/measurements.md, with the steps of ZeroOptimizer.
+Its gain is in docs/measurements.md, with the steps of ZeroOptimizer.
 """
 
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 
 from ..shared_memory import SharedBuffer
 
-DONE = SimpleNamespace(wait=lambda: None)  # the handle of what is done when it is started
+DONE = SimpleNamespace(wait=lambda: None)  # the handle of a call that is done when it returns
 
 
 class SharedMemoryTransport:
-    """Reduce-scatter and all-gather of flat tensors that it made itself, by `zeros`.
+    """Reduce-scatter and all-gather of flat tensors that its own `zeros` has made.
 
     ValueError: a tensor from elsewhere, which the other ranks can't see.
     """
@@ -24,18 +24,18 @@ class SharedMemoryTransport:
         self._buffers: dict[int, SharedBuffer] = {}  # by where they lie
 
     def zeros(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
-        """A flat tensor that all ranks see; every rank of the group must call."""
+        """Make a flat tensor that all ranks see; every rank of the group must call."""
         buffer = SharedBuffer(numel, dtype, group)
         self._buffers[buffer.local.data_ptr()] = buffer
         return buffer.local
 
     def start_reduce_scatter(self, flat: Tensor, group: ProcessGroup | None = None):
-        """As in `ddpkit.transport`, and done at once: reads n bytes, writes n/W."""
+        """Reduce-scatter at once, as `ddpkit.transport` does later: reads n bytes, writes n/W."""
         self._of(flat).reduce_scatter()
         return DONE
 
     def start_all_gather(self, flat: Tensor, group: ProcessGroup | None = None):
-        """As in `ddpkit.transport`, and done at once: reads n/W bytes, writes n."""
+        """All-gather at once, as `ddpkit.transport` does later: reads n/W bytes, writes n."""
         self._of(flat).all_gather()
         return DONE
 

@@ -15,9 +15,9 @@ No program adds to what another wrote, so gradients have the same bits in every 
 backward computes scores twice.
 
 Needs a GPU of compute capability 8.0 or higher; or the interpreter of Triton 3.7 or newer, which
-runs kernels on the CPU with NumPy: slowly (take N ≤ 256), in fp16 and fp32. Triton takes it for
+runs kernels on the CPU with NumPy: slowly (take N ≤ 256), in fp16 and fp32. Triton uses it for
 kernels that are defined while TRITON_INTERPRET=1 is in the environment. Where torch sees no GPU,
-importing this module puts it there, for the reader's own kernels, too.
+importing this module sets it, and so for the reader's own kernels as well.
 
 Public as `ddpkit.flash_triton`. Dao 2023 (FlashAttention-2); Tillet,
 Kung and Cox 2019 (Triton). Notebook 09.
@@ -47,7 +47,7 @@ except ImportError as error:
     ) from error
 
 INTERPRETED = triton.knobs.runtime.interpret
-if INTERPRETED and _imported_before:  # tl.max is a kernel, too, defined without the interpreter
+if INTERPRETED and _imported_before:  # even tl.max is a kernel, defined without the interpreter
     importlib.reload(triton.language.standard)
     importlib.reload(triton.language)
 
@@ -65,7 +65,7 @@ def _tune(own: str, others: str, tiles: list[tuple[int, int, int, int]]):
 
 
 def _smallest_in_fp32(configs: list, arguments: dict, **_) -> list:
-    """fp32 products don't use the tensor cores, and registers have room for small tiles only."""
+    """Keep the smallest tiles for fp32: it can't use the tensor cores, and fills the registers."""
     return configs[-1:] if arguments["q_ptr"].dtype == torch.float32 else configs
 
 
@@ -79,7 +79,7 @@ BACKWARD = [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), *S
 
 @triton.jit
 def _load_tile(matrix_ptr, rows, N, D: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr):
-    """Rows of an N × D matrix; zeros for columns from D on and, with TAIL, for rows from N on."""
+    """Load rows of an N × D matrix; zeros for columns from D on and, with TAIL, rows from N on."""
     columns = tl.arange(0, BLOCK_D)
     pointers = matrix_ptr + rows[:, None] * D + columns[None, :]
     if TAIL:
@@ -102,7 +102,7 @@ def _store_tile(matrix_ptr, rows, tile, N, D: tl.constexpr, BLOCK_D: tl.constexp
 
 @triton.jit
 def _dot(a, b, acc=None):
-    """a @ b + acc in fp32. "ieee": fp32 factors keep all their bits, where tf32 would drop 13."""
+    """Return a @ b + acc in fp32. "ieee": fp32 factors keep all bits, where tf32 would drop 13."""
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
@@ -115,7 +115,7 @@ def _attend(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Let the queries see keys first to last. MASKED: not every query sees every key of a tile."""
+    """Attend to keys `first` to `last`. MASKED: not every query sees every key of a tile."""
     for start in range(first, last, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
         k = _load_tile(k_ptr, keys, Nk, D, BLOCK_D, MASKED)
@@ -141,7 +141,7 @@ def _forward_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one query tile of one head."""
+    """Compute o and lse of one query tile of one head."""
     head, tile = _head_and_tile(tl.cdiv(Nq, BLOCK_Q), CAUSAL)
     q_ptr, o_ptr, lse_ptr = q_ptr + head * Nq * D, o_ptr + head * Nq * D, lse_ptr + head * Nq
     k_ptr, v_ptr = k_ptr + head * Nk * D, v_ptr + head * Nk * D
@@ -166,7 +166,7 @@ def _forward_kernel(
 
 @triton.jit
 def _head_and_tile(tiles, LAST_FIRST: tl.constexpr):
-    """What this program works on: those of one head run at once, share its k, v in the cache."""
+    """Choose this program's head and tile: programs of one head share its k and v in the cache."""
     program = tl.program_id(0)
     tile = program % tiles
     if LAST_FIRST:  # causal: the last queries see the most keys; short work fills gaps at the end
@@ -176,7 +176,7 @@ def _head_and_tile(tiles, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def _key_range(first_query, Nk, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the key tiles end that all queries of a tile see whole, and that any of them sees."""
+    """Return two ends: of the key tiles that all queries see whole, and of those that any sees."""
     full, last = Nk // BLOCK_K * BLOCK_K, Nk
     if CAUSAL:
         full = tl.minimum(full, (first_query + 1) // BLOCK_K * BLOCK_K)
@@ -192,7 +192,7 @@ def _key_range(first_query, Nk, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLO
 def _delta_kernel(
     o_ptr, do_ptr, delta_ptr, N, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr
 ):  # fmt: skip
-    """delta of a tile of rows; N: the rows of all heads."""
+    """Compute delta of a tile of rows; N: the rows of all heads."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     o = _load_tile(o_ptr, rows, N, D, BLOCK_D, True).to(tl.float32)
     do = _load_tile(do_ptr, rows, N, D, BLOCK_D, True).to(tl.float32)
@@ -205,7 +205,7 @@ def _gather_dkdv(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk, dv what queries first to last give. s, p, dp, ds are transposed: key × query."""
+    """Add to dk, dv the part of queries first to last. s, p, dp, ds are transposed: key × query."""
     for start in range(first, last, BLOCK_Q):
         queries = start + tl.arange(0, BLOCK_Q)
         q = _load_tile(q_ptr, queries, Nq, D, BLOCK_D, MASKED)
@@ -230,7 +230,7 @@ def _dkdv_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one key tile of one head."""
+    """Compute dk and dv of one key tile of one head."""
     head, tile = _head_and_tile(tl.cdiv(Nk, BLOCK_K), False)
     q_ptr, do_ptr = q_ptr + head * Nq * D, do_ptr + head * Nq * D
     lse_ptr, delta_ptr = lse_ptr + head * Nq, delta_ptr + head * Nq
@@ -264,7 +264,7 @@ def _dkdv_kernel(
 
 @triton.jit
 def _query_range(first_key, Nq, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the query tiles begin that see any key of a tile, that see all of it, and the tail."""
+    """Return where query tiles begin to see a key of a tile, to see all of it, and the tail."""
     first, full, tail = 0, 0, Nq // BLOCK_Q * BLOCK_Q
     if CAUSAL:
         first = tl.minimum(first_key // BLOCK_Q * BLOCK_Q, tail)
@@ -278,7 +278,7 @@ def _gather_dq(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq what keys first to last give it, tile by tile."""
+    """Add to dq the part of keys first to last, tile by tile."""
     for start in range(first, last, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
         k = _load_tile(k_ptr, keys, Nk, D, BLOCK_D, MASKED)
@@ -331,7 +331,7 @@ def _dq_kernel(
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """`flash_attention_triton` for autograd: apply(q, k, v, causal). Can be differentiated once."""
+    """`flash_attention_triton` for autograd: apply(q, k, v, causal); differentiable once."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -373,7 +373,7 @@ def flash_attention_triton(q: Tensor, k: Tensor, v: Tensor, causal: bool = False
 
 
 def _sizes(q: Tensor, k: Tensor, causal: bool) -> dict[str, float]:
-    """What all kernels want to know. octave: for `_tune`, the length within a factor of two."""
+    """The sizes that all kernels need. octave: for `_tune`, the length to a factor of two."""
     Nq, Nk, D = q.shape[-2], k.shape[-2], q.shape[-1]
     return {
         "Nq": Nq,
@@ -383,12 +383,12 @@ def _sizes(q: Tensor, k: Tensor, causal: bool) -> dict[str, float]:
         "D": D,
         "BLOCK_D": max(16, triton.next_power_of_2(D)),  # tl.dot takes 16 at least, in powers of two
         "CAUSAL": bool(causal),
-        "enable_fp_fusion": True,  # a * b + c in one instruction; Triton 3.9 warns if nobody says
+        "enable_fp_fusion": True,  # a * b + c in one instruction; Triton 3.9 warns if it isn't set
     }
 
 
 def _programs(x: Tensor, block: str):
-    """The number of programs: one for each tile of `block` rows of each head of `x`."""
+    """Count the programs: one for each tile of `block` rows of each head of `x`."""
     *heads, N, _ = x.shape
     return lambda sizes: (math.prod(heads) * triton.cdiv(N, sizes[block]),)
 

@@ -5,7 +5,7 @@
 - checkpoints that any number of ranks can load, and a plain optimizer;
 - buffers in memory that all ranks see (`ddpkit.fast.transports`), and on CPUs a ring of segments as
   the transport that is used where none is given: half the time of Gloo's own two collectives;
-- refusals: optimizers that look at a parameter as a whole, groups that come late.
+- refusals: optimizers that look at a parameter as a whole, parameter groups added late.
 """
 
 import torch
@@ -22,9 +22,9 @@ NOT_ELEMENTWISE = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, to
 
 
 class Bucket(zero.Bucket):
-    """As `zero.Bucket`; with half-precision parameters, `shard` is a float32 copy, the master.
+    """`zero.Bucket` in which, with half-precision parameters, `shard` is a float32 master copy.
 
-    An update that is smaller than the spacing of the half format would be lost without it.
+    Without it, an update smaller than the spacing of the half format would be lost.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None, transport):
@@ -40,7 +40,7 @@ class Bucket(zero.Bucket):
         return super().zeros()
 
     def mean(self) -> Tensor:
-        """Taken once: it may have been clipped or unscaled since."""
+        """Return the shard's mean gradient, taken once: later it may be clipped or unscaled."""
         if self.shard.grad is not None:
             return self.shard.grad
         return super().mean().to(self.shard.dtype)  # itself, if the dtype is the same
@@ -51,12 +51,12 @@ class Bucket(zero.Bucket):
     # Checkpoints
 
     def state(self) -> dict[str, object]:
-        """What the optimizer keeps for the shard, and the master copy if there is one."""
+        """Return the optimizer's state of the shard, and the master copy if there is one."""
         found = self.optimizer.state[self.shard]
         return {**found, MASTER: self.shard.detach()} if found and self.half else found
 
     def gather_state(self) -> list[dict]:
-        """The state of each parameter, put together from all ranks."""
+        """Put the state of each parameter together from all ranks."""
         states = [{} for _ in self.parameters]
         for name, value in self.state().items():
             values = [value] * len(states)  # kept once for all, as a counter of steps
@@ -94,7 +94,7 @@ class Bucket(zero.Bucket):
 
 
 class ZeroOptimizer(zero.ZeroOptimizer):
-    """As `zero.ZeroOptimizer`, with what the module's first lines name.
+    """`zero.ZeroOptimizer` with the additions that the module's docstring lists.
 
     transport: None is a ring of segments on CPUs, torch's own collectives elsewhere.
     ValueError: an optimizer that isn't elementwise; all that `zero.ZeroOptimizer` refuses.
@@ -125,13 +125,13 @@ class ZeroOptimizer(zero.ZeroOptimizer):
         super().add_param_group(param_group)
 
     def state_bytes(self) -> int:
-        """Bytes of this rank's optimizer state, master copies included; after a step."""
+        """Count the bytes of this rank's optimizer state, master copies included, after a step."""
         return super().state_bytes() + sum(b.shard.nbytes for b in self.buckets if b.half)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Make the mean gradient of all parameters no longer than `max_norm`; return its length.
 
-        After backward, before `step`. Cost: one number all-reduced.
+        Call it after backward, before `step`. Cost: one number all-reduced.
         `torch.nn.utils.clip_grad_norm_` would find no gradients.
         """
         self.synchronize()
@@ -139,9 +139,9 @@ class ZeroOptimizer(zero.ZeroOptimizer):
         return clip_grad_norm_(gradients, max_norm, self.group)
 
     def state_dict(self) -> dict:
-        """The state of all ranks, as `optimizer_cls` without ZeRO would save it; call it on all.
+        """Gather the state of all ranks, as `optimizer_cls` without ZeRO would save it.
 
-        Half-precision parameters have "master" in it, too. Save the module beside it.
+        Every rank must call. Half-precision parameters also have "master". Save the module as well.
         Cost: (W-1)/W of the whole state sent by each rank, and KΨ bytes of memory on each.
         """
         saved = super().state_dict()
@@ -153,9 +153,9 @@ class ZeroOptimizer(zero.ZeroOptimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take this rank's part of what `state_dict` returned, on any number of ranks.
+        """Take this rank's part of a `state_dict`, saved on any number of ranks.
 
-        A plain optimizer's will do, too. Load the module first.
+        A plain optimizer's serves as well. Load the module first.
         ValueError: other groups than here; counters of steps that differ within a bucket.
         """
         super().load_state_dict({**state_dict, "state": {}})

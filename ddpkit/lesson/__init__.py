@@ -1,4 +1,4 @@
-"""For the notebooks: figures, the replay player, checkers. Nothing else imports this package."""
+"""Figures, players and widgets for the notebooks, and `check`, the checkers' name there."""
 
 from .progress import show_progress
 

@@ -1,4 +1,4 @@
-"""Pictures of notebooks 08 and 09: a tree of pairs, memories, rooflines, what attention takes."""
+"""Pictures of notebooks 08 and 09: a tree of pairs, memories, rooflines, attention's costs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +9,11 @@ from ..tools.units import number, size
 from . import page
 from .page import Canvas, Picture, chart, legend
 
-Curves = Mapping[str, Mapping[int, float]]  # {name: {length: what it takes}}
+Curves = Mapping[str, Mapping[int, float]]  # {name: {length: bytes or seconds}}
 
 
 def bytes_by_length(peaks: Curves, title: str) -> Picture:
-    """Both axes logarithmic: what grows with the length rises by one, with its square by two.
+    """Draw bytes by length, both axes logarithmic: a slope of one is linear, of two quadratic.
 
     peaks: the same on every machine, so that the picture's words hold them. Notebook 09.
     """
@@ -26,9 +26,10 @@ def bytes_by_length(peaks: Curves, title: str) -> Picture:
 
 
 def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) -> Picture:
-    """Both axes logarithmic. ceiling: {length: time of the matrix products alone}, a dashed line.
+    """Draw time by length, both axes logarithmic.
 
-    seconds: measured, so that the picture's words hold none of them. Notebook 09.
+    ceiling: {length: time of the matrix products alone}, a dashed line. seconds: measured, so the
+    picture's words hold none of them. Notebook 09.
     """
     figure = _by_length(seconds, title, "s", ceiling)
     lengths = ", ".join(f"{length:,}" for length in ceiling)
@@ -37,7 +38,7 @@ def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) ->
 
 
 def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, float] | None = None):
-    """The figure with the curves on it."""
+    """Draw the figure with the curves on it."""
     figure, (axes,) = chart(title)
     looks = zip(page.RANK_COLOURS, page.MARKERS, strict=False)
     for (name, curve), (fill, marker) in zip(curves.items(), looks, strict=False):
@@ -53,9 +54,9 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
 
 
 def merge_tree(row: Sequence[float]) -> Picture:
-    """The pairs of a row's numbers, merged by twos until one is left. Notebook 08.
+    """Draw the pairs of a row's numbers, merged two by two until one is left. Notebook 08.
 
-    row: 2 to 8 numbers, -inf for one that is masked.
+    row: 2 to 8 numbers, -inf for a masked one.
     """
     values = torch.tensor(row).view(-1, 1)
     level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]
@@ -87,9 +88,9 @@ def merge_tree(row: Sequence[float]) -> Picture:
 
 
 def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
-    """Memories, the fastest above: the larger, the wider, and the slower. Notebook 09.
+    """Draw memories, the fastest at the top: the larger, the wider and the slower. Notebook 09.
 
-    levels: {name: (bytes, bytes a second, what lies there)}.
+    levels: {name: (bytes, bytes a second, contents)}.
     """
     canvas, said = Canvas(page.WIDEST, 110 * len(levels) + 20), []
     for at, (name, (nbytes, speed, holds)) in enumerate(levels.items()):
@@ -106,7 +107,7 @@ def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
 
 
 def roofline(roofs: Mapping[str, tuple[float, float]], programs: Sequence[tuple]) -> Picture:
-    """The speed that is possible by operations for each byte, on several machines. Notebook 09.
+    """Draw the possible speed by operations for each byte, on several machines. Notebook 09.
 
     roofs: {machine: (operations a second, bytes a second)}. programs: (name, machine, operations
     for a byte). Speeds may be measured: the picture's words hold none of them.

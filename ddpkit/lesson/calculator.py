@@ -23,10 +23,10 @@ def bucket_calculator(
 ) -> Calculator:
     """Sliders over bucket cap and latency: the predicted timeline of a training step, to one scale.
 
-    gradients: (bytes, dtype) of each, in the order in which they become ready. ready_s: when, in
-    seconds after backward began. model, world_size: as in `cost.timeline`; latencies are the
-    model's own and those of `LATENCIES_S` above it. Its text holds none of the times, which were
-    measured. Notebook 04.
+    gradients: (bytes, dtype) of each, in the order in which they become ready. ready_s: their
+    times, in seconds after backward began. model, world_size: as in `cost.timeline`; latencies are
+    the model's own and those of `LATENCIES_S` above it. Its text holds none of the times, which
+    were measured. Notebook 04.
     """
     sizes = [nbytes for nbytes, _ in gradients]
     plans = bucket_plans(gradients)
@@ -57,7 +57,7 @@ def bucket_calculator(
 def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:
     """{cap in bytes: plan}: caps that double, from every gradient alone to all in one bucket.
 
-    Of caps with the same plan, the last. gradients: as for `ddp.plan_buckets`.
+    Among caps with the same plan, the last is kept. gradients: as for `ddp.plan_buckets`.
     """
     last: dict[str, tuple[int, list[list[int]]]] = {}
     for power in range(sum(nbytes for nbytes, _ in gradients).bit_length() + 1):
@@ -71,7 +71,7 @@ MODELS["XXL, 219.8B"] = 126 * 2 * 16384 * 53248  # 126 times two linear layers
 
 
 def zero_calculator() -> Calculator:
-    """What a rank keeps and sends in ZeRO's stages, in mixed precision with AdamW. Notebook 07."""
+    """Sliders over ZeRO's stages: a rank's bytes kept and sent, mixed precision. Notebook 07."""
     return Calculator(
         zero_stage,
         model=Slider("model", list(MODELS), "7.5B"),
@@ -81,7 +81,7 @@ def zero_calculator() -> Calculator:
 
 
 def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
-    """Caption and picture of `zero_calculator`."""
+    """Make caption and picture of `zero_calculator`, with AdamW."""
     parameters = MODELS[model]
     rows = {}
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Cards: what a check or a prediction says, light in every theme, told by sign and colour."""
+"""Cards for the words of a check or a prediction, light in every theme, with sign and colour."""
 
 import html
 import re
@@ -14,9 +14,9 @@ CODE = "font-family: monospace; font-size: 13px; white-space: pre-wrap; line-hei
 
 
 def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] = NONE) -> str:
-    """HTML. said: paragraphs, `code` in backticks; those of several lines are set as they are.
+    """Make a card in HTML. said: paragraphs, `code` in backticks, those of several lines verbatim.
 
-    folds: {what is clicked on: what then unfolds}.
+    folds: {text to click on: text that then unfolds}.
     """
     sign, ink, ground = LOOKS[passed]
     style = f"background: {ground}; border: 1px solid {ink}; border-left-width: 8px"
@@ -39,6 +39,6 @@ def _paragraph(text: str) -> str:
 
 
 def marked(text: str) -> str:
-    """HTML of a line, `code` in backticks."""
+    """Turn a line, `code` in backticks, into HTML."""
     code = rf'<code style="background: none; color: inherit; {CODE}">\1</code>'
     return re.sub("`([^`]+)`", code, html.escape(text))

@@ -1,7 +1,7 @@
-"""Charts of what was measured, and of what a model predicts, beside it.
+"""Charts of measurements, and of a model's predictions beside them.
 
-Their words name what is drawn and no number that was measured: those differ from run to run, and
-stand in the tables.
+Their words name what is drawn and no measured number: those differ from run to run, and are in the
+tables.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from ..tools.units import binary_size, count, duration, size
 from . import page
 from .page import Picture, chart, colour, legend, patch, stroke
 
-COLOURS = {  # of those that are always there
+COLOURS = {  # of the names that many charts have
     "gloo": page.BLUE,
     "ring": page.ORANGE,
     "ring_all_reduce": page.ORANGE,
@@ -29,16 +29,16 @@ COLOURS = {  # of those that are always there
 
 
 def median_time(results) -> Picture:
-    """The median time of each backend with each number of processes, by size, logarithmic.
+    """Draw the median time of each backend with each number of processes, by size, logarithmic.
 
-    results: `ddpkit.bench.results.Results`. A black mark on a bar: the same bytes just moved, its
-    ceiling. Notebook 02.
+    results: `ddpkit.bench.results.Results`. A black mark on a bar is its ceiling: the same bytes,
+    only moved. Notebook 02.
     """
     return _grouped_bars(results, lambda _, seconds: 1e3 * seconds, "Median time", "ms", "log")
 
 
 def bandwidth(results) -> Picture:
-    """The bus bandwidth of each backend with each number of processes, by size.
+    """Draw the bus bandwidth of each backend with each number of processes, by size.
 
     results and black marks: as for `median_time`. Notebook 02.
     """
@@ -50,7 +50,7 @@ def bandwidth(results) -> Picture:
 
 
 def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
-    """value(result, seconds): how high the bar of `result` is, had it taken `seconds`."""
+    """Draw a bar for each result. value(result, seconds): its height, had it taken `seconds`."""
     names = list(dict.fromkeys(each.variant for each in results.competing))
     shown = sorted(results.competing, key=lambda each: (names.index(each.variant), each.world_size))
     sizes = dict(sorted((each.nbytes, each.size) for each in shown))
@@ -96,7 +96,7 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each name; those that are always there have their own."""
+    """Choose a colour for each name; the names in COLOURS have their own."""
     taken = {COLOURS.get(name) for name in names}
     free = itertools.cycle([each for each in page.RANK_COLOURS if each not in taken])
     return {name: COLOURS.get(name) or next(free) for name in names}
@@ -106,10 +106,10 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 
 
 def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) -> Picture:
-    """The time of a step of each variant beside that of computing alone, a line through all.
+    """Draw the time of each variant's step beside that of computing alone, a line through all.
 
     seconds: {name: of each round}; drawn are the median and the middle half of the rounds.
-    compute: the one that sends nothing. link: the emulated link, if they ran on one. Notebook 04.
+    compute: the variant that sends nothing. link: the emulated link, if there was one. Notebook 04.
     """
     import numpy
 
@@ -146,10 +146,10 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
 def scaling(
     compute_s: float, wires: Mapping[str, Callable[[int], float]], most: int = 32
 ) -> Picture:
-    """The time of a step on 1 to `most` workers, and where it is least.
+    """Draw the time of a step on 1 to `most` workers, and mark the least.
 
-    compute_s: of the whole batch, which workers share. wires: {name: seconds on the wire with so
-    many workers}, which come on top. Notebook 03.
+    compute_s: of the whole batch, which workers share. wires: {name: function from workers to
+    seconds on the wire}, to be added. Notebook 03.
     """
     title = "Time of a step, by the number of workers"
     figure, (axes,) = chart(title)
@@ -169,7 +169,7 @@ def scaling(
 
 
 def _stacked_bars(axes, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, object]):
-    """A bar for each row, a part of it for each of `colours`; returns where the bars end."""
+    """Draw a bar for each row, with a part for each of `colours`; return where the bars end."""
     names, ends = list(rows), [0.0] * len(rows)
     for part, fill in colours.items():
         widths = [row.get(part, 0) for row in rows.values()]
@@ -191,10 +191,10 @@ def bucket_timeline(
     world_size: int,
     longest_s: float,
 ) -> Picture:
-    """When gradients become ready in backward and when their buckets travel, by `cost.timeline`.
+    """Draw when gradients become ready and when their buckets travel, by `cost.timeline`.
 
-    Arguments and errors as there. Gradients and their bucket have the same colour. longest_s: how
-    long the scale is at least, so that several pictures can have the same. Notebook 04.
+    Arguments and errors as there. Gradients and their bucket have the same colour. longest_s: the
+    least length of the scale, so that several pictures can share it. Notebook 04.
     """
     line = cost.timeline(plan, ready_s, sizes, model, world_size)
     backward, end = 1e3 * line.backward_s, 1e3 * line.done[-1]
@@ -228,7 +228,7 @@ def bucket_timeline(
 
 
 def describe_buckets(plan: cost.Plan) -> str:
-    """What `bucket_timeline` shows, without its times."""
+    """Describe what `bucket_timeline` shows, without its times."""
     gradients = sum(map(len, plan))
     return (
         f"A training step with {count(len(plan), 'bucket')}, predicted. Above, backward, with a "
@@ -240,7 +240,7 @@ def describe_buckets(plan: cost.Plan) -> str:
 def bucket_moments(
     parts: Mapping[str, int], moments: Mapping[str, tuple[Sequence[float], Sequence]]
 ) -> Picture:
-    """What a bucket's flat tensor holds, and where each .grad is, from moment to moment.
+    """Draw what a bucket's flat tensor holds, and where each .grad is, from moment to moment.
 
     parts: {name: numbers of its gradient}. moments: {name: (flat's numbers, for each part: None,
     "view", or the numbers of a tensor of its own)}. Notebook 04.
@@ -282,11 +282,11 @@ def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
     page.write_on(axes, x + width / 2, y, text, fill)
 
 
-# Who keeps what
+# The parts that ranks keep
 
 
 def shards(numels: Mapping[str, int], world_size: int) -> Picture:
-    """A flat buffer: above, the parameters that lie in it; below, which rank owns which part.
+    """Draw a flat buffer: above, the parameters in it; below, the part that each rank owns.
 
     numels: {name: its elements}, of all parameters. Notebook 07.
     """
@@ -324,10 +324,10 @@ KIND_COLOURS = dict(zip(memory.KINDS, [*page.RANK_COLOURS[:5], page.MIXED], stri
 def byte_bars(
     rows: Mapping[str, Mapping[str, int]], title: str, chosen: str | None = None
 ) -> Picture:
-    """Bytes by kind, a bar for each row with its total; dashed: what a GPU has.
+    """Draw bytes by kind, a bar for each row with its total; dashed: a GPU's memory.
 
-    rows: {name: {kind of `ddpkit.memory.KINDS`: bytes}}. chosen: the row that stands out. Nothing
-    here depends on the machine, so that the picture's words hold the bytes. Notebooks 06 and 07.
+    rows: {name: {kind of `ddpkit.memory.KINDS`: bytes}}. chosen: the row to highlight. Nothing here
+    depends on the machine, so the picture's words hold the bytes. Notebooks 06 and 07.
     """
     used = set().union(*rows.values())
     colours = {kind: KIND_COLOURS[kind] for kind in memory.KINDS if kind in used}
@@ -352,7 +352,7 @@ def byte_bars(
 
 
 def zero_grid(world_size: int) -> Picture:
-    """Which part of the model states each rank keeps in each of ZeRO's stages; areas are bytes.
+    """Draw the part of the model states that each rank keeps in ZeRO's stages; areas are bytes.
 
     Mixed precision with AdamW, as in figure 1 of the ZeRO paper. Notebook 07.
     """
@@ -383,7 +383,7 @@ def zero_grid(world_size: int) -> Picture:
 
 
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
-    """What each way of computing the same thing moves between memory and the processor.
+    """Draw the traffic of several ways to compute the same thing, between memory and processor.
 
     counts: {name: (numbers read, numbers written)}, in multiples of N. Notebook 08.
     """
@@ -405,7 +405,7 @@ def _times_n(factor: float) -> str:
     return "N" if factor == 1 else f"{factor:g}N"
 
 
-# A model and what was measured
+# A model and its measurements
 
 
 def fitted(
@@ -414,10 +414,10 @@ def fitted(
     held_out: Sequence[cost.Measurement],
     title: str,
 ) -> Picture:
-    """Times of one algorithm by size, both logarithmic: what was measured, and the model's line.
+    """Draw times of one algorithm by size, both logarithmic: measurements and the model's line.
 
-    measured: what the model was fitted to; drawn full. held_out: what it has not seen; drawn
-    hollow. title: says "emulated" where the times are those of an emulated link. Notebook 02.
+    measured: the points that the model was fitted to, drawn full. held_out: points it has not seen,
+    drawn hollow. title: says "emulated" if the times are those of an emulated link. Notebook 02.
     """
     algorithm, world_size, *_ = measured[0]
     name = f"{algorithm}, {world_size} ranks"
@@ -454,7 +454,7 @@ def crossing(
     measured: Sequence[cost.Measurement],
     title: str,
 ) -> Picture:
-    """The time that the model gives each algorithm, by size, and where another one gets fastest.
+    """Draw the model's time for each algorithm by size, and where another becomes the fastest.
 
     measured: in such a world; drawn as points. title: as in `fitted`. Notebook 02.
     """
@@ -488,7 +488,7 @@ def crossing(
 def takeovers(
     model: cost.CostModel, algorithms: Sequence[str], world_size: int
 ) -> list[tuple[float, str, str]]:
-    """(bytes, fastest up to there, fastest from there on), from small to large."""
+    """List (bytes, fastest up to there, fastest from there on), from small to large."""
     pairs = itertools.permutations(algorithms, 2)
     crossings = {cost.crossover(*pair, world_size, model) for pair in pairs}
     found = []
@@ -507,7 +507,7 @@ def _fastest(
 
 
 def _curve(axes, model, algorithm: str, world_size: int, sizes, measured, label: str, **style):
-    """What the model predicts, and what was measured of it."""
+    """Draw the model's prediction as a line, and the measurements as points."""
     seconds = [model.seconds(algorithm, nbytes, world_size) for nbytes in sizes]
     axes.plot(sizes, seconds, color=style["color"], lw=2.5)
     _points(axes, measured, **style)
@@ -520,13 +520,13 @@ def _points(axes, measured: Sequence[cost.Measurement], **style):
 
 
 def between(sizes: Sequence[float]) -> list[float]:
-    """A hundred sizes from the smallest to the largest, evenly on a logarithmic scale."""
+    """Space a hundred sizes from the smallest to the largest evenly on a logarithmic scale."""
     least, most = min(sizes), max(sizes)
     return [least * (most / least) ** (step / 99) for step in range(100)]
 
 
 def _log_axes(axes):
-    """Sizes and times, both logarithmic."""
+    """Make both axes, of sizes and times, logarithmic."""
     axes.set_xscale("log")
     page.with_units(axes.xaxis, "B")
     axes.set_xlabel("size of the tensor")

@@ -1,8 +1,8 @@
-"""Lives in `ddpkit.exercises`. For teachers: python -m ddpkit.lesson.check NOTEBOOK ... [--json]
+"""Another name for `ddpkit.exercises`; for teachers, python -m ddpkit.lesson.check NOTEBOOK ...
 
-Runs each notebook in a kernel of its own, whatever fails in it, and prints what its checks said, a
-line an exercise; meanwhile, on stderr, a dot for each cell that has begun. The exit code is 0 if
-all are right, 1 if not, 2 if a notebook couldn't be run.
+Runs each notebook in a kernel of its own, whatever fails in it, and prints its checks' verdicts, a
+line an exercise, or one JSON object with --json; meanwhile, on stderr, a dot for each cell that has
+begun. The exit code is 0 if all are right, 1 if not, 2 if a notebook couldn't be run.
 """
 
 import argparse
@@ -14,15 +14,15 @@ from pathlib import Path
 from ..exercises import *  # noqa: F403
 from ..runtime import processes
 
-# The ranks of checks begin with it. A notebook imports this file before it launches anything, when
-# it costs nothing: a server that runs would have to be replaced.
+# The ranks of checks start with it imported. A notebook imports this file before its first launch,
+# when it costs nothing: a fork server that already runs would have to be replaced.
 processes.preload(["ddpkit.exercises"])
 
 SIGNS = {"right": "✓", "wrong": "✗", "not written": "·"}
 
 
 def run(path: Path, seconds: float):
-    """The notebook with the outputs of a fresh kernel, which gets `seconds` for each cell."""
+    """Run the notebook in a fresh kernel, each cell for `seconds` at most; return its outputs."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -45,7 +45,7 @@ def run(path: Path, seconds: float):
 
 
 def show(text: str) -> None:
-    """Print beside the results, at once."""
+    """Print to stderr, away from the results, at once."""
     print(text, end="", file=sys.stderr, flush=True)
 
 
@@ -63,7 +63,7 @@ def verdicts(notebook) -> dict[str, str]:
 
 
 def points(name: str, found: dict[str, str]) -> str:
-    """The verdicts on a notebook in words, a line an exercise."""
+    """Write the verdicts on a notebook in words, a line an exercise."""
     lines = [f"{name}: {list(found.values()).count('right')} of {len(found)} points"]
     for exercise, verdict in found.items():
         lines.append(f"  {SIGNS[verdict]} {exercise}: {verdict}")

@@ -1,6 +1,6 @@
-"""Figures of what ranks do: what a collective changes, bytes, hops, time, and where ranks live.
+"""Figures of ranks at work: a collective's effect, bytes, hops, time, and where ranks live.
 
-Each shows one thing and says it in words too; the words hold no time that was measured.
+Each shows one thing and says it in words as well; the words hold no measured time.
 """
 
 import math
@@ -11,11 +11,11 @@ from ..tools.units import DECIMAL, count, name_ranks, numbers, size
 from . import page
 from .page import Canvas, Picture, chart, colour, ink, legend, patch
 
-# What a collective does
+# The effect of a collective
 
 
 def before_after(pairs: Iterable, title: str) -> Picture:
-    """What each rank holds before and after a collective, a row for each rank.
+    """Draw what each rank holds before and after a collective, a row for each rank.
 
     pairs: by rank, (before, after), for instance a run whose function returned that; each a list
     or tensor of any length, or None for nothing yet. Notebook 01.
@@ -41,9 +41,9 @@ def before_after(pairs: Iterable, title: str) -> Picture:
 
 
 class Change:
-    """What ranks hold before and after something: numbers, an arrow, numbers.
+    """The numbers that ranks hold before and after a call, with an arrow between.
 
-    by_rank: {rank: (before, after, whose data is after)}.
+    by_rank: {rank: (before, after, owners of the numbers after)}.
     """
 
     ARROW = 84
@@ -59,7 +59,7 @@ class Change:
         self.middles = left / 2, left + self.ARROW + right / 2
 
     def lines(self, rank: int) -> int:
-        """How many lines its longer side takes."""
+        """Count the lines that its longer side takes."""
         sides = zip(self.by_rank[rank], self.per_line, strict=False)
         return max(math.ceil(len(row or " ") / per_line) for row, per_line in sides)
 
@@ -77,7 +77,7 @@ def longest_row(rows: Iterable[list | None]) -> int:
 
 
 def flat(values) -> list | None:
-    """All numbers of a tensor, a list, or a list of such, one after the other."""
+    """List all numbers of a tensor, a list, or a list of these."""
     if values is None:
         return None
     if hasattr(values, "tolist"):
@@ -99,7 +99,7 @@ def _say_rows(rows: Sequence[list | None]) -> str:
 
 
 def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """(who, text), from a text for each rank: those with the same are named together."""
+    """List (ranks, text), from a text for each rank: those with the same are named together."""
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         by_text.setdefault(text, []).append(rank)
@@ -111,7 +111,7 @@ def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
 def find_owners(
     before: Sequence[list | None], after: Sequence[list | None]
 ) -> list[list[int | None]]:
-    """By rank and number after: the rank that keeps its own or alone had it before; else None."""
+    """Find, by rank, each number's owner after: itself, or the only rank that had it, or None."""
     found = []
     for rank, row in enumerate(after):
         mine = before[rank] or ()
@@ -128,12 +128,12 @@ def find_owners(
 
 
 def sent_bytes(run) -> list[int]:
-    """Bytes that each rank sent, message by message; torch's own collectives keep theirs inside."""
+    """Count the bytes of messages that each rank sent; inside torch's collectives none show."""
     return _bytes(run, "send")
 
 
 def received_bytes(run) -> list[int]:
-    """Bytes that each rank received, message by message."""
+    """Count the bytes of messages that each rank received."""
     return _bytes(run, "recv")
 
 
@@ -145,7 +145,7 @@ def _bytes(run, op: str) -> list[int]:
 
 
 def traffic(run_or_runs) -> Picture:
-    """Bytes sent and received by each rank, for one run or for {name: run} on one scale."""
+    """Draw the bytes sent and received by each rank, for one run or {name: run} on one scale."""
     runs = run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
     found = {name: (sent_bytes(run), received_bytes(run)) for name, run in runs.items()}
     most = max(max(sent + received) for sent, received in found.values()) or 1
@@ -192,11 +192,11 @@ def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
 
 
 def hop_numbers(run) -> dict[tuple, int]:
-    """The hop, from 1 on, of each message that was sent and received, by (channel, seq).
+    """Number the hops, from 1 on, of all messages sent and received: {(channel, seq): hop}.
 
     A message is one hop later than the last one that its sender or its receiver had to finish
-    before it. So many hops follow one another however fast the wire is; messages that go at the
-    same time are in the same hop.
+    before it. Hops follow one another however fast the wire is; messages that travel at the same
+    time are in the same hop.
     """
     ends: dict[tuple, set] = {}
     for records in run.wire:
@@ -210,7 +210,7 @@ def hop_numbers(run) -> dict[tuple, int]:
 
 
 def _push_later(records: list, depth: dict[tuple, int]) -> bool:
-    """Put each message of a rank after those it had finished when it began; whether any moved."""
+    """Move each message of a rank after those finished before it began; return if any moved."""
     moved, so_far = False, 0
     steps = [(record.issued, 1, record) for record in records]
     steps += [(record.done, 0, record) for record in records if record.done is not None]
@@ -226,7 +226,7 @@ def _push_later(records: list, depth: dict[tuple, int]) -> bool:
 
 
 def hops_of(run) -> list[list[tuple[int, int, int]]]:
-    """The messages of `run` by hop, each as (src, dst, bytes)."""
+    """List the messages of `run` by hop, each as (src, dst, bytes)."""
     numbers_of = hop_numbers(run)
     found: list[list] = [[] for _ in range(max(numbers_of.values(), default=0))]
     for rank, records in enumerate(run.wire):
@@ -238,7 +238,7 @@ def hops_of(run) -> list[list[tuple[int, int, int]]]:
 
 
 def hops(run) -> Picture:
-    """The messages of a run as arrows between ranks, a row for each hop."""
+    """Draw the messages of a run as arrows between ranks, a row for each hop."""
     rows, world_size = hops_of(run), len(run.wire)
     step, left, top = min(220, (page.WIDEST - 120) / world_size), 110, 62
     tall = min(96, (page.TALLEST - top - 10) / max(1, len(rows)))
@@ -265,12 +265,12 @@ def hops(run) -> Picture:
 
 
 def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> Picture:
-    """When each rank computed, waited, and had calls on the wire, for one run or {name: run}.
+    """Draw when each rank computed, waited, and had calls on the wire, for one run or {name: run}.
 
-    A rank has two lanes: above, what its program does; below, what its wire does. Overlap is a
-    wire that is busy under a program that computes. after: begin where each rank has made its last
-    call of that name, say "broadcast". backward: a shade of its own for what comes after the time
-    that the program returned, when its last backward began.
+    A rank has two lanes: its program above, its wire below. Overlap is a wire that is busy under a
+    program that computes. after: begin at each rank's last call of that name, say "broadcast".
+    backward: the program returned the time at which its last backward began; what follows has a
+    shade of its own.
     """
     runs = run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
     parts = {name: Part(run, after) for name, run in runs.items()}
@@ -311,18 +311,18 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
 
 
 def in_words(text: str) -> Picture:
-    """Where there is nothing to draw."""
+    """Make a picture of text, where there is nothing to draw."""
     canvas = Canvas(720, 60)
     canvas.text(canvas.width / 2, 30, text)
     return canvas.picture(text)
 
 
 class Part:
-    """What the ranks of `run` said after their last call of `after`.
+    """The part of `run` after each rank's last call of `after`.
 
     wire: by rank, the records. begun: by rank, the end of that call, or the first call's begin.
-    start, end: of all ranks. link: the words for an emulated one. calls: how many of which, by rank
-    and in the order of their first use.
+    start, end: of all ranks. link: the words for an emulated one. calls: by rank, the count of each
+    kind, in the order of their first use.
     """
 
     def __init__(self, run, after: str | None):
@@ -340,11 +340,11 @@ class Part:
         self.calls = "; ".join(f"{who}: {text}" for who, text in said)
 
     def streams(self, rank: int) -> list[str]:
-        """The streams that its calls are on; on a CPU that is "", alone."""
+        """List the streams that the rank's calls are on; on a CPU there is only ""."""
         return list(dict.fromkeys(record.stream for record in self.wire[rank]))
 
     def spans(self, times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        """(begin, length) in milliseconds from the start, of times from and to."""
+        """Convert (begin, end) to (begin, length) in milliseconds from the start."""
         return [(1e3 * (begin - self.start), 1e3 * (end - begin)) for begin, end in times]
 
 
@@ -354,14 +354,14 @@ def _say_calls(records: Sequence) -> str:
 
 
 def last_known(records: Sequence) -> float:
-    """When the last that is known of these calls happened."""
+    """Return the latest time that is known of these calls."""
     return max(max(r.issued, r.done or 0.0, r.waited or 0.0) for r in records)
 
 
 def _draw_program(axes, part: Part, rank: int, turned: float | None):
-    """The upper lane of a rank: grey where it computes, white where it waits.
+    """Draw the upper lane of a rank: grey where it computes, white where it waits.
 
-    turned: until then it is lighter.
+    turned: the time up to which grey is lighter.
     """
     records = part.wire[rank]
     last = last_known(records)
@@ -378,12 +378,13 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
 
 
 def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
-    """The lower lane: a box for each call; on a GPU a lane for each stream, from the first used.
-    Of calls that overlap, the one that is done first lies above: what is seen of the later is where
-    it outlasts the earlier. named: with their names, where there is room.
+    """Draw the lower lane: a box for each call; on a GPU a lane per stream, the first on top.
+
+    Among calls that overlap, the first to end lies in front: of the other, the part that outlasts
+    it is visible. named: with their names, where there is room.
     """
     records, fill = part.wire[rank], page.dark(colour(rank))
-    per_second = 780 / longest  # about so many pixels
+    per_second = 780 / longest  # pixels, about
     last, streams = last_known(records), part.streams(rank)
     tall = 0.4 / len(streams)
     for lane, stream in enumerate(streams):
@@ -400,11 +401,11 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
         axes.broken_barh(bars, (y, tall), fc=fill, ec=edges[::-1], lw=0.8)
 
 
-# Where ranks live
+# The places of ranks
 
 
 def worlds(world_size: int) -> Picture:
-    """Which of up to 8 ranks sits where on this machine: a process each."""
+    """Draw where up to 8 ranks live on this machine: a process each."""
     width, ground = 970, 266  # the same for every world
     step = min(230, (width - 50) / world_size)
     canvas = Canvas(width, ground + 120)

@@ -1,8 +1,8 @@
-"""What every rank holds after each event of a replay, and whose data that is.
+"""The film of a replay: every rank's numbers after each event, and the rank whose data they are.
 
-Whose data a number is, the records say: what a rank has before it hears from anybody is its own, a
-message brings its owners along to the place where it arrives, and what changes in place after that
-is a sum or several ranks' data. Numbers are compared with what lay in the same place before, never
+Owners follow from the records: before its first receive a rank's numbers are its own, a message
+brings its owners along to the place where it arrives, and a number that changes in place after that
+is a sum, or data of several ranks. Numbers are compared with those in the same place before, never
 with each other.
 """
 
@@ -18,13 +18,13 @@ from .replay import Event, key
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
-# Of a buffer: each number, None where not known yet; and whose data it is, None: of several ranks.
+# A buffer's cells: each number, None if not known yet; its owner, None if several ranks'.
 Cells = list[tuple[float | None, int | None]]
 
 
 @dataclass
 class Frame:
-    """What one picture shows."""
+    """The contents of one picture."""
 
     event: Event
     memory: list[dict[object, Cells]]  # by rank, by buffer
@@ -37,19 +37,19 @@ class Frame:
 
 
 class Holdings:
-    """What one rank holds, as far as its records tell."""
+    """The buffers of one rank, as far as its records show them."""
 
     def __init__(self, rank: int, records: list[Record]):
         self.rank, self.buffers, self.heard = rank, {}, False
         self._coming = [r for r in records if r.op == "recv" and r.memory is not None]
         for record in itertools.takewhile(lambda record: record.op == "send", records):
-            self.look(record, record.issued)  # what it has before anything reaches it
+            self.look(record, record.issued)  # its contents before anything arrives
 
     def look(self, record: Record, moment: float) -> None:
-        """Bring a buffer up to date with what `record` shows, save where a message may be arriving.
+        """Bring a buffer up to date with `record`, except where a message may be arriving.
 
-        moment: when it was so, by the clock of this rank. A buffer that is first seen as something
-        arrives is empty but for that.
+        moment: the time of the record, by this rank's clock. A buffer that is first seen when a
+        message arrives is empty but for that message.
         """
         if record.memory is None:
             return
@@ -67,7 +67,7 @@ class Holdings:
                 known[at] = value, owner if before is None else writer
 
     def take(self, record: Record, owners: list) -> None:
-        """Put a message that arrived into its place."""
+        """Put an arrived message into its place."""
         self.heard = True
         if record.memory is None:
             return
@@ -79,13 +79,13 @@ class Holdings:
         self.buffers[which][slice_of(record)] = cells
 
     def owners_of(self, record: Record) -> list:
-        """Whose data a message is that this rank sends."""
+        """List the owners of a message that this rank sends."""
         if record.memory is None:
             return [None if self.heard else self.rank] * len(record.values or ())
         return [owner for _, owner in self.buffers[record.memory[0]][slice_of(record)]]
 
     def share(self, record: Record, after: list | None, owners: list) -> None:
-        """What a collective leaves here."""
+        """Store what a collective leaves in this rank's buffer."""
         if not after:
             return
         self.heard = True
@@ -104,7 +104,7 @@ def _changed(now, then) -> bool:
 
 
 def place(record: Record) -> range:
-    """Where in its buffer a message lies."""
+    """Return the range of a message in its buffer."""
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 
 
@@ -113,7 +113,7 @@ def slice_of(record: Record) -> slice:
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
-    """A frame for each event."""
+    """Make a frame for each event."""
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
     on_the_way: dict[tuple, tuple[int, int]] = {}
     owners: dict[tuple, list] = {}  # of each message
@@ -147,9 +147,9 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
 
 
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
-    """One frame for all messages of a hop, and one for what the ranks have in the end.
+    """Make one frame for all messages of a hop, and one for the ranks' numbers at the end.
 
-    A hop is seen when all its messages are sent, and all of the hops before it have arrived.
+    A hop is shown when all its messages are sent, and all of the hops before it have arrived.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:
@@ -176,9 +176,9 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 
 
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
-    """What the ranks hold after the last message.
+    """Return what the ranks hold after the last message.
 
-    Where a rank returned as many numbers as its first buffer has, those: the last sum of a
+    If a rank returned as many numbers as its first buffer has, they stand for it: the last sum of a
     reduce-scatter, for one, is in no message.
     """
     memory = copy.deepcopy(last.memory)

@@ -1,6 +1,6 @@
-"""The player of notebook 09: tiles of an attention matrix, one by one, and what each row knows.
+"""The player of notebook 09: tiles of an attention matrix, one by one, and the state of each row.
 
-Only the tile in work has numbers: those before it are forgotten, those after it don't exist yet.
+Only the current tile has numbers: those before it are forgotten, those after it don't exist yet.
 """
 
 import itertools
@@ -19,16 +19,16 @@ from .widgets import StepThrough
 LARGEST = 8  # queries or keys: more have no room
 CELL, TALL = 64, 44  # pixels of a score
 LEFT, TOP = 100, 80
-COLUMNS = {"m": 670, "correction": 775, "ℓ": 885, "lse": 980}  # where the middle of each is
+COLUMNS = {"m": 670, "correction": 775, "ℓ": 885, "lse": 980}  # pixels: the middle of each
 IN_WORK, GONE, SKIPPED = page.ORANGE, page.SKY, page.FAINT
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of scores, and what its rows know once it was worked on.
+    """A tile of scores, and the state of its rows after it.
 
-    rows, columns: of the matrix. m, correction, ell, by row: the running maximum, what the sum so
-    far was multiplied by, the running sum. last: no more tiles in these rows.
+    rows, columns: of the matrix. m, correction, ell, by row: the running maximum, the factor that
+    corrected the sum so far, the running sum. last: no more tiles in these rows.
     """
 
     rows: range
@@ -43,7 +43,7 @@ class Tile:
         return set(itertools.product(self.rows, self.columns))
 
     def row(self, at: int) -> dict[str, str]:
-        """What its row number `at` knows, by column of the picture."""
+        """Write the state of row number `at`, by column of the picture."""
         m, ell = self.m[at], self.ell[at]
         known = {"m": _typeset(m), "correction": f"× {_typeset(self.correction[at])}"}
         lse = _typeset(m + math.log(ell)) if self.last else ""
@@ -51,7 +51,7 @@ class Tile:
 
 
 def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
-    """All that are worked on, in order; with `causal`, not those wholly in the future."""
+    """Yield the tiles in order; with `causal`, without those wholly in the future."""
     queries, keys = scores.shape
     for start in range(0, queries, tile):
         rows = range(start, min(start + tile, queries))
@@ -67,10 +67,10 @@ def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
 
 
 def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
-    """Work through a small attention matrix tile by tile: what each row knows, what is forgotten.
+    """Step through a small attention matrix tile by tile, with the state of each row.
 
-    scores: (queries, keys), up to 8 × 8 finite numbers. ValueError: anything else. A tile has 2 of
-    each.
+    scores: (queries, keys), up to 8 × 8 finite numbers. ValueError: anything else. A tile has 2
+    queries and 2 keys.
     """
     fits = scores.ndim == 2 and min(scores.shape) > 0 and max(scores.shape) <= LARGEST
     if not fits or not scores.isfinite().all():
@@ -92,7 +92,7 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
 
 
 def describe(tile: Tile) -> str:
-    """What happens in it, in words."""
+    """Say in words what happens in a tile."""
     said = []
     for at, row in enumerate(tile.rows):
         known = tile.row(at)
@@ -112,7 +112,7 @@ def _typeset(value: float) -> str:
 
 
 def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
-    """The matrix with the tile in work, and beside it what each row knows."""
+    """Draw the matrix with its current tile, and beside it the state of each row."""
     done, now = steps[:step], steps[step - 1]
     queries, keys = scores.shape
     canvas = Canvas(1040, TOP + TALL * queries + 70)

@@ -1,4 +1,4 @@
-"""The float explorer: type a number or turn over bits, and see what each format makes of it.
+"""The float explorer: type a number or flip bits, and see how each format stores it.
 
 Notebook 05.
 """
@@ -17,10 +17,10 @@ FIELD_COLOURS = {"sign": page.PINK, "exponent": page.ORANGE, "fraction": page.SK
 
 
 class FloatExplorer(Live):
-    """A number, as typed, in every format of `floats.FORMATS`, with the bits of one to turn over.
+    """A number, as typed, in every format of `floats.FORMATS`, with bits to flip in one of them.
 
-    number: what the buttons show. `entry`, `choice` and `buttons` are the widgets. ValueError: no
-    number, or no such format.
+    number: the one that the buttons show. `entry`, `choice` and `buttons` are the widgets.
+    ValueError: no number, or no such format.
     """
 
     def __init__(self, value: str = "0.1", format: str = "bf16"):
@@ -32,7 +32,7 @@ class FloatExplorer(Live):
         super().__init__("\n".join([caption, *map(str, self._in_all_formats())]), picture)
 
     def _set(self, value: str, format: str, pattern: int | None = None) -> None:
-        """A number as it was typed, in a format; or a pattern in place of the number."""
+        """Set the number as it was typed, in a format; or a pattern in place of the number."""
         chosen = BY_NAME[format]
         if pattern is None:
             self._value, self._typed = parse(value), value
@@ -73,7 +73,7 @@ class FloatExplorer(Live):
         return ipywidgets.VBox([controls, self._shown])
 
     def _move(self, _, pattern: int | None = None) -> None:
-        """What a hand did to a widget: bring the others and the picture to it."""
+        """Bring the other widgets and the picture to what the reader did to one."""
 
         def changed() -> tuple[str, Picture]:
             self._set(self.entry.value, self.choice.value, pattern)
@@ -84,8 +84,8 @@ class FloatExplorer(Live):
             show(self._shown, changed)
 
     def _follow(self) -> None:
-        """Bring the widgets to what the number is now."""
-        self._following = True  # the widgets report these changes too
+        """Bring the widgets to the present number."""
+        self._following = True  # the widgets report these changes as well
         try:
             format = self.number.format
             self.entry.value, self.choice.value = self._typed, format.name
@@ -99,7 +99,7 @@ class FloatExplorer(Live):
             self._following = False
 
     def _button(self, place: int):
-        """One that turns over a bit."""
+        """Make a button that flips a bit."""
         import ipywidgets
 
         format = self.number.format
@@ -116,7 +116,7 @@ float_explorer = FloatExplorer  # called like the other widgets
 
 
 def parse(text: str) -> float:
-    """The number that is written there: 0.1, 1e-8, 1/3, inf, nan, -0. ValueError: it is none."""
+    """Read a number: 0.1, 1e-8, 1/3, inf, nan, -0. ValueError: it is none."""
     try:
         return float(Fraction(text)) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError) as error:
@@ -125,9 +125,9 @@ def parse(text: str) -> float:
 
 
 def float_bits(numbers: Sequence[floats.Number], chosen: floats.Number) -> Picture:
-    """The bits of numbers in their formats, a row for each, the same places under one another.
+    """Draw the bits of numbers in their formats, a row for each, the same places under one another.
 
-    chosen: the one of them whose row stands out.
+    chosen: the number whose row is highlighted.
     """
     cell, left, row = 25, 120, 74
     point = left + cell * (1 + max(number.format.exponent_bits for number in numbers))

@@ -1,4 +1,4 @@
-"""Charts of bytes: what is alive when in a step, what grows with the length, what fits.
+"""Charts of bytes: alive during a step, growing with the length, fitting into a GPU.
 
 Nothing here depends on the machine, so their words hold the numbers that they show.
 """
@@ -28,9 +28,9 @@ PEAK = {"marker": "o", "ms": 13, "mfc": "none", "mec": "black", "mew": 2.5, "ls"
 
 
 def timelines(watched: Mapping[str, Timeline]) -> Picture:
-    """What was alive after each operation, by kind, one above the other on the same scales.
+    """Draw the bytes alive after each operation, by kind, one chart above the other on one scale.
 
-    watched: {name: as `ddpkit.memory.watch` gives it}. A circle: the peak. Dashed: marks.
+    watched: {name: the timeline of `ddpkit.memory.watch`}. A circle: the peak. Dashed: marks.
     Notebook 06.
     """
     title = "Bytes alive during a step"
@@ -46,7 +46,7 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
         colours = [KIND_COLOURS[kind] for kind in kinds]
         areas = axes.stackplot(entries, amounts, colors=colours, ec="black", lw=0.6, step="post")
         for kind, area in zip(kinds, areas, strict=True):
-            if kind == "other":  # comes and goes: so thin that its edges would be all there is
+            if kind == "other":  # comes and goes: so thin that only its edges would show
                 area.set_linewidth(0)
         axes.plot([each.peak], [max(each.totals)], clip_on=False, **PEAK)
         _draw_marks(axes, each.marks, longest)
@@ -62,7 +62,7 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
 
 
 def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
-    """Dashed lines with their words above, each after those before it."""
+    """Draw dashed lines with their words above, each after those before it."""
     letter, free = longest / 80, 0.0
     for entry, text in marks:
         axes.axvline(entry, color="black", lw=1.5, ls=page.DASHES)
@@ -73,7 +73,7 @@ def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
 
 
 def _said_peak(name: str, timeline: Timeline) -> str:
-    """Where it is, and what is alive there."""
+    """Say where the peak is, and what is alive there."""
     before = [text for entry, text in timeline.marks if entry <= timeline.peak]
     where = f" in {before[-1]}" if before else ""
     there = timeline.at(timeline.peak)
@@ -81,7 +81,7 @@ def _said_peak(name: str, timeline: Timeline) -> str:
     return f"{name}: at most {size(max(timeline.totals))}{where}: {parts}."
 
 
-# A block, with a stamp on all that it keeps
+# A block, with a stamp on everything that it keeps
 
 HALVES = (  # operations: is the tensor before it kept, does it keep something of its own
     "norm 11, qkv 10, softmax 10, dropout 11, × values 10, out 10, dropout 01",
@@ -90,9 +90,9 @@ HALVES = (  # operations: is the tensor before it kept, does it keep something o
 
 
 def stamped_block(terms: Sequence[Term] = ()) -> Picture:
-    """A transformer block as a row of operations for each half; what is kept is stamped.
+    """Draw a transformer block as a row of operations for each half; kept tensors are stamped.
 
-    terms: as `block_activations` gives them for materialised attention and dropout, or none.
+    terms: of `block_activations` for materialised attention and dropout, or none.
     Notebook 06.
     """
     step, wide, high = 117, 92, 40
@@ -132,7 +132,7 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
 
 
 def heaps(rows: Mapping[str, str]) -> Picture:
-    """Memory as a row of places, one a letter: capitals, small letters and what is free, a dot."""
+    """Draw memory as a row of places, a letter each: capitals, small letters, a dot if free."""
     fills = {True: page.SKY, False: page.ORANGE}
     canvas = Canvas(266 + 28 * max(map(len, rows.values())), 20 + 60 * len(rows))
     for at, (name, row) in enumerate(rows.items()):
@@ -144,13 +144,13 @@ def heaps(rows: Mapping[str, str]) -> Picture:
     return canvas.picture("\n".join(f"{row}  {name}" for name, row in rows.items()))
 
 
-# What grows with the length
+# Growth with the length
 
 
 def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
-    """The share of attention weights in what a block keeps, by the length of the sequences.
+    """Draw the share of attention weights in what a block keeps, by the length of sequences.
 
-    terms_of(length): as `ddpkit.memory.block_activations` gives them. Notebook 06.
+    terms_of(length): of `ddpkit.memory.block_activations`. Notebook 06.
     """
     title = "Share of what a block keeps, by length"
     totals = [total(terms_of(length)) for length in lengths]
@@ -172,19 +172,19 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
 
 
 def attention_weights(terms: Iterable[Term]) -> list[Term]:
-    """What attention keeps of its matrix: all of it, or a number for each row."""
+    """Select what attention keeps of its matrix: all of it, or a number for each row."""
     names = re.compile("weights|their dropout|log-sum-exp")
     return [term for term in terms if names.search(term.name)]
 
 
-# What fits
+# Room on a GPU
 
 VOCABULARY = 50_257  # GPT-2's
 WAYS = ("everything kept", "selective", "every block")
 
 
 def memory_calculator() -> Calculator:
-    """A GPT of any shape: the bytes of its training, with checkpoints and without. Notebook 06."""
+    """Sliders over a GPT's shape: its bytes in training, with checkpoints or not. Notebook 06."""
     widths = [768, 1024, 1600, 2048, 3584, 4096, 5120, 8192, 16384]
     powers = [2**power for power in range(18)]
     return Calculator(
@@ -201,7 +201,7 @@ def memory_calculator() -> Calculator:
 
 
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
-    """Caption and picture of `memory_calculator`. ValueError: heads that don't divide the width."""
+    """Make caption and picture of `memory_calculator`. ValueError: heads don't divide the width."""
     if width % head_width:
         got = f"expected heads that divide the width {width}, got {head_width}"
         raise ValueError(f"{got}: choose other heads")
@@ -220,7 +220,7 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
 
 
 def gpt_parameters(width: int, layers: int) -> int:
-    """What `ddpkit.models.GPT` trains, with GPT-2's vocabulary."""
+    """Count the trained numbers of `ddpkit.models.GPT`, with GPT-2's vocabulary."""
     return layers * (12 * width**2 + 10 * width) + VOCABULARY * width + 2 * width
 
 
@@ -236,9 +236,9 @@ def training_bytes(
 ) -> dict[str, dict[str, int]]:
     """{way of `WAYS`: {kind: bytes}} of `ddpkit.models.GPT` with AdamW at the peak of a step.
 
-    That is where backward begins, or, with checkpoints, where a block has been computed again. All
-    gradients are taken to be there, as they are from the second micro-batch on. Left out is what
-    comes and goes.
+    The peak is where backward begins or, with checkpoints, where a block has been computed again.
+    All gradients are counted, as if from the second micro-batch on. Short-lived tensors are left
+    out.
     """
     itemsize, tokens = PRECISIONS[precision].parameters, batch * length
     states = model_states(gpt_parameters(width, layers), precision=precision)._asdict()

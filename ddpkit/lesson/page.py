@@ -1,4 +1,4 @@
-"""What every figure is drawn with: colours, sizes, a canvas in pixels, charts with axes, pictures.
+"""Drawing tools for all figures: colours, sizes, a canvas in pixels, charts with axes, pictures.
 
 A rank has one colour and one label everywhere. No text is smaller than 14 pt.
 """
@@ -24,20 +24,20 @@ RANK_COLOURS = [BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, BLACK]
 MIXED = "#DDDDDD"  # a sum, or data of several ranks
 EMPTY, PALE, FAINT, GREY = "#FFFFFF", "#F4F4F4", "#AAAAAA", "#666666"
 WRONG = "#C8102E"
-PALER = 0.3  # how much of a colour is left beside white
-WEIGHTS = 0.2126, 0.7152, 0.0722  # of red, green, blue in how light a colour is
+PALER = 0.3  # a colour's share in its mix with white
+WEIGHTS = 0.2126, 0.7152, 0.0722  # of red, green, blue in a colour's lightness
 MARKERS = "osD^v"
 DASHES = (0, (3, 2))
 WHITE = {"fc": "white", "ec": "none", "pad": 3}  # behind text that lies on a chart
 
 
 def colour(rank: int | None) -> str:
-    """The colour of `rank`; grey for None. From rank 8 on they come again: labels tell which."""
+    """Return the colour of `rank`; grey for None. From rank 8 on colours repeat: labels differ."""
     return MIXED if rank is None else RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
 def dark(fill) -> str:
-    """The same hue, so dark that a line of it is seen on white: a contrast of 3. White stays."""
+    """Darken a hue until a line of it shows on white, at a contrast of 3. White stays white."""
     from matplotlib.colors import to_hex, to_rgb
 
     def light(value: float) -> float:  # W3C's relative luminance
@@ -50,15 +50,15 @@ def dark(fill) -> str:
 
 
 def ink(fill: str) -> str:
-    """Black or white, whichever is easier to read on `fill`."""
+    """Choose black or white, whichever is easier to read on `fill`."""
     return "white" if fill in (BLUE, BLACK, WRONG) else "black"
 
 
 class Picture:
-    """A drawn figure, on a white card that stands in light and dark themes; its lines are dark.
+    """A drawn figure, on a white card that is legible in light and dark themes.
 
-    `text` says what it shows. `png` is what is stored, at twice the size for sharp screens, `svg`
-    what is live.
+    `text` says what it shows. `png` is stored, at twice the size for sharp screens; `svg` is shown
+    live.
     """
 
     def __init__(self, figure, text: str):
@@ -89,7 +89,7 @@ class Picture:
 
     @property
     def metadata(self) -> dict:
-        """How large the PNG is shown, and what is said in its place."""
+        """The size at which the PNG is shown, and the text that stands for it."""
         width, height = self.size
         return {"image/png": {"width": width, "height": height, "alt": self.text}}
 
@@ -128,7 +128,7 @@ class Picture:
 
 
 def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, **options):
-    """(figure, list of its axes), the title above. options: of `Figure.subplots`."""
+    """Make (figure, list of its axes), the title above. options: of `Figure.subplots`."""
     from matplotlib.figure import Figure
 
     size = WIDEST / DPI, height / DPI
@@ -146,9 +146,9 @@ def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, *
 
 
 def legend(figure, handles: Sequence = ()) -> None:
-    """Say below the axes what is what, in as many columns as there is room for.
+    """Put a legend below the axes, in as many columns as there is room for.
 
-    handles: by default all that was drawn with a label.
+    handles: by default everything that was drawn with a label.
     """
     handles = handles or figure.axes[0].get_legend_handles_labels()[0]
     for columns in range(len(handles), 0, -1):
@@ -160,41 +160,41 @@ def legend(figure, handles: Sequence = ()) -> None:
 
 
 def patch(label: str, fill: str, edge: str = "black"):
-    """A box of a legend."""
+    """Make a box of a legend."""
     from matplotlib.patches import Patch
 
     return Patch(fc=fill, ec=edge, label=label)
 
 
 def stroke(label: str, fill: str = "black", **style):
-    """A line of a legend."""
+    """Make a line of a legend."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **({"color": fill, "lw": 3} | style))
 
 
 def with_units(axis, unit: str) -> None:
-    """Say the ticks of an axis as 10 µs or 25 MB. unit: s or B."""
+    """Write the ticks of an axis as 10 µs or 25 MB. unit: s or B."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(unit))
 
 
 def write_on(axes, x: float, y: float, text: str, fill: str, **style) -> None:
-    """Centred on something of this colour, which also hides what lies below the text."""
+    """Write text centred on a shape of colour `fill`, which also hides what lies below the text."""
     under = {"fc": fill, "ec": "none", "pad": 1}
     style = {"ha": "center", "va": "center", "fontsize": SMALL, "bbox": under} | style
     axes.text(x, y, text, color=ink(fill), **style)
 
 
 def write_after(axes, x: float, y: float, text: str, **style) -> None:
-    """To the right of the end of a bar."""
+    """Write text to the right of the end of a bar."""
     style = {"va": "center", "fontsize": SMALL, "bbox": WHITE, "zorder": 4} | style
     axes.annotate(text, (x, y), (8, 0), textcoords="offset points", **style)
 
 
 def log_y(axes, label: str, unit: str) -> None:
-    """A logarithmic axis with a grid; several ticks also where it is short. unit: s or B."""
+    """Make a logarithmic axis with a grid, and several ticks even if it is short. unit: s or B."""
     axes.set_yscale("log")
     axes.minorticks_off()
     if axes.get_ylim()[1] < 100 * axes.get_ylim()[0]:
@@ -205,20 +205,20 @@ def log_y(axes, label: str, unit: str) -> None:
 
 
 def by_tokens(axes, lengths: Sequence[int]) -> None:
-    """A logarithmic axis of the lengths of sequences."""
+    """Make a logarithmic axis of the lengths of sequences."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
     axes.set_xlabel("length of the sequence (tokens)")
 
 
-# The canvas: what has no axes is placed in pixels.
+# The canvas, for drawings without axes, is measured in pixels.
 
 ROW = 36  # pixels that a line of numbers is high
 
 
 class Canvas:
-    """A white page measured in pixels from its upper left corner; later things lie above."""
+    """A white page measured in pixels from its upper left corner; later shapes cover earlier."""
 
     def __init__(self, width: float, height: float):
         from matplotlib.figure import Figure
@@ -228,7 +228,7 @@ class Canvas:
         self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
         self.pixels = Affine2D().scale(1 / width, -1 / height).translate(0, 1)
         self.pixels += self.figure.transFigure
-        self.gid: str | None = None  # in the SVG, of what is drawn now
+        self.gid: str | None = None  # of the shapes drawn from now on, in the SVG
 
     def picture(self, text: str) -> Picture:
         return Picture(self.figure, text)
@@ -263,24 +263,24 @@ class Canvas:
         self.figure.add_artist(arrow)
 
     def badge(self, x, y, rank):
-        """The label of a rank, in its colour, 84 pixels wide."""
+        """Draw the label of a rank, in its colour, 84 pixels wide."""
         fill = colour(rank)
         self.box(x, y, 84, ROW, fill, round=6)
         self.text(x + 42, y + ROW / 2, f"rank {rank}", ink=ink(fill), bold=True)
 
     def key(self, x, y, fill, text):
-        """A box of a legend and what it says."""
+        """Draw a box of a legend, and its text."""
         self.box(x, y, 30, 20, fill)
         self.text(x + 40, y + 10, text, align="left")
 
     def mixed_key(self):
-        """What grey means, at the foot of the page."""
+        """Explain grey at the foot of the page."""
         self.key(16, self.height - 32, MIXED, "a sum, or data of several ranks")
 
     def cells(self, x, y, values, owners, width, per_line=None, marked=()):
-        """Numbers side by side in the colours of their owners; an empty box for None or no number.
+        """Draw numbers side by side in their owners' colours; an empty box for None or no number.
 
-        marked: the indices of those that are framed.
+        marked: the indices of the numbers to frame.
         """
         if not values:
             values, owners = [None], [None]
@@ -300,6 +300,6 @@ class Canvas:
 
 
 def cell_width(*rows: Sequence | None) -> float:
-    """Wide enough for the longest number in any of the rows."""
+    """Return a width for the longest number in any of the rows."""
     lengths = [len(number(value)) for row in rows for value in row or ()]
     return max(44, max(lengths, default=1) * DIGIT + 8)

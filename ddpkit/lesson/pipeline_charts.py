@@ -1,5 +1,5 @@
-"""Notebook 10's pictures of a pipeline: a schedule as planned or as it ran, tick by tick, and what
-stages, micro-batches and schedule make of the bubble.
+"""Notebook 10's pictures of a pipeline: a schedule as planned or as it ran, tick by tick, and the
+bubble by stages, micro-batches and schedule.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from .widgets import Calculator, Slider, StepThrough
 Spans = Mapping[str, tuple[float, float]]  # {action: (begin, end)}
 Timed = Sequence[tuple[str, float, float]]  # (action, begin, end) in seconds
 
-KINDS = {  # what a box looks like: how much of the rank's colour, and a hatch
+KINDS = {  # the look of a box: how much of the rank's colour, and a hatch
     "F": ("forward", 0.25, None),
     "B": ("backward", 1.0, None),
     "I": ("backward: input part", 0.6, None),
@@ -23,10 +23,10 @@ KINDS = {  # what a box looks like: how much of the rank's colour, and a hatch
 
 
 def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: float) -> Picture:
-    """A dry run of `schedule`: a row for each rank, a box for each action with its micro-batch.
+    """Draw a dry run of `schedule`: a row for each rank, a box for each action's micro-batch.
 
-    until: what begins at this tick or later is left out. ticks: as for `dry_run.simulate`. Of a
-    rank's second and third stage, micro-batches have a stroke or two: 3′, 3″. Notebook 10.
+    until: leave out what begins at this tick or later. ticks: as for `dry_run.simulate`.
+    Micro-batches on a rank's second or third stage have a stroke or two: 3′, 3″. Notebook 10.
     """
     rows = _planned(schedule, ticks)
     whole = max(end for row in rows for _, end in row.values())
@@ -35,7 +35,7 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
 
 
 def draw_run(spans: Sequence[Timed]) -> Picture:
-    """What ranks did and when, measured. spans: by rank, of `Pipeline`.
+    """Draw what ranks did and when, measured. spans: by rank, of `Pipeline`.
 
     Its words hold no times. Notebook 10.
     """
@@ -45,12 +45,12 @@ def draw_run(spans: Sequence[Timed]) -> Picture:
 
 
 def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
-    """The share of all ranks' time in which they do nothing, by a dry run."""
+    """Compute the share of all ranks' time in which they do nothing, by a dry run."""
     return _idle(_planned(schedule, ticks))
 
 
 def bubble_of_run(spans: Sequence[Timed]) -> float:
-    """The share of all ranks' time in which they do nothing, measured. spans: as for `draw_run`."""
+    """Compute the same share from a measured run. spans: as for `draw_run`."""
     return _idle(_measured(spans))
 
 
@@ -62,7 +62,7 @@ def _planned(schedule: schedules.Schedule, ticks: Mapping[str, float]) -> list[S
 
 
 def _measured(spans: Sequence[Timed]) -> list[Spans]:
-    """In milliseconds from the first begin."""
+    """Convert times to milliseconds from the first begin."""
     start, rows = min(row[0][1] for row in spans), []
     for row in spans:
         rows.append({action: (1e3 * (a - start), 1e3 * (b - start)) for action, a, b in row})
@@ -79,7 +79,7 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
     whole = max(end for row in rows for _, end in row.values())
     figure, (axes,) = page.chart("", min(page.TALLEST, 170 + 50 * len(rows)))
     longest = max(len(_number(action, row)) for row in rows for action in row)
-    fits = whole * 11 * longest / 760  # ticks that a number takes, in about so many pixels
+    fits = whole * 11 * longest / 760  # ticks that a number needs: 760 pixels are `whole`
     for rank, row in enumerate(rows):
         for action, (begin, end) in row.items():
             if until is not None and begin >= until:
@@ -110,7 +110,7 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
 
 
 def _number(action: str, row: Spans) -> str:
-    """The micro-batch, with a stroke for each stage that the rank has before this one."""
+    """Write the micro-batch, with a stroke for each stage that the rank has before this one."""
     stage, _, micro_batch = schedules.parse(action)
     stages = sorted({schedules.parse(each)[0] for each in row})
     return f"{micro_batch}{'′' * stages.index(stage)}"
@@ -141,20 +141,20 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
 
 
 def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
-    """What a rank does in the tick that ends at `tick`."""
+    """Say what a rank does in the tick that ends at `tick`."""
     found = [action for action in actions if when[action][0] < tick <= when[action][1]]
     return found[0] if found else "-"
 
 
 def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
-    """The micro-batches whose activations a rank has in that tick."""
+    """Count the micro-batches whose activations a rank has in that tick."""
     begun = [schedules.parse(action)[1] for action in actions if when[action][0] < tick]
     over = [schedules.parse(action)[1] for action in actions if when[action][1] < tick]
     return begun.count("F") - over.count("B") - over.count("W")
 
 
 def _holds(action: str) -> int:
-    """How many more micro-batches are held after it."""
+    """Return the change that an action makes in the number of micro-batches held."""
     return {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]]
 
 
@@ -167,7 +167,7 @@ SCHEDULES = {
 
 
 def pipeline_calculator() -> Calculator:
-    """Stages, micro-batches and schedule: the bubble, and what is held. Notebook 10."""
+    """Sliders over stages, micro-batches, schedule: bubble and held micro-batches. Notebook 10."""
     return Calculator(
         plan,
         stages=Slider("ranks", [1, 2, 3, 4, 6, 8], 4),
@@ -177,11 +177,11 @@ def pipeline_calculator() -> Calculator:
 
 
 def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
-    """Caption and picture of `pipeline_calculator`."""
+    """Make caption and picture of `pipeline_calculator`."""
     made = SCHEDULES[schedule](stages, micro_batches)
     thin = {"F": 0.5, "B": 1.0} if schedule == "interleaved" else {}  # two stages a rank
     picture = draw(made, **thin)
-    # In micro-batches of all the rank's layers: a thin stage's counts half.
+    # Counted in micro-batches of all the rank's layers: those of a thin stage count half.
     most = [max(itertools.accumulate(map(_holds, row))) / (2 if thin else 1) for row in made]
     caption = (
         f"{schedule}, {count(stages, 'rank')}, m = {micro_batches}: "

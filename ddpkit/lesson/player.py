@@ -1,8 +1,8 @@
-"""The player: watch what the ranks of a run said to each other, also where it went wrong.
+"""The player: watch the messages between the ranks of a run, even of one that failed.
 
 `player(run)` replays a real run made with `launch(..., keep_values=True)`, or the LaunchError of
-one that failed: `replay` turns its records into events, `film` follows what every rank holds, and
-here that is drawn. `world_explorer` is a slider over the size of a world.
+one that failed: `replay` turns its records into events, `film` follows every rank's numbers, and
+this module draws them. `world_explorer` is a slider over the size of a world.
 """
 
 import linecache
@@ -21,11 +21,11 @@ WIDTH = 1040
 
 
 def player(run, by_hop: bool = False) -> StepThrough:
-    """Replay what the ranks of `run` said, step by step.
+    """Replay the messages of `run` step by step.
 
     run: a Run made with `launch(..., keep_values=True)`, or the HangError or RankError that such a
-    launch raised. by_hop: a step is all messages of a hop, instead of one of them; for runs of
-    nothing but messages, all received. ValueError: nothing was kept.
+    launch raised. by_hop: a step is all messages of a hop instead of one message; only for runs of
+    messages alone, all of them received. ValueError: no values were kept.
     """
     _check_kept(run)
     events = replay(run)
@@ -70,7 +70,7 @@ def _numbered(event: Event, step: int) -> str:
 
 
 def _whence(event: Event) -> str:
-    """The reader's own line that an event comes from."""
+    """Name the reader's own line that an event comes from."""
     record = event.records.get(event.peer if event.kind == "receive" else event.rank)
     record = record or next(iter(event.records.values()), None)
     if record is None:
@@ -92,14 +92,14 @@ def world_explorer() -> StepThrough:
 
 # Pictures
 
-LEFT, ARROWS = 106, 800  # where a rank's numbers begin, and the arrows of messages
+LEFT, ARROWS = 106, 800  # pixels: the left ends of a rank's numbers, and of arrows
 PAD, GAP, FOOT = 10, 46, 36  # pixels around numbers, between two rows at most, and at the bottom
 
 
 class Stage:
-    """Where everything stands, the same for all frames of a film: a row for each rank.
+    """The layout, the same for all frames of a film: a row for each rank.
 
-    What has no room on a page of `page.TALLEST` pixels is left out.
+    Buffers that don't fit on a page of `page.TALLEST` pixels are left out.
     """
 
     def __init__(self, frames: list[Frame], world_size: int):
@@ -144,7 +144,7 @@ class Stage:
         return self.top(rank) + self.tall / 2
 
     def way(self, src: int, dst: int) -> float:
-        """Where between left and right an arrow goes: no two that pass each other share a place."""
+        """Place an arrow between left and right: no two that pass each other share a place."""
         far = max(1, abs(dst - src))
         place = far * (far - 1) + 2 * (min(src, dst) % far) + (dst < src)
         places = self.world_size * max(1, self.world_size - 1)
@@ -161,7 +161,7 @@ def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
 
 
 def _change(event: Event) -> figures.Change | None:
-    """What a collective changed, where its numbers were kept."""
+    """Return what a collective changed, if its numbers were kept."""
     kept = any(before for before, _, _ in event.change.values())
     return figures.Change(event.change) if kept else None
 
@@ -181,7 +181,7 @@ def _title(frame: Frame, step: int) -> list[str]:
 
 
 def draw(frame: Frame, stage: Stage, step: int) -> Picture:
-    """One frame: ranks with what they hold, and the messages between them."""
+    """Draw one frame: ranks with their numbers, and the messages between them."""
     canvas, event = Canvas(WIDTH, stage.height), frame.event
     for line, text in enumerate(_title(frame, step)):
         title = page.WRONG if event.status else "black"
@@ -228,7 +228,7 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
 
 
 def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed=False):
-    """The arrow of a message, from row to row."""
+    """Draw the arrow of a message, from row to row."""
     x, half = stage.way(src, dst), math.copysign(page.ROW / 2 + 2, dst - src)
     if src != dst:
         ends = (x, stage.middle(src) + half), (x, stage.middle(dst) - half)
@@ -236,7 +236,7 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed
 
 
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
-    """A message that somebody waits for and that never is."""
+    """Draw a message that a rank waits for and that is never sent."""
     src, dst = event.rank, event.peer
     _draw_way(canvas, stage, src, dst, page.WRONG, dashed=True)
     x, y = stage.way(src, dst), (stage.middle(src) + stage.middle(dst)) / 2
@@ -246,7 +246,7 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
 
 
 def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
-    """A message where it leaves, or where it arrives: its numbers, or how many there are.
+    """Draw a message where it leaves, or where it arrives: its numbers, or their count.
 
     In the browser it travels from its sender, and all messages of a hop to where they arrive.
     """

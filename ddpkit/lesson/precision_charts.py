@@ -1,6 +1,6 @@
 """Charts of notebook 05: training curves, a loss scale over time, gradients among fp16's numbers.
 
-Their words name what is drawn and no number that was measured.
+Their words name what is drawn and no measured number.
 """
 
 import math
@@ -22,7 +22,7 @@ EVERY = 10  # steps whose mean is a point
 
 
 def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
-    """The losses of several trainings, each point the mean of ten steps, up to the first NaN.
+    """Draw the losses of several trainings, each point the mean of ten steps, to the first NaN.
 
     curves: in bits per byte. Notebook 05.
     """
@@ -30,7 +30,7 @@ def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
     for at, (name, losses) in enumerate(curves.items()):
         # Later curves are thinner, so that one that lies upon another leaves it visible.
         style = {"color": page.colour(at), "ls": STYLES[at % 4], "lw": max(8 - 2 * at, 3)}
-        ends = range(EVERY, len(losses) + 1, EVERY)  # what is left over then counts for nothing
+        ends = range(EVERY, len(losses) + 1, EVERY)  # a rest of fewer steps is left out
         means = [sum(losses[end - EVERY : end]) / EVERY for end in ends]
         axes.plot(ends, means, label=name, **style)
     axes.set(xlabel="step", ylabel="bits per byte")
@@ -41,7 +41,7 @@ def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
 
 
 def scale_steps(powers: Sequence[int], static: int = 16) -> Picture:
-    """The power of two that a dynamic scale had in each step, beside a static one. Notebook 05."""
+    """Draw a dynamic scale's power of two in each step, beside a static one. Notebook 05."""
     title = "The loss scale, step by step"
     figure, (axes,) = chart(title)
     steps = range(1, len(powers) + 1)
@@ -57,7 +57,7 @@ def scale_steps(powers: Sequence[int], static: int = 16) -> Picture:
 # Gradients among the numbers of fp16
 
 LOWEST, HIGHEST = -48, 24  # powers of two that are drawn
-ZONES = {  # of fp16: from and to which power, colour of the bars
+ZONES = {  # {zone of fp16: (lowest power, highest power, colour of the bars)}
     "rounds to 0": (LOWEST, -25, page.WRONG),
     "subnormal": (-25, -14, page.ORANGE),
     "normal": (-14, 16, page.GREEN),
@@ -66,9 +66,9 @@ ZONES = {  # of fp16: from and to which power, colour of the bars
 
 
 def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
-    """How many gradients, times `scale`, lie at each power of two, and what fp16 makes of them.
+    """Draw the counts of gradients, times `scale`, by power of two, and what fp16 makes of them.
 
-    gradients: any shape, finite; those that are 0 aren't counted. ValueError: all of them are 0.
+    gradients: any shape, finite; zeros aren't counted. ValueError: all of them are 0.
     Notebook 05.
     """
     zones = fp16_counts(gradients, scale)
@@ -76,7 +76,7 @@ def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
     powers = powers.clamp(LOWEST, HIGHEST - 1) - LOWEST
     counts = torch.bincount(powers, minlength=HIGHEST - LOWEST)
     most = counts.max().item()
-    seen = counts.clamp(min=most / 75).where(counts > 0, 0).tolist()  # one can be seen, too
+    seen = counts.clamp(min=most / 75).where(counts > 0, 0).tolist()  # even a single one shows
     title = f"Gradients × 2^{math.log2(scale):g}, by power of two"
     figure, (axes,) = chart(title, 520)
     for name, (start, end, fill) in ZONES.items():
@@ -103,7 +103,7 @@ def _nonzero(values: Tensor) -> Tensor:
 
 
 def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
-    """How many of `gradients`, zeros left out, fp16 makes 0, subnormal, normal and infinite."""
+    """Count the gradients, zeros left out, that fp16 makes 0, subnormal, normal and infinite."""
     rounded = (_nonzero(gradients) * scale).half().abs()
     edges = torch.tensor([2.0**-24, FP16.smallest_normal, math.inf], dtype=torch.float16)
     zones = torch.bucketize(rounded, edges, right=True)
@@ -111,9 +111,9 @@ def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
 
 
 def scale_calculator(gradients: Tensor) -> Calculator:
-    """A slider over the loss scale: where the gradients then lie in fp16. Notebook 05.
+    """A slider over the loss scale: the places of scaled gradients in fp16. Notebook 05.
 
-    Its text holds no count, as they are measured.
+    Its text holds no count, since counts are measured.
     """
 
     def scaled(power: int) -> tuple[str, Picture]:

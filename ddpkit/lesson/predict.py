@@ -48,11 +48,11 @@ class Prediction(Live):
 
     @property
     def said(self) -> str:
-        """The guess, as it is shown."""
+        """The guess as shown to the reader."""
         return self.guess if self.choices else f"{self.guess:,.6g}"
 
     def enter(self, guess: float | str) -> None:
-        """Keep the reader's guess. What is no number isn't kept, where a number is asked for."""
+        """Keep the reader's guess, unless a number is asked for and it is none."""
         if not self.choices:
             try:
                 guess = float(guess)
@@ -61,9 +61,9 @@ class Prediction(Live):
         self.guess = guess
 
     def answer(self, value: float | str, within: float = 0.0) -> str:
-        """Show what came out, beside the guess.
+        """Show the answer beside the guess.
 
-        within: how far off a guess may be, as a share of a number; 0.2 for what is measured.
+        within: the error allowed in a guess, as a share of the number; 0.2 for measured ones.
         ValueError: a value that isn't among the choices.
         """
         if self.choices and value not in self.choices:
@@ -101,12 +101,12 @@ class Predictions:
         self.made: dict[str, Prediction] = {}
 
     def __call__(self, question: str, choices: Sequence[str] = ()) -> Prediction:
-        """Ask for a number, or for one of `choices`. Asked again, it begins anew."""
+        """Ask for a number, or for one of `choices`. Asking again discards the earlier guess."""
         self.made[question] = Prediction(question, choices)
         return self.made[question]
 
     def score(self) -> str:
-        """How many predictions were right."""
+        """Count the predictions that were right."""
         judged = [each.right for each in self.made.values() if each.right is not None]
         left = len(self.made) - len(judged)
         said = f"{sum(judged)} of {len(judged)} predictions right"

@@ -1,7 +1,7 @@
-"""In JupyterLab: a cell that takes longer than two seconds says so, in a line that then vanishes.
+"""The progress line in JupyterLab, below a cell that takes longer than two seconds; it vanishes.
 
-It shows the seconds and, while ranks run, how many calls they have made, or, if nothing has moved
-for a while, who waits for whom. DDPKIT_PROGRESS=off: never (tests, stored outputs).
+It shows the seconds and, while ranks run, the number of calls they have made or, if nothing has
+moved for a while, which rank waits for which. DDPKIT_PROGRESS=off: never (tests, stored outputs).
 """
 
 import contextlib
@@ -25,14 +25,14 @@ class Progress:
         self.done, self.thread = threading.Event(), None
 
     def begin(self, _info=None) -> None:
-        """A cell starts to run."""
+        """Start the clock of a cell."""
         self.done = threading.Event()
         show = contextvars.copy_context().run  # the cell to which the line belongs
         self.thread = threading.Thread(target=show, args=(self._show, self.done), daemon=True)
         self.thread.start()
 
     def end(self, _result=None) -> None:
-        """It is done."""
+        """Stop the clock, and clear the line."""
         self.done.set()
         if self.thread:
             self.thread.join()
@@ -42,7 +42,7 @@ class Progress:
         while not done.wait(EVERY_S if line else PATIENCE_S):
             seconds = time.perf_counter() - begun
             ranks = "the ranks' server starts, and imports torch once" if is_starting() else ""
-            with contextlib.suppress(ValueError):  # they ended meanwhile, and their board with them
+            with contextlib.suppress(ValueError):  # the ranks have ended meanwhile, board and all
                 ranks = "; ".join(watch.status() for watch in list(Watch.watching)) or ranks
             said = {"text/plain": f"… {seconds:.0f} s" + (f": {ranks}" if ranks else "")}
             if line:
@@ -54,8 +54,8 @@ class Progress:
 
 
 def show_progress() -> None:
-    """Watch the cells of this kernel from now on, also the one that runs; elsewhere do nothing."""
-    if "IPython" not in sys.modules:  # as in every rank, where importing it would take a while
+    """Watch this kernel's cells from now on, the running one included; elsewhere do nothing."""
+    if "IPython" not in sys.modules:  # true in every rank, where the import would take a while
         return
     from IPython import get_ipython
     from IPython.display import display

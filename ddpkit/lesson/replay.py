@@ -1,6 +1,6 @@
-"""What the ranks of a run did, event by event: causes before effects, alike for every run.
+"""The events of a run, in order: causes before effects, the same order for every run.
 
-Wall time plays no part. Where a run went wrong, the last events say what never happened.
+Wall time plays no part. If a run failed, the last events are those that never happened.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from ..runtime.board import MESSAGES, Record
 from ..runtime.errors import HangError, LaunchError
 from ..tools.units import name_ranks, numbers
 
-RECEIVE, SEND, ENTER, LEAVE = range(4)  # what happens in one round, in this order
+RECEIVE, SEND, ENTER, LEAVE = range(4)  # the order of events within a round
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Event:
     """One step of the replay. kind: send, receive, hop, meet, stuck, lost, differ, failed or end.
 
     records: by rank; of a message both ends, where both are known. A message goes from `rank` to
-    `peer`; otherwise `rank` is the one that fails. status: what each rank comes to, if it is wrong.
+    `peer`; otherwise `rank` is the one that fails. status: each rank's final state, if it is wrong.
     """
 
     kind: str
@@ -37,15 +37,15 @@ class Event:
 
 
 def key(record: Record) -> tuple:
-    """The same for both ends of a message, and for all ranks of a collective."""
+    """Return a key that is the same for both ends of a message, or all ranks of a collective."""
     return record.channel, record.seq
 
 
 def replay(run) -> list[Event]:
-    """What happened in `run` (a Run or a LaunchError), one event after the other.
+    """List the events of `run` (a Run or a LaunchError) in order.
 
-    A receive comes after its send and a collective after all its ranks have come to it; among
-    events that nothing puts in order, those of lower ranks come first.
+    A receive comes after its send and a collective after all its ranks have reached it; among
+    unordered events, those of lower ranks come first.
     """
     ends: dict[str, dict[tuple, tuple[int, Record]]] = {"send": {}, "recv": {}}
     calls: dict[tuple, dict[int, Record]] = {}
@@ -59,7 +59,7 @@ def replay(run) -> list[Event]:
 
 
 def _program(records: list[Record]) -> list[tuple[int, Record]]:
-    """What one rank did, in order: send; receive, when it has the message; enter and leave."""
+    """List one rank's actions in order: send; receive, when it has the message; enter; leave."""
     steps = []
     for index, record in enumerate(records):
         ended = record.done if record.op == "recv" or record.waited is None else record.waited
@@ -71,10 +71,10 @@ def _program(records: list[Record]) -> list[tuple[int, Record]]:
 
 
 def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
-    """Events in rounds: in each, every rank goes on that has all that it waits for.
+    """Order events in rounds: in each, every rank that needn't wait takes its next step.
 
-    Its rounds are the logical time of Lamport 1978: an event comes after all that it had to wait
-    for, however long that took.
+    Rounds are the logical time of Lamport 1978: an event comes after all that it had to wait for,
+    however long that took.
     """
     rounds: TopologicalSorter = TopologicalSorter()
     whole = {at: records for at, records in calls.items() if _complete(records)}
@@ -89,9 +89,9 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
                 before.append((SEND, ends["send"][at][0], at))
             rounds.add((what, rank, at), *before)
             before = [(what, rank, at)]
-    came: Counter = Counter()  # to collectives: how many ranks
+    came: Counter = Counter()  # {collective: the number of ranks that have entered it}
     happened = []
-    with contextlib.suppress(CycleError):  # then what lies on a cycle or behind it is left out
+    with contextlib.suppress(CycleError):  # events on a cycle or after it are left out
         rounds.prepare()
     while rounds.is_active():
         steps = rounds.get_ready()
@@ -111,7 +111,7 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
 
 
 def _complete(records: dict[int, Record]) -> bool:
-    """Whether all ranks of the group made the call, and the same call."""
+    """Return True if all ranks of the group made the call, and the same call."""
     first = next(iter(records.values()))
     return len(records) == len(first.ranks) and _alike(records)
 
@@ -153,9 +153,9 @@ def _met(records: dict[int, Record]) -> Event:
 
 
 def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
-    """By rank, what it brought to a collective, what it took away, and whose data that is.
+    """{rank: (the numbers it brings to a collective, those it gets, their owners)}.
 
-    Only what counts: the rest is whatever lay in its buffers.
+    None where it brings or gets none: its buffer's contents are then accidental.
     """
     before, found = {}, {}
     for rank, record in records.items():
@@ -185,7 +185,7 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
     return ", ".join(said) or "…"
 
 
-# What never happened, and who waits for it
+# Events that never happened, and the ranks that wait for them
 
 
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
@@ -235,7 +235,7 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
 
 
 def _not_received(rank: int, record: Record, sent: Record | None, ever: str, failed: bool):
-    """None: it was under way when the run ended."""
+    """Return the event of a message that wasn't received; None if it was under way at the end."""
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
     kind, status, text = "lost", {rank: waits}, f"rank {rank} {waits}: "

@@ -19,7 +19,7 @@ READ, NEW = page.BLUE, page.ORANGE
 
 @dataclass(frozen=True)
 class Moment:
-    """What is known when the first `read` numbers of `row` were read, and just before.
+    """The state after the first `read` numbers of `row` were read, and just before.
 
     m: their maximum. ell: their sum of eˣ⁻ᵐ.
     """
@@ -33,17 +33,17 @@ class Moment:
 
     @property
     def correction(self) -> float:
-        """What the sum before is multiplied by: e to the maximum before less that now."""
+        """The factor of the sum before: e to the old maximum less the new one."""
         return _share(self.m_before, self.m)
 
     def weights(self, before: bool = False) -> list[float]:
-        """Of each number read, before the last one or with it: what it adds to the sum."""
+        """List what each number read adds to the sum, `before` the last one was read or after."""
         m, read = (self.m_before, self.read - 1) if before else (self.m, self.read)
         return [_share(x, m) for x in self.row[: max(read, 0)]]
 
     @property
     def sum(self) -> str:
-        """How it comes about."""
+        """Write how the sum is computed."""
         if self.m == -math.inf:
             return "0"
         before, factor = _rounded(self.ell_before), _rounded(self.correction)
@@ -62,7 +62,7 @@ class Moment:
 
 
 def moments(row: Sequence[float]) -> list[Moment]:
-    """One before the first number, then one for each: its own pair is merged with that so far."""
+    """List the moment before the first number, and one after each: its pair is merged in."""
     numbers = torch.tensor(row, dtype=torch.float64)
     pairs = [summarize(numbers[:0])]
     for x in numbers.split(1):
@@ -81,7 +81,7 @@ def _rounded(value: float, digits: int = 3) -> str:
 
 
 def _exactly(x: float) -> str:
-    """A number of the row, or its maximum."""
+    """Write a number of the row, or its maximum."""
     return _rounded(x, digits=6)
 
 
@@ -90,7 +90,7 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
 
     row: 1 to 8 numbers; -inf is masked. ValueError: more of them, none, +inf or NaN.
 
-    A bar is what a number adds to the sum, eˣ⁻ᵐ; dashed, what it was before the maximum grew.
+    A bar is what a number adds to the sum, eˣ⁻ᵐ; dashed, its height before the maximum grew.
     """
     row = [float(x) for x in row]
     if not 1 <= len(row) <= MOST_NUMBERS or any(math.isnan(x) or x == math.inf for x in row):
@@ -109,7 +109,7 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
 
 
 def draw(moment: Moment) -> Picture:
-    """The weights of what was read; below, the sum before and after the last number."""
+    """Draw the weights of the numbers read; below, the sum before and after the last one."""
     grew = f"{_exactly(moment.m_before)} → " if moment.m > moment.m_before > -math.inf else ""
     title = f"m = {grew}{_exactly(moment.m)}     ℓ = {_rounded(moment.ell)}"
     figure, (bars, sums) = page.chart(title, 480, 2, height_ratios=(2, 1))

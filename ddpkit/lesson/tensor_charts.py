@@ -1,4 +1,4 @@
-"""Pictures and the calculator of notebook 11: split products, and what splitting them sends."""
+"""Pictures and the calculator of notebook 11: split products, and the bytes that they cost."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from . import page
 from .page import Canvas, Picture, chart, colour, legend, stroke
 from .widgets import Calculator, Slider
 
-# How each of three matrices is split: by rows 0, by columns 1, not at all None; of a product,
-# "sum": a part of each number, "blocks": some numbers only.
+# The split of each of three matrices: by rows 0, by columns 1, not at all None; of a product,
+# "sum": each rank has a summand of every number, "blocks": some numbers only.
 SPLITS = {
     "tokens": (0, None, 0),
     "outputs": (None, 1, 1),
@@ -21,7 +21,7 @@ SAYS = {0: "rows", 1: "columns", None: "whole", "sum": "summands", "blocks": "bl
 
 
 def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> Picture:
-    """X·A = Y, to scale, split over the ranks in four ways: what each rank has, what it can get.
+    """Draw X·A = Y to scale, split in four ways: what each rank has, and what it can compute.
 
     X: (tokens, inputs). A: (inputs, outputs). Notebook 11.
     """
@@ -50,13 +50,13 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
 
 
 def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
-    """A matrix, its parts in the colours of their ranks."""
+    """Draw a matrix, its parts in the colours of their ranks."""
     if split is None:
         canvas.box(x, y, wide, tall, page.MIXED)
         return
     part_wide = wide / world_size if split in (1, "blocks") else wide
     part_tall = tall / world_size if split in (0, "blocks") else tall
-    right = {"sum": 12, 0: 0}.get(split, part_wide)  # of "sum" one lies behind the other
+    right = {"sum": 12, 0: 0}.get(split, part_wide)  # summands lie one behind the other
     down = {"sum": 12, 1: 0}.get(split, part_tall)
     for rank in range(world_size):
         canvas.box(x + rank * right, y + rank * down, part_wide, part_tall, colour(rank))
@@ -67,13 +67,13 @@ def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
 # Tensor or data parallel?
 
 WEIGHTS = 12  # of a layer, in width²: 4 of attention, 8 of its MLP
-CALLS = 4  # all-reduces of a layer in forward and backward, each of a number for each of its places
-FLOPS_PER_S = 400e12  # of 16-bit products, what a good program gets of an H100
+CALLS = 4  # all-reduces of a layer in forward and backward, each of tokens × width numbers
+FLOPS_PER_S = 400e12  # of 16-bit products, in a good program on an H100
 WIRES = ("NVLink 4", "100 Gbit InfiniBand", "10 Gbit Ethernet")
 
 
 def reduced_bytes(width: int, tokens: int) -> dict[str, int]:
-    """What a layer of a transformer all-reduces in a step: of `tokens` activations, or gradients.
+    """Count the bytes that a transformer's layer all-reduces in a step: activations or gradients.
 
     tokens: of the whole batch; 16-bit numbers. {"tensor parallel": bytes, "data parallel": bytes}.
     """
@@ -85,7 +85,7 @@ LOOKS = {"tensor parallel": (page.ORANGE, "o"), "data parallel": (page.BLUE, "s"
 
 
 def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Picture:
-    """What a rank sends for a layer in a step, by the tokens of the whole batch. Notebook 11."""
+    """Draw a rank's bytes for a layer in a step, by the tokens of the whole batch. Notebook 11."""
     title = f"Sent by each of {count(world_size, 'rank')} for a layer of width {width}, in a step"
     figure, (axes,) = chart(title, 480)
     for name, (fill, marker) in LOOKS.items():
@@ -102,7 +102,7 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
 
 
 def tensor_calculator() -> Calculator:
-    """Ranks, width, tokens: what a layer sends and how long that takes, beside its computing."""
+    """Sliders over ranks, width, tokens: a layer's bytes and their time, beside its computing."""
     powers = [2**power for power in range(10, 23)]
     return Calculator(
         layer_times,
@@ -113,7 +113,7 @@ def tensor_calculator() -> Calculator:
 
 
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
-    """Caption and picture of `tensor_calculator`: times by the α–β model of notebook 02."""
+    """Make caption and picture of `tensor_calculator`: times by the α–β model of notebook 02."""
     wholes = reduced_bytes(width, tokens)
     computing = 6 * WEIGHTS * width**2 * tokens / world_size / FLOPS_PER_S
     figure, (axes,) = chart("A layer, forward and backward", 400)

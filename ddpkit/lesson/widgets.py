@@ -21,10 +21,9 @@ Look = tuple[str, Picture | None]  # a caption, and a picture if there is one
 
 
 class Live:
-    """Widgets, `box`, where ipywidgets can show them; everywhere, what stands for them.
+    """Widgets, `box`, where ipywidgets can show them; a text and a picture for everywhere else.
 
-    text, telling: that are stored, and the text is compared in tests. So it must not hold a number
-    that was measured.
+    text, telling: these are stored, and tests compare the text, so it must hold no measured number.
     """
 
     def __init__(self, text: str, telling: Picture | None):
@@ -45,7 +44,7 @@ class Live:
 
 
 class Below(Live):
-    """HTML above a player. text: what stands for both."""
+    """HTML above a player. text: stored in place of both."""
 
     def __init__(self, text: str, page: str, player: "StepThrough"):
         super().__init__(text, None)
@@ -59,7 +58,7 @@ class Below(Live):
 
 
 def view(look: Callable[[], Look]):
-    """A caption above a picture, as `look` returns them."""
+    """Make a caption above a picture, as `look` returns them."""
     import ipywidgets
 
     shown = ipywidgets.VBox([ipywidgets.HTML(), ipywidgets.HTML()])
@@ -68,20 +67,20 @@ def view(look: Callable[[], Look]):
 
 
 def show(shown, look: Callable[[], Look]) -> None:
-    """Bring a `view` to what `look` returns now, or say what it raises above the picture before."""
+    """Update a `view` to what `look` returns now, or show its error above the old picture."""
     caption, image = shown.children
     try:
         text, picture = look()
         said = html.escape(text).replace("\n", "<br>")
         image.value = inline(picture) if picture else ""
-    except Exception as error:  # a callback has nobody to raise to
+    except Exception as error:  # no caller of a callback would see it
         text = html.escape(f"{type(error).__name__}: {error}")
         said = f'<b style="background: white; color: {page.WRONG}">{text}</b>'
     style = "font-size: 16px; line-height: 1.4; min-height: 2.8em"  # two lines: pictures stay put
     caption.value = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
 
 
-# What a Canvas draws with a `gid` "from 12.0 to 0.0" moves when its picture comes into view.
+# A shape that a Canvas drew with a `gid` "from 12.0 to 0.0" moves when its picture appears.
 MOVING = """<style>
 @keyframes ddpkit-travel { from { transform: translateY(var(--from)) } }
 .ddpkit-travels { transform: translateY(var(--to)); animation: ddpkit-travel 1s .3s both }
@@ -90,7 +89,7 @@ MOVING = """<style>
 
 
 def inline(picture: Picture) -> str:
-    """HTML of a picture that has its size before it is drawn, so that the page doesn't jump."""
+    """Make HTML of a picture with its size given, so that drawing it doesn't shift the page."""
     width, height = picture.size
     style = f"display: block; width: {width}px; max-width: 100%; aspect-ratio: {width} / {height}"
     head, _, body = picture.svg.decode().partition("</metadata>")
@@ -103,11 +102,11 @@ def inline(picture: Picture) -> str:
 
 
 def named(label: str) -> dict:
-    """What a widget shows of its label: beside it, and where the mouse rests."""
+    """Give a widget its label: beside it, and as a tooltip."""
     return {"description": label, "tooltip": label, "style": {"description_width": "initial"}}
 
 
-# The arrows press the number's own: it is linked to slider and picture in the browser.
+# The arrows press the number field's own, which is linked to slider and picture in the browser.
 ARROW = """<button class="jupyter-button" style="width: 36px" aria-label="{says}" title="{says}"
 onclick="const at = this.closest('.widget-hbox').querySelector('input[type=number]');
 at.step{way}(); at.dispatchEvent(new Event('change', {{bubbles: true}}))">{sign}</button>"""
@@ -116,8 +115,8 @@ at.step{way}(); at.dispatchEvent(new Event('change', {{bubbles: true}}))">{sign}
 class StepThrough(Live):
     """A slider over pictures, all of them in the page: it steps without the kernel.
 
-    look: step -> (caption, Picture). steps: of which there are pictures. text: what stands for all
-    of them, by default the caption of the first. telling: the step whose picture is stored.
+    look: step -> (caption, Picture). steps: those with pictures. text: stored in place of all, by
+    default the caption of the first. telling: the step whose picture is stored.
     """
 
     def __init__(
@@ -176,9 +175,9 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "4px 12
 
 @dataclass(frozen=True)
 class Slider:
-    """A slider over `values`, in their order. value: at first. say: what is written beside it.
+    """A slider over `values`, in their order. value: the first one set. say: writes a value.
 
-    Few words are buttons; a dropdown doesn't answer the arrow keys in JupyterLab.
+    A few words become buttons; a dropdown doesn't answer the arrow keys in JupyterLab.
     """
 
     label: str
@@ -202,8 +201,8 @@ class Slider:
 class Calculator(Live):
     """A slider or buttons for each argument of `function`; `widgets` has them by name.
 
-    function: called with their values, by name; returns (caption, Picture or None). What it raises
-    is shown as the caption, but for the values at first. text: what stands for the widget where
+    function: called with their values, by name; returns (caption, Picture or None). Its errors are
+    shown as the caption, except those of the first values. text: stands for the widget where
     nothing is live; by default the caption.
     """
 
@@ -220,11 +219,11 @@ class Calculator(Live):
         return {name: slider.widget() for name, slider in self._sliders.items()}
 
     def look(self) -> Look:
-        """What is to be seen where the sliders stand."""
+        """Compute caption and picture for the sliders' present values."""
         return self._function(**{name: widget.value for name, widget in self.widgets.items()})
 
     def reset(self, *_) -> None:
-        """Everything as at first."""
+        """Set every slider back to its first value."""
         for name, value in self._first.items():
             self.widgets[name].value = value
 

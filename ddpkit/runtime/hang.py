@@ -120,7 +120,7 @@ def situations(board: Board, in_line: bool = False) -> list[Situation]:
 
 
 def at_standstill(board: Board) -> list[Situation]:
-    """Where every rank is, once nothing has moved for long: programs wait for the GPU by now."""
+    """Return where every rank is once nothing has moved for long: programs wait for the GPU."""
     now = situations(board, in_line=True)
     for s in now:
         if s.state == ON_STREAM:

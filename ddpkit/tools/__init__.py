@@ -1,1 +1,1 @@
-"""Instruments: what things cost in time, bytes and bits, and a text to train on. No algorithms."""
+"""Instruments: costs in time, bytes and bits, checks, and a text to train on. No algorithms."""

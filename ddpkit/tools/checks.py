@@ -1,4 +1,4 @@
-"""Checks of arguments, all in one form: which rank, what it got, what was expected, what to do."""
+"""Checks of arguments, all in one form: the rank, what it got, what was expected, what to do."""
 
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 
 def mistake(name: str, got: str, expected: str, remedy: str) -> ValueError:
-    """The error of this rank in a call of `name`, to be raised.
+    """Make the error of this rank in a call of `name`, to be raised.
 
     >>> raise mistake("all_gather", "3 tensors in tensor_list", "4", "One a rank.")
     ValueError: rank 1 called all_gather with 3 tensors in tensor_list, expected 4. One a rank.
@@ -19,17 +19,17 @@ def mistake(name: str, got: str, expected: str, remedy: str) -> ValueError:
 
 
 def check_in_group(name: str, group: ProcessGroup | None) -> None:
-    """ValueError unless this rank is in `group` (None: all ranks)."""
+    """Raise ValueError unless this rank is in `group` (None: all ranks)."""
     if dist.get_rank(group) < 0:
         remedy = f"Call {name} on the group's ranks only."
         raise mistake(name, "a group that it isn't in", "one of its own", remedy)
 
 
 def check_same(what: str, mine: Iterable[str], group: ProcessGroup | None) -> None:
-    """The same ValueError on every rank of `group`, unless all have the same, in the same order.
+    """Raise the same ValueError on every rank of `group`, unless all bring the same `mine`.
 
-    what: what it is for the user, "module". mine: what makes it up on this rank, in words. One
-    all_gather_object: every rank of the group must call.
+    what: the user's name for it, "module". mine: this rank's parts of it, in words and in order.
+    Cost: one all_gather_object, so every rank of the group must call.
     """
     ranks = dist.get_process_group_ranks(group)
     everyones: list = [None] * len(ranks)
@@ -45,7 +45,7 @@ def check_same(what: str, mine: Iterable[str], group: ProcessGroup | None) -> No
 def check_same_on_all_ranks(
     what: str, tensors: Iterable[tuple[str, Tensor]], group: ProcessGroup | None
 ) -> None:
-    """As `check_same`, of named tensors: names, shapes, dtypes, which are trained; not numbers."""
+    """`check_same` of named tensors: names, shapes, dtypes, which are trained; not numbers."""
     mine = []
     for name, x in tensors:
         trained = "trained" if x.requires_grad else "not trained"
@@ -54,14 +54,14 @@ def check_same_on_all_ranks(
 
 
 def check_positive(remedy: str, **values: float) -> None:
-    """ValueError unless every value is a number > 0: check_positive("Give MiB.", cap=cap)."""
+    """Raise ValueError unless every value is a number > 0: check_positive("Give MiB.", cap=cap)."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"expected {name} > 0, got {value!r}. {remedy}")
 
 
 def check_counts(**values: int) -> None:
-    """ValueError unless every value is a whole number from 1: check_counts(world_size=4)."""
+    """Raise ValueError unless every value is a whole number from 1: check_counts(world_size=4)."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"expected {name} to be 1 or more, got {value!r}: give a whole number")

@@ -1,14 +1,14 @@
-"""What communication costs: the messages and bytes of every algorithm, and the time they take.
+"""The cost of communication: the messages and bytes of every algorithm, and the time they take.
 
-Every message costs a latency α, whatever is in it, and every byte the time β:
+Every message costs a latency α, whatever its size, and every byte the time β:
 
     seconds = α · hops + β · bytes in turn
 
 `volume` counts the two for an algorithm, a size and a world; `CostModel` multiplies; `fit` finds α
-and β from measurements; `crossover` says from which size on one algorithm beats another; `timeline`
-says how much of it hides behind backward. Nothing is sent here.
+and β from measurements; `crossover` finds the size from which one algorithm beats another;
+`timeline` predicts how much hides behind backward. Nothing is sent here.
 
-The model leaves out ranks that share a core, caches that are full, the time of adding up. Where a
+The model leaves out ranks that share a core, full caches, and the time of adding. Where a
 prediction is wrong, look for these first.
 
 W is the number of ranks, n the bytes of the whole, as in the tables of `ddpkit.collectives`,
@@ -33,8 +33,8 @@ from .units import count, duration, rate
 class Volume(NamedTuple):
     """The messages and bytes of one call that follow one another.
 
-    hops: messages, where a rank can't begin the next before one is done.
-    in_turn: bytes: over all hops, the sum of the most that a rank sends or receives in each.
+    hops: messages of which each can begin only when the one before it is done.
+    in_turn: bytes, summed over all hops: in each, the most that a rank sends or receives.
     """
 
     hops: int
@@ -47,7 +47,7 @@ def _table(world_size: int) -> dict[str, tuple[int, float]]:
     share = others / world_size
     swaps = world_size.bit_length() - 1  # log₂ W, rounded down
     unpaired = world_size > 2**swaps
-    doubling = swaps + 2 * unpaired  # a hop to take in what those without a partner bring, one back
+    doubling = swaps + 2 * unpaired  # one hop in from the ranks without a partner, one hop back
     table = {
         "broadcast": (others, others),
         "tree_broadcast": (tree, tree),
@@ -73,7 +73,7 @@ ALGORITHMS = tuple(_table(1))  # spelled as the functions; the last one for powe
 
 
 def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
-    """The messages and bytes of one call of `algorithm`, when `nbytes` is the whole.
+    """Count the messages and bytes of one call of `algorithm`, when `nbytes` is the whole.
 
     algorithm: one of `ALGORITHMS`. nbytes: of the tensor of an all_reduce or broadcast, of all
     parts of a gather or scatter together; a barrier has none.
@@ -94,7 +94,7 @@ def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
 
 
 class Measurement(NamedTuple):
-    """That one call of `algorithm` took `seconds`; the first three as in `volume`."""
+    """The `seconds` that one call of `algorithm` took; the first three are `volume`'s arguments."""
 
     algorithm: str
     world_size: int
@@ -104,7 +104,7 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """A wire: what a hop and a byte cost.
+    """A wire: the cost of a hop and of a byte.
 
     latency_s: α, seconds for each message that has to wait for another.
     bytes_per_s: 1/β, bytes a rank sends each second; it receives as many at the same time.
@@ -114,15 +114,15 @@ class CostModel:
     bytes_per_s: float
 
     def seconds(self, algorithm: str, nbytes: float, world_size: int) -> float:
-        """The time of one call; arguments and errors as those of `volume`."""
+        """Predict the time of one call; arguments and errors as those of `volume`."""
         cost = volume(algorithm, nbytes, world_size)
         return cost.hops * self.latency_s + cost.in_turn / self.bytes_per_s
 
     def error(self, measurements: Iterable[Measurement]) -> float:
-        """The median distance between prediction and measurement, as a share of the latter.
+        """Return the median distance of prediction and measurement, as a share of the latter.
 
-        measurements: such that `fit` has not seen; only those tell whether the model predicts or
-        remembers. ValueError: none given; others as in `fit`.
+        measurements: others than `fit` has used; only those show whether the model predicts or
+        remembers. ValueError: none given; otherwise as in `fit`.
         """
         errors = []
         for algorithm, world_size, nbytes, seconds in _checked(measurements):
@@ -137,10 +137,10 @@ class CostModel:
 
 
 def crossover(first: str, second: str, world_size: int, model: CostModel) -> float | None:
-    """The bytes from which on `second` is faster than `first`; ValueError as in `volume`.
+    """Find the bytes from which on `second` is faster than `first`; ValueError as in `volume`.
 
-    0.0 if it always is, None if it isn't for many bytes. Both times are straight lines over the
-    number of bytes; this is where they cross.
+    0.0 if it always is, None if it never becomes so. Both times are straight lines over the number
+    of bytes; this is where they cross.
     """
     start_1, per_byte_1 = _line(first, world_size, model)
     start_2, per_byte_2 = _line(second, world_size, model)
@@ -160,10 +160,10 @@ def _line(algorithm: str, world_size: int, model: CostModel) -> tuple[float, flo
 
 
 def alpha_beta(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(α, β) for which α · hops + β · bytes comes closest to the seconds of all points.
+    """Find (α, β) for which α · hops + β · bytes comes closest to the seconds of all points.
 
     points: (hops, bytes, seconds). Closest: the squares of the relative errors have the least sum.
-    Relative, so that 4 kB count as much as 100 MB, and a measurement that took much too long by
+    Relative, so that 4 kB count as much as 100 MB, and a measurement that was much too long by
     chance counts little.
     """
     hops, nbytes, seconds = torch.tensor(points, dtype=torch.float64).T
@@ -173,10 +173,10 @@ def alpha_beta(points: Sequence[tuple[float, float, float]]) -> tuple[float, flo
 
 
 def fit(measurements: Iterable[Measurement]) -> CostModel:
-    """The model that comes closest to the measurements, as `alpha_beta` has it.
+    """Fit the model that comes closest to the measurements, in the sense of `alpha_beta`.
 
-    Neither α nor β is negative: where the best one would be, it is 0. ValueError: too few sizes to
-    tell the two apart; seconds that aren't positive; as in `volume`.
+    Neither α nor β is negative: where the best value would be, it is 0. ValueError: too few sizes
+    to tell the two apart; seconds that aren't positive; as in `volume`.
     """
     points = []
     for algorithm, world_size, nbytes, seconds in (measurements := _checked(measurements)):
@@ -208,10 +208,10 @@ def _checked(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int) -> float:
-    """Bytes per second that the best algorithm moved in and out of each rank. nccl-tests' busbw.
+    """Compute the bytes per second that an ideal ring moves in and out of each rank: busbw.
 
-    Comparable with the speed of the wire, and between worlds of different size (doc/PERFORMANCE.md
-    there). operation: all_reduce, reduce_scatter or all_gather, whose rings send no byte too many.
+    The name is nccl-tests' (see doc/PERFORMANCE.md there); it compares with the speed of the wire,
+    and between worlds of different size. operation: all_reduce, reduce_scatter or all_gather.
     ValueError: no such operation, seconds that aren't positive, fewer than 1 rank.
     """
     check_positive("Give the time of one call.", seconds=seconds)
@@ -220,13 +220,13 @@ def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int
 
 # Buckets of gradients
 
-Plan = Sequence[Sequence[int]]  # for each bucket, the numbers of its gradients: ddp.plan_buckets
+Plan = Sequence[Sequence[int]]  # a list of gradient numbers per bucket: ddp.plan_buckets
 
 
 class Timeline(NamedTuple):
-    """When the buckets of a plan travel, in seconds after backward began.
+    """The times at which the buckets of a plan travel, in seconds after backward began.
 
-    started, done: of each bucket's all-reduce. backward_s: when the last gradient was ready.
+    started, done: of each bucket's all-reduce. backward_s: the time of the last gradient.
     """
 
     started: tuple[float, ...]
@@ -235,15 +235,15 @@ class Timeline(NamedTuple):
 
     @property
     def exposed_s(self) -> float:
-        """The seconds that training waits for communication: from backward's end to the last's."""
+        """The seconds that training waits for communication: from backward's end to the last."""
         return self.done[-1] - self.backward_s
 
 
 def one_wire(ready_s: Sequence[float], travel_s: Sequence[float]) -> list[tuple[float, float]]:
-    """When the message of each bucket starts and when it is done, on a wire that carries one.
+    """Compute (start, end) of each bucket's message, on a wire that carries one at a time.
 
-    ready_s: when each bucket is full, in the order in which they are sent. travel_s: what each
-    takes. It starts when it is ready and the one before is done. Notebook 04.
+    ready_s: the time at which each bucket is full, in the order in which they are sent. travel_s:
+    the time each takes. A message starts when it is ready and the one before is done. Notebook 04.
     """
     spans, free = [], 0.0
     for ready, seconds in zip(ready_s, travel_s, strict=True):
@@ -256,11 +256,11 @@ def one_wire(ready_s: Sequence[float], travel_s: Sequence[float]) -> list[tuple[
 def timeline(
     plan: Plan, ready_s: Sequence[float], sizes: Sequence[int], model: CostModel, world_size: int
 ) -> Timeline:
-    """The all-reduces of one step: each starts when its gradients are ready and the wire is free.
+    """Predict the all-reduces of one step: each starts when it is ready and the wire is free.
 
     plan: its buckets, in the order in which they are sent; every gradient in exactly one. ready_s:
-    when each gradient is ready, in seconds after backward began; where all are sent after backward,
-    its end. sizes: bytes of each. ValueError: not one time and one size for each; as in `volume`.
+    the time of each gradient, in seconds after backward began; if all are sent after backward, its
+    end. sizes: bytes of each. ValueError: not one time and one size for each; as in `volume`.
 
     Each all-reduce is a ring's. Left out: that sending takes a core's or a GPU's time. Notebook 04.
     """

@@ -7,13 +7,13 @@
     round_stochastically(x)            # a tensor in bf16, rounded up or down by chance
     quantise(x, 32)                    # in int8, with a scale for each 32 numbers
 
-A pattern is a whole number. Its bits, from the highest: sign, exponent, fraction. It means
+A pattern is a whole number. Its bits, from the highest: sign, exponent, fraction. It stands for
 
     (-1)^sign × 2^(exponent - bias) × 1.fraction      if exponent is not 0   (normal)
     (-1)^sign × 2^(1 - bias)        × 0.fraction      if exponent is 0       (subnormal, and zero)
 
 and, where all bits of the exponent are set, infinity or NaN. fp8 e4m3 has no infinity, and NaN only
-where all bits of the fraction are set too, so it reaches 448 rather than 240.
+where all bits of the fraction are set as well, so it reaches 448 rather than 240.
 
 In PyTorch: torch.finfo. IEEE 754-2019, sections 3 and 4; Kalamkar et al. 2019 (bf16); NVIDIA A100
 whitepaper 2020 (tf32); Micikevicius et al. 2022, table 1 (fp8). Notebook 05.
@@ -28,7 +28,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """How a number is written in bits. dtype: torch's, if it has one."""
+    """A way to write numbers in bits. dtype: torch's, if it has one."""
 
     name: str
     exponent_bits: int
@@ -63,14 +63,14 @@ class Format:
 
     @property
     def _overflow(self) -> int:
-        """The pattern of what is too large: infinity, or the largest number where there is none."""
+        """The pattern for values that are too large: infinity, or else the largest number."""
         if self.has_inf:
             return (2**self.exponent_bits - 1) << self.fraction_bits
         return 2 ** (self.bits - 1) - 2
 
 
 FP32 = Format("fp32", 8, 23, torch.float32)
-TF32 = Format("tf32", 8, 10, None)  # what tensor cores make of fp32's factors; in memory it is fp32
+TF32 = Format("tf32", 8, 10, None)  # the format of factors in tensor cores; in memory fp32
 BF16 = Format("bf16", 8, 7, torch.bfloat16)
 FP16 = Format("fp16", 5, 10, torch.float16)
 E4M3 = Format("fp8 e4m3", 4, 3, torch.float8_e4m3fn, has_inf=False)
@@ -82,7 +82,7 @@ FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
 
 
 def fields(pattern: int, format: Format) -> tuple[int, int, int]:
-    """(sign, exponent, fraction) of a pattern, each as the whole number that stands there.
+    """Split a pattern into (sign, exponent, fraction), each as a whole number.
 
     ValueError: the format has no such pattern.
     """
@@ -94,14 +94,14 @@ def fields(pattern: int, format: Format) -> tuple[int, int, int]:
 
 
 def field_of(place: int, format: Format) -> str:
-    """What the bit at a place, counted from the highest, belongs to: 'sign', 'exponent', …"""
+    """Name the field of the bit at a place, counted from the highest: 'sign', 'exponent', …"""
     if place == 0:
         return "sign"
     return "exponent" if place <= format.exponent_bits else "fraction"
 
 
 def decode(pattern: int, format: Format) -> float:
-    """The number that a pattern stands for, exactly: Python's floats have more bits.
+    """Return the number that a pattern stands for, exactly: Python's floats have more bits.
 
     ValueError as in `fields`.
     """
@@ -120,13 +120,13 @@ def decode(pattern: int, format: Format) -> float:
 
 
 def encode(value: float, format: Format) -> int:
-    """The pattern of the number nearest to a value, of two equally near the even one.
+    """Return the pattern of the number nearest to a value; of two equally near, the even one.
 
-    What is too large becomes infinity, in e4m3 the largest number, as in torch 2.13 (older ones
-    made NaN of it on CPUs: pull request 178817).
+    Values that are too large become infinity, in e4m3 the largest number, as in torch 2.13 (older
+    versions made NaN of them on CPUs: pull request 178817).
     """
     if math.isnan(value):
-        return 2 ** (format.bits - 1) - 1  # of many: torch's differ from device to device
+        return 2 ** (format.bits - 1) - 1  # one of many NaNs: torch's differ between devices
     sign = 2 ** (format.bits - 1) * (math.copysign(1, value) < 0)
     magnitude = abs(value) if math.isinf(value) else nearest(abs(value), format)
     if magnitude in (0, math.inf):
@@ -137,7 +137,7 @@ def encode(value: float, format: Format) -> int:
 
 
 def nearest(value, format):
-    """The format's number that is nearest to a float, of two equally near the even one."""
+    """Round a float to the format's nearest number; of two equally near, to the even one."""
     exponent = math.frexp(value)[1] - 1  # |value| is this power of two times 1 to 2
     exponent = max(exponent, 1 - format.bias)
     spacing = 2.0 ** (exponent - format.fraction_bits)
@@ -148,7 +148,7 @@ def nearest(value, format):
 
 
 class Number:
-    """A pattern of a format, and all there is to say about it. ValueError as in `fields`.
+    """A pattern of a format, with its properties. ValueError as in `fields`.
 
     kind: normal, subnormal, zero, infinity or NaN. spacing: to the next number, `ulp`. below,
     above: its neighbours. None: there is none.
@@ -175,7 +175,7 @@ class Number:
 
     @property
     def formula(self) -> str:
-        """'2^0 × 1.5', and for what isn't a product of the two, its name."""
+        """'2^0 × 1.5'; for infinity and NaN, their name."""
         if self.kind not in ("normal", "subnormal"):
             return self.kind
         leading = 1 if self.kind == "normal" else 0
@@ -192,7 +192,7 @@ class Number:
 
 
 def _next(pattern: int, format: Format, step: int) -> float | None:
-    """The neighbour above (step 1) or below (-1): patterns are ordered as magnitudes are."""
+    """Return the neighbour above (step 1) or below (-1): patterns are ordered as magnitudes are."""
     half = 2 ** (format.bits - 1)
     sign, magnitude = divmod(pattern, half)
     place = (-magnitude if sign else magnitude) + step
@@ -205,12 +205,12 @@ def _next(pattern: int, format: Format, step: int) -> float | None:
 
 
 def round_stochastically(x: Tensor) -> Tensor:
-    """Every element as one of the two bf16 numbers around it, the nearer the likelier.
+    """Round every element to one of the two bf16 numbers around it, the nearer the likelier.
 
-    x: float32, any shape and device; it stays as it is. ValueError: another dtype.
+    x: float32, any shape and device; it isn't changed. ValueError: another dtype.
 
     bf16 is the upper half of fp32: the lower half, as a part of 2^16, is the chance to be carried
-    over. In the mean it is the element itself, so bf16 weights learn from updates below half their
+    over. Its mean is the element itself, so bf16 weights learn from updates below half their
     spacing. Gupta et al. 2015. Notebook 05.
     """
     if x.dtype != torch.float32:
@@ -221,11 +221,11 @@ def round_stochastically(x: Tensor) -> Tensor:
 
 
 def quantise(x, block):
-    """int8 numbers, a row for each block of so many, and the scale of each row.
+    """Quantise `x` to int8 numbers, a row for each `block` of them, and a scale for each row.
 
-    numbers * scales is about x. x: float32; the block divides how many numbers it has.
+    numbers * scales is about x. x: float32; block divides its number of elements.
     """
     blocks = x.reshape(-1, block)
     scales = blocks.abs().amax(1, keepdim=True) / 127
-    scales[scales == 0] = 1  # nothing but zeros
+    scales[scales == 0] = 1  # a row of nothing but zeros
     return (blocks / scales).round().to(torch.int8), scales

@@ -1,9 +1,10 @@
-"""What training keeps in memory: model states, activations and the peak of a step.
+"""The memory of training: model states, activations and the peak of a step.
 
-Model states are parameters, gradients and what the optimizer remembers: so many bytes a parameter,
-whatever the batch. Activations are what forward keeps for backward: so many bytes a token, whatever
-the optimizer. For both there is a formula (`model_states`, `block_activations`) and a count of the
-tensors that exist (`count_states`, `measure_saved`). `watch` follows every tensor through a step.
+Model states are parameters, gradients and the optimizer's state: a fixed number of bytes for each
+parameter, whatever the batch. Activations are kept from forward for backward: a fixed number of
+bytes for each token, whatever the optimizer. For both there is a formula (`model_states`,
+`block_activations`) and a count of the tensors that exist (`count_states`, `measure_saved`).
+`watch` follows every tensor through a step.
 
 Letters as in Korthikanti et al. 2022: s tokens, b sequences, width d, H heads. In PyTorch:
 torch.cuda.memory. Notebooks 05 to 07.
@@ -54,13 +55,13 @@ PRECISIONS = {  # bytes a number that is trained; the optimizer: AdamW, with its
 def model_states(
     parameters: int, stage: int = 0, world_size: int = 1, precision: str = "mixed"
 ) -> ModelStates:
-    """The bytes that model states take, with AdamW, on the rank that has the most.
+    """Predict the bytes of model states, with AdamW, on the rank that has the most.
 
-    parameters: how many numbers are trained. stage: of ZeRO. From stage 1 on a rank has 1/W of the
+    parameters: the count of trained numbers. stage: of ZeRO. From stage 1 on a rank has 1/W of the
     optimizer's state, from 2 on 1/W of the gradients, in 3 also 1/W of the parameters. precision:
     of `PRECISIONS`. ValueError: there is no such stage, precision or count.
 
-    With "mixed" the optimizer has K = 12 bytes a parameter, and all is 16. Rajbhandari et al. 2020,
+    With "mixed" the optimizer has K = 12 bytes a parameter, 16 in all. Rajbhandari et al. 2020,
     figure 1 and section 3.1.
     """
     check_counts(parameters=parameters, world_size=world_size)
@@ -74,7 +75,7 @@ def model_states(
 
 
 def count_states(model: nn.Module, optimizer: Optimizer | None = None) -> ModelStates:
-    """The bytes of the tensors that exist; a tensor under two names once.
+    """Count the bytes of the tensors that exist; a tensor under two names counts once.
 
     Parameters in the optimizer that aren't the model's are master copies and count as the
     optimizer's. AdamW also counts steps, in 4 bytes a parameter tensor: no formula has them.
@@ -85,7 +86,7 @@ def count_states(model: nn.Module, optimizer: Optimizer | None = None) -> ModelS
 
 
 def _remembered(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
-    """Every tensor that the optimizer has, and the model hasn't."""
+    """List the tensors that the optimizer has and the model hasn't."""
     if optimizer is None:
         return []
     own = {id(parameter) for parameter in model.parameters()}
@@ -96,26 +97,26 @@ def _remembered(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of all memory behind these tensors, where several may share one piece."""
+    """Add up the memory behind these tensors, of which several may share one piece."""
     return sum({_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def _address(tensor: Tensor) -> int:
-    """The same number for all tensors that share memory, on the meta device, too."""
+    """Return a number that all tensors with the same memory share, even on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
-# How many GPUs a model needs
+# GPUs for a model
 
 
 def gpus_needed(
     state_bytes: int, capacity_bytes: int, activation_bytes: int = 0, sharded: float = 0.5
 ) -> int:
-    """The fewest GPUs W that hold all model states, sharded, and activations, in part sharded.
+    """Compute the fewest GPUs W that hold all model states, sharded, and the activations.
 
-    capacity_bytes: of a GPU. sharded: which part of the activations each GPU has 1/W of; the others
-    it has all of. From state / W + activations · (1 - sharded + sharded / W) <= capacity.
-    ValueError: what every GPU must have doesn't fit, however many there are.
+    capacity_bytes: of a GPU. sharded: the part of the activations of which each GPU has 1/W; it has
+    all of the rest. From state / W + activations · (1 - sharded + sharded / W) <= capacity.
+    ValueError: the part that every GPU must have doesn't fit, however many there are.
     """
     shared = Fraction(sharded) * activation_bytes
     whole = activation_bytes - shared
@@ -147,7 +148,7 @@ class Term(NamedTuple):
 
 
 def block_bytes(batch, length, width, heads):
-    """34sbd + 5bs²H: what a block keeps for backward in the setting of Korthikanti et al. 2022.
+    """34sbd + 5bs²H: the bytes a block keeps for backward, as Korthikanti et al. 2022 count them.
 
     Equation 1: numbers of 2 bytes, masks of dropout of 1; without the 16sb of the norms.
     """
@@ -168,13 +169,13 @@ def block_activations(
     mask_bytes: int = 1,
     statistic_bytes: int = 4,
 ) -> list[Term]:
-    """What a block of `ddpkit.models.GPT` keeps for backward, in the order of forward.
+    """List what a block of `ddpkit.models.GPT` keeps for backward, in the order of forward.
 
     itemsize: bytes of a number. attention: "materialised" keeps the matrix of attention weights,
-    "flash" one number (4 bytes) for each row of it. dropout: behind each half, and of attention
-    weights that are materialised. mask_bytes: of each number that dropout decided about; nn.Dropout
-    on a CPU keeps a mask of numbers, so `itemsize`. statistic_bytes: of each mean and 1/deviation
-    of a norm; on a CPU `itemsize`. ValueError: no such attention, or a size is less than 1.
+    "flash" one number (4 bytes) for each row of it. dropout: after each half, and of attention
+    weights that are materialised. mask_bytes: of each number in a mask of dropout; nn.Dropout on a
+    CPU keeps a mask of numbers, so `itemsize`. statistic_bytes: of each mean and 1/deviation of a
+    norm; on a CPU `itemsize`. ValueError: no such attention, or a size is less than 1.
 
     The defaults are the paper's setting: 34sbd + 5bs²H, and 16sb for the norms, which it leaves
     out. Korthikanti et al. 2022, section 4.1 and equation 1. Notebook 06.
@@ -218,10 +219,10 @@ def block_activations(
 def checkpointed_activations(
     batch: int, length: int, width: int, itemsize: int = 2, selective: bool = False
 ) -> list[Term]:
-    """What the same block keeps under `ddpkit.checkpointing`, whatever its attention and dropout.
+    """List what the same block keeps under `ddpkit.checkpointing`, whatever attention and dropout.
 
-    selective: the results of its four linear layers are kept, too. ValueError: a size that is less
-    than 1.
+    selective: the results of its four linear layers are kept as well. ValueError: a size that is
+    less than 1.
     """
     check_counts(batch=batch, length=length, width=width, itemsize=itemsize)
     kept = [("input of the block", 1)]
@@ -236,7 +237,7 @@ def checkpointed_activations(
 
 
 def coefficients(terms: Iterable[Term]) -> dict[str, int]:
-    """What the terms add up to: {"sbd": 34, "sb": 16, "bs²H": 5} is 34sbd + 16sb + 5bs²H."""
+    """Add up the terms by unit: {"sbd": 34, "sb": 16, "bs²H": 5} is 34sbd + 16sb + 5bs²H."""
     total = Counter()
     for term in terms:
         total[term.unit] += term.coefficient
@@ -244,7 +245,7 @@ def coefficients(terms: Iterable[Term]) -> dict[str, int]:
 
 
 class ByteDropout(nn.Module):
-    """Dropout whose mask has a byte for each number, on a CPU, too, as on every GPU."""
+    """Dropout whose mask has a byte for each number even on a CPU, as on every GPU."""
 
     def __init__(self, p: float):
         super().__init__()
@@ -255,7 +256,7 @@ class ByteDropout(nn.Module):
 
 
 class MaterialisedAttention(nn.Module):
-    """Attention as in textbooks: the whole matrix of weights is made, and kept for backward.
+    """Attention as in textbooks: it makes the whole matrix of weights, and keeps it for backward.
 
     q, k, v and the result: (..., N, D), as for `ddpkit.models.torch_attention`. Cost: N² a head.
     """
@@ -279,7 +280,7 @@ class Saved(NamedTuple):
     """A piece of memory that is kept for backward.
 
     where: the module that keeps it, "" in a function. shape, dtype: of the first tensor there.
-    nbytes: of all of the memory, since it can't be given back in parts.
+    nbytes: of the whole piece, since it can't be freed in parts.
     """
 
     where: str
@@ -292,9 +293,9 @@ def measure_saved(fn: Callable, *args) -> list[Saved]:
     """Call `fn(*args)`, and list what autograd keeps of it for backward, in order.
 
     fn: a module, whose parts are then named as in `named_modules`, or any function. Parameters are
-    left out: they would be there anyway. Memory that several operations keep is listed once.
+    left out: they exist anyway. Memory that several operations keep is listed once.
 
-    Also on the meta device, where nothing is computed and a layer of any size fits.
+    It works on the meta device as well, where nothing is computed and a layer of any size fits.
     """
     modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
     names = {id(part): name for name, part in modules}
@@ -313,7 +314,7 @@ def measure_saved(fn: Callable, *args) -> list[Saved]:
 
 
 def _where(names: dict[int, str]) -> str:
-    """Who is at work: the innermost of these modules."""
+    """Name the innermost of these modules, the one at work."""
     frame = sys._getframe(2)
     while frame is not None:
         module = id(frame.f_locals.get("self"))
@@ -329,10 +330,10 @@ KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "othe
 
 
 def alive(lives, moments):
-    """How many bytes there are at each moment.
+    """Count the bytes that are alive at each moment.
 
-    lives: (born, died, nbytes) of each tensor: there from the first moment on, gone from the other
-    on, which is inf if it stays.
+    lives: (born, died, nbytes) of each tensor: alive from `born` on, gone from `died` on, which is
+    inf if it stays.
     """
     changes = Counter()
     for born, died, nbytes in lives:
@@ -343,9 +344,9 @@ def alive(lives, moments):
 
 @dataclass
 class Timeline:
-    """What was alive after each operation of a step; entry 0 is before the first.
+    """The bytes that were alive after each operation of a step; entry 0 is before the first.
 
-    by_kind: {kind: bytes}. ops: names of operations. marks: [(entry from which on, text)].
+    by_kind: {kind: bytes}. ops: names of operations. marks: [(first entry, text)].
     """
 
     by_kind: dict[str, list[int]] = field(default_factory=dict)
@@ -353,11 +354,11 @@ class Timeline:
     marks: list[tuple[int, str]] = field(default_factory=list)
 
     def mark(self, text: str) -> None:
-        """Note what begins with the next operation: "forward", "backward", "step"."""
+        """Note the phase that begins with the next operation: "forward", "backward", "step"."""
         self.marks.append((len(self.ops), text))
 
     def begins(self, text: str) -> int:
-        """The first entry with this mark."""
+        """Find the first entry with this mark."""
         return next(entry for entry, mark in self.marks if mark == text)
 
     @property
@@ -366,7 +367,7 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """The entry with the most bytes, the first if there are several."""
+        """Find the entry with the most bytes, the first if there are several."""
         return self.totals.index(max(self.totals))
 
     def at(self, entry: int) -> dict[str, int]:
@@ -376,7 +377,7 @@ class Timeline:
 
 @dataclass
 class _Life:
-    """Of a piece of memory: the entries between which it is there."""
+    """The life of a piece of memory: the entries between which it is alive."""
 
     nbytes: int
     born: int
@@ -386,7 +387,7 @@ class _Life:
 
 
 class _Watcher(TorchDispatchMode):
-    """Sees the result of every operation, and notes when its memory comes and goes."""
+    """Watch the result of every operation, and note when its memory comes and goes."""
 
     def __init__(self, timeline: Timeline):
         super().__init__()
@@ -396,11 +397,11 @@ class _Watcher(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's default imports torch._dynamo: for a second, in each fresh rank
+        return False  # torch's default imports torch._dynamo: a second in each fresh rank
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         made = op(*args, **(kwargs or {}))
-        if op.namespace == "profiler":  # the optimizer says that it begins and ends
+        if op.namespace == "profiler":  # marks the begin and end of an optimizer's step
             return made
         self.timeline.ops.append(str(op))
         for each in made if isinstance(made, tuple | list) else (made,):
@@ -409,7 +410,7 @@ class _Watcher(TorchDispatchMode):
         return made
 
     def meet(self, tensor: Tensor, kind: str = "other", born: int | None = None) -> None:
-        """Follow its memory from now on; the first kind that isn't "other" stays."""
+        """Follow the tensor's memory from now on; the first kind that isn't "other" stays."""
         address = _address(tensor)
         if address not in self.alive:
             storage = tensor.untyped_storage()
@@ -424,8 +425,8 @@ class _Watcher(TorchDispatchMode):
         self.alive.pop(address).died = len(self.timeline.ops)
 
     def tally(self) -> None:
-        """Stop watching, and write into the timeline what was alive when."""
-        for life in list(self.alive.values()):  # a copy: a backend's threads let go of tensors, too
+        """Stop watching, and write the lives of all memory into the timeline."""
+        for life in list(self.alive.values()):  # a copy: a backend's threads also drop tensors
             life.ends.detach()
         for kind in KINDS:
             lives = [
@@ -442,10 +443,10 @@ def watch(
 
     buckets: flat tensors of a data-parallel wrapper; a gradient in one of them counts there.
     Buffers of the model count as parameters, an input that is kept for backward as an activation.
-    "other" comes and goes: results that nobody keeps, gradients of activations.
+    "other" comes and goes: results that aren't kept, gradients of activations.
 
-    On every device, at some microseconds an operation. What an operation takes for itself while it
-    runs isn't seen, nor what an allocator rounds up: for a GPU's see torch.cuda.memory_stats.
+    Works on every device, at some microseconds an operation. Scratch memory inside an operation
+    isn't seen, nor an allocator's rounding: for a GPU's see torch.cuda.memory_stats.
     """
     timeline = Timeline()
     watcher = _Watcher(timeline)

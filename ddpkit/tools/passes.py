@@ -1,4 +1,4 @@
-"""What calls send; a layer's forward and backward between barriers. Notebooks 07 and 11."""
+"""The bytes that calls send; a layer's passes between barriers. Notebooks 07 and 11."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from .units import size
 
 
 def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """On a rank: barrier, forward, barrier, backward of the squares' sum. [out, gradient of x]."""
+    """Run barrier, forward, barrier, backward of the squares' sum; return [out, gradient of x]."""
     dist.barrier()
     out = model(x)
     dist.barrier()
@@ -18,7 +18,7 @@ def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def between_barriers(run) -> list[str]:
-    """What rank 0 called after its first barrier, after its second, …: '2 × all_reduce of 96 B'."""
+    """List rank 0's calls after its first barrier, its second, …: '2 × all_reduce of 96 B'."""
     sections: list[Counter] = []
     for record in run.wire[0]:
         if record.op == "barrier":
@@ -32,14 +32,14 @@ def between_barriers(run) -> list[str]:
 
 
 def ring_bytes(run) -> float:
-    """What rank 0 sends after its first barrier, if each collective goes round a ring."""
+    """Count rank 0's bytes after its first barrier, if each collective goes round a ring."""
     records = run.wire[0]
     first = next(at for at, record in enumerate(records) if record.op == "barrier")
     return sum(sent_by_all(record, 0, len(run.wire)) for record in records[first:])
 
 
 def sent_by_all(record, rank: int, world_size: int) -> float:
-    """This rank's part of what all send in a call: a ring's bytes, W-1 times those of a broadcast.
+    """Count this rank's part of the bytes that all send in a call, if it goes round a ring.
 
     record: of `run.wire[rank]`; its bytes are of the part that the rank gives to an all_gather.
     """

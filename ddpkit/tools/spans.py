@@ -1,4 +1,4 @@
-"""What a rank is doing, in the words of what it does: the report of a hang quotes them."""
+"""Names for what a rank is doing, in its program's own words: a hang's report quotes them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _doing: ContextVar[str] = ContextVar("doing", default="")
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Messages that begin inside are recorded as a part of `what`, as of a pipeline's "1F0"."""
+    """Record messages that begin inside as a part of `what`, such as a pipeline's "1F0"."""
     token = _doing.set(what)
     try:
         yield
@@ -18,5 +18,5 @@ def doing(what: str) -> Iterator[None]:
 
 
 def now_doing() -> str:
-    """What this thread is doing, "" if it didn't say."""
+    """Return the name of what this thread is doing, "" if it has none."""
     return _doing.get()

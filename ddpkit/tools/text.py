@@ -15,7 +15,7 @@ from .checks import check_counts
 
 
 def text() -> str:
-    """Python's own reference manual, as `help()` shows it: half a million characters of text.
+    """Return Python's own reference manual, as `help()` shows it: half a million characters.
 
     Every version of Python brings its own edition: curves of two machines are alike only if their
     Pythons are. ModuleNotFoundError: this Python came without its manual.
@@ -30,7 +30,7 @@ def text() -> str:
 
 
 def encode(text: str) -> Tensor:
-    """The bytes of `text` in UTF-8: uint8, 1-D, one element a byte."""
+    """Encode `text` in UTF-8: uint8, 1-D, one element a byte."""
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
@@ -52,12 +52,12 @@ class Batches:
     the mean over the batch; it is, if each rank multiplies its mean by `weight`: W times this
     rank's part of the batch last yielded.
 
-    The last batch of an epoch is what is left. If that is less than a sequence for each rank, some
-    get (0, length), and must still take their part in the step: the others wait for them in every
-    collective.
+    The last batch of an epoch is the remainder. If it has fewer sequences than there are ranks,
+    some ranks get (0, length), and must still take part in the step: the others wait for them in
+    every collective.
 
     `epoch` and `step` say which batch comes next, and are all there is to save: set them to resume,
-    also with another `world_size`. Notebook 03.
+    even with another `world_size`. Notebook 03.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Batches:
         self.weight = 1.0
 
     def __len__(self) -> int:
-        """Batches in a whole epoch: the same on every rank."""
+        """Count the batches in a whole epoch: the same on every rank."""
         return -(-len(self._inputs) // self._batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -96,11 +96,11 @@ class Batches:
             batch = order[start : start + self._batch_size]
             share = batch.tensor_split(self._world_size)[self._rank]
             self.weight = self._world_size * len(share) / len(batch)
-            # Before the yield: what is saved while a batch is worked on says what comes after it.
+            # Before the yield: a state saved while a batch is worked on names the next batch.
             self.epoch, self.step = divmod(self.epoch * len(self) + self.step + 1, len(self))
             yield self._inputs[share].long(), self._targets[share].long()
 
     def _order(self) -> Tensor:
-        """The sequences' order in this epoch, from a generator of its own, not torch's."""
+        """Draw the sequences' order in this epoch, from a generator of its own, not torch's."""
         seed = 1_000_003 * self._seed + self.epoch  # not the sum: seed 1 would run an epoch ahead
         return torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))

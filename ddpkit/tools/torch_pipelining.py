@@ -1,6 +1,6 @@
 """PyTorch's pipelines: its schedules in our words, ours run by its engine, and the CSV of both.
 
-All that is used of PyTorch here is private there: `_Action`, `_PipelineScheduleRuntime`,
+Everything used here is private in PyTorch: `_Action`, `_PipelineScheduleRuntime`,
 `_validate_schedule` and `pipeline_order` of `torch.distributed.pipelining.schedules`. Schedules
 are lists of words for each rank, as in `ddpkit.schedules`. Notebook 10.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 Schedule = list[list[str]]
 
-NAMES = {  # of get_schedule_class; how many stages a rank has
+NAMES = {  # for get_schedule_class: the number of stages on a rank
     "GPipe": 1,
     "1F1B": 1,  # torch 2.13 miscounts in it, and `pytorch_validates` says so
     "Interleaved1F1B": 2,
@@ -30,7 +30,7 @@ NAMES = {  # of get_schedule_class; how many stages a rank has
 
 
 def private(name: str):
-    """One of PyTorch's private names. ImportError: it's gone."""
+    """Import one of PyTorch's private names. ImportError: it is gone."""
     module = importlib.import_module("torch.distributed.pipelining.schedules")
     if not hasattr(module, name):
         has = f"torch {torch.__version__} has no {module.__name__}.{name}"
@@ -45,13 +45,13 @@ def to_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def from_csv(path: str | Path) -> Schedule:
-    """A schedule as PyTorch's `_dump_csv` writes it, with messages or without."""
+    """Read a schedule as PyTorch's `_dump_csv` writes it, with messages or without."""
     with open(path, newline="") as file:
         return [words(cells) for cells in csv.reader(file)]
 
 
 def words(cells: list) -> list[str]:
-    """What a rank computes: without idle slots, messages, and what shards and reduces.
+    """Select the actions that compute: no idle slots, messages, sharding or reducing.
 
     An action in two halves, "(0F1;3B0)OVERLAP_F_B", is one after the other.
     """
@@ -63,7 +63,7 @@ def words(cells: list) -> list[str]:
 
 
 def pytorchs_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """PyTorch's own schedule of that name, one of NAMES, in our words.
+    """Return PyTorch's own schedule of that name, one of NAMES, in our words.
 
     ValueError: PyTorch has none for these numbers.
     """
@@ -80,7 +80,7 @@ def pytorchs_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
 
 
 def pytorch_validates(schedule: Schedule) -> None:
-    """PyTorch's own check of a schedule. ValueError: what it says against it."""
+    """Run PyTorch's own check of a schedule. ValueError: its objection."""
     try:
         private("_validate_schedule")(_actions(schedule), len(schedule), *_sizes(schedule))
     except AssertionError as refusal:
@@ -93,7 +93,7 @@ def _actions(schedule: Schedule) -> dict[int, list]:
 
 
 def _sizes(schedule: Schedule) -> tuple[int, int]:
-    """How many stages, how many micro-batches."""
+    """Count stages and micro-batches."""
     numbers = re.findall(r"(\d+)[FBIW](\d+)", " ".join(map(str, chain(*schedule))))
     stages, micro_batches = zip(*numbers, strict=True)
     return 1 + max(map(int, stages)), 1 + max(map(int, micro_batches))
@@ -122,9 +122,9 @@ class PyTorchPipeline:
         self.engine._prepare_schedule_with_comms(_actions(schedule))
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Forward and backward of a batch; returns its mean loss on the last stage's rank."""
+        """Run forward and backward of a batch; return its mean loss on the last stage's rank."""
         losses: list[Tensor] = []
-        whole = [inputs.contiguous()]  # as torch 2.11 wants them
+        whole = [inputs.contiguous()]  # torch 2.11 needs them contiguous
         first = whole if any(stage.is_first for stage in self.own) else []
         last = any(stage.is_last for stage in self.own)
         self.engine.step(*first, target=targets if last else None, losses=losses)

@@ -1,13 +1,13 @@
-"""How many numbers a function reads from memory, and how many it writes. Notebook 08."""
+"""A counter of the numbers that a function reads from memory and writes to it. Notebook 08."""
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
 class Traffic(TorchFunctionMode):
-    """Inside `with Traffic() as traffic:`, count the numbers that tensors are indexed for.
+    """Count, inside `with Traffic() as traffic:`, the numbers that tensors are indexed for.
 
-    x[..., i] reads as many numbers as it gives, a[..., i] = y writes them. A tensor that is used
+    x[..., i] reads as many numbers as it returns, a[..., i] = y writes them. A tensor that is used
     without an index counts as held in registers, or in fast memory.
     """
 

@@ -9,24 +9,24 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 DECIMAL = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
-COLUMNS = 72  # of what is printed: half a window of JupyterLab
+COLUMNS = 72  # of printed text: half a window of JupyterLab
 BINARY = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "bytes/s": 1.0}
 
 
 def size(nbytes: float) -> str:
-    """Bytes in powers of 1000: '96 B', '1.5 MB'."""
+    """Write bytes in powers of 1000: '96 B', '1.5 MB'."""
     return with_unit(nbytes, DECIMAL)
 
 
 def binary_size(nbytes: float) -> str:
-    """Bytes in powers of 1024, as bucket caps are counted: '512 B', '64 KiB', '4 MiB'."""
+    """Write bytes in powers of 1024, as bucket caps are counted: '512 B', '64 KiB', '4 MiB'."""
     return with_unit(nbytes, BINARY)
 
 
 def round_size(nbytes: int) -> str:
-    """Bytes in the unit that makes them round: '25 MiB', '100 MB'."""
+    """Write bytes in the unit that makes them round: '25 MiB', '100 MB'."""
     whole = any(nbytes % unit == 0 for name, unit in BINARY.items() if name != "B")
     return binary_size(nbytes) if whole else size(nbytes)
 
@@ -47,9 +47,9 @@ def count(many: int, word: str) -> str:
 
 
 def with_unit(value: float, units: dict[str, float]) -> str:
-    """`value`, to three digits, in the first unit that makes it 1 or more, else in the last.
+    """Write `value`, to three digits, in the first unit that makes it 1 or more, else in the last.
 
-    units: {name: how much one of it is}, from the largest to the smallest.
+    units: {name: its size}, from the largest to the smallest.
     """
     for name, unit in units.items():
         number = float(f"{value / unit:.3g}")
@@ -60,7 +60,7 @@ def with_unit(value: float, units: dict[str, float]) -> str:
 
 
 def number(value) -> str:
-    """A value in about six characters: whole numbers whole, others to three digits."""
+    """Write a value in about six characters: whole numbers whole, others to three digits."""
     if value is None:
         return ""
     if isinstance(value, bool | complex | str):
@@ -76,7 +76,7 @@ def number(value) -> str:
 
 
 def numbers(values: Sequence | None, most: int = 16) -> str:
-    """'[1, 10, 100]'; what comes after `most` is left out; None is 'nothing'."""
+    """'[1, 10, 100]', with no more than `most` values; None is 'nothing'."""
     if values is None:
         return "nothing"
     shown = [number(value) for value in values[:most]]
