@@ -531,6 +531,17 @@ def test_on_a_gpu_the_front_of_a_line_holds_up_what_is_behind(board):
                 board.put(rank, 2 * batched + number, call(done=3.0))
 
 
+def test_what_is_behind_a_call_that_all_have_in_front_is_no_deadlock(board):
+    """The GPU may compute for long before that one begins."""
+    for rank in (0, 1):
+        for seq in (0, 1):
+            said = {"ranks": (0, 1), "waited": 1.0, "issued": float(seq)}
+            say(board, rank, seq, "all_reduce", channel="0", **said)
+    now = hang.at_standstill(board)
+    assert [(s.call.seq, s.missing) for s in now[:2]] == [(0, ())] * 2
+    assert hang.deadlocked(now) == []
+
+
 def test_the_first_mismatch_is_the_one_named(board):
     for seq, (one, other) in enumerate([("a", "a"), ("b", "c"), ("d", "e")]):
         say(board, 0, seq, fingerprint=one)

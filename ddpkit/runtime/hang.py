@@ -1,5 +1,6 @@
 """Why nothing moves: read the board, find who waits for whom, say it in words and a table."""
 
+import itertools
 import linecache
 import os
 import re
@@ -65,29 +66,27 @@ class _Calls:
         missing = self.missing(call, rank)
         if not self._in_line:
             return missing
-        return tuple(r for r in call.ranks if r in missing or self._is_behind(call, r))
+        others = (other for other in call.ranks if other != rank)
+        return tuple(r for r in others if r in missing or self._is_behind(call, r))
 
     def in_front(self, call: Record, rank: int) -> Record:
         """Return what holds up `call` of `rank`: itself, or one before it in its line."""
-        for before in self._line(call, rank):
-            if before.issued <= call.issued and self.awaited(before, rank):
-                return before
-        return call
+        line = [record for record in self._line(call, rank) if record.issued <= call.issued]
+        if self._in_line and line:
+            line = _front(line)
+            call = line[0]
+        return next((record for record in line if self.awaited(record, rank)), call)
 
-    def _line(self, call: Record, rank: int) -> Iterator[Record]:
-        """Yield the open calls of `rank` in the group of `call`, if they are on a GPU."""
-        for record in self.records[rank]:
-            if record.on_stream and group_of(record) == group_of(call):
-                yield record
+    def _line(self, call: Record, rank: int) -> list[Record]:
+        """Return the open calls of `rank` in the group of `call`, if they are on a GPU."""
+        open_calls = (record for record in self.records[rank] if record.on_stream)
+        return [record for record in open_calls if group_of(record) == group_of(call)]
 
     def _is_behind(self, call: Record, rank: int) -> bool:
         """Tell whether `rank` has made `call`, but behind one that isn't over."""
-        wanted, is_front = _channel_and_seq(call), True
-        for number, record in enumerate(self._line(call, rank)):
-            is_front = is_front and (number == 0 or record.batched)
-            if _channel_and_seq(record) == wanted:
-                return not is_front
-        return False
+        line = self._line(call, rank)
+        behind = line[len(_front(line)) :]
+        return _channel_and_seq(call) in map(_channel_and_seq, behind)
 
     def lost(self, call: Record) -> Record | None:
         """The other side of a message, if nobody waited for its handle: it may never complete."""
@@ -97,6 +96,12 @@ class _Calls:
             if (record.channel, record.seq) == (call.channel, call.seq) and record.dropped:
                 return record
         return None
+
+
+def _front(line: list[Record]) -> list[Record]:
+    """Return the calls that can run now: the first, and if that is part of a batch all of it."""
+    rest = itertools.takewhile(lambda record: record.batched, line[1:])
+    return [*line[:1], *rest]
 
 
 def _channel_and_seq(record: Record) -> tuple[str, int]:
