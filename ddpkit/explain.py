@@ -1,4 +1,4 @@
-"""Who waits for whom, from dumps of PyTorch's flight recorder: `python -m ddpkit.explain FOLDER`.
+"""Name who waits for whom, from PyTorch's flight recorder: `python -m ddpkit.explain FOLDER`.
 
 The dumps are ours (`run.flight_recorder`), or torch's own: NCCL's from a cluster, or Gloo's.
 """

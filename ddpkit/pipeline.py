@@ -156,7 +156,7 @@ class Pipeline:
         self.arriving[number, way, k] = buffer, work
 
     def take(self, number: int, way: str, k: int) -> Tensor:
-        """What stage `number` needs for micro-batch k, once it is here."""
+        """Return what stage `number` needs for micro-batch k, once it is here."""
         if (number, way, k) not in self.arriving:  # in a schedule that hangs
             self.receive(number, way, k)
         buffer, work = self.arriving.pop((number, way, k))

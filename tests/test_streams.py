@@ -94,6 +94,14 @@ def start(streams, inner=None, asynchronous=True, **said):
     return record, streams.call(record, lambda: given, [ONE], [ONE], asynchronous)
 
 
+def test_the_thread_that_reads_events_ends_before_its_rank_does(streams):
+    streams._gpu.use = lambda: None
+    streams.watch()
+    assert "ddpkit streams" in [thread.name for thread in threading.enumerate()]
+    streams.stop(timeout_s=60)
+    assert "ddpkit streams" not in [thread.name for thread in threading.enumerate()]
+
+
 # Times.
 
 

@@ -1,4 +1,4 @@
-"""Which backend a launch gets, and why."""
+"""Choose a launch's backend, and say why."""
 
 import ctypes
 from collections.abc import Callable

@@ -34,7 +34,7 @@ _PAGE = _HEAD + SLOTS * _SLOT
 
 @dataclass(frozen=True)
 class Said:
-    """What a call says, the same whenever the same line makes the same call."""
+    """The words of a call: the same whenever the same line makes the same call."""
 
     op: str  # torch.distributed's name: all_reduce, send, ...
     group: str  # "world", or the ranks of a sub-group
@@ -55,12 +55,12 @@ class Said:
 
     @cached_property
     def hashes(self) -> tuple[int, int]:
-        """Of channel and fingerprint."""
+        """Hash channel and fingerprint."""
         return hash32(self.channel), hash32(self.fingerprint)
 
     @cached_property
     def text(self) -> bytes:
-        """As on the board, where no values are kept."""
+        """Pickle it as the board has it, without values."""
         return _pickled(self)
 
 
@@ -107,17 +107,17 @@ class Record:
 
     @property
     def on_stream(self) -> bool:
-        """Whether it is on a GPU, and not yet known to be over: `started` comes with `done`."""
+        """Tell whether it is on a GPU and not known to be over: `started` comes with `done`."""
         return self.done is None and self.started is None
 
     @property
     def begun(self) -> float:
-        """When the wire began: on a GPU's stream later than it was issued."""
+        """Tell when the wire began: on a GPU's stream, later than the call was issued."""
         return (self.stream and self.started) or self.issued
 
     @property
     def whole_bytes(self) -> int:
-        """What the call moves on all ranks together, as `Link.seconds` counts it."""
+        """Count what the call moves on all ranks together, as `Link.seconds` does."""
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
 
@@ -238,7 +238,7 @@ class Board:
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
-        """How much each rank has written so far: while that stays the same, nothing moves."""
+        """Count what each rank has written so far: while the counts stay, nothing moves."""
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
     def waiting(self, rank: int) -> list[int]:

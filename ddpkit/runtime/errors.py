@@ -1,4 +1,4 @@
-"""What can go wrong with ranks."""
+"""Errors of ranks: one raises or dies, or all wait."""
 
 import math
 
@@ -24,7 +24,7 @@ class LaunchError(RuntimeError):
         return Run([None] * len(self.wire), self.output, self.wire, math.nan, "")
 
     def _render_traceback_(self) -> list[str]:
-        """What Jupyter shows: the report alone. The launcher's own frames explain nothing."""
+        """Show the report alone in Jupyter: the launcher's own frames explain nothing."""
         return shown(f"{type(self).__name__}: {self}")
 
 

@@ -37,7 +37,7 @@ def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: f
 
 
 def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
-    """What the flight recorder of `rank` would hold."""
+    """Build what the flight recorder of `rank` would hold."""
     groups, entries = {}, []  # {name: (description, ranks)}
     for record in records:
         whole = record.peer is not None or record.op != "recv"  # else it was to be from any rank

@@ -1,4 +1,4 @@
-"""Why nothing moves: read the board, find who waits for whom, say it in words and a table."""
+"""Explain why nothing moves: read the board, find who waits for whom, put it into words."""
 
 import itertools
 import linecache
@@ -29,7 +29,7 @@ ON_STREAM = "its stream waiting"  # of a GPU, while the program may go on
 
 @dataclass
 class Situation:
-    """Where one rank is."""
+    """The place and the wait of one rank."""
 
     rank: int
     state: str  # starting, computing, polling, waiting, its stream waiting, returned, idle
@@ -109,7 +109,7 @@ def _channel_and_seq(record: Record) -> tuple[str, int]:
 
 
 def situations(board: Board, in_line: bool = False) -> list[Situation]:
-    """Where every rank is now, and for which ranks it waits. in_line: as for `_Calls`."""
+    """Tell where every rank is now, and for which ranks it waits. in_line: as for `_Calls`."""
     calls = _Calls(board, in_line)
     now = [_situation(board, calls, rank) for rank in calls.ranks]
     for s in now:
@@ -269,7 +269,7 @@ def mismatch(board: Board) -> dict[int, Record] | None:
 
 
 def in_step(board: Board) -> bool:
-    """Whether every rank is idle and all have made the same calls, so that they can go on."""
+    """Tell whether all ranks are idle and have made the same calls, so that they can go on."""
     calls = _Calls(board)
     if any(board.state(rank) != IDLE for rank in calls.ranks):
         return False
@@ -531,7 +531,7 @@ def _let_go(rank: int, message: Record) -> str:
 def report(
     headline: str, advice: str, now: list[Situation], board: Board, stuck: bool = True
 ) -> str:
-    """What happened, where every rank is, their last calls side by side, and what to do.
+    """Put together what happened, where all ranks are, their last calls, and what to do.
 
     stuck: a rank that lacks a call will never make it; else it may only be late.
     """

@@ -142,7 +142,7 @@ def _check_arguments(fn, world_size, backend, link):
 
 
 def _check_call(fn, args, kwargs):
-    """Whether `fn` takes these arguments, as far as its signature can be had."""
+    """Check that `fn` takes these arguments, as far as its signature can be had."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # of builtins
@@ -211,7 +211,7 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
 
 
 def _wait_till_all_return(mine: Recorder | None):
-    """Else who still waits in `fn` would be compared with a rank that hands in its result."""
+    """Wait until every rank has returned; otherwise one still inside `fn` would look mismatched."""
     store, number = c10d._get_default_store(), next(_launches)
     for state in (RETURNED, RUNNING):
         if mine:
@@ -242,7 +242,7 @@ def _initialise_under_torchrun(link, check_buffers):
 
 
 def _each_has_a_gpu(store: dist.Store, world_size: int) -> bool:
-    """Whether every machine has a GPU for each of its ranks: the same answer on all of them."""
+    """Tell whether every machine has a GPU for each of its ranks: one answer for all."""
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     enough = dist.is_nccl_available() and torch.cuda.device_count() >= here
     store.add("ddpkit/has a GPU", int(enough))

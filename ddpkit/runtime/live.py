@@ -87,7 +87,7 @@ class LiveWorld:
             raise
 
     def _in_step(self, watch: Watch) -> bool:
-        """Whether the ranks can go on together.
+        """Tell whether the ranks can go on together.
 
         Not if one has yet to answer: the next cell would get that answer.
         """

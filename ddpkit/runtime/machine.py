@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, GPUs. Where nobody can tell, nothing is raised."""
+"""Look at this machine: cores, memory, GPUs. What can't be found out is None, no error."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a rank has printed, read from its file, and how it is shown."""
+"""Read what a rank has printed from its file, and show it."""
 
 import os
 import re
@@ -19,7 +19,7 @@ GLOO_CHATTER = re.compile(
 
 
 class Output:
-    """What a rank prints from now on; of a fresh one, also what it has printed already."""
+    """The output of a rank from now on; of a fresh rank, from its start."""
 
     def __init__(self, path: Path, fresh: bool = False):
         path.touch()  # the rank may not yet have made it

@@ -71,7 +71,7 @@ class Rank:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a debugger or a signal holds it, where /proc tells."""
+        """Tell whether a debugger or a signal holds it, where /proc tells."""
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
             return state in "Tt"
@@ -245,7 +245,7 @@ def interrupts_deferred():
 
 
 def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
-    """What ranks say, ("exit", code) for one that has died, as soon as there is any."""
+    """Return what ranks say as soon as there is any; ("exit", code) for one that has died."""
     by_object = {rank.pipe: rank for rank in ranks}
     by_object |= {rank.process.sentinel: rank for rank in ranks}
     for rank in dict.fromkeys(by_object[o] for o in wait(list(by_object), seconds)):
@@ -347,7 +347,7 @@ def _our_way():
 
 
 def _start_server():
-    """If it doesn't run, with SIGINT blocked: no Ctrl-C while it imports."""
+    """Start it if it doesn't run, with SIGINT blocked: no Ctrl-C while it imports."""
     resource_tracker.ensure_running()  # would unblock SIGINT if the server started it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

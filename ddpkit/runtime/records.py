@@ -1,4 +1,4 @@
-"""What one rank said: on the board for the others to see, in a list for itself."""
+"""Record what one rank says: on the board for the others, in a list for itself."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ _WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
 
 
 class Recorder:
-    """What one rank said. In a rank, `recorder()` gives it.
+    """The calls of one rank. In a rank, `recorder()` returns it.
 
     records: all calls so far. board: what all ranks said; None under torchrun, where no memory is
     shared. disagree: called with {rank: record} when another rank said something else at the same
@@ -252,7 +252,7 @@ class Recorder:
         arrived: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ):
-        """With keep_values, keep what arrived. On a GPU, to read it is to wait for it."""
+        """Keep what arrived, if keep_values is set. On a GPU, reading it means waiting for it."""
         if self.keep_values and arrived:
             record.result = _values(arrived)
             record.memory = self._memory(buffer) or record.memory
@@ -291,7 +291,7 @@ class Recorder:
                 write(self.rank, record.number, record)
 
     def latest_issue(self, record: Record) -> float:
-        """When the last of the ranks in `record` came to it, as far as the board knows."""
+        """Tell when the last of the ranks in `record` came to it, as far as the board knows."""
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():
             said = self.board.find(rank, hash32(record.channel), record.seq)
@@ -302,7 +302,7 @@ class Recorder:
         return max(times)
 
     def home(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Where `tensor` lies in what went over the wire: (buffer, offset) as in `Record.memory`.
+        """Find `tensor` in what went over the wire: (buffer, offset) as in `Record.memory`.
 
         None if it is in no buffer of the records. Known with keep_values, of small buffers.
         """
@@ -354,7 +354,7 @@ def _values(tensors: Sequence[torch.Tensor]) -> list | None:
 
 @cache
 def is_library(file: str) -> bool:
-    """Whether `file` is torch's, ddpkit's or Python's own."""
+    """Tell whether `file` is torch's, ddpkit's or Python's own."""
     return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
 
 

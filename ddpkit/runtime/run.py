@@ -11,13 +11,13 @@ from .trace import Trace, write_trace
 
 
 def clock_s() -> float:
-    """What to add to `time.perf_counter()`, which the records tell, to make it the time of day."""
+    """Return what to add to `time.perf_counter()`, the records' clock, for the time of day."""
     return time.time() - time.perf_counter()
 
 
 @dataclass
 class Run:
-    """What a launch brought back. `run[2]` is what rank 2 returned; `list(run)` is all of it.
+    """The results of a launch. `run[2]` is what rank 2 returned; `list(run)` is all of it.
 
     results: what each rank returned.
     output: what each rank printed, C++ and children included.

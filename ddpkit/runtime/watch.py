@@ -68,7 +68,7 @@ class Watch:
         return self.replies
 
     def status(self) -> str:
-        """What the ranks do now, in a line: how many calls they made, or who waits for whom."""
+        """Say in a line what the ranks do: how many calls they made, or who waits for whom."""
         quiet_s = time.perf_counter() - self.quiet_since
         if quiet_s < STANDSTILL_S:
             calls = sum(map(self.board.calls, range(len(self.ranks))))
@@ -173,7 +173,7 @@ class Watch:
         self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
 
     def _waits_unseen(self, rank: int) -> bool:
-        """Whether it has an open collective and burns no CPU: it may wait for it in C++.
+        """Tell whether it has an open collective and burns no CPU: it may wait for it in C++.
 
         Who waits for a GPU burns CPU.
         """
@@ -182,7 +182,7 @@ class Watch:
         return any(r.on_stream for r in opened) or (bool(opened) and self._sleeps(rank))
 
     def _sleeps(self, rank: int) -> bool:
-        """Whether the rank's process burns no CPU."""
+        """Tell whether the rank's process burns no CPU."""
         before = processes.cpu_ticks(self.ranks[rank].process.pid)
         time.sleep(0.1)
         after = processes.cpu_ticks(self.ranks[rank].process.pid)
@@ -200,7 +200,7 @@ class Watch:
         return True
 
     def _emulated_s(self) -> float:
-        """How long the emulated link may rightly hold back what is not done yet."""
+        """Count the seconds for which the emulated link may hold back what is not done yet."""
         link, seconds = self.ranks[0].assignment.link, 0.0
         for rank in self.ranks if link else ():
             for r in self.board.records(rank.rank):
@@ -303,7 +303,7 @@ class Watch:
         return [f"  {line.strip()}" for line in lines if FAULT.search(line)][:1]
 
     def _collateral(self, s: hang.Situation, how: worker.Failure | int | None) -> str:
-        """What became of a rank besides the culprit."""
+        """Say what became of a rank besides the culprit."""
         if how is not None and not _lost_peer(how):
             where = f"\n  {_frames(how.frames)[-1]}" if getattr(how, "frames", None) else ""
             return f"  R{_how(s.rank, how)[1:]}{where}"
@@ -349,7 +349,7 @@ def _write(text: str):
 
 
 def _connects(rank: processes.Rank) -> bool:
-    """Whether it is on its way into the world, and done with loading the call."""
+    """Tell whether it is on its way into the world, and done with loading the call."""
     frames = ((file, function) for file, _, function in rank.ask_stack())
     return (worker.__file__, worker.join.__name__) in frames
 
@@ -358,7 +358,7 @@ def _connects(rank: processes.Rank) -> bool:
 
 
 def _how(rank: int, how: worker.Failure | int) -> str:
-    """How a rank fell: rank 2 raised ValueError: ...; rank 2 was killed by SIGKILL."""
+    """Say how a rank fell: rank 2 raised ValueError: ...; rank 2 was killed by SIGKILL."""
     if isinstance(how, worker.Failure):
         message = "lost its connection to another rank" if _lost_peer(how) else how.message
         return f"rank {rank} raised {how.kind}: {message}".removesuffix(": ")
@@ -385,7 +385,7 @@ def _frames(frames: list[tuple[str, int, str]]) -> list[str]:
 
 
 def _lost_peer(how: worker.Failure | int) -> bool:
-    """Whether a rank only fell because another one did: its connection broke."""
+    """Tell whether a rank only fell because another one did: its connection broke."""
     if not isinstance(how, worker.Failure):
         return False
     network = how.kind in ("RuntimeError", "DistBackendError")
@@ -393,7 +393,7 @@ def _lost_peer(how: worker.Failure | int) -> bool:
 
 
 def _same(one, other) -> bool:
-    """Whether two ranks failed alike, each perhaps naming itself."""
+    """Tell whether two ranks failed alike, each perhaps naming itself."""
     if not (isinstance(one, worker.Failure) and isinstance(other, worker.Failure)):
         return False
     alike = (one.kind, one.frames) == (other.kind, other.frames)

@@ -282,7 +282,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
-        """What tells when calls with these tensors run, if they are on a GPU."""
+        """Return what times calls with these tensors, if they are on a GPU."""
         return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.

@@ -1,4 +1,4 @@
-"""What a call says of itself, which is put together once for each call in the reader's code.
+"""Put together the words of a call, once for each call in the reader's code.
 
 Recording may cost 30 µs a call, and a training step makes the same calls again and again.
 """

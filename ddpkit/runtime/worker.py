@@ -1,4 +1,4 @@
-"""Inside a rank: start safely, join the world, do the work, hand the result back, end safely."""
+"""The inside of a rank: start safely, join the world, work, hand the result back, end."""
 
 import ast
 import contextlib
@@ -40,7 +40,7 @@ RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclass
 class Assignment:
-    """What a new rank must know. Plain data: who unpickles it knows nothing but this package."""
+    """The orders of a new rank. Plain data: it is unpickled where only this package is known."""
 
     rank: int
     world_size: int
@@ -63,7 +63,7 @@ class Assignment:
 
 @dataclass
 class Failure:
-    """How a rank failed, as plain data: the exception itself might not survive the way back."""
+    """The failure of a rank as plain data: the exception might not survive the way back."""
 
     kind: str  # the exception's class
     message: str
