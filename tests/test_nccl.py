@@ -9,6 +9,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import hang_cases
 import pytest
@@ -17,11 +18,13 @@ import torch.distributed as dist
 from fake_nccl import on_nccl
 from on_ranks import on_ranks
 from test_debug import debug
+from test_hang import MISMATCHES
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import HangError, RankError, collectives, ddp, launch, ring
 from ddpkit.fast import buckets
+from ddpkit.runtime import watch
 from ddpkit.runtime.records import recorder
 from ddpkit.runtime.wire import NEVER
 
@@ -192,6 +195,29 @@ def test_a_hang_is_told_as_over_gloo(told, name, over):
     expected, got = told[name, "Gloo"].splitlines(), told[name, over].splitlines()
     assert got[0] == expected[0]
     assert got[-1] == expected[-1] or (got[-1].startswith("On NCCL") and "isend" in expected[-1])
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_trap_16_a_mismatch_is_told_as_over_gloo(monkeypatch, name):
+    monkeypatch.setattr(watch, "SETTLE_S", 30.0)
+    function, world_size = (hang_cases.CASES | hang_cases.UNSEEN)[name][:2]
+    says, advice = MISMATCHES[name]
+    text = report(on_nccl(function), world_size)
+    assert text.startswith(f"mismatch: {says}")
+    assert text.splitlines()[-1].startswith(advice)
+
+
+def test_trap_18_the_timeout_shows_where_every_rank_is():
+    def busy():
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        time.sleep(600 * dist.get_rank())
+        dist.all_reduce(x)
+
+    text = report(on_nccl(busy), timeout=2)
+    assert text.startswith("no result after 2 s.")
+    assert "rank 0: its stream waiting for rank 1 in all_reduce(1 float32, sum)" in text
+    assert "rank 1: computing" in text
 
 
 def test_the_readmes_example_is_told_as_it_says():
@@ -375,6 +401,31 @@ def test_trap_19_slow_is_not_hung():
         return x.item()
 
     assert list(launch(on_nccl(slow), world_size=2, hang_after=0.2, timeout=20)) == [8.0] * 2
+
+
+def test_a_gpu_that_computes_long_before_a_call_is_not_hung():
+    """Though all have made the call, and none goes on: `hang_after` counts what all reached."""
+
+    def computes_first():
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        torch.cuda.current_stream().put(lambda: time.sleep(2))
+        dist.all_reduce(x)
+        return x.item()
+
+    assert list(launch(on_nccl(computes_first), world_size=2, hang_after=0.3, timeout=20)) == [4, 4]
+
+
+def test_a_call_that_all_reached_and_that_does_not_end_falls_under_hang_after():
+    def stops():
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        nccl = dist.ProcessGroupNCCL.made[0]
+        nccl._carrier = SimpleNamespace(allreduce=lambda *_: threading.Event())  # never set
+        dist.all_reduce(x)
+
+    text = report(on_nccl(stops), hang_after=0.3)
+    assert text.startswith("no progress for 0.3 s, and every rank is inside a call.")
 
 
 # Graphs.

@@ -83,6 +83,7 @@ class Record:
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
     dropped: bool = False  # its handle was let go before anybody waited for it
     batched: bool = False  # a message that goes together with the one before
+    reached: bool = False  # on a GPU: all that its program computes before it is done; told late
     values: list | None = None  # keep_values: the message as handed in, up to 64 elements
     result: list | None = None  # keep_values: what arrived
     memory: tuple[int, int, list] | None = None  # keep_values: (buffer, offset, all it holds)
@@ -192,8 +193,8 @@ class Board:
         times[at + _DONE] = record.done or 0.0
         times[at + _WAITED] = record.waited or 0.0
         times[at + _LIMIT] = record.limit_s or 0.0
-        became = record.by_future + 2 * record.dropped + 4 * record.batched
-        self._words[at + _BECAME] = became
+        became = record.by_future, record.dropped, record.batched, record.reached
+        self._words[at + _BECAME] = sum(each << bit for bit, each in enumerate(became))
 
     def set_waiting(self, rank: int, index: int | None, caller: int = 0):
         """Note that a thread of `rank` sits in its call `index`, until that is done; or in none."""
@@ -290,7 +291,7 @@ class Board:
         if seq < 0 or (seq, issued) != (words[at], self._times[at + _ISSUED]):  # written meanwhile
             return None
         times = [time or None for time in times]
-        became = [bool(words[at + _BECAME] & bit) for bit in (1, 2, 4)]
+        became = [bool(words[at + _BECAME] >> bit & 1) for bit in range(4)]
         return Record(said, seq, issued, *times, 0, *became, values, result, memory)
 
     def records(self, rank: int) -> list[Record]:

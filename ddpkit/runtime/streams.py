@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import Work
 from .board import Record
 
 LOOK_S = 0.05  # how often the events are read
+LATE_S = 0.3  # a call that isn't over by then is late
 # Their tensors are not all in NCCL's future, which then waits for nothing.
 WITHOUT_FUTURE = "send", "recv", "gather", "scatter"
 
@@ -234,9 +235,19 @@ class Streams:
                     if all(event.query() for event in events.values()):
                         self._note(records, events)
                         left.pop()
+                    else:
+                        self._look_whether_reached(records, events)
             finally:  # an event that can't be asked now is asked again
                 self._pending.extendleft(reversed(left))
             return [record for records, *_ in left for record in records]
+
+    def _look_whether_reached(self, records: list[Record], events: dict):
+        """Note that the GPU has come to a late call, so that it isn't computing before it."""
+        is_late = time.perf_counter() - records[0].issued > LATE_S
+        if is_late and not records[0].reached and "started" in events and events["started"].query():
+            for record in records:
+                record.reached = True
+                self.recorder.write_again(record)
 
     def _note(self, records: list[Record], events: dict):
         times = {}

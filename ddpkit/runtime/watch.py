@@ -175,11 +175,14 @@ class Watch:
     def _waits_unseen(self, rank: int) -> bool:
         """Tell whether it has an open collective and burns no CPU: it may wait for it in C++.
 
-        Who waits for a GPU burns CPU.
+        A rank that waits for a GPU burns CPU; its GPU must have come to the call, not compute
+        before it.
         """
         records = self.board.records(rank)
         opened = [r for r in records if r.done is None and r.op not in MESSAGES]
-        return any(r.on_stream for r in opened) or (bool(opened) and self._sleeps(rank))
+        if any(r.on_stream for r in opened):
+            return any(r.reached for r in opened)
+        return bool(opened) and self._sleeps(rank)
 
     def _sleeps(self, rank: int) -> bool:
         """Tell whether the rank's process burns no CPU."""
