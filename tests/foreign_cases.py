@@ -131,7 +131,9 @@ SABOTAGES = [
         "ddp_trainer",
         "rank 1 is killed",
         "loss.backward()",
-        "if self.rank == 1:\n    os.kill(os.getpid(), 9)\nloss.backward()",
+        # Rank 0 is in its backward by then: torchrun ends it as soon as rank 1 is gone.
+        'if self.rank == 1:\n    __import__("time").sleep(1)\n    os.kill(os.getpid(), 9)\n'
+        "loss.backward()",
         r"rank 1 (died|was killed|was ended|is gone)",
         ("loss.backward()",),
         quick=True,

@@ -144,8 +144,10 @@ def test_a_rank_that_was_killed_is_named(tmp_path):
     kill = "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(x)"
     (tmp_path / "train.py").write_text(BEGIN + kill)
     run = launch(torchruns_rank, tmp_path, 2, fork=True, world_size=2)
-    says = "ddpkit: rank 1 died without a word; torchrun says how. Rank 0 lost it in train.py:12:"
-    assert says in " ".join(run.output[0].split())
+    said = " ".join(run.output[0].split())
+    says = "ddpkit: rank 1 died without a word; torchrun says how. after barrier(), train.py:9: "
+    assert says in said
+    assert "Rank 0 lost it in train.py:12:" in said
     assert list(run) == [1, -9]
 
 

@@ -217,7 +217,10 @@ class Session:
         now = hang.situations(self.board)
         lost = [rank for rank in self.here if self._dead(rank)]
         if lost:
-            text = "\n".join([*map(self._how_died, lost), *self._who_waits(now, lost)])
+            lines = [*map(self._how_died, lost), *self._who_waits(now, lost)]
+            if own := now[self.rank].place:
+                lines.append(f"Rank {self.rank} was at {hang.describe_place(own)}")
+            text = "\n".join(lines)
         else:
             said = f"ended by SIGTERM, sent to rank {self.rank}: a time limit, or somebody's wish."
             text = hang.report(said, "Above is where every rank was.", now, self.board, stuck=False)
@@ -343,8 +346,8 @@ class Session:
         if exit is None:
             said = [f"rank {rank} died without a word; torchrun says how."]
             for call in self.board.records(rank)[-1:]:
-                if call.done is None:
-                    said.append(f"  in {call.call}, {hang.describe_place(call.place)}")
+                where = "in" if call.done is None else "after"
+                said.append(f"  {where} {call.call}, {hang.describe_place(call.place)}")
             return "\n".join(said)
         code, place = exit
         return f"rank {rank} called os._exit({code})\n  {hang.describe_place(place)}"
