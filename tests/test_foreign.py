@@ -70,26 +70,33 @@ def test_a_sabotage_is_explained(sabotage, tmp_path):
     assert any(codes), "no rank has failed"
 
 
+def printed_under_torchrun(folder, program, *, debug):
+    """Run a program in a new folder; return (how it ran, {rank: what it printed})."""
+    folder.mkdir()
+    # One file a rank: in one pipe the ranks' lines run into each other.
+    more = ["--redirects=1", f"--log-dir={folder}/logs"]
+    script = FOREIGN / f"{program}.py"
+    ran = torchrun(folder, program, script, debug=debug, limit_s=FREEZE_S, more=more)
+    files = sorted(folder.glob("logs/*/attempt_0/*/stdout.log"))
+    return ran, {path.parent.name: path.read_text() for path in files}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_right_program_says_what_it_says_without_us(program, tmp_path):
     need(program)
-    ran, printed = [], []
-    for debug in (False, True):
-        folder = tmp_path / f"debug_{debug}"
-        folder.mkdir()
-        # One file a rank: in one pipe the ranks' lines run into each other.
-        more = ["--redirects=1", f"--log-dir={folder}/logs"]
-        options = {"debug": debug, "limit_s": FREEZE_S, "more": more}
-        ran.append(torchrun(folder, program, FOREIGN / f"{program}.py", **options))
-        files = sorted(folder.glob("logs/*/attempt_0/*/stdout.log"))
-        printed.append({path.parent.name: path.read_text() for path in files})
-    plain, ours = ran
+    for attempt in range(3):
+        folder = tmp_path / f"plain_{attempt}"
+        plain, expected = printed_under_torchrun(folder, program, debug=False)
+        # Seldom, a thread of PyTorch's aborts its rank while Python shuts down: this is no twin.
+        if "terminate called" not in plain.err:
+            break
+    ours, printed = printed_under_torchrun(tmp_path / "debug", program, debug=True)
     assert (plain.code, ours.code) == (0, 0), plain.err + ours.err
     assert ours.report() == ""
-    assert len(printed[0]) == PROGRAMS[program][0]
-    assert any(printed[0].values())
-    assert printed[1] == printed[0]
+    assert len(expected) == PROGRAMS[program][0]
+    assert any(expected.values())
+    assert printed == expected
 
 
 @pytest.mark.slow
