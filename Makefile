@@ -15,19 +15,19 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: lab test test-all kernels test-torch bench gpu site refresh lock
 
 lab: .venv/ready
-	$(BIN)/python tools/working_copy.py
+	$(BIN)/python scripts/working_copy.py
 	$(BIN)/python -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/my_notebooks/00_start_here.ipynb $(ROOT_FLAG)
 
 test: WHICH := -m "not slow"
 test test-all: .venv/ready
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(WHICH)
-	$(if $(WHICH),,$(BIN)/python tools/kernels.py all -m numeric)
+	$(if $(WHICH),,$(BIN)/python scripts/kernels.py all -m numeric)
 
 # Numeric tests with the kernels of another processor: PICK=haswell, zen, oldest, skylake, turn or all.
 kernels: PICK := turn
 kernels: .venv/ready
-	$(BIN)/python tools/kernels.py $(PICK)
+	$(BIN)/python scripts/kernels.py $(PICK)
 
 # make test-torch VERSION=2.15.0 [CORE=1]: with another torch, in an environment of its own.
 test-torch: OTHER := .venv-torch-$(VERSION)
@@ -45,17 +45,17 @@ bench: .venv/ready
 
 # With the Python that is there: a machine with a GPU has a torch of its own.
 gpu:
-	PYTHONPATH=. $(if $(wildcard .venv/ready),$(BIN)/python,$(PYTHON)) tools/gpu.py
+	PYTHONPATH=. $(if $(wildcard .venv/ready),$(BIN)/python,$(PYTHON)) scripts/gpu.py
 
 site: .venv/ready
-	$(BIN)/python tools/pages.py
+	$(BIN)/python scripts/pages.py
 
 refresh: .venv/ready
-	$(BIN)/python tools/refresh.py
+	$(BIN)/python scripts/refresh.py
 
 lock: .venv/ready
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/python tools/lock.py
+	$(BIN)/python scripts/lock.py
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('ddpkit needs Python 3.11 or newer, and $(PYTHON) is ' + sys.version.split()[0] + '. Name a newer one: make PYTHON=python3.12')"

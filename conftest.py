@@ -55,7 +55,7 @@ ORACLES = "twin", "attention_cases", "training_cases", "pytorch_cases"
 
 
 def is_numeric(item: pytest.Item) -> bool:
-    """Whether the order in which a processor adds matters here: tools/kernels.py runs these tests.
+    """Whether the order in which a processor adds matters here: scripts/kernels.py runs them.
 
     It does in notebooks, in exercises and in files that import something that computes.
     """

@@ -1,3 +1,277 @@
-"""Another name for `ddpkit.tools.cost`."""
+"""The cost of communication: the messages and bytes of every algorithm, and the time they take.
 
-from .tools.cost import *  # noqa: F403
+Every message costs a latency α, whatever its size, and every byte the time β:
+
+    seconds = α · hops + β · bytes in turn
+
+`volume` counts the two for an algorithm, a size and a world; `CostModel` multiplies; `fit` finds α
+and β from measurements; `crossover` finds the size from which one algorithm beats another;
+`timeline` predicts how much hides behind backward. Nothing is sent here.
+
+The model leaves out ranks that share a core, full caches, and the time of adding. Where a
+prediction is wrong, look for these first.
+
+W is the number of ranks, n the bytes of the whole, as in the tables of `ddpkit.collectives`,
+`ddpkit.ring` and `ddpkit.doubling`. Hockney 1994; Thakur, Rabenseifner and Gropp 2005, section 3.
+Notebooks 02 and 04.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .tools.checks import check_counts, check_positive
+from .tools.units import count, duration, rate
+
+# Counting
+
+
+class Volume(NamedTuple):
+    """The messages and bytes of one call that follow one another.
+
+    hops: messages of which each can begin only when the one before it is done.
+    in_turn: bytes, summed over all hops: in each, the most that a rank sends or receives.
+    """
+
+    hops: int
+    in_turn: float
+
+
+def _table(world_size: int) -> dict[str, tuple[int, float]]:
+    """{algorithm: its hops, its bytes in turn in units of n}; the barrier's are bytes."""
+    others, tree = world_size - 1, (world_size - 1).bit_length()  # tree: log₂ W, rounded up
+    share = others / world_size
+    swaps = world_size.bit_length() - 1  # log₂ W, rounded down
+    unpaired = world_size > 2**swaps
+    doubling = swaps + 2 * unpaired  # one hop in from the ranks without a partner, one hop back
+    table = {
+        "broadcast": (others, others),
+        "tree_broadcast": (tree, tree),
+        "reduce": (others, others),
+        "tree_reduce": (tree, tree),
+        "scatter": (others, share),
+        "gather": (others, share),
+        "all_reduce": (2 * others, 2 * others),
+        "all_gather": (min(others, 1), share),
+        "reduce_scatter": (min(others, 1), share),
+        "all_to_all": (min(others, 1), share),
+        "barrier": (tree, tree),
+        "ring_reduce_scatter": (others, share),
+        "ring_all_gather": (others, share),
+        "ring_all_reduce": (2 * others, 2 * share),
+        "whole_ring_all_reduce": (others, others),
+        "doubling_all_reduce": (doubling, doubling),
+    }
+    return table if unpaired else table | {"halving_doubling_all_reduce": (2 * swaps, 2 * share)}
+
+
+ALGORITHMS = tuple(_table(1))  # spelled as the functions; the last one for powers of two only
+
+
+def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
+    """Count the messages and bytes of one call of `algorithm`, when `nbytes` is the whole.
+
+    algorithm: one of `ALGORITHMS`. nbytes: of the tensor of an all_reduce or broadcast, of all
+    parts of a gather or scatter together; a barrier has none.
+    ValueError: no such algorithm in a world of that size, fewer than 0 bytes, fewer than 1 rank.
+    """
+    check_counts(world_size=world_size)
+    table = _table(world_size)
+    if algorithm not in table:
+        where = f"for {world_size} ranks" if algorithm in ALGORITHMS else "at all"
+        raise ValueError(f"no {algorithm!r} {where}, only {', '.join(table)}")
+    if not 0 <= nbytes < math.inf:
+        raise ValueError(f"expected nbytes >= 0, got {nbytes}: give the bytes of the whole tensor")
+    hops, in_turn = table[algorithm]
+    return Volume(hops, in_turn * (1 if algorithm == "barrier" else nbytes))
+
+
+# Predicting
+
+
+class Measurement(NamedTuple):
+    """The `seconds` that one call of `algorithm` took; the first three are `volume`'s arguments."""
+
+    algorithm: str
+    world_size: int
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A wire: the cost of a hop and of a byte.
+
+    latency_s: α, seconds for each message that has to wait for another.
+    bytes_per_s: 1/β, bytes a rank sends each second; it receives as many at the same time.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, algorithm: str, nbytes: float, world_size: int) -> float:
+        """Predict the time of one call; arguments and errors as those of `volume`."""
+        cost = volume(algorithm, nbytes, world_size)
+        return cost.hops * self.latency_s + cost.in_turn / self.bytes_per_s
+
+    def error(self, measurements: Iterable[Measurement]) -> float:
+        """Return the median distance of prediction and measurement, as a share of the latter.
+
+        measurements: others than `fit` has used; only those show whether the model predicts or
+        remembers. ValueError: none given; otherwise as in `fit`.
+        """
+        errors = []
+        for algorithm, world_size, nbytes, seconds in _checked(measurements):
+            predicted = self.seconds(algorithm, nbytes, world_size)
+            errors.append(abs(predicted - seconds) / seconds)
+        if not errors:
+            raise ValueError("expected measurements, got none: measure a new size")
+        return statistics.median(errors)
+
+    def __str__(self):
+        return f"{duration(self.latency_s)} a hop, {rate(self.bytes_per_s)}"
+
+
+def crossover(first: str, second: str, world_size: int, model: CostModel) -> float | None:
+    """Find the bytes from which on `second` is faster than `first`; ValueError as in `volume`.
+
+    0.0 if it always is, None if it never becomes so. Both times are straight lines over the number
+    of bytes; this is where they cross.
+    """
+    start_1, per_byte_1 = _line(first, world_size, model)
+    start_2, per_byte_2 = _line(second, world_size, model)
+    if per_byte_2 < per_byte_1:
+        return max(0.0, (start_2 - start_1) / (per_byte_1 - per_byte_2))
+    return 0.0 if per_byte_2 == per_byte_1 and start_2 < start_1 else None
+
+
+def _line(algorithm: str, world_size: int, model: CostModel) -> tuple[float, float]:
+    """(seconds for no bytes, seconds for each byte more)."""
+    empty, one = volume(algorithm, 0, world_size), volume(algorithm, 1, world_size)
+    per_byte = (one.in_turn - empty.in_turn) / model.bytes_per_s
+    return model.seconds(algorithm, 0, world_size), per_byte
+
+
+# Learning from measurements
+
+
+def alpha_beta(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Find (α, β) for which α · hops + β · bytes comes closest to the seconds of all points.
+
+    points: (hops, bytes, seconds). Closest: the squares of the relative errors have the least sum.
+    Relative, so that 4 kB count as much as 100 MB, and a measurement that was much too long by
+    chance counts little.
+    """
+    hops, nbytes, seconds = torch.tensor(points, dtype=torch.float64).T
+    rows = torch.stack([hops, nbytes]) / seconds  # (α, β) @ rows should be 1 everywhere
+    alpha, beta = torch.linalg.solve(rows @ rows.T, rows.sum(dim=1))
+    return alpha.item(), beta.item()
+
+
+def fit(measurements: Iterable[Measurement]) -> CostModel:
+    """Fit the model that comes closest to the measurements, in the sense of `alpha_beta`.
+
+    Neither α nor β is negative: where the best value would be, it is 0. ValueError: too few sizes
+    to tell the two apart; seconds that aren't positive; as in `volume`.
+    """
+    points = []
+    for algorithm, world_size, nbytes, seconds in (measurements := _checked(measurements)):
+        points.append((*volume(algorithm, nbytes, world_size), seconds))
+    hops, in_turn, seconds = torch.tensor(points, dtype=torch.float64).view(-1, 3).T
+    per_hop, per_byte = hops / seconds, in_turn / seconds
+    alone = per_hop.norm() * per_byte.norm()
+    if (alone - per_hop @ per_byte).item() <= 1e-12 * alone:  # nearly parallel
+        sizes = count(len({each.nbytes for each in measurements}), "size")
+        expected = "measurements that tell latency and bytes apart"
+        got = f"{len(measurements)} of {sizes}"
+        raise ValueError(f"fit expected {expected}, got {got}: measure at least 2 sizes")
+    alpha, beta = alpha_beta(points)
+    if alpha < 0:
+        alpha, beta = 0.0, (per_byte.sum() / (per_byte @ per_byte)).item()
+    if beta < 0:
+        alpha, beta = (per_hop.sum() / (per_hop @ per_hop)).item(), 0.0
+    return CostModel(alpha, 1 / beta if beta else math.inf)
+
+
+def _checked(measurements: Iterable[Measurement]) -> list[Measurement]:
+    measurements = list(measurements)
+    for each in measurements:
+        check_positive(f"Measure it again: {each}.", seconds=each.seconds)
+    return measurements
+
+
+# Bandwidth
+
+
+def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int) -> float:
+    """Compute the bytes per second that an ideal ring moves in and out of each rank: busbw.
+
+    The name is nccl-tests' (see doc/PERFORMANCE.md there); it compares with the speed of the wire,
+    and between worlds of different size. operation: all_reduce, reduce_scatter or all_gather.
+    ValueError: no such operation, seconds that aren't positive, fewer than 1 rank.
+    """
+    check_positive("Give the time of one call.", seconds=seconds)
+    return volume(f"ring_{operation}", nbytes, world_size).in_turn / seconds
+
+
+# Buckets of gradients
+
+Plan = Sequence[Sequence[int]]  # a list of gradient numbers per bucket: ddp.plan_buckets
+
+
+class Timeline(NamedTuple):
+    """The times at which the buckets of a plan travel, in seconds after backward began.
+
+    started, done: of each bucket's all-reduce. backward_s: the time of the last gradient.
+    """
+
+    started: tuple[float, ...]
+    done: tuple[float, ...]
+    backward_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """The seconds that training waits for communication: from backward's end to the last."""
+        return self.done[-1] - self.backward_s
+
+
+def one_wire(ready_s: Sequence[float], travel_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Compute (start, end) of each bucket's message, on a wire that carries one at a time.
+
+    ready_s: the time at which each bucket is full, in the order in which they are sent. travel_s:
+    the time each takes. A message starts when it is ready and the one before is done. Notebook 04.
+    """
+    spans, free = [], 0.0
+    for ready, seconds in zip(ready_s, travel_s, strict=True):
+        start = max(ready, free)
+        free = start + seconds
+        spans.append((start, free))
+    return spans
+
+
+def timeline(
+    plan: Plan, ready_s: Sequence[float], sizes: Sequence[int], model: CostModel, world_size: int
+) -> Timeline:
+    """Predict the all-reduces of one step: each starts when it is ready and the wire is free.
+
+    plan: its buckets, in the order in which they are sent; every gradient in exactly one. ready_s:
+    the time of each gradient, in seconds after backward began; if all are sent after backward, its
+    end. sizes: bytes of each. ValueError: not one time and one size for each; as in `volume`.
+
+    Each all-reduce is a ring's. Left out: that sending takes a core's or a GPU's time. Notebook 04.
+    """
+    numbers = sorted(number for bucket in plan for number in bucket)
+    if not numbers or numbers != list(range(len(ready_s))) or len(sizes) != len(ready_s):
+        got = f"a plan of {len(numbers)} gradients, {len(ready_s)} times and {len(sizes)} sizes"
+        raise ValueError(f"expected each gradient once, with a time and a size, got {got}")
+    full_s, travel_s = [], []
+    for bucket in plan:
+        full_s.append(max(ready_s[number] for number in bucket))
+        nbytes = sum(sizes[number] for number in bucket)
+        travel_s.append(model.seconds("ring_all_reduce", nbytes, world_size))
+    started, done = zip(*one_wire(full_s, travel_s), strict=True)
+    return Timeline(started, done, max(ready_s))

@@ -2,7 +2,7 @@
 
 Needs Python, torch, triton, pytest, psutil and matplotlib, and no Jupyter. Each part has a process
 and a time limit of its own: one that fails, or hangs, doesn't stop the others. The findings and the
-machine's description are in gpu-results/: gpu.json and gpu.md, a page. `python tools/gpu.py NAME`
+machine's description are in gpu-results/: gpu.json and gpu.md, a page. `python scripts/gpu.py NAME`
 runs one part.
 """
 

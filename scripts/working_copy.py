@@ -64,6 +64,6 @@ def copy(source: Path, target: Path, today: str) -> list[str]:
 if __name__ == "__main__":
     for name, folder in SETTINGS.items():
         Path(sys.prefix, folder).mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "tools" / name, Path(sys.prefix, folder))
+        shutil.copy(ROOT / "scripts" / name, Path(sys.prefix, folder))
     for word in copy(ROOT / "notebooks", ROOT / "my_notebooks", date.today().isoformat()):
         print(word)

@@ -7,7 +7,7 @@ from on_ranks import on_ranks
 from ddpkit.bench import pipeline
 from ddpkit.bench.pipeline import PLAN, RUN, TORCH, TORCH_GPIPE
 from ddpkit.bench.results import AGAIN, Results, judge, results_of
-from ddpkit.dry_run import idle
+from ddpkit.pipeline.dry_run import idle
 
 
 @on_ranks(2)

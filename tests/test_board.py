@@ -7,7 +7,7 @@ import pytest
 
 from ddpkit import launch
 from ddpkit.runtime.board import DISAGREES, IDLE, SLOTS, STARTING, Board, Record, Said, hash32
-from ddpkit.runtime.records import Recorder
+from ddpkit.runtime.recorder import Recorder
 
 
 def call(seq=0, op="all_reduce", ranks=(0, 1), channel="0", fingerprint="f", **changes) -> Record:

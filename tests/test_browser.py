@@ -77,8 +77,8 @@ def lab(tmp_path_factory):
     folder = home / "notebooks"
     folder.mkdir()
     (home / "config").mkdir()
-    shutil.copy(ROOT / "tools/jupyter_server_config.py", home / "config")
-    settings = json.loads((ROOT / "tools/overrides.json").read_text())  # as make lab brings them
+    shutil.copy(ROOT / "scripts/jupyter_server_config.py", home / "config")
+    settings = json.loads((ROOT / "scripts/overrides.json").read_text())  # as make lab brings them
     # Otherwise cells outside the window are not in the page.
     settings["@jupyterlab/notebook-extension:tracker"] = {"windowingMode": "none"}
     for name, values in settings.items():

@@ -5,12 +5,11 @@ from functools import cache
 import pytest
 import torch
 
-from ddpkit import ddp
+from ddpkit import cost, ddp
 from ddpkit.lesson import charts, figures
 from ddpkit.lesson.calculator import bucket_calculator, bucket_plans, zero_calculator
 from ddpkit.lesson.widgets import Calculator, Slider, StepThrough, inline
-from ddpkit.tools import cost
-from ddpkit.tools.memory import model_states
+from ddpkit.memory import model_states
 
 pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
 

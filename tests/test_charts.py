@@ -4,9 +4,9 @@ import pytest
 from test_cost import timed
 from test_figures import check_picture, has_colour, spans
 
+from ddpkit import cost
 from ddpkit.bench.results import Result, Results
 from ddpkit.lesson import charts, page
-from ddpkit.tools import cost
 
 VARIANTS = {  # seconds for each process, and the ceiling
     "gloo": (4e-3, "loopback"),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import WRAPPERS, gpt_batch, gpt_loss, prepare, train
 
+from ddpkit import memory
 from ddpkit.checkpointing import (
     checkpoint,
     checkpoint_sequential,
@@ -19,7 +20,6 @@ from ddpkit.checkpointing import (
     sequential_bytes,
 )
 from ddpkit.models import Block, torch_attention
-from ddpkit.tools import memory
 
 BOTH = pytest.mark.parametrize("way", [checkpoint, selective_checkpoint])
 STATE = torch.get_rng_state().nbytes

@@ -1,4 +1,4 @@
-"""ddpkit.tools.cost: volumes beside what real runs send, fits beside models that are known."""
+"""ddpkit.cost: volumes beside what real runs send, fits beside models that are known."""
 
 import inspect
 import math
@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 import twin
 
-from ddpkit import collectives, doubling, launch, ring
+from ddpkit import collectives, cost, doubling, launch, ring
 from ddpkit.lesson import figures
-from ddpkit.tools import cost
 
 # Counting. Each algorithm runs between two of torch's barriers, which mark its place.
 

@@ -21,9 +21,10 @@ from test_board import call
 
 from ddpkit import RankError, launch
 from ddpkit.debug import main
-from ddpkit.explain import explain, read_dumps
-from ddpkit.runtime import session, wire
-from ddpkit.runtime.session import Session, own_gpu
+from ddpkit.inspect import session
+from ddpkit.inspect.explain import explain, read_dumps
+from ddpkit.inspect.session import Session, own_gpu
+from ddpkit.runtime import wire
 
 BEGIN = """\
 import os, signal, sys, time
@@ -206,7 +207,7 @@ def test_slow_is_not_hung(tmp_path):
 
 
 CLOCK = """
-import ddpkit.runtime.session as session
+import ddpkit.inspect.session as session
 real = session.clock_s
 session.clock_s = lambda: real() + 1000 * rank  # the machines count from different moments
 """

@@ -17,7 +17,8 @@ from hang_cases import CASES, NOT_ON_NCCL, UNSEEN
 from torch._C import _distributed_c10d as c10d
 
 from ddpkit import HangError, LaunchError, launch
-from ddpkit.explain import explain, main, read_dumps
+from ddpkit.explain import main
+from ddpkit.inspect.explain import explain, read_dumps
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import nn
 from ddpkit import flash_attention as plain
 from ddpkit.fast import attention as fast
 from ddpkit.flash_attention import attention
-from ddpkit.tools.memory import measure_saved, watch
+from ddpkit.memory import measure_saved, watch
 
 FLASH = [plain.flash_attention, fast.flash_attention]
 NAMES = {plain.attention: "attention", FLASH[0]: "plain", FLASH[1]: "fast"}

@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 from test_figures import has_colour
 
+from ddpkit import floats
 from ddpkit.lesson import figures, page
 from ddpkit.lesson import float_explorer as module
 from ddpkit.lesson.float_explorer import FIELD_COLOURS, float_explorer, parse
-from ddpkit.tools import floats
 
 pytest.importorskip("ipywidgets", reason="Jupyter isn't installed")
 

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from ddpkit.tools import floats
+from ddpkit import floats
 
 SMALL = [floats.BF16, floats.FP16, floats.E4M3, floats.E5M2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

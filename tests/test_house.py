@@ -1,4 +1,4 @@
-"""The limits of the house, and that each of them can be broken: tools/house.py has the figures."""
+"""The limits of the house, and that each can be broken: scripts/house.py has the figures."""
 
 import house
 import pytest

@@ -11,10 +11,10 @@ import pytest
 from outside import wait_until
 
 from ddpkit import HangError, RankError
+from ddpkit.inspect.trace import LANES
 from ddpkit.runtime import hang
 from ddpkit.runtime.board import IDLE
 from ddpkit.runtime.live import GONE, OWN_NAMES, RanksMagic, magic_first
-from ddpkit.runtime.trace import LANES
 
 
 @pytest.fixture(scope="module")

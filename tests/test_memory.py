@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.models import GPT, Block, mean_loss, torch_attention
-from ddpkit.tools import memory
-from ddpkit.tools.memory import (
+from ddpkit import memory
+from ddpkit.memory import (
     KINDS,
     ByteDropout,
     MaterialisedAttention,
@@ -24,6 +23,7 @@ from ddpkit.tools.memory import (
     model_states,
     watch,
 )
+from ddpkit.models import GPT, Block, mean_loss, torch_attention
 
 # Model states
 

@@ -6,10 +6,10 @@ from test_checkpointing import Through
 from test_figures import check_picture
 from torch import nn
 
+from ddpkit import memory
 from ddpkit.checkpointing import checkpoint, selective_checkpoint
 from ddpkit.lesson import charts, memory_charts, page
 from ddpkit.models import GPT, mean_loss, torch_attention
-from ddpkit.tools import memory
 
 # Timelines
 

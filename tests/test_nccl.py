@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit import HangError, RankError, collectives, ddp, launch, ring
 from ddpkit.fast import buckets
 from ddpkit.runtime import watch
-from ddpkit.runtime.records import recorder
+from ddpkit.runtime.recorder import recorder
 from ddpkit.runtime.wire import NEVER
 
 README = Path(__file__).parents[1] / "README.md"

@@ -54,7 +54,7 @@ def imports(cell) -> bool:
 def test_is_as_refresh_leaves_it(path, notebook):
     clean = nbformat.read(path, as_version=4)
     refresh.normalise(clean)
-    assert notebook == clean, f"make refresh, or: python tools/refresh.py {path.name}"
+    assert notebook == clean, f"make refresh, or: python scripts/refresh.py {path.name}"
 
 
 def test_is_valid_and_small(path, notebook):

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpkit import launch
-from ddpkit.sequence_parallel import GatherTokens, ScatterTokens
 from ddpkit.tensor_parallel import CopyToRanks, SumOverRanks
+from ddpkit.tensor_parallel.sequence import GatherTokens, ScatterTokens
 from ddpkit.tools.passes import between_barriers, passes, ring_bytes
 
 

@@ -19,11 +19,11 @@ from training_cases import ADAMW, HALF_THE_DIGITS, SGD, sent_by, small_gpt
 
 from ddpkit import HangError, launch
 from ddpkit.data_parallel import average_gradients
-from ddpkit.dry_run import held, rank_of_stage
 from ddpkit.models import Block, mean_loss, torch_attention
 from ddpkit.pipeline import Pipeline, PipelineStage, cut_layers, gpt_layers
-from ddpkit.schedules import gpipe, interleaved, one_f_one_b, parse, zero_bubble
-from ddpkit.split_backward import SplitBackward
+from ddpkit.pipeline.dry_run import held, rank_of_stage
+from ddpkit.pipeline.schedules import gpipe, interleaved, one_f_one_b, parse, zero_bubble
+from ddpkit.pipeline.split_backward import SplitBackward
 
 ROWS, LENGTH, WIDTH = 2, 6, 6  # of a micro-batch
 SCHEDULES = {name: MAKERS[name] for name in ("gpipe", "1F1B", "interleaved", "zero bubble")}

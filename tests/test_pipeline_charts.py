@@ -2,8 +2,8 @@
 
 from test_figures import check_picture
 
-from ddpkit import schedules
 from ddpkit.lesson import pipeline_charts
+from ddpkit.pipeline import schedules
 
 
 def test_all_kinds_are_drawn():

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ddpkit.runtime.board import CALLERS, Board
-from ddpkit.runtime.records import Recorder, is_library, is_pythons, place_in
+from ddpkit.runtime.recorder import Recorder, is_library, is_pythons, place_in
 
 INSTALLED = f"{sysconfig.get_path('purelib')}/frame/ops.py"
 GATHER = """

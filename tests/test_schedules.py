@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from ddpkit.dry_run import held, idle, messages, rank_of_stage, validate
-from ddpkit.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
+from ddpkit.pipeline.dry_run import held, idle, messages, rank_of_stage, validate
+from ddpkit.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
 MAKERS = {

@@ -1,4 +1,4 @@
-"""ddpkit.sequence_parallel: the GPT that is split among ranks trains as the serial one does."""
+"""ddpkit.tensor_parallel.sequence: the GPT split among ranks trains as the serial one does."""
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,10 @@ from training_cases import ADAMW, HALF_THE_DIGITS, SGD, sent_by, small_gpt
 from ddpkit.ddp import BucketedDDP
 from ddpkit.models import mean_loss
 from ddpkit.pipeline import Pipeline, PipelineStage, cut_layers, gpt_layers
-from ddpkit.schedules import one_f_one_b, zero_bubble
-from ddpkit.sequence_parallel import ParallelGPT
-from ddpkit.split_layers import count_copies, gather, splits
+from ddpkit.pipeline.schedules import one_f_one_b, zero_bubble
 from ddpkit.tensor_parallel import clip_grad_norm, vocabulary_cross_entropy
+from ddpkit.tensor_parallel.sequence import ParallelGPT
+from ddpkit.tensor_parallel.split import count_copies, gather, splits
 
 MAX_NORM = 0.1  # all steps are clipped
 

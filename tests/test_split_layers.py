@@ -1,4 +1,4 @@
-"""ddpkit.split_layers: who has what, and whole again."""
+"""ddpkit.tensor_parallel.split: who has what, and whole again."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
 
-from ddpkit.split_layers import count_copies, deal, gather
 from ddpkit.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from ddpkit.tensor_parallel.split import count_copies, deal, gather
 
 
 def test_who_has_what():

@@ -20,7 +20,7 @@ from ddpkit.fast import zero as fast_zero
 from ddpkit.lesson import figures
 from ddpkit.runtime import hang, run
 from ddpkit.runtime.board import RETURNED, RUNNING, Board
-from ddpkit.runtime.records import Recorder, recorder
+from ddpkit.runtime.recorder import Recorder, recorder
 from ddpkit.runtime.streams import Cuda, Streams
 
 ONE = torch.ones(1)

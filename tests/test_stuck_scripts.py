@@ -108,7 +108,7 @@ def test_under_a_framework_both_lines_are_told(tmp_path):
 
 
 SLOW = """\
-import ddpkit.runtime.session as session
+import ddpkit.inspect.session as session
 session.STANDSTILL_S = 0.8
 if rank == 1: time.sleep(3)
 dist.barrier()
@@ -142,7 +142,8 @@ def test_sigterm_is_answered_and_still_ends_the_rank(tmp_path):
 
 
 def test_a_crashed_sessions_folder_is_swept_by_a_later_one(tmp_path, monkeypatch):
-    from ddpkit.runtime import processes, session
+    from ddpkit.inspect import session
+    from ddpkit.runtime import processes
 
     old, live = (tmp_path / f"torchelastic_{n}/id/attempt_0/ddpkit" for n in range(2))
     for folder in (old, live):

@@ -6,13 +6,13 @@ from attention_cases import randn
 from on_ranks import on_ranks
 from torch import nn
 
-from ddpkit.split_layers import deal
 from ddpkit.tensor_parallel import (
     CopyToRanks,
     SumOverRanks,
     clip_grad_norm,
     vocabulary_cross_entropy,
 )
+from ddpkit.tensor_parallel.split import deal
 
 # f and g
 

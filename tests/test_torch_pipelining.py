@@ -6,9 +6,9 @@ from on_ranks import on_ranks
 from test_pipeline import check_step, gpt_and_batch, parts_of, same_gradients, twin_of
 from test_schedules import MAKERS, SIZES
 
-from ddpkit.dry_run import held, idle, validate
 from ddpkit.models import mean_loss
-from ddpkit.schedules import gpipe, one_f_one_b
+from ddpkit.pipeline.dry_run import held, idle, validate
+from ddpkit.pipeline.schedules import gpipe, one_f_one_b
 from ddpkit.tools import torch_pipelining
 from ddpkit.tools.torch_pipelining import (
     NAMES,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from test_board import call
 
 from ddpkit import Run, launch
-from ddpkit.runtime.trace import LANES, Trace
+from ddpkit.inspect.trace import LANES, Trace
 
 # For Perfetto
 

@@ -25,8 +25,8 @@ from ..pipeline import (
     rank_of_stage,
     zero_bubble,
 )
+from ..pipeline.schedules import Schedule
 from ..runtime.launch import launch
-from ..schedules import Schedule
 from .interleave import Contest, check_close, race
 from .results import AGAIN, SPEED, Goal, Result, Results, report, results_of
 

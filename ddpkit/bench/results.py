@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..tools import cost, units
+from .. import cost
+from ..tools import units
 
 FOLDER = Path("bench-results")
 AGAIN = " again"  # after the baseline's name: the same code, timed a second time in every round

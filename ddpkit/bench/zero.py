@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..fast.buckets import BucketedDDP
 from ..fast.transports import SharedMemoryTransport
 from ..fast.zero import ZeroOptimizer
+from ..memory import count_states
 from ..runtime.launch import launch
 from ..runtime.wire import recorder
-from ..tools.memory import count_states
 from ..tools.passes import sent_by_all
 from ..tools.units import duration
 from . import training

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit import ddp
+from ddpkit import cost, ddp
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.wire import recorder
-from ddpkit.tools import cost
 
 from .checker import Exercise, Trial, mistakes, rank_1_comes_last
 from .data_parallel import (

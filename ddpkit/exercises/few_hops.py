@@ -3,10 +3,9 @@
 from fractions import Fraction
 from functools import partial
 
-from ddpkit import collectives, doubling
+from ddpkit import collectives, cost, doubling
 from ddpkit.lesson.figures import sent_bytes
 from ddpkit.runtime.launch import Run
-from ddpkit.tools import cost
 
 from . import ring
 from .checker import Exercise, Trial, check_wire, mistakes
@@ -146,7 +145,7 @@ alpha_beta = Exercise(
         "α": "α is {got} s, expected {expected}.",
         "β": "β is {got} s a byte, expected {expected}.",
     },
-    note="ddpkit.tools.cost.fit calls it, and keeps α and β from becoming negative.",
+    note="ddpkit.cost.fit calls it, and keeps α and β from becoming negative.",
     mistakes=mistakes("""
 absolute_errors: torch.stack([hops, nbytes]) / seconds → torch.stack([hops, nbytes])
     rows.sum(dim=1) → rows @ seconds

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpkit import flash_attention
-from ddpkit.tools.memory import watch
+from ddpkit.memory import watch
 
 from .checker import Exercise, mistakes
 from .softmax import Numbers, read_by_case, trial_of

@@ -12,7 +12,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddpkit import checkpointing
+from ddpkit import checkpointing, memory
 from ddpkit.checkpointing import (
     cut,
     is_product,
@@ -20,9 +20,8 @@ from ddpkit.checkpointing import (
     random_state,
     set_random_state,
 )
+from ddpkit.memory import ByteDropout, MaterialisedAttention, measure_saved
 from ddpkit.models import Block
-from ddpkit.tools import memory
-from ddpkit.tools.memory import ByteDropout, MaterialisedAttention, measure_saved
 
 from .checker import Exercise, Trial, mistakes
 
@@ -140,7 +139,7 @@ block_bytes = Exercise(
         "softmax's, a mask of 1 byte, and after dropout.",
     },
     praise="within 1 % of what a real block keeps; the rest are the norms' means and deviations.",
-    note="ddpkit.tools.memory.block_activations has it term by term.",
+    note="ddpkit.memory.block_activations has it term by term.",
     mistakes=mistakes("""
 tokens_only: return 2 * numbers + masks → return 34 * tokens
     Attention has a weight for each pair of tokens, in each head: bs²H. What is kept of them?

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit import mixed_precision
+from ddpkit import floats, mixed_precision
+from ddpkit.floats import BF16, E5M2, FP16, Format
+from ddpkit.memory import count_states
 from ddpkit.mixed_precision import MixedPrecisionOptimizer
-from ddpkit.runtime.records import recorder
-from ddpkit.tools import floats
-from ddpkit.tools.floats import BF16, E5M2, FP16, Format
-from ddpkit.tools.memory import count_states
+from ddpkit.runtime.recorder import recorder
 
 from .checker import Exercise, Trial, mistakes
 
@@ -61,7 +60,7 @@ nearest = Exercise(
         "error": "math.frexp(0.0) is (0.0, 0), where math.log2(0.0) is an error.",
     },
     praise="subnormals, ties and infinity included, in formats that no library has.",
-    note="ddpkit.tools.floats.encode gives the bits, too.",
+    note="ddpkit.floats.encode gives the bits, too.",
     mistakes=mistakes("""
 truncates: round(value / spacing) → math.trunc(value / spacing)
     Digits were cut off: round to the nearest.
@@ -370,7 +369,7 @@ predict_bytes = Exercise(
     },
     praise="as counted from the tensors, six times. Mixed precision saves no byte of these: 16 "
     "with AdamW either way. It halves activations, and what gradients weigh on the wire.",
-    note="ddpkit.tools.memory.model_states has the table for larger models, and for ZeRO.",
+    note="ddpkit.memory.model_states has the table for larger models, and for ZeRO.",
     mistakes=mistakes("""
 always_16: (weight_and_gradient + master + moments) → 16
     It is not always 16: SGD has no moments, momentum one.

@@ -3,7 +3,7 @@
 Those of exercises that run on ranks are in `pipeline_ranks`.
 """
 
-from ddpkit import dry_run, schedules
+from ddpkit.pipeline import dry_run, schedules
 
 from .checker import Exercise, Trial, mistakes
 

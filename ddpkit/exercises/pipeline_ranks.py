@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpkit import pipeline
-from ddpkit.runtime.records import recorder
+from ddpkit.runtime.recorder import recorder
 
 from .checker import Exercise, Trial, mistakes
 

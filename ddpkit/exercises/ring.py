@@ -455,7 +455,7 @@ ring_cost = Exercise(
         "bytes": "The wire of a real ring counted {expected} bytes sent by each rank, yours are "
         "{got}. How many hops are there, and which part of the buffer is sent in each?",
     },
-    note="ddpkit.tools.cost.volume knows this of every algorithm of the course.",
+    note="ddpkit.cost.volume knows this of every algorithm of the course.",
     mistakes=mistakes("""
 of_one_half: 2 * (world_size - 1) → world_size - 1
     Yours are the hops of one half: a reduce-scatter and an all-gather have W-1 each.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpkit import ring_attention as library
-from ddpkit.tools.memory import watch
+from ddpkit.memory import watch
 
 from .checker import (
     Exercise,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ddpkit import tensor_parallel as library
-from ddpkit.runtime.records import recorder
+from ddpkit.runtime.recorder import recorder
 
 from .checker import Exercise, Rounded, Trial, mistakes
 

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit import sequence_parallel, tensor_parallel
+from ddpkit import tensor_parallel
 from ddpkit.models import Block, torch_attention
-from ddpkit.runtime.records import recorder
+from ddpkit.runtime.recorder import recorder
+from ddpkit.tensor_parallel import sequence as sequence_parallel
 
 from .checker import Exercise, Rounded, Trial, mistakes
 from .tensor_parallel import autograd_must_know, calls, group_of, in_groups, of_group, whole

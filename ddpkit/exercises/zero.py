@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ddpkit import fsdp, zero
-from ddpkit.runtime.records import recorder
-from ddpkit.tools import memory
+from ddpkit import fsdp, memory, zero
+from ddpkit.runtime.recorder import recorder
 
 from .checker import Exercise, Rounded, Trial, mistakes, unwritten_memory_shows
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from .board import MESSAGES, Record, Said
+from ..runtime.board import MESSAGES, Record, Said
+from ..runtime.recorder import is_library
+from ..runtime.wording import UNEQUAL
 from .flight_recorder import NAMES
-from .records import is_library
 from .trace import DTYPES
-from .wording import UNEQUAL
 
 KNOWN = "2."  # versions that begin so
 MOST_CALLS = 2**62  # a number on the board is no longer

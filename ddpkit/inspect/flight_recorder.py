@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
-from .board import MESSAGES, Record
+from ..runtime.board import MESSAGES, Record
 from .trace import DTYPES, numels
 
 VERSION = "2.10"

@@ -23,15 +23,15 @@ import torch.distributed as dist
 import torch.distributed.device_mesh
 from torch.distributed import distributed_c10d as c10d
 
+from ..runtime import exits, hang
+from ..runtime.board import DISAGREES, RETURNED, RUNNING, Board, Record
+from ..runtime.link import Link
+from ..runtime.processes import cpu_ticks, locked, sweep
+from ..runtime.recorder import TIMED_OUT, Recorder, is_installed, is_library, place_in
+from ..runtime.run import Run, clock_s
+from ..runtime.watch import CERTAIN_S, LOST_PEER
+from ..runtime.wire import of_this_attempt, register_wire
 from ..tools.units import wrap
-from . import exits, hang
-from .board import DISAGREES, RETURNED, RUNNING, Board, Record
-from .link import Link
-from .processes import cpu_ticks, locked, sweep
-from .records import TIMED_OUT, Recorder, is_installed, is_library, place_in
-from .run import Run, clock_s
-from .watch import CERTAIN_S, LOST_PEER
-from .wire import of_this_attempt, register_wire
 
 OLD_FOLDERS = "ddpkit-session-*", "torchelastic_*/*/attempt_*/ddpkit"
 LOOK_S = 0.25  # how often the board is read

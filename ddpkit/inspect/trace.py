@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from .board import MESSAGES, Record, hash32
+from ..runtime.board import MESSAGES, Record, hash32
 
 PROGRAM = 0  # the number of the program's lane
 LANES = 10**6  # more than a rank has

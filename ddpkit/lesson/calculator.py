@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from .. import ddp
-from ..tools import cost, memory
+from .. import cost, ddp, memory
 from ..tools.units import binary_size, count, duration, size
 from . import charts
 from .page import Picture

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from ..tools import cost, memory
+from .. import cost, memory
 from ..tools.units import binary_size, count, duration, size
 from . import page
 from .page import Picture, chart, colour, legend, patch, stroke

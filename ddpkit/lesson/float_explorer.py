@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
 
-from ..tools import floats
+from .. import floats
 from . import page
 from .page import Canvas, Picture
 from .widgets import Live, named, show, view

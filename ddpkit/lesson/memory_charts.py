@@ -6,7 +6,7 @@ Nothing here depends on the machine, so their words hold the numbers that they s
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..tools.memory import (
+from ..memory import (
     KINDS,
     PRECISIONS,
     Term,

@@ -5,7 +5,7 @@ bubble by stages, micro-batches and schedule.
 import itertools
 from collections.abc import Mapping, Sequence
 
-from .. import dry_run, schedules
+from ..pipeline import dry_run, schedules
 from ..tools.units import count, wrap
 from . import page
 from .page import Picture

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..tools.floats import FP16
+from ..floats import FP16
 from . import page
 from .page import Picture, chart, legend
 from .widgets import Calculator, Slider

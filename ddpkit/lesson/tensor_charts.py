@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ..cost import volume
 from ..runtime.link import Link
-from ..tools.cost import volume
 from ..tools.units import count, duration, size
 from . import page
 from .page import Canvas, Picture, chart, colour, legend, stroke

@@ -2,7 +2,7 @@
 
 A rank does its actions in order. A forward needs the output of the stage before, a backward (or its
 input part) the forward and the gradient from the stage after, a weight part the input part. These
-rules are enough to find every fault of a schedule; `ddpkit.schedules` has the notation.
+rules are enough to find every fault of a schedule; `ddpkit.pipeline.schedules` has the notation.
 
 PyTorch's counterparts are private: `_validate_schedule`, `_simulate_comms_compute` and
 `_add_send_recv` in `torch.distributed.pipelining.schedules`. Notebook 10.

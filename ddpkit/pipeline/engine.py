@@ -1,18 +1,4 @@
-"""Pipeline parallelism: each rank has some of a model's layers, and micro-batches pass through.
-
-    schedule = one_f_one_b(stages=4, micro_batches=8)
-    stage = PipelineStage(layers, number=rank, receives=torch.empty(2, 16, 64))
-    pipeline = Pipeline([stage], schedule, mean_loss)
-    loss = pipeline.step(inputs, targets)   # every .grad is that of the whole batch's mean loss
-    optimizer.step()
-
-A stage computes, the pipeline sends: activations to the stage after, gradients to the stage before.
-For each micro-batch two messages go between two stages, whatever the schedule, and none if one rank
-has both; then the loss is broadcast.
-
-PyTorch's `torch.distributed.pipelining`: PipelineStage, and schedules with a `step`. Huang et al.
-2019; Narayanan et al. 2021. Notebook 10.
-"""
+"""Run a schedule: for each action of this rank receive, compute and send. Notebook 10."""
 
 import re
 import time
@@ -24,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import P2POp, ProcessGroup
 
+from ..tensor_parallel import clip_grad_norm
+from ..tools.spans import doing
 from . import dry_run
-from .dry_run import held, idle, messages, rank_of_stage, simulate, validate  # noqa: F401
-from .schedules import Schedule, gpipe, interleaved, one_f_one_b, parse, zero_bubble  # noqa: F401
-from .stages import PipelineStage, cut_layers, gpt_layers  # noqa: F401
-from .tensor_parallel import clip_grad_norm
-from .tools.spans import doing
+from .dry_run import messages, rank_of_stage
+from .schedules import Schedule
+from .stages import PipelineStage
 
 
 class Pipeline:
@@ -50,7 +36,7 @@ class Pipeline:
         loss: Callable[[Tensor, Tensor], Tensor],
         tied: nn.Parameter | None = None,
         group: ProcessGroup | None = None,
-        validate: bool = True,  # noqa: F811
+        validate: bool = True,
     ):
         if validate:
             dry_run.validate(schedule)

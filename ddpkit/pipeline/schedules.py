@@ -1,5 +1,5 @@
-"""Pipeline schedules as data: the actions of each rank, in order. `ddpkit.dry_run` checks and
-simulates them before a process starts, `ddpkit.pipeline` runs them.
+"""Pipeline schedules as data: the actions of each rank, in order. `dry_run` checks and simulates
+them before a process starts, `engine` runs them.
 
 The layers of a model are cut into stages, the batch into micro-batches. An action is a word in
 PyTorch's notation, stage, kind and micro-batch: "1F0" is stage 1's forward of micro-batch 0,
@@ -22,7 +22,7 @@ ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleInterleavedZero
 import re
 from itertools import pairwise
 
-from .tools.checks import check_counts
+from ..tools.checks import check_counts
 
 Schedule = list[list[str]]
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor, nn
 
-from .models import GPT, first
+from ..models import GPT, first
 from .split_backward import SplitBackward
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from .records import call_site
+from .recorder import call_site
 
 exit_at_once = os._exit  # without a note
 

@@ -23,9 +23,8 @@ from .call import pickle_call
 from .errors import RankError, shown
 from .hang import describe_place
 from .link import Link
-from .records import Recorder, call_site, recorder
+from .recorder import Recorder, call_site, recorder
 from .run import Run
-from .session import Session
 from .watch import Watch
 from .wire import of_this_attempt
 
@@ -227,6 +226,8 @@ def _meet(store: dist.Store, key: str, world_size: int):
 
 
 def _initialise_under_torchrun(link, check_buffers):
+    from ..inspect.session import Session  # only here: it stands above the runtime
+
     session = getattr(dist.init_process_group, "session", None)  # `ddpkit.debug` has made one
     if session is None:
         session = Session(link)

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from ..tools import cost, units
+from .. import cost
+from ..tools import units
 from ..tools.checks import check_positive
 
 # Seconds, and bytes per second one way: vendors' figures, rounded down to what a program gets.

@@ -16,7 +16,6 @@ from .board import Record
 from .errors import LaunchError, RankError
 from .launch import MOST_RANKS
 from .run import Run, show_by_rank
-from .trace import Trace
 from .watch import Watch
 
 OWN_NAMES = (
@@ -108,7 +107,7 @@ class RanksMagic:
         self._size = 4
         atexit.register(self.close)
 
-    def __call__(self, line: str, cell: str) -> Trace | None:
+    def __call__(self, line: str, cell: str):
         """%%ranks [N] [--on 0,2] [--trace FILE]
 
         Run the cell on N ranks that stay (at first 4; later, as many as last time). Names persist

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .board import Record
-from .flight_recorder import write_dumps
 from .link import Link
-from .trace import Trace, write_trace
 
 
 def clock_s() -> float:
@@ -47,15 +45,19 @@ class Run:
     def __iter__(self):
         return iter(self.results)
 
-    def trace(self, path: str | Path, profiles: dict[int, str] | None = None) -> Trace:
-        """Write a Chrome trace, for https://ui.perfetto.dev: `ddpkit.runtime.trace`.
+    def trace(self, path: str | Path, profiles: dict[int, str] | None = None):
+        """Write a Chrome trace, for https://ui.perfetto.dev: `ddpkit.inspect.trace`.
 
         profiles: {rank: file that torch.profiler exported on that rank}, to be merged into it.
         """
+        from ..inspect.trace import write_trace  # only when used: it stands above the runtime
+
         return write_trace(path, self.wire, self.clock_s, profiles or {})
 
     def flight_recorder(self, folder: str | Path) -> None:
         """Write what PyTorch's flight recorder would, for its analyser, or `ddpkit.explain`."""
+        from ..inspect.flight_recorder import write_dumps
+
         write_dumps(folder, self.wire, self.clock_s)
 
     def __repr__(self):

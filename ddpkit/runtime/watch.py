@@ -12,7 +12,7 @@ from . import exits, hang, processes, worker
 from .board import MESSAGES, STARTING, Board
 from .errors import HangError, LaunchError, NoGpu, RankError, shown
 from .output import Output, label, shorten
-from .records import is_installed, is_library, is_pythons
+from .recorder import is_installed, is_library, is_pythons
 
 TICK_S = 0.05  # how often the board is read while nobody speaks
 CERTAIN_S = 0.5  # a deadlock that the board proves is reported after it has stood still this long

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..tools.spans import now_doing
 from . import wording
 from .board import MESSAGES, Record, Said
-from .records import Recorder, call_site, is_library, recorder
+from .recorder import Recorder, call_site, is_library, recorder
 from .streams import Cuda, Streams, StreamWork
 
 __all__ = [

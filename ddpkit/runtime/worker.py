@@ -29,7 +29,7 @@ from .board import IDLE, RETURNED, RUNNING, STARTING, Board
 from .call import on_cpu
 from .errors import NoGpu
 from .link import Link
-from .records import Recorder
+from .recorder import Recorder
 from .wire import register_wire
 
 # Half a second or two: what backward(gradient) and the first optimizer of a process import

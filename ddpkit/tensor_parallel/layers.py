@@ -1,19 +1,4 @@
-"""Tensor parallelism: every rank holds a part of every layer, and all compute on the same data.
-
-    column-parallel    from all inputs, each rank computes some of the outputs    f before it
-    row-parallel       from some inputs, each a summand of every output           g after it
-
-         forward       backward
-    f    identity      all-reduce: each rank has a summand of the inputs' gradient
-    g    all-reduce    identity
-
-A column-parallel layer's outputs are a row-parallel one's inputs, and what is between them acts on
-each number, or each head, alone: an MLP is cut by its hidden numbers, attention by its heads. So a
-transformer layer calls two all-reduces forward and two backward, of its activations, where data
-parallelism calls one a step, of all gradients. `ddpkit.sequence_parallel` cuts the rest as well.
-
-Megatron-LM; PyTorch's ColwiseParallel and RowwiseParallel. Shoeybi et al. 2019. Notebook 11.
-"""
+"""The split layers, f and g between them, the loss, and the norm. Notebook 11."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .split_layers import SplitLayer
+from .split import SplitLayer
 
 
 class CopyToRanks(torch.autograd.Function):

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .models import GPT, Block, first
-from .split_layers import count_copies
-from .tensor_parallel import (
+from ..models import GPT, Block, first
+from ..transport import start_all_gather, start_reduce_scatter
+from .layers import (
     ColumnParallelLinear,
     CopyToRanks,
     RowParallelLinear,
@@ -31,7 +31,7 @@ from .tensor_parallel import (
     VocabParallelEmbedding,
     vocabulary_cross_entropy,
 )
-from .transport import start_all_gather, start_reduce_scatter
+from .split import count_copies
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -89,7 +89,7 @@ class ParallelGPT(nn.Module):
 
     gpt: its values are taken, on the group's first rank; it isn't changed. sequence: split the
     tokens where layers aren't split. Its parameters have the serial model's names, and
-    `ddpkit.split_layers.gather` makes them whole.
+    `ddpkit.tensor_parallel.split.gather` makes them whole.
 
     Data must be alike on all ranks of the group. So must random numbers for dropout; but with
     `sequence` each rank draws for its own tokens, and needs a seed of its own.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .tools.checks import check_in_group
+from ..tools.checks import check_in_group
 
 
 def deal(length: int, world_size: int, blocks: list[int] | None = None) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 Everything used here is private in PyTorch: `_Action`, `_PipelineScheduleRuntime`,
 `_validate_schedule` and `pipeline_order` of `torch.distributed.pipelining.schedules`. Schedules
-are lists of words for each rank, as in `ddpkit.schedules`. Notebook 10.
+are lists of words for each rank, as in `ddpkit.pipeline.schedules`. Notebook 10.
 """
 
 import csv

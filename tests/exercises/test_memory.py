@@ -2,9 +2,8 @@
 
 import torch
 
-from ddpkit import checkpointing
+from ddpkit import checkpointing, memory
 from ddpkit import exercises as check
-from ddpkit.tools import memory
 
 from .every import *  # noqa: F403
 

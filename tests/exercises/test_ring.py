@@ -2,9 +2,8 @@
 
 from answers import ring as answers
 
+from ddpkit import cost, ring
 from ddpkit import exercises as check
-from ddpkit import ring
-from ddpkit.tools import cost
 
 from .every import *  # noqa: F403
 

@@ -1,0 +1,170 @@
+"""Name who waits for whom, from PyTorch's flight recorder: `python -m ddpkit.explain FOLDER`.
+
+The dumps are ours (`run.flight_recorder`), or torch's own: NCCL's from a cluster, or Gloo's.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from ..runtime import hang
+from ..runtime.board import MESSAGES, RUNNING, SLOTS, Board, Record
+from ..tools.units import wrap
+from .dumps import members_of, read_dumps, records_of
+
+MOST_RANKS = 100_000  # more are no ranks: some other file's name ends in a number, too
+
+
+def explain(dumps: dict[int, dict]) -> str:
+    """The report of a hang: what happened, where every rank is, their last calls.
+
+    dumps: {rank: dump}; there may be ranks without one. ValueError: one that can't be read.
+    """
+    everybody = _everybody(dumps)
+    calls = {rank: _calls(rank, dump, everybody) for rank, dump in dumps.items()}
+    first = (dump["entries"][0] for dump in dumps.values() if dump["entries"])
+    from_the_start = all(entry.get("record_id") == 0 for entry in first)
+    _count_messages(list(calls.values()), from_the_start)
+    with tempfile.TemporaryDirectory() as folder:
+        board = Board(Path(folder) / "board", len(everybody), create=True)
+        try:
+            for rank, records in calls.items():
+                _fill(board, rank, records)
+            return _report(board, set(everybody).difference(dumps))
+        finally:
+            board.close()
+
+
+def _everybody(dumps: dict[int, dict]) -> list[int]:
+    everybody = set()
+    for rank, dump in dumps.items():
+        members = set()
+        for group in dump["pg_config"].values():
+            if not isinstance(group, dict) or "ranks" not in group:
+                expected = f"expected the ranks of each group in the dump of rank {rank}"
+                raise ValueError(f"{expected}, got {group!r}.")
+            members.update(members_of(group))
+        everybody |= {rank, *members}
+        if max({rank, *members}) >= MOST_RANKS or (members and rank not in members):
+            whose = hang.name_ranks(sorted(members)[:9]) if members else "ranks"
+            got = f"got one whose name ends in {rank}: is it of another run, or no dump?"
+            raise ValueError(f"expected dumps of {whose}, {got}")
+    return list(range(max(everybody) + 1))
+
+
+def _calls(rank: int, dump: dict, everybody: list[int]) -> list[Record]:
+    try:
+        return list(records_of(dump, everybody))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        what = f"got {type(error).__name__}: {error}"
+        raise ValueError(f"expected a dump's entries in that of rank {rank}, {what}") from None
+
+
+def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
+    """Number the messages from one rank to another, which a dump counts in other ways.
+
+    from_the_start: no recorder was too short for all calls. Else nobody knows how many messages
+    two ranks exchanged before, and the first that isn't done on each side are taken for one.
+    """
+    done, most = [], Counter()
+    for records in calls:
+        done.append(Counter(r.channel for r in records if r.op in MESSAGES and r.done))
+        most |= done[-1]
+    for records, theirs in zip(calls, done, strict=True):
+        number = Counter() if from_the_start else most - theirs
+        for record in records:
+            if record.op in MESSAGES:
+                record.seq = number[record.channel]
+                number[record.channel] += 1
+
+
+def _fill(board: Board, rank: int, records: list[Record]) -> None:
+    """Write a rank's calls on the board, as if it had made them here."""
+    board.set_state(rank, RUNNING)
+    waiting = next((n for n, record in enumerate(records) if record.done is None), None)
+    # What was handed in after that is only queued, and the board remembers no more than the last.
+    shown = records if waiting is None else records[: waiting + SLOTS // 2]
+    for index, record in enumerate(shown):
+        board.put(rank, index, record)
+    board.set_waiting(rank, waiting)
+
+
+def _report(board: Board, silent: set[int]) -> str:
+    """silent: ranks without a dump."""
+    now = hang.situations(board)
+    different, circle = hang.mismatch(board), hang.deadlocked(now)
+    here = [s for s in now if s.rank not in silent]
+    inside = [s for s in here if s.state == "waiting"]
+    waiting = [s for s in inside if s.missing]
+    if different:
+        said, advice = hang.explain_mismatch(different)
+    elif circle:
+        said, advice = hang.explain_deadlock(now, circle, board)
+    elif waiting:
+        first, stuck = _first(waiting)
+        said = f"{_who(stuck, 'waits', 'wait')} in {first.call.op}"
+        said += f" for {hang.name_some(first.missing, len(now))}, which didn't come to it."
+        advice = "Every rank of the group must make the call. Is it under an `if`, or did it fail?"
+        if silent.issuperset(first.missing):
+            said = f"{said[:-1]}, as far as one can tell."
+    elif inside:
+        said, advice = _all_came(board, *_first(inside))
+    else:
+        said = "no rank waits for another: all calls in the dumps have their ranks."
+        advice = "Nothing to do, or the cause isn't in a call."
+        if silent:
+            said = f"{_who([s.rank for s in here], 'waits', 'wait')} for nobody."
+            advice = "Who waits for them, only the dumps of the others can tell."
+    if silent:
+        whose = hang.name_some(sorted(silent), len(now))
+        advice += f"\nThere is no dump of {whose}: did it end before the others?"
+    return hang.report(said, advice, here, board, bool(different or waiting))
+
+
+def _first(waiting: list[hang.Situation]) -> tuple[hang.Situation, list[int]]:
+    """Return the situation with the oldest call, and the ranks that sit in that call."""
+    first = min(waiting, key=lambda s: s.call.issued)
+    call = first.call.channel, first.call.seq
+    return first, [s.rank for s in waiting if (s.call.channel, s.call.seq) == call]
+
+
+def _all_came(board: Board, first: hang.Situation, inside: list[int]) -> tuple[str, str]:
+    """Return (what happened, what to do) where all ranks made a call that isn't over for some."""
+    call = first.call
+    if len(call.ranks) == 1:
+        said = f"{_who(inside, 'waits', 'wait')} in {call.op}; the dump doesn't say for whom."
+        return said, "Put the dumps of all ranks into the folder."
+    carries = "look at what carries it: a link, a GPU, NCCL's own log."
+    later = "It may have been under way when the dumps were written. If it stays so, "
+    through = []
+    for rank in set(call.ranks).difference(inside):
+        for record in board.records(rank):
+            if (record.channel, record.seq) == (call.channel, call.seq) and record.done:
+                through.append(rank)
+    if not through:
+        said = f"no rank waits for another: all came to {call.op}, and for none it is over."
+        return said, later + carries
+    said = f"{_who(inside, 'is', 'are')} still in {call.op}, which is over for"
+    advice = f"Every rank made the call. {later}{carries}"
+    return f"{said} {hang.name_some(sorted(through), board.world_size)}.", advice
+
+
+def _who(ranks: list[int], verb: str, of_many: str) -> str:
+    """Conjugate: 'rank 1 waits', 'ranks 0 and 1 wait'."""
+    return f"{hang.name_ranks(ranks)} {verb if len(ranks) == 1 else of_many}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ddpkit.explain", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    try:
+        print(wrap(explain(read_dumps(parser.parse_args(arguments).folder))), flush=True)
+    except BrokenPipeError:  # `| head` has read enough; nor shall Python try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
