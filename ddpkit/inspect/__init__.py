@@ -1,1 +1,1 @@
-"""What looks at a run from outside: sessions of any script, traces, dumps, and why it hangs."""
+"""Instruments that look at a run from outside: traces, dumps, sessions of any script, explain."""

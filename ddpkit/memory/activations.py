@@ -1,4 +1,4 @@
-"""What a transformer block keeps for backward, predicted term by term."""
+"""The bytes that a transformer block keeps for backward, predicted term by term."""
 
 from collections import Counter
 from collections.abc import Iterable

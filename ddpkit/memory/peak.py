@@ -100,18 +100,18 @@ class _Watcher(TorchDispatchMode):
 
     def meet(self, tensor: Tensor, kind: str = "other", born: int | None = None) -> None:
         """Follow the tensor's memory from now on; the first kind that isn't "other" stays."""
-        address = address(tensor)
-        if address not in self.alive:
+        place = address(tensor)
+        if place not in self.alive:
             storage = tensor.untyped_storage()
             born = len(self.timeline.ops) - 1 if born is None else born
-            life = _Life(storage.nbytes(), born, weakref.finalize(storage, self._gone, address))
+            life = _Life(storage.nbytes(), born, weakref.finalize(storage, self._gone, place))
             self.lives.append(life)
-            self.alive[address] = life
-        if self.alive[address].kind == "other":
-            self.alive[address].kind = kind
+            self.alive[place] = life
+        if self.alive[place].kind == "other":
+            self.alive[place].kind = kind
 
-    def _gone(self, address: int) -> None:
-        self.alive.pop(address).died = len(self.timeline.ops)
+    def _gone(self, place: int) -> None:
+        self.alive.pop(place).died = len(self.timeline.ops)
 
     def tally(self) -> None:
         """Stop watching, and write the lives of all memory into the timeline."""

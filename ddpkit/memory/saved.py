@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, measured."""
+"""The tensors that autograd keeps for backward, measured."""
 
 import sys
 from collections.abc import Callable
