@@ -16,25 +16,25 @@ MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 ORDER = """
     transport softmax flash_attention collectives ring doubling ring_attention shared_memory
     data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp models
-    split_layers tensor_parallel sequence_parallel schedules dry_run split_backward stages pipeline
-    train
+    tensor_parallel pipeline train
 """
 SUBJECTS = ORDER.split()
-# Public names of what lives elsewhere
-RE_EXPORTS = {"cost": "tools", "memory": "tools", "flash_triton": "fast"}
-BELOW = {"runtime", "subjects", "fast", "tools"}
+# What stands beside the subjects and belongs to another floor
+ELSEWHERE = {"cost": "tools", "floats": "tools", "memory": "tools", "flash_triton": "fast"}
+BELOW = {"runtime", "inspect", "subjects", "fast", "tools"}
 MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "tools": set(),
     "subjects": {"tools"},
     "fast": {"subjects", "tools", "triton"},
-    "runtime": {"tools", "cloudpickle", "IPython"},
+    "runtime": {"tools", "inspect", "cloudpickle", "IPython"},
+    "inspect": {"runtime", "tools"},
     "exercises": BELOW | {"lesson", "triton"},
     "lesson": BELOW
     | {"exercises", "IPython", "PIL", "ipywidgets", "matplotlib", "nbclient", "nbformat", "numpy"},
     "bench": BELOW | {"lesson", "numpy"},
-    "debug": {"runtime", "tools"},
+    "debug": {"inspect"},
     "doctor": {"runtime"},
-    "explain": {"runtime", "tools"},
+    "explain": {"inspect"},
     "__init__": {"runtime", "lesson"},  # %load_ext shows what takes long, as a lesson does
 }
 ONLY_WHEN_USED = {"IPython", "ipywidgets", "matplotlib"}
@@ -43,7 +43,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 def floor(name: str) -> str:
     """The floor of ddpkit.`name`: 'runtime', 'lesson', ... or 'subjects'."""
-    return "subjects" if name in SUBJECTS else RE_EXPORTS.get(name, name)
+    return "subjects" if name in SUBJECTS else ELSEWHERE.get(name, name)
 
 
 def imports(tree: ast.Module, package: list[str]) -> list[tuple[str, bool]]:
@@ -86,6 +86,8 @@ def complaints(path: Path) -> list[str]:
                     wrong.append(f"imports {name}, a subject above it")
             elif other_floor not in MAY_IMPORT[own] | {own}:
                 wrong.append(f"imports {name}")
+            elif (own, other_floor) == ("runtime", "inspect") and at_load:
+                wrong.append(f"imports {name} when loaded, not when used")
         elif top not in sys.stdlib_module_names and top != "torch" and top not in MAY_IMPORT[own]:
             wrong.append(f"imports {name}")
         elif top in ONLY_WHEN_USED and at_load and own != "lesson":
@@ -131,7 +133,7 @@ heavy += ("ddpkit.lesson",)
 print([name for name in sys.modules if name.startswith(heavy)])
 import torch
 import ddpkit.exercises
-from ddpkit.tools import memory
+from ddpkit import memory
 with memory.watch(torch.nn.Linear(1, 1)) as timeline:
     torch.ones(1) + 1
 from ddpkit.lesson import check

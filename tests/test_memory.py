@@ -345,7 +345,7 @@ def test_gradients_of_the_step_before_are_there_until_they_go():
 def test_a_tensor_may_go_while_the_books_are_closed():
     """As when a thread of the backend lets go of it."""
     tensors = [torch.ones(3), torch.ones(5)]
-    watcher = memory._Watcher(memory.Timeline())
+    watcher = memory.peak._Watcher(memory.Timeline())
     for number in range(2):
         watcher.meet(tensors[number])
     first = next(iter(watcher.alive.values()))
