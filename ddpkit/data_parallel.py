@@ -23,20 +23,10 @@ from torch.distributed import ProcessGroup
 from .tools.checks import check_in_group, check_same_on_all_ranks
 
 
-class DataParallel(nn.Module):
-    """The base of all four wrappers: equal replicas at the start, `no_sync`, `synchronize`.
+class SendsGradients:
+    """A base with `syncing`, which says whether gradients are sent, and `no_sync`, its switch."""
 
-    module: alike on every rank of `group` (None: all); its values become those of the first rank.
-    """
-
-    def __init__(self, module: nn.Module, group: ProcessGroup | None = None):
-        super().__init__()
-        self.module, self.group, self.syncing = module, group, True
-        self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        broadcast_module(module, group)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+    syncing = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -46,6 +36,23 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.syncing = before
+
+
+class DataParallel(SendsGradients, nn.Module):
+    """The base of all four wrappers: equal replicas at the start, `no_sync`, `synchronize`.
+
+    module: alike on every rank of `group` (None: all); its values become those of the first rank.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup | None = None):
+        super().__init__()
+        self.module = module
+        self.group = group
+        self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        broadcast_module(module, group)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
 
     def synchronize(self) -> None:
         """Make every gradient the mean over the ranks, after backward; nothing inside `no_sync`.

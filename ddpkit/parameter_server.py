@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from .tools.checks import check_counts
+from .tools.views import views
 
 
 def push_and_pull(module: nn.Module) -> None:
@@ -114,9 +115,8 @@ def serve_asynchronously(
 @torch.no_grad()
 def follow(gradient: Tensor, trained: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
     """Step along a gradient that arrived in one piece: its parts become `.grad`, as views."""
-    parts = gradient.split([parameter.numel() for parameter in trained])
-    for parameter, part in zip(trained, parts, strict=True):  # views: nothing is copied
-        parameter.grad = part.view_as(parameter)
+    for parameter, part in zip(trained, views(gradient, trained), strict=True):
+        parameter.grad = part  # a view: nothing is copied
     optimizer.step()
 
 

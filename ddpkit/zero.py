@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from . import transport as torchs
-from .ddp import DataParallel, plan_buckets
+from .data_parallel import SendsGradients
+from .ddp import plan_buckets
 from .ring import ring_all_gather, ring_reduce_scatter
 from .tools.checks import check_in_group, check_positive, check_same_on_all_ranks
+from .tools.views import views
 
 
 def shard_plan(numels: list[int], world_size: int) -> list[list[tuple[int, int, int]]]:
@@ -61,11 +63,14 @@ def zero_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
 class Bucket:
     """Parameters that are sent together, as views of `flat`, and their gradients; W shards each."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None, transport):
-        self.parameters, self.group, self.transport = parameters, group, transport
-        self.numels = [parameter.numel() for parameter in parameters]
-        self.numel = sum(self.numels) + -sum(self.numels) % dist.get_world_size(group)
-        self.flat, self.gradients = self.zeros(), self.zeros()
+    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None):
+        self.parameters = parameters
+        self.group = group
+        numel = sum(parameter.numel() for parameter in parameters)
+        self.numel = numel + -numel % dist.get_world_size(group)  # padded: W divides it
+        self.flat = self.zeros()
+        self.gradients = self.zeros()
+        # From here on a parameter's values are a view of `flat`: an all-gather fills them.
         for parameter, value in zip(parameters, self.split(self.flat), strict=True):
             parameter.data = value.copy_(parameter.detach())
         self.views = dict(zip(parameters, self.split(self.gradients), strict=True))
@@ -77,14 +82,13 @@ class Bucket:
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """View each parameter's part of `flat` in the parameter's shape."""
-        parts = flat[: sum(self.numels)].split(self.numels)
-        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+        return views(flat, self.parameters)
 
     def mean(self) -> Tensor:  # of the gradients, for `shard`, after the reduce-scatter
         return torchs.shard(self.gradients, self.group)
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
     """Any elementwise optimizer of torch, of which every rank keeps and updates 1/W.
 
     params, kwargs: as `optimizer_cls` takes them, alike on all ranks of `group`; freeze before.
@@ -95,9 +99,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Cost of a step and rank: 2(W-1)/W of the parameters sent, half of it while backward goes on.
     KΨ/W bytes of state for Ψ parameters, K = 8 for AdamW in float32. Rajbhandari et al. 2020, 5.1.
     """
-
-    make_bucket = Bucket
-    no_sync = DataParallel.no_sync  # inside, gradients add up in `.grad`, and nothing is sent
 
     def __init__(
         self,
@@ -110,9 +111,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ):
         check_in_group("ZeroOptimizer", group)
         check_positive("Give the size of a bucket in MiB.", bucket_cap_mb=bucket_cap_mb)
-        super().__init__(params, optimizer_cls([nn.Parameter(torch.empty(0))], **kwargs).defaults)
-        self.group, self.transport, self.syncing = group, transport, True
-        self.buckets, self.bucket_of, self.works = [], {}, []
+        # An optimizer's defaults are known only to an instance: one is made for them, and dropped.
+        defaults = optimizer_cls([nn.Parameter(torch.empty(0))], **kwargs).defaults
+        super().__init__(params, defaults)
+        self.group = group
+        self.transport = transport
+        self.buckets: list[Bucket] = []
+        self.bucket_of: dict[nn.Parameter, Bucket] = {}
+        self.works: list[dist.Work] = []  # of the phase that is under way, a bucket each
         self.places = {}  # {parameter: index of its options in param_groups}
         for place, options in enumerate(self.param_groups):
             self.places |= dict.fromkeys(options["params"], place)
@@ -125,15 +131,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         backwards = [parameter for parameter in reversed(self.places) if parameter.requires_grad]
         sizes = [(p.nbytes, (self.places[p], p.dtype)) for p in backwards]
         for numbers in plan_buckets(sizes, bucket_cap_mb * 2**20):
-            bucket = self.make_bucket([backwards[number] for number in numbers], group, transport)
+            bucket = self.make_bucket([backwards[number] for number in numbers])
             bucket.optimizer = optimizer_cls([self.options(bucket)], **kwargs)
             self.buckets.append(bucket)
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
         for parameter in backwards:
             parameter.register_post_accumulate_grad_hook(self.on_gradient)
 
+    def make_bucket(self, parameters: list[nn.Parameter]) -> Bucket:
+        return Bucket(parameters, self.group)
+
     def options(self, bucket: Bucket) -> dict:  # at present: a scheduler may change them
-        return self.param_groups[self.places[bucket.parameters[0]]] | {"params": [bucket.shard]}
+        place = self.places[bucket.parameters[0]]
+        return self.param_groups[place] | {"params": [bucket.shard]}
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
         """Send the gradient, in backward, or leave it where the next micro-batch adds to it."""
@@ -143,18 +153,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.syncing:
             self.send(parameter)
         elif parameter.grad is not bucket.views[parameter]:
+            # Autograd adds the next micro-batch's gradient in place, into the bucket.
             parameter.grad = bucket.views[parameter].copy_(parameter.grad)
 
     def send(self, parameter: nn.Parameter) -> None:
         """Phase 1: take a gradient into its bucket, and reduce-scatter buckets that are full."""
-        bucket, share = self.bucket_of[parameter], 1 / dist.get_world_size(self.group)
+        bucket = self.bucket_of[parameter]
+        share = 1 / dist.get_world_size(self.group)
         torch.mul(parameter.grad, share, out=bucket.views[parameter])
         parameter.grad = None
         bucket.ready.add(parameter)
-        for bucket in self.buckets[len(self.works) :]:  # in the same order on all ranks
+        # In the plan's order, alike on all ranks: a full bucket waits for those before it.
+        for bucket in self.buckets[len(self.works) :]:
             if len(bucket.ready) < len(bucket.parameters):
                 break
-            self.works.append(self.transport.start_reduce_scatter(bucket.gradients, self.group))
+            work = self.transport.start_reduce_scatter(bucket.gradients, self.group)
+            self.works.append(work)
 
     def synchronize(self) -> None:
         """Wait until every `shard.grad` is the mean over the ranks; `step` calls this itself."""
@@ -179,7 +193,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.optimizer.param_groups[0].update(self.options(bucket))
             bucket.optimizer.step()  # writes into `flat`: `shard` is a view of it
-            self.works.append(self.transport.start_all_gather(bucket.flat, self.group))
+            work = self.transport.start_all_gather(bucket.flat, self.group)
+            self.works.append(work)
         self.zero_grad()
         return loss
 
@@ -197,6 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Count the bytes that this rank's optimizers keep for its shards, after a step."""
         total = 0
         for bucket in self.buckets:
-            kept = bucket.optimizer.state[bucket.shard].values()
-            total += sum(each.nbytes for each in kept if each.shape == bucket.shard.shape)
+            for kept in bucket.optimizer.state[bucket.shard].values():
+                if kept.shape == bucket.shard.shape:  # not a counter of steps
+                    total += kept.nbytes
         return total

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..ddp import TWICE, DataParallel, check_gradients, plan_buckets
 from ..shared_memory import SharedBuffer
 from ..tools.checks import check_positive
+from ..tools.views import views
 
 
 class Bucket:
@@ -36,8 +37,8 @@ class Bucket:
         else:
             self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self.message = self.flat.to(wire_dtype or first.dtype)  # flat itself, if the dtype is
-        self.views = _cut(self.flat, parameters)
-        self.parts = _cut(self.message, parameters)
+        self.views = dict(zip(parameters, views(self.flat, parameters), strict=True))
+        self.parts = dict(zip(parameters, views(self.message, parameters), strict=True))
         self.arrived: set[nn.Parameter] = set()
 
     @property
@@ -67,12 +68,6 @@ class Bucket:
         if self.message is not self.flat:
             self.flat.copy_(self.message)
         self.arrived.clear()
-
-
-def _cut(flat: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """{parameter: its part of `flat`, a view in its shape}."""
-    parts = flat.split([parameter.numel() for parameter in parameters])
-    return {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
 
 
 class BucketedDDP(DataParallel):

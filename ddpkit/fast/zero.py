@@ -28,7 +28,8 @@ class Bucket(zero.Bucket):
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None, transport):
-        super().__init__(parameters, group, transport)
+        self.transport = transport
+        super().__init__(parameters, group)
         self.own = self.shard.detach()  # a view of `flat`
         self.half = self.own.dtype.itemsize < torch.float32.itemsize
         if self.half:
@@ -103,8 +104,6 @@ class ZeroOptimizer(zero.ZeroOptimizer):
     half-precision parameters. Notebook 07.
     """
 
-    make_bucket = Bucket
-
     def __init__(
         self, params, optimizer_cls, bucket_cap_mb=25.0, group=None, transport=None, **kwargs
     ):
@@ -118,6 +117,9 @@ class ZeroOptimizer(zero.ZeroOptimizer):
         for bucket in self.buckets:
             if bucket.half:
                 bucket.optimizer.register_step_post_hook(bucket.round_master)
+
+    def make_bucket(self, parameters: list[nn.Parameter]) -> Bucket:
+        return Bucket(parameters, self.group, self.transport)
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "buckets"):

@@ -1,8 +1,9 @@
 """Run a schedule: for each action of this rank receive, compute and send. Notebook 10."""
 
+import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -41,11 +42,16 @@ class Pipeline:
         if validate:
             dry_run.validate(schedule)
         self.stages = {stage.number: stage for stage in stages}
-        self.loss, self.tied, self.group = loss, tied, group
-        self.rank, self.ranks = dist.get_rank(group), rank_of_stage(schedule)
-        self.first, self.last = self.ranks[0], self.ranks[max(self.ranks)]
+        self.loss = loss
+        self.tied = tied
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = rank_of_stage(schedule)
+        self.first = self.ranks[0]  # ranks, not stages
+        self.last = self.ranks[max(self.ranks)]
         mine = sorted(number for number, rank in self.ranks.items() if rank == self.rank)
-        here, world_size = sorted(self.stages), dist.get_world_size(group)
+        here = sorted(self.stages)
+        world_size = dist.get_world_size(group)
         if here != mine or len(schedule) != world_size:
             got = f"rank {self.rank} of {world_size} has stages {here}"
             wanted = f"a schedule for {len(schedule)} ranks, in which it has {mine}"
@@ -68,15 +74,24 @@ class Pipeline:
         """
         self.inputs = self.cut(inputs, "inputs", needed=0 in self.stages)
         self.targets = self.cut(targets, "targets", needed=max(self.ranks) in self.stages)
-        self.losses, self.arriving, self.sent, self.spans = [], {}, [], []
+        self.losses: list[Tensor] = []
+        self.arriving: dict[tuple[int, str, int], tuple[Tensor, dist.Work | None]] = {}
+        self.sent: list[tuple[dist.Work, Tensor]] = []
+        self.spans = []
         for stage in self.stages.values():
             stage.reset()
         for word, number, kind, k in self.program:
             with doing(word):
                 if kind.startswith("RECV"):
                     self.receive(number, kind[-1], k)
-                elif not kind.startswith("SEND"):  # `hand_on` does
-                    self.compute(word, number, kind, k)
+                elif kind == "F":
+                    self.forward(word, number, k)
+                elif kind in "BI":
+                    self.backward(word, number, k, whole=kind == "B")
+                elif kind == "W":
+                    with self.timed(word):
+                        self.stages[number].backward_weight(k)
+                # A SEND needs nothing here: the action before it has handed on what it made.
         for work, _ in self.sent:
             work.wait()
         loss = sum(self.losses, torch.zeros((), dtype=torch.float64, device=self.device))
@@ -98,29 +113,35 @@ class Pipeline:
         """Micro-batch k's part of the batch's mean loss: without / m, m times too large."""
         return self.loss(y, self.targets[k]) / self.micro_batches
 
-    def compute(self, action: str, number: int, kind: str, k: int) -> None:
-        """Do an action, once what it needs has come, and hand on what it makes."""
-        stage, last = self.stages[number], number == max(self.ranks)
-        if kind == "F":
-            x = self.inputs[k] if number == 0 else self.take(number, "F", k)
-        elif kind != "W":
-            gradient = None if last else self.take(number, "B", k)
+    @contextlib.contextmanager
+    def timed(self, word: str) -> Iterator[None]:
+        """Note when the computing inside began and ended."""
         begin = time.perf_counter()
-        if kind == "F":
-            made = stage.forward(k, x, partial(self.share_of_loss, k) if last else None)
-        elif kind == "B":
-            made = stage.backward(k, gradient)
-        elif kind == "I":
-            made = stage.backward_input(k, gradient)
+        yield
+        self.spans.append((word, begin, time.perf_counter()))
+
+    def forward(self, word: str, number: int, k: int) -> None:
+        """Take micro-batch k through a stage, once its input is here, and hand on the output."""
+        stage = self.stages[number]
+        last = number == max(self.ranks)
+        x = self.inputs[k] if number == 0 else self.take(number, "F", k)
+        with self.timed(word):
+            y = stage.forward(k, x, partial(self.share_of_loss, k) if last else None)
+        if last:
+            self.losses.append(y.double())
         else:
-            stage.backward_weight(k)
-        self.spans.append((action, begin, time.perf_counter()))
-        if kind == "F" and last:
-            self.losses.append(made.double())
-        elif kind == "F":
-            self.hand_on(made, number + 1, "F", k)
-        elif kind != "W" and number > 0:
-            self.hand_on(made, number - 1, "B", k)
+            self.hand_on(y, number + 1, "F", k)
+
+    def backward(self, word: str, number: int, k: int, whole: bool) -> None:
+        """Run a stage's backward, `whole` or its input part, and hand on the input's gradient."""
+        stage = self.stages[number]
+        last = number == max(self.ranks)
+        gradient = None if last else self.take(number, "B", k)
+        run = stage.backward if whole else stage.backward_input
+        with self.timed(word):
+            gradient = run(k, gradient)
+        if number > 0:
+            self.hand_on(gradient, number - 1, "B", k)
 
     def hand_on(self, made: Tensor, to: int, way: str, k: int) -> None:
         """Send an activation or a gradient to a neighbouring stage, and go on at once."""
@@ -134,9 +155,12 @@ class Pipeline:
     def receive(self, number: int, way: str, k: int) -> None:
         """Begin to receive what stage `number` needs for micro-batch k, way F or B."""
         stage = self.stages[number]
-        source, like = number - 1, stage.receives
-        if way == "B":
-            source, like = number + 1, stage.kept[k][1]
+        if way == "F":
+            source = number - 1
+            like = stage.receives
+        else:
+            source = number + 1
+            like = stage.kept[k][1]  # its output, whose gradient comes
         buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         work = dist.irecv(buffer, group=self.group, group_src=self.ranks[source])
         self.arriving[number, way, k] = buffer, work
@@ -160,7 +184,8 @@ class Pipeline:
         other = self.last if self.rank == self.first else self.first
         if self.tied.grad is None:
             self.tied.grad = torch.zeros_like(self.tied)
-        mine, theirs = self.tied.grad, torch.empty_like(self.tied.grad)
+        mine = self.tied.grad
+        theirs = torch.empty_like(mine)
         send = P2POp(dist.isend, mine, group=self.group, group_peer=other)
         receive = P2POp(dist.irecv, theirs, group=self.group, group_peer=other)
         for work in dist.batch_isend_irecv([send, receive]):
