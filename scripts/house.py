@@ -33,7 +33,7 @@ HELD = {  # today's figures: change one only for the better
     "comments in 100 lines": 5.1,
     "docstrings that begin askew": 0,
 }
-STILL_OVER = {"ddpkit/zero.py": 137, "ddpkit/pipeline/engine.py": 134}  # code lines
+STILL_OVER: dict[str, int] = {}  # {subject: the code lines it may have until it is cut}
 MORE_IS_BETTER = {"comments in 100 lines"}
 ASKEW = re.compile(  # no verb, noun or article: a docstring should begin with one
     "(What|Who|Whose|Whom|Which|Whether|Where|When|Why|How|If|As|Of|To|By|For|On|In|Inside|At|From"

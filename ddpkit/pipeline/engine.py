@@ -15,6 +15,7 @@ from ..tensor_parallel import clip_grad_norm
 from ..tools.spans import doing
 from . import dry_run
 from .dry_run import messages, rank_of_stage
+from .mail import Mail
 from .schedules import Schedule
 from .stages import PipelineStage
 
@@ -74,16 +75,15 @@ class Pipeline:
         """
         self.inputs = self.cut(inputs, "inputs", needed=0 in self.stages)
         self.targets = self.cut(targets, "targets", needed=max(self.ranks) in self.stages)
+        self.mail = Mail(self.stages, self.ranks, self.group)
         self.losses: list[Tensor] = []
-        self.arriving: dict[tuple[int, str, int], tuple[Tensor, dist.Work | None]] = {}
-        self.sent: list[tuple[dist.Work, Tensor]] = []
         self.spans = []
         for stage in self.stages.values():
             stage.reset()
         for word, number, kind, k in self.program:
             with doing(word):
                 if kind.startswith("RECV"):
-                    self.receive(number, kind[-1], k)
+                    self.mail.receive(number, kind[-1], k)
                 elif kind == "F":
                     self.forward(word, number, k)
                 elif kind in "BI":
@@ -92,8 +92,7 @@ class Pipeline:
                     with self.timed(word):
                         self.stages[number].backward_weight(k)
                 # A SEND needs nothing here: the action before it has handed on what it made.
-        for work, _ in self.sent:
-            work.wait()
+        self.mail.wait()
         loss = sum(self.losses, torch.zeros((), dtype=torch.float64, device=self.device))
         dist.broadcast(loss, group=self.group, group_src=self.last)
         return loss
@@ -124,55 +123,24 @@ class Pipeline:
         """Take micro-batch k through a stage, once its input is here, and hand on the output."""
         stage = self.stages[number]
         last = number == max(self.ranks)
-        x = self.inputs[k] if number == 0 else self.take(number, "F", k)
+        x = self.inputs[k] if number == 0 else self.mail.take(number, "F", k)
         with self.timed(word):
             y = stage.forward(k, x, partial(self.share_of_loss, k) if last else None)
         if last:
             self.losses.append(y.double())
         else:
-            self.hand_on(y, number + 1, "F", k)
+            self.mail.hand_on(y, number + 1, "F", k)
 
     def backward(self, word: str, number: int, k: int, whole: bool) -> None:
         """Run a stage's backward, `whole` or its input part, and hand on the input's gradient."""
         stage = self.stages[number]
         last = number == max(self.ranks)
-        gradient = None if last else self.take(number, "B", k)
+        gradient = None if last else self.mail.take(number, "B", k)
         run = stage.backward if whole else stage.backward_input
         with self.timed(word):
             gradient = run(k, gradient)
         if number > 0:
-            self.hand_on(gradient, number - 1, "B", k)
-
-    def hand_on(self, made: Tensor, to: int, way: str, k: int) -> None:
-        """Send an activation or a gradient to a neighbouring stage, and go on at once."""
-        if to in self.stages:
-            self.arriving[to, way, k] = made, None
-            return
-        made = made.contiguous()
-        work = dist.isend(made, group=self.group, group_dst=self.ranks[to])
-        self.sent.append((work, made))  # which must live until it has gone
-
-    def receive(self, number: int, way: str, k: int) -> None:
-        """Begin to receive what stage `number` needs for micro-batch k, way F or B."""
-        stage = self.stages[number]
-        if way == "F":
-            source = number - 1
-            like = stage.receives
-        else:
-            source = number + 1
-            like = stage.kept[k][1]  # its output, whose gradient comes
-        buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        work = dist.irecv(buffer, group=self.group, group_src=self.ranks[source])
-        self.arriving[number, way, k] = buffer, work
-
-    def take(self, number: int, way: str, k: int) -> Tensor:
-        """Return what stage `number` needs for micro-batch k, once it is here."""
-        if (number, way, k) not in self.arriving:  # in a schedule that hangs
-            self.receive(number, way, k)
-        buffer, work = self.arriving.pop((number, way, k))
-        if work is not None:
-            work.wait()
-        return buffer
+            self.mail.hand_on(gradient, number - 1, "B", k)
 
     def synchronize(self) -> None:
         """Make the tied weight's gradient the sum of both copies', before the optimizer's step.

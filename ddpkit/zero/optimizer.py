@@ -1,15 +1,7 @@
-"""ZeRO: data parallelism without W copies of the optimizer's state.
+"""An optimizer of which every rank keeps 1/W: parameters in buckets, and a step in three phases.
 
-Replicated AdamW keeps two moments of every parameter on every rank, all of them alike. Here each
-rank keeps the moments of one shard, 1/W of the parameters, and updates only that shard:
-
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)   # and no DDP
-    loss.backward()         # reduce-scatter: each rank gets the mean gradient of its shard
-    optimizer.step()        # it updates the shard; all-gather: every rank gets all parameters
-
-These are the two halves of an all-reduce: the wire carries as much as without ZeRO. Stage 3 is in
-`ddpkit.fsdp`; half precision, clipping and checkpoints are in `ddpkit.fast.zero`. PyTorch's
-ZeroRedundancyOptimizer deals out whole parameters. Rajbhandari et al. 2020. Notebook 07.
+Phase 1, in backward: each bucket that is full is reduce-scattered. Phase 2, in `step`: the shards
+are updated, and each is all-gathered at once. Phase 3, also in `step`: all gathers are awaited.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,45 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from . import transport as torchs
-from .data_parallel import SendsGradients
-from .ddp import plan_buckets
-from .ring import ring_all_gather, ring_reduce_scatter
-from .tools.checks import check_in_group, check_positive, check_same_on_all_ranks
-from .tools.views import views
-
-
-def shard_plan(numels: list[int], world_size: int) -> list[list[tuple[int, int, int]]]:
-    """Plan which rank owns what, with parameters end to end and cut into W shards of equal length.
-
-    numels: of parameters 0, 1, ... Returns a list for each rank, of (parameter, start, stop).
-    """
-    length = -(-sum(numels) // world_size)  # rounded up: after the last parameter comes padding
-    shards = [[] for _ in range(world_size)]
-    first = 0  # where the parameter begins in the flat buffer
-    for parameter, numel in enumerate(numels):
-        for rank, shard in enumerate(shards):
-            start = max(rank * length, first) - first
-            stop = min((rank + 1) * length, first + numel) - first
-            if start < stop:
-                shard.append((parameter, start, stop))
-        first += numel
-    return shards
-
-
-def zero_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
-    """Update `parameters` on all ranks with the mean of their `gradients`: SGD with momentum.
-
-    Both are flat, of a length that W divides. state: {} at first; keeps the shard's momentum.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    gradient = ring_reduce_scatter(gradients) / world_size  # the mean, of this rank's shard
-    shard = parameters.chunk(world_size)[rank]
-    if not state:
-        state["momentum"] = torch.zeros_like(shard)
-    state["momentum"].mul_(beta).add_(gradient)
-    shard.sub_(lr * state["momentum"])
-    ring_all_gather(parameters)
+from .. import transport as torchs
+from ..data_parallel import SendsGradients
+from ..ddp import plan_buckets
+from ..tools.checks import check_in_group, check_positive, check_same_on_all_ranks
+from ..tools.views import views
 
 
 class Bucket:
