@@ -57,20 +57,25 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)
         count, mean, variance = batch_statistics(input, self.group)
         if self.track_running_stats:  # with the unbiased variance, as in PyTorch
-            self._remember(mean, variance * count / (count - 1))
+            unbiased = variance * count / (count - 1)
+            self._remember(mean, unbiased)
         scale = (variance + self.eps).rsqrt()
-        return Normalize.apply(input, self.weight, self.bias, mean, scale, count, self.group)
+        affine = self.weight, self.bias
+        return Normalize.apply(input, *affine, mean, scale, count, self.group)
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
         """Move running statistics towards a batch's; momentum None: the mean over all batches."""
         self.num_batches_tracked += 1
-        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        share = self.momentum
+        if share is None:
+            share = 1 / self.num_batches_tracked.item()
+        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
+            running.lerp_(now.to(running.dtype), share)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2 or input.shape[1] != self.num_features:
+        channels = input.shape[1] if input.dim() > 1 else None
+        if channels != self.num_features:
             got = f"rank {dist.get_rank()} brought {tuple(input.shape)} to batch norm"
             expected = f"(n, {self.num_features}, ...): channels are the second axis"
             raise ValueError(f"{got}, expected {expected}")
@@ -83,8 +88,9 @@ def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[floa
     ValueError, on every rank: fewer than 2 values a channel. Cost: an all-reduce of 2C+1 float64.
     """
     wide = x.detach().double()
+    mine = wide.new_tensor([x.numel() / x.shape[1]])  # values of a channel on this rank
     # Three sums in one vector, one message. Counting is part of it: ranks may differ in rows.
-    sums = torch.cat([_sum(wide), _sum(wide.square()), wide.new_tensor([x.numel() / x.shape[1]])])
+    sums = torch.cat([_sum(wide), _sum(wide.square()), mine])
     dist.all_reduce(sums, group=group)
     count = sums[-1].item()
     if count < 2:
@@ -92,8 +98,10 @@ def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[floa
         remedy = "A mean of one leaves no variance: use a larger batch, or eval()."
         raise ValueError(f"{got}, expected at least 2. {remedy}")
     # From here on every rank computes the same from the same bits.
-    mean, mean_square = (sums[:-1] / count).chunk(2)
-    return count, mean, (mean_square - mean.square()).clamp(min=0)
+    means = sums[:-1] / count
+    mean, mean_square = means.chunk(2)
+    variance = mean_square - mean.square()
+    return count, mean, variance.clamp(min=0)  # rounding may bring it below 0
 
 
 class Normalize(torch.autograd.Function):
@@ -126,11 +134,15 @@ class Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:  # the two sums of the whole batch, in one message
             sums = torch.cat([grad_bias, grad_weight])
             dist.all_reduce(sums, group=ctx.group)
-            mean_grad, mean_product = (sums / ctx.count).chunk(2)
-            grad_x = grad - _along(mean_grad, x) - normalized * _along(mean_product, x)
-            grad_x = grad_x * _along(scale if weight is None else scale * weight, x)
-        to_affine = (None, None) if weight is None else (grad_weight, grad_bias)
-        return grad_x, *to_affine, None, None, None, None
+            means = sums / ctx.count
+            mean_grad, mean_product = means.chunk(2)
+            through_both = _along(mean_grad, x) + normalized * _along(mean_product, x)
+            slope = scale if weight is None else scale * weight
+            grad_x = (grad - through_both) * _along(slope, x)
+        if weight is None:
+            grad_weight = grad_bias = None
+        # mean, scale, count and group get none: their part is in grad_x.
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def convert(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
@@ -162,14 +174,17 @@ def _global(norm: nn.Module, group: ProcessGroup | None) -> GlobalBatchNorm:
 def _normalized(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Return (x - mean) · scale, in float32 at least."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) - _along(mean.to(wide), x)) * _along(scale.to(wide), x)
+    centred = x.to(wide) - _along(mean.to(wide), x)
+    return centred * _along(scale.to(wide), x)
 
 
 def _sum(x: Tensor) -> Tensor:
     """Sum over every axis but the channels': (n, C, ...) to (C,)."""
-    return x.sum([axis for axis in range(x.dim()) if axis != 1])
+    others = [axis for axis in range(x.dim()) if axis != 1]
+    return x.sum(others)
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
     """View (C,) in a shape that broadcasts with x, (n, C, ...)."""
-    return values.view(-1, *[1] * (x.dim() - 2))
+    places = [1] * (x.dim() - 2)
+    return values.view(-1, *places)

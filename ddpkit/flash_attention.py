@@ -35,7 +35,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     check_shapes(q, k, v)
     s = q @ k.mT * q.shape[-1] ** -0.5
     if causal:
-        s = s + torch.full(s.shape[-2:], -math.inf, dtype=s.dtype, device=s.device).triu(1)
+        hidden = s.new_full(s.shape[-2:], -math.inf).triu(1)  # key j from query i: j > i
+        s = s + hidden
     return s.softmax(-1) @ v
 
 
@@ -143,8 +144,10 @@ def in_fp32(*tensors: Tensor) -> list[Tensor]:
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """ValueError unless q is (..., Nq, D), k and v (..., Nk, D), of one floating-point dtype."""
     got = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    ends_fit = min(q.ndim, k.ndim) >= 2 and k.shape == v.shape and q.shape[-1] == k.shape[-1]
-    if not ends_fit or q.shape[:-2] != k.shape[:-2]:
+    axes = min(q.ndim, k.ndim) >= 2
+    ends = k.shape == v.shape and q.shape[-1:] == k.shape[-1:]
+    leading = q.shape[:-2] == k.shape[:-2]
+    if not (axes and ends and leading):
         expected = "q (..., Nq, D), k and v (..., Nk, D)"
         raise ValueError(f"expected {expected}, got {got}: is an axis missing or swapped?")
     if 0 in k.shape[-2:]:

@@ -116,7 +116,8 @@ class MixedPrecisionOptimizer(Optimizer):
         self, params: Iterable, optimizer_cls: type, dtype=torch.float16, scaler=None, **kwargs
     ):
         fp16 = dtype == torch.float16
-        self.scaler = scaler or LossScaler(2.0**16 if fp16 else 1.0, dynamic=fp16)
+        initial = 2.0**16 if fp16 else 1.0
+        self.scaler = scaler or LossScaler(initial, dynamic=fp16)
         self.scale = self.scaler.scale  # scale(loss) is what to call backward on
         self.dtype = dtype
         self.masters: dict[Tensor, Tensor] = {}  # {weight: its master copy}
@@ -201,6 +202,6 @@ class MixedPrecisionOptimizer(Optimizer):
         self.optimizer.load_state_dict(state["optimizer"])
         self._share()
         self.scaler.factor, self.scaler.good_steps = state["scaler"]
-        for (weight, master), saved in zip(self.masters.items(), state["masters"], strict=True):
-            master.copy_(saved)
+        for weight, saved in zip(self.masters, state["masters"], strict=True):
+            self.masters[weight].copy_(saved)
             weight.copy_(saved)

@@ -32,8 +32,10 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     So a rank without data still has a loss, and gradients that are zeros: it can take part in the
     step. A mean of nothing would be NaN, on all ranks as soon as they average.
     """
-    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets.flatten(), reduction="sum") / max(1, targets.numel())
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    rows = logits.flatten(0, -2).to(dtype)
+    total = F.cross_entropy(rows, targets.flatten(), reduction="sum")
+    return total / max(1, targets.numel())
 
 
 class GPT(nn.Module):
@@ -90,7 +92,8 @@ class GPT(nn.Module):
 
         ValueError: more tokens than the context has places.
         """
-        x = self.dropout(self.tokens(tokens) + first(self.positions, tokens.shape[1]))
+        positions = first(self.positions, tokens.shape[1])
+        x = self.dropout(self.tokens(tokens) + positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -123,12 +126,12 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         # No bias: softmax cancels the keys', so its gradient would be rounding errors, and Adam
         # would follow them.
-        self.qkv = nn.Linear(width, (heads + 2 * self.kv_heads) * self.head_width, bias=False)
+        all_heads = heads + 2 * self.kv_heads
+        self.qkv = nn.Linear(width, all_heads * self.head_width, bias=False)
         self.out = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        hidden = 4 * width
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,11 +141,16 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         # One product gives all three; heads become an axis before the sequence.
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_width))
+        heads = heads.transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.kv_heads < self.heads:  # each head of k and v serves several of q
-            k, v = (each.repeat_interleave(self.heads // self.kv_heads, dim=1) for each in (k, v))
-        return self.out(self.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
+            serves = self.heads // self.kv_heads
+            k = k.repeat_interleave(serves, dim=1)
+            v = v.repeat_interleave(serves, dim=1)
+        mixed = self.attention(q, k, v, causal=True)
+        # Back to (n, length, width): the heads' outputs side by side.
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Sequential):

@@ -109,7 +109,8 @@ class SharedBuffer:
     def _pieces(self) -> Iterator[list[Tensor]]:
         """Cut this rank's chunk into pieces, each given as W views: one in every slot."""
         length = PIECE_BYTES // self.local.element_size()
-        return map(list, zip(*(chunk.split(length) for chunk in self._chunks), strict=True))
+        by_slot = [chunk.split(length) for chunk in self._chunks]
+        return map(list, zip(*by_slot, strict=True))
 
     def _meet(self, call: str) -> None:
         """Wait until every rank of the group has come to this place in `call`.
@@ -123,7 +124,7 @@ class SharedBuffer:
         _let_others_run()
         self._marks[self._rank] = meeting * len(CALLS) + CALLS.index(call)
         looks = 0
-        while any(abs(mark) // len(CALLS) < meeting for mark in self._marks.tolist()):
+        while self._fewest_meetings() < meeting:
             self._check_others(call, meeting)
             looks += 1
             if looks < SPINS:
@@ -131,6 +132,10 @@ class SharedBuffer:
             else:
                 time.sleep(NAP_S)
         self._check_others(call, meeting)
+
+    def _fewest_meetings(self) -> int:
+        """Return how often the rank that lags behind has met the others."""
+        return min(abs(mark) for mark in self._marks.tolist()) // len(CALLS)
 
     def _check_others(self, call: str, meeting: int) -> None:
         """Raise RuntimeError if another rank is here for another call, or will never come."""

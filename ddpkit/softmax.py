@@ -119,7 +119,9 @@ def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
         m = x.amax(-1).to(m.dtype)
     weights = power(x, m.unsqueeze(-1))
     ell = weights.sum(-1)
-    return (m, ell) if v is None else (m, ell, weights @ v.to(weights.dtype))
+    if v is None:
+        return m, ell
+    return m, ell, weights @ v.to(weights.dtype)
 
 
 def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -189,13 +191,15 @@ def _check(x: Tensor) -> None:
 def start(x: Tensor) -> tuple[Tensor, Tensor]:
     """(-inf, 0) for each row: m and ℓ before any of its numbers was read."""
     _check(x)
-    ell = x.new_zeros(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    ell = x.new_zeros(x.shape[:-1], dtype=dtype)
     return torch.full_like(ell, -math.inf), ell
 
 
 def power(x: Tensor, m: Tensor) -> Tensor:
     """e^(x−m) for x ≤ m; 0 where both are -inf, as -inf - -inf is NaN: masked weighs nothing."""
-    return torch.exp(x - m.masked_fill(m == -math.inf, 0))
+    finite = m.masked_fill(m == -math.inf, 0)
+    return torch.exp(x - finite)
 
 
 def normalize(x: Tensor, ell: Tensor) -> Tensor:
@@ -205,4 +209,5 @@ def normalize(x: Tensor, ell: Tensor) -> Tensor:
 
 def finish(x: Tensor, m: Tensor, ell: Tensor) -> Tensor:
     """Softmax of a part `x` of the rows whose pair, of the whole row, is (m, ell)."""
-    return normalize(power(x, m.unsqueeze(-1)), ell.unsqueeze(-1))
+    weights = power(x, m.unsqueeze(-1))
+    return normalize(weights, ell.unsqueeze(-1))

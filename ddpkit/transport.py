@@ -31,7 +31,8 @@ def start_reduce_scatter(flat: Tensor, group: ProcessGroup | None = None) -> dis
 
     Cost per rank: (W-1)/W of `flat` sent. Notebook 07.
     """
-    return _reduce_scatter(shard(flat, group), flat, group=group, async_op=True)
+    mine = shard(flat, group)
+    return _reduce_scatter(mine, flat, group=group, async_op=True)
 
 
 def start_all_gather(flat: Tensor, group: ProcessGroup | None = None) -> dist.Work:
@@ -41,10 +42,12 @@ def start_all_gather(flat: Tensor, group: ProcessGroup | None = None) -> dist.Wo
 
     Cost per rank: (W-1)/W of `flat` sent. Notebook 07.
     """
-    return _all_gather(flat, shard(flat, group), group=group, async_op=True)
+    mine = shard(flat, group)
+    return _all_gather(flat, mine, group=group, async_op=True)
 
 
 def shard(flat: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return this rank's part of `flat`, a view."""
     # W divides the length, so chunk() gives W parts of equal length.
-    return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    shards = flat.chunk(dist.get_world_size(group))
+    return shards[dist.get_rank(group)]

@@ -60,9 +60,12 @@ class SplitBackward:
         """Add to the gradients of the weights, and free the graph."""
         for node, weights in self.branches.items():
             if weights and node in self.came:
-                places = [at for at, g in enumerate(self.came[node]) if g is not None]
-                edges = [GradientEdge(node, at) for at in places]
-                gradients = [self.came[node][at] for at in places]
+                edges = []
+                gradients = []
+                for output, gradient in enumerate(self.came[node]):
+                    if gradient is not None:
+                        edges.append(GradientEdge(node, output))
+                        gradients.append(gradient)
                 torch.autograd.backward(edges, gradients, inputs=weights)
         self.branches = {}
         self.came = {}
@@ -92,7 +95,8 @@ def branches(y: Tensor, x: Tensor, weights: set[nn.Parameter]) -> dict[Node, lis
             hanging = [below[child] for child in children if child not in on_the_way]
             on_the_way[node] = [weight for each in hanging for weight in each]
         else:  # beside the way: what lies below it is passed up
-            own = getattr(node, "variable", None)
+            own = getattr(node, "variable", None)  # a leaf's node names its tensor
             below[node] = {own} & weights
-            below[node] = below[node].union(*(below[child] for child in children))
+            for child in children:
+                below[node] |= below[child]
     return {node: its for node, its in on_the_way.items() if its}

@@ -50,7 +50,9 @@ class PipelineStage:
         """
         if self.number > 0:  # stage 0 gets data, whose gradient isn't needed
             x = x.detach().requires_grad_()
-        y = self.module(x) if loss is None else loss(self.module(x))
+        y = self.module(x)
+        if loss is not None:
+            y = loss(y)
         self.kept[k] = x, y
         self.most_held = max(self.most_held, len(self.kept))
         return y.detach()  # the next stage's graph begins anew
@@ -58,15 +60,18 @@ class PipelineStage:
     def backward(self, k: int, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of the input. gradient: of the output; None for a loss."""
         x, y = self.kept.pop(k)
+        self.whole_backward(y, gradient)
+        return x.grad
+
+    def whole_backward(self, y: Tensor, gradient: Tensor | None) -> None:
         if y.requires_grad:  # false if all of stage 0 is frozen
             y.backward(gradient)
-        return x.grad
 
     def backward_input(self, k: int, gradient: Tensor | None) -> Tensor | None:
         """Run `backward` for the input only; `backward_weight` does the weights' part."""
         x, y = self.kept[k]
         if self.number == 0:  # no input part: the weights' part is all of backward
-            self.weight_parts[k] = partial(y.backward, gradient) if y.requires_grad else list
+            self.weight_parts[k] = partial(self.whole_backward, y, gradient)
             return None
         split = SplitBackward(y, x, self.module.parameters())
         self.weight_parts[k] = split.weight
@@ -88,7 +93,8 @@ def cut_layers(
     if stages > len(layers):
         few = f"{len(layers)} layers can't make {stages} stages"
         raise ValueError(f"{few}: every stage needs one. Take fewer stages")
-    costs = [multiplications(layer) for layer in layers] if costs is None else costs
+    if costs is None:
+        costs = [multiplications(layer) for layer in layers]
 
     @cache
     def cheapest(start: int, parts: int) -> tuple[float, list[int]]:
@@ -97,18 +103,22 @@ def cut_layers(
             return sum(costs[start:]), [len(layers) - start]
         # Try every length of the first part, the others being cut as well as can be.
         options = []
-        for many in range(1, len(layers) - start - parts + 2):
+        longest = len(layers) - start - (parts - 1)  # one layer is left for each other part
+        for many in range(1, longest + 1):
+            own = sum(costs[start : start + many])
             others, sizes = cheapest(start + many, parts - 1)
-            options.append((max(sum(costs[start : start + many]), others), [many, *sizes]))
+            options.append((max(own, others), [many, *sizes]))
         return min(options)
 
-    ends = list(accumulate(cheapest(0, stages)[1]))
-    return [nn.Sequential(*layers[start:end]) for start, end in pairwise([0, *ends])]
+    _, sizes = cheapest(0, stages)
+    ends = accumulate(sizes, initial=0)
+    return [nn.Sequential(*layers[start:end]) for start, end in pairwise(ends)]
 
 
 def multiplications(layer: nn.Module) -> int:
     """Count the weights of its linear layers: the multiplications that one token takes."""
-    return sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    return sum(linear.weight.numel() for linear in linears)
 
 
 def gpt_layers(model: GPT) -> list[nn.Module]:
@@ -129,4 +139,5 @@ class Embedding(nn.Module):
         self.dropout = model.dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.dropout(self.tokens(tokens) + first(self.positions, tokens.shape[1]))
+        positions = first(self.positions, tokens.shape[1])
+        return self.dropout(self.tokens(tokens) + positions)

@@ -58,7 +58,8 @@ class ColumnParallelLinear(SplitLayer):
         self.enter = enter
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.enter.apply(x, self.group), self.weight, self.bias)
+        x = self.enter.apply(x, self.group)
+        return F.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(SplitLayer):
@@ -99,19 +100,23 @@ class VocabParallelEmbedding(SplitLayer):
         self.leave = leave
         self.vocabulary = embedding.num_embeddings
         _, hands = self.split["weight"]
-        self.start = int(hands[dist.get_rank(group)][0])
+        mine = hands[dist.get_rank(group)]
+        self.start = int(mine[0])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: (...), int64, alike on all ranks. Returns (..., width).
 
         IndexError: a token that isn't in the vocabulary.
         """
-        unknown = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
+        outside = (tokens < 0) | (tokens >= self.vocabulary)
+        unknown = tokens[outside]
         if len(unknown) > 0:  # every rank would take it for another rank's token
             got = f"got {int(unknown[0])}, expected tokens from 0 to {self.vocabulary - 1}"
             raise IndexError(f"{got}: were they made with this vocabulary?")
         mine, local = among(tokens, self.start, len(self.weight))
-        x = F.embedding(local, self.weight).where(mine.unsqueeze(-1), 0)
+        # Exactly one rank has each token's row; the others add 0.
+        x = F.embedding(local, self.weight)
+        x = x.where(mine.unsqueeze(-1), 0)
         return self.leave.apply(x, self.group)
 
 

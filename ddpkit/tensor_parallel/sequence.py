@@ -124,7 +124,8 @@ class ParallelGPT(nn.Module):
         x = self.tokens(tokens)
         positions = first(self.positions, tokens.shape[1])
         if self.sequence:  # this rank's tokens, and so its places
-            positions = positions.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+            parts = positions.chunk(dist.get_world_size(self.group))
+            positions = parts[dist.get_rank(self.group)]
         x = self.dropout(x + positions)
         for block in self.blocks:
             x = block(x)

@@ -56,10 +56,11 @@ class SplitLayer(nn.Module):
                 value = parameter.detach().clone()
                 dist.broadcast(value, group=group, group_src=0)
                 if name in dims:
-                    hands = deal(value.shape[dims[name]], dist.get_world_size(group), blocks)
-                    self.split[name] = dims[name], hands
-                    mine = hands[dist.get_rank(group)].to(value.device)
-                    value = value.index_select(dims[name], mine)
+                    dim = dims[name]
+                    hands = deal(value.shape[dim], dist.get_world_size(group), blocks)
+                    self.split[name] = dim, hands
+                    mine = hands[dist.get_rank(group)]
+                    value = value.index_select(dim, mine.to(value.device))
                 parameter = nn.Parameter(value, parameter.requires_grad)
             self.register_parameter(name, parameter)
 
@@ -90,7 +91,10 @@ def gather(
     split = splits(module)
     whole = {}
     for name, mine in values.items():  # in the same order on all ranks
-        whole[name] = join(mine, *split[name], group) if name in split else mine
+        whole[name] = mine
+        if name in split:
+            dim, hands = split[name]
+            whole[name] = join(mine, dim, hands, group)
     return whole
 
 
@@ -100,7 +104,9 @@ def join(mine: Tensor, dim: int, hands: list[Tensor], group: ProcessGroup | None
     for rank, hand in enumerate(hands):  # lengths differ, so no all-gather
         part = mine.detach().contiguous()
         if rank != dist.get_rank(group):
-            part = mine.new_empty((*mine.shape[:dim], len(hand), *mine.shape[dim + 1 :]))
+            shape = list(mine.shape)
+            shape[dim] = len(hand)
+            part = mine.new_empty(shape)
         dist.broadcast(part, group=group, group_src=rank)
         parts.append(part)
     # In rank order the rows are as dealt; sorted by their indices, as they were.
