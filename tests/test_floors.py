@@ -32,6 +32,7 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "lesson": BELOW
     | {"exercises", "IPython", "PIL", "ipywidgets", "matplotlib", "nbclient", "nbformat", "numpy"},
     "bench": BELOW | {"lesson", "numpy"},
+    "audit": {"runtime", "inspect", "subjects", "tools"},
     "debug": {"inspect"},
     "doctor": {"runtime"},
     "explain": {"inspect"},
