@@ -39,13 +39,17 @@ class Difference:
     factor: float | None
     error: float
     own: bool = False
-    of: int = 0  # the model's tensors
+    of: int = 0  # tensors that there are
 
     def __str__(self) -> str:
         where = "on every rank" if self.all else f"on rank {', '.join(map(str, self.ranks))} only"
         if self.own:
             where = "each rank has its own"
-        ratio = "no one factor" if self.factor is None else f"×{self.factor:.4g}"
+        ratio = "no one factor"
+        if self.factor is not None:
+            ratio = f"×{self.factor:.4g}"
+            if near(self.factor, 1) and not self.own:
+                ratio += f" but for {self.error:.0e} of its length"
         when = "at the start" if self.step < 0 else f"step {self.step}"
         return f"{when}, {self.what} of {self.named}: {ratio}, {where}"
 
@@ -155,6 +159,7 @@ def judge(
 ) -> list[Difference]:
     """List what differs, tensors that differ alike in one entry, in the model's order."""
     whole = sum(x.double().square().sum().item() for x in expected.values() if x is not None)
+    there = sum(x is not None for x in expected.values())
     floor = FLOOR * whole**0.5 if tolerance else 0.0
     found: dict[tuple, Difference] = {}
     for name, x in expected.items():
@@ -179,7 +184,7 @@ def judge(
         key = (tuple(wrong), None if factor is None else round(factor, 3), own)
         if key not in found:
             found[key] = Difference(
-                step, what, [], tuple(wrong), everywhere, factor, error, own, len(expected)
+                step, what, [], tuple(wrong), everywhere, factor, error, own, there
             )
         found[key].names.append(name)
     return list(found.values())
@@ -248,6 +253,8 @@ def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) 
         return [f"other ranks are right: what does rank {found.ranks[0]} do alone?"]
     if found.factor is None:
         return ["no one factor: other data, a stale or partial sum, a missing term"]
+    if near(found.factor, 1):
+        return ["nearly the same: other roundings, another dtype on the way, or a small term"]
     if found.factor == 0:
         return ["no gradient arrived: a hook that isn't armed, or zero_grad at the wrong place"]
     w = f"{ranks} ranks"
