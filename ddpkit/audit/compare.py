@@ -62,7 +62,7 @@ class Difference:
 
 @dataclass
 class Report:
-    """What differs between a serial and a parallel training; `fine` if nothing does.
+    """The differences between a serial and a parallel training; `fine` if there are none.
 
     steps: that were compared. tensors: in each. tolerance: of a gradient in the first step.
     """
@@ -111,31 +111,30 @@ def compare(
     report = Report(steps, len(serial.begin), tolerance)
     ranks = len(parallel)
 
-    def differing(step: int, what: str, expected: dict, of: list[dict], growth: int) -> bool:
-        named = [{rename.get(name, name): x for name, x in each.items()} for each in of]
-        found = judge(step, what, expected, named, tolerance * growth)
-        report.differences += found
-        return bool(found)
+    def differing(step: int, what: str, expected: dict, of: list[dict]) -> bool:
+        renamed = [with_names(tensors, rename) for tensors in of]
+        allowed = tolerance * max(1, step + 1)
+        report.differences += judge(step, what, expected, renamed, allowed)
+        return bool(report.differences)
 
-    if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel], 1):
+    if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel]):
         report.causes.append("the runs don't begin alike: other seeds, or nobody broadcasts")
         return report
     for step in range(steps):
-        theirs = [tape.steps[step] for tape in parallel]
         ours = serial.steps[step]
-        growth = step + 1
-        gradients = differing(
-            step, "gradient", ours.gradients, [s.gradients for s in theirs], growth
-        )
-        parameters = differing(
-            step, "parameter", ours.parameters, [s.parameters for s in theirs], growth
-        )
-        if gradients or parameters:
-            if parameters and not gradients:
-                report.causes.append("gradients agree: look at the update (state, rate, who skips)")
+        theirs = [tape.steps[step] for tape in parallel]
+        if differing(step, "gradient", ours.gradients, [each.gradients for each in theirs]):
             report.causes += explained(report.differences, ranks, ours, theirs)
             break
+        # Gradients agree here, so what differs now comes from the update alone.
+        if differing(step, "parameter", ours.parameters, [each.parameters for each in theirs]):
+            report.causes.append("gradients agree: look at the update (state, rate, who skips)")
+            break
     return report
+
+
+def with_names(tensors: dict, rename: dict[str, str]) -> dict:
+    return {rename.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
@@ -239,8 +238,7 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
     micro_batches = max(len(step.losses) for step in theirs) or 1
     causes = []
     for each in found:
-        if each.what == "gradient":
-            causes += suggestions(each, ranks, micro_batches, len(ours.losses) or 1)
+        causes += suggestions(each, ranks, micro_batches, len(ours.losses) or 1)
     return list(dict.fromkeys(causes))
 
 
