@@ -145,16 +145,6 @@ one_too_few: ahead=stages - 1 - stage → ahead=max(0, stages - 2 - stage)
 the_wrong_way_round: ahead=stages - 1 - stage → ahead=stage
     Stage 0 has the longest way to its first backward, so it does most forwards ahead; the last
     stage does none.
-in_groups: schedule.append(alternate(forwards, backwards, ahead=stages - 1 - stage)) →
-    ⏎schedule.append([])
-    ⏎for i in range(0, micro_batches, stages):
-    ⏎    schedule[-1] += forwards[i : i + stages] + backwards[i : i + stages]
-    It would run, and hold no more than p. But between two groups the pipeline runs empty, and
-    every group pays for its bubble.
-same_number_in_a_turn: zip(forwards[ahead:], backwards, → zip(forwards[ahead:], backwards[ahead:],
-    backwards[len(forwards[ahead:]) :] → backwards[:ahead]
-    It would run, and wait a lot. A turn's backward is that of the oldest micro-batch, whose
-    gradient is the first to come back; the one whose forward was just done comes last.
 backward_before_forward: actions += [forward, backward] → actions += [backward, forward]
     The last stage begins with a backward, which has had no forward yet. In a turn the forward is
     first.
@@ -208,19 +198,6 @@ published_1f1b = Exercise(
 as_found: forward = -1 → forward = 0
     The stages before the last are right. What is different about the last, when its first turn
     begins?
-counts_afterwards: forward = -1 → forward = 0
-    forward += 1⏎actions.append(f"{stage}F{forward}") →
-    ⏎actions.append(f"{stage}F{forward}")⏎forward += 1
-    Now the last stage is right, and the others do a forward twice: there `forward` is the last one
-    that was done, not the next.
-puts_it_in_front: forward = -1 → forward = 0
-    backward = 0 → backward = 0⏎if ahead == 0:⏎    actions.append(f"{stage}F0")
-    Now the last stage has its forward of micro-batch 0, but still as many turns, so it ends with a
-    micro-batch that isn't there.
-round_the_clock: forward = -1 → forward = 0
-    actions.append(f"{stage}F{forward}")⏎remaining →
-    ⏎actions.append(f"{stage}F{forward % micro_batches}")⏎remaining
-    Every forward is there now, but that of micro-batch 0 comes last, after its backward.
 one_more_ahead: ahead = stages - 1 - stage → ahead = stages - stage
     It would run: the last stage, too, has a forward ahead now, so the loop sets `forward`. But
     every stage holds a micro-batch more than it has to: mend the count, not the plan.
