@@ -385,10 +385,11 @@ class Exercise:
     def known(self, number: int, problem: Problem) -> Mistake | None:
         """Find the mistake of the table that passes the trials before this one, and fails it alike.
 
+        Failing that, the first with the same message: an answer may have other mistakes.
         It takes NAMING_S at most, also where each launch takes seconds: then the others stay
         untried, and are first in turn the next time.
         """
-        deadline = time.monotonic() + NAMING_S
+        deadline, near = time.monotonic() + NAMING_S, None
         trials = list(self.trials())
         if number == len(trials):
             return None
@@ -407,7 +408,9 @@ class Exercise:
             self._tried[mistake.name] = passed, failed
             if passed == number and failed and failed.symptom == problem.symptom:
                 return mistake
-        return None
+            if passed == number and failed and failed.text == problem.text:
+                near = near or mistake
+        return near
 
     def _unfit(self, answer: object) -> str | None:
         """Say what is wrong with an answer that can't be run at all."""
@@ -455,15 +458,15 @@ class Exercise:
 
     def _wrong_values(self, trial: Trial, run: Run) -> Problem | None:
         expected = trial.expected(run) if callable(trial.expected) else trial.expected
-        wrong = [rank for rank, should in enumerate(expected) if run[rank] != should]
-        if not wrong:
+        wrong = (rank for rank, should in enumerate(expected) if run[rank] != should)
+        rank = next(wrong, None)
+        if rank is None:
             return None
-        rank = wrong[0]
         text = self._tell(trial, rank, expected[rank], run[rank])
         reading = self.explain(trial, rank, expected[rank], run[rank])
         what = first_difference(expected[rank], run[rank])
         rungs = [at for at, case in enumerate(trial.rungs) if str(what).startswith(case)]
-        return Problem("values", text, (text, wrong), reading, max(rungs, default=0))
+        return Problem("values", text, repr(list(run)), reading, max(rungs, default=0))
 
     def _tell(self, trial: Trial, rank: int, expected: object, got: object) -> str:
         sentence = "rank {rank} has {got}, expected {expected}."

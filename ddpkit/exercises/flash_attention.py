@@ -124,6 +124,7 @@ all_at_once: m = torch.full_like → tile = len(k)⏎m = torch.full_like
 flash_forward = Exercise(
     reference=flash_attention.flash_forward,
     helpers=(flash_attention.tile_scores,),
+    same_dtype=False,
     note="Ours, for any leading axes. The fast form has tiles of queries, too.",
     trials=_forward_trials,
     hints={
@@ -205,6 +206,7 @@ delta_of_these_keys: p * (dp - delta) → p * (dp - (p * dp).sum(-1, keepdim=Tru
 flash_backward = Exercise(
     reference=flash_attention.flash_backward,
     helpers=(flash_attention.tile_scores,),
+    same_dtype=False,
     note="Ours, for any leading axes, and a tile of keys at a time.",
     trials=_backward_trials,
     hints={
