@@ -4,8 +4,8 @@ from fractions import Fraction
 from functools import partial
 
 from ddpkit import collectives, cost, doubling
-from ddpkit.lesson.figures import sent_bytes
 from ddpkit.runtime.launch import Run
+from ddpkit.tools.hops import sent_bytes
 
 from . import ring
 from .checker import Exercise, Trial, check_wire, mistakes

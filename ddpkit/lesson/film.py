@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from ..runtime.board import Record
 from ..runtime.errors import LaunchError
-from .figures import flat, hop_numbers
+from ..tools.hops import hop_numbers
+from .figures import flat
 from .replay import Event, key
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
