@@ -3,6 +3,8 @@
 A rank has one colour and one label everywhere. No text is smaller than 14 pt.
 """
 
+import base64
+import html
 import io
 import operator
 from collections.abc import Sequence
@@ -57,8 +59,8 @@ def ink(fill: str) -> str:
 class Picture:
     """A drawn figure, on a white card that is legible in light and dark themes.
 
-    `text` says what it shows. `png` is stored, at twice the size for sharp screens; `svg` is shown
-    live.
+    `text` says what it shows. `png`, at twice the size for sharp screens, is shown in cells, where
+    it shrinks to any window; `svg` is for widgets, whose shapes may move.
     """
 
     def __init__(self, figure, text: str):
@@ -84,8 +86,16 @@ class Picture:
         return self.text
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        stored = {"text/plain": self.text, "image/png": self.png}
-        return stored | {"image/svg+xml": self.svg.decode()}, self.metadata
+        shown = {"text/plain": self.text, "image/png": self.png, "text/html": self.html}
+        return shown, self.metadata
+
+    @property
+    def html(self) -> str:
+        """The PNG as an image element: JupyterLab gives a plain PNG no text for screen readers."""
+        width = self.size[0]
+        source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+        style = f"width: {width}px; max-width: 100%; height: auto"
+        return f'<img alt="{html.escape(self.text)}" style="{style}" src="{source}">'
 
     @property
     def metadata(self) -> dict:

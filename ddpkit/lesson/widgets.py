@@ -106,6 +106,40 @@ def named(label: str) -> dict:
     return {"description": label, "tooltip": label, "style": {"description_width": "initial"}}
 
 
+# ipywidgets gives no names to handles and to Play's buttons; views may come a while after this one.
+NAMES = """<style>@keyframes ddpkit-named { from { opacity: 0.9 } }</style>
+<i style="animation: ddpkit-named 1s 5"
+onanimationiteration="const box = this.closest('.ddpkit-named');
+for (const handle of box.querySelectorAll('[role=slider]'))
+    handle.ariaLabel = handle.closest('.widget-slider').querySelector('label').title;
+for (const button of box.querySelectorAll('.widget-play button'))
+    button.ariaLabel = ['play or pause', 'stop', 'repeat'][
+        [...button.parentNode.children].indexOf(button)]
+"></i>"""
+
+# ipywidgets marks what has lost its kernel by a class: in a reopened notebook, after a restart.
+STILL = """<style>
+.ddpkit-still { display: none; color: #444; background: #F5F5F5; padding: 2px 10px }
+.jupyter-widgets-disconnected .ddpkit-still { display: inline-block }
+.ddpkit-asks.jupyter-widgets-disconnected .ddpkit-controls { display: none }
+.ddpkit-asks.jupyter-widgets-disconnected::before { display: none }
+</style><div class="ddpkit-still" role="note">This stands still: it needs a kernel. Run its cell to
+use it.</div>"""
+
+
+def asking(controls, *shown):
+    """Stack `controls`, which need the kernel, above the widgets `shown`.
+
+    Without a kernel a note stands in the place of the controls.
+    """
+    import ipywidgets
+
+    controls.add_class("ddpkit-controls")
+    box = ipywidgets.VBox([ipywidgets.HTML(STILL + NAMES), controls, *shown])
+    box.add_class("ddpkit-asks")
+    return box.add_class("ddpkit-named")
+
+
 # The arrows press the number field's own, which is linked to slider and picture in the browser.
 ARROW = """<button class="jupyter-button" style="width: 36px" aria-label="{says}" title="{says}"
 onclick="const at = this.closest('.widget-hbox').querySelector('input[type=number]');
@@ -163,11 +197,11 @@ class StepThrough(Live):
             ((pause, "value"), (play, "interval")),
         ):
             ipywidgets.jslink(source, target)
-        back = ipywidgets.HTML(ARROW.format(says="one step back", way="Down", sign="◀"))
+        back = ipywidgets.HTML(NAMES + ARROW.format(says="one step back", way="Down", sign="◀"))
         on = ipywidgets.HTML(ARROW.format(says="one step on", way="Up", sign="▶"))
         of = ipywidgets.Label(f"of {self._steps[-1]}")
         controls = ipywidgets.HBox([play, back, at, of, on, slider, pause], layout=WRAPPED)
-        return ipywidgets.VBox([controls, stack])
+        return ipywidgets.VBox([controls, stack]).add_class("ddpkit-named")
 
 
 WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "4px 12px"}
@@ -237,4 +271,4 @@ class Calculator(Live):
         back = ipywidgets.Button(description="reset", layout={"width": "6em"})
         back.on_click(self.reset)
         controls = ipywidgets.HBox([*self.widgets.values(), back], layout=WRAPPED)
-        return ipywidgets.VBox([controls, shown])
+        return asking(controls, shown)
