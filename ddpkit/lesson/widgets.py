@@ -80,10 +80,10 @@ def show(shown, look: Callable[[], Look]) -> None:
     caption.value = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
 
 
-# A shape that a Canvas drew with a `gid` "from 12.0 to 0.0" moves when its picture appears.
+# A shape that a Canvas drew with a `gid` of `page.moving` moves when its picture appears.
 MOVING = """<style>
-@keyframes ddpkit-travel { from { transform: translateY(var(--from)) } }
-.ddpkit-travels { transform: translateY(var(--to)); animation: ddpkit-travel 1s .3s both }
+@keyframes ddpkit-travel { from { transform: translate(var(--from)) } }
+.ddpkit-travels { transform: translate(var(--to)); animation: ddpkit-travel 1s .3s both }
 @media (prefers-reduced-motion: reduce) { .ddpkit-travels { animation: none } }
 </style>"""
 
@@ -95,8 +95,8 @@ def inline(picture: Picture) -> str:
     head, _, body = picture.svg.decode().partition("</metadata>")
     view = re.search(r'viewBox="[^"]*"', head)[0]
     body = re.sub("<style.*?</style>", "", body, count=1)  # it would hold for the whole page
-    travels = r'class="ddpkit-travels" style="--from: \1px; --to: \2px"'
-    body = re.sub(r'id="from (\S+) to (\S+)"', travels, body)
+    travels = r'class="ddpkit-travels" style="--from: \1px, \2px; --to: \3px, \4px"'
+    body = re.sub(r'id="from (\S+) (\S+) to (\S+) (\S+)"', travels, body)
     named = f'role="img" aria-label="{html.escape(picture.text)}"'
     return f'{MOVING}<svg {view} {named} style="{style}; stroke-linejoin: round">{body}'
 
