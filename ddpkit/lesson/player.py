@@ -20,12 +20,12 @@ MOST_FRAMES = 120
 WIDTH = 1040
 
 
-def player(run, by_hop: bool = False) -> StepThrough:
-    """Replay the messages of `run` step by step.
+def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
+    """Replay the messages of `run` step by step, from the first that goes wrong, if one does.
 
     run: a Run made with `launch(..., keep_values=True)`, or the HangError or RankError that such a
     launch raised. by_hop: a step is all messages of a hop instead of one message; only for runs of
-    messages alone, all of them received. ValueError: no values were kept.
+    messages alone, all of them received. plays: once by itself. ValueError: no values were kept.
     """
     _check_kept(run)
     events = replay(run)
@@ -54,7 +54,9 @@ def player(run, by_hop: bool = False) -> StepThrough:
 
     telling = min(2, len(frames)) if frames[-1].event.kind == "end" else len(frames)
     steps = range(1, len(frames) + 1)
-    return StepThrough(look, "step", steps, text="\n".join(lines), telling=telling)
+    start = len(right) + 1 if wrong else 1
+    shown = {"start": start, "telling": telling, "plays": plays}
+    return StepThrough(look, "step", steps, text="\n".join(lines), **shown)
 
 
 def _check_kept(run):

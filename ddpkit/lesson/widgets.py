@@ -117,6 +117,11 @@ for (const button of box.querySelectorAll('.widget-play button'))
         [...button.parentNode.children].indexOf(button)]
 "></i>"""
 
+# Play begins with a click: one that is made `playing` doesn't move.
+PLAYS = """<i style="animation: ddpkit-named 1s" onanimationend="if (this.dataset.played) return;
+this.dataset.played = true;
+this.closest('.ddpkit-named').querySelector('.widget-play button').click()"></i>"""
+
 # ipywidgets marks what has lost its kernel by a class: in a reopened notebook, after a restart.
 STILL = """<style>
 .ddpkit-still { display: none; color: #444; background: #F5F5F5; padding: 2px 10px }
@@ -150,7 +155,8 @@ class StepThrough(Live):
     """A slider over pictures, all of them in the page: it steps without the kernel.
 
     look: step -> (caption, Picture). steps: those with pictures. text: stored in place of all, by
-    default the caption of the first. telling: the step whose picture is stored.
+    default the caption of the first. telling: the step whose picture is stored. plays: once, by
+    itself.
     """
 
     def __init__(
@@ -162,8 +168,9 @@ class StepThrough(Live):
         start: int | None = None,
         text: str | None = None,
         telling: int | None = None,
+        plays: bool = False,
     ):
-        self._label, self._steps = label, steps
+        self._label, self._steps, self._plays = label, steps, plays
         self._start = steps[0] if start is None else start
         self.look = cache(look)
         caption, picture = self.look(self._start if telling is None else telling)
@@ -197,7 +204,8 @@ class StepThrough(Live):
             ((pause, "value"), (play, "interval")),
         ):
             ipywidgets.jslink(source, target)
-        back = ipywidgets.HTML(NAMES + ARROW.format(says="one step back", way="Down", sign="◀"))
+        extra = NAMES + PLAYS * self._plays
+        back = ipywidgets.HTML(extra + ARROW.format(says="one step back", way="Down", sign="◀"))
         on = ipywidgets.HTML(ARROW.format(says="one step on", way="Up", sign="▶"))
         of = ipywidgets.Label(f"of {self._steps[-1]}")
         controls = ipywidgets.HBox([play, back, at, of, on, slider, pause], layout=WRAPPED)
