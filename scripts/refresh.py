@@ -5,6 +5,7 @@ that a second refresh changes nothing but pictures of wall times.
 """
 
 import base64
+import json
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 README_SHOWS = "02_ring_all_reduce", "61e1ad89"  # the notebook and the cell; in docs/ring.png
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+MOST_BYTES, MOST_OF_AN_OUTPUT = 3_000_000, 300_000  # as JupyterLab would save them
 LIVE = WIDGET_VIEW, "image/svg+xml", "text/html"  # shown where a cell was run, not stored
 
 
@@ -35,9 +37,22 @@ def run(notebook: NotebookNode, folder: Path) -> None:
         resources={"metadata": {"path": str(folder)}},
         timeout=300,
         record_timing=False,
-        store_widget_state=False,
+        store_widget_state=True,
         coalesce_streams=True,
     ).execute(cleanup_kc=True)
+
+
+def refuse_large(notebook: NotebookNode) -> None:
+    """Raise ValueError if a reader's saved notebook, widgets included, would be slow to open."""
+    nbytes = len(nbformat.writes(notebook).encode())
+    if nbytes > MOST_BYTES:
+        raise ValueError(f"expected at most {MOST_BYTES} bytes, got {nbytes}: draw fewer frames?")
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            nbytes = len(json.dumps(output))
+            if nbytes > MOST_OF_AN_OUTPUT:
+                where = cell.source.splitlines()[0]
+                raise ValueError(f"expected {MOST_OF_AN_OUTPUT} bytes, got {nbytes} of: {where}")
 
 
 def normalise(notebook: NotebookNode) -> None:
@@ -110,6 +125,7 @@ def refresh(path: Path) -> None:
     old = nbformat.read(path, as_version=4)
     new = nbformat.read(path, as_version=4)
     run(new, path.parent)
+    refuse_large(new)
     normalise(new)
     keep_equal_outputs(new, old)
     nbformat.write(new, path)
