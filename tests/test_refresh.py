@@ -51,3 +51,26 @@ def test_after_some_tries_nothing_is_stored(tmp_path, monkeypatch):
     monkeypatch.setattr(refresh, "run", lambda notebook, folder: notebook.update(disturbed))
     assert refresh.refresh(path, tries=2) == ["A/A: 1.50"]
     assert path.read_bytes() == before
+
+
+def test_anyway(tmp_path, monkeypatch):
+    path, disturbed = tmp_path / "a.ipynb", notebook_that_prints("A/A: 1.50\n")
+    nbformat.write(notebook_that_prints("A/A: 0.99\n"), path)
+    monkeypatch.setattr(refresh, "run", lambda notebook, folder: notebook.update(disturbed))
+    assert refresh.refresh(path, anyway=True) == []
+    assert "1.50" in path.read_text()
+
+
+def test_a_run_is_stored_whole_or_not_at_all():
+    """The times of the first cell belong to those of the second, whose words have changed."""
+    old, new = (nbformat.v4.new_notebook() for _ in range(2))
+    for notebook, texts in ((old, ("5 ms\n", "9 ms\n")), (new, ("7 ms\n", "8 ms more\n"))):
+        for number, text in enumerate(texts):
+            cell = notebook_that_prints(text).cells[0]
+            cell.id = f"cell{number}"
+            notebook.cells.append(cell)
+    refresh.keep_equal_outputs(new, old)
+    assert new.cells[0].outputs[0].text == "7 ms\n"
+    new.cells[1].outputs[0].text = "6 ms\n"
+    refresh.keep_equal_outputs(new, old)
+    assert [cell.outputs[0].text for cell in new.cells] == ["5 ms\n", "9 ms\n"]
