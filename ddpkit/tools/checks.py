@@ -25,7 +25,12 @@ def check_in_group(name: str, group: ProcessGroup | None) -> None:
         raise mistake(name, "a group that it isn't in", "one of its own", remedy)
 
 
-def check_same(what: str, mine: Iterable[str], group: ProcessGroup | None) -> None:
+def check_same(
+    what: str,
+    mine: Iterable[str],
+    group: ProcessGroup | None,
+    remedy: str = "Build it alike on all.",
+) -> None:
     """Raise the same ValueError on every rank of `group`, unless all bring the same `mine`.
 
     what: the user's name for it, "module". mine: this rank's parts of it, in words and in order.
@@ -39,7 +44,7 @@ def check_same(what: str, mine: Iterable[str], group: ProcessGroup | None) -> No
             if each != firsts:
                 got = f"{each} on rank {rank}, {firsts} in its place on rank {ranks[0]}"
                 expected = f"expected the same {what} on every rank"
-                raise ValueError(f"{expected}, got {got}. Build it alike on all.")
+                raise ValueError(f"{expected}, got {got}. {remedy}")
 
 
 def check_same_on_all_ranks(

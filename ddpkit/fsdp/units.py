@@ -1,0 +1,279 @@
+"""Units of FSDP: parameters that travel together, as shards of which every rank keeps one.
+
+Each parameter is cut along its first axis into W parts of ⌈d/W⌉ rows, the last ones ragged or
+empty. A message holds, rank after rank, the parts of all parameters of a unit, each padded to its
+full number of rows: the layout of PyTorch's `fully_shard`, and so the same bytes.
+
+    gather    W messages' parts -> whole weights, in the compute dtype, shown by the modules
+    drop      the memory of the whole weights is given back, and modules show the shards
+    reduce    whole gradients -> each rank's part of their mean, added to `shard.grad`
+
+Notebook 12.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .. import transport as torchs
+
+Place = tuple[nn.Module, str]  # where a parameter hangs: module, attribute
+
+PAST_THE_HOOKS = (
+    "rank {rank} computed with its shard of {name} as if it were the whole: a module was used "
+    "without its hooks. Call the module itself, model(x) or block(x), not its forward or another "
+    "method, and not a parameter from outside the unit that owns it; or leave it out of `wrap`."
+)
+
+
+class Sharded:
+    """One parameter: `shard`, this rank's rows, and `whole`, which has memory only while in use.
+
+    shard: the module's own nn.Parameter, shortened in place, so that an optimizer that holds it
+    goes on working. shape, rows: of the whole, and of a padded part. numel: of a padded part.
+    places: the modules that show it, more than one if it is tied. used: a gradient came.
+    pending: its whole gradient, added up where nothing is sent yet.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, places: list[Place], group):
+        self.name = name
+        self.places = places
+        self.shape = parameter.shape
+        whole = parameter.detach()
+        if not whole.dim():  # a scalar is one row
+            whole = whole[None]
+        world_size = dist.get_world_size(group)
+        self.rows = -(-len(whole) // world_size)
+        self.numel = self.rows * math.prod(whole.shape[1:])
+        first = dist.get_rank(group) * self.rows
+        self.own = slice(first, first + self.rows)  # Python cuts what goes beyond the end
+        self.used = False
+        self.pending: Tensor | None = None
+        self.shard = parameter
+        parameter.grad = None
+        parameter.data = whole[self.own].clone()
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(self.refuse)
+
+    def refuse(self, parameter: nn.Parameter) -> None:  # autograd never meets a shard, but by a bug
+        parameter.grad = None
+        raise RuntimeError(PAST_THE_HOOKS.format(rank=dist.get_rank(), name=self.name))
+
+    def show(self, parameter: nn.Parameter) -> None:
+        for module, attribute in self.places:
+            setattr(module, attribute, parameter)
+
+    def take_gradient(self, dtype: torch.dtype) -> None:
+        """Move the gradient that backward has left in `whole` to `pending`; add, in `dtype`."""
+        gradient = self.whole.grad
+        if gradient is None:
+            return
+        self.used = True
+        self.whole.grad = None
+        if self.pending is None:
+            self.pending = gradient.to(dtype)
+        else:
+            self.pending += gradient
+
+    def add(self, part: Tensor) -> None:
+        """Add a padded part of the mean gradient to that of the shard."""
+        gradient = part[: self.shard.numel()].view_as(self.shard)
+        if self.shard.grad is None:
+            self.shard.grad = gradient
+        else:
+            self.shard.grad += gradient
+
+
+class Unit:
+    """Parameters that are gathered by one message, dropped together, and reduced by one message.
+
+    compute_dtype: of what is gathered; None: the parameters' own. reduce_dtype: of what is reduced;
+    None: the compute dtype. transport: as in `ddpkit.transport`.
+    ValueError: the parameters have several dtypes.
+
+    Memory beyond the shards: W padded parts while it is whole, twice that while it is gathered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        sharded: list[Sharded],
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        group: ProcessGroup | None,
+        transport,
+    ):
+        self.name = name
+        self.module = module
+        self.sharded = sharded
+        self.group = group
+        self.transport = transport
+        self.world_size = dist.get_world_size(group)
+        self.shard_dtype, self.device = one_dtype_of(name, sharded)
+        self.dtype = compute_dtype or self.shard_dtype
+        self.reduce_dtype = reduce_dtype or self.dtype
+        self.numels = [each.numel for each in sharded]
+        # The whole weights are views of one memory, which comes and goes with its size.
+        self.memory = self.new_flat(self.dtype)
+        self.nbytes = self.memory.nbytes
+        self.padded = self.memory.split([self.world_size * numel for numel in self.numels])
+        for each, padded in zip(sharded, self.padded, strict=True):
+            whole = padded[: each.shape.numel()].view(each.shape)
+            # `.data`: a gather that writes into the memory doesn't count as changing `whole`,
+            # which autograd would refuse.
+            each.whole = nn.Parameter(whole.data, requires_grad=each.shard.requires_grad)
+        self.is_whole = True
+        self.versions = []
+        self.gathering: tuple[Tensor, dist.Work | None] | None = None
+        self.reducing: tuple[Tensor, dist.Work | None] | None = None
+        self.drop()
+        self.uses: list[int] = []  # in forward, that backward hasn't come to: places in FSDP.order
+        self.in_backward = False
+        self.done = False  # backward has left it
+
+    def new_flat(self, dtype: torch.dtype) -> Tensor:
+        numel = self.world_size * sum(self.numels)
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def by_rank(self, flat: Tensor, numels: list[int]) -> tuple[Tensor, ...]:
+        """View a message as one (W, numel) tensor for each parameter: row r is rank r's part."""
+        return flat.view(self.world_size, -1).split(numels, dim=1)
+
+    # Gather and drop
+
+    @property
+    def needs_gather(self) -> bool:
+        """Tell whether the weights are neither here nor on their way."""
+        return bool(self.sharded) and not self.is_whole and self.gathering is None
+
+    def start_gather(self) -> None:
+        self.versions = [each.shard._version for each in self.sharded]
+        self.gathering = self.send_shards(self.dtype)
+
+    def send_shards(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work | None]:
+        """Start an all-gather of the shards; return the message and its handle."""
+        flat = self.new_flat(dtype)
+        own = torchs.shard(flat, self.group).zero_()  # the padding, too
+        for part, each in zip(own.split(self.numels), self.sharded, strict=True):
+            shard = each.shard.detach().flatten()
+            part[: shard.numel()].copy_(shard)
+        if self.world_size == 1:
+            return flat, None
+        return flat, self.transport.start_all_gather(flat, self.group)
+
+    def gather(self) -> None:
+        """Wait for the weights that are on their way, and show them in the modules."""
+        self.check_fresh()
+        if self.gathering is None:
+            return
+        flat, work = self.gathering
+        self.gathering = None
+        if work is not None:
+            work.wait()
+        self.memory.untyped_storage().resize_(self.nbytes)
+        for padded, parts in zip(self.padded, self.by_rank(flat, self.numels), strict=True):
+            padded.view(self.world_size, -1).copy_(parts)
+        for each in self.sharded:
+            each.whole.requires_grad_(each.shard.requires_grad)
+            each.show(each.whole)
+        self.is_whole = True
+
+    def check_fresh(self) -> None:
+        """Raise RuntimeError if the shards were updated since they were gathered."""
+        if self.is_whole:
+            if self.versions != [each.shard._version for each in self.sharded]:
+                raise RuntimeError(
+                    f"rank {dist.get_rank()} updated the shards of {self.name} while the whole "
+                    "weights were kept, which are stale now: call synchronize() before each "
+                    "optimizer.step()."
+                )
+
+    def drop(self) -> None:
+        """Give the memory of the whole weights back; the modules show the shards again."""
+        if self.gathering is not None:  # begun, and not needed after all
+            _, work = self.gathering
+            self.gathering = None
+            if work is not None:
+                work.wait()
+        if self.is_whole:
+            for each in self.sharded:
+                each.show(each.shard)
+            self.memory.untyped_storage().resize_(0)  # saved tensors keep pointing to it
+            self.is_whole = False
+
+    # Reduce
+
+    @property
+    def trained(self) -> list[Sharded]:
+        return [each for each in self.sharded if each.shard.requires_grad]
+
+    def take_gradients(self) -> None:
+        for each in self.trained:
+            each.take_gradient(self.reduce_dtype)
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(each.pending is not None for each in self.trained)
+
+    def start_reduce(self) -> None:
+        """Start to reduce-scatter the pending gradients; zeros for a parameter that has none."""
+        trained = self.trained
+        numels = [each.numel for each in trained]
+        numel = self.world_size * sum(numels)
+        flat = torch.zeros(numel, dtype=self.reduce_dtype, device=self.device)
+        for each, parts in zip(trained, self.by_rank(flat, numels), strict=True):
+            if each.pending is not None:
+                gradient = each.pending if each.shape else each.pending[None]
+                each.pending = None
+                for part, rows in zip(parts, gradient.split(each.rows), strict=False):
+                    part[: rows.numel()].copy_(rows.flatten())
+        before, self.after = divisors(self.reduce_dtype, self.world_size)
+        if before != 1:
+            flat /= before
+        work = None
+        if self.world_size > 1:
+            work = self.transport.start_reduce_scatter(flat, self.group)
+        self.reducing = flat, work
+
+    def finish_reduce(self) -> None:
+        """Wait for the mean gradients, and add this rank's parts to those of the shards."""
+        if self.reducing is None:
+            return
+        flat, work = self.reducing
+        self.reducing = None
+        if work is not None:
+            work.wait()
+        own = torchs.shard(flat, self.group) / self.after
+        own = own.to(self.shard_dtype)
+        trained = self.trained
+        for part, each in zip(own.split([each.numel for each in trained]), trained, strict=True):
+            each.add(part)
+
+
+def one_dtype_of(name: str, sharded: list[Sharded]) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and device that all have, or torch's defaults if there are none."""
+    tensors = [each.shard for each in sharded] or [torch.empty(0)]
+    for each in sharded:
+        if each.shard.dtype != tensors[0].dtype:
+            got = f"{sharded[0].name} in {tensors[0].dtype} and {each.name} in {each.shard.dtype}"
+            remedy = "Convert one of them, or name its module in `wrap`."
+            raise ValueError(f"expected one dtype in the unit {name}, got {got}. {remedy}")
+    return tensors[0].dtype, tensors[0].device
+
+
+def divisors(dtype: torch.dtype, world_size: int) -> tuple[float, float]:
+    """Return the numbers to divide by before and after the sum over W ranks, for the mean.
+
+    fp16 ends at 65504 and begins at 6e-8: dividing by about √W before, and by the rest after, keeps
+    away from both, as PyTorch does. Every other format divides the 1/W that it keeps.
+    """
+    if dtype != torch.float16:
+        return 1, world_size
+    before = 1
+    while world_size % before == 0 and world_size / before > before:
+        before *= 2
+    return before, world_size / before
