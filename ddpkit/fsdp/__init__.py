@@ -14,6 +14,7 @@ PyTorch's `fully_shard`; DeepSpeed's stage 3. Rajbhandari et al. 2020. Notebooks
 
 from .clip import clip_grad_norm_
 from .layer import GatherUseFree, ShardedLinear
+from .state import load, save
 from .wrapper import FSDP
 
-__all__ = ["FSDP", "GatherUseFree", "ShardedLinear", "clip_grad_norm_"]
+__all__ = ["FSDP", "GatherUseFree", "ShardedLinear", "clip_grad_norm_", "load", "save"]

@@ -31,7 +31,9 @@ def plan_units(module: nn.Module, wrap: Iterable[str] | None = None) -> dict[str
     unknown = [name for name in names if name not in known]
     if unknown:
         few = ", ".join(list(known)[1:9])
-        raise ValueError(f"expected names of submodules in wrap, got {unknown}. There are {few} ...")
+        raise ValueError(
+            f"expected names of submodules in wrap, got {unknown}. There are {few} ..."
+        )
     plan = {"": []} | {name: [] for name in known if name in names}
     for name, places in places_of(module).items():
         around = [unit for unit in plan if all(is_within(place, unit) for place in places)]

@@ -42,9 +42,7 @@ class Sharded:
         self.name = name
         self.places = places
         self.shape = parameter.shape
-        whole = parameter.detach()
-        if not whole.dim():  # a scalar is one row
-            whole = whole[None]
+        whole = as_rows(parameter.detach())
         world_size = dist.get_world_size(group)
         self.rows = -(-len(whole) // world_size)
         self.numel = self.rows * math.prod(whole.shape[1:])
@@ -61,6 +59,10 @@ class Sharded:
     def refuse(self, parameter: nn.Parameter) -> None:  # autograd never meets a shard, but by a bug
         parameter.grad = None
         raise RuntimeError(PAST_THE_HOOKS.format(rank=dist.get_rank(), name=self.name))
+
+    def load(self, whole: Tensor) -> None:
+        """Copy this rank's rows of a whole parameter into the shard."""
+        self.shard.copy_(as_rows(whole)[self.own])
 
     def show(self, parameter: nn.Parameter) -> None:
         for module, attribute in self.places:
@@ -85,6 +87,11 @@ class Sharded:
             self.shard.grad = gradient
         else:
             self.shard.grad += gradient
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return `x`; a scalar as one row."""
+    return x if x.dim() else x[None]
 
 
 class Unit:
@@ -184,13 +191,12 @@ class Unit:
 
     def check_fresh(self) -> None:
         """Raise RuntimeError if the shards were updated since they were gathered."""
-        if self.is_whole:
-            if self.versions != [each.shard._version for each in self.sharded]:
-                raise RuntimeError(
-                    f"rank {dist.get_rank()} updated the shards of {self.name} while the whole "
-                    "weights were kept, which are stale now: call synchronize() before each "
-                    "optimizer.step()."
-                )
+        now = [each.shard._version for each in self.sharded]
+        if self.is_whole and self.sharded and self.versions != now:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} updated the shards of {self.name} while the whole weights "
+                "were kept, which are stale now: synchronize() before each optimizer.step()."
+            )
 
     def drop(self) -> None:
         """Give the memory of the whole weights back; the modules show the shards again."""
@@ -204,6 +210,19 @@ class Unit:
                 each.show(each.shard)
             self.memory.untyped_storage().resize_(0)  # saved tensors keep pointing to it
             self.is_whole = False
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Gather the whole parameters once, in the shards' dtype."""
+        if not self.sharded:
+            return {}
+        flat, work = self.send_shards(self.shard_dtype)
+        if work is not None:
+            work.wait()
+        found = {}
+        for each, parts in zip(self.sharded, self.by_rank(flat, self.numels), strict=True):
+            rows = parts.reshape(-1)[: each.shape.numel()]  # a copy: parts lie apart
+            found[each.name] = rows.clone().view(each.shape)
+        return found
 
     # Reduce
 
@@ -227,7 +246,7 @@ class Unit:
         flat = torch.zeros(numel, dtype=self.reduce_dtype, device=self.device)
         for each, parts in zip(trained, self.by_rank(flat, numels), strict=True):
             if each.pending is not None:
-                gradient = each.pending if each.shape else each.pending[None]
+                gradient = as_rows(each.pending)
                 each.pending = None
                 for part, rows in zip(parts, gradient.split(each.rows), strict=False):
                     part[: rows.numel()].copy_(rows.flatten())

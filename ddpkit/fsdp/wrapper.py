@@ -15,7 +15,7 @@ al. 2020 (ZeRO stage 3); Zhao et al. 2023 (FSDP). Notebook 12.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -25,7 +25,13 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .. import transport as torchs
-from ..tools.checks import check_in_group, check_same, check_same_on_all_ranks
+from ..tools.checks import (
+    check_all_call,
+    check_in_group,
+    check_same,
+    check_same_on_all_ranks,
+    check_same_shapes,
+)
 from .clip import clip_grad_norm_
 from .plan import broadcast, plan_units, shard_parameters
 from .units import Unit
@@ -232,8 +238,8 @@ class FSDP(nn.Module):
         """
         if not self.syncing:
             return
+        self.drop()
         for unit in self.units:
-            unit.drop()
             self.reduce(unit)
         self.finish_reduce()
         self.agree("synchronize")
@@ -256,6 +262,52 @@ class FSDP(nn.Module):
         if not self.agreed:
             remedy = "All ranks must use the same modules in the same order, in every step."
             check_same("next call", [event], self.group, remedy)
+
+    # Whole parameters
+
+    def drop(self) -> None:
+        """Drop all whole weights: `.module` shows the shards."""
+        for unit in self.units:
+            unit.drop()
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return {name: shape of the whole parameter}, as the plain module's `named_parameters`."""
+        found = {each.name: each.shape for unit in self.units for each in unit.sharded}
+        return {name: found[name] for name, _ in self.module.named_parameters()}
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Gather {name: whole parameter} on every rank, in the shards' dtype. On every rank.
+
+        Cost: as an all-gather of each unit, and the memory of the whole model.
+        RuntimeError: a rank calls alone (on Gloo).
+        """
+        check_all_call("full_parameters", self.group)
+        self.drop()
+        found = {}
+        for unit in self.units:
+            found |= unit.full_parameters()
+        return {name: found[name] for name in self.shapes()}
+
+    @torch.no_grad()
+    def load_full_parameters(self, values: Mapping[str, Tensor]) -> None:
+        """Copy this rank's rows of whole parameters, by name. Nothing is sent: call on every rank.
+
+        ValueError: names or shapes are another model's.
+        """
+        theirs = {name: tuple(value.shape) for name, value in values.items()}
+        mine = {name: tuple(shape) for name, shape in self.shapes().items()}
+        check_same_shapes("values", theirs, mine)
+        self.drop()
+        for unit in self.units:
+            for each in unit.sharded:
+                each.load(values[each.name])
+
+    def state_dict(self, *args, **kwargs) -> dict:
+        """Refuse: it would hold 1/W of the model."""
+        raise RuntimeError(
+            f"state_dict() on rank {dist.get_rank()} would hold this rank's shards alone. Take "
+            "full_parameters() on every rank and save them on one, or ddpkit.fsdp.save."
+        )
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Make the mean gradient no longer than `max_norm`, after `synchronize`; return its length.

@@ -1,6 +1,7 @@
 """Checks of arguments, all in one form: the rank, what it got, what was expected, what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from itertools import zip_longest
 
 import torch.distributed as dist
@@ -56,6 +57,31 @@ def check_same_on_all_ranks(
         trained = "trained" if x.requires_grad else "not trained"
         mine.append(f"{name} ({x.dtype}, {tuple(x.shape)}, {trained})")
     check_same(what, mine, group)
+
+
+def check_same_shapes(what: str, theirs: Mapping, mine: Mapping) -> None:
+    """Raise ValueError unless both have the same names with the same shapes: {name: shape}."""
+    for name in mine | theirs:
+        if theirs.get(name) != mine.get(name):
+            got = f"{theirs.get(name, 'nothing')} in {what}, {mine.get(name, 'nothing')} here"
+            remedy = "Is it another model's, or saved under other names?"
+            who = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+            raise ValueError(f"{who}expected the same shape of {name} in both, got {got}. {remedy}")
+
+
+def check_all_call(name: str, group: ProcessGroup | None, patience_s: float = 10.0) -> None:
+    """Raise RuntimeError unless all ranks of the group call `name` within `patience_s`.
+
+    A rank that calls alone would wait for ever in the first collective. On Gloo only.
+    """
+    if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
+        return
+    try:
+        dist.monitored_barrier(group, timedelta(seconds=patience_s), wait_all_ranks=True)
+    except RuntimeError as error:
+        got = f"rank {dist.get_rank()} called {name}, and not all ranks did within {patience_s:g} s"
+        remedy = "Each has a part of it: call it on every rank, not under `if rank == 0`."
+        raise RuntimeError(f"{got}. {remedy} ({error})") from None
 
 
 def check_positive(remedy: str, **values: float) -> None:
