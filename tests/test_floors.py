@@ -15,7 +15,7 @@ MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 # it in this list.
 ORDER = """
     transport softmax flash_attention collectives ring doubling ring_attention shared_memory
-    data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp models
+    data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp muon models
     tensor_parallel pipeline train
 """
 SUBJECTS = ORDER.split()

@@ -7,6 +7,7 @@ The format is PyTorch's (`torch.distributed.checkpoint`): each shard is handed o
 which says which rows of the whole it has. Notebook 12.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -111,14 +112,16 @@ def load(
     state = checkpoint_of(model, optimizer)
     check_fits(dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata, state)
     group = model.group if sharded else None
-    dcp.load(state, checkpoint_id=str(folder), process_group=group, no_dist=not sharded)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # for a plain module
+        dcp.load(state, checkpoint_id=str(folder), process_group=group, no_dist=not sharded)
     if optimizer is not None:
         for mine, saved in zip(optimizer.param_groups, state["options"], strict=True):
             mine.update(saved)
         names = {parameter: name for name, parameter in parameters_of(model).items()}
         for parameter, kept in optimizer.state.items():
             for key, value in state["optimizer"][names[parameter]].items():
-                if not hasattr(value, "to_local"):
+                if not isinstance(value, Tensor):  # tensors were written into
                     kept[key] = value
 
 

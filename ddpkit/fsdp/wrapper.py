@@ -15,7 +15,7 @@ al. 2020 (ZeRO stage 3); Zhao et al. 2023 (FSDP). Notebook 12.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -37,14 +37,14 @@ from .plan import broadcast, plan_units, shard_parameters
 from .units import Unit
 
 
-class BeforeBackward(torch.autograd.Function):
-    """apply(act, *tensors): the tensors; in backward, `act()` before their gradients go on."""
+class Then(torch.autograd.Function):
+    """apply(act, *tensors): the tensors; in backward, `act()` once all their gradients are here."""
 
     @staticmethod
     def forward(ctx, act, *tensors):
         ctx.set_materialize_grads(False)
         ctx.act = act
-        return tuple(each.view_as(each) for each in tensors)
+        return tensors
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -133,7 +133,7 @@ class FSDP(nn.Module):
             args, kwargs = cast((args, kwargs), self.compute_dtype)
         if torch.is_grad_enabled() and not unit.in_backward:
             # Backward comes to a unit's inputs when it has left the unit.
-            args, kwargs = through(self.after_backward, unit, (args, kwargs))
+            args, kwargs = led_through(partial(self.after_backward, unit), (args, kwargs))
         return args, kwargs
 
     def after_forward(self, unit: Unit, _, args: tuple, output):
@@ -150,7 +150,7 @@ class FSDP(nn.Module):
             if unit.sharded:
                 unit.uses.append(len(self.order))
                 self.order.append(unit)
-        return through(self.before_backward, unit, output)
+        return with_hooks(partial(self.before_backward, unit), output)
 
     def gather(self, unit: Unit) -> None:
         self.start_gather(unit)
@@ -168,6 +168,8 @@ class FSDP(nn.Module):
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        if unit.in_backward:  # the gradient of another of its outputs
+            return
         unit.in_backward = True
         unit.done = False
         self.gather(unit)
@@ -325,12 +327,26 @@ def cast(values, dtype: torch.dtype):
     )
 
 
-def through(act, unit: Unit, values):
-    """Lead all tensors in `values` that need a gradient through one `BeforeBackward`."""
+def led_through(act: Callable[[], None], values):
+    """Lead all tensors in `values` that need a gradient through one `Then`."""
     leaves, structure = tree_flatten(values)
     places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     if places:
-        tensors = BeforeBackward.apply(partial(act, unit), *[leaves[n] for n in places])
+        tensors = Then.apply(act, *[leaves[n] for n in places])
         for n, tensor in zip(places, tensors, strict=True):
             leaves[n] = tensor
     return tree_unflatten(leaves, structure)
+
+
+def with_hooks(act: Callable[[], None], values):
+    """Let backward call `act()` when the gradient of a tensor in `values` is here."""
+
+    def hooked(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            return x
+        if x._is_view():  # changed in place, a view drops its hooks; autograd defends a `Then`
+            return Then.apply(act, x)[0]
+        x.register_hook(lambda _: act())
+        return x
+
+    return tree_map_only(Tensor, hooked, values)
