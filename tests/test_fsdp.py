@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from ddpkit import memory
 from ddpkit.checkpointing import checkpoint
 from ddpkit.fsdp import FSDP
-from ddpkit.fsdp.units import divisors
+from ddpkit.fsdp.reduce import divisors
 
 SGD = partial(torch.optim.SGD, lr=1 / 4)
 MOMENTUM = partial(torch.optim.SGD, lr=1 / 4, momentum=1 / 2)
@@ -362,9 +362,8 @@ def test_peak_of_a_step(check, world_size):
         for shard in shards:
             shard.grad = None
         kept = nbytes(shards)
-        got = memory.most_bytes(step, shards)
-        part = kept // len(model.units[1:] or [1])
-        gradients = world_size * part + kept
+        gradients = unit + sum(each.nbytes for each in model.units) // world_size
         activations = 4 * 4 * x.nbytes + 64
+        got = memory.most_bytes(step, shards)
         check.unless(got <= kept + 2 * unit + gradients + activations, wrap, got, kept, unit)
         check.unless(got > kept + 2 * unit, wrap, "is too little to be true", got, unit)

@@ -6,8 +6,9 @@
     2        and of the gradients                          (A+1)(W-1)/W with A micro-batches
     3        and of the parameters                         3(W-1)/W with one micro-batch
 
-`layer`: one layer, gathered by hand. `wrapper`: FSDP, for any module, by hooks; `units` and `plan`
-are its parts. `state`: whole parameters, checkpoints. `clip`: one norm of all shards.
+`layer`: one layer, gathered by hand. `wrapper`: FSDP, for any module. Its parts, from the small to
+the large: `shards` (a parameter), `units` (what travels together), `reduce`, `plan`, `hooks`,
+`conductor` (the order of calls). `state`: checkpoints. `clip`: one norm of all shards.
 
 PyTorch's `fully_shard`; DeepSpeed's stage 3. Rajbhandari et al. 2020. Notebooks 07 and 12.
 """

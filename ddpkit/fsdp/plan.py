@@ -1,4 +1,4 @@
-"""Which parameter belongs to which unit, and modules made unit by unit from the meta device."""
+"""Plan which parameter belongs to which unit; make modules of the meta device one by one."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from .units import Place, Sharded
+from .shards import Place, Sharded
 
 
 def default_units(module: nn.Module, prefix: str = "") -> Iterator[str]:

@@ -11,87 +11,13 @@ full number of rows: the layout of PyTorch's `fully_shard`, and so the same byte
 Notebook 12.
 """
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .. import transport as torchs
-
-Place = tuple[nn.Module, str]  # where a parameter hangs: module, attribute
-
-PAST_THE_HOOKS = (
-    "rank {rank} computed with its shard of {name} as if it were the whole: a module was used "
-    "without its hooks. Call the module itself, model(x) or block(x), not its forward or another "
-    "method, and not a parameter from outside the unit that owns it; or leave it out of `wrap`."
-)
-
-
-class Sharded:
-    """One parameter: `shard`, this rank's rows, and `whole`, which has memory only while in use.
-
-    shard: the module's own nn.Parameter, shortened in place, so that an optimizer that holds it
-    goes on working. shape, rows: of the whole, and of a padded part. numel: of a padded part.
-    places: the modules that show it, more than one if it is tied. used: a gradient came.
-    pending: its whole gradient, added up where nothing is sent yet.
-    """
-
-    def __init__(self, name: str, parameter: nn.Parameter, places: list[Place], group):
-        self.name = name
-        self.places = places
-        self.shape = parameter.shape
-        whole = as_rows(parameter.detach())
-        world_size = dist.get_world_size(group)
-        self.rows = -(-len(whole) // world_size)
-        self.numel = self.rows * math.prod(whole.shape[1:])
-        first = dist.get_rank(group) * self.rows
-        self.own = slice(first, first + self.rows)  # Python cuts what goes beyond the end
-        self.used = False
-        self.pending: Tensor | None = None
-        self.shard = parameter
-        parameter.grad = None
-        parameter.data = whole[self.own].clone()
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(self.refuse)
-
-    def refuse(self, parameter: nn.Parameter) -> None:  # autograd never meets a shard, but by a bug
-        parameter.grad = None
-        raise RuntimeError(PAST_THE_HOOKS.format(rank=dist.get_rank(), name=self.name))
-
-    def load(self, whole: Tensor) -> None:
-        """Copy this rank's rows of a whole parameter into the shard."""
-        self.shard.copy_(as_rows(whole)[self.own])
-
-    def show(self, parameter: nn.Parameter) -> None:
-        for module, attribute in self.places:
-            setattr(module, attribute, parameter)
-
-    def take_gradient(self, dtype: torch.dtype) -> None:
-        """Move the gradient that backward has left in `whole` to `pending`; add, in `dtype`."""
-        gradient = self.whole.grad
-        if gradient is None:
-            return
-        self.used = True
-        self.whole.grad = None
-        if self.pending is None:
-            self.pending = gradient.to(dtype)
-        else:
-            self.pending += gradient
-
-    def add(self, part: Tensor) -> None:
-        """Add a padded part of the mean gradient to that of the shard."""
-        gradient = part[: self.shard.numel()].view_as(self.shard)
-        if self.shard.grad is None:
-            self.shard.grad = gradient
-        else:
-            self.shard.grad += gradient
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """Return `x`; a scalar as one row."""
-    return x if x.dim() else x[None]
+from .shards import Sharded
 
 
 class Unit:
@@ -136,7 +62,6 @@ class Unit:
         self.is_whole = True
         self.versions = []
         self.gathering: tuple[Tensor, dist.Work | None] | None = None
-        self.reducing: tuple[Tensor, dist.Work | None] | None = None
         self.drop()
         self.uses: list[int] = []  # in forward, that backward hasn't come to: places in FSDP.order
         self.in_backward = False
@@ -224,7 +149,7 @@ class Unit:
             found[each.name] = rows.clone().view(each.shape)
         return found
 
-    # Reduce
+    # Gradients
 
     @property
     def trained(self) -> list[Sharded]:
@@ -238,40 +163,6 @@ class Unit:
     def has_gradients(self) -> bool:
         return any(each.pending is not None for each in self.trained)
 
-    def start_reduce(self) -> None:
-        """Start to reduce-scatter the pending gradients; zeros for a parameter that has none."""
-        trained = self.trained
-        numels = [each.numel for each in trained]
-        numel = self.world_size * sum(numels)
-        flat = torch.zeros(numel, dtype=self.reduce_dtype, device=self.device)
-        for each, parts in zip(trained, self.by_rank(flat, numels), strict=True):
-            if each.pending is not None:
-                gradient = as_rows(each.pending)
-                each.pending = None
-                for part, rows in zip(parts, gradient.split(each.rows), strict=False):
-                    part[: rows.numel()].copy_(rows.flatten())
-        before, self.after = divisors(self.reduce_dtype, self.world_size)
-        if before != 1:
-            flat /= before
-        work = None
-        if self.world_size > 1:
-            work = self.transport.start_reduce_scatter(flat, self.group)
-        self.reducing = flat, work
-
-    def finish_reduce(self) -> None:
-        """Wait for the mean gradients, and add this rank's parts to those of the shards."""
-        if self.reducing is None:
-            return
-        flat, work = self.reducing
-        self.reducing = None
-        if work is not None:
-            work.wait()
-        own = torchs.shard(flat, self.group) / self.after
-        own = own.to(self.shard_dtype)
-        trained = self.trained
-        for part, each in zip(own.split([each.numel for each in trained]), trained, strict=True):
-            each.add(part)
-
 
 def one_dtype_of(name: str, sharded: list[Sharded]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype and device that all have, or torch's defaults if there are none."""
@@ -282,17 +173,3 @@ def one_dtype_of(name: str, sharded: list[Sharded]) -> tuple[torch.dtype, torch.
             remedy = "Convert one of them, or name its module in `wrap`."
             raise ValueError(f"expected one dtype in the unit {name}, got {got}. {remedy}")
     return tensors[0].dtype, tensors[0].device
-
-
-def divisors(dtype: torch.dtype, world_size: int) -> tuple[float, float]:
-    """Return the numbers to divide by before and after the sum over W ranks, for the mean.
-
-    fp16 ends at 65504 and begins at 6e-8: dividing by about √W before, and by the rest after, keeps
-    away from both, as PyTorch does. Every other format divides the 1/W that it keeps.
-    """
-    if dtype != torch.float16:
-        return 1, world_size
-    before = 1
-    while world_size % before == 0 and world_size / before > before:
-        before *= 2
-    return before, world_size / before

@@ -15,41 +15,24 @@ al. 2020 (ZeRO stage 3); Zhao et al. 2023 (FSDP). Notebook 12.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .. import transport as torchs
 from ..tools.checks import (
     check_all_call,
     check_in_group,
-    check_same,
     check_same_on_all_ranks,
     check_same_shapes,
 )
 from .clip import clip_grad_norm_
+from .conductor import Conductor
 from .plan import broadcast, plan_units, shard_parameters
 from .units import Unit
-
-
-class Then(torch.autograd.Function):
-    """apply(act, *tensors): the tensors; in backward, `act()` once all their gradients are here."""
-
-    @staticmethod
-    def forward(ctx, act, *tensors):
-        ctx.set_materialize_grads(False)
-        ctx.act = act
-        return tensors
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.act()
-        return None, *gradients
 
 
 class FSDP(nn.Module):
@@ -72,7 +55,7 @@ class FSDP(nn.Module):
     Cost per rank: 3(W-1)/W of the parameters sent in a step, two units whole at a time.
     """
 
-    overlap_reduce = False  # True: a reduce-scatter may last until the next one begins
+    overlap = False  # of a unit's reduction with the next unit's backward: see `Conductor`
 
     def __init__(
         self,
@@ -90,13 +73,6 @@ class FSDP(nn.Module):
             raise ValueError("expected a plain module, got FSDP inside: name its units in `wrap`")
         self.module = module
         self.group = group
-        self.compute_dtype = compute_dtype
-        self.syncing = True  # gradients are reduced after backward
-        self.keeping = False  # whole weights are kept after backward
-        self.in_backward = False
-        self.agreed = dist.get_world_size(group) == 1  # ranks use units in the same order
-        self.order: list[Unit] = []  # in which forward used them
-        self.reducing: Unit | None = None  # whose gradients are on their way
         check_same_on_all_ranks("module", module.named_parameters(), group)
         plan = plan_units(module, wrap)
         sharded = shard_parameters(module, group)
@@ -111,107 +87,10 @@ class FSDP(nn.Module):
             if reshard_after_forward is None:
                 unit.reshard = name != ""
             self.units.append(unit)
-            before = partial(self.before_forward, unit)
-            after = partial(self.after_forward, unit)
-            unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(after)
-
-            before = partial(self.before_forward, unit)
-            after = partial(self.after_forward, unit)
-            submodule.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            submodule.register_forward_hook(after)
+        self.conductor = Conductor(self.units, group, compute_dtype, self.overlap)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
-
-    # Forward
-
-    def before_forward(self, unit: Unit, _, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Gather the weights; see to it that backward comes to `after_backward(unit)`."""
-        self.gather(unit)
-        if self.compute_dtype is not None:
-            args, kwargs = cast((args, kwargs), self.compute_dtype)
-        if torch.is_grad_enabled() and not unit.in_backward:
-            # Backward comes to a unit's inputs when it has left the unit.
-            args, kwargs = led_through(partial(self.after_backward, unit), (args, kwargs))
-        return args, kwargs
-
-    def after_forward(self, unit: Unit, _, args: tuple, output):
-        """Drop the weights; see to it that backward begins with `before_backward(unit)`."""
-        if unit.in_backward:  # a checkpoint has called the unit again: its weights are needed
-            return output
-        if not torch.is_grad_enabled():
-            if not self.in_backward:
-                unit.drop()
-            return output
-        if not self.in_backward:
-            if unit.reshard:
-                unit.drop()
-            if unit.sharded:
-                unit.uses.append(len(self.order))
-                self.order.append(unit)
-        return with_hooks(partial(self.before_backward, unit), output)
-
-    def gather(self, unit: Unit) -> None:
-        self.start_gather(unit)
-        unit.gather()
-
-    def start_gather(self, unit: Unit) -> None:
-        if unit.needs_gather:
-            self.agree(f"gather {unit.name}")
-            unit.start_gather()
-
-    # Backward
-
-    def before_backward(self, unit: Unit) -> None:
-        """Gather the weights again, and start with those that backward needs next."""
-        if not self.in_backward:
-            self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-        if unit.in_backward:  # the gradient of another of its outputs
-            return
-        unit.in_backward = True
-        unit.done = False
-        self.gather(unit)
-        if unit.uses:
-            place = unit.uses.pop()
-            if place > 0:
-                self.start_gather(self.order[place - 1])
-        if not self.overlap_reduce:  # hold one unit's gradients at a time, not two
-            self.finish_reduce()
-
-    def after_backward(self, unit: Unit) -> None:
-        """Drop the weights, and start to reduce the gradients."""
-        unit.in_backward = False
-        unit.done = True
-        unit.take_gradients()
-        if not self.keeping:
-            unit.drop()
-        if self.syncing:
-            self.reduce(unit)
-
-    def reduce(self, unit: Unit) -> None:
-        self.finish_reduce()
-        if unit.has_gradients:
-            self.agree(f"reduce {unit.name}")
-            unit.start_reduce()
-            self.reducing = unit
-
-    def finish_reduce(self) -> None:
-        if self.reducing is not None:
-            self.reducing.finish_reduce()
-            self.reducing = None
-
-    def end_backward(self) -> None:
-        """Finish what backward didn't come to: units whose inputs need no gradient; root first."""
-        for unit in self.units:
-            if not unit.done:
-                self.after_backward(unit)
-            unit.done = False
-            unit.uses.clear()
-        self.finish_reduce()
-        self.order.clear()
-        self.in_backward = False
 
     # A step
 
@@ -225,27 +104,25 @@ class FSDP(nn.Module):
 
         PyTorch's `set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)`.
         """
-        before = self.syncing, self.keeping
-        self.syncing = self.syncing and not gradients
-        self.keeping = self.keeping or weights
+        conductor = self.conductor
+        syncing = conductor.syncing
+        keeping = conductor.keeping
+        conductor.syncing = syncing and not gradients
+        conductor.keeping = keeping or weights
         try:
             yield
         finally:
-            self.syncing, self.keeping = before
+            conductor.syncing = syncing
+            conductor.keeping = keeping
 
     def synchronize(self) -> None:
         """Reduce what is left, after backward and before the optimizer's step; drop all weights.
 
         Inside `no_sync` it does nothing. ValueError: a trained parameter has no gradient.
         """
-        if not self.syncing:
+        if not self.conductor.syncing:
             return
-        self.drop()
-        for unit in self.units:
-            self.reduce(unit)
-        self.finish_reduce()
-        self.agree("synchronize")
-        self.agreed = True
+        self.conductor.synchronize()
         unused = []
         for unit in self.units:
             unused += [each.name for each in unit.trained if not each.used]
@@ -256,21 +133,19 @@ class FSDP(nn.Module):
             remedy = "Does the loss depend on it? Freeze it, on every rank, if not."
             raise ValueError(f"{got}, expected one for every parameter that requires it. {remedy}")
 
-    def agree(self, event: str) -> None:
-        """Compare what ranks do next, in the first step: else one rank's weights serve another's.
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Make the mean gradient no longer than `max_norm`, after `synchronize`; return its length.
 
-        Two units of one size look alike to a collective.
+        Cost: one number all-reduced. torch.nn.utils' function would take shards for the whole.
         """
-        if not self.agreed:
-            remedy = "All ranks must use the same modules in the same order, in every step."
-            check_same("next call", [event], self.group, remedy)
+        shards = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return clip_grad_norm_(shards, max_norm, self.group)
 
     # Whole parameters
 
     def drop(self) -> None:
         """Drop all whole weights: `.module` shows the shards."""
-        for unit in self.units:
-            unit.drop()
+        self.conductor.drop()
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return {name: shape of the whole parameter}, as the plain module's `named_parameters`."""
@@ -310,43 +185,3 @@ class FSDP(nn.Module):
             f"state_dict() on rank {dist.get_rank()} would hold this rank's shards alone. Take "
             "full_parameters() on every rank and save them on one, or ddpkit.fsdp.save."
         )
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Make the mean gradient no longer than `max_norm`, after `synchronize`; return its length.
-
-        Cost: one number all-reduced. torch.nn.utils' function would take shards for the whole.
-        """
-        shards = [p.grad for p in self.module.parameters() if p.grad is not None]
-        return clip_grad_norm_(shards, max_norm, self.group)
-
-
-def cast(values, dtype: torch.dtype):
-    """Convert every floating tensor in nested tuples, lists and dicts."""
-    return tree_map_only(
-        Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values
-    )
-
-
-def led_through(act: Callable[[], None], values):
-    """Lead all tensors in `values` that need a gradient through one `Then`."""
-    leaves, structure = tree_flatten(values)
-    places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    if places:
-        tensors = Then.apply(act, *[leaves[n] for n in places])
-        for n, tensor in zip(places, tensors, strict=True):
-            leaves[n] = tensor
-    return tree_unflatten(leaves, structure)
-
-
-def with_hooks(act: Callable[[], None], values):
-    """Let backward call `act()` when the gradient of a tensor in `values` is here."""
-
-    def hooked(x: Tensor) -> Tensor:
-        if not x.requires_grad:
-            return x
-        if x._is_view():  # changed in place, a view drops its hooks; autograd defends a `Then`
-            return Then.apply(act, x)[0]
-        x.register_hook(lambda _: act())
-        return x
-
-    return tree_map_only(Tensor, hooked, values)
