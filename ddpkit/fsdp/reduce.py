@@ -52,6 +52,7 @@ class Reduction:
             self.work.wait()
         own = torchs.shard(self.flat, self.unit.group) / self.after
         own = own.to(self.unit.shard_dtype)
+        self.flat.untyped_storage().resize_(0)  # now: a backend may let go of it later
         for part, each in zip(own.split(self.numels), self.trained, strict=True):
             each.add(part)
 

@@ -109,6 +109,7 @@ class Unit:
         self.memory.untyped_storage().resize_(self.nbytes)
         for padded, parts in zip(self.padded, self.by_rank(flat, self.numels), strict=True):
             padded.view(self.world_size, -1).copy_(parts)
+        flat.untyped_storage().resize_(0)  # now: a backend may let go of it later
         for each in self.sharded:
             each.whole.requires_grad_(each.shard.requires_grad)
             each.show(each.whole)
