@@ -5,9 +5,10 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable
 
-from ddpkit.lesson.figures import hop_numbers
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.run import Run
+
+from ..tools.hops import hop_numbers
 
 COUNTED = "bytes", "calls", "hops"
 
