@@ -24,6 +24,7 @@ from ddpkit.audit import (
 )
 from ddpkit.audit.tape import Step, plain_name
 from ddpkit.ddp import BucketedDDP
+from ddpkit.fsdp import FSDP
 from ddpkit.models import GPT, mean_loss
 from ddpkit.tensor_parallel import ParallelGPT
 from ddpkit.zero import ZeroOptimizer
@@ -107,6 +108,7 @@ RIGHT = {
     "ours": (in_parallel(BucketedDDP), RANKS),
     "PyTorch's": (in_parallel(DistributedDataParallel), RANKS),
     "FSDP2": (in_parallel(sharded), RANKS),
+    "our FSDP": (in_parallel(FSDP), RANKS),
     "ZeRO": (with_zero, RANKS),
     "tensor parallel": (split, 2),
 }
