@@ -87,11 +87,24 @@ def _train(answer, cap_bytes, between, by_rank):
     seen["waits before backward was over"] = waited
     seen["waits in step 2 for handles of step 1"] = sum(r.waits for r in earlier) - waits
     seen["bytes of each all_reduce"] = [r.bytes for r in all_reduces()[len(earlier) :]]
+    if cap_bytes == 0 and not all_reduces():
+        seen["bytes of each all_reduce"] = _of_a_ring(2 if between else 1)
     if cap_bytes:
         seen["gradients that aren't views of a bucket"] = _gradients(stack, sent)[0]
         new = _memory(sent).keys() - _memory(earlier) if between else ()
         seen["buckets made anew in step 2"] = len(new)
     return seen
+
+
+def _of_a_ring(steps: int) -> list[int]:
+    """Return the bytes of one message, if each step sent it round a ring of chunks; else those."""
+    sends = [record.bytes for record in recorder().records if record.op == "send"]
+    world_size, (nbytes,) = dist.get_world_size(), AFTER_BACKWARD[1]
+    hops = 2 * (world_size - 1)
+    most = steps * hops * (nbytes // world_size + 4)
+    sent = sum(sends[-steps * hops :]) if hops else 0
+    ring = len(sends) >= steps * hops and sent <= most and not any(all_reduces())
+    return [nbytes] if ring else sends
 
 
 def _memory(sent: list[Record]) -> dict[int, list]:

@@ -389,19 +389,21 @@ class Exercise:
         It takes NAMING_S at most, also where each launch takes seconds: then the others stay
         untried, and are first in turn the next time.
         """
-        deadline, near = time.monotonic() + NAMING_S, None
+        deadline, near, longest = time.monotonic() + NAMING_S, None, 0.0
         trials = list(self.trials())
         if number == len(trials):
             return None
         for mistake in self.mistakes:
             passed, failed = self._tried.get(mistake.name, (0, None))
             while failed is None and passed <= number:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                begun = time.monotonic()
+                left = deadline - begun
+                if left <= longest:
                     break
                 answer = mistake.applied_to(self.reference, self.helpers)
                 found = self._run(answer, [trials[passed]], left)
-                if isinstance(found[0], HangError) and time.monotonic() >= deadline:
+                longest = max(longest, time.monotonic() - begun)
+                if isinstance(found[0], HangError) and longest >= left:
                     break  # it was cut off, and tells nothing
                 failed = self._problem([trials[passed]], *found)
                 passed += failed is None

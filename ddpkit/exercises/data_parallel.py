@@ -13,6 +13,7 @@ from ddpkit.runtime.board import Record
 from ddpkit.runtime.wire import recorder
 
 from .checker import Exercise, Trial, mistakes
+from .score import bytes_moved, excess
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -264,20 +265,24 @@ the_frozen_too: if parameter.requires_grad → if parameter is not None
 
 # average_gradients(module)
 
+TRAFFIC = {
+    "bytes too many": "the values are right, but rank {rank} sent {got} bytes more than an "
+    "all_reduce of each trained parameter's gradient, once a step. What else goes out?",
+    "calls too many": "the values are right, but rank {rank} made {got} calls more than there are "
+    "trained parameters. What is sent beside their gradients?",
+}
+
 
 def _run_average(answer, unused):
     module, rank = Stack(), dist.get_rank()
     layers = ("tokens.weight", "head.weight") if unused and rank == 1 else LAYERS
     module(dist.get_world_size() * 10**rank, layers).backward()
     answer(module)
-    # Ranks may first agree on which of them have a gradient: messages of zeros and ones don't count
-    sent = [r for r in recorder().records if not set(r.values or [2]) <= {0, 1}]
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return {
         **left_in(module),
-        "anything sent": bool(sent),
-        "bytes too many": max(0, sum(r.bytes for r in sent) - sum(g.nbytes for g in gradients)),
-        "calls too many": max(0, len(sent) - len(gradients)),
+        "anything sent": bool(recorder().records) or dist.get_world_size() == 1,
+        **excess(recorder().records, gradients, flags=True),
     }
 
 
@@ -302,6 +307,7 @@ average_gradients = Exercise(
         "wire": "One dist.all_reduce for each parameter of module.parameters().",
         "hang": "All ranks make the same calls: where .grad is None, zeros go out.",
     },
+    says=TRAFFIC,
     praise="right on 1, 2 and 4 ranks, also where one has no gradient, and nothing goes out twice.",
     explain=read_mean,
     note="NaiveDDP calls it, and complains where a gradient is missing on the way.",
@@ -335,7 +341,7 @@ reduces: dist.all_reduce(parameter.grad → dist.reduce(parameter.grad, 0
 
 # sum_or_mean(module, reduction, rows)
 
-ROWS = (3, 1), (4, 0), (4, 1, 3)  # of each rank; 4 or 8 together, so divisions are exact
+ROWS = (3, 1), (4, 0), (4, 1, 3), (128, 128)  # of each rank; powers of 2 together: exact
 
 
 def sum_or_mean(module, reduction, rows):
@@ -357,13 +363,16 @@ def _run_sum_or_mean(answer, reduction, rows):
     times = rows[rank] if reduction == "sum" else sum(rows) * (rows[rank] > 0)
     module(10**rank * times).backward()
     answer(module, reduction, rows[rank])
-    return left_in(module)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    spare = 8 * len(trained) * (reduction == "mean")  # for the count of rows
+    too_many = excess(recorder().records, trained, spare)["bytes too many"]
+    return left_in(module) | {"bytes too many": too_many}
 
 
 def _sum_or_mean_trials():
     for rows in ROWS:
         digits = sum(count * 10**rank for rank, count in enumerate(rows))
-        expected = [ideal(digits)] * len(rows)
+        expected = [ideal(digits) | {"bytes too many": 0}] * len(rows)
         for reduction in ("sum", "mean"):
             what = f"{reduction} over {' and '.join(map(str, rows))} rows"
             yield Trial(len(rows), _run_sum_or_mean, (reduction, rows), expected, what=what)
@@ -378,6 +387,7 @@ sum_or_mean = Exercise(
         "hang": "No rank knows all rows: each begins with an all_reduce of torch.tensor(rows).",
     },
     praise="right for the sum and for the mean, whatever rows a rank has, and if it has none.",
+    says=TRAFFIC,
     explain=lambda *_: "Write down one process's gradient: how much does each row count in it?",
     note="Ours. Yours may look different: the check looks at what it does.",
     mistakes=mistakes("""
@@ -435,10 +445,12 @@ def _run_naive(answer, steps, unused):
         model.synchronize()
         left = left_in(module)
         optimizer.step()
-    sent = [r for r in recorder().records[before:] if not set(r.values or [2]) <= {0, 1}]
-    buffers = sum(buffer.nbytes for buffer in module.buffers())  # which PyTorch's sends in forward
-    excess = sum(r.bytes for r in sent) - steps * (4 * sum(NUMBERS.values()) + buffers)
-    return found | left | {"bytes too many": max(0, excess)}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # PyTorch's sends the buffers in each forward. Flags say who has which gradient.
+    sent, buffers = recorder().records[before:], list(module.buffers())
+    spare = steps * 4 * (1 + len(list(module.parameters())))
+    too_many = excess(sent, steps * (trained + buffers), spare)["bytes too many"]
+    return found | left | {"bytes too many": too_many}
 
 
 def _naive_trials():
@@ -473,8 +485,7 @@ NaiveDDP = Exercise(
         "trained": "after wrapping, trained parameters on rank {rank} are {got}, not {expected}.",
         "frozen": "after wrapping, a frozen parameter on rank {rank} is {got}, not {expected}.",
         "buffers": "after wrapping, the buffers on rank {rank} are {got}, not {expected}.",
-        "bytes too many": "the values are right, but rank {rank} sent {got} bytes more than its "
-        "gradients have.",
+        **TRAFFIC,
     },
     explain=read_mean,
     mistakes=IN_A_MEAN
@@ -536,11 +547,14 @@ def _run_hooked(answer, steps):
     line.weight.data.fill_(WEIGHT)
     line.bias.data.fill_(WEIGHT)
     model = answer(line)
+    begun = len(recorder().records)
     y = X * WEIGHT + WEIGHT - dist.get_world_size() * 10 ** dist.get_rank()
     for _ in range(steps):
         line.zero_grad()
         ((model(torch.tensor([X], dtype=torch.float64)) - y).square().sum() / 2).backward()
-        left = left_in(line) | {"bytes": sum(record.bytes for record in all_reduces())}
+        getattr(model, "synchronize", list)()  # the loop of DDP's own users has none
+        sent = bytes_moved(recorder().records[begun:], dist.get_world_size())
+        left = left_in(line) | {"bytes sent by each rank": sent}
         for parameter in line.parameters():
             parameter.data -= LR * parameter.grad
     return left
@@ -553,7 +567,8 @@ def _serial(world_size: int, steps: int) -> dict:
         error = X * (weight - WEIGHT) + (bias - WEIGHT) + tally(world_size)
         left = {"weight.grad": X * error, "bias.grad": error, "weight": weight, "bias": bias}
         weight, bias = weight - LR * X * error, bias - LR * error
-    return left | {"parameters sent": False, "bytes": steps * 2 * 8}
+    nbytes = steps * 2 * 8 * 2 * (world_size - 1) // world_size
+    return left | {"parameters sent": False, "bytes sent by each rank": nbytes}
 
 
 def _hooked_trials():

@@ -64,7 +64,8 @@ class _Double(nn.Module):
 
     def forward(self, x):
         rank, last = dist.get_rank(), dist.get_world_size() - 1
-        micro_batch = round(math.log10(x.item() * 2 ** (last - rank)))
+        value = x.item() * 2 ** (last - rank)
+        micro_batch = round(math.log10(value)) if 0 < value < math.inf else "?"  # nothing came yet
         self.done.append(f"{rank}F{micro_batch}")
         y = self.weight * x
         y.register_hook(lambda _: self.done.append(f"{rank}B{micro_batch}"))

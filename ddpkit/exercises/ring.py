@@ -363,7 +363,11 @@ def _run_cost(answer, numel):
     """Go round for real, for the wire to count, and ask the answer for its prediction."""
     x = torch.ones(numel)
     ring.ring_all_reduce(x)
-    cost = answer(dist.get_world_size(), x.nbytes)
+    return _ask_cost(answer, dist.get_world_size(), x.nbytes)
+
+
+def _ask_cost(answer, world_size, nbytes):
+    cost = answer(world_size, nbytes)
     hops, nbytes, *more = cost if isinstance(cost, tuple | list) else (cost, None, None)
     return {"numbers": 2 + len(more), "hops": hops, "bytes": nbytes}
 
@@ -380,6 +384,8 @@ def _counted(run: Run) -> list[dict]:
 def _cost_trials():
     for world_size in (5, 2, 1):  # in small worlds many wrong formulas give right numbers
         yield Trial(world_size, _run_cost, (60,), _counted, what="240 bytes")
+    right = {"numbers": 2, "hops": 14, "bytes": 14 * 240 / 8}
+    yield Trial(2, _ask_cost, (8, 240), [right] * 2, what="asked about 8 ranks")
 
 
 ring_cost = Exercise(

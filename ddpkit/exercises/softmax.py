@@ -209,6 +209,10 @@ online_softmax = Exercise(
         "error": "A number that is -inf adds nothing: skip it while m is -inf, or exp(-inf - -inf) "
         "is NaN. If ℓ is 0 at the end, all were masked.",
     },
+    says={
+        "row 0, 1000": "row 0, 1000: {got}, not {expected}. exp(1000) overflows: subtract m, the "
+        "largest number, and no exponent is above 0."
+    },
     praise="the row was read twice, where safe softmax reads it three times, for the same numbers.",
     mistakes=ONLINE,
 )

@@ -349,12 +349,12 @@ as_found: self.down_weight)  # a summand, so without the bias →
     It learns as it was found. Step 1 hides it: what is 0 there, and is added on every rank?
 in_and_behind: F.linear(x, self.down_weight) → F.linear(x, self.down_weight, self.down_bias)
     The bias is in each summand, too: take it out of F.linear, and add it to the sum only.
-divides_the_bias: library.SumOverRanks.apply(x) + self.down_bias →
-    ⏎library.SumOverRanks.apply(x + self.down_bias / dist.get_world_size())
+divides_the_bias: return library.SumOverRanks.apply(x) + self.down_bias →
+    ⏎return library.SumOverRanks.apply(x + self.down_bias / dist.get_world_size())
     What comes out is right now, but the gradient of the bias is divided by W on its way: SGD moves
     it W times too little, and AdamW hides that. Don't divide, add it once.
-on_rank_0: library.SumOverRanks.apply(x) + self.down_bias →
-    ⏎library.SumOverRanks.apply(x + self.down_bias if dist.get_rank() == 0 else x)
+on_rank_0: return library.SumOverRanks.apply(x) + self.down_bias →
+    ⏎return library.SumOverRanks.apply(x + self.down_bias if dist.get_rank() == 0 else x)
     What comes out is right now, but only rank 0's bias gets a gradient: the ranks' copies of it go
     apart, and a checkpoint keeps any one of them. Every rank must add it, to the sum.
 without_the_bias: library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)

@@ -12,6 +12,7 @@ from ddpkit.runtime.recorder import recorder
 from ddpkit.tensor_parallel import sequence as sequence_parallel
 
 from .checker import Exercise, Rounded, Trial, mistakes
+from .score import SPARE, spare
 from .tensor_parallel import autograd_must_know, calls, group_of, in_groups, of_group, whole
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
@@ -306,8 +307,7 @@ def _run_clip(answer, size):
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
         clipped = torch.cat([p.grad for p in copies if p.grad is not None])
         seen[f"gradients, {what}"] = Rounded(clipped.tolist(), 3)
-    largest = max((record.bytes for record in recorder().records[begun:]), default=0)
-    return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
+    return seen | {SPARE: spare(recorder().records[begun:], len(CASES))}
 
 
 def _clipped(world_size: int, size: int) -> list[dict]:
@@ -325,7 +325,7 @@ def _clipped(world_size: int, size: int) -> list[dict]:
             mine = each["weight"][0] + each["norm"][0]
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"gradients, {what}"] = Rounded([factor * x for x in mine], 3)
-    return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
+    return [each | {SPARE: "few"} for each in seen]
 
 
 clip_grad_norm = Exercise(

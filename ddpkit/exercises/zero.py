@@ -17,6 +17,7 @@ from ddpkit import fsdp, memory, zero
 from ddpkit.runtime.recorder import recorder
 
 from .checker import Exercise, Rounded, Trial, mistakes, unwritten_memory_shows
+from .score import SPARE, bytes_moved, spare
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -100,10 +101,10 @@ def _gradient(rank: int, world_size: int, step: int) -> torch.Tensor:
     return torch.arange(1.0, 1 + NUMEL, dtype=torch.float64) * first
 
 
-def _run_step(answer, steps, needed):
+def _run_step(answer, steps, dtype, needed):
     """Run steps on shards. needed: the bytes that a rank must send."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parameters, state, seen = START.clone(), {}, {}
+    parameters, state, seen = START.to(dtype, copy=True), {}, {}
     gradients = torch.empty_like(parameters)  # one tensor for all steps, as a bucket is
     for step in range(steps):
         gradients.copy_(_gradient(rank, world_size, step))
@@ -112,18 +113,15 @@ def _run_step(answer, steps, needed):
         kept = {}  # by where they lie: a view keeps the whole storage
         for tensor in filter(torch.is_tensor, tree_leaves(state)):
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+            kept[storage.data_ptr()] = storage.nbytes()
         kept.pop(parameters.data_ptr(), None)
         seen[f"parameters after step {step + 1}"] = parameters.tolist()
-        seen[f"elements in state after step {step + 1}"] = sorted(kept.values())
-    part, sent = (world_size - 1) / world_size, Counter()
-    shares = {"send": 1, "recv": 0, "all_reduce": 2 * part, "all_gather": world_size - 1}
-    for record in recorder().records:  # collectives as if they went round a ring
-        sent[record.op] += record.bytes * shares.get(record.op, part)
-    return seen | {SENT: needed if sent.total() <= needed else dict(+sent)}
+        seen[f"bytes in state after step {step + 1}"] = sorted(kept.values())
+    sent = bytes_moved(recorder().records, world_size)
+    return seen | {SENT: needed if sent <= needed else sent}
 
 
-def _serial(world_size: int, steps: int, needed: int) -> dict:
+def _serial(world_size: int, steps: int, itemsize: int, needed: int) -> dict:
     """The specification: one process that has all ranks' gradients."""
     parameters, momentum, right = START.clone(), 0, {}
     for step in range(steps):
@@ -131,17 +129,23 @@ def _serial(world_size: int, steps: int, needed: int) -> dict:
         momentum = BETA * momentum + total / world_size
         parameters -= LRS[step] * momentum
         right[f"parameters after step {step + 1}"] = parameters.tolist()
-        right[f"elements in state after step {step + 1}"] = [NUMEL // world_size]
+        right[f"bytes in state after step {step + 1}"] = [NUMEL // world_size * itemsize]
     return right | {SENT: needed}
 
 
 def _step_trials():
-    for world_size, steps in ((2, 3), (4, 2), (1, 2)):
-        needed = steps * 2 * (world_size - 1) * START.nbytes // world_size
-        right = [_serial(world_size, steps, needed)] * world_size
+    double, single = torch.float64, torch.float32
+    for world_size, steps, dtype in (
+        (2, 3, double),
+        (2, 1, single),
+        (4, 2, double),
+        (1, 2, double),
+    ):
+        needed = steps * 2 * (world_size - 1) * NUMEL * dtype.itemsize // world_size
+        right = [_serial(world_size, steps, dtype.itemsize, needed)] * world_size
         what = f"{steps} steps (parameters 7, 8, 9... at first; gradients of rank r in step s are "
-        what += f"{16 * world_size}·10ʳ·s times 1, 2, 3...)"
-        yield Trial(world_size, _run_step, (steps, needed), right, what=what)
+        what += f"{16 * world_size}·10ʳ·s times 1, 2, 3...)" + ", in float32" * (dtype == single)
+        yield Trial(world_size, _run_step, (steps, dtype, needed), right, what=what)
 
 
 zero_step = Exercise(
@@ -276,8 +280,7 @@ def _run_clip(answer):
         norm = answer(shards, max_norm)
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
         seen[f"shards, {what}"] = Rounded(torch.cat(shards).tolist(), 3)
-    largest = max((record.bytes for record in recorder().records), default=0)
-    return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
+    return seen | {SPARE: spare(recorder().records, len(_longest(world_size)))}
 
 
 def _clipped(world_size: int) -> list[dict]:
@@ -291,7 +294,7 @@ def _clipped(world_size: int) -> list[dict]:
         for rank in range(world_size):
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"shards, {what}"] = Rounded(clipped[rank].tolist(), 3)
-    return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
+    return [each | {SPARE: "few"} for each in seen]
 
 
 clip_grad_norm_ = Exercise(
