@@ -379,8 +379,9 @@ class Exercise:
 
     def _short_replay(self):
         """Return the player if its pictures can be drawn within a second or two."""
-        calls = sum(map(len, self._outcome.wire))
-        return self.replay() if 0 < calls <= 16 else None
+        records = [record for of_rank in self._outcome.wire for record in of_rank]
+        kept = any(record.values is not None for record in records)  # else there is nothing to draw
+        return self.replay() if kept and len(records) <= 16 else None
 
     def known(self, number: int, problem: Problem) -> Mistake | None:
         """Find the mistake of the table that passes the trials before this one, and fails it alike.

@@ -5,6 +5,7 @@ Element i has i + 1 times as much, so that a gradient in the wrong place shows.
 """
 
 import json
+import math
 import weakref
 from collections import Counter
 
@@ -69,18 +70,10 @@ loses_the_remainder: -(-sum(numels) // world_size) → sum(numels) // world_size
 in_flat_numbers: - first⏎stop = min((rank + 1) * length, first + numel) - first →
     ⏎⏎stop = min((rank + 1) * length, first + numel)
     Count start and stop from the parameter's own beginning, not from that of the flat buffer.
-counts_the_padding: first + numel) → first + numel + (parameter + 1 == len(numels)) * sum(numels))
-    The padding belongs to no parameter: the last part ends where its parameter does.
-from_the_end: return shards → return shards[::-1]
-    Rank 0 owns the beginning of the flat buffer, rank 1 what follows, in the parameters' order.
 overlaps: min((rank + 1) * length → min((rank + 1) * length + 1
     Element 0 of parameter 1 has more than one owner. Is stop inclusive where it shouldn't be?
 with_inclusive_stops: append((parameter, start, stop)) → append((parameter, start, stop - 1))
     Some elements have no owner, and would never be updated. Is stop exclusive, as in [start:stop]?
-in_lengths: append((parameter, start, stop)) → append((parameter, start, stop - start))
-    The third number is where the part stops, not how many elements it has.
-of_this_rank_only: return shards → return shards[dist.get_rank()]
-    Return a list for each rank, of tuples (parameter, start, stop): every rank knows the plan.
 by_parameter: if start < stop:⏎shard.append((parameter, start, stop)) →
     ⏎if rank == parameter % world_size:⏎    shard.append((parameter, 0, numel))
     Cut the flat buffer, not the list of parameters: a parameter may lie in two shards.
@@ -165,8 +158,6 @@ zero_step = Exercise(
     mistakes=mistakes("""
 sums: (gradients) / world_size → (gradients)
     The gradient is the sum over the ranks. Divide the shard by their number: it should be the mean.
-divides_twice: (gradients) / world_size → (gradients) / world_size**2
-    The gradient was divided by the number of ranks twice.
 its_own_gradient: ring_reduce_scatter(gradients) / world_size → gradients.chunk(world_size)[rank]
     Each rank updated its shard with its own gradient: the others' is missing.
     ring_reduce_scatter(gradients) returns this rank's shard of the sum.
@@ -183,14 +174,8 @@ reduces_everything: gradient = ring_reduce_scatter(gradients) / world_size →
     An all_reduce gives every rank the whole sum; it needs a shard.
 in_a_new_tensor: parameters.chunk(world_size)[rank] → parameters.chunk(world_size)[rank].clone()
     Parameters are as before. Write into them in place: a shard is parameters.chunk(W)[rank].
-uphill: shard.sub_ → shard.add_
-    The update has the wrong sign: against the gradient.
 with_its_own_lr: lr * state["momentum"] → 1 / 16 * state["momentum"]
     The first step was right. lr and beta are arguments, and lr changes: take those of each call.
-begins_with_junk: torch.zeros_like(shard) → torch.empty_like(shard)
-    The momentum begins with what lay in memory: torch.zeros_like, not empty_like.
-averages_its_momentum: add_(gradient) → add_((1 - beta) * gradient)
-    momentum = beta * momentum + gradient: without a factor 1 - beta.
 """),
 )
 
@@ -236,20 +221,10 @@ shares_everything_at_once: stage >= sharded_from → stage
     That is stage 3 from the beginning. Stage 1 shares out the optimizer's state only.
 one_thing_a_stage: stage >= sharded_from → stage == sharded_from
     Each stage goes on sharing what the one before it does: stage 2 gradients *and* optimizer state.
-parameters_first: (3, 2, 1) → (1, 2, 3)
-    The largest first: stage 1 shares the optimizer's state, stage 2 gradients, too, stage 3 all.
-parameters_second: (3, 2, 1) → (2, 3, 1)
-    Stage 2 shares gradients, stage 3 parameters: those are needed whole in forward and backward.
 without_the_master_copy: PRECISIONS[precision] → 2, 2, 8
     K is 12: momentum and variance, and the master copy, 4 bytes each.
-in_fp32: PRECISIONS[precision] → 4, 4, 8
-    That is fp32. In mixed precision parameters and gradients have 2 bytes, the optimizer 12.
 loses_the_remainder: -(-parameters // world_size) → parameters // world_size
     10 parameters on 4 ranks: shards of 3, the last one padded. Rounded down, two have no owner.
-in_fractions: -(-parameters // world_size) → parameters / world_size
-    A shard has whole numbers: 10 parameters on 4 ranks make shards of 3, not of 2.5. Round up.
-of_the_paper: -(-parameters // world_size) → -(-parameters // 64)
-    That is right for the paper's 64 ranks. W is an argument.
 in_total: return ModelStates(* → return sum(
     Return three numbers: the bytes of parameters, of gradients, and of the optimizer's state.
 """),
@@ -259,6 +234,7 @@ in_total: return ModelStates(* → return sum(
 # clip_grad_norm_(shards, max_norm)
 
 CLIPS = {"long everywhere": 1, "longer than 20 on rank 1": 20, "short": 1000, "all zeros": 1}
+CLIPS |= {"without a limit": math.inf}
 
 
 def _part(rank: int, what: str) -> list[float]:
@@ -290,7 +266,7 @@ def _clipped(world_size: int) -> list[dict]:
         parts = [_part(rank, what) for rank in range(world_size)]
         gradient = torch.tensor(parts, dtype=torch.float64)
         length = gradient.norm().item()
-        clipped = gradient * max_norm / max(length, max_norm)
+        clipped = gradient * (max_norm / length if length > max_norm else 1)
         for rank in range(world_size):
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"shards, {what}"] = Rounded(clipped[rank].tolist(), 3)
@@ -316,18 +292,10 @@ clip_grad_norm_ = Exercise(
 norm_of_the_shard: dist.all_reduce(squared, group=group) → pass
     That is the length of this rank's part. Each rank would shorten its own by another factor, and
     the gradient would turn.
-mean_of_squares: squared.sqrt() → (squared / dist.get_world_size()).sqrt()
-    The squares are added up, not averaged: shards lie one behind the other, in no two of them is
-    the same number.
-without_the_root: squared.sqrt() → squared
-    That is the square of the length: take the root.
 first_tensor_only: get_total_norm(shards) → get_total_norm(shards[:1])
     A rank has several tensors, one for each bucket: add up the squares of all.
 each_tensor_by_itself: (norm + 1e-6) → (shard.norm() + 1e-6)
     Each tensor was shortened by its own length. One factor for all, or the gradient turns.
-each_number_by_itself: shard *= (max_norm / (norm + 1e-6)).clamp(max=1) →
-    ⏎shard.clamp_(-max_norm, max_norm)
-    Each number was cut by itself, which turns the gradient. Multiply all by one factor.
 lengthens: .clamp(max=1) →
     A short gradient was made longer. Leave it alone: the factor is 1 at most.
 only_if_its_own_is_long: dist.all_reduce(squared, group=group) →
@@ -384,7 +352,9 @@ def _run_stage_3(answer):
     then = len(records)
     seen = {"out": out.tolist(), "calls in forward": _ops(records[begun:])}
     seen["whole layers in memory after forward"] = layer.still_there()
-    out.backward(gradient)
+    given = gradient.clone()
+    out.backward(given)
+    seen["the gradient that backward was given"] = given.tolist()
     for what, tensor in {"x": x, "the shard": layer.shard}.items():
         seen[f"gradient of {what}"] = None if tensor.grad is None else tensor.grad.tolist()
     return seen | {"calls in backward": _ops(records[then:])}
@@ -403,6 +373,7 @@ def _serial_stage_3(world_size: int) -> list[dict]:
             "out": (x @ WEIGHT.T + BIAS).tolist(),
             "calls in forward": {"all_gather": 1},
             "whole layers in memory after forward": 0,
+            "the gradient that backward was given": gradient.tolist(),
             "gradient of x": (gradient @ WEIGHT).tolist(),
             "gradient of the shard": flat[rank * length : (rank + 1) * length],
             "calls in backward": {"all_gather": 1, "reduce_scatter": 1},
@@ -445,11 +416,7 @@ sums: gradient / dist.get_world_size(layer.group) → gradient
     The shard's gradient is the sum over the ranks. Divide by their number: it should be the mean.
 divides_the_gradient_of_x: return gradient @ weight → return mean @ weight
     The gradient of x was divided by W, too. No other rank has this x: nothing is averaged there.
-transposed: mean.T @ x → x.T @ mean
-    The weight's gradient is laid out as the weight, (outputs, inputs): gradient.T @ x.
 without_bias: [mean.T @ x, mean.sum(0)] → [mean.T @ x]
     The shards hold weight and bias: layer.reduce_scatter needs the gradients of both.
-none_for_x: return gradient @ weight → return None
-    x needs a gradient, too: the layer before this one waits for it. gradient @ weight.
 """),
 )

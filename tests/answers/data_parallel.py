@@ -74,13 +74,13 @@ def serve_whoever_comes(model, optimizer, steps):
 
 
 class NaiveDDPWhole(torch.nn.Module):
-    """As a reader writes it; buffers and frozen parameters are in the state_dict."""
+    """As a reader writes it; not all buffers are in the state_dict."""
 
     def __init__(self, module):
         super().__init__()
         self.module = module
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, src=0)
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.data, src=0)
 
     def synchronize(self):
         average_gradients_by_flags(self.module)
@@ -225,7 +225,18 @@ def gathers_all_to_sum(module, reduction, rows):
         parameter.grad = sum(every) / (sum(counts) if reduction == "mean" else 1)
 
 
+class SendsTheStateDict(NaiveDDPWhole):
+    """Without the buffers that aren't saved."""
+
+    def __init__(self, module):
+        super(NaiveDDPWhole, self).__init__()
+        self.module = module
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, src=0)
+
+
 WRONG = [
+    ("NaiveDDP", SendsTheStateDict, "the buffers on rank 1"),
     ("average_gradients", gathers_everything, "bytes more than an all_reduce of each"),
     ("average_gradients", sends_the_frozen_too, "made 1 calls more than there are trained"),
     ("average_gradients", counts_ranks_each_time, "bytes more than an all_reduce of each"),

@@ -144,7 +144,19 @@ def keeps_its_state_in_float64(parameters, gradients, state, lr=1 / 16, beta=1 /
     ring_all_gather(parameters)
 
 
+class WritesIntoTheGradient(check.GatherUseFree.reference):
+    """The gradient is the caller's."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,), layer = ctx.saved_tensors, ctx.layer
+        to_x = gradient @ layer.gather()[0]
+        gradient /= _size()
+        return to_x, layer.reduce_scatter([gradient.T @ x, gradient.sum(0)]), None
+
+
 WRONG = [
+    ("GatherUseFree", WritesIntoTheGradient, "the gradient that backward was given"),
     ("shard_plan", shard_plan_empties_its_list, "`numels` isn't what it was"),
     ("clip_grad_norm_", clips_into_new_tensors, "there are new tensors in `shards`"),
     ("clip_grad_norm_", clips_by_gathering, "bytes sent, where one or two numbers do"),
