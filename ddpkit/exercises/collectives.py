@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ddpkit import collectives
 from ddpkit.collectives import by_rank, counted_from, exchange, members
-from ddpkit.lesson.figures import hop_numbers
+from ddpkit.tools.hops import hop_numbers
 
 from .checker import Exercise, Trial, check_wire, mistakes, read_sum, who_is_in
 

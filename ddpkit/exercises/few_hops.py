@@ -6,8 +6,8 @@ from functools import partial
 import torch
 
 from ddpkit import collectives, cost, doubling
-from ddpkit.lesson.figures import sent_bytes
 from ddpkit.runtime.launch import Run
+from ddpkit.tools.hops import sent_bytes
 
 from . import ring
 from .checker import Exercise, Mistake, Trial, check_wire, mistakes

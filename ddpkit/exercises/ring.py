@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import ring
-from ddpkit.lesson.figures import hop_numbers
 from ddpkit.runtime.launch import Run
 from ddpkit.runtime.wire import recorder
+from ddpkit.tools.hops import hop_numbers
 
 from .checker import (
     Exercise,

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpkit.lesson.figures import hop_numbers
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.run import Run
+
+from ..tools.hops import hop_numbers
 
 SPARE = "bytes sent, where one or two numbers do,"
 
