@@ -68,5 +68,5 @@ def _paragraph(text: str) -> str:
 
 def marked(text: str) -> str:
     """Turn a line, `code` in backticks, into HTML."""
-    code = rf'<code style="background: none; color: inherit; {CODE}">\1</code>'
+    code = rf'<code style="background: none; padding: 0; color: inherit; {CODE}">\1</code>'
     return re.sub("`([^`]+)`", code, html.escape(text))

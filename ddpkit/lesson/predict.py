@@ -37,7 +37,9 @@ class Prediction(Live):
             style = {"button_width": "auto"}
             field = ipywidgets.ToggleButtons(options=self.choices, value=None, style=style)
         else:
-            field = ipywidgets.Text(placeholder="a number", layout={"width": "12em"})
+            field = ipywidgets.Text(
+                placeholder="a number", layout={"width": "12em", "max_width": "100%"}
+            )
         kept = ipywidgets.HTML("&nbsp;")
 
         def enter(change) -> None:
@@ -48,7 +50,7 @@ class Prediction(Live):
         box = asking(entry, asked)
         box.children = asked, *box.children[:-1]  # the question above its field
         layout = {"border": "1px solid #888", "border_left": f"8px solid {BLUE}"}
-        box.layout = layout | {"padding": "6px 14px", "max_width": "100ex"}
+        box.layout = layout | {"padding": "6px 14px", "margin": "4px 0", "max_width": "100ex"}
         return box
 
     @property
