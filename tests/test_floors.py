@@ -15,8 +15,8 @@ MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 # it in this list.
 ORDER = """
     transport softmax flash_attention collectives ring doubling ring_attention shared_memory
-    data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp models
-    tensor_parallel pipeline train
+    data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp muon
+    models tensor_parallel pipeline train
 """
 SUBJECTS = ORDER.split()
 # What stands beside the subjects and belongs to another floor
@@ -32,6 +32,7 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "lesson": BELOW | {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"},
     "lesson.check": {"exercises", "runtime"},  # their name in notebooks
     "bench": BELOW | {"lesson", "numpy"},
+    "audit": {"runtime", "inspect", "subjects", "tools"},
     "debug": {"inspect"},
     "doctor": {"runtime"},
     "explain": {"inspect"},

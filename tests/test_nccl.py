@@ -123,7 +123,7 @@ if rank == 0:
 
 def test_streams_that_wait_for_each_other_are_told_under_debug_and_nothing_is_ended(tmp_path):
     script = """\
-from ddpkit.runtime import session
+from ddpkit.inspect import session
 
 session.STANDSTILL_S = 0.8
 word = session.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent / "ddpkit/word"

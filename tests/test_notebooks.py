@@ -99,6 +99,11 @@ def test_what_ought_to_be_equal_is(code):
             assert not wrong.search(output.get("text", "")), output.text
 
 
+@pytest.mark.slow  # not slow: a run that --anyway stored, on a busy machine, is refused before long
+def test_no_stored_run_was_disturbed(notebook):
+    assert refresh.disturbed(notebook) == [], "python scripts/refresh.py, on a quiet machine"
+
+
 def test_errors_are_meant(code):
     for cell in code:
         failed = any(output.output_type == "error" for output in cell.outputs)
