@@ -84,7 +84,7 @@ def _whence(event: Event) -> str:
         return ""
     code = linecache.getline(record.file, record.line).strip()
     where = f"line {record.line} of {record.function}"
-    return f"{where}: {code}" if code else where
+    return f"{where}: {code}" if code else ""  # "" for a call from within ddpkit
 
 
 def world_explorer() -> StepThrough:
