@@ -153,6 +153,7 @@ def convert(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
     PyTorch's `convert_sync_batchnorm`. Notebook 03.
     """
     made: dict[nn.Module, GlobalBatchNorm] = {}
+    # A list: the walk must not see the modules that it puts in.
     for path, child in list(module.named_modules(remove_duplicate=False)):
         if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             if child not in made:  # one that is used in two places stays one

@@ -73,6 +73,7 @@ def random_state() -> Tensor:
 
 
 def set_random_state(state: Tensor) -> None:
+    # The CPU's state comes first, as `random_state` puts them.
     cpu = len(torch.get_rng_state())
     torch.set_rng_state(state[:cpu])
     if len(state) > cpu:

@@ -48,6 +48,7 @@ class DataParallel(SendsGradients, nn.Module):
         super().__init__()
         self.module = module
         self.group = group
+        # By name, and each weight once: PyTorch lists a tied one under its first name.
         self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         broadcast_module(module, group)
 
@@ -79,6 +80,7 @@ def broadcast_module(module: nn.Module, group: ProcessGroup | None = None) -> No
     """
     check_in_group("broadcast_module", group)
     tensors = [*module.named_parameters(), *module.named_buffers()]
+    # Before the first broadcast: ranks with other shapes would hang in it, or die.
     check_same_on_all_ranks("module", tensors, group)
     for _, tensor in tensors:  # in the same order on all ranks, which was checked above
         dist.broadcast(tensor.detach(), group=group, group_src=0)
@@ -133,6 +135,7 @@ def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None)
     # Every rank takes part in every all-reduce, so all see the same total and stop together.
     while True:
         rows = len(batch[0])
+        # On the batch's device, as NCCL wants it.
         all_rows = torch.tensor(rows, device=batch[0].device)
         dist.all_reduce(all_rows, group=group)
         if all_rows == 0:

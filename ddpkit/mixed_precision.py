@@ -177,6 +177,7 @@ class MixedPrecisionOptimizer(Optimizer):
             self.unscale_()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        # Rounded anew from fp32 each time: what rounding takes away isn't lost.
         for weight, master in self.masters.items():
             weight.copy_(master)
             master.grad = None

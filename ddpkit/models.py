@@ -75,12 +75,14 @@ class GPT(nn.Module):
         if heads % (kv_heads or heads) != 0:
             got = f"{heads} heads can't share {kv_heads} of keys and values"
             raise ValueError(f"{got}: make `kv_heads` a divisor of `heads`")
+        # Tokens in: a vector for each token, and one for each place.
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.empty(context, width), requires_grad=False)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(width, heads, dropout, attention, kv_heads) for _ in range(layers)
         )
+        # Tokens out: a logit for each token of the vocabulary.
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight  # one parameter: both uses add to its gradient

@@ -102,6 +102,7 @@ def serve_asynchronously(
     world_size = dist.get_world_size()
     updates: list[Update] = []
     pulled = [0] * world_size  # by worker: the updates that are in its weights
+    # One gradient at a time; no worker is waited for in particular.
     for _ in range(steps * (world_size - 1)):
         gradient = torch.empty_like(parameters_to_vector(trained))
         worker = dist.recv(gradient)  # from any rank: which one, it returns

@@ -96,7 +96,8 @@ def send_right_receive_left(outgoing: Tensor, incoming: Tensor, group: ProcessGr
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    right = (rank + 1) % world_size
+    left = (rank - 1) % world_size
     send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=right)
     receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=left)
     works = dist.batch_isend_irecv([send, receive])  # a handle each; NCCL: one for both
@@ -139,6 +140,7 @@ def whole_ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tenso
     """
     total = flat(x, group)
     passed_on = total.clone()
+    # What came from the left goes on to the right, so each rank's buffer visits every other.
     for _ in range(dist.get_world_size(group) - 1):
         arrived = torch.empty_like(passed_on)
         send_right_receive_left(passed_on, arrived, group)

@@ -57,6 +57,7 @@ class SharedBuffer:
         self._rank = dist.get_rank(group)
         world_size = dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
+        # One block: first a page with a mark for each rank, then a slot for each.
         memory = _map_together(PAGE + world_size * numel * dtype.itemsize, group)
         self._marks = memory[: 8 * world_size].view(torch.int64)  # see _meet
         slots = memory[PAGE:].view(dtype).view(world_size, numel)
@@ -99,6 +100,7 @@ class SharedBuffer:
         Reads n/W bytes and writes n.
         """
         self._meet("all_gather")
+        # Each rank writes into the others' slots, and reads its own only.
         own = self._chunks[self._rank]
         for rank, chunk in enumerate(self._chunks):
             if rank != self._rank:

@@ -115,6 +115,7 @@ def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
     (..., q, n) share their values. Returns m and ℓ of shape (...), o of shape (..., D).
     """
     m, _ = start(x)
+    # The part's own maximum: no power overflows, whatever the other parts are.
     if x.shape[-1]:  # amax refuses an empty part, whose maximum is -inf
         m = x.amax(-1).to(m.dtype)
     weights = power(x, m.unsqueeze(-1))
@@ -173,6 +174,7 @@ def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor
     none, and takes two: Megatron's `vocab_parallel_cross_entropy`.)
     """
     check_in_group("softmax_across_ranks", group)
+    # One pair a row from every rank, merged by each of them.
     mine = torch.stack(summarize(x))  # two numbers a row: all that this rank sends
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)

@@ -31,7 +31,7 @@ def start_reduce_scatter(flat: Tensor, group: ProcessGroup | None = None) -> dis
 
     Cost per rank: (W-1)/W of `flat` sent. Notebook 07.
     """
-    mine = shard(flat, group)
+    mine = shard(flat, group)  # the result goes into this part of `flat` itself
     return _reduce_scatter(mine, flat, group=group, async_op=True)
 
 

@@ -8,6 +8,7 @@ A run that the machine has disturbed (`disturbed`) isn't stored: it is taken aga
 """
 
 import base64
+import json
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 README_SHOWS = "02_ring_all_reduce", "61e1ad89"  # the notebook and the cell; in docs/ring.png
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+MOST_BYTES, MOST_OF_AN_OUTPUT = 3_000_000, 300_000  # as JupyterLab would save them
 LIVE = WIDGET_VIEW, "image/svg+xml", "text/html"  # shown where a cell was run, not stored
 TRIES = 4
 # A measured number's name, and between what it lies on a machine with nothing else to do. A/A: one
@@ -42,9 +44,22 @@ def run(notebook: NotebookNode, folder: Path) -> None:
         resources={"metadata": {"path": str(folder)}},
         timeout=300,
         record_timing=False,
-        store_widget_state=False,
+        store_widget_state=True,
         coalesce_streams=True,
     ).execute(cleanup_kc=True)
+
+
+def refuse_large(notebook: NotebookNode) -> None:
+    """Raise ValueError if a reader's saved notebook, widgets included, would be slow to open."""
+    nbytes = len(nbformat.writes(notebook).encode())
+    if nbytes > MOST_BYTES:
+        raise ValueError(f"expected at most {MOST_BYTES} bytes, got {nbytes}: draw fewer frames?")
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            nbytes = len(json.dumps(output))
+            if nbytes > MOST_OF_AN_OUTPUT:
+                where = cell.source.splitlines()[0]
+                raise ValueError(f"expected {MOST_OF_AN_OUTPUT} bytes, got {nbytes} of: {where}")
 
 
 def normalise(notebook: NotebookNode) -> None:
@@ -156,6 +171,7 @@ def refresh(path: Path, tries: int = TRIES, anyway: bool = False) -> list[str]:
     for _ in range(tries):
         new = nbformat.read(path, as_version=4)
         run(new, path.parent)
+        refuse_large(new)
         normalise(new)
         wrong = disturbed(new)
         if anyway or not wrong:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import twin
 
 from ddpkit import collectives, cost, ddp, doubling, launch, ring
-from ddpkit.lesson import figures
+from ddpkit.tools.hops import hops_of, sent_bytes
 
 # Counting. Each algorithm runs between two of torch's barriers, which mark its place.
 
@@ -52,7 +52,7 @@ def every_algorithm():
 
 def measured(run):
     """The `Volume` that a run shows."""
-    ranks, hops, in_turn = range(len(run.wire)), figures.hops_of(run), 0
+    ranks, hops, in_turn = range(len(run.wire)), hops_of(run), 0
     for hop in hops:
         out = [sum(nbytes for src, _, nbytes in hop if src == rank) for rank in ranks]
         into = [sum(nbytes for _, dst, nbytes in hop if dst == rank) for rank in ranks]
@@ -84,7 +84,7 @@ def test_volumes_are_those_of_real_runs(world_size):
         ops = {record.op for records in part.wire for record in records}
         assert ops <= {"send", "recv"}, name
     if world_size == 4:
-        sent = {name: sum(figures.sent_bytes(part)) / WHOLE for name, part in parts.items()}
+        sent = {name: sum(sent_bytes(part)) / WHOLE for name, part in parts.items()}
         assert sent == TOTAL
 
 

@@ -110,7 +110,8 @@ def messages(schedule: Schedule) -> Schedule:
     ranks = rank_of_stage(schedule)
     program = [[] for _ in schedule]
     done = dict.fromkeys(action for _, action in in_turn(schedule))
-    for action in done | dict.fromkeys(all_actions(schedule)):  # those that can be done come first
+    # Those that can be done come first, in an order that works; then the rest, where it hangs.
+    for action in done | dict.fromkeys(all_actions(schedule)):
         (rank, words), (other, receive) = message(action, ranks)
         program[rank] += words
         program[other] += receive if action in done else []
@@ -170,6 +171,7 @@ def simulate(
     when: dict[str, tuple[float, float]] = {}
     free = [0] * len(schedule)  # by rank, the tick at which its last action ended
     for rank, action in in_turn(schedule):
+        # As soon as the rank is free and what the action needs has ended, on whatever rank.
         start = max([free[rank], *(when[each][1] for each in needs(action, everything))])
         free[rank] = start + ticks[parse(action)[1]]
         when[action] = start, free[rank]

@@ -75,11 +75,13 @@ class Pipeline:
         """
         self.inputs = self.cut(inputs, "inputs", needed=0 in self.stages)
         self.targets = self.cut(targets, "targets", needed=max(self.ranks) in self.stages)
+        # A new step: nothing is under way, and no stage keeps anything.
         self.mail = Mail(self.stages, self.ranks, self.group)
         self.losses: list[Tensor] = []
         self.spans = []
         for stage in self.stages.values():
             stage.reset()
+        # The program: this rank's actions, in order, with their messages between them.
         for word, number, kind, k in self.program:
             with doing(word):
                 if kind.startswith("RECV"):
@@ -93,6 +95,7 @@ class Pipeline:
                         self.stages[number].backward_weight(k)
                 # A SEND needs nothing here: the action before it has handed on what it made.
         self.mail.wait()
+        # Only the last stage has losses; the others learn the mean from it.
         loss = sum(self.losses, torch.zeros((), dtype=torch.float64, device=self.device))
         dist.broadcast(loss, group=self.group, group_src=self.last)
         return loss
@@ -165,5 +168,6 @@ class Pipeline:
         length that it had, on every rank. After `synchronize`. Cost: one number all-reduced.
         """
         ends = 1 if self.first == self.last else 2  # ranks that have the tied weight
+        # Each rank's own weights count once; the tied one would count on both ends.
         copies = {weight: ends if weight is self.tied else 1 for weight in self.weights}
         return clip_grad_norm(copies, max_norm, self.group)

@@ -26,7 +26,7 @@ class Mail:
 
     def hand_on(self, made: Tensor, to: int, way: str, k: int) -> None:
         """Send an activation or a gradient to a neighbouring stage, and go on at once."""
-        if to in self.stages:
+        if to in self.stages:  # both stages are on this rank: no message
             self.arriving[to, way, k] = made, None
             return
         made = made.contiguous()
@@ -42,6 +42,7 @@ class Mail:
         else:
             source = number + 1
             like = stage.kept[k][1]  # its output, whose gradient comes
+        # Filled while this rank computes something else; `take` waits for it.
         buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         work = dist.irecv(buffer, group=self.group, group_src=self.ranks[source])
         self.arriving[number, way, k] = buffer, work

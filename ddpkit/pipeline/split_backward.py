@@ -41,6 +41,7 @@ class SplitBackward:
 
     def input(self, gradient: Tensor | None = None) -> Tensor:
         """Compute and return the gradient of `x`. gradient: of `y`; None if y is one number."""
+        # The hooks run while autograd walks, on its own thread on a GPU.
         hooks = [node.register_prehook(self.note(node)) for node in self.branches]
         try:
             wanted = [self.x, *self.at_once]
@@ -58,6 +59,7 @@ class SplitBackward:
 
     def weight(self) -> None:
         """Add to the gradients of the weights, and free the graph."""
+        # From each noted node one product to its weights, and no step further.
         for node, weights in self.branches.items():
             if weights and node in self.came:
                 edges = []

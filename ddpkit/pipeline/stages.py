@@ -73,6 +73,7 @@ class PipelineStage:
         if self.number == 0:  # no input part: the weights' part is all of backward
             self.weight_parts[k] = partial(self.whole_backward, y, gradient)
             return None
+        # The graph stays in `kept` until the weights' part has walked it, too.
         split = SplitBackward(y, x, self.module.parameters())
         self.weight_parts[k] = split.weight
         return split.input(gradient)
@@ -101,7 +102,7 @@ def cut_layers(
         """(cost of the dearest part, number of layers in each) of the layers from `start` on."""
         if parts == 1:
             return sum(costs[start:]), [len(layers) - start]
-        # Try every length of the first part, the others being cut as well as can be.
+        # Try every length of the first part; the others are cut as well as can be.
         options = []
         longest = len(layers) - start - (parts - 1)  # one layer is left for each other part
         for many in range(1, longest + 1):

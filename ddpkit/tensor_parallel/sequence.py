@@ -121,6 +121,7 @@ class ParallelGPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens, targets: (n, length), int64. Returns the mean cross-entropy, on every rank."""
+        # With `sequence`, from here on only this rank's tokens.
         x = self.tokens(tokens)
         positions = first(self.positions, tokens.shape[1])
         if self.sequence:  # this rank's tokens, and so its places

@@ -21,6 +21,7 @@ def deal(length: int, world_size: int, blocks: list[int] | None = None) -> list[
     doesn't divide, the first ranks hold one more. ValueError: fewer rows than ranks.
     """
     hands = [[] for _ in range(world_size)]
+    # Block by block: each rank gets its part of q, its part of k and its part of v.
     for block in torch.arange(length).split(blocks or length):
         if len(block) < world_size:
             few = f"a length of {len(block)} can't be split among {world_size} ranks"
