@@ -3,7 +3,7 @@
     gather_rows       a whole parameter, of shards that may be ragged or empty
     reduce_rows       this rank's rows of the mean gradient
     sharded_step      forward and backward of blocks, of which one is whole at a time
-    accumulate        several micro-batches, reduced one by one or once
+    accumulate_rows   several micro-batches, reduced one by one or once
     backward_calls    the calls of backward in PyTorch's order, as words
     clip_all          one norm, of sharded gradients and of replicated ones
     shard_in_place    parameters become shards, and tied ones stay tied
@@ -78,7 +78,7 @@ def sharded_step(
     return value.detach()
 
 
-def accumulate(shard: Tensor, gradients: Iterable[Tensor], late: bool) -> None:
+def accumulate_rows(shard: Tensor, gradients: Iterable[Tensor], late: bool) -> None:
     """Add up in `shard.grad` the mean gradient of several micro-batches, in the shard's dtype.
 
     gradients: whole ones, of a backward each, perhaps in bf16. late: add them on this rank, and
