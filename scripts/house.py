@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = "fast", "runtime", "inspect", "exercises", "lesson", "bench"  # folders
+PARTS = "fast", "runtime", "inspect", "audit", "exercises", "lesson", "bench"  # folders
 INSTRUMENTS = "tools", "memory", "cost", "floats"  # anything else is a subject
 NO_SUBJECTS = "__init__", "debug", "doctor", "explain", "train"
 LIMITS = {  # where the house is going
@@ -45,7 +45,7 @@ COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 NO_SYNTAX = "annotation", "returns", "ctx"
 NOT_OURS = {"_device_types", "_name"}  # of torch's process groups and Python's processes
-FLOORS_ABOVE = {"exercises", "lesson", "bench", "doctor", "explain", "train", "fast"}
+FLOORS_ABOVE = {"audit", "exercises", "lesson", "bench", "doctor", "explain", "train", "fast"}
 SMALL = 30  # syntax nodes; below that, functions may be alike
 ALIKE = 0.75  # of the runs of four nodes that either of two functions has
 

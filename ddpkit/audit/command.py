@@ -1,0 +1,162 @@
+"""Is my script on N ranks the script on one? Neither is changed.
+
+    python -m ddpkit.audit train.py --world-size 3              # one script, on 1 and on 3 ranks
+    python -m ddpkit.audit serial.py parallel.py --world-size 3 # two scripts
+    python -m ddpkit.audit train.py --world-size 3 -- --lr 0.1  # after -- come the script's own
+
+Both must begin alike (a seed) and use the same samples in each step, whatever the number of ranks.
+On more than one rank the script runs under torchrun and `ddpkit.debug`, which explains a hang.
+Exit code: 0 the same training, 1 not the same, 2 it can't be told, and a sentence says why.
+"""
+
+import argparse
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from . import script as runner
+from .compare import Report, compare
+from .tape import Tape
+
+LOOK_S = 0.1
+GRACE_S = 5.0  # for torchrun to end its ranks
+LINES = 20  # of a script that failed
+TORCHRUN = re.compile(r"[EWI]\d{4} |Traceback ")  # its log, and its own end
+
+
+class CannotTell(Exception):
+    """A reason why there is nothing to compare."""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    own, dashes, after = arguments, False, []
+    if "--" in arguments:
+        at = arguments.index("--")
+        own, dashes, after = arguments[:at], True, arguments[at + 1 :]
+    says = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m ddpkit.audit", description=says)
+    parser.add_argument("serial", metavar="SCRIPT", help="what trains on one rank")
+    parser.add_argument("parallel", nargs="?", help="what trains on several, if it is another")
+    parser.add_argument("--world-size", type=int, default=3, help="ranks of the parallel run")
+    parser.add_argument("--steps", type=int, default=3, help="updates to compare")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run")
+    parser.add_argument("--stop", action="store_true", help="end the runs after these steps")
+    parser.add_argument("--no-sgd", action="store_true", help="with the script's optimizer only")
+    options = parser.parse_args(own)
+    options.parallel = options.parallel or options.serial
+    options.arguments = after if dashes else []
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        check(options)
+        report = audit(options)
+    except CannotTell as reason:
+        print(f"ddpkit.audit: {reason}", file=sys.stderr)
+        return 2
+    print(report)
+    return 0 if report.fine else 1
+
+
+def check(options: argparse.Namespace) -> None:
+    for path in (options.serial, options.parallel):
+        if not Path(path).is_file():
+            raise CannotTell(f"expected a script, got {path}: there is no such file")
+    for name in ("world_size", "steps"):
+        if getattr(options, name) < 1:
+            raise CannotTell(f"expected --{name.replace('_', '-')} of 1 or more")
+
+
+def audit(options: argparse.Namespace) -> Report:
+    """Run both, with the script's own optimizer and then with SGD; stop at the first difference."""
+    report = Report(0, 0, 0.0)
+    for sgd in ("own",) if options.no_sgd else ("own", "sgd"):
+        (alone,) = tapes(options.serial, 1, sgd, options, alone=options.serial != options.parallel)
+        together = tapes(options.parallel, options.world_size, sgd, options)
+        try:
+            report = compare(alone, together)
+        except ValueError as error:
+            raise CannotTell(str(error)) from None
+        report.optimizer = "SGD in the optimizer's place" if sgd == "sgd" else ""
+        if not report.fine:
+            break
+    return report
+
+
+def tapes(
+    script: str, ranks: int, sgd: str, options: argparse.Namespace, alone: bool = False
+) -> list[Tape]:
+    """Run a script, by torchrun or `alone`, and return each rank's tape."""
+    with tempfile.TemporaryDirectory(prefix="ddpkit-audit-") as folder:
+        command = [runner.__file__, folder, str(options.steps), sgd, script, *options.arguments]
+        if alone:
+            command = [sys.executable, *command]
+        else:
+            start = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+            command = [sys.executable, *start, "-m", "ddpkit.debug", *command]
+        output = Path(folder, "output")
+        with output.open("w") as file:
+            # A session of its own, so that all its processes can be ended together.
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                ended = wait(process, folder, ranks, options)
+            finally:
+                end(process)
+        found = sorted(Path(folder).glob("*.tape"), key=lambda path: int(path.stem))
+        if process.returncode and (ended or len(found) < ranks):
+            raise CannotTell(failure(script, ranks, process.returncode, ended, output, options))
+        if len(found) < ranks:
+            raise CannotTell(f"{script} made no {options.steps} steps in {options.timeout:g} s")
+        return [pickle.loads(path.read_bytes()) for path in found]
+
+
+def wait(process, folder: str, ranks: int, options: argparse.Namespace) -> bool:
+    """Wait for the script's end, for its tapes (--stop) or for the timeout; True: it has ended."""
+    until = time.monotonic() + options.timeout
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            return True
+        if options.stop and len(list(Path(folder).glob("*.tape"))) == ranks:
+            return False
+        time.sleep(LOOK_S)
+    return False
+
+
+def end(process) -> None:
+    """End the processes of a run that hasn't ended by itself: first politely, then by force."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def what_it_said(output: str) -> str:
+    """Return the report of `ddpkit.debug`, if there is one, else the last lines."""
+    lines = output.splitlines()
+    begins = [number for number, line in enumerate(lines) if line.startswith("ddpkit: ")]
+    if not begins:
+        return "\n".join(lines[-LINES:])
+    report = lines[begins[0] :]
+    torchruns = [number for number, line in enumerate(report) if TORCHRUN.match(line)]
+    return "\n".join(report[: torchruns[0]] if torchruns else report).strip()
+
+
+def failure(script, ranks, code, ended, output, options) -> str:
+    if not ended:
+        return f"{script} made no {options.steps} steps in {options.timeout:g} s"
+    tail = what_it_said(output.read_text(errors="replace"))
+    where = f"on {ranks} ranks" if ranks > 1 else "on one rank"
+    return f"{script} failed {where}, exit code {code}:\n{tail}"

@@ -1,0 +1,278 @@
+"""Two trainings beside each other: where do they part, on which ranks, and by which factor?
+
+A factor names its cause: W is a sum where a mean is due, m a loss that wasn't divided by the number
+of micro-batches. So the report says the ratio where it is one number, and else that there is none.
+
+Tolerance. A sum of n numbers is off by at most (n-1)·ε/2 of its terms' sizes, whatever the order
+(Higham 2002, 4.2), and each of the d layers above hands its error on: to first order, gradients of
+two right runs differ by no more than ε·n·d of their length. An update adds a step's error to those
+before it. ε is that of the narrowest dtype. Where numbers are integers (`exact`), it is 0.
+"""
+
+from dataclasses import dataclass, field
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from .tape import Step, Tape
+
+FLOOR = 1e-3  # of the whole gradient: a tensor that is shorter is judged as if it had this length
+SHOWN = 4  # names in a line
+
+
+@dataclass
+class Difference:
+    """Tensors that differ in the same way.
+
+    step: from 0; -1 is the start. what: 'gradient', 'parameter', 'loss'. names: in the model's
+    order. ranks: where; all: on every rank. factor: the ratio to the serial run, None if it isn't
+    one number. error: what is left without the factor, as a share of the serial tensor. own: each
+    rank has a gradient of its own, and their mean is `factor` times the serial one.
+    """
+
+    step: int
+    what: str
+    names: list[str]
+    ranks: tuple[int, ...]
+    all: bool
+    factor: float | None
+    error: float
+    own: bool = False
+    of: int = 0  # tensors that there are
+
+    def __str__(self) -> str:
+        where = "on every rank" if self.all else f"on rank {', '.join(map(str, self.ranks))} only"
+        if self.own:
+            where = "each rank has its own"
+        ratio = "no one factor"
+        if self.factor is not None:
+            ratio = f"×{self.factor:.4g}"
+            if near(self.factor, 1) and not self.own:
+                ratio += f" but for {self.error:.0e} of its length"
+        when = "at the start" if self.step < 0 else f"step {self.step}"
+        return f"{when}, {self.what} of {self.named}: {ratio}, {where}"
+
+    @property
+    def named(self) -> str:
+        more = f" and {len(self.names) - SHOWN} more" if len(self.names) > SHOWN else ""
+        listed = f"{', '.join(self.names[:SHOWN])}{more}"
+        return f"all {self.of} tensors" if len(self.names) == self.of > 1 else listed
+
+
+@dataclass
+class Report:
+    """The differences between a serial and a parallel training; `fine` if there are none.
+
+    steps: that were compared. tensors: in each. tolerance: of a gradient in the first step.
+    """
+
+    steps: int
+    tensors: int
+    tolerance: float
+    differences: list[Difference] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+    optimizer: str = ""
+
+    @property
+    def fine(self) -> bool:
+        return not self.differences and self.steps > 0
+
+    def __str__(self) -> str:
+        if self.steps == 0:
+            return "nothing to compare: no optimizer stepped after a backward"
+        if self.fine:
+            within = "to the last bit" if self.tolerance == 0 else f"within {self.tolerance:.1e}"
+            compared = f"{self.steps} steps, {self.tensors} gradients and parameters in each"
+            return f"the same training: {compared}, equal {within}"
+        with_it = f" (with {self.optimizer})" if self.optimizer else ""
+        lines = [f"not the same training{with_it}; it begins here:"]
+        lines += [f"  {difference}" for difference in self.differences]
+        return "\n".join(lines + [f"  {cause}" for cause in self.causes])
+
+
+def compare(
+    serial: Tape,
+    parallel: list[Tape],
+    rename: dict[str, str] | None = None,
+    to_the_bit: bool = False,
+) -> Report:
+    """Compare tapes of a serial and a parallel training, until the first step that differs.
+
+    parallel: of all ranks. rename: {a name of the parallel model: the serial one}. to_the_bit: no
+    tolerance, for exact twins. A rank may lack tensors that another has (a pipeline's).
+    ValueError: the two name no parameter alike.
+    """
+    rename = rename or {}
+    for tape in parallel:
+        check_names(serial, tape, rename)
+    steps = min(len(tape.steps) for tape in (serial, *parallel))
+    tolerance = 0.0 if to_the_bit else first_tolerance(serial)
+    report = Report(steps, len(serial.begin), tolerance)
+    ranks = len(parallel)
+
+    def differing(step: int, what: str, expected: dict, of: list[dict]) -> bool:
+        renamed = [with_names(tensors, rename) for tensors in of]
+        allowed = tolerance * max(1, step + 1)
+        report.differences += judge(step, what, expected, renamed, allowed)
+        return bool(report.differences)
+
+    if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel]):
+        report.causes.append("the runs don't begin alike: other seeds, or nobody broadcasts")
+        return report
+    for step in range(steps):
+        ours = serial.steps[step]
+        theirs = [tape.steps[step] for tape in parallel]
+        if differing(step, "gradient", ours.gradients, [each.gradients for each in theirs]):
+            report.causes += explained(report.differences, ranks, ours, theirs)
+            break
+        # Gradients agree here, so what differs now comes from the update alone.
+        if differing(step, "parameter", ours.parameters, [each.parameters for each in theirs]):
+            report.causes.append("gradients agree: look at the update (state, rate, who skips)")
+            break
+    return report
+
+
+def with_names(tensors: dict, rename: dict[str, str]) -> dict:
+    return {rename.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
+    theirs = {rename.get(name, name) for name in tape.begin}
+    if serial.begin and theirs and not theirs & set(serial.begin):
+        got = f"{next(iter(tape.begin))!r} on rank {tape.rank}, {next(iter(serial.begin))!r} in the"
+        raise ValueError(f"expected parameters of the same names, got {got} serial run: use rename")
+
+
+def first_tolerance(serial: Tape) -> float:
+    floats = [x.dtype for x in serial.begin.values() if x.is_floating_point()]
+    eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
+    return eps * serial.longest * max(1, serial.depth)
+
+
+# One kind of tensor, in one step
+
+
+def judge(
+    step: int, what: str, expected: dict[str, Tensor | None], of: list[dict], tolerance: float
+) -> list[Difference]:
+    """List what differs, tensors that differ alike in one entry, in the model's order."""
+    whole = sum(x.double().square().sum().item() for x in expected.values() if x is not None)
+    there = sum(x is not None for x in expected.values())
+    floor = FLOOR * whole**0.5 if tolerance else 0.0
+    found: dict[tuple, Difference] = {}
+    for name, x in expected.items():
+        holders = [rank for rank, tensors in enumerate(of) if name in tensors]
+        values = {rank: of[rank][name] for rank in holders}
+        wrong = {}
+        for rank, value in values.items():
+            factor, error, same = ratio(value, x, tolerance, floor)
+            if not same:
+                wrong[rank] = factor, error
+        if not wrong:
+            continue
+        factors = {None if f is None else round(f, 3) for f, _ in wrong.values()}
+        everywhere = len(wrong) == len(holders)
+        factor, error = next(iter(wrong.values()))
+        own = False
+        if len(holders) > 1 and (len(factors) > 1 or factors == {None}):
+            mean = mean_of(list(values.values()))
+            of_mean, left, _ = ratio(mean, x, tolerance, floor)
+            own = of_mean is not None and of_mean != 0 and not alike(list(values.values()))
+            factor, error = (of_mean, left) if own else (None, error)
+        key = (tuple(wrong), None if factor is None else round(factor, 3), own)
+        if key not in found:
+            found[key] = Difference(
+                step, what, [], tuple(wrong), everywhere, factor, error, own, there
+            )
+        found[key].names.append(name)
+    return list(found.values())
+
+
+def ratio(
+    value: Tensor | None, expected: Tensor | None, tolerance: float, floor: float
+) -> tuple[float | None, float, bool]:
+    """(factor, error, whether they are the same): value ≈ factor · expected, up to the tolerance.
+
+    factor: None if no number fits. A gradient that is missing counts as zeros.
+    """
+    if value is None or expected is None:
+        present = value if expected is None else expected
+        empty = present is None or not present.any()
+        return (1.0 if empty else 0.0 if value is None else None), 0.0, empty
+    if value.shape != expected.shape:
+        return None, float("inf"), False
+    a = value.double()
+    b = expected.double()
+    if tolerance == 0 and torch.equal(a, b):
+        return 1.0, 0.0, True
+    length = max(b.norm().item(), floor)
+    if (a - b).norm().item() <= tolerance * length:
+        return 1.0, 0.0, True
+    squared = b.square().sum().item()
+    factor = (a * b).sum().item() / squared if squared else 0.0
+    left = (a - factor * b).norm().item()
+    error = left / length if length else float(left > 0)
+    # Against a number that fits by chance: a vector of one element always has one.
+    fits = isfinite(factor) and left <= max(tolerance, 1e-12) * max(1.0, abs(factor)) * length
+    return (factor if fits else None), error, False
+
+
+def mean_of(values: list[Tensor | None]) -> Tensor | None:
+    present = [value.double() for value in values if value is not None]
+    return sum(present) / len(values) if present else None
+
+
+def alike(values: list[Tensor | None]) -> bool:
+    first = values[0]
+    if any(value is None for value in values):
+        return all(value is None for value in values)
+    return all(torch.equal(first, value) for value in values[1:])
+
+
+# Causes
+
+
+def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step]) -> list[str]:
+    """Say which causes these factors suggest, each once."""
+    micro_batches = max(len(step.losses) for step in theirs) or 1
+    causes = []
+    for each in found:
+        causes += suggestions(each, ranks, micro_batches, len(ours.losses) or 1)
+    return list(dict.fromkeys(causes))
+
+
+def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) -> list[str]:
+    if found.own and found.factor is not None and near(found.factor, 1):
+        return ["each rank kept its own gradient, and their mean is right: nobody averages them"]
+    if found.own:
+        return [f"each rank kept its own gradient, whose mean is ×{found.factor:.4g}"]
+    if not found.all:
+        return [f"other ranks are right: what does rank {found.ranks[0]} do alone?"]
+    if found.factor is None:
+        return ["no one factor: other data, a stale or partial sum, a missing term"]
+    if near(found.factor, 1):
+        return ["nearly the same: other roundings, another dtype on the way, or a small term"]
+    if found.factor == 0:
+        return ["no gradient arrived: a hook that isn't armed, or zero_grad at the wrong place"]
+    w = f"{ranks} ranks"
+    m = f"{micro_batches} micro-batches"
+    table = [
+        (ranks, f"{w}: summed over them where the mean is due"),
+        (1 / ranks, f"{w}: divided by their number twice, or only one rank's part counts"),
+        (micro_batches, f"{m}: their losses aren't divided by their number"),
+        (1 / micro_batches, f"{m}: divided by their number twice, or only one of them counts"),
+        (1 / serial, f"{serial} micro-batches of the serial run: not divided there"),
+        (ranks * micro_batches if micro_batches > 1 else 1, f"{w}, {m}: divided by neither"),
+        (ranks**2, f"{w}: summed over them twice"),
+    ]
+    causes = [cause for value, cause in table if value != 1 and near(found.factor, value)]
+    if not causes and near(found.factor, 2):
+        causes = ["counted twice: a tied weight, or a hook that runs two times"]
+    if not causes:
+        causes = ["no number of ranks or micro-batches of this run"]
+    return [f"×{found.factor:.4g}: {cause}" for cause in causes]
+
+
+def near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-3 * abs(b)

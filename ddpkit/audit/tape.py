@@ -1,0 +1,166 @@
+"""A training, step by step: losses, gradients before each update, parameters after it.
+
+    with Tape(steps=3) as tape:
+        train()                 # any training: it need not know of the tape
+    tape.steps[0].gradients["blocks.0.out.weight"]
+
+The tape listens at three places of PyTorch: outermost modules when they are called (their names are
+the parameters' names), `backward` (the loss), and optimizers' `step`. A tensor of which ranks hold
+parts is put together first, which takes messages: the ranks that share it must step alike.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from ..fsdp import FSDP
+from .whole import parts_of_optimizer, whole_tensor
+
+WRAPPERS = "module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
+
+
+@dataclass
+class Step:
+    """One update: what it began from, and what it led to; tensors are whole, and on the CPU.
+
+    losses: of each backward, a number. gradients: {name: as the optimizer finds it, None if there
+    is none}. parameters: {name: after the update}.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Tape:
+    """Record the first `steps` updates of the training inside, on this rank.
+
+    begin: {name: parameter before the first update}. longest: the most numbers that one sum of the
+    training adds up: a width, or the values of a micro-batch. depth: the layers with parameters.
+    when_full: called with the tape once all steps are on it, while the training goes on.
+    """
+
+    def __init__(self, steps: int = 3, when_full: Callable[["Tape"], None] | None = None):
+        self.most = steps
+        self.when_full = when_full
+        self.steps: list[Step] = []
+        self.begin: dict[str, Tensor] = {}
+        self.longest = 1
+        self.depth = 0
+        self.rank = 0
+        self.world_size = 1
+
+    # What is heard
+
+    def __enter__(self) -> "Tape":
+        self.roots: list[nn.Module] = []  # outermost modules, as they are called
+        self.calls = 0  # modules that are being called, one inside the other
+        self.stepping = 0  # optimizers that are stepping, likewise
+        self.updated = True  # since the last backward
+        self.listening = contextlib.ExitStack()
+        for handle in (
+            modules.register_module_forward_pre_hook(self.on_call),
+            modules.register_module_forward_hook(self.on_return, always_call=True),
+            optimizers.register_optimizer_step_pre_hook(self.on_step),
+            optimizers.register_optimizer_step_post_hook(self.on_stepped),
+        ):
+            self.listening.callback(handle.remove)
+        backward = torch.autograd.backward
+        torch.autograd.backward = self.hearing(backward)
+        self.listening.callback(setattr, torch.autograd, "backward", backward)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.listening.close()
+        self.roots.clear()
+
+    def on_call(self, module: nn.Module, inputs: tuple) -> None:
+        known = any(module is root for root in self.roots)
+        if self.calls == 0 and not known and any(True for _ in module.parameters()):
+            self.roots.append(module)
+            # The module with most parameters has the full names; a part of it has shorter ones.
+            self.roots.sort(key=lambda root: -sum(1 for _ in root.parameters()))
+        if self.calls == 0:
+            values = [x.numel() for x in inputs if isinstance(x, Tensor)]
+            self.longest = max([self.longest, *values])
+        self.calls += 1
+
+    def on_return(self, *_) -> None:
+        self.calls -= 1
+
+    def hearing(self, backward: Callable) -> Callable:
+        """Return `backward` that first notes the loss it begins from."""
+
+        def heard(tensors, *args, **kwargs):
+            first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+            if self.stepping == 0 and self.updated and len(self.steps) < self.most:
+                self.updated = False
+                if not self.steps:
+                    self.begin = self.whole(lambda parameter: parameter)
+                self.steps.append(Step())
+            if not self.updated and first is not None and first.numel() == 1:
+                self.steps[-1].losses.append(first.item())
+            return backward(tensors, *args, **kwargs)
+
+        return heard
+
+    def on_step(self, optimizer: Optimizer, *_) -> None:
+        self.stepping += 1
+        # An optimizer may use another inside; and a training may have several, one after another.
+        if self.stepping == 1 and not self.updated and not self.steps[-1].gradients:
+            self.rank = dist.get_rank() if dist.is_initialized() else 0
+            self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+            sent = parts_of_optimizer(optimizer)
+            self.steps[-1].gradients = self.whole(lambda p: sent.get(p, p.grad))
+
+    def on_stepped(self, *_) -> None:
+        self.stepping -= 1
+        if self.stepping == 0 and self.steps and self.steps[-1].gradients:
+            if not self.updated or not self.steps[-1].parameters:
+                self.steps[-1].parameters = self.whole(lambda parameter: parameter)
+            self.updated = True
+            if len(self.steps) == self.most and self.when_full:
+                self.when_full(self)
+
+    # Whole tensors, by the serial model's names
+
+    @torch.no_grad()
+    def whole(self, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor | None]:
+        """Return {name: `of` its parameter, whole, a copy on the CPU}."""
+        found: dict[str, Tensor | None] = {}
+        seen = set()
+        for root in self.roots:
+            if isinstance(root, FSDP):  # its modules show shards again, on every rank
+                root.drop()
+            layers = {name.rpartition(".")[0] for name, _ in root.named_parameters()}
+            self.depth = max(self.depth, len(layers))
+            for path, parameter in root.named_parameters():
+                if parameter in seen:
+                    continue
+                seen.add(parameter)
+                value = whole_tensor(root, path, of(parameter))
+                self.longest = max([self.longest, *parameter.shape])
+                found[plain_name(path)] = None if value is None else value.detach().cpu().clone()
+        return found
+
+    def __getstate__(self) -> dict:
+        """Travel without what listens."""
+        kept = "most", "steps", "begin", "longest", "depth", "rank", "world_size"
+        return {name: getattr(self, name) for name in kept}
+
+
+def plain_name(path: str) -> str:
+    """Drop what wrappers add: 'module.blocks.0._orig_mod.out.weight' is 'blocks.0.out.weight'."""
+    for wrapper in WRAPPERS:
+        if wrapper == "module.":
+            path = path.removeprefix(wrapper)  # DDP's; elsewhere it may be the model's own
+        else:
+            path = path.replace(wrapper, "")
+    return path
