@@ -16,7 +16,7 @@ from ddpkit import muon
 from ddpkit.fsdp import by_hand
 from ddpkit.runtime.recorder import recorder
 
-from .checker import Exercise, Trial, mistakes, unwritten_memory_shows
+from .checker import Exercise, Mistake, Trial, mistakes, unwritten_memory_shows
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -108,8 +108,6 @@ unpadded: padded = shard.new_zeros(rows, *shard.shape[1:])⏎padded[: len(shard)
     each. Pad it to ⌈length/W⌉ rows.
 keeps_the_padding: [:length] →
     There are rows of zeros at the end: cut the padding off.
-rounds_down: rows = -(-length // world_size) → rows = max(length // world_size, len(shard))
-    ⌈length/W⌉ is rounded up, and the same on every rank: -(-length // W).
 pads_in_front: padded[: len(shard)] = shard → padded[rows - len(shard) :] = shard
     The padding belongs behind the shard's rows: only then is it at the end, where it can be cut.
 in_float32: shard.new_zeros(rows, *shard.shape[1:]) → torch.zeros(rows, *shard.shape[1:])
@@ -199,6 +197,25 @@ def _serial_blocks(world_size: int) -> list[dict]:
     return right
 
 
+def _keeps_weights(blocks, shards, lengths, x, loss):
+    inputs, weights = [], []
+    for block, shard, length in zip(blocks, shards, lengths, strict=True):
+        inputs.append(x)
+        weights.append(by_hand.gather_rows(shard.detach(), length))
+        x = block(x, weights[-1])
+    y = x.requires_grad_()
+    value = loss(y)
+    value.backward()
+    gradient = y.grad
+    for number in reversed(range(len(blocks))):
+        x = inputs[number].detach().requires_grad_()
+        weight = weights[number].requires_grad_()
+        blocks[number](x, weight).backward(gradient)
+        shards[number].grad = by_hand.reduce_rows(weight.grad)
+        gradient = x.grad
+    return value.detach()
+
+
 sharded_step = Exercise(
     reference=by_hand.sharded_step,
     helpers=(by_hand.gather_rows, by_hand.reduce_rows),
@@ -216,17 +233,13 @@ sharded_step = Exercise(
         "error": "A tensor made under no_grad has no graph: y.requires_grad_() starts one at y.",
     },
     praise="two gathers and a reduction for each block, and one weight whole at a time.",
-    mistakes=mistakes("""
-keeps_weights: inputs = [] → inputs = []⏎weights = []
-    x = block(x, gather_rows(shard, length)) → weights.append(gather_rows(shard, length))
-    ⏎x = block(x, weights[-1])
-    weight = gather_rows(shards[number].detach(), lengths[number]).requires_grad_() →
-    ⏎weight = weights[number].requires_grad_()
-    All weights stay in memory from forward to backward, so a rank holds the whole model: gather
-    again in backward.
-gathers_all_first: inputs = [] → inputs = []⏎wholes = list(map(gather_rows, shards, lengths))
-    x = block(x, gather_rows(shard, length)) → x = block(x, wholes[len(inputs) - 1])
-    All weights were gathered before the first block computed: one at a time.
+    mistakes=[
+        Mistake.written(
+            _keeps_weights,
+            "All weights stay in memory from forward to backward, so a rank holds the whole "
+            "model: gather again in backward.",
+        ),
+        *mistakes("""
 from_the_first: in reversed(range(len(blocks))) → in range(len(blocks))
     Backward begins with the last block.
 forgets_the_chain: gradient = x.grad → pass
@@ -240,18 +253,12 @@ its_own_gradient: shards[number].grad = reduce_rows(weight.grad) →
     Each rank kept its own gradient, cut into rows: the others' is missing. reduce_rows adds them.
 sums: = reduce_rows(weight.grad) → = dist.get_world_size() * reduce_rows(weight.grad)
     That is the sum over the ranks; reduce_rows returns the mean already.
-whole_gradients: shards[number].grad = reduce_rows(weight.grad) → dist.all_reduce(weight.grad)
-    ⏎shards[number].grad = by_rows(weight.grad)
-    def sharded_step( → def by_rows(x):
-    ⏎    mine = x.split(-(-len(x) // dist.get_world_size()))
-    ⏎    return mine[dist.get_rank()] / dist.get_world_size()
-    ⏎⏎⏎def sharded_step(
-    An all-reduce sends every rank the whole gradient, for twice the bytes: it needs its rows.
 returns_the_output: return value.detach() → return y.detach().sum()
     Return the loss.
 reduces_nothing: shards[number].grad = reduce_rows(weight.grad) → pass
     A shard has no gradient: set shards[n].grad.
 """),
+    ],
 )
 
 
@@ -294,12 +301,6 @@ backward_calls = Exercise(
 fetches_nothing_ahead: order[max(place - 1, 0) : place + 1] → order[place : place + 1]
     Each unit's weights are asked for when backward enters it, and it stands and waits: fetch those
     of the next unit before this one computes.
-fetches_after_reducing: order[max(place - 1, 0) : place + 1] → order[place : place + 1]
-    calls.append(f"RS {order[place]}") → calls.append(f"RS {order[place]}")
-    ⏎if place > 0 and order[place - 1] not in whole:
-    ⏎    calls.append(f"AG {order[place - 1]}")
-    ⏎    whole.add(order[place - 1])
-    The next unit's weights must be asked for before this one's gradients are sent.
 fetches_two_ahead: max(place - 1, 0) → max(place - 2, 0)
     Two units are fetched ahead: three are whole at a time. One ahead is enough.
 fetches_all: order[max(place - 1, 0) : place + 1] → order[: place + 1]
@@ -388,10 +389,7 @@ reduces_twice: pending = None  # sent: the next one begins from nothing → pass
     The first micro-batch is in it three times: what has been reduced stayed in the sum, and was
     reduced again with the next.
 adds_in_bf16: wide = gradient.to(shard.dtype) → wide = gradient
-    reduce_rows(pending) → reduce_rows(pending.to(shard.dtype))
     256 + 1 is 256 in bf16: convert each gradient before it is added.
-reduces_bf16: wide = gradient.to(shard.dtype) → wide = gradient
-    part = reduce_rows(pending) → part = reduce_rows(pending).to(shard.dtype)
 never_reduces: number < len(gradients) - 1 → number < len(gradients)
     With `late` nothing was reduced: the last micro-batch must.
 the_last_alone: wide if pending is None else pending + wide → wide
@@ -402,9 +400,6 @@ never_late: if late and number < len(gradients) - 1: → if False:
     With `late` one reduction is enough.
 overwrites: part if shard.grad is None else shard.grad + part → part
     shard.grad was overwritten: add to what is there, as backward does.
-averages: part if shard.grad is None → part / len(gradients) if shard.grad is None
-    shard.grad + part → shard.grad + part / len(gradients)
-    That is the mean over micro-batches, and backward adds: whoever wants a mean divides the loss.
 own_rows: part = reduce_rows(pending) → rows = -(-len(pending) // dist.get_world_size())
     ⏎part = pending[dist.get_rank() * rows :][:rows]
     Each rank added its own gradient: reduce_rows takes the mean over ranks.
@@ -473,6 +468,15 @@ def _clipped(world_size: int) -> list[dict]:
     return right
 
 
+def _counts_copies_on_each_rank(shards, copies, max_norm):
+    squared = sum(each.double().square().sum() for each in [*shards, *copies])
+    dist.all_reduce(squared)
+    norm = squared.sqrt()
+    for each in [*shards, *copies]:
+        each *= (max_norm / (norm + 1e-6)).clamp(max=1)
+    return norm
+
+
 clip_all = Exercise(
     reference=by_hand.clip_all,
     trials=lambda: [
@@ -486,12 +490,15 @@ clip_all = Exercise(
         "hang": "all_reduce on every rank, also on one without any row.",
     },
     praise="one number sent, and copies are counted once.",
-    mistakes=mistakes("""
-counts_copies_on_each_rank: dist.all_reduce(squared)  # on every rank, also where no row is →
-    squared += copy.double().square().sum()  # once, not once a rank →
-    ⏎squared += copy.double().square().sum()⏎dist.all_reduce(squared)
-    Every rank has the copies, and every rank added them: they are in the norm W times. It was so in
-    NeMo RL (#3788).
+    writes=("shards", "copies"),
+    same_dtype=False,  # the length may be a float64, whatever the gradients are
+    mistakes=[
+        Mistake.written(
+            _counts_copies_on_each_rank,
+            "Every rank has the copies, and every rank added them: they are in the norm W times. "
+            "It was so in NeMo RL (#3788).",
+        ),
+        *mistakes("""
 forgets_the_copies: squared += copy.double().square().sum()  # once, not once a rank → pass
     The copies are a part of the gradient, too.
 shortens_the_shards_only: in [*shards, *copies] → in shards
@@ -512,6 +519,7 @@ in_new_tensors: gradient *= (max_norm → gradient = gradient * (max_norm
 each_by_its_own: max_norm / (norm + 1e-6) → max_norm / (gradient.norm() + 1e-6)
     One factor for all: by its own length each would turn the gradient.
 """),
+    ],
 )
 
 
@@ -578,6 +586,7 @@ shard_in_place = Exercise(
         "error": "A dict by parameter: nn.Parameter can be a key.",
     },
     praise="one shard under both names, on every rank, padded or not.",
+    writes=("module",),
     note="In PyTorch it was pytorch#176076: now fully_shard refuses a weight tied across groups.",
     mistakes=mistakes("""
 as_it_was_found: if parameter not in made: → if True:
@@ -589,10 +598,6 @@ ties_by_values: setattr(submodule, name, made[parameter]) →
 ties_memory_only: setattr(submodule, name, made[parameter]) →
     ⏎setattr(submodule, name, nn.Parameter(made[parameter].data))
     The memory is shared, but there are two parameters: an optimizer would update it twice.
-drops_the_second: setattr(submodule, name, made[parameter]) → if name in submodule._parameters:
-    ⏎    setattr(submodule, name, made[parameter] if len(made) < 3 and submodule is not
-    ⏎            list(module.modules())[-1] else parameter)
-    The second place still shows the whole parameter.
 without_padding: if len(mine) < rows: → if False:
     The last ranks' shards must be padded: gathers want the same number of rows from each.
 rounds_down: -(-len(parameter) // world_size) → max(1, len(parameter) // world_size)
