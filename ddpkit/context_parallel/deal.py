@@ -1,4 +1,4 @@
-"""Who has which tokens, and which scores a rank computes in which hop: data, without a process.
+"""Deals of tokens to ranks, and the scores that follow for each rank and hop: data, no process.
 
 A sequence is cut into 2W chunks of equal length, and each rank has two. A deal lists them by rank:
 

@@ -7,11 +7,10 @@ values of the whole sequence, and waits for them. Llama Team 2024, section 3.3.2
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..transport import start_all_gather, start_reduce_scatter
-from .blocks import attend, check, gradients
+from .blocks import AttentionAcrossRanks, check, gradients
 from .deal import Deal, contiguous, zigzag
 
 
@@ -26,46 +25,39 @@ def gathered_attention(
     """
     check("gathered_attention", q, k, v, group)
     make = zigzag if zigzagged else contiguous
-    return GatheredAttention.apply(q, k, v, causal, make(dist.get_world_size(group)), group)
+    deal = make(dist.get_world_size(group))
+    return AttentionAcrossRanks.apply(q, k, v, fetch, gathered_backward, causal, deal, group)
 
 
-class GatheredAttention(torch.autograd.Function):
-    """Gathered attention for autograd: apply(q, k, v, causal, deal, group)."""
+def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Return all ranks' blocks by rank, kept for backward, and in the order of a ring's hops."""
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    everyones = kv.new_empty(world_size, *kv.shape)
+    everyones[rank] = kv
+    start_all_gather(everyones.view(-1), group).wait()  # a view: it fills `everyones`
+    # Negative numbers count from the end: rank, rank−1, ... modulo W.
+    return everyones, [everyones[rank - hop] for hop in range(world_size)]
 
-    @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, deal: Deal, group: ProcessGroup | None
-    ) -> Tensor:
-        rank = dist.get_rank(group)
-        everyones = k.new_empty(len(deal), 2, *k.shape)
-        torch.stack((k, v), out=everyones[rank])
-        start_all_gather(everyones.view(-1), group).wait()  # a view: it fills `everyones`
-        with torch.autocast(q.device.type, enabled=False):
-            # Negative numbers count from the end: the blocks of rank, rank−1, ... modulo W.
-            blocks = (everyones[rank - hop] for hop in range(len(deal)))
-            o, lse = attend(q, blocks, deal, rank, causal)
-        o = o.to(q.dtype)
-        ctx.save_for_backward(q, everyones, o, lse)
-        ctx.how = causal, deal, group
-        return o
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, everyones, o, lse = ctx.saved_tensors
-        causal, deal, group = ctx.how
-        rank = dist.get_rank(group)
-        dq = 0.0
-        summands = [torch.empty(0)] * len(deal)
-        with torch.autocast(q.device.type, enabled=False):
-            for hop in range(len(deal)):
-                block = everyones[rank - hop]
-                part, summands[rank - hop] = gradients(
-                    (q, o, lse, do), block, deal, rank, hop, causal
-                )
-                dq = dq + part
-        # Every rank has a summand of everyone's dk and dv; each keeps the sum of its own.
-        flat = torch.stack(summands).view(-1)
-        start_reduce_scatter(flat, group).wait()
-        dk, dv = flat.view(len(deal), *summands[0].shape)[rank].to(q.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None
+def gathered_backward(
+    q: Tensor, everyones: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    causal: bool, deal: Deal, group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return dq, and dk and dv stacked, as `ring_backward` does, without a ring.
+
+    everyones: k and v of all ranks, by rank. Cost: one reduce-scatter of dk and dv.
+    """
+    rank = dist.get_rank(group)
+    dq = 0.0
+    summands = list(everyones)  # replaced one by one
+    for hop in range(len(deal)):
+        owner = (rank - hop) % len(deal)
+        part, summands[owner] = gradients(
+            (q, o, lse, do), everyones[owner], deal, rank, hop, causal
+        )
+        dq = dq + part
+    # Every rank has a summand of everyone's dk and dv; each keeps the sum of its own.
+    totals = torch.stack(summands)
+    start_reduce_scatter(totals.view(-1), group).wait()
+    return dq, totals[rank]

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from .blocks import attend, check, gradients
+from .blocks import AttentionAcrossRanks, check, gradients
 from .deal import Deal, contiguous, zigzag
 
 
@@ -27,7 +26,8 @@ def ring_attention(
     computing. Without `causal` all compute alike.
     """
     check("ring_attention", q, k, v, group)
-    return RingAttention.apply(q, k, v, causal, contiguous(dist.get_world_size(group)), group)
+    deal = contiguous(dist.get_world_size(group))
+    return AttentionAcrossRanks.apply(q, k, v, fetch, ring_backward, causal, deal, group)
 
 
 def zigzag_attention(
@@ -39,32 +39,13 @@ def zigzag_attention(
     rank computes n²/2 scores a head in each hop.
     """
     check("zigzag_attention", q, k, v, group)
-    return RingAttention.apply(q, k, v, causal, zigzag(dist.get_world_size(group)), group)
+    deal = zigzag(dist.get_world_size(group))
+    return AttentionAcrossRanks.apply(q, k, v, fetch, ring_backward, causal, deal, group)
 
 
-class RingAttention(torch.autograd.Function):
-    """The ring for autograd: apply(q, k, v, causal, deal, group)."""
-
-    @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, deal: Deal, group: ProcessGroup | None
-    ) -> Tensor:
-        kv = torch.stack((k, v))  # one message a hop
-        with torch.autocast(q.device.type, enabled=False):  # it would round scores to 16 bits
-            o, lse = attend(q, travel(kv, group), deal, dist.get_rank(group), causal)
-        o = o.to(q.dtype)
-        ctx.save_for_backward(q, kv, o, lse)  # this rank's only: others' come again
-        ctx.how = causal, deal, group
-        return o
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, o, lse = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            dq, dkv = ring_backward(q, kv, o, lse, do, *ctx.how)
-        dk, dv = dkv.to(kv.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None
+def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Iterator[Tensor]]:
+    """Return the block that is kept for backward, this rank's own, and all blocks as they come."""
+    return kv, travel(kv, group)
 
 
 def ring_backward(
