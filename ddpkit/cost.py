@@ -6,7 +6,8 @@ Every message costs a latency α, whatever its size, and every byte the time β:
 
 `volume` counts the two for an algorithm, a size and a world; `CostModel` multiplies; `fit` finds α
 and β from measurements; `crossover` finds the size from which one algorithm beats another;
-`timeline` predicts how much hides behind backward. Nothing is sent here.
+`timeline` predicts how much hides behind backward, `best_cap` how large buckets should be for that.
+Nothing is sent here.
 
 The model leaves out ranks that share a core, full caches, and the time of adding. Where a
 prediction is wrong, look for these first.
@@ -275,3 +276,21 @@ def timeline(
         travel_s.append(model.seconds("ring_all_reduce", nbytes, world_size))
     started, done = zip(*one_wire(full_s, travel_s), strict=True)
     return Timeline(started, done, max(ready_s))
+
+
+def best_cap(nbytes: float, backward_s: float, model: CostModel, world_size: int) -> float:
+    """Compute the bucket cap, in bytes, that leaves least exposed: a first guess before a sweep.
+
+    nbytes: of all gradients, many and small, evenly spread over a backward of `backward_s` seconds.
+    ValueError: no bytes or no time; as in `volume`. Notebook 04.
+    """
+    check_positive("Give the bytes of all gradients.", nbytes=nbytes)
+    check_positive("Give the time of backward.", seconds=backward_s)
+    message_s = model.seconds("ring_all_reduce", 0, world_size)
+    wire_s = model.seconds("ring_all_reduce", nbytes, world_size) - message_s
+    # The wire begins when the first bucket is full, and is never idle from then on.
+    cap = nbytes * math.sqrt(message_s / backward_s)
+    if backward_s > wire_s:
+        # It has time to spare, and the last bucket is exposed: the smallest with which it keeps up.
+        cap = min(cap, nbytes * message_s / (backward_s - wire_s))
+    return cap

@@ -190,10 +190,6 @@ adds_them: vector_to_parameters(weights, trained) → old = parameters_to_vector
     What comes are the new weights themselves, not a change: put them in place of the old ones.
 the_frozen_too: if parameter.requires_grad → if parameter is not None
     A frozen parameter has no gradient, its .grad is None: pass over those without requires_grad.
-pulls_first: dist.send(parameters_to_vector(p.grad for p in trained), 0) → pass
-    dist.recv(weights, 0) → dist.recv(weights, 0)
-    ⏎dist.send(parameters_to_vector(p.grad for p in trained), 0)
-    The server answers a gradient: push first, then pull.
 one_by_one: dist.send(parameters_to_vector(p.grad for p in trained), 0) → for p in trained:
     ⏎    dist.send(p.grad, 0)
     One vector each way: parameters_to_vector makes it of all gradients.
@@ -251,18 +247,6 @@ into_one_buffer: total += gradient → total = gradient * len(workers)
     each before the next comes, or give each a tensor of its own.
 never_steps: optimizer.step() → pass
     The weights never change: once the mean is in .grad, optimizer.step().
-follows_each: total += gradient → follow(gradient, trained, optimizer)
-    follow(total / len(workers), trained, optimizer) → pass
-    Every worker's gradient made a step of its own. Wait for all, then make one step.
-one_after_the_other: total += gradient → follow(gradient, trained, optimizer)
-    ⏎dist.send(parameters_to_vector(trained), worker)
-    follow(total / len(workers), trained, optimizer) → pass
-    for worker in workers:⏎dist.send(parameters_to_vector(trained), worker) → pass
-    The first worker got its weights before the others' gradients had come: first recv from all.
-answers_at_once: total += gradient → total += gradient
-    ⏎dist.send(parameters_to_vector(trained), worker)
-    for worker in workers:⏎dist.send(parameters_to_vector(trained), worker) → pass
-    The server steps, but the workers get the weights from before. Send them after the step.
 sends_the_mean: dist.send(parameters_to_vector(trained), worker) → dist.send(total / 2, worker)
     The workers wait for weights, and get gradients. Put the mean into .grad, step, then send.
 adds_to_the_last_step: total = torch.zeros_like(parameters_to_vector(trained)) → total = (
@@ -323,64 +307,28 @@ average_gradients = Exercise(
     note="NaiveDDP calls it, and complains where a gradient is missing on the way.",
     mistakes=IN_A_MEAN
     + mistakes("""
-divides_on_rank_0: dist.get_world_size(group) → 1 if dist.get_rank() else dist.get_world_size()
-    Rank 0 has the mean, the others the sum: every rank must divide.
-averages_the_parameters: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
-    parameter.grad /= → parameter.data /=
+averages_the_parameters: dist.all_reduce(parameter.grad, group=group)⏎parameter.grad /= →
+    ⏎dist.all_reduce(parameter.data, group=group)⏎parameter.data /=
     What all_reduce was given is the parameter itself. Average the gradients: parameter.grad.
-adds_up_the_parameters: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
-    parameter.grad /= dist.get_world_size(group) → pass
-    That adds up the parameters: leave the parameters to the optimizer, and work on .grad.
-broadcasts: dist.all_reduce(parameter.grad, → dist.broadcast(parameter.grad, 0,
-    parameter.grad /= dist.get_world_size(group) → pass
+broadcasts: all_reduce(parameter.grad, group=group)⏎parameter.grad /= dist → broadcast(
+        ⏎    parameter.grad, 0) or dist
     Rank 0's own: what the others learned is lost. A mean needs all of them: dist.all_reduce.
 skips_biases: if parameter.requires_grad: → if parameter.requires_grad and parameter.dim() > 1:
     first.bias.grad is still rank 0's own: every parameter that is trained has its turn, biases too.
 does_nothing: for parameter in module.parameters(): → for parameter in ():
     Nothing has changed: each rank still has its own. dist.all_reduce adds them up, in place.
-in_a_new_tensor: dist.all_reduce(parameter.grad → dist.all_reduce(mean := parameter.grad.clone()
-    parameter.grad /= → mean /=
+in_a_new_tensor: dist.all_reduce(parameter.grad, group=group)⏎parameter.grad /= →
+    ⏎dist.all_reduce(mean := parameter.grad.clone())⏎mean /=
     Each rank still has its own gradients: the mean must end up in .grad itself, in place.
-of_rank_1_only: dist.all_reduce(parameter.grad, → dist.broadcast(parameter.grad, 1,
-    parameter.grad /= dist.get_world_size(group) → pass
-    That is rank 1's own gradient: the mean needs all ranks'.
-takes_them_away: parameter.grad /= dist.get_world_size(group) → parameter.grad = None
-    tokens.weight.grad is gone: the optimizer looks for it there.
 uses_the_result: dist.all_reduce( → parameter.grad = dist.all_reduce(
     all_reduce works in place and returns None: call it, then divide parameter.grad.
-stumbles_over_the_frozen: if parameter.requires_grad: → if True:
-    parameter.grad = torch.zeros_like(parameter) → pass
-    positions isn't trained, so its .grad is None: pass over parameters without requires_grad.
-thaws_the_frozen: if parameter.requires_grad: → if True:
-    positions isn't trained and has no gradient: leave it so (requires_grad tells).
 only_where_there_is_one: if parameter.requires_grad: → if parameter.grad is not None:
     Rank 1 has no gradient in one layer and passes over it: rank 0 waits for ever. All ranks must
     send the same. Go by requires_grad, and where .grad is None, send zeros.
-keeps_none: parameter.grad = torch.zeros_like(parameter) → dist.all_reduce(
-    ⏎    torch.zeros_like(parameter))⏎continue
-    Rank 1 sends zeros, and keeps None. Its .grad must become the mean as well, like the others'.
 sends_none: parameter.grad = torch.zeros_like(parameter) → pass
     Rank 1 has no gradient in one layer. None can't be sent; zeros can, and leave the sum as it is.
-never_waits: dist.all_reduce( → dist.all_reduce(async_op=True, tensor=
-    call wait() on it: until then nobody knows what is in the tensor
-number_by_number: dist.all_reduce(parameter.grad, → for one in parameter.grad.view(-1):
-    ⏎    dist.all_reduce(one,
-    Not number by number: an all_reduce takes a whole tensor.
 reduces: dist.all_reduce(parameter.grad → dist.reduce(parameter.grad, 0
     Only rank 0 has the sum: you called dist.reduce. All ranks need it: dist.all_reduce.
-reduces_and_broadcasts: dist.all_reduce( → dist.reduce(parameter.grad, 0)
-    ⏎dist.broadcast(src=0, tensor=
-    Replay it: what does an all_reduce of each gradient not do already?
-mixes_up_the_parts: parameter.grad /= dist → if parameter is module.second.weight:
-    ⏎    first, second = module.first.weight, module.second.weight
-    ⏎    first.grad, second.grad = second.grad.view(3, 1), first.grad.view(1, 3)
-    ⏎parameter.grad /= dist
-    Cut parts out of a message in the order in which they were put in: this is the mean of another.
-sends_tied_twice: in module.parameters(): → in (*module.parameters(), module.head.weight):
-    Does a weight with two names go out twice? module.parameters() gives it once.
-adds_tied_twice: dist.all_reduce( → if parameter is module.head.weight:
-    ⏎    dist.all_reduce(parameter.grad)⏎dist.all_reduce(
-    tokens.weight is head.weight, too: did it have its turn twice?
 """),
 )
 
@@ -433,9 +381,6 @@ sum_or_mean = Exercise(
     explain=lambda *_: "Write down one process's gradient: how much does each row count in it?",
     note="Ours. Yours may look different: the check looks at what it does.",
     mistakes=mistakes("""
-leaves_means_alone: dist.all_reduce(parameter → reduction == "sum" and dist.all_reduce(parameter
-    rows / all_rows.item() → 1
-    That is this rank's own gradient. Those of all ranks belong in it: dist.all_reduce.
 never_divides: rows / all_rows.item() → 1
     Those are means, added up. Weight each: its rows over all rows, which an all_reduce adds up.
 rows_of_this_rank_only: dist.all_reduce(all_rows) → pass
@@ -444,12 +389,6 @@ of_means: rows / all_rows.item() → 1 / dist.get_world_size()
     A mean of means: ranks count alike, whatever rows they have. Right only if all have as many.
 forgets_to_divide: rows / all_rows.item() → rows
     It is weighted with rows, and never divided. Divide by the rows of all ranks.
-divides_by_own_rows: rows / all_rows.item() → rows
-    (parameter.grad) → (parameter.grad)⏎parameter.grad /= rows if reduction == "mean" else 1
-    It is divided by this rank's own rows. All ranks have 4 together: an all_reduce adds them up.
-divides_by_own_rows_and_ranks: rows / all_rows.item() → rows
-    (parameter.grad) → (parameter.grad)⏎parameter.grad /= rows * 2 if reduction == "mean" else 1
-    It is divided by the number of ranks times this rank's own rows. All ranks have 4 together.
 divides_weighted_by_ranks: rows / all_rows.item() → rows / dist.get_world_size()
     It is weighted with rows, then divided by the number of ranks. Divide by all rows.
 forgets_to_weight: rows / all_rows.item() → 1 / all_rows.item()
@@ -464,10 +403,8 @@ weights_sums_too: 1 if reduction == "sum" → rows if reduction == "sum"
     A sum was multiplied by its rows. It holds them all already: sums just add up.
 swapped: reduction == "sum" → reduction == "mean"
     It is weighted with rows. A sum needs no weights; a mean does. Are the two swapped?
-leaves_when_it_has_none: all_rows = → if not rows:⏎    return⏎all_rows =
+leaves_when_it_has_none: all_rows = → if not rows: return⏎all_rows =
     A rank without rows has gradients of zeros, and takes part: the others wait for it.
-adds_tied_twice: in module.parameters() → in (*module.parameters(), module.head.weight)
-    tokens.weight is head.weight, too: did it have its turn twice?
 """),
 )
 
@@ -544,21 +481,16 @@ NaiveDDP = Exercise(
     + mistakes("""
 never_broadcasts: if p.requires_grad}⏎broadcast_module(module, group) → if p.requires_grad}
     Equal gradients keep replicas as far apart as they began: broadcast rank 0's, no copies.
-leaves_the_parameters: [*module.named_parameters(), → [
 leaves_the_buffers: , *module.named_buffers()] → ]
     Buffers belong to the model, too: broadcast module.buffers() as well.
 leaves_the_frozen: [*module.named_parameters(), → [*(n for n in module.named_parameters()
     ⏎    if n[1].requires_grad),
     A frozen parameter takes part in forward: broadcast it like the others.
-averages_at_the_start: dist.broadcast(tensor.detach(), group=group, group_src=0) → sum_of = (
-    ⏎    tensor.detach().clone())⏎dist.all_reduce(sum_of)
-    ⏎tensor.data.copy_(sum_of / dist.get_world_size())
-    Equal, but a mean of random models is no good start (and no twin has it): broadcast rank 0's.
 zeroes_at_the_start: dist.broadcast(tensor.detach(), group=group, group_src=0) → tensor.data.zero_()
     Equal, but not what rank 0 began with: a loaded checkpoint would be lost. Broadcast it.
 each_from_itself: group_src=0 → group_src=dist.get_rank()
     Each rank is its own source. All must name the same one: src=0.
-wraps_a_copy: = module, group, True → = __import__("copy").deepcopy(module), group, True
+wraps_a_copy: self.module = module → self.module = __import__("copy").deepcopy(module)
     The optimizer has the module's own parameters: keep the module itself, no copy.
 sends_the_weights_again: average_gradients(self.module, self.group) → average_gradients(self.module)
     ⏎broadcast_module(self.module)
@@ -566,14 +498,9 @@ sends_the_weights_again: average_gradients(self.module, self.group) → average_
 broadcasts_weights_in_each_step: average_gradients(self.module, self.group) → broadcast_module(
     ⏎    self.module)
     Alike, but rank 0's data alone is learned from: .grad must become the mean of all ranks'.
-broadcasts_gradients: dist.all_reduce(parameter.grad, → dist.broadcast(parameter.grad, 0,
-    parameter.grad /= dist.get_world_size(group) → pass
-averages_the_parameters: dist.all_reduce(parameter.grad, → dist.all_reduce(parameter.data,
-    parameter.grad /= → parameter.data /=
+averages_the_parameters: dist.all_reduce(parameter.grad, group=group)⏎parameter.grad /= →
+    ⏎dist.all_reduce(parameter.data, group=group)⏎parameter.data /=
     You average the parameters. It is the gradients that must be alike before the step.
-only_where_there_is_one: if parameter.requires_grad:⏎if parameter.grad is None: → if (
-    ⏎        parameter.grad is not None):⏎    if False:
-    A rank that left out a layer has None there, and the others wait: send zeros for it.
 """),
 )
 
@@ -649,24 +576,19 @@ HookedDDP = Exercise(
     note="Two lines of the hook, mended. ddpkit.ddp.OverlapDDP goes on from here.",
     mistakes=IN_A_MEAN
     + mistakes("""
-as_found: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
-    parameter.grad /= → parameter.data /=
+as_found: dist.all_reduce(parameter.grad)⏎parameter.grad /= → dist.all_reduce(parameter.data)
+    ⏎parameter.data /=
     What your hook gave to all_reduce is 7, on every rank alike. Gradients of different data never
     are: what is it? The ranks stay one step apart, each along its own gradient.
-averages_both: (parameter.grad) → (parameter.grad)⏎dist.all_reduce(parameter.data)
-    ⏎parameter.data /= dist.get_world_size()
+averages_both: parameter.grad /= → dist.all_reduce(parameter.data.div_(dist.get_world_size()))
+    ⏎parameter.grad /=
     If gradients are averaged, and all began alike, parameters stay alike: send nothing else.
 uses_the_result: dist.all_reduce( → parameter.grad = dist.all_reduce(
     all_reduce works in place and returns None: call it, then divide parameter.grad.
 steps_itself: dist.get_world_size() → dist.get_world_size()⏎parameter.data -= parameter.grad
     The step is the optimizer's: leave the parameters to it, and work on .grad.
-does_not_wait: dist.all_reduce(parameter.grad) → dist.all_reduce(parameter.grad, async_op=True)
-    call wait() on it: until then nobody knows what is in the tensor
 on_the_last: if parameter.requires_grad: → if parameter is module.bias:
     weight.grad is still rank 0's own: every parameter has its turn.
-for_one_step: dist.all_reduce(parameter.grad) → self.averaged = getattr(self, "averaged", 0) + 1
-    ⏎if self.averaged > 2:⏎    return⏎dist.all_reduce(parameter.grad)
-    The first step was right. Does the hook average in every step?
 on_copies: parameter.register_post → parameter.detach().requires_grad_().register_post
     Nothing was sent. Did a hook run? It must be on the module's own parameters.
 """),

@@ -70,7 +70,7 @@ one_spacing: (exponent - format.fraction_bits) → -format.fraction_bits
     Numbers are as far apart everywhere as at 1: the spacing doubles at each power of two.
 without_subnormals: max(exponent, 1 - format.bias) → exponent
     Very small ones have too many digits: below 2**(1 - bias) the spacing stays what it is there.
-flushes: if abs(rounded) > → if abs(value) < 2.0 ** (1 - format.bias):⏎    rounded = 0.0
+flushes: if abs(rounded) > → if abs(value) < 2.0 ** (1 - format.bias): rounded = 0.0
         ⏎if abs(rounded) >
     Below the smallest normal number there are more, down to one spacing.
 one_too_many: exponent = math.frexp(value)[1] - 1 → exponent = math.frexp(value)[1]
@@ -135,6 +135,7 @@ def _master_trials():
 
 master_step = Exercise(
     reference=mixed_precision.master_step,
+    writes=("weights", "masters"),
     trials=_master_trials,
     hints={
         "start": "The optimizer was made with the masters. What does it look for in them, and in "
@@ -148,8 +149,6 @@ master_step = Exercise(
     mistakes=mistakes("""
 without_scale: weight.grad.float() / scale → weight.grad.float()
     The first moved 16384 times too far: gradients are those of the loss times scale. Divide them.
-multiplies: .float() / scale → .float() * scale
-    The first moved far too far: divide its gradient by the scale, once.
 divides_in_fp16: weight.grad.float() / scale → (weight.grad / scale).float()
     The second master copy never moved: its gradient, 2**-26, is 0 in fp16. To fp32 first.
 leaves_the_gradient_in_fp16: weight.grad.float() / scale → weight.grad / scale
@@ -161,9 +160,6 @@ starts_from_the_weights: master.grad = → master.data.copy_(weight)⏎master.gr
     from masters, never masters from weights.
 never_rounds_back: weight.copy_(master) → pass
     Masters are right, but weights are the old ones: round into them after optimizer.step().
-rounds_back_before: weight.grad.float() / scale → weight.grad.float() / scale
-        ⏎weight.data.copy_(master)
-    weight.copy_(master) → pass
 adds_up: master.grad = None if weight.grad is None else → if weight.grad is not None:
         ⏎    master.grad = (0 if master.grad is None else master.grad) +
     The first moved too far in later steps: master.grad is set anew in each, not added to.
@@ -177,9 +173,6 @@ makes_fp32_weights: weight.copy_(master) → weight.grad = None⏎weight.data = 
 makes_new_memory: weight.copy_(master) → weight.data = master.data.half()
     The weight has new memory, and whoever holds the old one, such as a bucket (notebook 04), sees
     nothing of it: weight.copy_(master) rounds in place.
-replaces_the_weights: optimizer.step() → optimizer.step()
-        ⏎weights[:] = [master.detach().half().requires_grad_() for master in masters]
-    The model holds the old tensors: weight.copy_(master) rounds in place.
 stumbles_over_none: None if weight.grad is None else →
     A weight that took no part has no gradient, weight.grad is None: then master.grad is None, too.
 """),
@@ -253,19 +246,10 @@ leaves_the_loss: return loss * self.factor → return loss
     scale(loss) returns loss * factor, a new tensor, whose gradients are as many times as large.
 scales_in_place: return loss * self.factor → loss *= self.factor⏎return loss
     Return a new tensor, loss * factor: who prints the loss wants the old one.
-never_unscales: if self.overflow is None:⏎self.unscale_(optimizer) → if False:⏎    pass
-    raise RuntimeError("update was → pass  # ("
-    The gradients were not divided by the scale: step() calls unscale_ if overflow is None.
 never_divides: gradient /= self.factor → pass
     Nobody divided the gradients by the scale: unscale_ does, in place.
-divides_twice: if self.overflow is None:⏎self.unscale_(optimizer) → self.unscale_(optimizer)
-    raise RuntimeError("unscale_ → pass  # ("
-    The gradients were divided by the scale twice: `overflow` is None until unscale_ is called.
 divides_the_first: gradient /= self.factor → gradients[0] /= self.factor⏎break
     Some gradients were not divided by the scale: optimizer.param_groups has several groups.
-stumbles_over_none: for p in parameters if p.grad is not None → for p in parameters
-    gradient.dtype == torch.float16 → False
-    A parameter that wasn't used has no gradient, p.grad is None: leave it out.
 keeps_the_scale_after_an_overflow: self.factor /= 2 → pass
     After an overflow the scale is half of what it was, else the next step overflows, too.
 never_grows_back: self.good_steps = 0 if → self.good_steps = -1000 if
@@ -274,30 +258,9 @@ never_grows: self.factor, self.good_steps = self.factor * 2, 0 → pass
     The scale never grew: after growth_interval steps in a row without an overflow it doubles.
 grows_at_each_step: self.good_steps == self.growth_interval → True
     The scale grew too early: it does after growth_interval good steps, counted anew each time.
-remembers_the_overflow: self.overflow = None → pass
-    raise RuntimeError("unscale_ → pass  # ("
-    The next step wasn't unscaled, or was skipped: update() sets overflow back to None.
 decides_alone: dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.group) → pass
     Rank 1 skipped, and rank 0 took the step: from now on they have different weights. Agree with
     one dist.all_reduce of one float, op=dist.ReduceOp.MAX.
-agrees_on_the_scale_only: dist.all_reduce(overflow → self.mine = bool(overflow)
-        ⏎dist.all_reduce(overflow
-    if self.overflow:⏎self.skipped → if self.mine:⏎    self.skipped
-    The scale was halved on all ranks, but one alone skipped: step() must ask what all agreed on.
-backs_off_alone: dist.all_reduce(overflow → self.mine = bool(overflow)⏎dist.all_reduce(overflow
-    self.good_steps = 0 if self.overflow → self.overflow = self.mine
-        ⏎self.good_steps = 0 if self.overflow
-    Rank 1 halved its scale, and rank 0 didn't: all must know of the overflow.
-misses_minus_inf: (~get_total → (~(torch.cat(gradients).max() < 1e38)) if gradients else (~get_total
-    A gradient was -inf, and the optimizer stepped all the same: torch.isfinite sees that, too.
-steps_anyhow: if self.overflow:⏎self.skipped += 1⏎else:⏎optimizer.step() → optimizer.step()
-    A gradient overflowed, and the optimizer stepped. Does step() skip? Does unscale_ look at all
-    numbers of all gradients in all groups?
-looks_at_the_first: get_total_norm(gradients, 1.0) → gradients[0].sum()
-forgets_one_weight: overflow = (~get_total_norm(gradients, 1.0).isfinite()).float() →
-        ⏎for p in parameters:⏎    if p.grad is not None and not p.grad.isfinite().all():
-        ⏎        p.grad = None⏎overflow = torch.zeros(())
-    One weight was left out of the step. If a gradient overflows, nobody steps.
 misses_nan: (~get_total_norm(gradients, 1.0).isfinite()) → torch.cat(gradients).isinf().any()
     A gradient was NaN, and the optimizer stepped. NaN is not inf: torch.isfinite sees both.
 counts_on: self.good_steps = 0 if self.overflow else self.good_steps + 1 →
@@ -305,9 +268,6 @@ counts_on: self.good_steps = 0 if self.overflow else self.good_steps + 1 →
     The scale grew too early: an overflow starts the count of good steps anew, from 0.
 sends_gradients: dist.all_reduce(overflow → for _ in gradients:⏎    dist.all_reduce(overflow
     One all_reduce a step is enough, of one float: does any gradient of the rank overflow?
-reduces_and_broadcasts: dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.group) →
-        ⏎dist.broadcast(overflow, 0)
-    if dist.is_initialized(): → dist.reduce(overflow, 0, dist.ReduceOp.MAX)⏎if True:
 """),
 )
 
@@ -385,11 +345,6 @@ small_moments: [optimizer] → [optimizer] // (2 if precision == "mixed" else 1)
     2 are missing: moments are fp32, in mixed precision too.
 one_moment: "AdamW": 4 + 4 → "AdamW": 4
     4 are missing: which moments does this optimizer keep? momentum one, AdamW two.
-no_momentum: "momentum": 4 → "momentum": 0
-half_of_all: (2 + 2, 4) → (2 + 2, 0)
-    [optimizer] → [optimizer] // (2 if precision == "mixed" else 1)
-    Half of everything isn't it: the master copy and the moments are fp32, and a master copy there
-    is only where weights have 16 bits.
 master_in_fp32_too: (4 + 4, 0) → (4 + 4, 4)
     Too many: without 16-bit weights there is no master copy.
 """),
@@ -450,7 +405,7 @@ without_abs: .abs() →
     Which is the largest of a block without its sign? amax of abs().
 divides_by_zero: scales[scales == 0] = 1 → pass
     No scale may be 0: in a block of zeros 0/0 is NaN, in int8 any number. Give it another scale.
-upside_down: , scales⏎ → , 1 / scales⏎
+upside_down: .to(torch.int8), scales → .to(torch.int8), 1 / scales
     numbers * scales must give x again, so return what you divided by.
 gives_floats: .to(torch.int8), scales → * scales, scales
     Nothing is saved: the numbers are to be int8, a byte each, the scale comes beside them.

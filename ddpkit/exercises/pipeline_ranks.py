@@ -14,7 +14,7 @@ from torch import nn
 from ddpkit import pipeline
 from ddpkit.runtime.recorder import recorder
 
-from .checker import Exercise, Trial, mistakes
+from .checker import Exercise, Mistake, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -116,6 +116,7 @@ def _stage_trials():
 
 run_stage = Exercise(
     reference=run_stage,
+    writes=("inputs",),
     trials=_stage_trials,
     hints={
         "start": "F: receive x into inputs[i], unless this is rank 0; y = module(x), where x "
@@ -146,11 +147,8 @@ divides_on_every_rank: y.backward(gradient) →
     Divided again on every rank: the gradient that arrives has been divided already, on the last.
 divides_by_the_stages: loss(y, i) / len(inputs) → loss(y, i) / dist.get_world_size()
     The mean is over micro-batches, len(inputs), not over ranks.
-remembers_one_only: held[i] = x, y → held[0] = x, y
-    held.pop(i) → held[0]
+remembers_one_only: held[i] = x, y → held = dict.fromkeys(range(len(inputs)), (x, y))
     Several micro-batches are on their way at a time. Keep x and y of each, by its number.
-remembers_one_loss: held[i] = x, y → held[i], newest = (x, y), y
-    x, y = held.pop(i) → x, y = held.pop(i)⏎y = newest if rank == last else y
 first_in_first_out: held.pop(i) → held.pop(next(iter(held)))
     Backward's micro-batch need not be the one that was first in: take it by its number.
 waits_for_each_send: sent.append((x, dist.isend(x, to))) → dist.send(x, to)
@@ -159,22 +157,6 @@ waits_for_each_send: sent.append((x, dist.isend(x, to))) → dist.send(x, to)
 never_receives: dist.recv(x, rank - 1) → pass
     On the ranks after the first, inputs[i] is empty until something has come: dist.recv into it
     before its forward. (After dist.irecv, wait first.)
-receives_all_first: held, sent = {}, [] →
-    ⏎held, sent = {}, []
-    ⏎for x in inputs if rank > 0 else []:
-    ⏎    dist.recv(x, rank - 1)
-    dist.recv(x, rank - 1) → pass
-    Each receives what the other has yet to send. Is x.grad sent back? And stage 0 sends some
-    outputs only after it has had gradients: receive right before the action that needs it.
-posts_receives_by_number: held, sent = {}, [] →
-    ⏎held, sent, posted = {}, [], []
-    ⏎for x in inputs if rank < last else []:
-    ⏎    gradient = torch.empty_like(x)
-    ⏎    posted.append((gradient, dist.irecv(gradient, rank + 1)))
-    gradient = torch.empty_like(y)⏎dist.recv(gradient, rank + 1) →
-    ⏎gradient, work = posted[i]⏎work.wait()
-    Between two ranks the first receive takes the first message. Gradients come in the order of the
-    neighbour's list, not by their numbers: begin each receive when it is its turn.
 in_its_own_order: for action in actions: →
     ⏎for action in sorted(actions, key=lambda a: "FB".index(pipeline.parse(a)[1])):
     The gradients would be right, but the list is the schedule: do its actions, in its order.
@@ -184,8 +166,6 @@ needs_no_gradient: module(x.requires_grad_()) → module(x)
     x.grad is there after backward if x.requires_grad_() was called before forward.
 sends_its_input: send(x.grad, rank - 1) → send(x.detach(), rank - 1)
     What goes back is the gradient of the input, x.grad, not the input.
-never_waits: for _, work in sent:⏎work.wait() → return
-    Keep what isend returns, and call wait() on it
 forgets_what_was_before: y.backward(gradient) → module.zero_grad()⏎y.backward(gradient)
     Only the last micro-batch is left: gradients add up over the micro-batches, if nobody zeroes
     them.
@@ -249,6 +229,15 @@ def _accumulate_trials():
         yield Trial(1, _run_accumulate, (cuts,), [right], what=what)
 
 
+def as_found(model, micro_batches, loss):
+    mean = 0.0
+    for inputs, targets in micro_batches:
+        share = loss(model(inputs), targets)
+        share.backward()
+        mean += share.item() / len(micro_batches)
+    return mean
+
+
 accumulate = Exercise(
     reference=accumulate,
     trials=_accumulate_trials,
@@ -266,10 +255,12 @@ accumulate = Exercise(
         "rows": "gradient and loss are right, but {got} rows were in memory at a time, between "
         "forward and backward; a micro-batch has {expected} at most.",
     },
-    mistakes=mistakes("""
-as_found: * len(inputs) / rows →
-    logged += share.item() → logged += share.item() / len(micro_batches)
-    Four times too large, in every digit: what goes into backward is not what is logged.
+    mistakes=[
+        Mistake.written(
+            as_found,
+            "Four times too large, in every digit: what goes into backward is not what is logged.",
+        ),
+        *mistakes("""
 sums: * len(inputs) / rows →
     Four times too large, in every digit: divide before backward.
 mean_of_means: * len(inputs) / rows → / len(micro_batches)
@@ -283,17 +274,10 @@ sum_over_rows: * len(inputs) / rows → * len(inputs)
     That is the sum over the rows: divide by the number of all rows.
 logs_the_last: logged += share.item() → logged = share.item()
     That is the last micro-batch's share: add them up.
-all_at_once: for inputs, targets in micro_batches: →
-    ⏎everything = [torch.cat(parts) for parts in zip(*micro_batches)]
-    ⏎for inputs, targets in [everything]:
-    Right, but all rows are in memory at a time, and the batch needn't have been cut: backward of
-    a micro-batch before forward of the next.
-backward_at_the_end: logged = 0.0 → logged = whole = 0.0
-    share.backward() → whole = whole + share
-    return logged → whole.backward()⏎return logged
 zeroes_each_time: share.backward() → model.zero_grad()⏎share.backward()
     Only the last micro-batch is in it: call backward for each, and zero nothing in between.
 """),
+    ],
 )
 
 
@@ -401,25 +385,11 @@ compares_their_numbers: parameter is not tied → parameter != tied
 of_this_stage: dist.all_reduce(squares) → pass
     That is the length of this rank's part. If each rank clipped by its own, the gradient would
     turn.
-of_the_ends: dist.all_reduce(squares) →
-    ⏎if tied is not None:⏎    dist.all_reduce(squares, group=ends)
+of_the_ends: dist.all_reduce(squares) → if tied is not None: dist.all_reduce(squares, group=ends)
     The ranks between the ends are missing from it, and know nothing of it: the length is the
     business of all.
-squares_first: if tied is not None:⏎dist.all_reduce(tied.grad, group=ends) → whole = None
-    return squares.sqrt() →
-    ⏎if tied is not None:⏎    dist.all_reduce(tied.grad, group=ends)⏎return squares.sqrt()
-    The squares were taken before the tied gradient was whole: first the sum.
-sum_of_lengths: squares += parameter.grad.square().sum() → squares += parameter.grad.norm()
-    return squares.sqrt() → return squares
-    Lengths don't add up, their squares do.
-sum_of_the_ranks_lengths: dist.all_reduce(squares)⏎return squares.sqrt() →
-    ⏎squares = squares.sqrt()⏎dist.all_reduce(squares)⏎return squares
 none_between: if tied is not None: → if True:
     `tied` is None on the ranks between both ends: they skip this call.
-everyone_joins: if tied is not None:⏎dist.all_reduce(tied.grad, group=ends) →
-    ⏎whole = torch.zeros(2, dtype=torch.float64) if tied is None else tied.grad
-    ⏎dist.all_reduce(whole)
-    the tied gradient is the business of both ends
 without_the_group: dist.all_reduce(tied.grad, group=ends) → dist.all_reduce(tied.grad)
     Without group=ends all ranks must call. With three stages the one between doesn't.
 """),

@@ -65,23 +65,9 @@ shard_plan = Exercise(
     mistakes=mistakes("""
 loses_the_remainder: -(-sum(numels) // world_size) → sum(numels) // world_size
     n // W loses the remainder: the last elements have no owner. Round up, and pad the last shard.
-leaves_the_rest_to_the_last: -(-sum(numels) // world_size) → sum(numels) // world_size
-    min((rank + 1) * length → min((rank + 1) * length if shard is not shards[-1] else sum(numels)
-    Shards have equal length, n / W rounded up. The last one isn't longer, but padded.
-splits_nearly_evenly: max(rank * length → max(sum(numels) // world_size * rank
-    ⏎+ min(rank, sum(numels) % world_size)
-    min((rank + 1) * length → min(sum(numels) // world_size * (rank + 1)
-    ⏎+ min(rank + 1, sum(numels) % world_size)
-    Shards have equal length, that of the first. The last ones are filled up with padding.
-shards_nothing: max(rank * length, first) - first → 0
-    min((rank + 1) * length, first + numel) - first → numel
-    Every rank owns the same: that shards nothing. Each element has one owner.
-in_flat_numbers: max(rank * length, first) - first → max(rank * length, first)
-    min((rank + 1) * length, first + numel) - first → min((rank + 1) * length, first + numel)
+in_flat_numbers: - first⏎stop = min((rank + 1) * length, first + numel) - first →
+    ⏎⏎stop = min((rank + 1) * length, first + numel)
     Count start and stop from the parameter's own beginning, not from that of the flat buffer.
-keeps_empty_parts: if start < stop: → if True:
-    append((parameter, start, stop)) → append((parameter, start, max(start, stop)))
-    Parts from start to stop with nothing in them: leave them out.
 counts_the_padding: first + numel) → first + numel + (parameter + 1 == len(numels)) * sum(numels))
     The padding belongs to no parameter: the last part ends where its parameter does.
 from_the_end: return shards → return shards[::-1]
@@ -94,13 +80,8 @@ in_lengths: append((parameter, start, stop)) → append((parameter, start, stop 
     The third number is where the part stops, not how many elements it has.
 of_this_rank_only: return shards → return shards[dist.get_rank()]
     Return a list for each rank, of tuples (parameter, start, stop): every rank knows the plan.
-each_parameter: length = -(-sum(numels) // world_size) → length = 0
-    start = max(rank * length, first) - first → start = rank * numel // world_size
-    stop = min((rank + 1) * length, first + numel) - first →
-    ⏎stop = (rank + 1) * numel // world_size
-    Each parameter was cut into W. Cut the flat buffer, all of them end to end, once.
-by_parameter: if start < stop: → if rank == parameter % world_size:
-    append((parameter, start, stop)) → append((parameter, 0, numel))
+by_parameter: if start < stop:⏎shard.append((parameter, start, stop)) →
+    ⏎if rank == parameter % world_size:⏎    shard.append((parameter, 0, numel))
     Cut the flat buffer, not the list of parameters: a parameter may lie in two shards.
 """),
 )
@@ -165,6 +146,7 @@ def _step_trials():
 
 zero_step = Exercise(
     reference=zero.zero_step,
+    writes=("parameters", "gradients", "state"),
     trials=_step_trials,
     hints={
         "start": "Three parts: ring_reduce_scatter the gradients, update this rank's shard, "
@@ -184,77 +166,27 @@ divides_twice: (gradients) / world_size → (gradients) / world_size**2
 its_own_gradient: ring_reduce_scatter(gradients) / world_size → gradients.chunk(world_size)[rank]
     Each rank updated its shard with its own gradient: the others' is missing.
     ring_reduce_scatter(gradients) returns this rank's shard of the sum.
-its_own_share: ring_reduce_scatter(gradients) → gradients.chunk(world_size)[rank]
 gathers_never: ring_all_gather(parameters) → pass
     The own shard is right, the rest is as before the step. Was ring_all_gather(parameters) left
     out, or called before the shard was updated?
 gathers_first: shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
     ⏎ring_all_gather(parameters)⏎shard.sub_(lr * state["momentum"])
-updates_all_with_partial_sums: gradient = ring_reduce_scatter(gradients) / world_size →
-    ⏎ring_reduce_scatter(gradients)⏎gradient = gradients / world_size
-    parameters.chunk(world_size)[rank] → parameters
-    ring_all_gather(parameters) → pass
-    The own shard is right, what other ranks own is not: this rank updated it, too, though it has
-    only its own shard's mean. Update the shard alone, and gather the rest.
-updates_all_with_its_shard: shard.sub_(lr * state["momentum"])⏎ring_all_gather(parameters) →
-    ⏎parameters.view(world_size, -1).sub_(lr * state["momentum"])
-shards_nothing: gradient = ring_reduce_scatter(gradients) / world_size →
-    ⏎dist.all_reduce(gradients)⏎gradient = gradients / world_size
-    parameters.chunk(world_size)[rank] → parameters
-    ring_all_gather(parameters) → pass
-    The parameters are right, but every rank keeps the momentum of all elements, which ZeRO saves.
-    Keep the shard's alone; a view keeps its whole storage alive: allocate the shard.
-keeps_state_for_all: torch.zeros_like(shard) → torch.zeros_like(parameters)
-    state["momentum"].mul_ → state["momentum"].chunk(world_size)[rank].mul_
-    lr * state["momentum"] → lr * state["momentum"].chunk(world_size)[rank]
-keeps_a_part_of_a_whole: zeros_like(shard) → zeros_like(parameters).chunk(world_size)[rank]
+    The parameters were gathered before the shard was updated: the others get the old ones.
 forgets_its_momentum: if not state: → state = {}⏎if not state:
     The parameters are right, but `state` holds no tensor: keep the momentum there, not in a global.
-in_a_global: if not state: → state = globals().setdefault("kept", {})⏎if not state:
 reduces_everything: gradient = ring_reduce_scatter(gradients) / world_size →
     ⏎dist.all_reduce(gradients)⏎gradient = gradients.chunk(world_size)[rank] / world_size
     An all_reduce gives every rank the whole sum; it needs a shard.
-sends_gradients_twice: gradient = ring_reduce_scatter → ring_reduce_scatter(gradients.clone())
-    ⏎gradient = ring_reduce_scatter
-    What is sent twice? One reduce-scatter of the gradients is enough.
 in_a_new_tensor: parameters.chunk(world_size)[rank] → parameters.chunk(world_size)[rank].clone()
     Parameters are as before. Write into them in place: a shard is parameters.chunk(W)[rank].
 uphill: shard.sub_ → shard.add_
     The update has the wrong sign: against the gradient.
-with_the_next_ranks_mean: gradient = ring_reduce_scatter(gradients) / world_size →
-    ⏎shards = list(gradients.chunk(world_size))⏎gradient = torch.empty_like(shards[0])
-    ⏎dist.reduce_scatter(gradient, shards[1:] + shards[:1])⏎gradient /= world_size
-    The shard was updated with another's mean: ring_reduce_scatter ends with chunk `rank`.
 with_its_own_lr: lr * state["momentum"] → 1 / 16 * state["momentum"]
     The first step was right. lr and beta are arguments, and lr changes: take those of each call.
-with_its_own_beta: mul_(beta) → mul_(1 / 2)
-with_its_own_lr_and_beta: lr * state["momentum"] → 1 / 16 * state["momentum"]
-    mul_(beta) → mul_(1 / 2)
-with_lr_in_the_momentum: add_(gradient) → add_(lr * gradient)
-    lr * state["momentum"] → state["momentum"]
-    The first step was right. Keep lr out of the momentum: it changes.
-moves_all_as_the_first: lr * state["momentum"] → lr * state["momentum"][0]
-    The update has the wrong size: momentum = beta * momentum + gradient, zero at first; then
-    parameter -= lr * momentum, each element with its own.
-without_lr: lr * state["momentum"] → state["momentum"]
-by_nesterov: lr * state["momentum"] → lr * (gradient + beta * state["momentum"])
-begins_with_a_gradient: torch.zeros_like(shard) → gradient.clone()
 begins_with_junk: torch.zeros_like(shard) → torch.empty_like(shard)
     The momentum begins with what lay in memory: torch.zeros_like, not empty_like.
 averages_its_momentum: add_(gradient) → add_((1 - beta) * gradient)
     momentum = beta * momentum + gradient: without a factor 1 - beta.
-keeps_a_view_of_the_gradients: (gradients) / world_size → (gradients).div_(world_size)
-    if not state:⏎state["momentum"] = torch.zeros_like(shard) → first = not state
-    ⏎state.setdefault("momentum", gradient)
-    state["momentum"].mul_(beta) → first or state["momentum"].mul_(beta)
-    The momentum changes between two steps: ring_reduce_scatter returns a view of `gradients`,
-    which the next backward overwrites. Keep a tensor of your own.
-keeps_the_gradient_too: shard.sub_ → state["gradient"] = gradient⏎shard.sub_
-    `state` holds more than the momentum: the gradient isn't needed again.
-forgets_after_a_step: if not state: → state.clear()⏎if not state:
-    The first step was right. Is the momentum kept in `state`, and used again in the next one?
-counts_its_steps: shard.sub_ → state["steps"] = torch.ones(1)⏎shard.sub_
-    `state` has more than the shard's momentum: the step needs no counter.
 """),
 )
 
@@ -364,6 +296,7 @@ def _clipped(world_size: int) -> list[dict]:
 
 clip_grad_norm_ = Exercise(
     reference=fsdp.clip_grad_norm_,
+    writes=("shards",),
     trials=lambda: [
         Trial(W, _run_clip, (), _clipped(W), what="rank r has [[3, -4], [12]] · (r+1)")
         for W in (2, 4, 1)
@@ -380,9 +313,6 @@ clip_grad_norm_ = Exercise(
 norm_of_the_shard: dist.all_reduce(squared, group=group) → pass
     That is the length of this rank's part. Each rank would shorten its own by another factor, and
     the gradient would turn.
-sum_of_norms: ** 2 →
-    squared.sqrt() → squared
-    Lengths don't add up, their squares do: 3 and 4 make 5.
 mean_of_squares: squared.sqrt() → (squared / dist.get_world_size()).sqrt()
     The squares are added up, not averaged: shards lie one behind the other, in no two of them is
     the same number.
@@ -398,19 +328,12 @@ each_number_by_itself: shard *= (max_norm / (norm + 1e-6)).clamp(max=1) →
 lengthens: .clamp(max=1) →
     A short gradient was made longer. Leave it alone: the factor is 1 at most.
 only_if_its_own_is_long: dist.all_reduce(squared, group=group) →
-    ⏎if squared.sqrt() > max_norm:⏎    dist.all_reduce(squared, group=group)
+    ⏎if squared.sqrt() > max_norm: dist.all_reduce(squared, group=group)
     all_reduce stands under an `if` that isn't true on every rank: reduce first, then decide.
 in_new_tensors: shard *= (max_norm → shard = shard * (max_norm
     The shards are as before. Write into them in place: shard *= factor, or shard.mul_(factor).
 returns_the_new_length: return norm → return norm.clamp(max=max_norm)
     Return the length that the gradient had: it is what one logs.
-gathers_the_gradient: squared = nn.utils.get_total_norm(shards) ** 2 →
-    ⏎flat = torch.cat(shards)
-    ⏎parts = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
-    ⏎dist.all_gather(parts, flat)
-    ⏎squared = torch.cat(parts).square().sum()
-    dist.all_reduce(squared, group=group) → pass
-    The whole gradient was sent, to every rank. One number of each rank is enough.
 """),
 )
 
@@ -505,24 +428,12 @@ GatherUseFree = Exercise(
     },
     praise="3(W-1)/W of the layer sent, and nothing whole between forward and backward.",
     mistakes=mistakes("""
-keeps_the_weight: ctx.save_for_backward(x) → weight, bias = layer.gather()
-    ⏎ctx.save_for_backward(x, weight)
-    (x, *layer.gather()) → (x, weight, bias)
-    (x,), layer → (x, weight), layer
-    weight = layer.gather()[0] → pass
+keeps_the_weight: return nn.functional.linear(x, *layer.gather()) →
+    ⏎ctx.whole = layer.gather()⏎return nn.functional.linear(x, *ctx.whole)
     The whole weight stays in memory from forward to backward. With all layers kept a rank has the
     whole model, and nothing is saved: gather again in backward.
-keeps_the_weight_on_ctx: ctx.layer = layer → ctx.layer = layer⏎ctx.whole = layer.gather()
-    (x, *layer.gather()) → (x, *ctx.whole)
-    weight = layer.gather()[0] → weight = ctx.whole[0]
-keeps_and_gathers: ctx.layer = layer → ctx.layer = layer⏎layer.whole = layer.gather()
-    (x, *layer.gather()) → (x, *layer.whole)
 gathers_for_each_use: *layer.gather() → layer.gather()[0], layer.gather()[1]
     Each layer.gather() sends the whole layer: call it once, and take weight and bias from it.
-all_reduces: to_shard = layer.reduce_scatter([mean.T @ x, mean.sum(0)]) →
-    ⏎flat = layer.flatten([mean.T @ x, mean.sum(0)])⏎dist.all_reduce(flat)
-    ⏎to_shard = flat.chunk(dist.get_world_size())[dist.get_rank()]
-    An all_reduce gives every rank all gradients, for twice the bytes; it needs its shard's.
 its_own_gradient: to_shard = layer.reduce_scatter([mean.T @ x, mean.sum(0)]) →
     ⏎flat = layer.flatten([mean.T @ x, mean.sum(0)])
     ⏎to_shard = flat.chunk(dist.get_world_size())[dist.get_rank()]

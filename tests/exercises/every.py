@@ -19,8 +19,16 @@ def test_stub_is_not_written_yet(exercise):
     assert "not written yet" in verdict.text
 
 
-def test_at_least_four_mistakes_are_known(exercise):
-    assert len({mistake.name for mistake in exercise.mistakes}) == len(exercise.mistakes) >= 4
+def test_mistakes_are_few_and_read_by_eye(exercise):
+    """The commonest alone: one replacement, at most one line break, a sentence of its own."""
+    known = exercise.mistakes
+    assert 4 <= len(known) <= 12
+    assert len({mistake.name for mistake in known}) == len(known)
+    for mistake in known:
+        assert re.search(r"[.?!)]$", mistake.says), f"{mistake.name}: not a whole sentence"
+        assert mistake.answer or len(mistake.changes) == 1, mistake.name
+        for old, new in mistake.changes:
+            assert max(old.count("⏎"), new.lstrip("⏎ ").count("⏎")) <= 1, mistake.name
 
 
 def test_solution_is_the_source_of_the_reference(exercise):
