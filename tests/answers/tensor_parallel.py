@@ -67,3 +67,11 @@ RIGHT = [
     ("ParallelMLP", MLPOfTheLibrary),
     ("rows_and_seed", share_by_counting),
 ]
+
+
+def share_of_a_mesh_with_two_rows(batch, mesh):
+    row = mesh.get_local_rank("data") % 2
+    return batch.chunk(min(2, mesh["data"].size()))[row], mesh.get_local_rank("data")
+
+
+WRONG = [("rows_and_seed", share_of_a_mesh_with_two_rows, "a mesh of 4 × 1")]
