@@ -379,8 +379,9 @@ class Exercise:
 
     def _short_replay(self):
         """Return the player if its pictures can be drawn within a second or two."""
-        calls = sum(map(len, self._outcome.wire))
-        return self.replay() if 0 < calls <= 16 else None
+        records = [record for of_rank in self._outcome.wire for record in of_rank]
+        kept = any(record.values is not None for record in records)  # else there is nothing to draw
+        return self.replay() if kept and len(records) <= 16 else None
 
     def known(self, number: int, problem: Problem) -> Mistake | None:
         """Find the mistake of the table that passes the trials before this one, and fails it alike.
@@ -389,19 +390,21 @@ class Exercise:
         It takes NAMING_S at most, also where each launch takes seconds: then the others stay
         untried, and are first in turn the next time.
         """
-        deadline, near = time.monotonic() + NAMING_S, None
+        deadline, near, longest = time.monotonic() + NAMING_S, None, 0.0
         trials = list(self.trials())
         if number == len(trials):
             return None
         for mistake in self.mistakes:
             passed, failed = self._tried.get(mistake.name, (0, None))
             while failed is None and passed <= number:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                begun = time.monotonic()
+                left = deadline - begun
+                if left <= longest:
                     break
                 answer = mistake.applied_to(self.reference, self.helpers)
                 found = self._run(answer, [trials[passed]], left)
-                if isinstance(found[0], HangError) and time.monotonic() >= deadline:
+                longest = max(longest, time.monotonic() - begun)
+                if isinstance(found[0], HangError) and longest >= left:
                     break  # it was cut off, and tells nothing
                 failed = self._problem([trials[passed]], *found)
                 passed += failed is None

@@ -74,7 +74,8 @@ def _values(tensors):
 
 
 def _first(values) -> int:
-    return int(torch.tensor(values).flatten()[0])
+    """Return the first number; NaN, which memory that nobody wrote may hold, as 0."""
+    return int(torch.tensor(values).flatten()[0].nan_to_num())
 
 
 def _check_tree(trial: Trial, run):

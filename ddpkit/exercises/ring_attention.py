@@ -75,8 +75,6 @@ only_its_own: range(world_size): → range(1):
 sums_for_different_maxima: else merge(triple, part) → else (
     ⏎    torch.maximum(triple[0], part[0]), triple[1] + part[1], triple[2] + part[2])
     Sums for different maxima were added: merge corrects them.
-not_divided: normalize(o, ell.unsqueeze(-1)) → o
-    The o of the triple is a sum: divide by ℓ at the end.
 not_causal: if owner <= rank or not causal: → causal = False⏎if True:
     `causal` changes nothing: query i sees key j if j ≤ i, counted in the whole sequence.
 each_block_causal: causal and owner == rank → causal
@@ -88,8 +86,6 @@ owner_to_the_right: (rank - hop) % world_size → (rank + hop) % world_size
     In hop h what is here came from h ranks to the left: it is that of rank - h.
 skips_before_it_sends: works = [] → if causal and owner > rank: continue⏎works = []
     A rank with nothing to compute must pass on all the same: others wait for these keys.
-one_hop_too_many: if hop < world_size - 1: → if True:
-    The last hop brings a rank its own keys home: W-1 are enough.
 """)
 
 
