@@ -7,6 +7,11 @@ RankError: a rank failed. HangError: ranks wait for what never comes. Link: an e
 In a shell: `python -m ddpkit.doctor`, `python -m ddpkit.debug`, `python -m ddpkit.explain`.
 """
 
+import sys
+
+if "ipykernel" in sys.modules:  # importing torch takes seconds: the cell says so from the first on
+    from . import lesson  # noqa: F401
+
 # Imported before any process group exists. torch imports it with the first optimizer, and its
 # default arguments keep the group of that moment for ever: destroy_process_group() would leave
 # Gloo's threads, which can abort a process at its end.
@@ -32,4 +37,8 @@ def load_ipython_extension(ipython):
     from . import lesson  # noqa: F401
     from .runtime.live import add_magic
 
-    add_magic(ipython)
+    if "ranks" not in ipython.magics_manager.magics["cell"]:
+        add_magic(ipython)
+        # Said again, `%load_ext` is silent: a reader runs the cell of imports more than once.
+        loaded = ipython.extension_manager.loaded
+        ipython.events.register("post_run_cell", lambda _: loaded.discard("ddpkit"))

@@ -1,8 +1,12 @@
-"""JupyterLab's hook for saving a notebook; `make lab` puts this file where Jupyter finds it.
+"""JupyterLab's settings for the course; `make lab` puts this file where Jupyter finds it.
 
-ipywidgets saves only the widgets whose kernel lives: a notebook that is saved after a restart, or
-after it was only opened, would show "model not found" in their place. So the widgets that the file
-already has are kept; one that it doesn't have gives way to the picture and the text beside it.
+`custom.css`, in the folder `custom` beside it, makes prose narrow and pictures fit; a reader's own
+custom.css comes first.
+
+The hook for saving a notebook is there because ipywidgets saves only the widgets whose kernel
+lives: a notebook that is saved after a restart, or after it was only opened, would show "model not
+found" in their place. So the widgets that the file already has are kept; one that it doesn't have
+gives way to the picture and the text beside it.
 """
 
 import json
@@ -54,4 +58,10 @@ def keep_widgets(model, path, contents_manager, **_) -> None:
 
 
 if "get_config" in globals():  # Jupyter reads this file
-    get_config().ContentsManager.pre_save_hook = keep_widgets  # noqa: F821
+    from jupyter_core.paths import jupyter_config_dir
+
+    settings = get_config()  # noqa: F821
+    settings.ContentsManager.pre_save_hook = keep_widgets
+    settings.LabApp.custom_css = True
+    own, ours = Path(jupyter_config_dir(), "custom"), Path(__file__).with_name("custom")
+    settings.ServerApp.tornado_settings = {"static_custom_path": [str(own), str(ours)]}

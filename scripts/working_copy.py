@@ -19,6 +19,7 @@ OFFERED = ".offered.json"  # {notebook: fingerprint of the version that the read
 SETTINGS = {  # file in this folder: where JupyterLab looks for it
     "overrides.json": "share/jupyter/lab/settings",
     "jupyter_server_config.py": "etc/jupyter",
+    "custom.css": "etc/jupyter/custom",
 }
 
 

@@ -49,6 +49,8 @@ launch(wait, world_size=2, hang_after=1e6)"""
 SLEEP_IN_RANKS = "%%ranks 2\nimport time\ntime.sleep(1e6)"
 STAY = "%%ranks 4\nx = rank"
 ANSWER = "print(6 * 7)"
+CHART = "from ddpkit.lesson import charts\ncharts.zero_grid(4)"
+ASKED = "from ddpkit.lesson.predict import predict\npredict('Hops?')"
 HUNG = WAIT, SLEEP_IN_RANKS
 
 
@@ -66,6 +68,7 @@ def cells_of_the_notebooks() -> list[str]:
 
 def write_notebook(path: Path, *sources: str) -> None:
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells.append(nbformat.v4.new_markdown_cell("Prose."))
     notebook = nbformat.v4.new_notebook(cells=cells)
     path.write_text(working_copy.at_home(nbformat.writes(notebook)))
 
@@ -77,7 +80,9 @@ def lab(tmp_path_factory):
     folder = home / "notebooks"
     folder.mkdir()
     (home / "config").mkdir()
+    (home / "config/custom").mkdir()
     shutil.copy(ROOT / "scripts/jupyter_server_config.py", home / "config")
+    shutil.copy(ROOT / "scripts/custom.css", home / "config/custom")
     settings = json.loads((ROOT / "scripts/overrides.json").read_text())  # as make lab brings them
     # Otherwise cells outside the window are not in the page.
     settings["@jupyterlab/notebook-extension:tracker"] = {"windowingMode": "none"}
@@ -230,7 +235,7 @@ class Notebook:
 @pytest.fixture(scope="module")
 def notebook(browser, lab):
     """With a cell that imports, one for each widget, and those of the stop button."""
-    sources = [*cells_of_the_notebooks(), *HUNG, STAY, ANSWER]
+    sources = [*cells_of_the_notebooks(), *HUNG, STAY, ANSWER, CHART, ASKED]
     write_notebook(lab[2] / "test.ipynb", *sources)
     notebook = Notebook(browser, lab, "test.ipynb")
     dirty = "() => jupyterapp.shell.currentWidget.context.model.dirty"
@@ -286,6 +291,35 @@ def test_every_kind_of_widget_answers_the_keyboard(notebook, kind):
         if kind == "player":
             widget.press("Space")
     assert not DEAD.search(notebook.page.locator(".jp-Notebook").inner_text())
+
+
+# Any window
+
+
+TOO_WIDE = """() => [...document.querySelectorAll('.jp-OutputArea-output')]
+    .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.innerHTML)"""
+NAMELESS = """() => [...document.querySelectorAll('.jp-OutputArea-output :is(' +
+    'button, input, img, [role=slider], svg[role=img])')].filter(each => each.checkVisibility() &&
+    !each.alt && !each.title && !each.ariaLabel && !each.innerText && !each.labels?.length)
+    .map(each => each.outerHTML.slice(0, 300))"""
+
+
+def test_no_output_is_wider_than_its_box(notebook):
+    """In a whole screen, half of one, and on a phone. Every picture is there."""
+    for live in (5, 6):  # the chart and the prediction
+        notebook.run_cell(len(WIDGETS) + live)
+    old = notebook.page.viewport_size
+    notebook.page.evaluate("() => jupyterapp.shell.collapseLeft()")  # the file browser
+    for width in (1280, 720, 390):
+        notebook.page.set_viewport_size({"width": width, "height": 900})
+        wait_until(lambda: notebook.page.evaluate(TOO_WIDE) == [], every_s=0.1)
+    notebook.page.set_viewport_size(old)
+    prose = "getComputedStyle(document.querySelector('.jp-RenderedMarkdown p')).maxWidth"
+    assert notebook.page.evaluate(prose) != "none"
+
+
+def test_every_control_and_picture_has_a_name(notebook):
+    wait_until(lambda: notebook.page.evaluate(NAMELESS) == [], every_s=0.1)
 
 
 DEAD = re.compile("model not found|Error displaying widget|Loading widget")
@@ -359,8 +393,14 @@ def test_a_saved_notebook_shows_its_widgets_again(notebook, lab):
     notebook.page.locator(".widget-play").first.wait_for()
     assert not DEAD.search(notebook.page.locator(".jp-Notebook").inner_text())
     step_on(notebook)
+    # What needs the kernel says so, and has nothing to move.
+    asks = notebook.page.locator(".ddpkit-asks")
+    assert asks.count() >= 3
+    for number in range(asks.count()):
+        assert "Run its cell" in asks.nth(number).locator(".ddpkit-still").inner_text()
+        assert not asks.nth(number).locator(".ddpkit-controls").is_visible()
     notebook.save()  # and from here again
     text = (lab[2] / "again.ipynb").read_text()
     views = re.findall(r'"model_id": "(\w+)"', text)
-    assert len(views) == len(WIDGETS)
+    assert len(views) == len(WIDGETS) + 1  # and the prediction
     assert set(views) <= jupyter_server_config.saved_widgets(json.loads(text)).keys()

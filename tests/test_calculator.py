@@ -29,7 +29,7 @@ def worlds(**values):
 
 def live(widget):
     """(caption, image), its widgets made."""
-    return widget.box.children[1].children
+    return widget.box.children[2].children
 
 
 def move(widget, **values):
@@ -40,7 +40,7 @@ def move(widget, **values):
 def test_moving_a_slider_changes_caption_and_picture():
     widget = worlds()
     caption, image = live(widget)
-    cap, kind, _ = widget.box.children[0].children
+    cap, kind, _ = widget.box.children[1].children
     assert [cap.options[at] for at in (0, 3)] == [("1 MiB", 1), ("8 MiB", 8)]
     assert (cap.value, kind.value, cap.continuous_update) == (4, "drawn", False)
     assert "4 drawn" in caption.value

@@ -77,6 +77,13 @@ def test_bars_are_as_long_as_the_medians():
     assert [wide for _, wide in drawn] == pytest.approx([110, 110, 100, 0, 190, 0])
     whiskers = [text.xy[0] for text in picture.figure.axes[0].texts]  # to the third quartiles
     assert whiskers == pytest.approx([115, 350, 100])
+    assert len(picture.figure.legends[0].texts) == 3
+
+
+def test_a_single_time_has_no_whiskers():
+    picture = charts.variants({"compute alone": [0.1], "naive": [0.3]}, "compute alone")
+    assert len(picture.figure.legends[0].texts) == 2
+    assert not picture.figure.axes[0].containers[2:]
 
 
 def test_buckets_are_drawn_to_scale():

@@ -24,7 +24,7 @@ def quick(monkeypatch):
 def live(value, format):
     """(explorer, caption, image), its widgets made."""
     explorer = float_explorer(value, format)
-    return explorer, *explorer.box.children[1].children
+    return explorer, *explorer.box.children[2].children
 
 
 def shown(explorer) -> str:

@@ -1,10 +1,12 @@
-"""`python -m ddpkit.lesson.check`: what a teacher hears of a student's notebook."""
+"""`python -m ddpkit.exercises`: what a teacher hears of a student's notebook."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from ddpkit.lesson import check
+from ddpkit.exercises import __main__ as command
 
 nbformat = pytest.importorskip("nbformat", reason="Jupyter isn't installed")
 
@@ -29,7 +31,7 @@ def handed_in(folder, *sources):
 
 def test_each_exercise_gets_a_line_whatever_else_fails(tmp_path, capfd):
     notebook = handed_in(tmp_path, *CELLS)
-    assert check.main([str(notebook), "--json"]) == 1
+    assert command.main([str(notebook), "--json"]) == 1
     printed, beside = capfd.readouterr()  # the kernel's own words, too
     found = json.loads(printed)[str(notebook)]
     assert found == {"neighbours": "right", "say_hello": "not written"}
@@ -37,7 +39,7 @@ def test_each_exercise_gets_a_line_whatever_else_fails(tmp_path, capfd):
 
 
 def test_a_cell_that_hangs_ends_at_the_limit_and_the_rest_goes_on(tmp_path):
-    ran = check.run(handed_in(tmp_path, "import time; time.sleep(1e6)", "2 + 2"), seconds=1)
+    ran = command.run(handed_in(tmp_path, "import time; time.sleep(1e6)", "2 + 2"), seconds=1)
     assert ran.cells[1].outputs[0]["data"]["text/plain"] == "4"
 
 
@@ -51,16 +53,23 @@ def test_points_and_exit_code(capsys, monkeypatch):
         for name, sign in (("merge", "✓"), ("ring_cost", "✗"))
     )
     ran = nbformat.v4.new_notebook(cells=[right])
-    monkeypatch.setattr(check, "run", lambda path, seconds: ran)
-    assert check.main(["a.ipynb"]) == 0
+    monkeypatch.setattr(command, "run", lambda path, seconds: ran)
+    assert command.main(["a.ipynb"]) == 0
     assert capsys.readouterr().out == "a.ipynb: 1 of 1 points\n  ✓ merge: right\n"
     ran.cells.append(wrong)
-    assert check.main(["a.ipynb"]) == 1
+    assert command.main(["a.ipynb"]) == 1
     assert capsys.readouterr().out.endswith(
         "1 of 2 points\n  ✓ merge: right\n  ✗ ring_cost: wrong\n"
     )
 
 
 def test_what_cant_be_run_is_said(tmp_path, capsys):
-    assert check.main([str(tmp_path / "none.ipynb")]) == 2
+    assert command.main([str(tmp_path / "none.ipynb")]) == 2
     assert "none.ipynb couldn't be run: FileNotFoundError" in capsys.readouterr().err
+
+
+def test_the_command_s_old_name_goes_on_working():
+    command = [sys.executable, "-m", "ddpkit.lesson.check", "none.ipynb"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "none.ipynb couldn't be run" in done.stderr

@@ -193,5 +193,5 @@ def test_memory_calculator():
     assert widget.box
     widget.widgets["width"].value = 1600
     widget.widgets["head_width"].value = 256
-    caption = widget.box.children[1].children[0].value
+    caption = widget.box.children[2].children[0].value
     assert "expected heads that divide the width 1600, got 256" in caption

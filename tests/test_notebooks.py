@@ -99,6 +99,11 @@ def test_what_ought_to_be_equal_is(code):
             assert not wrong.search(output.get("text", "")), output.text
 
 
+@pytest.mark.slow  # not slow: a run that --anyway stored, on a busy machine, is refused before long
+def test_no_stored_run_was_disturbed(notebook):
+    assert refresh.disturbed(notebook) == [], "python scripts/refresh.py, on a quiet machine"
+
+
 def test_errors_are_meant(code):
     for cell in code:
         failed = any(output.output_type == "error" for output in cell.outputs)
@@ -219,3 +224,13 @@ def lines_to_write(exercise) -> int:
             text = source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]
             found += sum(not re.match(r"\s*(#|$)", line) for line in text)
     return found
+
+
+def test_what_would_be_slow_to_open_is_refused():
+    """`make refresh` looks at what a reader would save: with widgets, and what is live only."""
+    large = nbformat.v4.new_output("display_data", {"image/svg+xml": "x" * 300_001})
+    cell = nbformat.v4.new_code_cell("draw()", outputs=[large])
+    with pytest.raises(ValueError, match=r"expected 300000 bytes, got 3\d+ of: draw\(\)"):
+        refresh.refuse_large(nbformat.v4.new_notebook(cells=[cell]))
+    with pytest.raises(ValueError, match="at most 3000000 bytes"):
+        refresh.refuse_large(nbformat.v4.new_notebook(metadata={"widgets": "x" * 3_000_000}))

@@ -277,21 +277,23 @@ def test_film_shows_no_message_before_it_arrives():
 def test_film_of_collectives():
     frames, _ = frames_of(torch_collectives, 2)
     assert frames[-1].memory[0]["all_gather"] == [(1, 0), (10, 1)]
-    assert frames[0].memory[0][0] == [(11, None), (22, None)]
+    assert frames[0].memory[0][0] == [(11, frozenset({0, 1})), (22, frozenset({0, 1}))]
 
 
 def test_film_of_a_ring():
     frames, run = frames_of(ring)
     assert frames[0].memory[1][0] == [(10 * at, 1) for at in range(1, 9)]
     last = frames[-1].memory[0][0]
-    assert last[3:6] == [(404, None), (505, None), (606, None)]
-    assert owners(last) == [0] * 3 + [None] * 3 + [0] * 2
+    both = frozenset({0, 2})  # 1 and 100 times the place: found from the numbers themselves
+    assert last[3:6] == [(404, both), (505, both), (606, both)]
+    assert owners(last) == [0] * 3 + [both] * 3 + [0] * 2
     assert [len(frame.flying) for frame in frames] == [0, 1, 2, 2, 1, 0] * 2
     *hops, end = hop_by_hop(frames, run)
     assert [frame.event.kind for frame in hops[1].sent] == ["send"] * 3
     assert hops[1].marked.keys() == {0, 1, 2}
     # The last sum is never sent: only what the rank returned shows it.
-    assert end.memory[0][0] == list(zip(run[0], [None] * 6 + [0, 0], strict=True))
+    every = frozenset({0, 1, 2})
+    assert end.memory[0][0] == list(zip(run[0], [every] * 3 + [both] * 3 + [0, 0], strict=True))
 
 
 def test_a_hop_shows_what_the_hops_before_it_brought():
@@ -348,7 +350,9 @@ def test_messages_travel():
     """Up or down, from the row of their sender; those of a hop to the row where they arrive."""
     one_by_one = player(recorded(broadcast, world_size=3))
     by_hop = player(recorded(ring, world_size=3), by_hop=True)
-    moves = re.compile(r'class="ddpkit-travels" style="--from: (\S+)px; --to: (\S+)px"')
+    moves = re.compile(
+        r'class="ddpkit-travels" style="--from: 0.0px, (\S+)px; --to: 0.0px, (\S+)px"'
+    )
     found = [moves.findall(inline(one_by_one.look(step)[1])) for step in (1, 2, 4)]
     (one,), (two,) = map(set, found[1:])  # each with all that belongs to the message
     assert not found[0]
@@ -363,7 +367,7 @@ def test_messages_travel():
 def test_the_last_step_is_told_where_nothing_is_live():
     replayed = player(recorded(torch_collectives, world_size=2))
     assert replayed.telling is replayed.look(4)[1]
-    assert has_colour(replayed.telling, page.MIXED)
+    assert has_colour(replayed.telling, page.RANK_COLOURS[1])
 
 
 def test_values_must_be_kept():

@@ -68,8 +68,20 @@ def test_the_cell_that_imports_it_is_watched_too(monkeypatch, request_type, runs
     monkeypatch.delenv("DDPKIT_PROGRESS")
     monkeypatch.setattr(Progress, "begin", lambda self: begun.append(self))
     progress.show_progress()
-    assert registered == ["pre_run_cell", "post_run_cell"]
+    assert registered == ["pre_run_cell", "post_run_cell", "post_run_cell"]
     assert len(begun) == runs
+
+
+def test_torch_is_imported_and_the_line_says_so(monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(progress, "RUNTIME", "ddpkit.runtime.not_yet")
+    line = Line()
+    cell = Progress(line)
+    cell.begin()
+    while not line:
+        time.sleep(0.01)
+    cell.end()
+    assert line[0]["text/plain"] == "… 0 s: importing torch"
 
 
 def test_a_quick_cell_shows_nothing():

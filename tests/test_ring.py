@@ -14,7 +14,7 @@ from on_ranks import on_ranks
 from ddpkit import launch, ring
 from ddpkit.doubling import doubling_all_reduce, halving_doubling_all_reduce
 from ddpkit.fast import ring as fast
-from ddpkit.lesson.figures import hops_of, received_bytes, sent_bytes
+from ddpkit.tools.hops import hops_of, received_bytes, sent_bytes
 
 RINGS = [ring.ring_reduce_scatter, ring.ring_all_gather, ring.ring_all_reduce]
 FAST = [fast.ring_reduce_scatter, fast.ring_all_gather, fast.ring_all_reduce]

@@ -420,7 +420,7 @@ def name(each):
 @pytest.fixture
 def alone_in_a_fake_world(monkeypatch):
     monkeypatch.setattr("ddpkit.data_parallel.check_same_on_all_ranks", lambda *_: None)
-    monkeypatch.setattr("ddpkit.zero.check_same_on_all_ranks", lambda *_: None)
+    monkeypatch.setattr("ddpkit.zero.optimizer.check_same_on_all_ranks", lambda *_: None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()

@@ -31,7 +31,7 @@ TORCHRUN = re.compile(r"[EWI]\d{4} |Traceback ")  # its log, and its own end
 
 
 class CannotTell(Exception):
-    """There is nothing to compare, for a reason."""
+    """A reason why there is nothing to compare."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -39,13 +39,17 @@ class Difference:
     factor: float | None
     error: float
     own: bool = False
-    of: int = 0  # the model's tensors
+    of: int = 0  # tensors that there are
 
     def __str__(self) -> str:
         where = "on every rank" if self.all else f"on rank {', '.join(map(str, self.ranks))} only"
         if self.own:
             where = "each rank has its own"
-        ratio = "no one factor" if self.factor is None else f"×{self.factor:.4g}"
+        ratio = "no one factor"
+        if self.factor is not None:
+            ratio = f"×{self.factor:.4g}"
+            if near(self.factor, 1) and not self.own:
+                ratio += f" but for {self.error:.0e} of its length"
         when = "at the start" if self.step < 0 else f"step {self.step}"
         return f"{when}, {self.what} of {self.named}: {ratio}, {where}"
 
@@ -58,7 +62,7 @@ class Difference:
 
 @dataclass
 class Report:
-    """What differs between a serial and a parallel training; `fine` if nothing does.
+    """The differences between a serial and a parallel training; `fine` if there are none.
 
     steps: that were compared. tensors: in each. tolerance: of a gradient in the first step.
     """
@@ -107,31 +111,30 @@ def compare(
     report = Report(steps, len(serial.begin), tolerance)
     ranks = len(parallel)
 
-    def differing(step: int, what: str, expected: dict, of: list[dict], growth: int) -> bool:
-        named = [{rename.get(name, name): x for name, x in each.items()} for each in of]
-        found = judge(step, what, expected, named, tolerance * growth)
-        report.differences += found
-        return bool(found)
+    def differing(step: int, what: str, expected: dict, of: list[dict]) -> bool:
+        renamed = [with_names(tensors, rename) for tensors in of]
+        allowed = tolerance * max(1, step + 1)
+        report.differences += judge(step, what, expected, renamed, allowed)
+        return bool(report.differences)
 
-    if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel], 1):
+    if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel]):
         report.causes.append("the runs don't begin alike: other seeds, or nobody broadcasts")
         return report
     for step in range(steps):
-        theirs = [tape.steps[step] for tape in parallel]
         ours = serial.steps[step]
-        growth = step + 1
-        gradients = differing(
-            step, "gradient", ours.gradients, [s.gradients for s in theirs], growth
-        )
-        parameters = differing(
-            step, "parameter", ours.parameters, [s.parameters for s in theirs], growth
-        )
-        if gradients or parameters:
-            if parameters and not gradients:
-                report.causes.append("gradients agree: look at the update (state, rate, who skips)")
+        theirs = [tape.steps[step] for tape in parallel]
+        if differing(step, "gradient", ours.gradients, [each.gradients for each in theirs]):
             report.causes += explained(report.differences, ranks, ours, theirs)
             break
+        # Gradients agree here, so what differs now comes from the update alone.
+        if differing(step, "parameter", ours.parameters, [each.parameters for each in theirs]):
+            report.causes.append("gradients agree: look at the update (state, rate, who skips)")
+            break
     return report
+
+
+def with_names(tensors: dict, rename: dict[str, str]) -> dict:
+    return {rename.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
@@ -155,6 +158,7 @@ def judge(
 ) -> list[Difference]:
     """List what differs, tensors that differ alike in one entry, in the model's order."""
     whole = sum(x.double().square().sum().item() for x in expected.values() if x is not None)
+    there = sum(x is not None for x in expected.values())
     floor = FLOOR * whole**0.5 if tolerance else 0.0
     found: dict[tuple, Difference] = {}
     for name, x in expected.items():
@@ -179,7 +183,7 @@ def judge(
         key = (tuple(wrong), None if factor is None else round(factor, 3), own)
         if key not in found:
             found[key] = Difference(
-                step, what, [], tuple(wrong), everywhere, factor, error, own, len(expected)
+                step, what, [], tuple(wrong), everywhere, factor, error, own, there
             )
         found[key].names.append(name)
     return list(found.values())
@@ -234,8 +238,7 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
     micro_batches = max(len(step.losses) for step in theirs) or 1
     causes = []
     for each in found:
-        if each.what == "gradient":
-            causes += suggestions(each, ranks, micro_batches, len(ours.losses) or 1)
+        causes += suggestions(each, ranks, micro_batches, len(ours.losses) or 1)
     return list(dict.fromkeys(causes))
 
 
@@ -248,6 +251,8 @@ def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) 
         return [f"other ranks are right: what does rank {found.ranks[0]} do alone?"]
     if found.factor is None:
         return ["no one factor: other data, a stale or partial sum, a missing term"]
+    if near(found.factor, 1):
+        return ["nearly the same: other roundings, another dtype on the way, or a small term"]
     if found.factor == 0:
         return ["no gradient arrived: a hook that isn't armed, or zero_grad at the wrong place"]
     w = f"{ranks} ranks"

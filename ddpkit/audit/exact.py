@@ -7,7 +7,8 @@ that is: GELU and its like by ReLU, dropout by nothing. What can't be (softmax, 
 said, and keeps its place: there, compare within a tolerance.
 
 A mean over W ranks or m micro-batches must come out even: `exact_loss` multiplies by 12, so that
-2, 3, 4 and their like divide it. Train with SGD whose rate is a power of two.
+2, 3, 4 and their like divide it. Train with SGD whose rate is a power of two, for two steps: each
+step multiplies, so numbers take more bits from step to step, and float64 has 53.
 """
 
 import torch

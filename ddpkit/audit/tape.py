@@ -20,6 +20,7 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
+from ..fsdp import FSDP
 from .whole import parts_of_optimizer, whole_tensor
 
 WRAPPERS = "module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
@@ -136,6 +137,8 @@ class Tape:
         found: dict[str, Tensor | None] = {}
         seen = set()
         for root in self.roots:
+            if isinstance(root, FSDP):  # its modules show shards again, on every rank
+                root.drop()
             layers = {name.rpartition(".")[0] for name, _ in root.named_parameters()}
             self.depth = max(self.depth, len(layers))
             for path, parameter in root.named_parameters():

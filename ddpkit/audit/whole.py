@@ -1,12 +1,15 @@
-"""Whole tensors from the parts that ranks hold: split layers, DTensors, ZeRO's shards.
+"""Whole tensors from the parts that ranks hold: split layers, FSDP, DTensors, ZeRO's shards.
 
 All are collectives: every rank of the group that shares the tensor must call.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from ..fsdp import FSDP
 from ..tensor_parallel.split import join
 from ..zero import Bucket, ZeroOptimizer
 
@@ -20,9 +23,23 @@ def whole_tensor(root: nn.Module, path: str, value: Tensor | None) -> Tensor | N
     if name in getattr(layer, "split", {}):  # ddpkit.tensor_parallel
         dim, hands = layer.split[name]
         return join(value, dim, hands, layer.group)
+    if isinstance(root, FSDP):
+        return gather_rows(value, root.shapes()[path.removeprefix("module.")], root.group)
     if hasattr(value, "full_tensor"):  # a DTensor: FSDP2, PyTorch's tensor parallelism
         return value.full_tensor()
     return value
+
+
+def gather_rows(shard: Tensor, shape: torch.Size, group: ProcessGroup | None) -> Tensor:
+    """All-gather a shard of FSDP: each rank holds ⌈d/W⌉ rows, the last ranks fewer."""
+    world_size = dist.get_world_size(group)
+    length = shape[0] if shape else 1  # a scalar is one row
+    rows = -(-length // world_size)
+    padded = shard.new_zeros(rows, *shape[1:])
+    padded[: len(shard)] = shard
+    parts = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat(parts)[:length].view(shape)
 
 
 def parts_of_optimizer(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
@@ -42,5 +59,5 @@ def gather_shard(bucket: Bucket, shard: Tensor) -> Tensor:
     flat = shard.new_zeros(bucket.numel)
     mine = flat.chunk(bucket.numel // len(shard))[0]
     parts = [torch.empty_like(mine) for _ in range(bucket.numel // len(shard))]
-    torch.distributed.all_gather(parts, shard.contiguous(), group=bucket.group)
+    dist.all_gather(parts, shard.contiguous(), group=bucket.group)
     return torch.cat(parts)

@@ -2,6 +2,7 @@
 
 from .bucketed_ddp import Bucket, BucketedDDP, FlatDDP, OverlapDDP, no_sync, one_wire, plan_buckets
 from .checker import is_stub
+from .chunked_loss import chunked_cross_entropy
 from .collectives import (
     all_gather,
     all_reduce,
@@ -14,13 +15,25 @@ from .data_parallel import HookedDDP, NaiveDDP, average_gradients, push_and_pull
 from .few_hops import alpha_beta, halving_doubling_all_reduce
 from .flash_attention import flash_backward, flash_forward
 from .flash_kernel import flash_kernel
+from .fsdp import (
+    accumulate_rows,
+    backward_calls,
+    by_owners,
+    clip_all,
+    gather_rows,
+    shard_in_place,
+    sharded_step,
+)
+from .groups import my_group
 from .memory import Checkpoint, Products, alive, block_bytes, checkpoint_sequential
 from .mixed_precision import LossScaler, master_step, nearest, predict_bytes, quantise
-from .pipeline import gpipe, one_f_one_b, published_1f1b
+from .pipeline import gpipe, one_f_one_b, published_1f1b, zero_bubble
 from .pipeline_ranks import accumulate, finish_step, run_stage
+from .published_rings import published_ring, whole_ring
 from .ranks import neighbours, say_hello
 from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_plan, ring_reduce_scatter
 from .ring_attention import ring_attention
+from .sequence_parallel import GatherTokens, ScatterTokens, sum_of_parts
 from .softmax import merge, online_softmax
 from .softmax_in_parts import blockwise_softmax, online_weighted_mean, softmax_across_ranks
 from .softmax_kernel import softmax_kernel

@@ -18,9 +18,8 @@ from ddpkit import cost, ddp
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.wire import recorder
 
-from .checker import Exercise, Trial, mistakes, rank_1_comes_last
+from .checker import Exercise, Mistake, Trial, mistakes, rank_1_comes_last
 from .data_parallel import (
-    IN_A_MEAN,
     LAYERS,
     WEIGHT,
     Stack,
@@ -87,11 +86,24 @@ def _train(answer, cap_bytes, between, by_rank):
     seen["waits before backward was over"] = waited
     seen["waits in step 2 for handles of step 1"] = sum(r.waits for r in earlier) - waits
     seen["bytes of each all_reduce"] = [r.bytes for r in all_reduces()[len(earlier) :]]
+    if cap_bytes == 0 and not all_reduces():
+        seen["bytes of each all_reduce"] = _of_a_ring(2 if between else 1)
     if cap_bytes:
         seen["gradients that aren't views of a bucket"] = _gradients(stack, sent)[0]
         new = _memory(sent).keys() - _memory(earlier) if between else ()
         seen["buckets made anew in step 2"] = len(new)
     return seen
+
+
+def _of_a_ring(steps: int) -> list[int]:
+    """Return the bytes of one message, if each step sent it round a ring of chunks; else those."""
+    sends = [record.bytes for record in recorder().records if record.op == "send"]
+    world_size, (nbytes,) = dist.get_world_size(), AFTER_BACKWARD[1]
+    hops = 2 * (world_size - 1)
+    most = steps * hops * (nbytes // world_size + 4)
+    sent = sum(sends[-steps * hops :]) if hops else 0
+    ring = len(sends) >= steps * hops and sent <= most and not any(all_reduces())
+    return [nbytes] if ring else sends
 
 
 def _memory(sent: list[Record]) -> dict[int, list]:
@@ -149,18 +161,13 @@ IN_BOTH = {
     "note": "It also names a second backward without synchronize, and serves no_sync and groups.",
     "given": ("__init__", "forward"),
 }
-WITH_HOOKS = IN_A_MEAN + mistakes(f"""
+WITH_HOOKS = mistakes("""
 after_backward: parameter.register_post_accumulate_grad_hook(self.ready) → pass
     Nothing was sent before backward was over. The hook runs while it is going on: begin there.
 waits_in_the_hook: async_op=True) → async_op=True)⏎work.wait()
     The hook waits, so nothing overlaps: keep the handle, and wait() for it in synchronize().
-never_waits: work.wait() → pass
-    call wait() on it: until then nobody knows what is in the tensor
 uses_the_result: async_op=True → async_op=False
     all_reduce works in place and returns None, or with async_op=True a handle.
-divides_on_the_way: /= dist.get_world_size(self.group) → /= 1
-    async_op=True) → async_op=True)⏎parameter.grad /= dist.get_world_size()
-    {CHANGED}
 """)
 
 
@@ -180,17 +187,10 @@ FlatDDP = Exercise(
     says=IN_BOTH["says"],
     note="A message for each dtype, as one tensor has one; it serves no_sync and groups.",
     given=("__init__", "forward"),
-    mistakes=IN_A_MEAN
-    + mistakes("""
-one_each: gradient.dtype for gradient in → gradient for gradient in
-    gradient.dtype == dtype → gradient is dtype
+    mistakes=mistakes("""
+one_each: for gradient in gradients if gradient.dtype == dtype] →
+    ⏎for gradient in gradients[:1]]
     The mean is right, in a message for each gradient. torch.cat makes one tensor of all.
-weights_and_biases: gradient.dtype for gradient in → gradient.dim() for gradient in
-    gradient.dtype == dtype → gradient.dim() == dtype
-    The mean is right, in two messages. torch.cat makes one tensor of all: flatten each before.
-gathers: dist.all_reduce(flat, group=self.group) → parts = [flat * 0 for _ in range(
-    ⏎    dist.get_world_size())]⏎dist.all_gather(parts, flat)⏎flat = sum(parts)
-    The mean is right, without an all_reduce: to gather all of everybody's costs W/2 times as much.
 names_another: gradient.copy_(part.view_as(gradient)) → gradient = part.view_as(gradient)
     The mean isn't in .grad: copy each part back, gradient.copy_(part.view_as(gradient)).
     (`gradient = …` only names another tensor.)
@@ -225,37 +225,10 @@ all_at_the_last: if self.syncing: → if parameter is self.module.tokens.weight 
     All wait for the last gradient. Send each as soon as it is complete.
 waits_for_others: if self.syncing: → if self.syncing and all(w.wait() for w in self.works.values()):
     The hook waits for the all_reduces before it: that is for synchronize() to do.
-by_futures: work.wait() → work.get_future().wait()
-    call wait() on it, not on its get_future(), which leaves no mark
-keeps_all_handles: self.works[parameter] = work → self.works[len(self.works)] = work
-    self.ready(parameter) → pass
-    self.works.clear() → pass
-    Handles pile up with every step: forget them at the end of synchronize().
-divides_again: parameter.grad /= dist.get_world_size(self.group) → pass
-    self.works[parameter] = work → self.works[len(self.works)] = work, parameter
-    self.ready(parameter) → pass
-    work.wait() → work[0].wait()
-    self.works.clear() → for _, one in self.works.values():⏎    one.grad /= dist.get_world_size()
-    It was divided once more in the second step. Are the handles of the first one forgotten?
-in_the_first_step: raise RuntimeError(TWICE) → return
-    self.works.clear() → pass
-    In step 2 it sent nothing. Is everything that step 1 noted forgotten when synchronize() is over?
-parameters: parameter.grad /= dist.get_world_size(self.group) → pass
-    dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
-    ] = work → ] = work⏎work.wait()⏎parameter.data /= dist.get_world_size()
+parameters: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
     What all_reduce was given is the parameter itself. Average the gradients: parameter.grad.
-of_a_copy: parameter.grad /= dist → mean = parameter.grad / dist
-    dist.all_reduce(parameter.grad → dist.all_reduce(mean
+of_a_copy: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.grad.clone()
     Each rank still has its own gradients: the mean must end up in .grad itself, in place.
-on_copies: parameter.register → parameter.detach().requires_grad_().register
-    self.ready(parameter) → pass
-    Nothing was sent. Did a hook run? It must be on the module's parameters.
-on_frozen: self.trained.values():⏎parameter.reg → module.parameters():⏎    parameter.reg
-    What isn't trained gets no gradient, and can't have a hook: pass over it (requires_grad tells).
-weights_only: self.trained.values():⏎parameter.register → module.parameters():
-    ⏎    parameter.dim() > 1 and parameter.requires_grad and parameter.register
-    self.ready(parameter) → pass
-    What has one dimension is skipped: every parameter that is trained has its turn.
 """),
 )
 
@@ -271,6 +244,9 @@ def _run_plan(answer, sizes, cap_bytes):
         return plan
 
 
+HALF = 2.0  # bytes, of a float16
+
+
 def _plan_trials():
     for nbytes, cap_bytes, plan in (
         ([4, 4, 4, 4], 8, [[0, 1], [2, 3]]),
@@ -279,10 +255,15 @@ def _plan_trials():
         ([4, 40, 4, 8, 12, 4], 10, [[0, 1], [2, 3], [4], [5]]),
         ([4, 4, 4, 4, 4], 1, [[0], [1], [2], [3], [4]]),
         ([2, 4, 2, 4, 4, 2], 8, [[1, 3], [4], [0, 2, 5]]),
+        ([2, HALF, 2, HALF, 4], 4, [[0, 2], [1, 3], [4]]),
+        ([2, 4, 4, 4, 4], 8, [[0], [1, 2], [3, 4]]),
         ([], 8, []),
     ):
-        sizes = [(each, torch.bfloat16 if each == 2 else torch.float32) for each in nbytes]
-        what = f"gradients of {nbytes} bytes (2: bfloat16), cap {cap_bytes}"
+        sizes = []
+        for each in nbytes:
+            half = torch.float16 if isinstance(each, float) else torch.bfloat16
+            sizes.append((round(each), half if each == 2 else torch.float32))
+        what = f"gradients of {nbytes} bytes (2: bfloat16, 2.0: float16), cap {cap_bytes}"
         yield Trial(1, _run_plan, (sizes, cap_bytes), [plan], what=what)
 
 
@@ -300,9 +281,6 @@ plan_buckets = Exercise(
         "they become ready; a bucket is closed once it has reached its cap, by however much."
     ),
     mistakes=mistakes("""
-large_closes: bucket = filling → if sizes[number][0] > cap_bytes and filling.get(dtype):
-    ⏎    full.append(filling.pop(dtype))⏎bucket = filling
-    Gradient 1 is larger than the cap, and still joins the open bucket: together they are full.
 loses_the_rest: full + list(filling.values()) → full
     Gradient 4 is in no bucket. What isn't full in the end is one, too.
 stays_below: >= cap_bytes → + sizes[min(number + 1, len(sizes) - 1)][0] > cap_bytes
@@ -311,29 +289,14 @@ goes_over: >= cap_bytes → > cap_bytes
     A bucket that has reached its cap is closed: here another gradient came into it.
 counts_gradients: sum(sizes[each][0] for each in bucket) → len(bucket) * sizes[bucket[0]][0]
     Gradients of one dtype have different sizes: add up their bytes.
-mixes_dtypes: filling.setdefault(dtype → filling.setdefault(0
-    filling.pop(dtype) → filling.pop(0)
+mixes_dtypes: for number, (_, dtype) in enumerate(sizes): → dtype = None
+    ⏎for number, _ in enumerate(sizes):
     A bucket has two dtypes, and a tensor has one: keep an open bucket for each dtype.
 closes_at_another_dtype: bucket = filling → full += [filling.pop(d) for d in {*filling} - {dtype}]
     ⏎bucket = filling
     A bucket was closed below the cap when another dtype came: both stay open side by side.
-counts_on: for each in bucket) → for each in range(number + 1))
-    A bucket was closed below the cap: count the bytes of each bucket from 0 on.
-leaves_one_open: full.append(filling.pop(dtype)) → full.append(bucket)⏎filling[dtype] = []
-    bucket[-1]) → bucket[-1:])
-    A bucket is empty: begin one only for a gradient that needs it.
 by_first: bucket[-1]) → bucket[0])
     Another order: a bucket can be sent when its last gradient is ready, so that one counts.
-unsorted: return sorted(full + list(filling.values()), key=lambda bucket: bucket[-1]) →
-        ⏎return full + list(filling.values())
-    The right buckets in another order: what is left over comes where its last gradient puts it.
-backwards_inside: bucket.append(number) → bucket.insert(0, number)
-    bucket[-1]) → bucket[0])
-    A bucket is out of order: gradients come into it as they become ready.
-of_bytes: return sorted( → return [[sizes[each][0] for each in b] for b in full] or sorted(
-    A bucket holds gradients' numbers, 0, 1, ..., not their bytes.
-flat: return sorted( → return list(range(len(sizes))) or sorted(
-    Return a list of buckets, each a list of gradients' numbers: [[0, 1], [2]].
 """),
 )
 
@@ -348,6 +311,7 @@ def _fill(answer):
     bucket = answer(parameters)
     seen = {"flat": (bucket.flat.dim(), bucket.flat.numel(), str(bucket.flat.dtype))}
     seen["shapes of the views"] = [tuple(bucket.views[p].shape) for p in parameters]
+    seen["flat at first"] = bucket.flat.tolist()
     for number, parameter in enumerate(parameters, 1):
         bucket.views[parameter].fill_(number)
     seen["flat, when view k is full of k,"] = bucket.flat.tolist()
@@ -370,6 +334,7 @@ def _bucket_trials():
         return [n for n, many in zip(numbers, (6, 2, 1, 3), strict=True) for _ in range(many)]
 
     expected = {"flat": (1, 12, "torch.float64"), "shapes of the views": [*SHAPES]}
+    expected["flat at first"] = full(0, 0, 0, 0)
     expected["flat, when view k is full of k,"] = full(1, 2, 3, 4)
     for step in ("step 1", "step 2, after zero_grad()", "step 3, after zero_grad(False)"):
         expected[f"{step}: flat, when gradient k is full of 5k,"] = full(5, 10, 15, 20)
@@ -394,32 +359,33 @@ views_are_copies: part.view_as(parameter) for → part.view_as(parameter).clone(
     A copy isn't a view: split, slices and view_as share flat's memory; clone and cat don't.
 one_part: self.flat.split(sizes) → [self.flat[:size] for size in sizes]
     Two gradients are in one place: cut flat into parts that follow each other, flat.split(...).
-all_float32: dtype=first.dtype → dtype=torch.float32
-    A bucket has the dtype of its gradients: parameters[0].dtype
-as_it_comes: part.view_as(parameter) for → part for
-    Each view has the shape of its parameter: part.view_as(parameter).
-a_number_each: torch.zeros(sum(sizes) → torch.zeros(len(sizes)
-    self.flat.split(sizes) → self.flat.split(1)
-    part.view_as(parameter) for → part for
-    flat has a place for every number of every parameter: the sum of their numel().
 replaces_first: view.copy_(parameter.grad)⏎parameter.grad = view → parameter.grad = view
     ⏎view.copy_(parameter.grad)
     The gradient is lost. Did you replace it before you had copied it into its view?
 no_way_back: parameter.grad = view → pass
     .grad is still what backward made, and the mean would have to be copied back: .grad = view.
-only_once: parameter.grad is not view → parameter not in self.arrived
-    view.copy_(parameter.grad) → view.copy_(parameter.grad)⏎self.arrived.add(parameter)
-    zero_grad() dropped the view. Copy what backward made into it, and make it the gradient again.
 adds_up: view.copy_(parameter.grad) → view.add_(parameter.grad)
     What was in the view is still in it: zero_grad() left it as it was. Copy, don't add.
-takes_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
-    That is the parameter itself. Its gradient is parameter.grad.
 """),
 )
 
 
 # BucketedDDP(module, bucket_cap_mb)
 
+
+class ByArrival(ddp.BucketedDDP):
+    def ready(self, parameter):
+        bucket = self.bucket_of[parameter]
+        bucket.take(parameter)
+        bucket.arrived.add(parameter)
+        if bucket.full:
+            self.works.append(dist.all_reduce(bucket.flat, async_op=True))
+
+
+BY_ARRIVAL = (
+    "Ranks sent buckets in different orders, and what doesn't belong together was added up. Bucket "
+    "k of the plan is sent after the buckets before it, even if it is full sooner."
+)
 BucketedDDP = Exercise(
     reference=ddp.BucketedDDP,
     helpers=(ddp.Bucket,),
@@ -430,37 +396,12 @@ BucketedDDP = Exercise(
         "wire": "ready, then: while bucket len(self.works) is full, send it.",
     },
     **IN_BOTH,
-    mistakes=WITH_HOOKS
-    + mistakes("""
-by_arrival: while len(self.works) < len(self.buckets) and → if
-    self.buckets[len(self.works)].full: → bucket.full:
-    flat = self.buckets[len(self.works)].flat → flat = bucket.flat
-    Ranks sent buckets in different orders, and what doesn't belong together was added up. Bucket k
-    of the plan is sent after the buckets before it, even if it is full sooner.
-one_each: while len(self.works) < len(self.buckets) and → if True or
-    flat = self.buckets[len(self.works)].flat → flat = bucket.views[parameter]
-    zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets * 9):
-    bucket.flat /= dist.get_world_size(self.group)⏎bucket.arrived.clear() → pass
-    self.works.clear() → self.works.clear()⏎for bucket in self.buckets:
-    ⏎    bucket.flat /= dist.get_world_size()⏎    bucket.arrived.clear()
-    A message for each gradient. Send a bucket's flat, once, when all of its gradients are in it.
-one_behind: self.buckets[len(self.works)].full: → sum(len(b.arrived) for b in self.buckets) > min(
-    ⏎len(self.trained) - 1, sum(len(b.views) for b in self.buckets[: len(self.works) + 1])):
-    Each bucket waits for the next one: send it as soon as it is full itself.
-sends_again: while len(self.works) < len(self.buckets) and → for b in
-    self.buckets[len(self.works)].full: → [b for b in self.buckets if b.full]:
-    flat = self.buckets[len(self.works)].flat → flat = b.flat
-    zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets * 9):
-    Buckets were sent again, still on their way. How many have left tells where to go on.
-if_not_while: while len(self.works) < → if len(self.works) <
-    zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets):
-    Which was never sent? When one leaves, the next may be full already: `while`, not `if`.
+    mistakes=[
+        Mistake("by_arrival", BY_ARRIVAL, answer=ByArrival),
+        *WITH_HOOKS,
+        *mistakes("""
 looks_past_the_last: while len(self.works) < len(self.buckets) and → while
     After the last bucket there is none: look only while len(self.works) < len(self.buckets).
-leaves_the_last: while len(self.works) < len(self.buckets) → while len(self.works) + 1 < len(
-    ⏎self.buckets)
-    zip(self.works, self.buckets, strict=True): → zip(self.works, self.buckets):
-    Which was never sent? The last bucket, full or not, has its turn, too.
 counts_all: self.buckets[len(self.works)].full: → sum(len(b.arrived) for b in self.buckets) > len(
     ⏎self.works):
     A bucket left too early. How many of its own gradients have come counts, not how many of all.
@@ -469,22 +410,10 @@ finds_by_numbers: bucket = self.bucket_of[parameter] → bucket = next(
     `in`, index and == on lists of tensors compare numbers: use a set, a dict, or `is`.
 never_takes: bucket.take(parameter) → pass
     The gradient is 0: bucket.take(parameter) copies it into the bucket.
-copies_back: bucket.take(parameter) → bucket.views[parameter].copy_(parameter.grad)
-    bucket.arrived.clear() → [p.grad.copy_(v) for p, v in bucket.views.items()]
-    ⏎bucket.arrived.clear()
-    The mean was copied once more: take() makes .grad a view, and it is in place.
-made_anew: self.works.clear() → self.works.clear()
-    ⏎self.buckets = [Bucket([*b.views]) for b in self.buckets]
-    ⏎self.bucket_of = {p: b for b in self.buckets for p in b.views}
-    Make them once, at the start: memory costs time to get, and the peak counts.
-forgets_nothing: raise RuntimeError(TWICE) → pass
-    bucket.arrived.clear() → pass
-    In step 2, buckets left before their gradients had come: forget at the end what step 1 noted.
 keeps_the_handles: self.works.clear() → pass
     In step 2 it sent nothing: does it still hold the handles of the step before?
-of_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
-    The gradient is the parameter itself. The hook is given the parameter, not its .grad.
 """),
+    ],
 )
 
 
@@ -495,7 +424,7 @@ WIRES = [  # times at which buckets are full, the time each takes, its start and
     ([1, 10, 11], [2, 2, 2], [(1, 3), (10, 12), (12, 14)]),
     ([5, 5, 5], [1, 2, 3], [(5, 6), (6, 8), (8, 11)]),
     ([4, 2, 6], [3, 2, 1], [(4, 7), (7, 9), (9, 10)]),
-    ([0], [2], [(0, 2)]),
+    ([0.25, 0.5], [0.5, 0.125], [(0.25, 0.75), (0.75, 0.875)]),
     ([], [], []),
 ]
 
@@ -530,13 +459,9 @@ never_idle: max(ready, free) → free if spans else ready
     A message starts before its bucket is full: the wire waits for backward, too.
 after_backward: max(ready, free) → max(*ready_s, 0, free)
     The first waits for the last: that is FlatDDP. Each starts as soon as its own bucket is full.
-in_lock_step: free = start + seconds → free = start + max(travel_s)
-    spans.append((start, free)) → spans.append((start, start + seconds))
+in_lock_step: free = start + seconds⏎spans.append((start, free)) → free = start + max(travel_s)
+    ⏎spans.append((start, start + seconds))
     The wire is free as soon as a message is done, however long the others take.
-after_the_one_before: max(ready, free) → max(ready, spans[-1][2] if spans else 0)
-    spans.append((start, free)) → spans.append((start, free, ready + seconds))
-    return spans → return [span[:2] for span in spans]
-    The one before may have waited itself: it is done at its start + seconds, not ready + seconds.
 first_come: zip(ready_s, travel_s, strict=True) → sorted(zip(ready_s, travel_s, strict=True))
     Buckets are sent in their order, the same on all ranks, even if a later one is full sooner.
 how_long: spans.append((start, free)) → spans.append((start, seconds))
@@ -548,6 +473,10 @@ how_long: spans.append((start, free)) → spans.append((start, seconds))
 # no_sync(model)
 
 NESTED, INTERRUPTED = "one inside another", "an exception inside"
+
+
+class _Stopped(BaseException):
+    """A reader presses stop: no Exception, as KeyboardInterrupt is none."""
 
 
 def _run_no_sync(answer, case):
@@ -562,8 +491,8 @@ def _run_no_sync(answer, case):
                 model(x).backward()
             inside = len(all_reduces())
             if case == INTERRUPTED:
-                raise InterruptedError
-    except InterruptedError:
+                raise _Stopped
+    except _Stopped:
         came_out = True
     if not inside:
         model(x).backward()
@@ -587,6 +516,7 @@ ONCE = "A context manager needs @contextlib.contextmanager, and one yield on eve
 
 no_sync = Exercise(
     reference=ddp.DataParallel.no_sync,
+    writes=None,
     trials=_no_sync_trials,
     hints={
         "start": "@contextlib.contextmanager: before `yield` is the way in, after it the way out.",
@@ -598,29 +528,15 @@ no_sync = Exercise(
     mistakes=mistakes(f"""
 does_nothing: self.syncing, False → self.syncing, True
     Set model.syncing to False before `yield`.
-without_finally: finally: → except ZeroDivisionError:⏎    pass⏎else:
+without_finally: finally: → except ZeroDivisionError: pass⏎else:
     After no_sync nothing is sent any more. An exception passed: only `finally` is done then, too.
 always_on_again: self.syncing = before → self.syncing = True
     The inner one switched the outer one off, too: put back what `syncing` was before.
-flips: self.syncing, False → self.syncing, not self.syncing
-    The inner one switched it on again: set syncing to False, whatever it was.
 for_ever: self.syncing = before → pass
     After no_sync nothing is sent any more: put back what `syncing` was before.
-swallows: finally: → except InterruptedError:⏎    pass⏎finally:
+swallows: finally: → except BaseException: pass⏎finally:
     The exception ended in no_sync: `finally`, no `except`.
-zeroes: self.syncing = before → self.syncing = before⏎self.zero_grad()
-    The gradient of the first micro-batch is missing: no_sync leaves it as it is.
-sends_at_the_end: self.syncing = before → self.syncing = before⏎for parameter in self.parameters():
-    ⏎    parameter.grad is None or dist.all_reduce(parameter.grad)
-    What added up is sent once, with the last micro-batch: no_sync itself sends nothing.
-without_autograd: self.syncing, False → self.syncing, torch.set_grad_enabled(False)
-    Inside no_sync, gradients are still computed and added up: leave autograd as it is.
 undecorated: @contextlib.contextmanager →
-    {ONCE}
-returns: @contextlib.contextmanager →
-    yield → pass
-    {ONCE}
-never_yields: yield → pass
     {ONCE}
 synchronizes: self.syncing = before → self.syncing = before⏎self.synchronize()
     no_sync itself calls synchronize(). Leave that to who trains.

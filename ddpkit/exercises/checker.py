@@ -2,7 +2,9 @@
 
 An exercise is its trials (a program and its expected results), and a table of well-known mistakes.
 An answer is judged by its trials alone. If it fails, the mistakes of the table are run on the same
-trial, and the one that fails in the same way says what is probably wrong.
+trial, for a few seconds at most, and the one that fails in the same way says what is probably
+wrong. Whatever the exercise, a function's arguments are compared after each call, results have the
+dtype of their arguments, and a right answer must be right once more in the same process.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -25,28 +27,15 @@ from ddpkit.runtime.hang import describe_place, situations
 from ddpkit.runtime.launch import Run, launch
 from ddpkit.tools.units import name_ranks, wrap
 
+from .on_rank import in_turn
+from .score import code_lines, counts, score
+
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
-PATIENCE_S = 20.0
+PATIENCE_S = 20.0  # for a trial
+NAMING_S = 5.0  # for all known mistakes together, until the values are shown without a cause
 LONGEST = 110  # characters of a value that is shown
-
-TUPLE = (
-    "tensor_split gives a tuple of views: `chunks[i] += y` adds, and then tries to put the result "
-    "into the tuple. Write `chunks[i].add_(y)`, or name it first: `chunk = chunks[i]; chunk += y`."
-)
-ERRORS = {  # {Python's words: their meaning here}
-    "'tuple' object does not support item assignment": TUPLE,
-    "'NoneType'": "Something is None here. torch.distributed's collectives work in place and "
-    "return None: call dist.all_reduce(x), then use x. And a parameter has no .grad before its "
-    "first backward, or if it isn't trained.",
-    "arg0: torch._C._distributed_c10d.ReduceOp": "After the tensor comes the operation, such as a "
-    "sum, and then the group: write group=group.",
-    "autograd kernel was not registered": "dist.all_reduce is unknown to autograd, so backward "
-    "may do anything. SumOverRanks.apply(x, group) is the same sum, and backward knows it.",
-    "must be Tensor, not tensor": "A tile in a kernel is no PyTorch tensor: only Triton's "
-    "functions take it, such as tl.exp, tl.maximum and tl.sum.",
-}
-
+ROOM = 150  # characters of the trials' names, if all are shown
 
 # An exercise as data
 
@@ -61,6 +50,7 @@ class Trial:
         the library; or a function that counts them on the wire of the run.
     sent_bytes: the bytes that all ranks together may send; None: any number.
     what: the aim of the trial, besides the number of ranks.
+    rungs: the names of its cases, in order, where it has several; observations begin with them.
     """
 
     world_size: int
@@ -69,6 +59,7 @@ class Trial:
     expected: list | Callable[[Run], list]
     sent_bytes: int | None = None
     what: str = ""
+    rungs: tuple[str, ...] = ()
 
     def __str__(self):
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -150,7 +141,7 @@ def mistakes(table: str) -> list[Mistake]:
             The chunk's own numbers are in it twice: add what arrives once.
 
     Further replacements follow on lines of their own, with an arrow; a line without one belongs to
-    the sentence. A mistake without a sentence has that of the mistake above it.
+    the sentence.
     """
     found = []
     for block in re.split(r"\n(?=\w+: )", textwrap.dedent(table).strip()):
@@ -164,7 +155,7 @@ def mistakes(table: str) -> list[Mistake]:
                 changes.append((old.strip(), new.removeprefix(" ")))
             else:
                 says.append(line.strip())
-        found.append(Mistake(name, " ".join(says) or found[-1].says, tuple(changes)))
+        found.append(Mistake(name, " ".join(says), tuple(changes)))
     return found
 
 
@@ -178,13 +169,14 @@ class Problem:
     """The fault of an answer. stage: "luck", "values", "wire", "hang" or "error".
 
     symptom: equal for two answers that make the same mistake. reading: an explanation from the
-    values, in case no known mistake explains them.
+    values, in case no known mistake explains them. rung: the place in the trial's `rungs`.
     """
 
     stage: str
     text: str
     symptom: object = None
     reading: str | None = None
+    rung: int = 0
 
 
 class Verdict:
@@ -208,7 +200,7 @@ class Verdict:
         from ddpkit.lesson.card import card
         from ddpkit.lesson.widgets import Below
 
-        player, (first, *rest), title = self._replay(), self._said, self._title
+        player, (first, *rest), title = self._replay(), [s for s in self._said if s], self._title
         found = None if title else re.match(r"[✓✗ ]*(\w+( on [^:]+)?): ", first)
         if found:
             title, first = found[1], first[found.end() :]
@@ -234,20 +226,22 @@ class Exercise:
     reference: the library's own object, which is also the solution; `helpers` are the library's
         functions that it calls and a reader must see to understand it.
     trials: 2 ranks first, so that the first failure is easy to understand, and 1 rank last.
-    mistakes: the known ones; of two that fail alike, the first is named.
+    mistakes: the known ones, the commonest first: of two that fail alike, the first is named.
     hints: by the stage at which an answer failed: "start", "values", "wire", "hang", "error".
     praise: the sentence for a right answer; or a function that returns it, called with the last
         trial of the most ranks and its run.
     note: printed above the solution.
     given: the methods of a class that the notebook gives; the reader writes the others.
+    writes: the arguments of a function that it may write to, in place. All others are compared
+        with what they were, after each call; of a list that may be written to, the places.
+    same_dtype: floating-point results must have the dtype of the arguments.
     says: where a trial's program returns a dict, the sentence for each of its entries that isn't
         as expected, with {rank}, {expected} and {got}.
     explain: called with a trial, the rank with a wrong result, the expected result and the rank's;
         explains the values if no known mistake has them, or returns None.
-    races: called with a trial and its run; says why the values are a matter of luck, or returns
-        None.
     wire: called with a trial and its run; says what is wrong on the wire though the values are
         right, or returns None.
+    best: {"bytes", "calls" or "hops": the fewest known} in the last trial of the most ranks.
     """
 
     reference: Callable
@@ -258,14 +252,17 @@ class Exercise:
     helpers: tuple[Callable, ...] = ()
     note: str = ""
     given: tuple[str, ...] = ("__init__",)
+    writes: tuple[str, ...] = ()
+    same_dtype: bool = True
     says: dict[str, str] = field(default_factory=dict)
     explain: Callable[[Trial, int, object, object], str | None] = lambda *_: None
-    races: Callable[[Trial, Run], str | None] = lambda *_: None
     wire: Callable[[Trial, Run], str | None] = lambda *_: None
+    best: dict[str, int] = field(default_factory=dict)
     _failures: int = field(default=0, init=False)
     _stages: list[str] = field(default_factory=list, init=False)  # stages whose hints come next
     _outcome: Run | LaunchError | None = field(default=None, init=False)
     _passed: bool = field(default=False, init=False)
+    _ours: Run | None = field(default=None, init=False)  # the reference's, for the score
     # {name of a known mistake: (number of trials it passes, its problem in the next one)}
     _tried: dict[str, tuple[int, Problem | None]] = field(default_factory=dict, init=False)
 
@@ -292,20 +289,71 @@ class Exercise:
             return Verdict(None, f"{self.name}: not written yet{which}", folds=lambda: hint)
         if returns_nothing(answer) and not returns_nothing(self.reference):
             return Verdict(False, f"✗ {self.name}: it returns nothing. Is a `return` missing?")
-        largest = None
-        for number, trial in enumerate(self.trials()):
-            self._outcome = _run(answer, trial)
-            problem = self._problem(trial, self._outcome)
-            self._passed = problem is None
+        trials = list(self.trials())
+        largest, ran = trials[0], None
+        for number, trial in enumerate(trials):
+            outcome, problem = self._try(answer, [trial])
             if problem and mistake:  # keep it: it needn't run again to be compared with itself
                 self._tried[mistake.name] = number, problem
             if problem:
-                return self._refuse(number, trial, problem, empty)
-            if largest is None or trial.world_size >= largest[0].world_size:
-                largest = trial, self._outcome
+                return self._refuse(trials, number, trial, problem, empty)
+            if trial.world_size >= largest.world_size:
+                largest, ran = trial, outcome
+        # Once more, in one process: an answer that remembers its first call may fail in the second.
+        alike = [trial for trial in trials if trial.world_size == largest.world_size]
+        again = alike if len(alike) > 1 else alike * 2
+        _, problem = self._try(answer, again)
+        if problem:
+            told = replace(
+                largest, what=f"{largest.what}, once more in the same process".lstrip(", ")
+            )
+            return self._refuse(trials, len(trials), told, problem, empty)
         self._failures = 0
-        praise = self.praise(*largest) if callable(self.praise) else self.praise
-        return Verdict(True, f"✓ {self.name}: {praise}")
+        ran = of_trial(ran, 0)
+        praise = self.praise(largest, ran) if callable(self.praise) else self.praise
+        return Verdict(True, f"✓ {self.name}: {praise}", self._score(answer, largest, ran))
+
+    def _try(self, answer: Callable, trials: list[Trial]) -> tuple[object, Problem | None]:
+        """Run trials of one world size, in one launch; return its outcome, and the first problem.
+
+        The outcome is kept for a replay.
+        """
+        outcome, noticed = self._run(answer, trials, PATIENCE_S)
+        problem = self._problem(trials, outcome, noticed)
+        self._outcome, self._passed = outcome, problem is None
+        return outcome, problem
+
+    def _run(self, answer: Callable, trials: list[Trial], seconds: float) -> tuple[object, list]:
+        """Launch; return the run, whose results are those of each trial, and what was noticed."""
+        programs = [(trial.program, *trial.args) for trial in trials]
+        try:
+            run = launch(
+                in_turn,
+                answer,
+                self.writes,
+                self.same_dtype,
+                programs,
+                world_size=trials[0].world_size,
+                backend="gloo",
+                keep_values=True,
+                timeout=seconds,
+            )
+        except LaunchError as error:
+            return error, []
+        noticed = [told for _, told in run]
+        return replace(run, results=[results for results, _ in run]), noticed
+
+    def _score(self, answer: Callable, trial: Trial, run: Run) -> str:
+        """Write bytes, calls, hops and lines: yours, ours, and the fewest known."""
+        yours, ours = {}, {}
+        if any(run.wire):
+            yours = counts(run)
+            if self._ours is None:
+                self._ours, _ = self._run(self.reference, [trial], PATIENCE_S)
+            ours = counts(self._ours)
+        if code_lines(answer):
+            yours["lines"], ours["lines"] = code_lines(answer), code_lines(self.reference)
+        return score(yours, ours, self.best)
 
     def hint(self) -> Verdict:
         """Give a hint for the stage at which the last answer failed; the next one on each call."""
@@ -331,20 +379,34 @@ class Exercise:
 
     def _short_replay(self):
         """Return the player if its pictures can be drawn within a second or two."""
-        calls = sum(map(len, self._outcome.wire))
-        return self.replay() if 0 < calls <= 16 else None
+        records = [record for of_rank in self._outcome.wire for record in of_rank]
+        kept = any(record.values is not None for record in records)  # else there is nothing to draw
+        return self.replay() if kept and len(records) <= 16 else None
 
     def known(self, number: int, problem: Problem) -> Mistake | None:
         """Find the mistake of the table that passes the trials before this one, and fails it alike.
 
-        Failing that, one with the same message for this trial: an answer may have other mistakes.
+        Failing that, the first with the same message: an answer may have other mistakes.
+        It takes NAMING_S at most, also where each launch takes seconds: then the others stay
+        untried, and are first in turn the next time.
         """
-        trials, near = list(self.trials()), None
+        deadline, near, longest = time.monotonic() + NAMING_S, None, 0.0
+        trials = list(self.trials())
+        if number == len(trials):
+            return None
         for mistake in self.mistakes:
             passed, failed = self._tried.get(mistake.name, (0, None))
             while failed is None and passed <= number:
+                begun = time.monotonic()
+                left = deadline - begun
+                if left <= longest:
+                    break
                 answer = mistake.applied_to(self.reference, self.helpers)
-                failed = self._problem(trials[passed], _run(answer, trials[passed]))
+                found = self._run(answer, [trials[passed]], left)
+                longest = max(longest, time.monotonic() - begun)
+                if isinstance(found[0], HangError) and longest >= left:
+                    break  # it was cut off, and tells nothing
+                failed = self._problem([trials[passed]], *found)
                 passed += failed is None
             self._tried[mistake.name] = passed, failed
             if passed == number and failed and failed.symptom == problem.symptom:
@@ -378,42 +440,55 @@ class Exercise:
                 parts[name] = getattr(answer, name)
         return parts
 
-    def _problem(self, trial: Trial, outcome: Run | LaunchError) -> Problem | None:
-        """Compare the outcome of a trial with what is expected; return the problem, if any."""
+    def _problem(self, trials: list[Trial], outcome, noticed: list) -> Problem | None:
+        """Compare the outcome of trials with what is expected; return the first problem, if any."""
         if isinstance(outcome, LaunchError):
             stage, text = "hang" if isinstance(outcome, HangError) else "error", str(outcome)
-            meaning = next((means for says, means in ERRORS.items() if says in text), None)
-            alike = text.partition("\n")[0], "never waited" in text
-            return Problem(stage, text, alike, meaning)
-        luck = never_waited(outcome) or self.races(trial, outcome) or _overwritten(outcome)
+            return Problem(stage, text, (text.partition("\n")[0], "never waited" in text))
+        luck = never_waited(outcome) or _overwritten(outcome)
         if luck:
             return Problem("luck", luck, "a matter of luck")  # so the values mean nothing
-        expected = trial.expected(outcome) if callable(trial.expected) else trial.expected
-        for rank, (should, got) in enumerate(zip(expected, outcome, strict=True)):
-            if got != should:
-                reading = self.explain(trial, rank, should, got)
-                return Problem(
-                    "values", self._tell(trial, rank, should, got), repr(list(outcome)), reading
-                )
-        wrong = self.wire(trial, outcome)
-        if not wrong:
+        for number, trial in enumerate(trials):
+            problem = self._wrong_values(trial, of_trial(outcome, number))
+            if problem:
+                return problem
+        for rank, told in enumerate(noticed):
+            if told:
+                text = f"the values are right, but on rank {rank} {told[0]}"
+                return Problem("values", text, text)
+        wrong = self.wire(trials[0], of_trial(outcome, 0))
+        return Problem("wire", wrong, wrong) if wrong else None
+
+    def _wrong_values(self, trial: Trial, run: Run) -> Problem | None:
+        expected = trial.expected(run) if callable(trial.expected) else trial.expected
+        wrong = (rank for rank, should in enumerate(expected) if run[rank] != should)
+        rank = next(wrong, None)
+        if rank is None:
             return None
-        said = []
-        for records in outcome.wire:
-            said.append(sorted((r.op, str(r.peer), r.bytes) for r in records))
-        return Problem("wire", wrong, (said, wrong))
+        text = self._tell(trial, rank, expected[rank], run[rank])
+        reading = self.explain(trial, rank, expected[rank], run[rank])
+        what = first_difference(expected[rank], run[rank])
+        rungs = [at for at, case in enumerate(trial.rungs) if str(what).startswith(case)]
+        return Problem("values", text, repr(list(run)), reading, max(rungs, default=0))
 
     def _tell(self, trial: Trial, rank: int, expected: object, got: object) -> str:
         sentence = "rank {rank} has {got}, expected {expected}."
         where = f" on rank {rank}" if trial.world_size > 1 else ""
-        if isinstance(expected, dict) and isinstance(got, dict):
-            what = next(what for what in expected if got.get(what) != expected[what])
+        what = first_difference(expected, got)
+        if what is not None:
+            if what not in expected:
+                return f"{what}{where}: {short(got[what])}, which nobody asked for."
             expected, got = expected[what], got.get(what)
             sentence = self.says.get(what, f"{what}{where}: {{got}}, not {{expected}}.")
-        return sentence.format(rank=rank, got=short(got), expected=short(expected))
+        shown = short(got), short(expected)
+        if shown[0] == shown[1]:  # the digits that are shown are alike
+            sentence += " They differ in digits that aren't shown: is something in float32?"
+        return sentence.format(rank=rank, got=shown[0], expected=shown[1])
 
-    def _refuse(self, number: int, trial: Trial, problem: Problem, empty: list[str]) -> Verdict:
-        """Write the verdict: what is wrong, why, and what to do."""
+    def _refuse(
+        self, trials: list[Trial], number: int, trial: Trial, problem: Problem, empty: list[str]
+    ) -> Verdict:
+        """Write the verdict: what is wrong, why, what to do, and how far the answer came."""
         self._failures += 1
         stages = [stage for stage in ("start", *self.hints) if stage != problem.stage]
         self._stages = [stage for stage in (problem.stage, *stages) if stage in self.hints]
@@ -425,6 +500,7 @@ class Exercise:
             lines.append(f"{', '.join(empty)} {'is' if len(empty) == 1 else 'are'} still empty.")
         if self._failures > 1 and not cause and problem.stage != "luck" and self._stages:
             lines.append(f"Hint: {self._next_hint()}")
+        lines.append(ladder(trials, number, problem.rung))
         replay = " · .replay()" if any(self._outcome.wire) else ""
         more = f"More: check.{self.name}.hint(){replay} · .solution()"
         hints = dict(zip(("hint", "another hint"), map(self.hints.get, self._stages), strict=False))
@@ -444,19 +520,42 @@ class Exercise:
         return self.hints[stages[0]]
 
 
-def _run(answer: Callable, trial: Trial) -> Run | LaunchError:
-    try:
-        return launch(
-            trial.program,
-            answer,
-            *trial.args,
-            world_size=trial.world_size,
-            backend="gloo",
-            keep_values=True,
-            timeout=PATIENCE_S,
-        )
-    except LaunchError as error:
-        return error
+def of_trial(run: Run, number: int) -> Run:
+    """Return the run of several trials with the results of one."""
+    return replace(run, results=[results[number] for results in run])
+
+
+def first_difference(expected: object, got: object) -> object:
+    """Return the first entry of two dicts in which they differ; None of anything else."""
+    if not isinstance(expected, dict) or not isinstance(got, dict):
+        return None
+    return next(
+        what
+        for what in (expected | got)
+        if what not in expected or what not in got or got[what] != expected[what]
+    )
+
+
+def ladder(trials: list[Trial], number: int, rung: int) -> str:
+    """Draw a box for each trial, or for each case of one that has several: ✓, ✗, · not yet tried.
+
+    The names stand beside the boxes where there is room, and always beside the failing one.
+    """
+    names, failed = [], rung
+    for at, trial in enumerate(trials):
+        failed += (len(trial.rungs) or 1) * (at < number)
+        names += trial.rungs or [str(trial)]
+    if number == len(trials):
+        names.append("once more in the same process")
+    if len(names) == 1:
+        return ""
+    if sum(map(len, names)) > ROOM:
+        names = [name if at == failed else "" for at, name in enumerate(names)]
+    boxes = []
+    for at, name in enumerate(names):
+        box = "✓" if at < failed else "✗" if at == failed else "·"
+        boxes.append(f"{box} {name}".strip())
+    return "Trials: " + ("  " if any(names[:failed] + names[failed + 1 :]) else " ").join(boxes)
 
 
 def short(value: object) -> str:

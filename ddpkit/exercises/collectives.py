@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ddpkit import collectives
 from ddpkit.collectives import by_rank, counted_from, exchange, members
-from ddpkit.lesson.figures import hop_numbers
+from ddpkit.tools.hops import hop_numbers
 
 from .checker import Exercise, Trial, check_wire, mistakes, read_sum, who_is_in
 
@@ -74,7 +74,8 @@ def _values(tensors):
 
 
 def _first(values) -> int:
-    return int(torch.tensor(values).flatten()[0])
+    """Return the first number; NaN, which memory that nobody wrote may hold, as 0."""
+    return int(torch.tensor(values).flatten()[0].nan_to_num())
 
 
 def _check_tree(trial: Trial, run):
@@ -100,6 +101,7 @@ def _broadcast(rank, world_size, src):
 
 broadcast = Exercise(
     reference=collectives.broadcast,
+    writes=("tensor",),
     wire=check_wire,
     helpers=(members,),
     trials=partial(_trials, _broadcast, lambda W: W - 1, root="src"),
@@ -120,16 +122,6 @@ sends_to_itself: if peer != src: → if True:
     Leave this rank out: it has its own data already.
 to_nobody: for peer in ranks: → for peer in range(1, len(ranks) + 1):
     Did a loop go one too far?
-nobody_receives: dist.recv(tensor, src, group) → pass
-    Every send needs a recv
-by_torch: ranks = members(group) → return dist.broadcast(tensor, src)
-    torch did the work
-twice: dist.send(tensor, peer, group) → dist.send(tensor, peer)⏎dist.send(tensor, peer)
-    dist.recv(tensor, src, group) → dist.recv(tensor, src)⏎dist.recv(tensor, src)
-    more than the 24 that are needed
-forgets_the_handles: dist.send(tensor, → dist.isend(tensor,
-    dist.recv(tensor, → dist.irecv(tensor,
-    never waited for it
 all_receive: if dist.get_rank() == src: → dist.recv(tensor, src)
     ⏎if dist.get_rank() == src:
     The source has the data already: it sends, and receives nothing.
@@ -142,6 +134,7 @@ all_receive: if dist.get_rank() == src: → dist.recv(tensor, src)
 
 tree_broadcast = Exercise(
     reference=collectives.tree_broadcast,
+    writes=("tensor",),
     wire=_check_tree,
     helpers=(members, counted_from),
     trials=partial(_trials, _broadcast, lambda W: W - 1, root="src", cases=TREES),
@@ -157,39 +150,18 @@ tree_broadcast = Exercise(
     mistakes=mistakes("""
 source_alone: ranks, place = counted_from(src, group) → return broadcast(tensor, src)
     Only the source sends. In a tree every rank that has the tensor helps.
-all_at_once: ranks, place = counted_from(src, group) → works, me = [], dist.get_rank()
-    ⏎for peer in members(group):
-    ⏎    if me == src != peer: works.append(dist.isend(tensor, peer))
-    ⏎if me != src: works.append(dist.irecv(tensor, src))
-    ⏎return [work.wait() for work in works]
-along_a_line: ranks, place = counted_from(src, group) → ranks, place = counted_from(src, group)
-    ⏎if place > 0: dist.recv(tensor, ranks[place - 1])
-    ⏎if place + 1 < len(ranks): dist.send(tensor, ranks[place + 1])⏎return
-    Each rank hands the tensor to one other: a line. Whoever has it goes on sending, to another rank
-    in each hop.
-to_two_each: ranks, place = counted_from(src, group) → ranks, place = counted_from(src, group)
-    ⏎if place > 0: dist.recv(tensor, ranks[(place - 1) // 2])
-    ⏎for child in (2 * place + 1, 2 * place + 2):
-    ⏎    if child < len(ranks): dist.send(tensor, ranks[child])⏎return
-    Each rank hands the tensor to two others and stops. Whoever has it goes on sending until the
-    last hop.
 from_0: counted_from(src, group) → counted_from(0, group)
     Count from the source: place = (rank - src) % W, and back, rank = (place + src) % W.
-powers_of_two_only:  and place + have_it < len(ranks) →
-    ranks[place + have_it] → ranks[(place + have_it) % len(ranks)]
+powers_of_two_only:  and place + have_it < len(ranks):⏎dist.send(tensor, ranks[place + have_it] → :
+    ⏎    dist.send(tensor, ranks[(place + have_it) % len(ranks)]
     W need not be a power of two: send only to places below W.
 rounds_down: while have_it < len(ranks): → while 2 * have_it <= len(ranks):
     Too few hops: go on while have_it is less than W. The last hop may reach only some.
-places_as_ranks: ranks[place + have_it] → place + have_it
-    ranks[place - have_it] → place - have_it
-    A place isn't a rank, unless the source is rank 0: rank = (place + src) % W.
 receives_in_each_hop: have_it <= place < 2 * have_it → have_it <= place
     Some ranks receive in a hop in which nobody sends to them. Each receives once, when
     have_it <= place < 2 * have_it.
 new_tensor: dist.recv(tensor, ranks → dist.recv(torch.empty_like(tensor), ranks
     What arrives must end up in `tensor` itself: receive into it, not into a new tensor.
-by_torch: ranks, place = counted_from(src, group) → return dist.broadcast(tensor, src)
-    torch did the work
 """),
 )
 
@@ -206,6 +178,7 @@ def _explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
 
 tree_reduce = Exercise(
     reference=collectives.tree_reduce,
+    writes=("tensor",),
     wire=_check_tree,
     helpers=(members, counted_from),
     trials=partial(_trials, _tree_reduce, lambda W: W - 1, root="dst", cases=TREES),
@@ -222,32 +195,16 @@ tree_reduce = Exercise(
     mistakes=mistakes("""
 all_to_the_root: ranks, place = counted_from(dst, group) → return reduce(tensor, dst)
     All send to the root. In a tree, half of the ranks add for it in the first hop.
-along_a_line: ranks, place = counted_from(dst, group) → ranks, place = counted_from(dst, group)
-    ⏎other = torch.empty_like(tensor)⏎if place + 1 < len(ranks):
-    ⏎    dist.recv(other, ranks[place + 1])⏎    tensor += other
-    ⏎if place > 0: dist.send(tensor, ranks[place - 1])⏎return
-    Each rank waits for one other: a line. In each hop, half of those that hold a part hand it on.
 goes_on_after_sending: - distance], group)⏎return → - distance], group)
     A rank that has sent its part is done, and leaves the loop.
-or_else_receives: - distance], group)⏎return → - distance], group)
-    if place + distance < → elif place + distance <
 own_part_only: dist.send(total, → dist.send(tensor,
     Hand on the sum of all that this rank has so far, not only its own numbers.
-overwrites: dist.recv(part, ranks → dist.recv(total, ranks
-    combine(total, part, out=total) → pass
+overwrites: dist.recv(part, ranks[place + distance], group)⏎combine(total, part, out=total) →
+    ⏎dist.recv(total, ranks[place + distance], group)
     What arrived replaced what was there: receive into a second tensor, then add.
 from_0: counted_from(dst, group) → counted_from(0, group)
     No sum in `tensor` of the root. Count places from the root, place = (rank - dst) % W, and back,
     rank = (place + dst) % W; and add into `tensor` itself.
-in_a_new_tensor: total = tensor if place == 0 else tensor.clone() → total = tensor.clone()
-places_as_ranks: ranks[place - distance] → place - distance
-    ranks[place + distance] → place + distance
-    A place isn't a rank, unless the root is rank 0: rank = (place + dst) % W.
-powers_of_two_only: if place + distance < len(ranks): → if True:
-    ranks[place + distance] → ranks[(place + distance) % len(ranks)]
-    W need not be a power of two: receive only from places below W.
-by_torch: ranks, place = counted_from(dst, group) → return dist.reduce(tensor, dst)
-    torch did the work
 """),
 )
 
@@ -261,6 +218,7 @@ def _all_reduce(rank, world_size, src):
 
 all_reduce = Exercise(
     reference=collectives.all_reduce,
+    writes=("tensor",),
     wire=check_wire,
     helpers=(members, collectives.reduce, collectives.broadcast),
     trials=partial(_trials, _all_reduce, lambda W: 2 * (W - 1)),
@@ -278,28 +236,14 @@ new_tensor: first = members(group)[0] → first, tensor = members(group)[0], ten
     The sum must end up in `tensor` itself, on every rank: what you return is not looked at.
 without_sharing: broadcast(tensor, first, group) → pass
     Only rank 0 has the sum. It must end up in `tensor` of every rank: send it back.
-overwrites: dist.recv(part, peer, group) → dist.recv(tensor, peer, group)
-    combine(tensor, part, out=tensor) → pass
+overwrites: dist.recv(part, peer, group)⏎combine(tensor, part, out=tensor) →
+    ⏎dist.recv(tensor, peer, group)
     Rank 0's numbers are missing, and all but the last that came: receive into a second tensor,
     then add.
 rank_0_twice: part = torch.empty_like(tensor) → tensor += tensor⏎part = torch.empty_like(tensor)
     Rank 0's numbers are in it twice. Add each rank's own numbers once.
 adds_the_last_twice: combine(tensor, part, out=tensor) → tensor += part⏎tensor += part
     What rank 0 received is in it twice. Add each rank's own numbers once.
-everyone_to_everyone: reduce(tensor, first, op, group) → every = [tensor.clone() for _ in ranks]
-    broadcast(tensor, first, group) → all_gather(every, tensor)⏎tensor.copy_(sum(every))
-    first = members(group)[0] → ranks = members(group)
-    more than the
-forgets_the_handles: dist.send(tensor, dst, group) → dist.isend(tensor, dst)
-    never waited for it
-send_send: reduce(tensor, first, op, group) → for peer in members(group):
-    ⏎    if peer != dist.get_rank():⏎        dist.send(tensor, peer)
-    both with isend and irecv
-by_torch: reduce(tensor, first, op, group) → dist.all_reduce(tensor)
-    broadcast(tensor, first, group) → pass
-    torch did the work
-uses_what_it_returns: broadcast(tensor, first, group) → tensor += dist.all_reduce(tensor)
-    return None
 """),
 )
 
@@ -315,6 +259,7 @@ def _all_gather(rank, world_size, src):
 
 all_gather = Exercise(
     reference=collectives.all_gather,
+    writes=("tensor_list",),
     wire=check_wire,
     helpers=(members, by_rank, exchange),
     trials=partial(_trials, _all_gather, lambda W: W * (W - 1)),
@@ -340,27 +285,10 @@ adds_own: .copy_(tensor) → .add_(tensor)
     What was in tensor_list[rank] before is still in it: copy_, don't add.
 wrong_places: by_rank(tensor_list, group) → by_rank(tensor_list[1:] + tensor_list[:1], group)
     All parts are there, in the wrong places: what rank r sent belongs in tensor_list[r].
-new_tensors: exchange(dict.fromkeys(parts, tensor), parts, group) → for peer in parts:
-    ⏎    tensor_list[peer] = torch.empty_like(tensor)
-    ⏎    parts[peer] = tensor_list[peer]
-    ⏎exchange(dict.fromkeys(parts, tensor), parts, group)
-    A new tensor in the list is not the caller's: receive straight into the tensors that were in
-    it, or copy_.
 new_list: by_rank(tensor_list, group) → by_rank([tensor.clone() for _ in tensor_list], group)
     Nothing has been written into the tensors of the list that was given.
 to_rank_0_only: exchange(dict.fromkeys(parts, tensor), parts, group) → gather(tensor, tensor_list)
     Only rank 0 has all parts. All must send to all, and receive from all.
-via_rank_0: exchange(dict.fromkeys(parts, tensor), parts, group) → gather(tensor, tensor_list)
-    ⏎for part in tensor_list:⏎    broadcast(part, 0)
-    more than the
-twice_the_bytes: exchange(dict.fromkeys(parts, tensor), parts, group) → for _ in range(2):
-    ⏎    exchange(dict.fromkeys(parts, tensor), parts, group)
-send_first: exchange(dict.fromkeys(parts, tensor), parts, group) → for peer in parts:
-    ⏎    dist.send(tensor, peer)
-    ⏎for peer, part in parts.items():⏎    dist.recv(part, peer)
-    both with isend and irecv
-by_torch: parts = by_rank(tensor_list, group) → return dist.all_gather(tensor_list, tensor)
-    torch did the work
 """),
 )
 
@@ -391,6 +319,7 @@ def _explain_reduce_scatter(trial: Trial, rank: int, expected: dict, got: dict):
 
 reduce_scatter = Exercise(
     reference=collectives.reduce_scatter,
+    writes=("output",),
     wire=check_wire,
     helpers=(members, by_rank, exchange),
     trials=partial(_trials, _reduce_scatter, lambda W: W * (W - 1)),
@@ -411,8 +340,7 @@ reduce_scatter = Exercise(
     mistakes=mistakes("""
 without_own: output.copy_(chunks.pop(dist.get_rank())) → chunks.pop(dist.get_rank())⏎output.zero_()
     This rank's own chunk is missing from it: start with it, and add those that come.
-own_twice: output.copy_(chunks.pop( → mine = output.copy_(chunks.pop(
-    combine(output, chunk, out=output) → output += chunk + input_list[dist.get_rank()]
+own_twice: combine(output, chunk, out=output) → output += chunk + input_list[dist.get_rank()]
     This rank's own chunk is in it more than once.
 off_by_one: by_rank(input_list, group) → by_rank(input_list[1:] + input_list[:1], group)
     The sum of another chunk: rank r must hold the sum of chunk r, and be sent no other.
@@ -424,24 +352,5 @@ adds_to_what_was_there: output.copy_( → output.add_(
     What was in `output` before is still in it: copy_ the first chunk, then add.
 new_output: output.copy_(chunks.pop(dist.get_rank())) → output = chunks.pop(dist.get_rank()).clone()
     Nothing has been written into `output`: a new tensor of that name is not the caller's.
-changes_its_input: output.copy_(chunks.pop(dist.get_rank())) → mine = chunks.pop(dist.get_rank())
-    combine(output, chunk, out=output) → mine += chunk⏎output.copy_(mine)
-    Leave input_list as it is: add up in `output`, or in a tensor of your own.
-by_torch: chunks, combine = by_rank(input_list, group), combined_by(op) →
-    ⏎return dist.reduce_scatter(output, input_list)
-    torch did the work
-gathers_all: exchange(chunks, arrived, group) → me, every = dist.get_rank(), {}
-    ⏎for k in members(group):⏎    every[k] = [torch.empty_like(output) for _ in input_list]
-    ⏎    all_gather(every[k], input_list[k])
-    ⏎arrived = {peer: every[me][peer] for peer in chunks}
-    more than the
-via_all_reduce: chunks, combine = by_rank(input_list, group), combined_by(op) → me = dist.get_rank()
-    ⏎totals = [chunk.clone() for chunk in input_list]
-    ⏎for total in totals:⏎    all_reduce(total)
-    ⏎return output.copy_(totals[me])
-send_first: exchange(chunks, arrived, group) → for peer, chunk in chunks.items():
-    ⏎    dist.send(chunk, peer)
-    ⏎for peer, chunk in arrived.items():⏎    dist.recv(chunk, peer)
-    both with isend and irecv
 """),
 )

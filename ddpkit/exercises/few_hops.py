@@ -3,12 +3,14 @@
 from fractions import Fraction
 from functools import partial
 
+import torch
+
 from ddpkit import collectives, cost, doubling
-from ddpkit.lesson.figures import sent_bytes
 from ddpkit.runtime.launch import Run
+from ddpkit.tools.hops import sent_bytes
 
 from . import ring
-from .checker import Exercise, Trial, check_wire, mistakes
+from .checker import Exercise, Mistake, Trial, check_wire, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -29,6 +31,7 @@ def _evenly(trial: Trial, run: Run) -> str | None:
 
 halving_doubling_all_reduce = Exercise(
     reference=doubling.halving_doubling_all_reduce,
+    writes=("x",),
     helpers=(collectives.exchange,),
     trials=partial(
         ring.lengths_trials,
@@ -56,14 +59,6 @@ halving_doubling_all_reduce = Exercise(
     explain=ring.explain_sum,
     wire=_evenly,
     mistakes=mistakes("""
-round_the_ring: while distance < → from .ring import ring_all_reduce⏎return ring_all_reduce(x)
-        ⏎while distance <
-    more than 2 log₂ W messages
-through_rank_0: while distance < → from .collectives import all_reduce⏎return all_reduce(x) or x
-        ⏎while distance <
-    In each hop every rank has a partner
-by_torch: while distance < → dist.all_reduce(x)⏎while len(ranks) <
-    torch did the work
 whole_buffers: while distance < → return doubling_all_reduce(x)⏎while distance <
     Whole buffers were swapped, as in recursive doubling. Here a hop of the way there sends half of
     what the hop before did.
@@ -79,13 +74,8 @@ both_keep_the_lower: (upper, lower) if me & distance else (lower, upper) → low
     tells them apart.
 sends_what_it_keeps: exchange({peer: given} → exchange({peer: kept}
     What a rank sends on the way there is the half that its partner keeps, not its own.
-loses_the_remainder: lower, upper = kept.tensor_split(2) → m = len(kept) // 2
-    kept, given = (upper, lower) → lower, upper = kept[:m], kept[m : 2 * m]
-        ⏎kept, given = (upper, lower)
+loses_the_remainder: kept.tensor_split(2) → kept.split(len(kept) // 2)[:2]
     Halves of n // 2 lose the remainder: kept.tensor_split(2) makes the first one longer.
-sends_first: exchange({peer: given}, {peer: arrived}, group) → dist.send(given, peer)
-    kept += arrived → dist.recv(arrived, peer)⏎kept += arrived
-    both with isend and irecv
 """),
 )
 
@@ -130,6 +120,12 @@ def _fit_trials():
         yield Trial(1, _fitted, (points,), [_nearest(points)], what=what)
 
 
+def absolute_errors(points):
+    hops, nbytes, seconds = torch.tensor(points, dtype=torch.float64).T
+    rows = torch.stack([hops, nbytes], 1)
+    return tuple(torch.linalg.lstsq(rows, seconds[:, None]).solution.flatten().tolist())
+
+
 alpha_beta = Exercise(
     reference=cost.alpha_beta,
     trials=_fit_trials,
@@ -146,18 +142,15 @@ alpha_beta = Exercise(
         "β": "β is {got} s a byte, expected {expected}.",
     },
     note="ddpkit.cost.fit calls it, and keeps α and β from becoming negative.",
-    mistakes=mistakes("""
-absolute_errors: torch.stack([hops, nbytes]) / seconds → torch.stack([hops, nbytes])
-    rows.sum(dim=1) → rows @ seconds
-    Yours are the least absolute errors: a percent of 100 MB's time is more than all of 4 kB's. Make
-    them relative: divide each equation by its seconds.
+    mistakes=[
+        Mistake.written(
+            absolute_errors,
+            "Yours are the least absolute errors: a percent of 100 MB's time is more than all of "
+            "4 kB's. Make them relative: divide each equation by its seconds.",
+        ),
+        *mistakes("""
 first_and_last: alpha, beta → rows = rows[:, :: len(points) - 1]⏎alpha, beta
     A line through two of the points believes their noise.
-smallest_and_largest: rows = → return seconds[0] / hops[0], seconds[-1] / nbytes[-1]⏎rows =
-    Yours takes all of the shortest time for latency, and all of the longest for bytes: near, not
-    closest.
-in_logarithms: torch.stack([hops, nbytes]) / seconds → torch.stack([hops, nbytes]) / seconds.log()
-    Straight in logarithms is a power of n, not α · hops + β · n.
 latency_a_call: torch.stack([hops, nbytes]) → torch.stack([hops**0, nbytes])
     Yours is what a call costs before its first byte. α is for each hop: multiply it by hops.
 without_latency: return alpha.item(), → return 0.0,
@@ -167,4 +160,5 @@ bandwidth: beta.item() → 1 / beta.item()
 beta_first: return alpha.item(), beta.item() → return beta.item(), alpha.item()
     The right numbers the wrong way round: α first, then β.
 """),
+    ],
 )

@@ -59,23 +59,13 @@ alive = Exercise(
     mistakes=mistakes("""
 never_dies: changes[died] -= nbytes → pass
     Those are all bytes ever made. What has died doesn't count: memory is used again.
-of_that_moment: list(accumulate(changes[moment] for moment in range(moments))) → [
-        ⏎sum(n for b, d, n in lives if b == moment) for moment in range(moments)]
-    Those are the bytes that are born in each moment. Those born before are still there.
-the_largest: list(accumulate(changes[moment] for moment in range(moments))) → [
-        ⏎max([0] + [n for b, d, n in lives if b <= moment < d]) for moment in range(moments)]
-    That is the largest tensor of each moment. Those that are alive together add up.
 dies_a_moment_late: changes[died] → changes[died + 1]
     A tensor still counts at the moment in which it died: born <= moment < died.
 born_a_moment_late: changes[born] → changes[born + 1]
     A tensor is missing when it is born: born <= moment < died.
-moments_one_by_one: in range(moments) → in moments
-    `moments` is a number, how many there are: range(moments). What you return is a list.
-counts_tensors: += nbytes → += 1
-    changes[died] -= nbytes → changes[died] -= 1
+counts_tensors: changes[born] += nbytes⏎changes[died] -= nbytes → changes[born] += 1
+    ⏎changes[died] -= 1
     Those are tensors. How many bytes?
-by_range: changes[died] -= nbytes → changes[born + len(range(born, died))] -= nbytes
-    A tensor that stays dies at inf, which range() can't take: compare, born <= moment < died.
 """),
 )
 
@@ -141,38 +131,16 @@ block_bytes = Exercise(
     praise="within 1 % of what a real block keeps; the rest are the norms' means and deviations.",
     note="ddpkit.memory.block_activations has it term by term.",
     mistakes=mistakes("""
-tokens_only: return 2 * numbers + masks → return 34 * tokens
-    Attention has a weight for each pair of tokens, in each head: bs²H. What is kept of them?
 masks_twice: return 2 * numbers + masks → return 36 * tokens + 5 * pairs
     Yours is 36sbd + 5bs²H. The masks are in it twice: 16 numbers of 2 bytes, 2 masks of 1.
-seventeen: return 2 * numbers + masks → return 17 * tokens + 5 * pairs
-    That is 17 of something for each number: 16 numbers have 2 bytes, only the 2 masks have 1.
 without_dropout: return 2 * numbers + masks → return 32 * tokens + 2 * pairs
     That is without dropout: its masks are 2sbd and 1bs²H, and weights after dropout 2bs²H more.
-four_bytes: 2 * numbers + → 4 * numbers +
-    Those are numbers of 4 bytes. Here they have 2.
-one_norm: 16 * tokens + → 15 * tokens +
-    2sbd are missing: both dropouts' masks, or one tensor, such as what a norm gives to a layer.
-no_norms: 16 * tokens + → 14 * tokens +
-    4sbd are missing, two tensors: perhaps what the norms are given, or two of q, k and v.
 no_queries_keys_values: 16 * tokens + → 13 * tokens +
     Three are missing as large as the block's input: queries, keys and values?
-no_gelu: 16 * tokens + → 12 * tokens +
-    Something of 4 times the width is missing. The MLP keeps two: what GELU gets, and what it gives.
 sums_kept: 16 * tokens + → 18 * tokens +
     4sbd are too many. What is added or given to dropout isn't kept.
 one_head: length**2 * heads → length**2
     Yours has one matrix of attention weights. Each head has its own: bs²H, not bs².
-one_sequence: batch * length**2 → length**2
-    Yours has the attention weights of one sequence. Each of the batch has its own: bs²H, not s²H.
-not_squared: length**2 → length
-    Yours has attention weights that don't grow with the square of the length: bs²H, not bsH.
-four_heads: length**2 * heads → length**2 * 4
-    That was right in the first size, with 4 heads. Elsewhere there are others: use `heads`.
-of_the_notebook: batch * length * width, batch * length**2 * heads → 2 * 128 * 64, 2 * 128**2 * 4
-    That is right for the b, s, d and H of the notebook. Use what the function is given.
-with_weights: + masks → + masks + 24 * width**2
-    Yours has the block's weights in it. They are there anyway: count only what comes of the batch.
 """),
 )
 
@@ -264,60 +232,20 @@ Checkpoint = Exercise(
     mistakes=mistakes("""
 forgets_the_random_state: , random_numbers_from(state) →
     The second call drew other numbers: torch.set_rng_state() to what it was in forward.
-puts_nothing_back: random_numbers_from(state) → torch.random.fork_rng(devices=[])
-takes_the_state_late: ctx.save_for_backward(random_state(), *inputs)⏎return fn(*inputs) →
-        ⏎output = fn(*inputs)⏎ctx.save_for_backward(random_state(), *inputs)⏎return output
-    The state is that after fn had drawn its numbers: take it before you call fn.
-fixed_seed: state, *inputs = ctx.saved_tensors → state, *inputs = ctx.saved_tensors
-        ⏎state = torch.Generator().manual_seed(0).get_state()
-    A seed doesn't give the numbers that forward drew: keep torch.get_rng_state() in forward.
 leaves_the_random_state: set_random_state(before) → pass
     Only the random numbers after backward are others: put the state back that backward found.
-state_on_the_class: ctx.fn, ctx.autocast = fn, → Checkpoint.fn, ctx.autocast = fn,
-    ctx.fn(*inputs) → Checkpoint.fn(*inputs)
-    Of two checkpoints, both called the second's function again: what is kept on the class belongs
-    to the last call. ctx is there for each.
-without_graph: torch.enable_grad(), →
-    if output.requires_grad → if True
-    In backward no graph is recorded, unless it is computed inside torch.enable_grad().
-no_gradients_for_weights: output.backward(gradient) →
-        ⏎grads = torch.autograd.grad(output, inputs, gradient)
-    (x.grad for x in inputs) → grads
-    weight has no gradient, though fn uses it: torch.autograd.grad gives one only to what it is
-    asked for. output.backward(gradient) reaches everything.
 forgets_to_detach: x.detach().requires_grad_(x.requires_grad) → x
     x has its gradient twice: call fn on x.detach(), or it goes on from there into x itself.
-drops_the_inputs_gradients: x.grad for x in inputs → None for x in inputs
-    x has no gradient: backward returns None for fn, and then a gradient for each input.
 forgets_none: return None, *(x.grad for x in inputs) → return tuple(x.grad for x in inputs)
     backward returns one for each argument of forward but ctx: None for fn, then one for each input.
 ignores_the_gradient: output.backward(gradient) → output.backward(torch.ones_like(output))
     The gradients lack a factor 10, the gradient that backward is given: output.backward(gradient).
-wants_all_gradients: .requires_grad_(x.requires_grad) → .requires_grad_()
-    Some inputs are whole numbers: x.detach().requires_grad_(x.requires_grad)
-keeps_the_graph: return fn(*inputs) → ctx.inputs = [x.detach().requires_grad_() for x in inputs]
-        ⏎with torch.enable_grad():⏎    ctx.output = fn(*ctx.inputs)⏎return ctx.output.detach()
-    output = ctx.fn(*inputs) → output, inputs = ctx.output, ctx.inputs
-    Backward didn't call fn again: what it needs was kept all the time, and nothing is saved.
-records_in_forward: return fn(*inputs) → with torch.enable_grad():
-        ⏎    ctx.output = fn(*inputs)⏎return ctx.output.detach()
+records_in_forward: return fn(*inputs) → with torch.enable_grad(): ctx.output = fn(*inputs)
+        ⏎return ctx.output.detach()
     Forward keeps 24 bytes, and the inputs have 8. Keep nothing else: call fn without
     torch.enable_grad() there, and save the inputs only.
-keeps_attributes: ctx.save_for_backward(random_state(), *inputs) →
-        ⏎ctx.saved = random_state(), *inputs
-    ctx.saved_tensors → ctx.saved
-    All gradients are right. But autograd can neither free attributes of ctx after backward nor
-    notice a change: ctx.save_for_backward(*inputs), and in backward ctx.saved_tensors.
 keeps_the_result: return fn(*inputs) → ctx.out = fn(*inputs)⏎return ctx.out
     Forward keeps 16 bytes more than the inputs. Keep nothing else, no result either.
-hides_the_inputs: ctx.save_for_backward(random_state(), *inputs) → state = random_state()
-        ⏎ctx.saved = lambda: (state, *inputs)
-    ctx.saved_tensors → ctx.saved()
-    All gradients are right. But where are the inputs? ctx.save_for_backward(*inputs) keeps them.
-calls_twice_in_forward: return fn(*inputs) → fn(*inputs)⏎return fn(*inputs)
-    Forward calls fn 2 times: once is enough. The second call belongs in backward.
-returns_nothing: return fn(*inputs) → fn(*inputs)
-    forward must return what fn(*inputs) gives.
 """),
 )
 
@@ -389,18 +317,8 @@ Products = Exercise(
     praise="two results were kept, and no product with a weight was computed again.",
     note="SelectiveCheckpoint's forward runs fn in it, and saves what it kept.",
     mistakes=mistakes("""
-keeps_everything: if is_product(operation):⏎self.kept.append → if True:⏎    self.kept.append
-    is_product(operation) and self.again → self.again
-    Keep the results of linear layers only: all else is cheap, and most of the bytes.
-keeps_nothing: self.kept.append(result) → pass
-    is_product(operation) and self.again → False
-    Nothing is kept: that is a plain checkpoint. Append the results of linear layers to self.kept.
 computes_again: return self.kept.pop(0).detach() → pass
-    self.kept.append(result) → None if self.again else self.kept.append(result)
     The second time no product is computed: return what was kept, and don't call operation.
-keeps_bmm: if is_product(operation):⏎self.kept → if "mm" in str(operation):⏎    self.kept
-    is_product(operation) and self.again → "mm" in str(operation) and self.again
-    bmm, attention's product, is kept, too: a number for each pair of tokens. Ask is_product.
 last_first: self.kept.pop(0) → self.kept.pop()
     The second time the last product comes first: take them in the order of forward, pop(0).
 always_the_first: self.kept.pop(0) → self.kept[0]
@@ -478,31 +396,13 @@ checkpoint_sequential = Exercise(
 without_checkpoints: x = checkpoint(functions[segment], x) → x = functions[segment](x)
     Nothing was computed again in backward: the segments aren't checkpoints.
 each_alone: x = checkpoint(functions[segment], x) →
-        ⏎for function in functions[segment]:⏎    x = checkpoint(function, x)
+        ⏎for function in functions[segment]: x = checkpoint(function, x)
     Each layer has a checkpoint of its own, so each keeps its input. One around a whole segment.
-last_one_too: *checkpointed, last = cut → *checkpointed, last = *cut
-    (len(functions), segments)⏎ → (len(functions), segments), slice(len(functions), None)⏎
+last_one_too: return functions[last](x) → return checkpoint(functions[last], x)
     The last segment was computed again, too: its backward comes at once, so just call it.
 each_from_the_start: x = checkpoint( → y = checkpoint(
     Each segment got the same x: it goes on from what the one before it gave, x = checkpoint(…, x).
-one_for_all: *checkpointed, last = cut(len(functions), segments) →
-        ⏎checkpointed, last = [slice(0, -1)], slice(-1, None)
-    Those are other segments: as many as `segments` says, of about the same length.
-lengths_for_numbers: cut(len(functions), segments) → cut(len(functions), -(-len(functions) //
-        ⏎segments))
-    `segments` says how many there are, not how long each is.
-leaves_the_rest_to_the_last: *checkpointed, last = cut(len(functions), segments) →
-        ⏎each = len(functions) // segments
-        ⏎*checkpointed, last = [slice(at * each, (at + 1) * each) for at in range(segments)]
-        ⏎last = slice(last.start, None)
-    The last segment got all that is left over. 8 in 3 are 3, 3 and 2, not 2, 2 and 4.
-rounds_up: *checkpointed, last = cut(len(functions), segments) →
-        ⏎each = -(-len(functions) // segments)
-        ⏎*checkpointed, last = [slice(at * each, (at + 1) * each) for at in range(segments)]
-    The last segment got what was left: 3 is longer than 1 by two. 7 in 3 are 3, 2 and 2.
-loses_the_rest: *checkpointed, last = cut(len(functions), segments) →
-        ⏎each = len(functions) // segments
-        ⏎*checkpointed, last = [slice(at * each, (at + 1) * each) for at in range(segments)]
+loses_the_rest: cut(len(functions), → cut(len(functions) // segments * segments,
     Some layers were never called: 7 in 3 segments leave one over.
 by_a_lambda: checkpoint(functions[segment], x) → checkpoint(lambda x: functions[segment](x), x)
     A lambda looks its names up when it is called, in backward: the loop is over then, and all call

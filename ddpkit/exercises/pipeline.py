@@ -96,21 +96,11 @@ from_the_last: + each(stage, "B", micro_batches) → + each(stage, "B", micro_ba
 backward_first: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
     ⏎each(stage, "B", micro_batches) + each(stage, "F", micro_batches)
     No backward without its forward: first all F, then all B.
-every_stage_on_every_rank: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
-    ⏎each(0, "F", micro_batches) + each(0, "B", micro_batches)
-    Each rank has a stage of its own: rank 1's actions begin with a 1.
 by_micro_batch: return schedule → return [list(column) for column in zip(*schedule)]
     A list for each rank: schedule[rank] is what that rank does, from its first action to its last.
-in_one_list: return schedule → return sum(schedule, [])
-    A list for each rank: schedule[rank] is what that rank does, from its first action to its last.
-counts_from_one: range(first, end) → range(first + 1, end + 1)
-    Micro-batches are counted from 0.
 only_forward: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
     ⏎each(stage, "F", micro_batches)
     Each forward needs its backward: that is where the gradients come from.
-as_many_as_stages: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
-    ⏎each(stage, "F", stages) + each(stage, "B", stages)
-    The number of micro-batches is an argument, and need not be that of the stages.
 """),
 )
 
@@ -145,23 +135,9 @@ one_too_few: ahead=stages - 1 - stage → ahead=max(0, stages - 2 - stage)
 the_wrong_way_round: ahead=stages - 1 - stage → ahead=stage
     Stage 0 has the longest way to its first backward, so it does most forwards ahead; the last
     stage does none.
-in_groups: schedule.append(alternate(forwards, backwards, ahead=stages - 1 - stage)) →
-    ⏎schedule.append([])
-    ⏎for i in range(0, micro_batches, stages):
-    ⏎    schedule[-1] += forwards[i : i + stages] + backwards[i : i + stages]
-    It would run, and hold no more than p. But between two groups the pipeline runs empty, and
-    every group pays for its bubble.
-same_number_in_a_turn: zip(forwards[ahead:], backwards, → zip(forwards[ahead:], backwards[ahead:],
-    backwards[len(forwards[ahead:]) :] → backwards[:ahead]
-    It would run, and wait a lot. A turn's backward is that of the oldest micro-batch, whose
-    gradient is the first to come back; the one whose forward was just done comes last.
 backward_before_forward: actions += [forward, backward] → actions += [backward, forward]
     The last stage begins with a backward, which has had no forward yet. In a turn the forward is
     first.
-without_the_rest: return actions + backwards[len(forwards[ahead:]) :] → return actions
-    After the last forward some backwards are left.
-more_than_there_are: "F", micro_batches) → "F", max(micro_batches, stages - 1 - stage))
-    With fewer micro-batches than stages a rank does as many forwards ahead as there are.
 """),
 )
 
@@ -208,19 +184,6 @@ published_1f1b = Exercise(
 as_found: forward = -1 → forward = 0
     The stages before the last are right. What is different about the last, when its first turn
     begins?
-counts_afterwards: forward = -1 → forward = 0
-    forward += 1⏎actions.append(f"{stage}F{forward}") →
-    ⏎actions.append(f"{stage}F{forward}")⏎forward += 1
-    Now the last stage is right, and the others do a forward twice: there `forward` is the last one
-    that was done, not the next.
-puts_it_in_front: forward = -1 → forward = 0
-    backward = 0 → backward = 0⏎if ahead == 0:⏎    actions.append(f"{stage}F0")
-    Now the last stage has its forward of micro-batch 0, but still as many turns, so it ends with a
-    micro-batch that isn't there.
-round_the_clock: forward = -1 → forward = 0
-    actions.append(f"{stage}F{forward}")⏎remaining →
-    ⏎actions.append(f"{stage}F{forward % micro_batches}")⏎remaining
-    Every forward is there now, but that of micro-batch 0 comes last, after its backward.
 one_more_ahead: ahead = stages - 1 - stage → ahead = stages - stage
     It would run: the last stage, too, has a forward ahead now, so the loop sets `forward`. But
     every stage holds a micro-batch more than it has to: mend the count, not the plan.
@@ -228,5 +191,106 @@ all_ahead: ahead = stages - 1 - stage → ahead = micro_batches
     It would run: with all forwards ahead it is GPipe, which holds all micro-batches.
 no_turns: while remaining > 0: → while remaining > 0 and stage < stages - 1:
     Now the last stage does no forward at all.
+"""),
+)
+
+
+# zero_bubble: the place of the weight parts
+
+
+LIMITS = (3, 6), (2, 4), (4, 8), (4, 4), (1, 3)  # stages, micro-batches
+
+
+def _run_bubble(answer):
+    """Judge plan after plan, in ticks and in what is held, up to the first that isn't right."""
+    seen = {}
+    for stages, micro_batches in LIMITS:
+        case = f"with {stages} stages and {micro_batches} micro-batches"
+        plan = answer(stages, micro_batches)
+        found = _judged(plan, stages, micro_batches)
+        seen |= {f"{what} {case}": value for what, value in found.items()}
+        if found != _BUBBLE:
+            return seen | {"plan": plan}
+    return seen
+
+
+_BUBBLE = {"a plan": True, "it runs": True, "stages": True, "held": True, "idle": True}
+
+
+def _judged(plan: object, stages: int, micro_batches: int) -> dict[str, object]:
+    """Say of a plan what holds; each entry is True, or what there is instead."""
+    seen = dict.fromkeys(_BUBBLE, None)
+    if not isinstance(plan, list | tuple) or not all(isinstance(row, list | tuple) for row in plan):
+        return seen | {"a plan": "no list of lists"}
+    seen["a plan"] = True
+    try:
+        dry_run.validate(plan)
+    except ValueError as error:
+        return seen | {"it runs": str(error)}
+    seen["it runs"] = True
+    count = len(plan), sum(map(len, plan))
+    seen["stages"] = count == (stages, 3 * stages * micro_batches) or f"{count[1]} actions"
+    held = max(dry_run.held(plan).values())
+    seen["held"] = held <= stages or f"{held}, where {stages} do"
+    idle = max(dry_run.idle(plan))
+    seen["idle"] = idle <= stages - 1 or f"{idle:g} ticks, where {stages - 1} do"
+    return seen
+
+
+def _bubble_trials():
+    right = {}
+    for stages, micro_batches in LIMITS:
+        case = f"with {stages} stages and {micro_batches} micro-batches"
+        right |= {f"{what} {case}": value for what, value in _BUBBLE.items()}
+
+    def expected(run):
+        plan = {"plan": run[0]["plan"]} if "plan" in run[0] else {}
+        return [right | plan]
+
+    return [Trial(1, _run_bubble, (), expected, what="as a plan")]
+
+
+def _explain_bubble(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
+    what = next(key for key in expected if got.get(key) != expected[key])
+    if what.startswith("held"):
+        return "A micro-batch is held until its W: some come too late, or too many F are ahead."
+    if what.startswith("idle"):
+        return (
+            "A rank waits while a W of its own lies ready. Whoever has a long way to the last "
+            "stage's gradients needs them at the end; F and I, for which others wait, go first."
+        )
+    if what.startswith("stages"):
+        return "F, I and W of each micro-batch, on each stage, and no B."
+    return None
+
+
+zero_bubble = Exercise(
+    reference=schedules.zero_bubble,
+    helpers=(schedules.alternate, schedules.each),
+    trials=_bubble_trials,
+    hints=HINTS
+    | {
+        "start": "Begin with 1F1B, written with I in place of B: alternate(forwards, inputs, "
+        "ahead=stages - 1 - stage). Where are its ranks idle now?",
+        "values": "Nobody waits for a W. Put one after each I, but stage s leaves out its first s: "
+        "those fill its idle ticks at the end.",
+    },
+    praise="idle for p - 1 ticks instead of 3(p - 1), and nobody holds more than p.",
+    explain=_explain_bubble,
+    note='ZB1P, "ZB-H1" in Qi et al. 2023.',
+    mistakes=mistakes("""
+w_at_once: if action in inputs[stage:]: → if action in inputs:
+    Every W stands right behind its I, as in a whole backward: then nothing is left to fill the idle
+    ticks at the end. Later stages delay some.
+all_at_the_end: if action in inputs[stage:]: → if action in []:
+    All W at the end: nobody is idle for long, but every micro-batch is held until its W.
+as_many_everywhere: inputs[stage:] → inputs[stages - 1 :]
+    Each stage delays as many as the last one has to: the first ones hold more than they may.
+the_wrong_way_round: inputs[stage:] → inputs[stages - 1 - stage :]
+    The last stage has most to delay: its gradients travel longest, and it is idle at the end.
+one_more_ahead: ahead=stages - 1 - stage → ahead=stages - stage
+    A forward more is ahead than has to be, and each is held until its W.
+forgets_the_rest: return schedule → return [row[: 3 * micro_batches - 1] for row in schedule]
+    Some W are never done, and their weights get no gradient.
 """),
 )

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import ring
-from ddpkit.lesson.figures import hop_numbers
 from ddpkit.runtime.launch import Run
 from ddpkit.runtime.wire import recorder
+from ddpkit.tools.hops import hop_numbers
 
 from .checker import (
     Exercise,
@@ -48,7 +48,9 @@ def lengths_trials(sums: bool, returns: str, halves: int = 1, lengths=LENGTHS, h
         after = sum(brought) if sums else 10**number
         for part in chunks if returns == "chunk" else [x] * world_size:
             right = {"x": after[part].tolist(), "returned": _place(part, x)}
-            expected.append({"sent": world_size > 1} | right | {"too far": [], "too many": []})
+            expected.append(
+                {"sent": world_size > 1, "early": None} | right | {"too far": [], "too many": []}
+            )
         nbytes = halves * (world_size - 1) * x.nbytes
         most = hops[world_size] if hops else halves * (world_size - 1)
         arguments = brought, returns, most, hops is None
@@ -64,6 +66,7 @@ def _run(answer, brought, returns, most, to_neighbours):
     sends = [record for record in recorder().records if record.op == "send" and record.bytes]
     return {
         "sent": bool(recorder().records),
+        "early": _passed_on_early(),
         "x": (x if returns == "x" else x.tensor_split(world_size)[rank]).tolist(),
         "returned": _place(got, x),
         "too far": sorted({r.peer for r in sends if to_neighbours})[1:],  # to the left is as good
@@ -81,19 +84,16 @@ def _place(got: object, x: torch.Tensor) -> str:
     return "x" if stop - start == len(x) else f"x[{start}:{stop}]"
 
 
-def _races(trial: Trial, run: Run) -> str | None:
-    """Name a chunk that was passed on before the rank had waited for it."""
-    for rank, records in enumerate(run.wire):
-        sends = [record for record in records if record.op == "send"]
-        receives = [record for record in records if record.op == "recv"]
-        if len({record.peer for record in sends}) != 1 or not all(r.bytes for r in records):
-            continue  # no ring, or no certain match of messages and hops
-        for receive, send in zip(receives, sends[1:], strict=False):
-            if send.issued < receive.done:
-                return (
-                    f"rank {rank} passed a chunk on before it was there ({place(send)}).\n"
-                    "What a rank sends in a hop came in the hop before: wait() for that first."
-                )
+def _passed_on_early() -> str | None:
+    """Name the place where this rank passed a chunk on before it had waited for it."""
+    records = recorder().records
+    sends = [record for record in records if record.op == "send"]
+    receives = [record for record in records if record.op == "recv"]
+    if len({record.peer for record in sends}) != 1 or not all(r.bytes for r in records):
+        return None  # no ring, or no certain match of messages and hops
+    for receive, send in zip(receives, sends[1:], strict=False):
+        if receive.done is not None and send.issued < receive.done:
+            return place(send)
     return None
 
 
@@ -111,6 +111,8 @@ def _praise(trial: Trial, run: Run) -> str:
 
 SAYS = {
     "sent": "rank {rank} sent nothing. In each of W-1 hops it sends a chunk.",
+    "early": "rank {rank} passed a chunk on before it was there ({got}).\nWhat a rank sends in "
+    "a hop came in the hop before: wait() for that first.",
     "x": "what rank {rank} should have in x is {got}, expected {expected}.",
     "returned": "rank {rank} returned {got}, expected {expected} itself. The chunks of "
     "x.tensor_split(world_size) are views, and += writes into x; clone() and + make new tensors.",
@@ -122,13 +124,6 @@ SAYS = {
 
 # Mistakes in a hop, whatever is done with the chunks
 IN_A_HOP = mistakes("""
-never_waits_for_the_receive: for work in works:⏎work.wait() → works[0].wait()
-    Keep what irecv returns, and call wait() on it
-never_waits_for_the_send: for work in works:⏎work.wait() → works[1].wait()
-    Keep what isend returns, and call wait() on it
-send_send: works = dist.batch_isend_irecv([send, receive]) → works = []
-    for work in works:⏎work.wait() → dist.send(outgoing, right)⏎dist.recv(incoming, left)
-    both with isend and irecv
 to_the_left: right, left = (rank + 1) → left, right = (rank + 1)
     It goes round to the left, but the chunks are counted as if it went round to the right.
 without_the_circle: (rank + 1) % world_size, (rank - 1) % world_size → rank + 1, rank - 1
@@ -225,10 +220,6 @@ of_four_ranks: % world_size for hop in range(1, world_size) → % 4 for hop in r
     The rows are as long as with 4 ranks. Count with world_size.
 with_a_hop_0: range(1, world_size) → range(world_size)
     W-1 hops are enough: each rank's part of a chunk is added on the way.
-without_the_circle: (rank - hop) % world_size → rank - hop
-    Take % world_size
-of_one_rank: return plan → return plan[0]
-    Return a list of lists
 by_hop: return plan → return [[*row] for row in zip(*plan)]
     The plan's rows are the ranks, not the hops: plan[rank] is what that rank sends, hop after hop.
 """),
@@ -259,6 +250,7 @@ def _whose(value: int, world_size: int) -> str:
 
 ring_reduce_scatter = Exercise(
     reference=ring.ring_reduce_scatter,
+    writes=("x",),
     helpers=(ring.send_right_receive_left,),
     trials=partial(lengths_trials, sums=True, returns="chunk"),
     hints={
@@ -273,60 +265,23 @@ ring_reduce_scatter = Exercise(
     praise=_praise,
     says=SAYS,
     explain=explain_sum,
-    races=_races,
     wire=check_wire,
     mistakes=IN_A_HOP
     + mistakes("""
-whole_buffers: chunks[(rank - hop) % world_size] → arrived if hop > 1 else x.clone()
-    torch.empty_like(mine) → torch.empty_like(x)
-    mine += arrived → x.add_(arrived)
-    A message held the whole of x. In each hop a rank sends one chunk of it.
-adds_before_wait: send_right_receive_left(passed_on, arrived, group) → mine += arrived
-    mine += arrived → send_right_receive_left(passed_on, arrived, group)
+adds_before_wait: send_right_receive_left(passed_on, arrived, group)⏎mine += arrived →
+    ⏎mine += arrived⏎send_right_receive_left(passed_on, arrived, group)
     Memory that nobody has written yet is in it: until wait() on the irecv has returned, its buffer
     holds whatever lay there.
-one_chunk_late: chunks[(rank - hop) % world_size] → chunks[(rank - hop + 1) % world_size]
-    (rank - hop - 1) → (rank - hop)
+one_chunk_late: hop) % world_size]⏎mine = chunks[(rank - hop - 1) → hop + 1) % world_size]
+    ⏎mine = chunks[(rank - hop)
     Nothing was added to the rank's own chunk. In hop 1 rank r sends chunk r-1; what arrives is its
     left neighbour's chunk r-2, and is added to chunk r-2.
-ends_on_the_next_chunk: chunks[(rank - hop) % world_size] → chunks[(rank - hop + 1) % world_size]
-    (rank - hop - 1) → (rank - hop)
-    chunks[rank] → chunks[(rank + 1) % world_size]
-    The sum is right, but of the next chunk: everything is one hop off. In hop 1 rank r sends chunk
-    r-1, so that after W-1 hops chunk r comes home to rank r.
 one_hop_too_few: (1, world_size) → (1, world_size - 1)
     W-1 hops are needed, and the last one ends here.
 keeps_what_arrives: mine += arrived → mine.copy_(arrived)
     The chunk's own numbers are missing: what arrives is added to them.
-passes_on_what_it_brought: passed_on = chunks → passed_on = brought
-    for hop → brought = x.clone().view(-1).tensor_split(world_size)⏎for hop
-    What is passed on is the sum made in the hop before, not the chunk as it was.
-own_twice: mine += arrived → mine += mine + arrived
-    The chunk's own numbers are in it twice: add what arrives once; the sum is what is passed on.
-by_torch: for hop in range(1, world_size): → dist.all_reduce(x)⏎for hop in []:
-    torch did the work
 returns_a_copy: chunks[rank] → chunks[rank].clone()
     The numbers are right, but in a copy: return the view of x itself.
-new_list_entries: mine += arrived → chunks[(rank - hop - 1) % world_size] = mine + arrived
-    flat(x, group).tensor_split(world_size) → list(x.tensor_split(world_size))
-    The numbers are right, but not in x itself: clone() and new entries in a list make new tensors.
-adds_to_the_tuple: mine += arrived → chunks[rank - hop - 1] += arrived
-    tensor_split gives a tuple of views
-returns_x: return chunks[rank] → return x
-    Return chunk `rank` alone: x.tensor_split(world_size)[rank].
-element_by_element: send_right_receive_left(passed_on, arrived, group) → for a in range(len(mine)):
-    mine += arrived →     send_right_receive_left(passed_on[a : a + 1], arrived[a : a + 1], group)
-    return → x.tensor_split(world_size)[rank].add_(arrived)⏎return
-    In each hop a rank sends its chunk whole, in one message.
-overwrites_what_it_sends: for work in works:⏎work.wait() → works[1].wait()⏎return works[0]
-    send_right_receive_left(passed_on, → sending = send_right_receive_left(passed_on,
-    mine += arrived → mine += arrived⏎passed_on.zero_()⏎sending.wait()
-    Somebody wrote into it on the way
-straight_to_the_owner: chunks[(rank - hop - 1) % world_size] → chunks[rank]
-    send_right_receive_left(passed_on, arrived, group) → from ddpkit.collectives import exchange
-        ⏎to, by = rank - hop, rank + hop
-    mine += → exchange({to % world_size: passed_on}, {by % world_size: arrived}, group)⏎mine +=
-    In a ring it sends to its right neighbour only
 """),
 )
 
@@ -336,6 +291,7 @@ straight_to_the_owner: chunks[(rank - hop - 1) % world_size] → chunks[rank]
 
 ring_all_gather = Exercise(
     reference=ring.ring_all_gather,
+    writes=("x",),
     helpers=(ring.send_right_receive_left,),
     trials=partial(lengths_trials, sums=False, returns="x"),
     hints={
@@ -349,42 +305,18 @@ ring_all_gather = Exercise(
     praise=_praise,
     says=SAYS
     | {"x": "x is {got} on rank {rank}, expected {expected}: chunk c is rank c's, full of 10**c."},
-    races=_races,
     wire=check_wire,
     mistakes=IN_A_HOP
     + mistakes("""
-starts_like_reduce_scatter: (rank - hop + 1) → (rank - hop)
-    place = chunks[(rank - hop) → place = chunks[(rank - hop - 1)
+starts_like_reduce_scatter: hop + 1) % world_size]⏎place = chunks[(rank - hop) →
+    ⏎hop) % world_size]⏎place = chunks[(rank - hop - 1)
     A rank's own chunk is finished from the start: in hop 1 rank r sends it, and receives chunk r-1.
-adds: send_right_receive_left(passed_on, place, group) → arrived = torch.empty_like(place)
-    return x →     send_right_receive_left(passed_on, arrived, group)⏎    place += arrived⏎return x
-    Nothing is added here: receive straight into the chunk.
 own_chunk_every_hop: chunks[(rank - hop + 1) % world_size] → chunks[rank]
     From hop 2 on a rank passes on what came in the hop before, not its own chunk again.
 one_hop_too_few: (1, world_size) → (1, world_size - 1)
     The last chunk never came: W-1 hops are needed, and each fills another chunk of x.
-whole_buffers: chunks[(rank - hop + 1) % world_size] → arrived if hop > 1 else x.clone()
-    send_right_receive_left(passed_on, place, group) → arrived = torch.empty_like(x)
-    return x →     send_right_receive_left(passed_on, arrived, group)
-        ⏎    place.copy_(arrived.tensor_split(world_size)[(rank - hop) % world_size])⏎return x
-    A message held the whole of x. In each hop a rank sends one chunk of it.
-by_torch: for hop in range(1, world_size): → for hop in range(world_size):
-    send_right_receive_left(passed_on, place, group) → dist.broadcast(chunks[hop], hop)
-    torch did the work
 returns_its_chunk: return x → return chunks[rank]
     x is right: return all of it.
-returns_a_new_tensor: flat(x, group) → flat(x := x.clone(), group)
-    The result belongs in x itself.
-passes_on_too_early: for work in works:⏎work.wait() → return works
-    for hop → begun = []⏎for hop
-    send_right_receive_left(passed_on, → begun += send_right_receive_left(passed_on,
-    return x → for work in begun:⏎    work.wait()⏎return x
-    What a rank sends in a hop came in the hop before: wait() for that first.
-straight_to_all: send_right_receive_left(passed_on, place, group) → to, by = rank + hop, rank - hop
-    # views: receiving into one changes x → # views⏎from ddpkit.collectives import exchange
-    return x →     exchange({to % world_size: chunks[rank]}, {by % world_size: place}, group)
-    ⏎return x
-    In a ring it sends to its right neighbour only
 """),
 )
 
@@ -394,6 +326,7 @@ straight_to_all: send_right_receive_left(passed_on, place, group) → to, by = r
 
 ring_all_reduce = Exercise(
     reference=ring.ring_all_reduce,
+    writes=("x",),
     helpers=(ring.ring_reduce_scatter, ring.ring_all_gather, ring.send_right_receive_left),
     trials=partial(lengths_trials, sums=True, returns="x", halves=2),
     hints={"start": "First one half, then the other.", "values": "Both halves work on x itself."},
@@ -405,9 +338,9 @@ only_the_first_half: return ring_all_gather(x, group) → return x
     Every rank has its own chunk of the sum: the finished chunks must go round once more.
 only_the_second_half: ring_reduce_scatter(x, group)⏎return → return
     Nothing was added: first the reduce-scatter, then the all-gather.
-the_wrong_way_round: ring_reduce_scatter(x, group)⏎return → ring_all_gather(x, group)⏎return
-    return ring_all_gather(x, group) → return ring_reduce_scatter(x, group)
-    First the reduce-scatter, then the all-gather.
+the_wrong_way_round: ring_reduce_scatter(x, group)⏎return ring_all_gather(x, group) →
+    ⏎ring_all_gather(x, group)⏎return ring_reduce_scatter(x, group)
+    First the reduce-scatter, then the all-gather: what goes round must be finished.
 twice: return ring_all_gather(x, group) → ring_all_gather(x, group)⏎return ring_all_gather(x, group)
     Each half once: all ranks together need to send 2(W-1) times the buffer.
 """),
@@ -421,7 +354,11 @@ def _run_cost(answer, numel):
     """Go round for real, for the wire to count, and ask the answer for its prediction."""
     x = torch.ones(numel)
     ring.ring_all_reduce(x)
-    cost = answer(dist.get_world_size(), x.nbytes)
+    return _ask_cost(answer, dist.get_world_size(), x.nbytes)
+
+
+def _ask_cost(answer, world_size, nbytes):
+    cost = answer(world_size, nbytes)
     hops, nbytes, *more = cost if isinstance(cost, tuple | list) else (cost, None, None)
     return {"numbers": 2 + len(more), "hops": hops, "bytes": nbytes}
 
@@ -438,6 +375,8 @@ def _counted(run: Run) -> list[dict]:
 def _cost_trials():
     for world_size in (5, 2, 1):  # in small worlds many wrong formulas give right numbers
         yield Trial(world_size, _run_cost, (60,), _counted, what="240 bytes")
+    right = {"numbers": 2, "hops": 14, "bytes": 14 * 240 / 8}
+    yield Trial(2, _ask_cost, (8, 240), [right] * 2, what="asked about 8 ranks")
 
 
 ring_cost = Exercise(
@@ -467,21 +406,7 @@ bytes_of_w_hops: hops * nbytes / world_size → 2 * nbytes
     Yours are the bytes of 2W hops. Each half takes W-1: its last chunk need not come back.
 of_all_ranks: hops * nbytes / world_size → hops * nbytes
     Yours is what all ranks send together, W times as much as each of them.
-of_whole_buffers: hops * nbytes / world_size → hops / 2 * nbytes
-    Yours is the ring of whole buffers. Here a hop carries one chunk, 1/W of the buffer.
 divides_first: hops * nbytes / world_size → hops // world_size * nbytes
     Did // lose a fraction? 2*(W-1) // W is 1. Divide with /.
-in_and_out: hops * nbytes / world_size → 2 * hops * nbytes / world_size
-    Yours is what a rank sends and receives together. The question is what it sends.
-as_a_share: hops * nbytes / world_size → hops / world_size
-    Yours is a share of the buffer. Times nbytes, it is bytes.
-bytes_first: return hops, hops * nbytes / world_size → return hops * nbytes / world_size, hops
-    The right numbers the wrong way round: hops first, then bytes.
-bytes_only: return hops, → return
-    Return two numbers
-never_nothing: 2 * (world_size - 1) → max(1, 2 * (world_size - 1))
-    A rank alone has nobody to send to: no hops, no bytes.
-by_guess: return hops, hops * nbytes / world_size → return 7, nbytes
-    How many ranks must a chunk visit
 """),
 )

@@ -7,7 +7,7 @@ Rows are logarithms of small whole numbers, so that the results are simple fract
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ddpkit import softmax
 
-from .checker import Exercise, Mistake, Trial, mistakes
+from .checker import Exercise, Trial, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -65,7 +65,8 @@ def trial_of(look: Callable, cases: list[tuple], expected: dict, what: str) -> T
     expected: of all cases. Cases after the first wrong one aren't tried, so that two answers that
     make the same mistake fail alike.
     """
-    return Trial(1, _try, (look, cases, expected), [expected], what=what)
+    rungs = tuple(str(case[0]) for case in cases) if len(cases) > 1 else ()
+    return Trial(1, _try, (look, cases, expected), [expected], what=what, rungs=rungs)
 
 
 def _try(answer: Callable, look: Callable, cases: list[tuple], expected: dict) -> dict:
@@ -77,25 +78,17 @@ def _try(answer: Callable, look: Callable, cases: list[tuple], expected: dict) -
     return seen
 
 
-def read_by_case(
-    table: list[Mistake], usual: dict[str, str], _: Trial, rank: int, expected: dict, got: dict
-) -> str | None:
-    """Explain a failure unlike any known mistake's by the usual one of the first wrong case."""
-    case = next(case for case in expected if got.get(case) != expected[case])
-    return next((mistake.says for mistake in table if mistake.name == usual.get(case)), None)
-
-
 # online_softmax(row)
 
-ROWS = [  # name, row; and the usual mistake of an answer that first fails here
-    ("row ln 5, ln 2, ln 1", [LN5, LN2, 0.0], None),
-    ("row ln 1, ln 2, ln 5", [0.0, LN2, LN5], None),
-    ("row 0, 1000", [0.0, 1000.0], "no_maximum"),
-    ("row -1000, -1000 + ln 3", [-1000.0, -1000 + LN3], "from_0"),
-    ("row -1e308, -5e307", [-1e308, -5e307], "from_minus_1e300"),
-    ("row 0, -inf, ln 3", [0.0, -INF, LN3], "masked_number_is_nan"),
-    ("row -inf, 0, ln 3", [-INF, 0.0, LN3], "begins_masked_is_nan"),
-    ("row -inf, -inf", [-INF, -INF], "masked_row_is_nan"),
+ROWS = [  # name, row
+    ("row ln 5, ln 2, ln 1", [LN5, LN2, 0.0]),
+    ("row ln 1, ln 2, ln 5", [0.0, LN2, LN5]),
+    ("row 0, 1000", [0.0, 1000.0]),
+    ("row -1000, -1000 + ln 3", [-1000.0, -1000 + LN3]),
+    ("row -1e308, -5e307", [-1e308, -5e307]),
+    ("row 0, -inf, ln 3", [0.0, -INF, LN3]),
+    ("row -inf, 0, ln 3", [-INF, 0.0, LN3]),
+    ("row -inf, -inf", [-INF, -INF]),
 ]
 LONG = [math.log(17 * at % 61) if at % 7 else -INF for at in range(1, 61)]
 READS_NOTHING = {"__get__", "__len__", "size", "dim", "numel", "is_floating_point"}
@@ -153,7 +146,7 @@ class Row(Tensor):
         return numbers[index] - LN2 * (self.times[index] - 1)
 
 
-def _look_at_row(answer: Callable, name: str, values: list[float], _: str | None) -> dict:
+def _look_at_row(answer: Callable, name: str, values: list[float]) -> dict:
     return {name: numbers(answer, torch.tensor(values, dtype=torch.float64))}
 
 
@@ -168,7 +161,7 @@ def _look_at_passes(answer: Callable) -> dict:
 
 
 def _online_trials():
-    expected = {name: Numbers(exact_softmax(row)) for name, row, _ in ROWS}
+    expected = {name: Numbers(exact_softmax(row)) for name, row in ROWS}
     yield trial_of(_look_at_row, ROWS, expected, "short rows")
     exact = exact_softmax(LONG)
     values = Numbers(exact), 2, Numbers(exact / 2)  # half of each power is left in the second pass
@@ -182,55 +175,18 @@ without_a_correction: ell * power(m_before, m) + → ell +
     ell = ell * exp(m_before - m) + exp(x - m).
 wrong_sign: ell * power(m_before, m) → (ell * torch.exp(m - m_before)).nan_to_num(0)
     The correction has the wrong sign: a larger maximum makes the sum smaller, exp(m_before - m).
-wrong_sign_from_the_start: power(m_before, m) → torch.exp(m - m_before)
-    For the first number, m_before is -inf: exp(m_before - m) is 0, exp(m - m_before) is infinite.
-corrects_the_new_number_too: ell = ell * → ell = (ell + power(x_i, m)) *
-    power(m_before, m) + power(x_i, m) → (power(m_before, m) if i else 1)
-    The correction belongs to the sum before: the new number's exp(x - m) is for the new maximum.
-with_the_maximum_before: + power(x_i, m) → + torch.exp(x_i - (m_before if i else m))
-    The new number's exponent is x - m, with the maximum that has seen it, not the one before.
-divides_by_the_sum_so_far: + power(x_i, m) → + power(x_i, m)
-    ⏎a[..., i] = normalize(power(x_i, m), ell)
-    for i in range(x.shape[-1]):⏎a[..., i] = → for i in []:⏎    a[..., i] =
-    Each number was divided by the sum so far. It takes the last m and the last ℓ, in a second pass.
-not_divided: normalize(power(x[..., i], m), ell) → power(x[..., i], m)
-    exp(x - m) is right, and has to be divided by ℓ.
-divides_by_the_length: normalize(power(x[..., i], m), ell) → power(x[..., i], m) / x.shape[-1]
-    Divide by ℓ, the sum of the powers, and not by how many numbers there are.
-first_twice: (m, ell), a = start(x), → m, ell, a = x[..., 0], torch.ones_like(x[..., 0]),
-    The first number is in the sum twice.
 from_0: (m, ell), a = start(x), → (_, ell), m, a = start(x), x.new_zeros(()),
     exp(-1000) is 0, and so is ℓ. m starts at -inf: from 0 it stays 0 where all numbers are below.
-from_minus_1e300: (m, ell), a = start(x), → (_, ell), m, a = start(x), x.new_full((), -1e300),
-    All are below the m that you start with: start at -inf, which no number is below.
 no_maximum: torch.maximum(m, x_i) → torch.zeros_like(m)
     exp(1000) overflows. Subtract m, the largest number, and no exponent is above 0: exp(x - m).
-ends_at_a_masked_number: x_i = x[..., i] → x_i = x[..., i]⏎if x_i == -math.inf: break
-    The sum ends at the first -inf. A masked number adds nothing, but those behind it do.
-masked_number_is_nan: power(x[..., i], m) → power(x[..., i] + 0 * x[..., i], m)
-    exp(-inf - m) is 0: a masked number among others changes neither m nor ℓ.
 begins_masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
     Before the first number that isn't masked, m and x are -inf: add nothing then.
 masked_row_is_nan: ell.masked_fill(ell == 0, 1) → ell
     A row of only -inf is all masked: ℓ stays 0. Give zeros, not 0/0.
-masked_row_is_even: return a → return torch.where(ell == 0, 1 / x.shape[-1], a)
-    A row of only -inf is all masked: ℓ stays 0. Give zeros, not equal shares.
-one_number_for_the_row: return a → return ell
-    Return a list or a tensor with one number for each of the row's.
 its_statistics: return a → return m, ell
     That is m and ℓ. Return a number for each of the row's: exp(x - m) / ell.
-three_passes: ell = ell * power(m_before, m) + power(x_i, m) →
-    for i in range(x.shape[-1]):⏎a[..., i] = → for i in range(x.shape[-1]):
-    ⏎    ell = ell + power(x[..., i], m)⏎for i in range(x.shape[-1]):⏎    a[..., i] =
-    It takes two. Keep m and ℓ in one loop: ℓ is corrected when m grows, and needs none of its own.
 of_a_copy: (m, ell), a = → x = x.clone()⏎(m, ell), a =
     Was the row kept somewhere? It may be longer than memory: read it again for the second pass.
-keeps_the_powers: ell = ell * power(m_before, m) + power(x_i, m) →
-    a[..., i] = normalize(power(x[..., i], m), ell) → a[..., i] = power(x[..., i], m)
-    ⏎ell = ell + a[..., i]
-    return a → return normalize(a, ell)
-    A copy of the row was kept, or of its powers: it may be longer than memory for that. First pass:
-    m and ℓ, no more; second pass: exp(x - m) / ell.
 """)
 online_softmax = Exercise(
     reference=softmax.online_softmax,
@@ -245,26 +201,29 @@ online_softmax = Exercise(
         "error": "A number that is -inf adds nothing: skip it while m is -inf, or exp(-inf - -inf) "
         "is NaN. If ℓ is 0 at the end, all were masked.",
     },
+    says={
+        "row 0, 1000": "row 0, 1000: {got}, not {expected}. exp(1000) overflows: subtract m, the "
+        "largest number, and no exponent is above 0."
+    },
     praise="the row was read twice, where safe softmax reads it three times, for the same numbers.",
-    explain=partial(read_by_case, ONLINE, {name: usual for name, _, usual in ROWS}),
     mistakes=ONLINE,
 )
 
 
 # merge(a, b)
 
-PARTS = [  # name, parts of a row; and the usual mistake of an answer that first fails here
-    ("parts (ln 4, 1) and (0, 2)", [[LN4], [0.0, 0.0]], None),
-    ("parts (0, 2) and (ln 4, 1)", [[0.0, 0.0], [LN4]], None),
-    ("parts (0, 2) and (0, 3)", [[0.0] * 2, [0.0] * 3], None),
-    ("parts (1000, 2) and (1000 + ln 2, 1)", [[1000.0] * 2, [1000 + LN2]], "overflows"),
-    ("parts (-inf, 0) and (0, 2)", [[-INF], [0.0, 0.0]], None),
-    ("parts (-inf, 0) and (-inf, 0)", [[-INF], [-INF]], "two_masked_parts_are_nan"),
+PARTS = [  # name, parts of a row
+    ("parts (ln 4, 1) and (0, 2)", [[LN4], [0.0, 0.0]]),
+    ("parts (0, 2) and (ln 4, 1)", [[0.0, 0.0], [LN4]]),
+    ("parts (0, 2) and (0, 3)", [[0.0] * 2, [0.0] * 3]),
+    ("parts (1000, 2) and (1000 + ln 2, 1)", [[1000.0] * 2, [1000 + LN2]]),
+    ("parts (-inf, 0) and (0, 2)", [[-INF], [0.0, 0.0]]),
+    ("parts (-inf, 0) and (-inf, 0)", [[-INF], [-INF]]),
 ]
 BY_RANK = [[LN2, 0.0], [LN5, LN3, 0.0], [-INF, -INF], [LN4]]
 
 
-def _look_at_parts(answer: Callable, name: str, parts: list[list[float]], _: str | None) -> dict:
+def _look_at_parts(answer: Callable, name: str, parts: list[list[float]]) -> dict:
     return {name: numbers(answer, *(tuple(exact_pair(part).unbind()) for part in parts))}
 
 
@@ -276,7 +235,7 @@ def _merge_all(answer: Callable) -> dict:
 
 
 def _merge_trials():
-    expected = {name: Numbers(exact_pair(a + b)) for name, (a, b), _ in PARTS}
+    expected = {name: Numbers(exact_pair(a + b)) for name, (a, b) in PARTS}
     yield trial_of(_look_at_parts, PARTS, expected, "two parts")
     whole = {"all parts": Numbers(exact_pair([x for part in BY_RANK for x in part]))}
     what = "a part of a row on each, their pairs gathered"
@@ -286,33 +245,18 @@ def _merge_trials():
 MERGE = mistakes("""
 adds_the_sums: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b
     A sum is for its part's own maximum. Correct both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
-corrects_the_second_only: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b * correct_b
-smaller_maximum: torch.maximum(m_a, m_b) → torch.minimum(m_a, m_b)
-    m is the smaller maximum, and should be the larger: max(m_a, m_b). Then no exponent is above 0.
-first_maximum: torch.maximum(m_a, m_b) → m_a
-    m is the first part's maximum, and should be the larger: max(m_a, m_b).
 swapped: power(m_a, m), power(m_b, m) → power(m_b, m), power(m_a, m)
     The corrections are swapped: ell_a goes with exp(m_a - m), ell_b with exp(m_b - m).
 wrong_sign: power(m_a, m), power(m_b, m) → torch.exp(m - m_a), torch.exp(m - m_b)
     The corrections have the wrong sign: for a larger maximum a sum is smaller, exp(m_a - m).
 larger_part_alone: ell_a * correct_a + ell_b * correct_b → torch.where(m_a < m_b, ell_b, ell_a)
     That is the part with the larger maximum alone: the other's numbers are missing from the sum.
-averages: ell_a * correct_a + ell_b * correct_b → (ell_a * correct_a + ell_b * correct_b) / 2
-    The sums were averaged. ℓ counts both parts: add them.
-multiplies: ell_a * correct_a + ell_b * correct_b → ell_a * ell_b
-    The sums were multiplied: ell = ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
 overflows: power(m_a, m), power(m_b, m) → torch.exp(m_a) / m.exp(), m_b.exp() / m.exp()
     exp(1000) overflows, exp(-1000) is 0: use only differences, exp(m_a - m), never above 0.
 two_masked_parts_are_nan: m.masked_fill(m == -math.inf, 0) → m
     Both parts are all masked: m is -inf, and -inf - -inf is NaN. Together they are (-inf, 0).
-two_masked_parts_are_0: torch.maximum(m_a, m_b) → torch.maximum(m_a, m_b).clamp(-1e30)
-    Both parts are all masked, and m isn't -inf. Together they are (-inf, 0).
-two_masked_parts_have_a_sum: if not o_a: → ell = ell.masked_fill(m == -math.inf, 1)⏎if not o_a:
-    Both parts are all masked, and ℓ isn't 0. Together they are (-inf, 0).
 other_way_round: if not o_a:⏎return m, ell → if not o_a:⏎    return ell, m
     The other way round: the maximum comes first, (m, ℓ).
-the_sum_alone: if not o_a:⏎return m, ell → if not o_a:⏎    return ell
-    Return a pair, (m, ℓ): what comes out must go in again, for the next part.
 """)
 merge = Exercise(
     reference=softmax.merge,
@@ -327,6 +271,5 @@ merge = Exercise(
         "(-inf, 0): look at m before you subtract it.",
     },
     praise="ranks that share a row need to gather two numbers each, no more.",
-    explain=partial(read_by_case, MERGE, {name: usual for name, _, usual in PARTS}),
     mistakes=MERGE,
 )

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from .softmax import (
     Row,
     exact_softmax,
     numbers,
-    read_by_case,
     trial_of,
 )
 
@@ -33,13 +31,13 @@ FEW = 16  # numbers that may be held at once, of 60
 
 # online_weighted_mean(x, v)
 
-SCORES = [  # name, scores; and the usual mistake of an answer that first fails here
-    ("scores ln 5, ln 2, ln 1", [LN5, LN2, 0.0], None),
-    ("scores ln 1, ln 2, ln 5", [0.0, LN2, LN5], None),
-    ("scores 0, 1000", [0.0, 1000.0], "no_maximum"),
-    ("scores -1000, -1000 + ln 3", [-1000.0, -1000 + LN3], "from_0"),
-    ("scores -inf, 0, ln 3", [-INF, 0.0, LN3], "masked_is_nan"),
-    ("scores -inf, -inf", [-INF, -INF], "masked_is_nan"),
+SCORES = [  # name, scores
+    ("scores ln 5, ln 2, ln 1", [LN5, LN2, 0.0]),
+    ("scores ln 1, ln 2, ln 5", [0.0, LN2, LN5]),
+    ("scores 0, 1000", [0.0, 1000.0]),
+    ("scores -1000, -1000 + ln 3", [-1000.0, -1000 + LN3]),
+    ("scores -inf, 0, ln 3", [-INF, 0.0, LN3]),
+    ("scores -inf, -inf", [-INF, -INF]),
 ]
 
 
@@ -52,7 +50,7 @@ def _exact_mean(scores: list[float]) -> Numbers:
     return Numbers(exact_softmax(scores) @ torch.tensor(_values(len(scores))).double())
 
 
-def _look_at_mean(answer: Callable, name: str, scores: list[float], _: str | None) -> dict:
+def _look_at_mean(answer: Callable, name: str, scores: list[float]) -> dict:
     x, v = torch.tensor(scores).double(), torch.tensor(_values(len(scores))).double()
     return {name: numbers(answer, x, v)}
 
@@ -73,7 +71,7 @@ def _look_at_stream(answer: Callable) -> dict:
 
 
 def _mean_trials():
-    expected = {name: _exact_mean(scores) for name, scores, _ in SCORES}
+    expected = {name: _exact_mean(scores) for name, scores in SCORES}
     yield trial_of(_look_at_mean, SCORES, expected, "few scores, values (1, 1), (2, 1), (4, 1)")
     names = list(_look_at_stream(softmax.online_weighted_mean))
     expected = dict(zip(names, (_exact_mean(LONG), 1, "few"), strict=True))
@@ -85,25 +83,10 @@ o_as_it_was: o * correction.unsqueeze(-1) + → o +
     ℓ is corrected when the maximum grows, and the sum of values isn't: it needs the same factor.
 ell_as_it_was: ell * correction + → ell +
     The sum of values is corrected when the maximum grows, and ℓ isn't: it needs the same factor.
-neither_corrected: ell * correction + → ell +
-    o * correction.unsqueeze(-1) + → o +
-    Two sums for different maxima were added: when m grows, both get the factor exp(m_before - m).
-corrects_the_new_value_too: o * correction.unsqueeze(-1) + weight.unsqueeze(-1) * v_i → (
-    ⏎    (o + weight.unsqueeze(-1) * v_i) * (correction if i else correction + 1).unsqueeze(-1))
-    The correction belongs to the sum before: the new value's exp(x - m) is for the new maximum.
-not_weighted: + weight.unsqueeze(-1) * v_i → + v_i
-    Each value counts with its weight: add exp(x - m) * v.
 not_divided: normalize(o, ell.unsqueeze(-1)) → o
     That is the sum of weighted values. Divided by ℓ, at the end, it is their mean.
-divides_all_along: + weight.unsqueeze(-1) * v_i → + weight.unsqueeze(-1) * v_i
-    ⏎o = o / ell.unsqueeze(-1)
-    normalize(o, ell.unsqueeze(-1)) → o
-    The sum was divided by ℓ at every step, so what came first is divided many times. Once, at the
-    end, is enough.
 no_maximum: torch.maximum(m, x_i) → torch.zeros_like(m)
     exp(1000) overflows. Subtract m, the largest score so far: exp(x - m).
-from_0: m, ell = start(x) → (_, ell), m = start(x), x.new_zeros(())
-    exp(-1000) is 0, and so is ℓ. m starts at -inf: from 0 it stays 0 where all scores are below.
 masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
     While all scores are -inf, add nothing: -inf - -inf is NaN. If all are, the mean is zeros.
 softmax_first: m, ell = start(x) → return online_softmax(x) @ v⏎m, ell = start(x)
@@ -112,12 +95,7 @@ softmax_first: m, ell = start(x) → return online_softmax(x) @ v⏎m, ell = sta
 all_at_once: m, ell = start(x) → return normalize(*summarize(x, v)[:0:-1])⏎m, ell = start(x)
     The mean is right, and the row was taken whole: it may be longer than memory. Read a score and
     its value, bring m, ℓ and the sum of values up to date, and forget them.
-keeps_the_scores: m, ell = start(x) → kept = [x[..., i].item() for i in range(x.shape[-1])]
-    ⏎x = torch.tensor(kept).double()⏎m, ell = start(x)
 """)
-USUAL = {name: usual for name, _, usual in SCORES}
-USUAL["scores read before the values that go with them"] = "all_at_once"
-USUAL["passes over the scores"] = "softmax_first"
 online_weighted_mean = Exercise(
     reference=softmax.online_weighted_mean,
     helpers=(softmax.start, softmax.power, softmax.normalize),
@@ -130,7 +108,6 @@ online_weighted_mean = Exercise(
         "exp(x - m) to the one, exp(x - m) * v to the other.",
     },
     praise="each score and each value was read once, and no weight was written.",
-    explain=partial(read_by_case, MEAN, USUAL),
     mistakes=MEAN,
 )
 
@@ -177,40 +154,19 @@ each_block_alone: finish(x[..., part], *pair) → finish(x[..., part], *summariz
     Each block is divided by its own sum. First the pair of the whole row, then all results with it.
 last_block_alone: merge(pair, summarize(x[..., part])) → summarize(x[..., part])
     The pair is that of the last block: merge each block's with the pair so far.
-divides_all_along: for part in blocks:⏎a[..., part] → for part in []:⏎    a[..., part]
-    pair = merge(pair, summarize(x[..., part])) → pair = merge(pair, summarize(x[..., part]))
-    ⏎a[..., part] = finish(x[..., part], *pair)
-    Each block was divided by the sum so far. It takes the last pair, in a second pass.
 adds_the_sums: merge(pair, summarize(x[..., part])) → (
     ⏎    torch.maximum(pair[0], summarize(x[..., part])[0]), pair[1] + summarize(x[..., part])[1])
     A block's sum is for the block's own maximum: merge corrects it, + doesn't.
-last_block_missing: range(0, x.shape[-1], block) → range(0, x.shape[-1] - block + 1, block)
-    empty_like(x) → zeros_like(x)
-    The last, shorter block is missing: its numbers count, too.
 all_at_once: a, pair = torch.empty_like(x) → block = max(block, 9)⏎a, pair = torch.empty_like(x)
     The row was taken whole, or nearly: x[first : first + block] is one block, and the memory has
     room for no more.
 number_by_number: a, pair = torch.empty_like(x) → block = 1⏎a, pair = torch.empty_like(x)
     The row was read number by number. Take a block at once: its maximum, its sum, one merge.
-three_passes: pair = merge(pair, summarize(x[..., part])) → m = x[..., part].amax(-1)
-    ⏎m = torch.maximum(pair[0], m)⏎pair = m, pair[1]
-    for part in blocks:⏎a[..., part] → for part in blocks:
-    ⏎    pair = m, pair[1] + power(x[..., part], m).sum(-1)⏎for part in blocks:⏎    a[..., part]
-    It takes two: m and ℓ come in one, if the pairs of the blocks are merged.
-keeps_the_blocks: for part in blocks:⏎pair = → kept = torch.cat([x[..., part] for part in blocks])
-    ⏎for part in blocks:⏎    pair =
-    finish(x[..., part], → finish(kept[..., part],
-    Was the row kept, or its powers? It may be longer than memory: read each block again.
 starts_with_floats: a, pair = torch.empty_like(x), start(x) → a, pair = x, (-math.inf, 0.0)
     The library's merge takes tensors: begin with summarize(row[:0]), the pair of an empty part.
 masked_block_is_nan: m.masked_fill(m == -math.inf, 0) → m
     A block that is all masked has the pair (-inf, 0), and changes nothing: mind -inf - -inf.
 """)
-USUAL_OF_BLOCKS = {name: "masked_block_is_nan" for name, *_ in BLOCKS if "-inf" in name}
-USUAL_OF_BLOCKS["the most numbers read at once"] = "all_at_once"
-USUAL_OF_BLOCKS["readings"] = "number_by_number"
-USUAL_OF_BLOCKS["passes over the row"] = "three_passes"
-USUAL_OF_BLOCKS[FADED] = "keeps_the_blocks"
 blockwise_softmax = Exercise(
     reference=softmax.blockwise_softmax,
     helpers=(softmax.merge, softmax.summarize, softmax.finish, softmax.power, softmax.normalize),
@@ -223,7 +179,6 @@ blockwise_softmax = Exercise(
         "and the last may be shorter. Twice: for the pair, then for exp(x - m) / ell.",
     },
     praise="two passes, a block at a time, and a correction for each block, not for each number.",
-    explain=partial(read_by_case, BY_BLOCK, USUAL_OF_BLOCKS),
     mistakes=BY_BLOCK,
 )
 
@@ -280,57 +235,24 @@ def _pairs_only(trial: Trial, run: Run) -> str | None:
 ACROSS = mistakes("""
 own_part_alone: functools.reduce(merge, everyones) → summarize(x)
     Each rank divided by the sum of its own part. The sum is that of the whole row, of all ranks.
-sums_added: return finish(x, *functools.reduce(merge, everyones)) →
-    ⏎m, ell = torch.stack(everyones).unbind(1)⏎return finish(x, m.amax(0), ell.sum(0))
+sums_added: *functools.reduce(merge, everyones) → summarize(x)[0], sum(e[1] for e in everyones)
     A rank's sum is for its own maximum: before it is added, it is corrected. That is merge.
 own_maximum: return finish(x, *functools.reduce(merge, everyones)) → m, _ = summarize(x)
     ⏎return finish(x, m, functools.reduce(merge, everyones)[1])
     The sum is right, for the maximum of the whole row: subtract that one, not your own part's.
-last_pair: functools.reduce(merge, everyones) → everyones[-1]
-    That is one rank's pair. Merge all of them.
 one_tensor_many_times: for _ in range(dist.get_world_size(group))] → ] * dist.get_world_size(group)
     `[tensor] * W` is one tensor W times, and what comes last is left in it. Make one for each rank:
     `[torch.empty_like(mine) for _ in range(W)]`.
 m_as_a_row: finish(x, *functools.reduce(merge, everyones)) → (
     ⏎    x - functools.reduce(merge, everyones)[0])
     m and ℓ are one number a row. They meet `x` as columns, m[:, None] and ell[:, None].
-averages: return finish(x, *functools.reduce(merge, everyones)) → W = len(everyones)
-    ⏎return W * finish(x, *functools.reduce(merge, everyones))
-    The sums were averaged. ℓ counts the numbers of all ranks: add them.
-no_maximum: mine = torch.stack(summarize(x)) → mine = torch.stack([x[:, 0] * 0, x.exp().sum(-1)])
-    exp(1000) is inf. A rank brings its maximum, and its sum for that.
 masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
     A part that is all masked is (-inf, 0), and a row that is so everywhere has a softmax of zeros:
     mind -inf - -inf, and 0/0.
-leaves_early: mine = torch.stack → if not x.numel():⏎    return x⏎mine = torch.stack
+leaves_early: mine = torch.stack → if not x.numel(): return x⏎mine = torch.stack
     A rank with nothing of the row must take part all the same, or the others wait for it for ever.
     Its pair is (-inf, 0).
-row_by_row: dist.all_gather(everyones, mine, group=group) → for row in range(len(x)):
-    ⏎    pairs = [torch.empty(2, dtype=mine.dtype) for _ in everyones]
-    ⏎    dist.all_gather(pairs, mine[:, row].contiguous())
-    ⏎    for each, pair in zip(everyones, pairs):⏎        each[:, row] = pair
-    One is enough: gather m and ℓ in one tensor, and merge the pairs.
-maximum_of_nothing: if x.shape[-1]: → if True:
-    An empty part has no maximum, and torch says so. Its pair is (-inf, 0): summarize knows that.
-first_the_maximum_then_the_sum: mine = torch.stack(summarize(x)) → m, ell = summarize(x)
-    ⏎top = m.clone()⏎dist.all_reduce(top, dist.ReduceOp.MAX)⏎ell *= power(m, top)
-    ⏎dist.all_reduce(ell)⏎return finish(x, top, ell)
-    One is enough: gather m and ℓ in one tensor, and merge the pairs.
-gathers_the_rows: mine = torch.stack(summarize(x)) → mine = x.new_full((len(x), 3), -math.inf)
-    ⏎mine[:, : x.shape[1]] = x
-    functools.reduce(merge, everyones) → summarize(torch.cat(everyones, 1))
-    Gather pairs, and not the row's numbers: it may be longer than a rank's memory.
 """)
-
-
-def _explain_parts(_: Trial, rank: int, expected: Numbers, got: object) -> str | None:
-    """Explain by the first row, which has no mask: an error there is in the sums."""
-    first = len(expected.values) // len(SHARED)
-    if not isinstance(got, Numbers) or len(got.values) != len(expected.values) or not first:
-        return None
-    right = Numbers(expected.values[:first]) == Numbers(got.values[:first])
-    usual = "masked_is_nan" if right else "sums_added"
-    return next(mistake.says for mistake in ACROSS if mistake.name == usual)
 
 
 softmax_across_ranks = Exercise(
@@ -347,6 +269,5 @@ softmax_across_ranks = Exercise(
     },
     praise="no more than two numbers a row from each rank, however long the row is.",
     wire=_pairs_only,
-    explain=_explain_parts,
     mistakes=ACROSS,
 )

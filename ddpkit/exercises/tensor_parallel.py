@@ -127,11 +127,8 @@ CopyToRanks = Exercise(
 passes_the_gradient_on: dist.all_reduce(total, group=ctx.group) → pass
     That is the gradient of this rank's use of x alone. Every rank has used x: its gradient is the
     sum over all of them. Forward can't tell you, its values are right.
-sums_both_ways: return x.view_as(x) → total = x.clone()⏎dist.all_reduce(total)⏎return total
+sums_both_ways: return x.view_as(x) → dist.all_reduce(total := x.clone())⏎return total
     x is the same on every rank: pass it on in forward, and sum in backward only.
-sums_forward: return x.view_as(x) → total = x.clone()⏎dist.all_reduce(total)⏎return total
-    dist.all_reduce(total, group=ctx.group) → pass
-    That is g. f passes x on in forward, and sums in backward.
 averages: return total, None → return total / dist.get_world_size(), None
     The ranks used x for different things, and their gradients add up. A mean is due where each
     rank has its own data; here all have the same.
@@ -160,16 +157,13 @@ SumOverRanks = Exercise(
     },
     praise="one all-reduce forward, nothing backward.",
     mistakes=mistakes("""
-sums_both_ways: return gradient, None → total = gradient.clone()⏎dist.all_reduce(total)
+sums_both_ways: return gradient, None → dist.all_reduce(total := gradient.clone())
     ⏎return total, None
     The gradient is W times too large. Every rank has the gradient of the sum already, and a summand
     has the same as its sum: pass it on. (The loss would fall all the same, with AdamW at least.)
 divides_the_gradient: return gradient, None → return gradient / dist.get_world_size(), None
     The gradient is W times too small. A summand has the same gradient as the sum: if one rank's x
     grows by 1, so does the sum.
-sums_backward: dist.all_reduce(total, group=group) → pass
-    return gradient, None → total = gradient.clone()⏎dist.all_reduce(total)⏎return total, None
-    That is f. g sums in forward, and passes the gradient on.
 sums_nothing: dist.all_reduce(total, group=group) → pass
     out is this rank's summand alone. Sum over the ranks in forward.
 averages: return total → return total / dist.get_world_size()
@@ -246,19 +240,13 @@ RowParallelLinear = Exercise(
     },
     praise="one all-reduce forward, none backward, and the bias counted once.",
     mistakes=mistakes("""
-bias_on_every_rank: F.linear(x, self.weight) → F.linear(x, self.weight, self.bias)
-    out if self.bias is None else out + self.bias → out
+bias_on_every_rank: self.weight), self.group)⏎return out if self.bias is None else out + self.bias →
+    ⏎self.weight, self.bias), self.group)⏎return out
     The bias is in the result W times: each rank added it to its summand. Add it once, to the sum.
-divides_the_bias: F.linear(x, self.weight) → F.linear(
-    ⏎    x, self.weight, self.bias / dist.get_world_size())
-    out if self.bias is None else out + self.bias → out
+divides_the_bias: out + self.bias → self.leave.apply(
+        ⏎F.linear(x, self.weight, self.bias / dist.get_world_size(self.group)), self.group)
     The result is right, but the bias gets a gradient W times too small: it is divided by W on its
     way. AdamW wouldn't notice, SGD does. Add the bias whole, to the sum.
-bias_on_rank_0: out if self.bias is None else out + self.bias → out
-    F.linear(x, self.weight) → F.linear(
-    ⏎    x, self.weight, self.bias if dist.get_rank() == 0 else None)
-    The result is right, but only rank 0's bias gets a gradient: after one step the ranks' biases
-    differ. Every rank adds the bias, to the sum.
 forgets_the_bias: out if self.bias is None else out + self.bias → out
     The bias is missing: add it to the sum.
 sums_nothing: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
@@ -356,23 +344,17 @@ ParallelMLP = Exercise(
     praise="two steps as one process takes them, with one all-reduce forward and one backward.",
     note="One line of forward, mended. ddpkit.tensor_parallel.RowParallelLinear is this layer.",
     mistakes=mistakes("""
-as_found: F.linear(x, self.down_weight) → F.linear(x, self.down_weight, self.down_bias)
-    library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
+as_found: self.down_weight)  # a summand, so without the bias →
+    ⏎self.down_weight, self.down_bias)⏎return library.SumOverRanks.apply(x)
     It learns as it was found. Step 1 hides it: what is 0 there, and is added on every rank?
-in_and_behind: F.linear(x, self.down_weight) → F.linear(x, self.down_weight, self.down_bias)
-    The bias is in each summand, too: take it out of F.linear, and add it to the sum only.
-divides_the_bias: F.linear(x, self.down_weight) → F.linear(
-    ⏎    x, self.down_weight, self.down_bias / dist.get_world_size())
-    library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
+divides_the_bias: return library.SumOverRanks.apply(x) + self.down_bias →
+    ⏎return library.SumOverRanks.apply(x + self.down_bias / dist.get_world_size())
     What comes out is right now, but the gradient of the bias is divided by W on its way: SGD moves
     it W times too little, and AdamW hides that. Don't divide, add it once.
-on_rank_0: F.linear(x, self.down_weight) → F.linear(
-    ⏎    x, self.down_weight, self.down_bias if dist.get_rank() == 0 else None)
-    library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
+on_rank_0: return library.SumOverRanks.apply(x) + self.down_bias →
+    ⏎return library.SumOverRanks.apply(x + self.down_bias if dist.get_rank() == 0 else x)
     What comes out is right now, but only rank 0's bias gets a gradient: the ranks' copies of it go
     apart, and a checkpoint keeps any one of them. Every rank must add it, to the sum.
-without_the_bias: library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
-    Now the bias is missing: add it once, to the sum.
 sums_its_gradient: + self.down_bias → + library.CopyToRanks.apply(self.down_bias)
     The result is right, but the gradient of the bias is W times too large: every rank has all of it
     already, since all have the same rows.
@@ -415,7 +397,7 @@ rows_and_seed = Exercise(
     reference=rows_and_seed,
     trials=lambda: [
         Trial(d * t, _run_share, ((d, t),), _shares(d, t), what=f"a mesh of {d} × {t}, 4 rows")
-        for d, t in ((1, 2), (2, 2))
+        for d, t in ((1, 2), (2, 2), (4, 1), (2, 3))
     ],
     hints={
         "start": "Ranks that share a model compute one batch together: all is alike on them. Which "
@@ -429,8 +411,7 @@ rows_and_seed = Exercise(
 rows_by_rank: batch.chunk(rows)[row] → batch.chunk(dist.get_world_size())[dist.get_rank()]
     Ranks that share a model have different rows: each multiplies its part of the weights with
     other tokens, and g adds up what doesn't belong together. Nobody complains. Same rows for them.
-rows_by_place_in_the_model: row, rows = mesh.get_local_rank("data"), mesh["data"].size() → (
-    ⏎row) = mesh.get_local_rank("tensor")⏎rows = mesh["tensor"].size()
+rows_by_place_in_the_model: "data"), mesh["data"] → "tensor"), mesh["tensor"]
     Ranks that share a model are those with the same number in "data". These have the same rows.
 dealt_to_columns: mesh["data"].size() → mesh["tensor"].size()
     A batch is dealt out to the rows of the mesh, mesh["data"].size() of them: columns share it.

@@ -12,6 +12,7 @@ from ddpkit.runtime.recorder import recorder
 from ddpkit.tensor_parallel import sequence as sequence_parallel
 
 from .checker import Exercise, Rounded, Trial, mistakes
+from .score import SPARE, spare
 from .tensor_parallel import autograd_must_know, calls, group_of, in_groups, of_group, whole
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
@@ -95,31 +96,9 @@ of_the_world: world_size, block = → group = None⏎world_size, block =
     Who takes in all ranks?
 all_like_q: [q, kv, kv] → [q, q, q]
     With grouped heads, k and v have fewer rows than q: [q, kv, kv] are the rows of each.
-rows_of_this_rank: q, kv = → block.heads //= world_size⏎block.kv_heads //= world_size⏎q, kv =
-    block.heads //= world_size⏎block.kv_heads //= world_size⏎return block → return block
-    [q, kv, kv] are the rows of the whole layer: count them before heads become this rank's.
-f_for_each_of_qkv: ColumnParallelLinear(block.qkv, group, [q, kv, kv], enter) → nn.ModuleList()
-    ⏎for weight in copy.deepcopy(block_qkv).split([q, kv, kv]):
-    ⏎    part = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    ⏎    part.weight = nn.Parameter(weight.detach())
-    ⏎    block.qkv.append(ColumnParallelLinear(part, group, enter=enter))
-    ⏎three = list(block.qkv)
-    ⏎block.qkv.forward = lambda x: torch.cat([part(x) for part in three], -1)
-    q, kv = → block_qkv = block.qkv.weight⏎q, kv =
-    All values are right, but backward makes four all-reduces where two do: q, k and v have an f
-    each. They take the same x: one f for all three, one layer.
-splits_the_mlp_only: block.qkv = ColumnParallelLinear(block.qkv, group, [q, kv, kv], enter) → pass
-    block.out = RowParallelLinear(block.out, group, leave) → pass
-    block.heads //= world_size⏎block.kv_heads //= world_size → pass
-    All values are right, but attention is whole on every rank: its weights, and its work. Deal out
-    its heads.
-splits_attention_only: block.mlp[0] = ColumnParallelLinear(block.mlp[0], group, enter=enter) → pass
-    block.mlp[2] = RowParallelLinear(block.mlp[2], group, leave) → pass
-    All values are right, but the MLP is whole on every rank, and has two thirds of the weights.
 keeps_all_heads: block.heads //= world_size⏎block.kv_heads //= world_size → pass
     A rank has the queries, keys and values of heads / W heads: block.heads and block.kv_heads must
     say so.
-keeps_all_kv_heads: block.kv_heads //= world_size → pass
 """),
 )
 
@@ -189,8 +168,6 @@ vocabulary_cross_entropy = Exercise(
     },
     praise="three numbers a target, however many tokens a vocabulary has.",
     mistakes=mistakes("""
-mean_of_all: return ell.log() - of_target → return (ell.log() - of_target).mean()
-    One loss for each target: no mean, no sum.
 its_own_maximum: dist.all_reduce(largest, dist.ReduceOp.MAX, group) → pass
     Each rank subtracted its own maximum, so their powers don't fit together. One maximum for all:
     dist.all_reduce(largest, dist.ReduceOp.MAX).
@@ -205,38 +182,10 @@ its_own_powers: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), gr
     the ranks.
 of_the_world: logits = widened(logits) → group = None⏎logits = widened(logits)
     Who takes in all ranks?
-its_own_targets: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
-    ⏎    SumOverRanks.apply(shifted.exp().sum(-1), group), own)
-    A target's logit is missing. Its rank must bring it (a rank's tokens begin with `start`), the
-    others bring 0, and the sum over the ranks goes to all.
 counts_from_0: among(targets, start, → among(targets, 0,
     Rank 1's first token isn't token 0 of the vocabulary: subtract start.
-one_too_many: among(targets, start, logits.shape[-1]) → among(
-    ⏎    targets, start, logits.shape[-1] + 1)
-    Of n tokens from `start` on, the last is start + n - 1: the next one is another rank's.
-one_too_few: .where(mine, 0) → .where(mine & (local > 0), 0)
-    Token `start` is this rank's, too: it counts from there, start included.
 target_without_the_maximum: own = shifted.gather → own = logits.gather
     The maximum is subtracted from all logits but the target's: ln Σ e^(x - m) - (x of target - m).
-the_maximum_once_more: ell.log() - of_target → ell.log() + largest - of_target
-    The maximum is in it once too often. Subtracted from all logits, it is gone: don't add it again;
-    and where a rank hasn't the target it brings 0, not 0 - m.
-by_all_reduce: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
-    ⏎    shifted.exp().sum(-1), own)⏎dist.all_reduce(ell)⏎dist.all_reduce(of_target)
-    Autograd doesn't know dist.all_reduce. For a sum take SumOverRanks.apply(x, group); the maximum
-    is a constant, so take it from logits.detach().
-of_a_quotient: ell.log() - of_target → -(of_target.exp() / ell).log()
-    e^-900 is 0, and ln 0 is -inf: subtract the target's x - m itself, not the logarithm of its
-    power.
-others_bring_their_first: .squeeze(-1).where(mine, 0) → .squeeze(-1)
-    Where a rank hasn't the target, it must bring 0 to the sum, not the logit of another token.
-gathers_the_logits: largest = → parts = [torch.empty_like(logits) for _ in range(
-    ⏎    dist.get_world_size(group))]⏎dist.all_gather(parts, logits.detach())
-    ⏎parts[dist.get_rank()] = logits⏎whole = torch.cat(parts, -1)
-    ⏎return whole.logsumexp(-1) - whole.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    ⏎largest =
-    The losses are right, but all logits were sent, and every rank has them all: that is the one
-    tensor that shouldn't exist. Three numbers a target are enough.
 """),
 )
 
@@ -306,7 +255,6 @@ of_the_world: dist.all_reduce(flat, group=group) → dist.all_reduce(flat)
     Who takes in all ranks?
 sums_everything: if count > 1 and p.grad → if p.grad
     A split parameter has other numbers on each rank, and its gradient is whole: leave it alone.
-sums_what_is_split: if count > 1 and p.grad → if count == 1 and p.grad
 the_first_only: dist.all_reduce(flat, group=group) → dist.all_reduce(summands[0])
     ⏎flat = torch.cat([gradient.flatten() for gradient in summands])
     Norms' weights aren't all: every parameter that all ranks hold alike, such as the bias after a
@@ -320,6 +268,7 @@ in_new_tensors: gradient.copy_(total.view_as(gradient)) → gradient = total.vie
 # clip_grad_norm(copies, max_norm)
 
 CASES = {"long": 1.0, "a little too long": 1.0, "short": 1e4, "all zeros": 1.0}
+CASES |= {"without a limit": math.inf}
 
 
 def _gradients(rank: int, what: str) -> dict[str, tuple[list[float], bool]]:
@@ -345,8 +294,7 @@ def _run_clip(answer, size):
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
         clipped = torch.cat([p.grad for p in copies if p.grad is not None])
         seen[f"gradients, {what}"] = Rounded(clipped.tolist(), 3)
-    largest = max((record.bytes for record in recorder().records[begun:]), default=0)
-    return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
+    return seen | {SPARE: spare(recorder().records[begun:], len(CASES))}
 
 
 def _clipped(world_size: int, size: int) -> list[dict]:
@@ -364,7 +312,7 @@ def _clipped(world_size: int, size: int) -> list[dict]:
             mine = each["weight"][0] + each["norm"][0]
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"gradients, {what}"] = Rounded([factor * x for x in mine], 3)
-    return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
+    return [each | {SPARE: "few"} for each in seen]
 
 
 clip_grad_norm = Exercise(
@@ -388,14 +336,8 @@ counts_copies: widened(g).square().sum() / count → widened(g).square().sum()
 of_this_rank: dist.all_reduce(squared, group=group) → pass
     That is the length of what this rank has. The other ranks' parts are missing, and each rank
     would shorten what they have alike by another factor: from then on it differs.
-as_pytorchs: / count for → for
-    dist.all_reduce(squared, group=group) → pass
 of_the_world: dist.all_reduce(squared, group=group) → dist.all_reduce(squared)
     Who takes in all ranks?
-sum_of_lengths: dist.all_reduce(squared, group=group) →
-    ⏎squared = squared.sqrt()⏎dist.all_reduce(squared, group=group)
-    squared.sqrt() → squared
-    Lengths don't add up, their squares do: 3 and 4 make 5.
 lengthens: .clamp(max=1) →
     A short gradient was made longer. Leave it alone: the factor is 1 at most.
 each_by_itself: (norm + 1e-6) → (gradient.norm() + 1e-6)

@@ -108,8 +108,9 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) -> Picture:
     """Draw the time of each variant's step beside that of computing alone, a line through all.
 
-    seconds: {name: of each round}; drawn are the median and the middle half of the rounds.
-    compute: the variant that sends nothing. link: the emulated link, if there was one. Notebook 04.
+    seconds: {name: of each round}; drawn are the median and the middle half of the rounds. Of a
+    single round each, the fastest for instance, the time alone. compute: the variant that sends
+    nothing. link: the emulated link, if there was one. Notebook 04.
     """
     import numpy
 
@@ -126,16 +127,20 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
         lengths = min(median, alone), max(median - alone, 0)
         rows[name] = dict(zip(parts, lengths, strict=True))
     _stacked_bars(axes, rows, parts)
+    several = max(map(len, seconds.values())) > 1
     for name, (low, median, high) in quartiles.items():
-        error = [[median - low], [high - median]]
-        axes.errorbar(median, name, xerr=error, color="black", lw=2.5, capsize=7, capthick=2.5)
+        if several:
+            error = [[median - low], [high - median]]
+            axes.errorbar(median, name, xerr=error, color="black", lw=2.5, capsize=7, capthick=2.5)
         page.write_after(axes, high, name, f"{median:.4g} ms")
     axes.set_xlim(0, 1.16 * max(high for _, _, high in quartiles.values()))
     axes.axvline(alone, color="black", lw=1.5, ls=page.DASHES)
     axes.set_xlabel("time of a step (ms)")
     axes.grid(axis="x", color=page.FAINT, lw=0.6)
-    whisker = stroke("half of the rounds", lw=2.5, marker="|", ms=14, mew=2.5)
-    legend(figure, [*(patch(*each) for each in parts.items()), whisker])
+    handles = [patch(*each) for each in parts.items()]
+    if several:
+        handles.append(stroke("half of the rounds", lw=2.5, marker="|", ms=14, mew=2.5))
+    legend(figure, handles)
     return Picture(
         figure,
         f"{title}. From top to bottom: {'; '.join(seconds)}. Blue: as long as computing alone "

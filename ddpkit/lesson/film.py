@@ -1,25 +1,40 @@
 """The film of a replay: every rank's numbers after each event, and the rank whose data they are.
 
-Owners follow from the records: before its first receive a rank's numbers are its own, a message
-brings its owners along to the place where it arrives, and a number that changes in place after that
-is a sum, or data of several ranks. Numbers are compared with those in the same place before, never
-with each other.
+Owners follow from the records: before its first receive a rank's numbers are its own, and a message
+brings its owners along to the place where it arrives. A number that changes in place after that
+belongs to all ranks whose numbers it is found to be the sum of, or to nobody known.
 """
 
 import copy
 import itertools
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from ..runtime.board import Record
 from ..runtime.errors import LaunchError
-from .figures import flat, hop_numbers
+from ..tools.hops import hop_numbers
+from .figures import flat
 from .replay import Event, key
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
-# A buffer's cells: each number, None if not known yet; its owner, None if several ranks'.
-Cells = list[tuple[float | None, int | None]]
+# A number's rank, or ranks if it is a sum; None if nobody knows.
+Owner = int | frozenset[int] | None
+# A buffer's cells: each number, None if not known yet; its owner.
+Cells = list[tuple[float | None, Owner]]
+
+
+def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
+    """Return the ranks whose numbers `cells` holds if `total` is their sum, or None."""
+    values, ranks = [value for value, _ in cells], set()
+    if None in values or not math.isclose(sum(values), total, rel_tol=1e-6):
+        return None
+    for _, owner in cells:
+        if owner is None:
+            return None
+        ranks |= owner if isinstance(owner, frozenset) else {owner}
+    return frozenset(ranks)
 
 
 @dataclass
@@ -34,6 +49,7 @@ class Frame:
     marked: dict[int, tuple] = field(default_factory=dict)  # by rank: buffer, range of its cells
     owners: list = field(default_factory=list)  # of the message
     sent: list["Frame"] = field(default_factory=list)  # of a hop: the frames of its messages
+    holdings: list["Holdings"] = field(default_factory=list)  # after the last frame
 
 
 class Holdings:
@@ -41,6 +57,7 @@ class Holdings:
 
     def __init__(self, rank: int, records: list[Record]):
         self.rank, self.buffers, self.heard = rank, {}, False
+        self.arrived: list[tuple[object, Cells]] = []  # since a number was last seen to change
         self._coming = [r for r in records if r.op == "recv" and r.memory is not None]
         for record in itertools.takewhile(lambda record: record.op == "send", records):
             self.look(record, record.issued)  # its contents before anything arrives
@@ -63,8 +80,24 @@ class Holdings:
         arriving = [r for r in self._coming if r.memory[0] == which and r.issued < moment]
         hidden = set().union(*map(place, arriving))
         for at, (value, (before, owner)) in enumerate(zip(contents, known, strict=True)):
-            if at not in hidden and _changed(value, before):
-                known[at] = value, owner if before is None else writer
+            if at not in hidden and before is None:
+                known[at] = value, owner
+        self.change(which, contents, hidden)
+
+    def change(self, which: object, contents: list, hidden: Container[int] = ()) -> None:
+        """Put `contents` into a buffer, and find the owners of the numbers that change."""
+        known = self.buffers[which]
+        pairs = enumerate(zip(contents, known, strict=True))
+        changed = [at for at, (now, (then, _)) in pairs if at not in hidden and _changed(now, then)]
+        came = [cells for buffer, cells in self.arrived if buffer != which]
+        for number, at in enumerate(changed):
+            aligned = [cells[number] for cells in came if len(cells) == len(changed)]
+            tries = [aligned, *([cell] for cells in came for cell in cells)]
+            found = (all_of_sum(contents[at], [known[at], *cells]) for cells in tries if cells)
+            owner = next(filter(None, found), None if self.heard else self.rank)
+            known[at] = contents[at], owner
+        if changed:
+            self.arrived = []
 
     def take(self, record: Record, owners: list) -> None:
         """Put an arrived message into its place."""
@@ -75,8 +108,9 @@ class Holdings:
         self._coming.remove(record)
         which, _, contents = record.memory
         values = record.result or contents[slice_of(record)]
-        cells = itertools.zip_longest(values, owners[: len(values)])
+        cells = list(itertools.zip_longest(values, owners[: len(values)]))
         self.buffers[which][slice_of(record)] = cells
+        self.arrived.append((which, cells))
 
     def owners_of(self, record: Record) -> list:
         """List the owners of a message that this rank sends."""
@@ -143,6 +177,8 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
             marked = {at: (record.memory[0], place(record))}
         memory = [copy.deepcopy(rank.buffers) for rank in ranks]
         frames.append(Frame(event, memory, flying, dict(status), list(wrong), marked, whose))
+    for frame in frames[-1:]:
+        frame.holdings = ranks
     return frames
 
 
@@ -181,11 +217,9 @@ def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     If a rank returned as many numbers as its first buffer has, they stand for it: the last sum of a
     reduce-scatter, for one, is in no message.
     """
-    memory = copy.deepcopy(last.memory)
-    for buffers, returned in zip(memory, [] if isinstance(run, LaunchError) else run, strict=False):
-        cells, values = next(iter(buffers.values()), None), flat(returned)
-        if cells and values and len(values) == len(cells):
-            for at, value in enumerate(values):
-                if _changed(value, cells[at][0]):
-                    cells[at] = value, None
-    return memory
+    returned = [] if isinstance(run, LaunchError) else run
+    for holdings, result in zip(last.holdings, returned, strict=False):
+        first, values = next(iter(holdings.buffers), None), flat(result)
+        if values and len(values) == len(holdings.buffers.get(first, ())):
+            holdings.change(first, values)
+    return [holdings.buffers for holdings in last.holdings]

@@ -10,7 +10,7 @@ from functools import cached_property
 from .. import floats
 from . import page
 from .page import Canvas, Picture
-from .widgets import Live, named, show, view
+from .widgets import Live, asking, named, show, view
 
 BY_NAME = {format.name: format for format in floats.FORMATS}
 FIELD_COLOURS = {"sign": page.PINK, "exponent": page.ORANGE, "fraction": page.SKY}
@@ -70,7 +70,7 @@ class FloatExplorer(Live):
         self.entry.observe(self._move, "value")
         self.choice.observe(self._move, "value")
         controls = ipywidgets.HBox([self.entry, self.choice, self.buttons], layout=wrapped)
-        return ipywidgets.VBox([controls, self._shown])
+        return asking(controls, self._shown)
 
     def _move(self, _, pattern: int | None = None) -> None:
         """Bring the other widgets and the picture to what the reader did to one."""

@@ -3,6 +3,8 @@
 A rank has one colour and one label everywhere. No text is smaller than 14 pt.
 """
 
+import base64
+import html
 import io
 import operator
 from collections.abc import Sequence
@@ -31,8 +33,13 @@ DASHES = (0, (3, 2))
 WHITE = {"fc": "white", "ec": "none", "pad": 3}  # behind text that lies on a chart
 
 
-def colour(rank: int | None) -> str:
-    """Return the colour of `rank`; grey for None. From rank 8 on colours repeat: labels differ."""
+def colour(rank: int | frozenset[int] | None) -> str:
+    """Return the colour of `rank`; white for a sum of several, which has stripes; grey for None.
+
+    From rank 8 on colours repeat: labels differ.
+    """
+    if isinstance(rank, frozenset):
+        return EMPTY
     return MIXED if rank is None else RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
@@ -57,8 +64,8 @@ def ink(fill: str) -> str:
 class Picture:
     """A drawn figure, on a white card that is legible in light and dark themes.
 
-    `text` says what it shows. `png` is stored, at twice the size for sharp screens; `svg` is shown
-    live.
+    `text` says what it shows. `png`, at twice the size for sharp screens, is shown in cells, where
+    it shrinks to any window; `svg` is for widgets, whose shapes may move.
     """
 
     def __init__(self, figure, text: str):
@@ -84,8 +91,16 @@ class Picture:
         return self.text
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        stored = {"text/plain": self.text, "image/png": self.png}
-        return stored | {"image/svg+xml": self.svg.decode()}, self.metadata
+        shown = {"text/plain": self.text, "image/png": self.png, "text/html": self.html}
+        return shown, self.metadata
+
+    @property
+    def html(self) -> str:
+        """The PNG as an image element: JupyterLab gives a plain PNG no text for screen readers."""
+        width = self.size[0]
+        source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+        style = f"width: {width}px; max-width: 100%; height: auto"
+        return f'<img alt="{html.escape(self.text)}" style="{style}" src="{source}">'
 
     @property
     def metadata(self) -> dict:
@@ -275,7 +290,7 @@ class Canvas:
 
     def mixed_key(self):
         """Explain grey at the foot of the page."""
-        self.key(16, self.height - 32, MIXED, "a sum, or data of several ranks")
+        self.key(16, self.height - 32, MIXED, "data of several ranks")
 
     def cells(self, x, y, values, owners, width, per_line=None, marked=()):
         """Draw numbers side by side in their owners' colours; an empty box for None or no number.
@@ -296,7 +311,26 @@ class Canvas:
             if index in marked:
                 edge, line = "black", 4
             self.box(left, top, width, ROW, fill, edge, line, dashed=not known)
-            self.text(left + width / 2, top + ROW / 2, number(value), ink=ink(fill))
+            middle = top + ROW / 2
+            if known and isinstance(owner, frozenset):
+                self.stripes(left + 2, top + ROW - 11, width - 4, 9, sorted(owner), owner)
+                middle -= 5
+            self.text(left + width / 2, middle, number(value), ink=ink(fill))
+
+    def stripes(self, x, y, width, height, ranks, filled):
+        """Draw a slot for each of `ranks`, in its colour if it is among those `filled`."""
+        wide = width / len(ranks)
+        for place, rank in enumerate(ranks):
+            if rank in filled:
+                self.box(x + wide * place, y, wide, height, colour(rank), "none", 0)
+
+
+def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """Write a `Canvas.gid` for shapes that travel when their picture appears.
+
+    start, end: where they are then, from where they are drawn, in SVG's points.
+    """
+    return "from {:.1f} {:.1f} to {:.1f} {:.1f}".format(*start, *end).replace("-0.0", "0.0")
 
 
 def cell_width(*rows: Sequence | None) -> float:

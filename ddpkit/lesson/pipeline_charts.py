@@ -158,6 +158,14 @@ def _holds(action: str) -> int:
     return {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]]
 
 
+def held_by_rank(schedule: schedules.Schedule, stages_a_rank: int = 1) -> list[float]:
+    """Count the micro-batches that each rank holds at most, through all of its layers.
+
+    A micro-batch in one of several stages of a rank counts as that part of one.
+    """
+    return [max(itertools.accumulate(map(_holds, row))) / stages_a_rank for row in schedule]
+
+
 SCHEDULES = {
     "GPipe": schedules.gpipe,
     "1F1B": schedules.one_f_one_b,
@@ -181,8 +189,7 @@ def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
     made = SCHEDULES[schedule](stages, micro_batches)
     thin = {"F": 0.5, "B": 1.0} if schedule == "interleaved" else {}  # two stages a rank
     picture = draw(made, **thin)
-    # Counted in micro-batches of all the rank's layers: those of a thin stage count half.
-    most = [max(itertools.accumulate(map(_holds, row))) / (2 if thin else 1) for row in made]
+    most = held_by_rank(made, stages_a_rank=2 if thin else 1)
     caption = (
         f"{schedule}, {count(stages, 'rank')}, m = {micro_batches}: "
         f"{picture.text} Held at most, by rank: {', '.join(f'{each:g}' for each in most)}."

@@ -10,7 +10,7 @@ import math
 import textwrap
 
 from ..tools.units import count
-from . import figures, page
+from . import circle, figures, page
 from .film import Frame, film, hop_by_hop
 from .page import Canvas, Picture, cell_width, colour
 from .replay import Event, replay
@@ -20,12 +20,12 @@ MOST_FRAMES = 120
 WIDTH = 1040
 
 
-def player(run, by_hop: bool = False) -> StepThrough:
-    """Replay the messages of `run` step by step.
+def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
+    """Replay the messages of `run` step by step, from the first that goes wrong, if one does.
 
     run: a Run made with `launch(..., keep_values=True)`, or the HangError or RankError that such a
     launch raised. by_hop: a step is all messages of a hop instead of one message; only for runs of
-    messages alone, all of them received. ValueError: no values were kept.
+    messages alone, all of them received. plays: once by itself. ValueError: no values were kept.
     """
     _check_kept(run)
     events = replay(run)
@@ -41,15 +41,22 @@ def player(run, by_hop: bool = False) -> StepThrough:
     if skipped:
         more = count(skipped, "more step")
         lines.append(f"… and {more}: a replay shows {MOST_FRAMES} at most")
-    stage = Stage(frames, len(run.wire))
+    world_size = len(run.wire)
+    in_a_circle = circle.is_round(frames, world_size)
+    stage = None if in_a_circle else Stage(frames, world_size)
 
     def look(step: int) -> tuple[str, Picture]:
         frame = frames[step - 1]
+        if in_a_circle:
+            title = f"hop {step} of {len(frames) - 1}" if frame.sent else frame.event.text
+            return _whence(frame.event), circle.draw(frame, world_size, title)
         return _whence(frame.event), draw(frame, stage, step)
 
     telling = min(2, len(frames)) if frames[-1].event.kind == "end" else len(frames)
     steps = range(1, len(frames) + 1)
-    return StepThrough(look, "step", steps, text="\n".join(lines), telling=telling)
+    start = len(right) + 1 if wrong else 1
+    shown = {"start": start, "telling": telling, "plays": plays}
+    return StepThrough(look, "step", steps, text="\n".join(lines), **shown)
 
 
 def _check_kept(run):
@@ -77,7 +84,7 @@ def _whence(event: Event) -> str:
         return ""
     code = linecache.getline(record.file, record.line).strip()
     where = f"line {record.line} of {record.function}"
-    return f"{where}: {code}" if code else where
+    return f"{where}: {code}" if code else ""  # "" for a call from within ddpkit
 
 
 def world_explorer() -> StepThrough:
@@ -253,8 +260,8 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
     event, fill = frame.event, colour(frame.event.rank)
     at = event.peer if event.kind == "receive" else event.rank
     way = 72 / page.DPI * (stage.middle(event.peer) - stage.middle(event.rank))  # SVG's points
-    hop = f"from 0.0 to {way:.1f}" if by_hop else None
-    canvas.gid = f"from {-way:.1f} to 0.0" if event.kind == "receive" else hop
+    hop = page.moving((0, 0), (0, way)) if by_hop else None
+    canvas.gid = page.moving((0, -way), (0, 0)) if event.kind == "receive" else hop
     x, y = stage.way(event.rank, event.peer), stage.middle(at) - page.ROW / 2
     record = event.records.get(event.rank) or event.records[event.peer]
     values = record.values or record.result or [record.detail.partition(",")[0]]

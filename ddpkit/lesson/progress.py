@@ -1,7 +1,10 @@
-"""The progress line in JupyterLab, below a cell that takes longer than two seconds; it vanishes.
+"""The progress line in JupyterLab, below a cell that takes longer than a second; it vanishes.
 
 It shows the seconds and, while ranks run, the number of calls they have made or, if nothing has
-moved for a while, which rank waits for which. DDPKIT_PROGRESS=off: never (tests, stored outputs).
+moved for a while, which rank waits for which. Below the report of ranks that failed it leaves a
+strip of their calls. DDPKIT_PROGRESS=off: neither (tests, stored outputs).
+
+It begins before torch is imported, which takes seconds: so it looks for the runtime only when used.
 """
 
 import contextlib
@@ -11,10 +14,8 @@ import sys
 import threading
 import time
 
-from ..runtime.processes import is_starting
-from ..runtime.watch import Watch
-
-PATIENCE_S, EVERY_S = 2.0, 1.0
+PATIENCE_S, EVERY_S = 1.0, 1.0
+RUNTIME = "ddpkit.runtime.launch"  # imported last
 
 
 class Progress:
@@ -41,9 +42,7 @@ class Progress:
         begun, line = time.perf_counter(), None
         while not done.wait(EVERY_S if line else PATIENCE_S):
             seconds = time.perf_counter() - begun
-            ranks = "the ranks' server starts, and imports torch once" if is_starting() else ""
-            with contextlib.suppress(ValueError):  # the ranks have ended meanwhile, board and all
-                ranks = "; ".join(watch.status() for watch in list(Watch.watching)) or ranks
+            ranks = _what_is_done()
             said = {"text/plain": f"… {seconds:.0f} s" + (f": {ranks}" if ranks else "")}
             if line:
                 line.update(said, raw=True)
@@ -51,6 +50,29 @@ class Progress:
                 line = self.display(said, raw=True, display_id=True)
         if line:
             line.update({}, raw=True)
+
+
+def _what_is_done() -> str:
+    """Say what takes so long: an import, the start of the ranks' server, or what the ranks do."""
+    if RUNTIME not in sys.modules:
+        return "importing torch"
+    from ..runtime.processes import is_starting
+    from ..runtime.watch import Watch
+
+    ranks = "the ranks' server starts, and imports torch once" if is_starting() else ""
+    with contextlib.suppress(ValueError):  # the ranks have ended meanwhile, board and all
+        ranks = "; ".join(watch.status() for watch in list(Watch.watching)) or ranks
+    return ranks
+
+
+def show_lanes(result, display) -> None:
+    """Display the calls of the ranks below their report, if a launch failed in the cell."""
+    if not getattr(result.error_in_exec, "wire", None):
+        return
+    from .lanes import lanes
+
+    with contextlib.suppress(ValueError):  # no rank made a call
+        display(lanes(result.error_in_exec))
 
 
 def show_progress() -> None:
@@ -65,6 +87,7 @@ def show_progress() -> None:
         progress = Progress(display)
         shell.events.register("pre_run_cell", progress.begin)
         shell.events.register("post_run_cell", progress.end)
+        shell.events.register("post_run_cell", lambda result: show_lanes(result, display))
         request = shell.kernel.get_parent().get("header", {})
         if request.get("msg_type") == "execute_request":  # else a start-up file imports this
             progress.begin()

@@ -170,7 +170,9 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
                 owners += [source] * (len(before[source] or ()) // parts)
         if record.op in ("broadcast", "scatter"):
             owners = [record.peer] * len(after or ())
-        if len(owners) != len(after or ()):  # a sum, or parts of uneven sizes
+        if record.op in ("all_reduce", "reduce", "reduce_scatter"):
+            owners = [frozenset(records)] * len(after or ())
+        if len(owners) != len(after or ()):  # parts of uneven sizes
             owners = [None] * len(after or ())
         found[rank] = before[rank], after, owners
     return found

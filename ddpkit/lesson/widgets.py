@@ -80,10 +80,10 @@ def show(shown, look: Callable[[], Look]) -> None:
     caption.value = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
 
 
-# A shape that a Canvas drew with a `gid` "from 12.0 to 0.0" moves when its picture appears.
+# A shape that a Canvas drew with a `gid` of `page.moving` moves when its picture appears.
 MOVING = """<style>
-@keyframes ddpkit-travel { from { transform: translateY(var(--from)) } }
-.ddpkit-travels { transform: translateY(var(--to)); animation: ddpkit-travel 1s .3s both }
+@keyframes ddpkit-travel { from { transform: translate(var(--from)) } }
+.ddpkit-travels { transform: translate(var(--to)); animation: ddpkit-travel 1s .3s both }
 @media (prefers-reduced-motion: reduce) { .ddpkit-travels { animation: none } }
 </style>"""
 
@@ -95,8 +95,8 @@ def inline(picture: Picture) -> str:
     head, _, body = picture.svg.decode().partition("</metadata>")
     view = re.search(r'viewBox="[^"]*"', head)[0]
     body = re.sub("<style.*?</style>", "", body, count=1)  # it would hold for the whole page
-    travels = r'class="ddpkit-travels" style="--from: \1px; --to: \2px"'
-    body = re.sub(r'id="from (\S+) to (\S+)"', travels, body)
+    travels = r'class="ddpkit-travels" style="--from: \1px, \2px; --to: \3px, \4px"'
+    body = re.sub(r'id="from (\S+) (\S+) to (\S+) (\S+)"', travels, body)
     named = f'role="img" aria-label="{html.escape(picture.text)}"'
     return f'{MOVING}<svg {view} {named} style="{style}; stroke-linejoin: round">{body}'
 
@@ -104,6 +104,45 @@ def inline(picture: Picture) -> str:
 def named(label: str) -> dict:
     """Give a widget its label: beside it, and as a tooltip."""
     return {"description": label, "tooltip": label, "style": {"description_width": "initial"}}
+
+
+# ipywidgets gives no names to handles and to Play's buttons; views may come a while after this one.
+NAMES = """<style>@keyframes ddpkit-named { from { opacity: 0.9 } }</style>
+<i style="animation: ddpkit-named 1s 5"
+onanimationiteration="const box = this.closest('.ddpkit-named');
+for (const handle of box.querySelectorAll('[role=slider]'))
+    handle.ariaLabel = handle.closest('.widget-slider').querySelector('label').title;
+for (const button of box.querySelectorAll('.widget-play button'))
+    button.ariaLabel = ['play or pause', 'stop', 'repeat'][
+        [...button.parentNode.children].indexOf(button)]
+"></i>"""
+
+# Play begins with a click: one that is made `playing` doesn't move.
+PLAYS = """<i style="animation: ddpkit-named 1s" onanimationend="if (this.dataset.played) return;
+this.dataset.played = true;
+this.closest('.ddpkit-named').querySelector('.widget-play button').click()"></i>"""
+
+# ipywidgets marks what has lost its kernel by a class: in a reopened notebook, after a restart.
+STILL = """<style>
+.ddpkit-still { display: none; color: #444; background: #F5F5F5; padding: 2px 10px }
+.jupyter-widgets-disconnected .ddpkit-still { display: inline-block }
+.ddpkit-asks.jupyter-widgets-disconnected .ddpkit-controls { display: none }
+.ddpkit-asks.jupyter-widgets-disconnected::before { display: none }
+</style><div class="ddpkit-still" role="note">This stands still: it needs a kernel. Run its cell to
+use it.</div>"""
+
+
+def asking(controls, *shown):
+    """Stack `controls`, which need the kernel, above the widgets `shown`.
+
+    Without a kernel a note stands in the place of the controls.
+    """
+    import ipywidgets
+
+    controls.add_class("ddpkit-controls")
+    box = ipywidgets.VBox([ipywidgets.HTML(STILL + NAMES), controls, *shown])
+    box.add_class("ddpkit-asks")
+    return box.add_class("ddpkit-named")
 
 
 # The arrows press the number field's own, which is linked to slider and picture in the browser.
@@ -116,7 +155,8 @@ class StepThrough(Live):
     """A slider over pictures, all of them in the page: it steps without the kernel.
 
     look: step -> (caption, Picture). steps: those with pictures. text: stored in place of all, by
-    default the caption of the first. telling: the step whose picture is stored.
+    default the caption of the first. telling: the step whose picture is stored. plays: once, by
+    itself.
     """
 
     def __init__(
@@ -128,8 +168,9 @@ class StepThrough(Live):
         start: int | None = None,
         text: str | None = None,
         telling: int | None = None,
+        plays: bool = False,
     ):
-        self._label, self._steps = label, steps
+        self._label, self._steps, self._plays = label, steps, plays
         self._start = steps[0] if start is None else start
         self.look = cache(look)
         caption, picture = self.look(self._start if telling is None else telling)
@@ -163,11 +204,12 @@ class StepThrough(Live):
             ((pause, "value"), (play, "interval")),
         ):
             ipywidgets.jslink(source, target)
-        back = ipywidgets.HTML(ARROW.format(says="one step back", way="Down", sign="◀"))
+        extra = NAMES + PLAYS * self._plays
+        back = ipywidgets.HTML(extra + ARROW.format(says="one step back", way="Down", sign="◀"))
         on = ipywidgets.HTML(ARROW.format(says="one step on", way="Up", sign="▶"))
         of = ipywidgets.Label(f"of {self._steps[-1]}")
         controls = ipywidgets.HBox([play, back, at, of, on, slider, pause], layout=WRAPPED)
-        return ipywidgets.VBox([controls, stack])
+        return ipywidgets.VBox([controls, stack]).add_class("ddpkit-named")
 
 
 WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "4px 12px"}
@@ -237,4 +279,4 @@ class Calculator(Live):
         back = ipywidgets.Button(description="reset", layout={"width": "6em"})
         back.on_click(self.reset)
         controls = ipywidgets.HBox([*self.widgets.values(), back], layout=WRAPPED)
-        return ipywidgets.VBox([controls, shown])
+        return asking(controls, shown)

@@ -19,7 +19,7 @@ from .activations import (
     checkpointed_activations,
     coefficients,
 )
-from .peak import KINDS, Timeline, alive, watch
+from .peak import KINDS, Timeline, alive, most_bytes, watch
 from .saved import Saved, measure_saved
 from .states import PRECISIONS, ModelStates, count_states, gpus_needed, model_states
 
@@ -41,5 +41,6 @@ __all__ = [
     "gpus_needed",
     "measure_saved",
     "model_states",
+    "most_bytes",
     "watch",
 ]

@@ -4,7 +4,7 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -172,3 +172,38 @@ def watch(
         for hook in hooks:
             hook.remove()
         watcher.tally()
+
+
+class _Scale(TorchDispatchMode):
+    """Weigh, after every operation, all memory that has been met."""
+
+    def __init__(self, known: Iterable[Tensor]):
+        super().__init__()
+        self.storages = weakref.WeakSet(each.untyped_storage() for each in known)
+        self.most = self.weigh()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in _Watcher
+
+    def weigh(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                self.storages.add(each.untyped_storage())
+        self.most = max(self.most, self.weigh())
+        return made
+
+
+def most_bytes(step: Callable[[], object], known: Iterable[Tensor] = ()) -> int:
+    """Call `step` and return the most bytes that tensors had at a time, those of `known` included.
+
+    Unlike `watch` it sees memory that grows and shrinks, as that of FSDP's whole weights, and looks
+    at all memory after every operation: slow with many tensors.
+    """
+    with _Scale(known) as scale:
+        step()
+    return scale.most

@@ -34,6 +34,20 @@ MEANS = {  # what Python or torch says, and what it means in a rank
     "process group has not been initialized": JOINED,
     "unhandled system error": "NCCL lacks something of the system's, in a container most often "
     "shared memory: start it with --shm-size=2g. NCCL_DEBUG=INFO says more.",
+    "'tuple' object does not support item assignment": "tensor_split gives a tuple of views: "
+    "`chunks[i] += y` adds, and then tries to put the result into the tuple. Write "
+    "`chunks[i].add_(y)`, or name it first: `chunk = chunks[i]; chunk += y`.",
+    "'NoneType'": "Something is None here. torch.distributed's collectives work in place and "
+    "return None: call dist.all_reduce(x), then use x. And a parameter has no .grad before its "
+    "first backward, or if it isn't trained.",
+    "arg0: torch._C._distributed_c10d.ReduceOp": "After the tensor comes the operation, such as a "
+    "sum, and then the group: write group=group.",
+    "autograd kernel was not registered": "dist.all_reduce is unknown to autograd, so backward "
+    "may do anything. SumOverRanks.apply(x, group) is the same sum, and backward knows it.",
+    "does not require grad and does not have a grad_fn": "No graph leads to this tensor. Was it "
+    "detached, or computed under no_grad, or in a backward, where torch.enable_grad() is needed?",
+    "must be Tensor, not tensor": "A tile in a kernel is no PyTorch tensor: only Triton's "
+    "functions take it, such as tl.exp, tl.maximum and tl.sum.",
 }
 
 

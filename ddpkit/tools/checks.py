@@ -1,6 +1,7 @@
 """Checks of arguments, all in one form: the rank, what it got, what was expected, what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from itertools import zip_longest
 
 import torch.distributed as dist
@@ -25,7 +26,12 @@ def check_in_group(name: str, group: ProcessGroup | None) -> None:
         raise mistake(name, "a group that it isn't in", "one of its own", remedy)
 
 
-def check_same(what: str, mine: Iterable[str], group: ProcessGroup | None) -> None:
+def check_same(
+    what: str,
+    mine: Iterable[str],
+    group: ProcessGroup | None,
+    remedy: str = "Build it alike on all.",
+) -> None:
     """Raise the same ValueError on every rank of `group`, unless all bring the same `mine`.
 
     what: the user's name for it, "module". mine: this rank's parts of it, in words and in order.
@@ -39,7 +45,7 @@ def check_same(what: str, mine: Iterable[str], group: ProcessGroup | None) -> No
             if each != firsts:
                 got = f"{each} on rank {rank}, {firsts} in its place on rank {ranks[0]}"
                 expected = f"expected the same {what} on every rank"
-                raise ValueError(f"{expected}, got {got}. Build it alike on all.")
+                raise ValueError(f"{expected}, got {got}. {remedy}")
 
 
 def check_same_on_all_ranks(
@@ -51,6 +57,31 @@ def check_same_on_all_ranks(
         trained = "trained" if x.requires_grad else "not trained"
         mine.append(f"{name} ({x.dtype}, {tuple(x.shape)}, {trained})")
     check_same(what, mine, group)
+
+
+def check_same_shapes(what: str, theirs: Mapping, mine: Mapping) -> None:
+    """Raise ValueError unless both have the same names with the same shapes: {name: shape}."""
+    for name in mine | theirs:
+        if theirs.get(name) != mine.get(name):
+            got = f"{theirs.get(name, 'nothing')} in {what}, {mine.get(name, 'nothing')} here"
+            remedy = "Is it another model's, or saved under other names?"
+            who = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+            raise ValueError(f"{who}expected the same shape of {name} in both, got {got}. {remedy}")
+
+
+def check_all_call(name: str, group: ProcessGroup | None, patience_s: float = 10.0) -> None:
+    """Raise RuntimeError unless all ranks of the group call `name` within `patience_s`.
+
+    A rank that calls alone would wait for ever in the first collective. On Gloo only.
+    """
+    if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
+        return
+    try:
+        dist.monitored_barrier(group, timedelta(seconds=patience_s), wait_all_ranks=True)
+    except RuntimeError as error:
+        got = f"rank {dist.get_rank()} called {name}, and not all ranks did within {patience_s:g} s"
+        remedy = "Each has a part of it: call it on every rank, not under `if rank == 0`."
+        raise RuntimeError(f"{got}. {remedy} ({error})") from None
 
 
 def check_positive(remedy: str, **values: float) -> None:

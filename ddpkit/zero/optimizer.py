@@ -24,7 +24,8 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None):
         self.parameters = parameters
         self.group = group
-        numel = sum(parameter.numel() for parameter in parameters)
+        self.numels = [parameter.numel() for parameter in parameters]
+        numel = sum(self.numels)
         self.numel = numel + -numel % dist.get_world_size(group)  # padded: W divides it
         self.flat = self.zeros()
         self.gradients = self.zeros()

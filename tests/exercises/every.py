@@ -19,8 +19,16 @@ def test_stub_is_not_written_yet(exercise):
     assert "not written yet" in verdict.text
 
 
-def test_at_least_four_mistakes_are_known(exercise):
-    assert len({mistake.name for mistake in exercise.mistakes}) == len(exercise.mistakes) >= 4
+def test_mistakes_are_few_and_read_by_eye(exercise):
+    """The commonest alone: one replacement, at most one line break, a sentence of its own."""
+    known = exercise.mistakes
+    assert 4 <= len(known) <= 12
+    assert len({mistake.name for mistake in known}) == len(known)
+    for mistake in known:
+        assert re.search(r"[.?!)]$", mistake.says), f"{mistake.name}: not a whole sentence"
+        assert mistake.answer or len(mistake.changes) == 1, mistake.name
+        for old, new in mistake.changes:
+            assert max(old.count("⏎"), new.lstrip("⏎ ").count("⏎")) <= 1, mistake.name
 
 
 def test_solution_is_the_source_of_the_reference(exercise):
@@ -37,3 +45,9 @@ def test_mistake_hears_its_sentence(exercise, mistake):
 def test_other_right_answers_pass(exercise, right):
     verdict = exercise(right)
     assert verdict.passed, verdict.text
+
+
+def test_wrong_answers_with_right_values_are_refused(exercise, wrong, says):
+    verdict = exercise(wrong)
+    assert verdict.passed is False, f"{wrong.__name__} passed"
+    assert says in verdict.text

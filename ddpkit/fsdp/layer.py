@@ -1,12 +1,6 @@
-"""ZeRO's stage 3: no rank has all parameters. Beside it, clipping by shards, for every stage.
+"""ZeRO's stage 3 of one layer: no rank has its weight but while it computes.
 
 Each rank keeps 1/W of a layer, and gathers, uses and frees the whole, in forward and in backward.
-
-    stage    each rank keeps 1/W of                        sent by each rank in a step
-    0        nothing                                       2(W-1)/W of the parameters
-    1        the optimizer's state (`ddpkit.zero`)         2(W-1)/W
-    2        and of the gradients                          (A+1)(W-1)/W with A micro-batches
-    3        and of the parameters                         3(W-1)/W with one micro-batch
 
 PyTorch's FSDP (`fully_shard`); DeepSpeed's stage 3. Rajbhandari et al. 2020. Notebook 07.
 """
@@ -16,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from . import transport as torchs
+from .. import transport as torchs
 
 
 class GatherUseFree(torch.autograd.Function):
@@ -85,20 +79,3 @@ class ShardedLinear(nn.Module):
         """Lay the tensors end to end, and pad with zeros so that W divides the length."""
         flat = torch.cat([each.flatten() for each in tensors[: len(self.shapes)]])  # bias or none
         return nn.functional.pad(flat, (0, -len(flat) % dist.get_world_size(self.group)))
-
-
-def clip_grad_norm_(
-    shards: list[Tensor], max_norm: float, group: ProcessGroup | None = None
-) -> Tensor:
-    """Make a gradient no longer than `max_norm`, in place; return the length that it had.
-
-    shards: this rank's parts of it; all ranks' together are the gradient. PyTorch's function of the
-    same name would take them for the whole. Cost: one number all-reduced. Notebook 07.
-    """
-    # Squares add up over shards, lengths don't.
-    squared = nn.utils.get_total_norm(shards) ** 2
-    dist.all_reduce(squared, group=group)
-    norm = squared.sqrt()
-    for shard in shards:
-        shard *= (max_norm / (norm + 1e-6)).clamp(max=1)  # as in torch
-    return norm

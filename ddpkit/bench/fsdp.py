@@ -1,0 +1,108 @@
+"""Training steps with everything sharded: `FSDP` beside PyTorch's `fully_shard`.
+
+The same blocks as units, the same dtype, SGD: time, bytes sent, and the most bytes that tensors had
+at a time, on Gloo. In the end all must have the same parameters.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .. import fsdp
+from ..fast import fsdp as fast
+from ..fsdp.plan import plan_units
+from ..memory import most_bytes
+from ..runtime.launch import launch
+from . import training
+from .interleave import Contest, check_close, race
+from .results import AGAIN, SPEED, Goal, Results, report, results_of
+from .training import Task, count_steps, gpt, tell_counted
+
+ROUNDS = 24
+TORCH, PLAIN, OURS = "fully_shard", "FSDP", "fast FSDP"
+VARIANTS = TORCH, PLAIN, OURS
+GOALS = [Goal(OURS, TORCH, 1.0), Goal(PLAIN, TORCH, 1.0)]
+LEGEND = f"""\
+Step: forward, backward and update, with SGD. Sent: MB by a rank in a step.
+Peak: MB of tensors, the shards included; scratch memory of Gloo's not.
+{SPEED}"""
+MODELS = {"12 × Linear(1024)": partial(training.linears, rows=64), "GPT": gpt}
+
+
+class Replica(training.Replica):
+    """A sharded model; its optimizer is made after the wrapping, as `fully_shard` wants it."""
+
+    def __init__(self, make: Callable[[], Task], wrap: Callable[[nn.Module], nn.Module]):
+        super().__init__(make, wrap, None)
+        self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=1e-3)
+
+    def whole(self) -> Tensor:
+        """Gather all parameters, end to end."""
+        if isinstance(self.wrapped, fsdp.FSDP):
+            parts = self.wrapped.full_parameters().values()
+        else:
+            parts = [each.full_tensor() for each in self.module.parameters()]
+        return torch.cat([each.detach().flatten() for each in parts])
+
+
+def fully_sharded(module: nn.Module, group: ProcessGroup) -> nn.Module:
+    """Wrap the units that `FSDP` has by default, and the rest."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for name in list(plan_units(module))[1:]:
+        fully_shard(module.get_submodule(name), mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def make_replicas(
+    make: Callable[[], Task], group: ProcessGroup, names: Iterable[str] = VARIANTS
+) -> dict[str, Replica]:
+    """{variant: replica}, the baseline first; with a second baseline."""
+    torchs = partial(fully_sharded, group=group)
+    ours = {PLAIN: partial(fsdp.FSDP, group=group), OURS: partial(fast.FSDP, group=group)}
+    wraps = {TORCH: torchs, **ours, TORCH + AGAIN: torchs}
+    return {n: Replica(make, wrap) for n, wrap in wraps.items() if n in {*names, TORCH + AGAIN}}
+
+
+def contest(make: Callable[[], Task], names: Iterable[str], group: ProcessGroup) -> Contest:
+    replicas = make_replicas(make, group, names)
+
+    def found() -> int:
+        right = replicas[TORCH].whole()
+        for name, replica in replicas.items():
+            check_close(name, replica.whole(), right, 1e-5)
+        return right.nbytes
+
+    return Contest({name: each.step for name, each in replicas.items()}, found=found)
+
+
+def count(make: Callable[[], Task], names: Iterable[str]) -> dict[str, tuple[float, int]]:
+    """{variant: (bytes that this rank sends in a step, the most bytes of its tensors)}."""
+    return count_steps(make_replicas(make, dist.group.WORLD, names), peak)
+
+
+def peak(replica: Replica) -> int:
+    known = [getattr(each, "_local_tensor", each) for each in replica.module.parameters()]
+    return most_bytes(replica.step, known)
+
+
+def measure(models: dict = MODELS, rounds: int = ROUNDS, names: Iterable[str] = VARIANTS):
+    """Time the steps of the variants on each model, on two ranks of Gloo. rounds: turns of each."""
+    found = Results(legend=LEGEND, time="Step")
+    for model, make in models.items():
+        seconds, sizes = race(partial(contest, make, names), rounds, world_size=2)
+        counted = launch(count, make, names, world_size=2, backend="gloo")
+        case = results_of(model, seconds, 2, sizes[0])
+        tell_counted(case, list(counted), "Peak")
+        found += case
+    return found
+
+
+def main(name: str):
+    report(name, measure(), GOALS)

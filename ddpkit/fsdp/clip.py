@@ -1,0 +1,22 @@
+"""Clip a gradient of which each rank has a part: for every stage of ZeRO, and for FSDP."""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+def clip_grad_norm_(
+    shards: list[Tensor], max_norm: float, group: ProcessGroup | None = None
+) -> Tensor:
+    """Make a gradient no longer than `max_norm`, in place; return the length that it had.
+
+    shards: this rank's parts of it; all ranks' together are the gradient. PyTorch's function of the
+    same name would take them for the whole. Cost: one number all-reduced. Notebook 07.
+    """
+    # Squares add up over shards, lengths don't.
+    squared = nn.utils.get_total_norm(shards) ** 2
+    dist.all_reduce(squared, group=group)
+    norm = squared.sqrt()
+    for shard in shards:
+        shard *= (max_norm / (norm + 1e-6)).clamp(max=1)  # as in torch
+    return norm

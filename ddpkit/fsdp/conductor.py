@@ -1,0 +1,178 @@
+"""The moments at which units are gathered, dropped and reduced: FSDP's order of calls.
+
+    forward     AG b0, AG b1, AG b2                        each dropped when it has computed
+    backward    AG b2, AG b1, RS b2, AG b0, RS b1, RS b0   one unit is fetched ahead
+
+AG gathers a unit's weights, RS reduce-scatters its gradients: PyTorch's order. Notebook 12.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..tools.checks import check_same
+from .hooks import cast, led_through, with_hooks
+from .reduce import Reduction
+from .units import Unit
+
+
+class Conductor:
+    """Hooks on the modules of all units, and what they have to remember.
+
+    units: the root's first. compute_dtype: floating inputs are converted to it; None: they aren't.
+    overlap: forward fetches one unit ahead, too, in the order of the last step; and a reduction may
+    last until the next one begins, so two units' gradients are held. Else only backward fetches
+    ahead, and a reduction ends before the next unit computes. The calls and their order are alike.
+
+    syncing: gradients are reduced after backward. keeping: whole weights stay after backward.
+    order: units as forward used them. last_order: as it was in the last step. agreed: ranks are
+    known to use them in the same order.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        group: ProcessGroup | None,
+        compute_dtype: torch.dtype | None,
+        overlap: bool,
+    ):
+        self.units = units
+        self.group = group
+        self.compute_dtype = compute_dtype
+        self.overlap = overlap
+        self.syncing = True
+        self.keeping = False
+        self.in_backward = False
+        self.order: list[Unit] = []
+        self.last_order: list[Unit] = []
+        self.reduction: Reduction | None = None  # on its way
+        self.agreed = dist.get_world_size(group) == 1
+        for unit in units:
+            before = partial(self.before_forward, unit)
+            after = partial(self.after_forward, unit)
+            unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(after)
+
+    # Forward
+
+    def before_forward(self, unit: Unit, _, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Gather the weights; see to it that backward comes to `after_backward(unit)`."""
+        self.gather(unit)
+        if self.overlap and not self.in_backward:
+            self.fetch_ahead(unit)
+        if self.compute_dtype is not None:
+            args, kwargs = cast((args, kwargs), self.compute_dtype)
+        if torch.is_grad_enabled() and not unit.in_backward:
+            act = partial(self.after_backward, unit)
+            args, kwargs = led_through(act, (args, kwargs))
+        return args, kwargs
+
+    def after_forward(self, unit: Unit, _, args: tuple, output):
+        """Drop the weights; see to it that backward begins with `before_backward(unit)`."""
+        if unit.in_backward:  # a checkpoint calls the unit again: its weights are needed now
+            return output
+        if not torch.is_grad_enabled():
+            if not self.in_backward:
+                unit.drop()
+            return output
+        if not self.in_backward:
+            if unit.reshard:
+                unit.drop()
+            if unit.sharded:
+                unit.uses.append(len(self.order))
+                self.order.append(unit)
+        return with_hooks(partial(self.before_backward, unit), output)
+
+    def fetch_ahead(self, unit: Unit) -> None:
+        """Start to gather the unit that came after this one in the last step."""
+        place = len(self.order)
+        pair = self.last_order[place : place + 2]
+        if len(pair) == 2 and pair[0] is unit:
+            self.start_gather(pair[1])
+
+    def gather(self, unit: Unit) -> None:
+        self.start_gather(unit)
+        unit.gather()
+
+    def start_gather(self, unit: Unit) -> None:
+        if unit.needs_gather:
+            self.agree(f"gather {unit.name}")
+            unit.start_gather()
+
+    # Backward
+
+    def before_backward(self, unit: Unit) -> None:
+        """Gather the weights again, and start with those that backward needs next."""
+        if not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        if unit.in_backward:  # the gradient of another of its outputs
+            return
+        unit.in_backward = True
+        unit.done = False
+        self.gather(unit)
+        if unit.uses:
+            place = unit.uses.pop()
+            if place > 0:
+                self.start_gather(self.order[place - 1])
+        if not self.overlap:
+            self.finish_reduction()
+
+    def after_backward(self, unit: Unit) -> None:
+        """Drop the weights, and start to reduce the gradients."""
+        unit.in_backward = False
+        unit.done = True
+        unit.take_gradients()
+        if not self.keeping:
+            unit.drop()
+        if self.syncing:
+            self.reduce(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        self.finish_reduction()
+        if unit.has_gradients:
+            self.agree(f"reduce {unit.name}")
+            self.reduction = Reduction(unit)
+
+    def finish_reduction(self) -> None:
+        if self.reduction is not None:
+            self.reduction.finish()
+            self.reduction = None
+
+    def end_backward(self) -> None:
+        """Finish what backward didn't come to: units whose inputs need no gradient; root first."""
+        for unit in self.units:
+            if not unit.done:
+                self.after_backward(unit)
+            unit.done = False
+            unit.uses.clear()
+        self.finish_reduction()
+        self.last_order = list(self.order)
+        self.order.clear()
+        self.in_backward = False
+
+    # Between backward and the optimizer's step
+
+    def synchronize(self) -> None:
+        """Reduce what is left, drop all weights; from now on ranks are known to agree."""
+        self.drop()
+        for unit in self.units:
+            self.reduce(unit)
+        self.finish_reduction()
+        self.agree("synchronize")
+        self.agreed = True
+
+    def drop(self) -> None:
+        for unit in self.units:
+            unit.drop()
+
+    def agree(self, event: str) -> None:
+        """Compare what ranks do next, in the first step.
+
+        Two units of one size look alike to a collective: one rank's weights would serve another's.
+        """
+        if not self.agreed:
+            remedy = "All ranks must use the same modules in the same order, in every step."
+            check_same("next call", [event], self.group, remedy)

@@ -1,0 +1,57 @@
+"""Moments in backward: before it enters a module, and after it has left it.
+
+Backward enters by the gradients of a module's outputs and leaves by those of its inputs.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+
+class Then(torch.autograd.Function):
+    """apply(act, *tensors): the tensors; in backward, `act()` once all their gradients are here."""
+
+    @staticmethod
+    def forward(ctx, act, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.act = act
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.act()
+        return None, *gradients
+
+
+def cast(values, dtype: torch.dtype):
+    """Convert every floating tensor in nested tuples, lists and dicts."""
+    return tree_map_only(
+        Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values
+    )
+
+
+def led_through(act: Callable[[], None], values):
+    """Lead all tensors in `values` that need a gradient through one `Then`."""
+    leaves, structure = tree_flatten(values)
+    places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    if places:
+        tensors = Then.apply(act, *[leaves[n] for n in places])
+        for n, tensor in zip(places, tensors, strict=True):
+            leaves[n] = tensor
+    return tree_unflatten(leaves, structure)
+
+
+def with_hooks(act: Callable[[], None], values):
+    """Let backward call `act()` when the gradient of a tensor in `values` is here."""
+
+    def hooked(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            return x
+        if x._is_view():  # changed in place, a view drops its hooks; autograd defends a `Then`
+            return Then.apply(act, x)[0]
+        x.register_hook(lambda _: act())
+        return x
+
+    return tree_map_only(Tensor, hooked, values)

@@ -1,0 +1,71 @@
+"""Reduce the gradients of a unit: from whole ones on every rank to each rank's part of their mean.
+
+Pending gradients, in the reduce dtype, are copied into one flat tensor, rank after rank, are
+reduce-scattered, divided, cast to the shards' dtype, and only then added. Notebook 12.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import transport as torchs
+from .shards import as_rows
+from .units import Unit
+
+
+class Reduction:
+    """A unit's gradients on their way: the constructor sends, `finish` adds to `shard.grad`."""
+
+    def __init__(self, unit: Unit):
+        self.unit = unit
+        self.trained = unit.trained
+        world_size = dist.get_world_size(unit.group)
+        before, self.after = divisors(unit.reduce_dtype, world_size)
+        self.flat = self.pack()
+        if before != 1:
+            self.flat /= before
+        self.work = None
+        if world_size > 1:
+            self.work = unit.transport.start_reduce_scatter(self.flat, unit.group)
+
+    @property
+    def numels(self) -> list[int]:
+        return [each.numel for each in self.trained]
+
+    def pack(self) -> Tensor:
+        """Move pending gradients into one message; zeros for padding, and where none came."""
+        unit = self.unit
+        numel = unit.world_size * sum(self.numels)
+        flat = torch.zeros(numel, dtype=unit.reduce_dtype, device=unit.device)
+        for each, parts in zip(self.trained, unit.by_rank(flat, self.numels), strict=True):
+            if each.pending is None:
+                continue
+            # Whose rows: the last ranks may have fewer, or none.
+            for part, rows in zip(parts, as_rows(each.pending).split(each.rows), strict=False):
+                part[: rows.numel()].copy_(rows.flatten())
+            each.pending = None
+        return flat
+
+    def finish(self) -> None:
+        """Wait for this rank's part of the sum; add the mean."""
+        if self.work is not None:
+            self.work.wait()
+        own = torchs.shard(self.flat, self.unit.group) / self.after
+        own = own.to(self.unit.shard_dtype)
+        self.flat.untyped_storage().resize_(0)  # now: a backend may let go of it later
+        for part, each in zip(own.split(self.numels), self.trained, strict=True):
+            each.add(part)
+
+
+def divisors(dtype: torch.dtype, world_size: int) -> tuple[float, float]:
+    """Return the numbers to divide by before and after the sum over W ranks, for the mean.
+
+    fp16 ends at 65504 and begins at 6e-8: dividing by about √W before, and by the rest after, keeps
+    away from both, as PyTorch does. Every other format divides the 1/W that it keeps.
+    """
+    if dtype != torch.float16:
+        return 1, world_size
+    before = 1
+    while world_size % before == 0 and world_size / before > before:
+        before *= 2
+    return before, world_size / before

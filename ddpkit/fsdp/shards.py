@@ -1,0 +1,80 @@
+"""One parameter of FSDP: this rank's shard of it, always; the whole, while its unit computes."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Place = tuple[nn.Module, str]  # where a parameter hangs: module, attribute
+
+PAST_THE_HOOKS = (
+    "rank {rank} computed with its shard of {name} as if it were the whole: a module was used "
+    "without its hooks. Call the module itself, model(x) or block(x), not its forward or another "
+    "method, and not a parameter from outside the unit that owns it; or leave it out of `wrap`."
+)
+
+
+class Sharded:
+    """One parameter: `shard`, this rank's rows, and `whole`, which has memory only while in use.
+
+    shard: the module's own nn.Parameter, shortened in place, so that an optimizer that holds it
+    goes on working. shape, rows: of the whole, and of a padded part. numel: of a padded part.
+    places: the modules that show it, more than one if it is tied. used: a gradient came.
+    pending: its whole gradient, added up where nothing is sent yet.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, places: list[Place], group):
+        self.name = name
+        self.places = places
+        self.shape = parameter.shape
+        whole = as_rows(parameter.detach())
+        world_size = dist.get_world_size(group)
+        self.rows = -(-len(whole) // world_size)
+        self.numel = self.rows * math.prod(whole.shape[1:])
+        first = dist.get_rank(group) * self.rows
+        self.own = slice(first, first + self.rows)  # Python cuts what goes beyond the end
+        self.used = False
+        self.pending: Tensor | None = None
+        self.shard = parameter
+        parameter.grad = None
+        parameter.data = whole[self.own].clone()
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(self.refuse)
+
+    def refuse(self, parameter: nn.Parameter) -> None:  # autograd never meets a shard, but by a bug
+        parameter.grad = None
+        raise RuntimeError(PAST_THE_HOOKS.format(rank=dist.get_rank(), name=self.name))
+
+    def load(self, whole: Tensor) -> None:
+        """Copy this rank's rows of a whole parameter into the shard."""
+        self.shard.copy_(as_rows(whole)[self.own])
+
+    def show(self, parameter: nn.Parameter) -> None:
+        for module, attribute in self.places:
+            setattr(module, attribute, parameter)
+
+    def take_gradient(self, dtype: torch.dtype) -> None:
+        """Move the gradient that backward has left in `whole` to `pending`; add, in `dtype`."""
+        gradient = self.whole.grad
+        if gradient is None:
+            return
+        self.used = True
+        self.whole.grad = None
+        if self.pending is None:
+            self.pending = gradient.to(dtype)
+        else:
+            self.pending += gradient
+
+    def add(self, part: Tensor) -> None:
+        """Add a padded part of the mean gradient to that of the shard."""
+        gradient = part[: self.shard.numel()].view_as(self.shard)
+        if self.shard.grad is None:
+            self.shard.grad = gradient
+        else:
+            self.shard.grad += gradient
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return `x`; a scalar as one row."""
+    return x if x.dim() else x[None]

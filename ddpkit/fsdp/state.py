@@ -1,0 +1,154 @@
+"""State of a sharded model: whole parameters, and checkpoints that any number of ranks can load.
+
+    save(folder, model, optimizer)      every rank writes its shards
+    load(folder, model, optimizer)      on any number of ranks, or into a plain module
+
+The format is PyTorch's (`torch.distributed.checkpoint`): each shard is handed over as a DTensor,
+which says which rows of the whole it has. Notebook 12.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..tools.checks import check_all_call, check_same_shapes
+from .wrapper import FSDP
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return FSDP's shards, or a plain module's parameters, by the same names."""
+    module = model.module if isinstance(model, FSDP) else model
+    return dict(module.named_parameters())
+
+
+def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
+    """Put together what is saved: views, into which `load` writes.
+
+    {"parameters": {name: value}, "buffers": {name: value}, "optimizer": {name: {key: value}},
+    "options": of the optimizer's groups}, each value a DTensor where ranks have shards of it.
+    """
+    if isinstance(model, FSDP):
+        model.drop()
+    whole = shard_viewer(model)
+    parameters = parameters_of(model)
+    module = model.module if isinstance(model, FSDP) else model
+    state = {"parameters": {name: whole(name, p.detach()) for name, p in parameters.items()}}
+    state["buffers"] = dict(module.named_buffers())
+    if optimizer is None:
+        return state
+    names = {parameter: name for name, parameter in parameters.items()}
+    state["optimizer"] = {}
+    for parameter, kept in optimizer.state.items():
+        name = names[parameter]
+        state["optimizer"][name] = {}
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
+                value = whole(name, value)
+            state["optimizer"][name][key] = value
+    state["options"] = []
+    for group in optimizer.param_groups:
+        state["options"].append({key: v for key, v in group.items() if key != "params"})
+    return state
+
+
+def shard_viewer(model: nn.Module):
+    """Return a function of a name and a local tensor: the DTensor of which it is this rank's part.
+
+    The tensor itself where the model is plain, or the world one rank.
+    """
+    if not isinstance(model, FSDP):
+        return lambda name, local: local if local.dim() else local[None]
+    # A second's worth of imports, only for those who save.
+    from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+
+    group = model.group or dist.group.WORLD
+    shapes = model.shapes()
+    device = next(model.module.parameters()).device.type
+    mesh = DeviceMesh.from_group(group, device)
+
+    def whole(name: str, local: Tensor) -> Tensor:
+        shape = shapes[name] or torch.Size([1])  # a scalar is one row
+        stride = torch.empty(shape, device="meta").stride()
+        where = mesh, [Shard(0)]
+        return DTensor.from_local(local, *where, run_check=False, shape=shape, stride=stride)
+
+    return whole
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    patience_s: float = 10.0,
+) -> None:
+    """Write a checkpoint: each rank its shards of parameters and optimizer state. On every rank.
+
+    RuntimeError: a rank calls alone (on Gloo; waits `patience_s` for the others).
+    """
+    import torch.distributed.checkpoint as dcp
+
+    group = model.group if isinstance(model, FSDP) else None
+    check_all_call("save", group, patience_s)
+    dcp.save(checkpoint_of(model, optimizer), checkpoint_id=str(folder), process_group=group)
+
+
+def load(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Read a checkpoint into an FSDP model, on any number of ranks, or into a plain module.
+
+    An optimizer that has taken no step yet gets its state made first: PyTorch fills what is there,
+    and would drop the moments without a word (KempnerForge#115).
+    ValueError: the checkpoint is another model's.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    sharded = isinstance(model, FSDP)
+    if optimizer is not None:
+        make_state(optimizer)
+    state = checkpoint_of(model, optimizer)
+    check_fits(dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata, state)
+    group = model.group if sharded else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # for a plain module
+        dcp.load(state, checkpoint_id=str(folder), process_group=group, no_dist=not sharded)
+    if optimizer is not None:
+        for mine, saved in zip(optimizer.param_groups, state["options"], strict=True):
+            mine.update(saved)
+        names = {parameter: name for name, parameter in parameters_of(model).items()}
+        for parameter, kept in optimizer.state.items():
+            for key, value in state["optimizer"][names[parameter]].items():
+                if not isinstance(value, Tensor):  # tensors were written into
+                    kept[key] = value
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's state by a step that changes nothing: no gradient, no learning rate."""
+    if optimizer.state:
+        return
+    before = []
+    for options in optimizer.param_groups:
+        before.append(options["lr"])
+        options["lr"] = torch.zeros_like(before[-1]) if torch.is_tensor(before[-1]) else 0.0
+        for parameter in options["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for options, lr in zip(optimizer.param_groups, before, strict=True):
+        options["lr"] = lr
+
+
+def check_fits(saved: Mapping, state: dict) -> None:
+    """Raise ValueError unless the checkpoint has these parameters, in these shapes."""
+    there = {}
+    for key, about in saved.items():
+        kind, _, name = key.partition(".")
+        if kind == "parameters":
+            there[name] = tuple(about.size)
+    mine = {name: tuple(value.shape) for name, value in state["parameters"].items()}
+    check_same_shapes("the checkpoint", there, mine)

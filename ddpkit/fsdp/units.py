@@ -1,0 +1,176 @@
+"""Units of FSDP: parameters that travel together, as shards of which every rank keeps one.
+
+Each parameter is cut along its first axis into W parts of ⌈d/W⌉ rows, the last ones ragged or
+empty. A message holds, rank after rank, the parts of all parameters of a unit, each padded to its
+full number of rows: the layout of PyTorch's `fully_shard`, and so the same bytes.
+
+    gather    W messages' parts -> whole weights, in the compute dtype, shown by the modules
+    drop      the memory of the whole weights is given back, and modules show the shards
+    reduce    whole gradients -> each rank's part of their mean, added to `shard.grad`
+
+Notebook 12.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .. import transport as torchs
+from .shards import Sharded
+
+
+class Unit:
+    """Parameters that are gathered by one message, dropped together, and reduced by one message.
+
+    compute_dtype: of what is gathered; None: the parameters' own. reduce_dtype: of what is reduced;
+    None: the compute dtype. transport: as in `ddpkit.transport`.
+    ValueError: the parameters have several dtypes.
+
+    Memory beyond the shards: W padded parts while it is whole, twice that while it is gathered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        sharded: list[Sharded],
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        group: ProcessGroup | None,
+        transport,
+    ):
+        self.name = name
+        self.module = module
+        self.sharded = sharded
+        self.group = group
+        self.transport = transport
+        self.world_size = dist.get_world_size(group)
+        self.shard_dtype, self.device = one_dtype_of(name, sharded)
+        self.dtype = compute_dtype or self.shard_dtype
+        self.reduce_dtype = reduce_dtype or self.dtype
+        self.numels = [each.numel for each in sharded]
+        # The whole weights are views of one memory, which comes and goes with its size.
+        self.memory = self.new_flat(self.dtype)
+        self.nbytes = self.memory.nbytes
+        self.padded = self.memory.split([self.world_size * numel for numel in self.numels])
+        for each, padded in zip(sharded, self.padded, strict=True):
+            whole = padded[: each.shape.numel()].view(each.shape)
+            # `.data`: a gather that writes into the memory doesn't count as changing `whole`,
+            # which autograd would refuse.
+            each.whole = nn.Parameter(whole.data, requires_grad=each.shard.requires_grad)
+        self.is_whole = True
+        self.versions = []
+        self.gathering: tuple[Tensor, dist.Work | None] | None = None
+        self.drop()
+        self.uses: list[int] = []  # in forward, that backward hasn't come to: places in FSDP.order
+        self.in_backward = False
+        self.done = False  # backward has left it
+
+    def new_flat(self, dtype: torch.dtype) -> Tensor:
+        numel = self.world_size * sum(self.numels)
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def by_rank(self, flat: Tensor, numels: list[int]) -> tuple[Tensor, ...]:
+        """View a message as one (W, numel) tensor for each parameter: row r is rank r's part."""
+        return flat.view(self.world_size, -1).split(numels, dim=1)
+
+    # Gather and drop
+
+    @property
+    def needs_gather(self) -> bool:
+        """Tell whether the weights are neither here nor on their way."""
+        return bool(self.sharded) and not self.is_whole and self.gathering is None
+
+    def start_gather(self) -> None:
+        self.versions = [each.shard._version for each in self.sharded]
+        self.gathering = self.send_shards(self.dtype)
+
+    def send_shards(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work | None]:
+        """Start an all-gather of the shards; return the message and its handle."""
+        flat = self.new_flat(dtype)
+        own = torchs.shard(flat, self.group).zero_()  # the padding, too
+        for part, each in zip(own.split(self.numels), self.sharded, strict=True):
+            shard = each.shard.detach().flatten()
+            part[: shard.numel()].copy_(shard)
+        if self.world_size == 1:
+            return flat, None
+        return flat, self.transport.start_all_gather(flat, self.group)
+
+    def gather(self) -> None:
+        """Wait for the weights that are on their way, and show them in the modules."""
+        self.check_fresh()
+        if self.gathering is None:
+            return
+        flat, work = self.gathering
+        self.gathering = None
+        if work is not None:
+            work.wait()
+        self.memory.untyped_storage().resize_(self.nbytes)
+        for padded, parts in zip(self.padded, self.by_rank(flat, self.numels), strict=True):
+            padded.view(self.world_size, -1).copy_(parts)
+        flat.untyped_storage().resize_(0)  # now: a backend may let go of it later
+        for each in self.sharded:
+            each.whole.requires_grad_(each.shard.requires_grad)
+            each.show(each.whole)
+        self.is_whole = True
+
+    def check_fresh(self) -> None:
+        """Raise RuntimeError if the shards were updated since they were gathered."""
+        now = [each.shard._version for each in self.sharded]
+        if self.is_whole and self.sharded and self.versions != now:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} updated the shards of {self.name} while the whole weights "
+                "were kept, which are stale now: synchronize() before each optimizer.step()."
+            )
+
+    def drop(self) -> None:
+        """Give the memory of the whole weights back; the modules show the shards again."""
+        if self.gathering is not None:  # begun, and not needed after all
+            _, work = self.gathering
+            self.gathering = None
+            if work is not None:
+                work.wait()
+        if self.is_whole:
+            for each in self.sharded:
+                each.show(each.shard)
+            self.memory.untyped_storage().resize_(0)  # saved tensors keep pointing to it
+            self.is_whole = False
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Gather the whole parameters once, in the shards' dtype."""
+        if not self.sharded:
+            return {}
+        flat, work = self.send_shards(self.shard_dtype)
+        if work is not None:
+            work.wait()
+        found = {}
+        for each, parts in zip(self.sharded, self.by_rank(flat, self.numels), strict=True):
+            rows = parts.reshape(-1)[: each.shape.numel()]  # a copy: parts lie apart
+            found[each.name] = rows.clone().view(each.shape)
+        return found
+
+    # Gradients
+
+    @property
+    def trained(self) -> list[Sharded]:
+        return [each for each in self.sharded if each.shard.requires_grad]
+
+    def take_gradients(self) -> None:
+        for each in self.trained:
+            each.take_gradient(self.reduce_dtype)
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(each.pending is not None for each in self.trained)
+
+
+def one_dtype_of(name: str, sharded: list[Sharded]) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and device that all have, or torch's defaults if there are none."""
+    tensors = [each.shard for each in sharded] or [torch.empty(0)]
+    for each in sharded:
+        if each.shard.dtype != tensors[0].dtype:
+            got = f"{sharded[0].name} in {tensors[0].dtype} and {each.name} in {each.shard.dtype}"
+            remedy = "Convert one of them, or name its module in `wrap`."
+            raise ValueError(f"expected one dtype in the unit {name}, got {got}. {remedy}")
+    return tensors[0].dtype, tensors[0].device

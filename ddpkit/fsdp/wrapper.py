@@ -1,0 +1,187 @@
+"""Fully sharded data parallelism: weights are whole only while their unit computes.
+
+    model = FSDP(model)                             # each rank keeps 1/W of every parameter
+    optimizer = AdamW(model.parameters(), lr=1e-3)  # any elementwise one: of shards
+    loss = model(inputs).square().mean()            # AG b0, AG b1, AG b2: used, dropped
+    loss.backward()                                 # AG b2, AG b1, RS b2, AG b0, RS b1, RS b0
+    model.synchronize()                             # every shard.grad is the mean over the ranks
+    optimizer.step()
+
+AG b2 gathers unit b2, RS b2 reduce-scatters its gradients. AG b1 comes before RS b2: the next
+unit's weights are fetched while this one still computes.
+
+PyTorch's `fully_shard`, of which these are the calls, their order and their bytes. Rajbhandari et
+al. 2020 (ZeRO stage 3); Zhao et al. 2023 (FSDP). Notebook 12.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .. import transport as torchs
+from ..tools.checks import (
+    check_all_call,
+    check_in_group,
+    check_same_on_all_ranks,
+    check_same_shapes,
+)
+from .clip import clip_grad_norm_
+from .conductor import Conductor
+from .plan import broadcast, plan_units, shard_parameters
+from .units import Unit
+
+
+class FSDP(nn.Module):
+    """Train `module` with its parameters, gradients and optimizer state shared out among ranks.
+
+    compute_dtype: weights are gathered and used, and floating inputs converted, in this dtype.
+    reduce_dtype: of gradients on the wire; None: the compute dtype. Shards, their gradients and the
+    optimizer's state keep the parameters' dtype.
+    reshard_after_forward: drop whole weights between forward and backward; None: but the root's.
+    wrap: the names of the submodules that are units; None: each child with parameters, a ModuleList
+    counting as its elements. What is in none belongs to the root's unit.
+    transport: sends the messages (`ddpkit.transport`).
+
+    `.module` has the shards under the original names, along the first axis; all begin with the
+    values of the group's first rank. A module on the meta device is made unit by unit, by the
+    `reset_parameters` of its modules. Call modules, never their methods: hooks do the work.
+    ValueError: this rank isn't in `group`; modules differ between ranks; a wrong name in `wrap`.
+    RuntimeError: in the first step, ranks use units in different order; a shard was computed with.
+
+    Cost per rank: 3(W-1)/W of the parameters sent in a step, two units whole at a time.
+    """
+
+    overlap = False  # of a unit's reduction with the next unit's backward: see `Conductor`
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        group: ProcessGroup | None = None,
+        reshard_after_forward: bool | None = None,
+        wrap: Iterable[str] | None = None,
+        transport=torchs,
+    ):
+        super().__init__()
+        check_in_group("FSDP", group)
+        if any(isinstance(each, FSDP) for each in module.modules()):
+            raise ValueError("expected a plain module, got FSDP inside: name its units in `wrap`")
+        self.module = module
+        self.group = group
+        check_same_on_all_ranks("module", module.named_parameters(), group)
+        plan = plan_units(module, wrap)
+        sharded = shard_parameters(module, group)
+        broadcast(module.buffers(), group)
+        self.units: list[Unit] = []  # the root's first
+        for name, inside in plan.items():
+            submodule = module.get_submodule(name)
+            parameters = [sharded[each] for each in inside]
+            how = compute_dtype, reduce_dtype, group, transport
+            unit = Unit(name or "the root", submodule, parameters, *how)
+            unit.reshard = reshard_after_forward
+            if reshard_after_forward is None:
+                unit.reshard = name != ""
+            self.units.append(unit)
+        self.conductor = Conductor(self.units, group, compute_dtype, self.overlap)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    # A step
+
+    @contextlib.contextmanager
+    def no_sync(self, gradients: bool = True, weights: bool = False) -> Iterator[None]:
+        """Leave out, for the micro-batches inside, what only the last one must do.
+
+        gradients: add up whole gradients on each rank, and reduce nothing: `synchronize` or a
+        backward outside will. weights: keep whole weights after backward, for the next forward.
+        Cost in memory: the whole model's gradients; the whole model's weights.
+
+        PyTorch's `set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)`.
+        """
+        conductor = self.conductor
+        syncing = conductor.syncing
+        keeping = conductor.keeping
+        conductor.syncing = syncing and not gradients
+        conductor.keeping = keeping or weights
+        try:
+            yield
+        finally:
+            conductor.syncing = syncing
+            conductor.keeping = keeping
+
+    def synchronize(self) -> None:
+        """Reduce what is left, after backward and before the optimizer's step; drop all weights.
+
+        Inside `no_sync` it does nothing. ValueError: a trained parameter has no gradient.
+        """
+        if not self.conductor.syncing:
+            return
+        self.conductor.synchronize()
+        unused = []
+        for unit in self.units:
+            unused += [each.name for each in unit.trained if not each.used]
+            for each in unit.trained:
+                each.used = False
+        if unused:
+            got = f"rank {dist.get_rank()} has no gradient for {', '.join(unused)} after backward"
+            remedy = "Does the loss depend on it? Freeze it, on every rank, if not."
+            raise ValueError(f"{got}, expected one for every parameter that requires it. {remedy}")
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Make the mean gradient no longer than `max_norm`, after `synchronize`; return its length.
+
+        Cost: one number all-reduced. torch.nn.utils' function would take shards for the whole.
+        """
+        shards = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return clip_grad_norm_(shards, max_norm, self.group)
+
+    # Whole parameters
+
+    def drop(self) -> None:
+        """Drop all whole weights: `.module` shows the shards."""
+        self.conductor.drop()
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return {name: shape of the whole parameter}, as the plain module's `named_parameters`."""
+        found = {each.name: each.shape for unit in self.units for each in unit.sharded}
+        return {name: found[name] for name, _ in self.module.named_parameters()}
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Gather {name: whole parameter} on every rank, in the shards' dtype. On every rank.
+
+        Cost: as an all-gather of each unit, and the memory of the whole model.
+        RuntimeError: a rank calls alone (on Gloo).
+        """
+        check_all_call("full_parameters", self.group)
+        self.drop()
+        found = {}
+        for unit in self.units:
+            found |= unit.full_parameters()
+        return {name: found[name] for name in self.shapes()}
+
+    @torch.no_grad()
+    def load_full_parameters(self, values: Mapping[str, Tensor]) -> None:
+        """Copy this rank's rows of whole parameters, by name. Nothing is sent: call on every rank.
+
+        ValueError: names or shapes are another model's.
+        """
+        theirs = {name: tuple(value.shape) for name, value in values.items()}
+        mine = {name: tuple(shape) for name, shape in self.shapes().items()}
+        check_same_shapes("values", theirs, mine)
+        self.drop()
+        for unit in self.units:
+            for each in unit.sharded:
+                each.load(values[each.name])
+
+    def state_dict(self, *args, **kwargs) -> dict:
+        """Refuse: it would hold 1/W of the model."""
+        raise RuntimeError(
+            f"state_dict() on rank {dist.get_rank()} would hold this rank's shards alone. Take "
+            "full_parameters() on every rank and save them on one, or ddpkit.fsdp.save."
+        )

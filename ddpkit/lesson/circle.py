@@ -1,0 +1,102 @@
+"""A ring drawn round: its ranks on a circle, and stripes for the ranks whose numbers a cell holds.
+
+Each cell has a slot for each rank, filled when that rank's numbers are in it: a finished sum has
+all colours, each in its place. Nothing needs a digit or a legend.
+"""
+
+import math
+
+from . import page
+from .film import Frame, Owner
+from .page import Canvas, Picture, colour
+
+WIDTH, HEIGHT = 960, 620
+MIDDLE_X, MIDDLE_Y, RADIUS_X, RADIUS_Y = WIDTH / 2, 336, 290, 204
+CELL, GAP, NODE_HEIGHT = 40, 6, 96
+
+
+def is_round(frames: list[Frame], world_size: int) -> bool:
+    """Return True if every message goes to the right neighbour, out of the rank's one buffer."""
+    *hops, end = frames
+    if end.event.kind != "end" or not 3 <= world_size <= 8 or not hops:
+        return False
+    for frame in hops:
+        if len(frame.sent) != world_size:
+            return False
+        for message in frame.sent:
+            event, (buffer, _) = message.event, message.marked.get(message.event.rank, (None, ()))
+            first = next(iter(message.memory[event.rank]), None)
+            if event.peer != (event.rank + 1) % world_size or buffer != first:
+                return False
+    return all(len(next(iter(held.values()))) <= world_size for held in end.memory)
+
+
+def place(rank: float, world_size: int) -> tuple[float, float]:
+    """Return the pixels of a rank's middle; clockwise, rank 0 on top. 0.5: between 0 and 1."""
+    angle = 2 * math.pi * rank / world_size - math.pi / 2
+    return MIDDLE_X + RADIUS_X * math.cos(angle), MIDDLE_Y + RADIUS_Y * math.sin(angle)
+
+
+def cells_of(frame: Frame, rank: int) -> list[Owner]:
+    """List the owners of the numbers in the rank's buffer."""
+    return [owner for _, owner in next(iter(frame.memory[rank].values()))]
+
+
+def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[float, float]:
+    """Return the upper left corner of a cell of a rank."""
+    x, y = place(rank, world_size)
+    return x - (cells * (CELL + GAP) - GAP) / 2 + index * (CELL + GAP), y - 4
+
+
+def draw(frame: Frame, world_size: int, title: str) -> Picture:
+    """Draw the ranks with their cells and, on its way, what each sends."""
+    canvas = Canvas(WIDTH, HEIGHT)
+    canvas.text(MIDDLE_X, 26, title, page.NORMAL)
+    for rank in range(world_size):
+        # From node to node along the circle, in short straight pieces.
+        steps = [rank + part / 24 for part in range(25)]
+        canvas.line([place(step, world_size) for step in steps], page.GREY, 3)
+        there = place(rank + 0.66, world_size), place(rank + 0.71, world_size)
+        canvas.arrow(*there, page.GREY, 4)
+    for rank in range(world_size):
+        _draw_rank(canvas, frame, rank, world_size)
+    for message in frame.sent:
+        _draw_message(canvas, message, world_size)
+    return canvas.picture(frame.event.text)
+
+
+def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
+    owners = cells_of(frame, rank)
+    _, marked = frame.marked.get(rank, (None, ()))
+    wide = max(len(owners) * (CELL + GAP) + 14, 100)
+    x, y = place(rank, world_size)
+    top = y - NODE_HEIGHT / 2
+    canvas.box(x - wide / 2, top, wide, NODE_HEIGHT, page.PALE, page.FAINT, 1.5, round=10)
+    canvas.box(x - 36, top + 13, 14, 14, colour(rank), "none", round=7)
+    canvas.text(x - 14, top + 20, f"rank {rank}", align="left", bold=True)
+    for index, owner in enumerate(owners):
+        corner = cell_place(rank, index, len(owners), world_size)
+        _draw_cell(canvas, *corner, owner, world_size, index in marked)
+
+
+def _draw_cell(canvas: Canvas, x, y, owner: Owner, world_size: int, marked: bool):
+    edge, line = ("black", 3) if marked else (page.FAINT, 1.5)
+    canvas.box(x, y, CELL, CELL, page.EMPTY, edge, line, round=3)
+    filled = owner if isinstance(owner, frozenset) else {owner}
+    canvas.stripes(x + 4, y + 4, CELL - 8, CELL - 8, range(world_size), filled)
+
+
+def _draw_message(canvas: Canvas, message: Frame, world_size: int):
+    """Draw a message halfway; in the browser it travels from its sender's cell to its place."""
+    event, (_, marked) = message.event, message.marked[message.event.rank]
+    cells = len(cells_of(message, event.rank))
+    x, y = place(event.rank + 0.5, world_size)
+    x, y = x - CELL / 2, y - CELL / 2
+    ends = []
+    for rank in (event.rank, event.peer):
+        there = cell_place(rank, marked.start, cells, world_size)
+        ends.append([72 / page.DPI * (to - at) for to, at in zip(there, (x, y), strict=True)])
+    canvas.gid = page.moving(*ends)
+    for number, owner in enumerate(message.owners):
+        _draw_cell(canvas, x + number * (CELL + GAP), y, owner, world_size, True)
+    canvas.gid = None

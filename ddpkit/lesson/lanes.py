@@ -1,0 +1,42 @@
+"""A strip of lanes below the report of a failed launch: a lane for each rank, a bead for each call.
+
+A bead is open where its rank still waits. Shown live, below the report's text; never stored.
+"""
+
+from ..runtime.errors import LaunchError
+from ..tools.units import count
+from . import page
+from .page import Canvas, Picture, colour
+
+MOST = 14  # calls of a rank: the last ones
+PITCH, LANE, LEFT, NAMES = 46, 44, 110, 260  # pixels
+
+
+def lanes(error: LaunchError) -> Picture:
+    """Draw the last calls of each rank, in the order in which it made them.
+
+    ValueError: the ranks made no call.
+    """
+    made = max(map(len, error.wire), default=0)
+    if not made:
+        raise ValueError("expected an error with the calls of its ranks, got none: nothing to draw")
+    first = max(0, made - MOST)  # earlier calls are left out on every rank
+    canvas = Canvas(LEFT + PITCH * (made - first) + NAMES, 24 + LANE * len(error.wire))
+    said = []
+    for rank, records in enumerate(error.wire):
+        y = 12 + LANE * (rank + 0.5)
+        canvas.badge(12, y - page.ROW / 2, rank)
+        ends = LEFT + PITCH * max(0, len(records) - first)
+        canvas.line([(LEFT - 4, y), (ends - 10, y)], colour(rank), 3)
+        for place, record in enumerate(records[first:]):
+            x = LEFT + PITCH * place + 12
+            fill = page.EMPTY if record.done is None else colour(rank)
+            canvas.box(
+                x, y - 11, 22, 22, fill, page.WRONG if record.done is None else "black", 3, round=11
+            )
+        open_calls = [record.op for record in records if record.done is None]
+        note = f"waits in {open_calls[-1]}" if open_calls else "makes no further call"
+        ink = page.WRONG if open_calls else "black"
+        canvas.text(ends + 8, y, note, align="left", ink=ink, bold=bool(open_calls))
+        said.append(f"rank {rank}: {count(len(records), 'call')}, {note}")
+    return canvas.picture(f"Calls by rank. {'; '.join(said)}.")

@@ -1,0 +1,55 @@
+"""The map of the parallelisms: what each cuts, what it sends, and where it lies in a cluster.
+
+Notebook 00 shows it whole; each later one shows it with its own row lit.
+"""
+
+import html
+
+MAP = {  # what is cut: (its name, what is sent and how often, where the ranks are, notebooks)
+    "batch": ("data parallel", "gradients, once a step", "anywhere", "03, 04"),
+    "states": ("ZeRO, FSDP", "gradients, weights, each step", "anywhere", "07"),
+    "layers": ("pipeline", "activations at a boundary", "neighbours", "10"),
+    "width": ("tensor parallel", "activations, 4 times a layer", "one machine", "11"),
+    "tokens": ("sequence, context", "activations; keys and values", "near", "11"),
+    "experts": ("expert parallel", "tokens, to experts and back", "near", "-"),
+}
+HEAD = "what is cut", "its name", "what is sent", "ranks are", "notebooks"
+WIDTHS = 11, 18, 30, 11  # of the text's columns; the last takes what it needs
+LIT = "background: #FFF3C4; color: #111; font-weight: bold"
+
+
+class Map:
+    """The table, with one row lit, or none: HTML in the browser, text elsewhere."""
+
+    def __init__(self, lit: str | None):
+        self.lit = lit
+
+    def __repr__(self):
+        lines = [_line("  ", ["cut", *HEAD[1:4]])]
+        for cut, (*row, _) in MAP.items():
+            lines.append(_line("→ " if cut == self.lit else "  ", [cut, *row]))
+        return "\n".join(lines)
+
+    def _repr_html_(self):
+        rows = [f"<tr>{_cells('th', HEAD)}</tr>"]
+        for cut, row in MAP.items():
+            style = f' style="{LIT}"' if cut == self.lit else ""
+            rows.append(f"<tr{style}>{_cells('td', [cut, *row])}</tr>")
+        return f"<table>{''.join(rows)}</table>"
+
+
+def where(lit: str | None = None) -> Map:
+    """Show the map with the row of what is cut lit. ValueError: no such row."""
+    if lit is not None and lit not in MAP:
+        raise ValueError(f"expected one of {', '.join(MAP)}, got {lit!r}")
+    return Map(lit)
+
+
+def _line(mark: str, words: list[str]) -> str:
+    padded = [f"{word:{width}}" for word, width in zip(words, WIDTHS, strict=True)]
+    return (mark + "".join(padded)).rstrip()
+
+
+def _cells(kind: str, words) -> str:
+    style = "text-align: left; padding: 3px 10px"
+    return "".join(f'<{kind} style="{style}">{html.escape(word)}</{kind}>' for word in words)

@@ -1,0 +1,64 @@
+"""Count what a run's records say of its messages: bytes by rank, and hops."""
+
+
+def sent_bytes(run) -> list[int]:
+    """Count the bytes of messages that each rank sent; inside torch's collectives none show."""
+    return _bytes(run, "send")
+
+
+def received_bytes(run) -> list[int]:
+    """Count the bytes of messages that each rank received."""
+    return _bytes(run, "recv")
+
+
+def _bytes(run, op: str) -> list[int]:
+    found = []
+    for records in run.wire:
+        found.append(sum(record.bytes for record in records if record.op == op))
+    return found
+
+
+def hop_numbers(run) -> dict[tuple, int]:
+    """Number the hops, from 1 on, of all messages sent and received: {(channel, seq): hop}.
+
+    A message is one hop later than the last one that its sender or its receiver had to finish
+    before it. Hops follow one another however fast the wire is; messages that travel at the same
+    time are in the same hop.
+    """
+    ends: dict[tuple, set] = {}
+    for records in run.wire:
+        for record in records:
+            if record.op in ("send", "recv"):
+                ends.setdefault((record.channel, record.seq), set()).add(record.op)
+    depth = {key: 1 for key, ops in ends.items() if len(ops) == 2}
+    while any(_push_later(records, depth) for records in run.wire):
+        pass
+    return depth
+
+
+def _push_later(records: list, depth: dict[tuple, int]) -> bool:
+    """Move each message of a rank after those finished before it began; return if any moved."""
+    moved, so_far = False, 0
+    steps = [(record.issued, 1, record) for record in records]
+    steps += [(record.done, 0, record) for record in records if record.done is not None]
+    for _, begins, record in sorted(steps, key=lambda step: step[:2]):
+        key = (record.channel, record.seq)
+        if key not in depth:
+            continue
+        if not begins:
+            so_far = max(so_far, depth[key])
+        elif depth[key] <= so_far < len(depth):  # the bound: records may contradict each other
+            depth[key], moved = so_far + 1, True
+    return moved
+
+
+def hops_of(run) -> list[list[tuple[int, int, int]]]:
+    """List the messages of `run` by hop, each as (src, dst, bytes)."""
+    numbers_of = hop_numbers(run)
+    found: list[list] = [[] for _ in range(max(numbers_of.values(), default=0))]
+    for rank, records in enumerate(run.wire):
+        for record in records:
+            hop = numbers_of.get((record.channel, record.seq))
+            if hop and record.op == "send":
+                found[hop - 1].append((rank, record.peer, record.bytes))
+    return [sorted(hop) for hop in found]

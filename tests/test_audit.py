@@ -1,0 +1,401 @@
+"""ddpkit.audit: right trainings are the same, wrong ones are told with their factor and place."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit import launch
+from ddpkit.audit import (
+    Ledger,
+    NotFinite,
+    Tape,
+    agree,
+    budget,
+    compare,
+    exact,
+    exact_loss,
+    finite,
+    same_training,
+    unchanged,
+)
+from ddpkit.audit.tape import Step, plain_name
+from ddpkit.ddp import BucketedDDP
+from ddpkit.fsdp import FSDP
+from ddpkit.models import GPT, mean_loss
+from ddpkit.tensor_parallel import ParallelGPT
+from ddpkit.zero import ZeroOptimizer
+
+RANKS, MICRO_BATCHES = 3, 2  # unequal, so that a factor has one cause
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 32, (12, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def new_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocabulary=32, context=8, width=16, heads=2, layers=2)
+
+
+def serial() -> None:
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        mean_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def in_parallel(wrap, divided=True, after=lambda net: None, lr=1e-3):
+    """Train with data parallelism. after: is called with the wrapped model, before the update."""
+
+    def train():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        net = wrap(new_model())
+        optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+        for step in range(3):
+            inputs, targets = (part.chunk(world_size)[rank] for part in batch(step))
+            optimizer.zero_grad()
+            for number in range(MICRO_BATCHES):
+                x, y = inputs.chunk(MICRO_BATCHES)[number], targets.chunk(MICRO_BATCHES)[number]
+                loss = mean_loss(net(x), y) / (MICRO_BATCHES if divided else 1)
+                if number < MICRO_BATCHES - 1 and hasattr(net, "no_sync"):
+                    with net.no_sync():
+                        loss.backward()
+                else:
+                    loss.backward()
+            if hasattr(net, "synchronize"):
+                net.synchronize()
+            after(net)
+            optimizer.step()
+
+    return train
+
+
+def with_zero() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = new_model()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    for step in range(3):
+        inputs, targets = (part.chunk(world_size)[rank] for part in batch(step))
+        mean_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def split() -> None:
+    model = ParallelGPT(new_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(*batch(step)).backward()
+        optimizer.step()
+
+
+RIGHT = {
+    "ours": (in_parallel(BucketedDDP), RANKS),
+    "PyTorch's": (in_parallel(DistributedDataParallel), RANKS),
+    "FSDP2": (in_parallel(sharded), RANKS),
+    "our FSDP": (in_parallel(FSDP), RANKS),
+    "ZeRO": (with_zero, RANKS),
+    "tensor parallel": (split, 2),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_trainings_are_the_same(name):
+    train, world_size = RIGHT[name]
+    report = same_training(serial, train, world_size=world_size, sgd=False)
+    assert report.fine, str(report)
+    assert (report.steps, report.tensors) == (3, 26)
+    assert str(report).startswith("the same training: 3 steps, 26 gradients and parameters in each")
+
+
+def scaled(factor, ranks=range(RANKS)):
+    def after(net):
+        for parameter in net.parameters():
+            if parameter.grad is not None and dist.get_rank() in ranks:
+                parameter.grad *= factor
+
+    return after
+
+
+def forgets(net):
+    """One tensor has this rank's part only, as if a hook weren't armed."""
+    net.module.blocks[1].out.bias.grad *= dist.get_rank()
+
+
+WRONG = {
+    "micro-batches": (
+        in_parallel(BucketedDDP, divided=False),
+        [
+            "gradient of all 25 tensors",
+            "×2, on every rank",
+            "2 micro-batches: their losses aren't divided",
+        ],
+    ),
+    "a sum": (
+        in_parallel(BucketedDDP, after=scaled(RANKS)),
+        ["×3, on every rank", "3 ranks: summed over them where the mean is due"],
+    ),
+    "one rank": (
+        in_parallel(BucketedDDP, after=scaled(0.5, [1])),
+        ["×0.5, on rank 1 only", "what does rank 1 do alone?"],
+    ),
+    "nobody averages": (
+        in_parallel(lambda model: model),
+        ["each rank has its own", "their mean is right: nobody averages them"],
+    ),
+    "one tensor": (
+        in_parallel(BucketedDDP, after=forgets),
+        ["step 0, gradient of blocks.1.out.bias: ", "each rank has its own"],
+    ),
+    "an update": (
+        in_parallel(BucketedDDP, lr=2e-3),
+        ["step 0, parameter of", "gradients agree: look at the update"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_trainings_are_told_with_factor_and_place(name):
+    train, says = WRONG[name]
+    report = same_training(serial, train, world_size=RANKS, sgd=False)
+    assert not report.fine
+    for words in says:
+        assert words in str(report), str(report)
+
+
+def test_sgd_shows_the_factor_that_adamw_hides():
+    """A wrapper of the optimizer scales what it is given: only the update knows."""
+
+    def train():
+        torch.optim.AdamW, given = Scaled.of(torch.optim.AdamW), torch.optim.AdamW
+        try:
+            in_parallel(BucketedDDP)()
+        finally:
+            torch.optim.AdamW = given
+
+    assert same_training(serial, train, world_size=2, sgd=False, steps=1).fine
+    report = same_training(serial, train, world_size=2, steps=1)
+    assert not report.fine
+    assert "with SGD in the optimizer's place" in str(report)
+    assert "parameter of" in str(report)
+
+
+class Scaled:
+    """Makes an optimizer that steps along gradients 4 times too long."""
+
+    @staticmethod
+    def of(optimizer):
+        class Long(optimizer):
+            def step(self, closure=None):
+                for options in self.param_groups:
+                    for parameter in options["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad = parameter.grad * 4
+                return super().step(closure)
+
+        return Long
+
+
+def integers(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randint(-2, 3, (12, 5), generator=generator).double()
+    return inputs, torch.randint(-2, 3, (12, 3), generator=generator).double()
+
+
+def exact_twin() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Dropout(0.5), nn.Linear(7, 3))
+    assert exact(model) == []
+    return model
+
+
+def exactly(parallel: bool, wrong: bool = False):
+    def train():
+        rank = dist.get_rank() if parallel else 0
+        world_size = dist.get_world_size() if parallel else 1
+        net = BucketedDDP(exact_twin()) if parallel else exact_twin()
+        optimizer = torch.optim.SGD(net.parameters(), lr=2**-6)
+        for step in range(3):
+            inputs, targets = (part.chunk(world_size)[rank] for part in integers(step))
+            optimizer.zero_grad()
+            exact_loss(net(inputs), targets).backward()
+            if parallel:
+                net.synchronize()
+                if wrong:
+                    net.module[0].bias.grad[0] += 2**-40
+            optimizer.step()
+
+    return train
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_exact_twin_is_equal_to_the_bit_and_shows_the_smallest_difference(world_size):
+    options = {"world_size": world_size, "sgd": False, "to_the_bit": True, "steps": 2}
+    report = same_training(exactly(False), exactly(True), **options)
+    assert report.fine, str(report)
+    assert "equal to the last bit" in str(report)
+    report = same_training(exactly(False), exactly(True, wrong=True), **options)
+    assert "step 0, gradient of 0.bias: ×1 but for" in str(report)
+
+
+def test_what_cannot_be_exact_is_said():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Softmax(-1))
+    assert exact(model) == ["1", "3"]
+    assert isinstance(model[2], nn.ReLU)
+    assert {value for p in model.parameters() for value in p.unique().tolist()} <= {-1.0, 0.0, 1.0}
+
+
+def tape_of(begin=1.0, gradient=2.0, parameter=3.0, name="w") -> Tape:
+    tape = Tape(1)
+    whole = torch.full((4,), 1.0, dtype=torch.float64)
+    tape.begin = {name: whole * begin}
+    value = None if gradient is None else whole * gradient
+    tape.steps = [Step([1.0], {name: value}, {name: whole * parameter})]
+    return tape
+
+
+def test_tapes_are_compared_by_name_from_the_start_on():
+    assert compare(tape_of(), [tape_of(), tape_of()]).fine
+    told = str(compare(tape_of(), [tape_of(), tape_of(begin=5.0)]))
+    assert "at the start, parameter of w: ×5, on rank 1 only" in told
+    assert "don't begin alike" in told
+    told = str(compare(tape_of(), [tape_of(gradient=None)] * 2))
+    assert "gradient of w: ×0, on every rank" in told
+    assert "no gradient arrived" in told
+    with pytest.raises(ValueError, match=r"got 'v' on rank 0, 'w' in the serial run: use rename"):
+        compare(tape_of(), [tape_of(name="v")])
+    assert compare(tape_of(), [tape_of(name="v")], rename={"v": "w"}).fine
+    assert "no optimizer stepped" in str(compare(Tape(1), [Tape(1)]))
+    assert not compare(Tape(1), [Tape(1)]).fine
+
+
+def test_names_are_the_serial_models():
+    assert plain_name("module.blocks.0._orig_mod.out.weight") == "blocks.0.out.weight"
+    assert plain_name("encoder.module.weight") == "encoder.module.weight"
+
+
+def fails_after(train):
+    train()
+    raise ZeroDivisionError
+
+
+def test_a_tape_leaves_nothing_behind():
+    before = torch.autograd.backward
+    tape = Tape(2)
+    with pytest.raises(ZeroDivisionError), tape:
+        fails_after(serial)
+    assert torch.autograd.backward is before
+    assert [len(step.gradients) for step in tape.steps] == [26, 26]
+    model = new_model()
+    model(batch(0)[0]).sum().backward()
+    assert len(tape.steps) == 2
+
+
+# Agreement, numbers, samples, calls
+
+
+@on_ranks(3)
+def test_agreement_names_tensor_and_rank(check, rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    check.same(agree(model, optimizer), [])
+    with torch.no_grad():
+        if rank == 2:
+            model[0].weight[0, 0] += 1e-7
+        model[1].running_mean += rank
+        if rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.5
+            optimizer.state[model[0].bias]["exp_avg"] += 1
+    found = agree(model, optimizer)
+    expected = [
+        "parameter 0.weight: rank 2 differs",
+        "buffer 1.running_mean: no two ranks are alike",
+        "lr of parameter group 0: rank 1 differs",
+        "exp_avg of 0.bias: rank 1 differs",
+    ]
+    check.same(found, expected)
+    alone = dist.new_group([1, 2])
+    if rank:
+        check.same(agree(model, group=alone)[0], "parameter 0.weight: the two ranks differ")
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return x.sqrt()
+
+
+def test_the_first_nan_is_named():
+    model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Linear(2, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(-1.0)
+        model[0].bias.zero_()
+    told = r"rank 0: the output of 1 \(Root\), call 1 has NaN; its inputs are finite, at most 2"
+    with pytest.raises(NotFinite, match=told), finite(model):
+        model(torch.ones(1, 2))
+    assert model(torch.ones(1, 2)).isnan().all()  # nothing listens any more
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(NotFinite, match="gradient that 1"), finite(model):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@on_ranks(3)
+def test_the_ledger_counts_each_sample_of_all_ranks(check, rank):
+    samples = torch.arange(12.0)
+    right = Ledger([samples[rank::3][:2], samples[rank::3][2:]])
+    list(right)
+    check.same(right.audit(12), [])
+    list(right)
+    check.same(
+        right.audit(12), ["the same order as in an epoch before: does anybody call set_epoch?"]
+    )
+    everywhere = Ledger([samples])
+    list(everywhere)
+    expected = ["12 of 12 samples were used 3 times"]
+    expected += ["all ranks had the same samples: no sampler deals them out"]
+    check.same(everywhere.audit(12), expected)
+    padded = Ledger([samples[: 4 + (rank == 0)], samples[4 * rank + 1 : 4 * rank + 2]])
+    list(padded)
+    check.unless(any("used by no rank" in each for each in padded.audit(12)), "a sample is missing")
+
+
+def test_a_ledger_goes_on_after_a_resume():
+    samples = torch.arange(6)
+    first = Ledger([samples[:3]], key=torch.Tensor.tolist)
+    list(first)
+    second = Ledger([samples[3:]], key=torch.Tensor.tolist, entries=first.entries)
+    list(second)
+    assert second.audit(6) == []
+
+
+def test_the_budget_counts_calls_by_rank():
+    def step(more):
+        for _ in range(2 + more):
+            dist.all_reduce(torch.ones(3))
+
+    run = launch(step, 0, world_size=2)
+    assert budget(run, {"all_reduce": 2}) == []
+    more = launch(step, 3, world_size=2)
+    assert budget(more, {"all_reduce": 2}) == [f"rank {r}: 5 all_reduce, 2 due" for r in (0, 1)]
+    assert (
+        budget(run, {"all_reduce": 1, "broadcast": 1}, steps=2)[0] == "rank 0: 0 broadcast, 2 due"
+    )
+    assert unchanged(run, launch(step, 0, world_size=2))
+    assert not unchanged(run, more)

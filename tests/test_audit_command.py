@@ -1,0 +1,124 @@
+"""`python -m ddpkit.audit`: scripts that know nothing of it, under real torchrun."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ddpkit.audit import command
+
+SCRIPT = """\
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+wrong = sys.argv[1] if len(sys.argv) > 1 else ""
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(4):
+    data = torch.randn(12, 12, generator=torch.Generator().manual_seed(step))
+    inputs, targets = data.chunk(world_size)[rank].split([8, 4], dim=1)
+    optimizer.zero_grad()
+    called = model.module if wrong == "past the hooks" else model
+    loss = (called(inputs) - targets).square().mean()
+    loss = loss * world_size if wrong == "a sum" else loss
+    loss.backward()
+    optimizer.step()
+    while wrong == "for ever":
+        pass
+if wrong == "a hang" and rank == 0:
+    dist.barrier()
+if wrong == "a crash" and rank == 1:
+    raise RuntimeError("out of luck")
+dist.destroy_process_group()
+"""
+ALONE = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(4):
+    data = torch.randn(12, 12, generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    (model(data[:, :8]) - data[:, 8:]).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_two_scripts_are_the_same_training(script, tmp_path, capsys):
+    alone = tmp_path / "alone.py"
+    alone.write_text(ALONE)
+    options = "--world-size", "2", "--steps", "2", "--no-sgd", "--stop"
+    assert command.main([str(alone), script, *options]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("the same training: 2 steps, 4 gradients and parameters in each")
+    assert told.err == ""
+
+
+def test_a_factor_is_told_in_a_script(script, tmp_path, capsys):
+    alone = tmp_path / "alone.py"
+    alone.write_text(ALONE)
+    options = "--world-size", "3", "--steps", "1", "--no-sgd", "--", "a sum"
+    assert command.main([str(alone), script, *options]) == 1
+    told = capsys.readouterr().out
+    assert "step 0, gradient of all 4 tensors: ×3, on every rank" in told
+    assert "3 ranks: summed over them where the mean is due" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "code", "says"),
+    [
+        ("", 0, "the same training: 3 steps"),
+        ("past the hooks", 1, "their mean is right: nobody averages them"),
+        ("a crash", 2, "rank 1 raised RuntimeError: out of luck"),
+        ("a hang", 2, "deadlock: rank 0 waits in barrier for rank 1, which has"),
+    ],
+)
+def test_one_script_on_one_rank_and_on_two(script, capsys, wrong, code, says):
+    assert command.main([script, "--world-size", "2", "--", *([wrong] if wrong else [])]) == code
+    told = capsys.readouterr()
+    assert says in (told.out if code < 2 else told.err)
+
+
+@pytest.mark.slow
+def test_a_script_that_trains_for_ever_is_ended(script, capsys):
+    assert command.main([script, "--timeout", "8", "--", "for ever"]) == 2
+    assert "made no 3 steps in 8 s" in capsys.readouterr().err
+    left = subprocess.run(["pgrep", "-f", script], capture_output=True, check=False)
+    assert left.stdout == b""
+
+
+def test_bad_input_is_told_in_a_sentence(tmp_path, capsys):
+    assert command.main([str(tmp_path / "none.py")]) == 2
+    assert "none.py: there is no such file" in capsys.readouterr().err
+    empty = tmp_path / "empty.py"
+    empty.write_text("print('nothing')\n")
+    assert command.main([str(empty), str(empty), "--world-size", "0"]) == 2
+    assert "expected --world-size of 1 or more" in capsys.readouterr().err
+    fails = tmp_path / "fails.py"
+    fails.write_text("import sys\nsys.exit('no data')\n")
+    assert command.main([str(fails), str(empty)]) == 2
+    assert "fails.py failed on one rank, exit code 1:\nno data" in capsys.readouterr().err
+
+
+def test_the_command_is_there():
+    help_ = subprocess.run(
+        [sys.executable, "-m", "ddpkit.audit", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Is my script on N ranks the script on one?" in help_.stdout

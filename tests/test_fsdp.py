@@ -1,0 +1,387 @@
+"""ddpkit.fsdp beside the serial twin, to the last bit where integers allow it, and beside PyTorch's
+`fully_shard`, call by call."""
+
+import contextlib
+from functools import partial
+
+import fsdp_cases as cases
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+
+from ddpkit import memory, transport
+from ddpkit.checkpointing import checkpoint
+from ddpkit.fast import fsdp as fast
+from ddpkit.fsdp import FSDP
+from ddpkit.fsdp.reduce import divisors
+
+SGD = partial(torch.optim.SGD, lr=1 / 4)
+MOMENTUM = partial(torch.optim.SGD, lr=1 / 4, momentum=1 / 2)
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+HALF_THE_DIGITS = torch.finfo(torch.float64).eps ** 0.5  # roundings of AdamW don't come near
+
+CHECKPOINTS = {
+    "no checkpoint": None,
+    "ddpkit's": checkpoint,
+    "torch's": partial(torchs_checkpoint, use_reentrant=False),
+    "torch's, reentrant": partial(torchs_checkpoint, use_reentrant=True),
+}
+
+
+# The serial twin
+
+
+def twins_backward(twin, step, micro_batches):
+    """The whole batch in one process: all ranks' micro-batches, one after the other."""
+    losses = []
+    for number in range(micro_batches):
+        for rank in range(dist.get_world_size()):
+            losses.append(cases.loss_of(twin, cases.batch(step, number, rank)))
+    sum(losses).backward()
+    return sum(losses)
+
+
+def compare(check, model, twin, make, micro_batches, quiet, what, steps=2, same=None):
+    """Steps from new integers each; loss, gradients, norm and parameters."""
+    exact = same is None
+    same = same or check.same
+    optimizer = make(model.parameters())
+    twins = make(twin.parameters())
+    world_size = dist.get_world_size()
+    for step in range(steps):
+        if exact:
+            twin.draw(step + 7)
+            model.load_full_parameters(dict(twin.named_parameters()))
+        twins_loss = twins_backward(twin, step, micro_batches)
+        # The mean over ranks of W times their sums is the sum over all: no division is inexact.
+        cases.backward(model, step, micro_batches, quiet, factor=world_size)
+        with torch.no_grad():
+            batches = [
+                cases.batch(step, number, dist.get_rank()) for number in range(micro_batches)
+            ]
+            loss = sum(cases.loss_of(model, batch) for batch in batches)
+        dist.all_reduce(loss)
+        same(loss, twins_loss.detach(), *what, "loss")
+        names = dict(twin.named_parameters())
+        model.drop()
+        for name, shard in model.module.named_parameters():
+            gradient = names[name].grad
+            if gradient is None:
+                check.same(shard.grad, None, *what, step, name)
+            else:
+                same(shard.grad, cases.mine(name, gradient), *what, step, name, "gradient")
+        optimizer.step()
+        twins.step()
+        optimizer.zero_grad()
+        twins.zero_grad()
+        full = model.full_parameters()
+        check.same(list(full), list(names), *what, "names")
+        for name, whole in full.items():
+            same(whole, names[name].detach(), *what, step, name, "whole")
+
+
+@on_ranks(1, 2, 3, 4)
+def test_the_exact_twin(check, world_size):
+    """Every setting of accumulation with 1 to 3 micro-batches, SGD and momentum, all checkpoints.
+
+    Integers in float64: not one bit may differ. Each rank begins with weights of its own.
+    """
+    torch.use_deterministic_algorithms(True)
+    for number, (setting, (reshard, quiet)) in enumerate(cases.SETTINGS.items()):
+        micro_batches = 1 + (number + world_size) % 3
+        make = (SGD, MOMENTUM)[(number + world_size) % 2]
+        name, how = list(CHECKPOINTS.items())[(number + world_size) % 4]
+        wrapper = (FSDP, fast.FSDP)[number % 2]
+        module = cases.Odd(dist.get_rank(), checkpoint=how)
+        model = wrapper(module, reshard_after_forward=reshard)
+        what = setting, micro_batches, name
+        twin = cases.Odd()
+        compare(check, model, twin, make, micro_batches, quiet, what)
+
+
+@on_ranks(2, 3)
+def test_adamw_for_five_steps(check):
+    """Within half the digits of float64: a wrong gradient moves a weight by the learning rate."""
+
+    def near(got, expected, *what):
+        check.close(got, expected, HALF_THE_DIGITS * (1 + expected.abs()), *what)
+
+    model = cases.wrapped(dist.get_rank())
+    compare(check, model, cases.Odd(), ADAMW, 2, None, ["AdamW"], steps=5, same=near)
+
+
+# Half precision
+
+
+class Plain(nn.Sequential):
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        super().__init__(nn.Linear(5, 6), nn.GELU(), nn.Linear(6, 3))
+
+
+def floats(step, micro_batch, rank):
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
+    return torch.randn(4, 5, generator=generator)
+
+
+def squared(model, x):
+    return model(x).float().square().mean()
+
+
+def serial_mean(gradients, dtype, quiet):
+    """The mean over ranks, as float32, of {(rank, micro-batch): gradient}, and what may be off.
+
+    Cast to `dtype`; added over micro-batches in it inside no_sync, in float32 else.
+    """
+    world_size = dist.get_world_size()
+    before, after = divisors(dtype, world_size)
+    total = 0
+    for numbers in [(0, 1)] if quiet else [(0,), (1,)]:
+        parts = []
+        for rank in range(world_size):
+            part = gradients[rank, numbers[0]].to(dtype)
+            for number in numbers[1:]:
+                part = part + gradients[rank, number]
+            parts.append(part / before)
+        total = total + (sum(parts) / after).float()
+    size = sum(each.float().abs() for each in gradients.values()) / world_size
+    return total, 2 * world_size * torch.finfo(dtype).eps * size
+
+
+@on_ranks(2, 3)
+def test_half_precision_is_the_casts_of_a_serial_model(check, rank, world_size):
+    """To the bit on two ranks, since a sum of two has one order; on three each addition and each
+    division may round otherwise, by half the format's spacing.
+    """
+    kinds = [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (torch.float16, None)]
+    for compute, reduce in kinds:
+        for quiet in (None, {"gradients": True}):
+            what = [compute, reduce, quiet]
+            model = FSDP(Plain(rank), compute, reduce)
+            twin = Plain()
+            optimizers = [ADAMW(each.parameters()) for each in (model, twin)]
+            for step in range(3):
+                cases.backward(model, step, 2, quiet, loss=squared, batch=floats)
+                gradients = {}
+                for r in range(world_size):
+                    for number in range(2):
+                        rounded = Plain().to(compute)
+                        rounded.load_state_dict(twin.state_dict())
+                        squared(rounded, floats(step, number, r).to(compute)).backward()
+                        gradients[r, number] = [each.grad for each in rounded.parameters()]
+                for place, (name, parameter) in enumerate(twin.named_parameters()):
+                    mine = {key: each[place] for key, each in gradients.items()}
+                    parameter.grad, bound = serial_mean(mine, reduce or compute, quiet)
+                    got = model.module.get_parameter(name).grad
+                    expected = cases.mine(name, parameter.grad)
+                    if world_size == 2:
+                        check.same(got, expected, *what, step, name)
+                    check.close(got, expected, cases.mine(name, bound), *what, step, name)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                model.load_full_parameters(dict(twin.named_parameters()))  # AdamW: last bits
+
+
+@on_ranks(1, 3)
+def test_gradients_of_shards_have_their_dtype(check):
+    model = FSDP(Plain(), torch.bfloat16, torch.float32)
+    out = model(floats(0, 0, 0))
+    check.same(out.dtype, torch.bfloat16, "output")
+    out.float().sum().backward()
+    model.synchronize()
+    for name, shard in model.module.named_parameters():
+        check.same((shard.dtype, shard.grad.dtype), (torch.float32,) * 2, name)
+        check.same(shard.grad.shape, shard.shape, name)
+
+
+@on_ranks(3)
+def test_clipping_by_the_norm_of_all_shards(check, rank):
+    for max_norm in (0.01, 100.0):
+        model = FSDP(Plain(rank))
+        twin = Plain()
+        losses = [squared(twin, floats(0, 0, r)) for r in range(3)]
+        (sum(losses) / 3).backward()
+        cases.backward(model, 0, loss=squared, batch=floats)
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        near = 100 * torch.finfo(torch.float32).eps  # sums of 80 squares, in other orders
+        check.close(model.clip_grad_norm(max_norm), norm, near * norm, "norm")
+        for name, parameter in twin.named_parameters():
+            got = model.module.get_parameter(name).grad
+            check.close(got, cases.mine(name, parameter.grad), near, name)
+
+
+# Beside fully_shard
+
+
+class Blocks(nn.Module):
+    """Three blocks, with or without a parameter of the root's own, with or without token ids."""
+
+    def __init__(self, own, tokens):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 5) if tokens else nn.Identity()
+        blocks = [nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 5)) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
+        self.own = nn.Parameter(torch.ones(5)) if own else None
+
+    def forward(self, x):
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.own is None else x * self.own
+
+
+def fully_sharded(own, tokens, reshard, halves):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = Blocks(own, tokens)
+    options = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "reshard_after_forward": reshard,
+        "mp_policy": MixedPrecisionPolicy(*halves),
+    }
+    for unit in [model.tokens, *model.blocks] if tokens else model.blocks:
+        fully_shard(unit, **options)
+    return fully_shard(model, **options)
+
+
+@on_ranks(2, 3, 4)
+def test_calls_are_fully_shards(check, world_size):
+    """Number, order, dtypes and bytes of the calls in a second step; no padding differs."""
+    for number in range(8):
+        own, tokens, odd = number // 4, number // 2 % 2, number % 2
+        reshard = (None, True, False)[(number + world_size) % 3]
+        halves = (torch.bfloat16, torch.float32) if odd else (None, None)
+        micro_batches = 1 + odd
+        ours = FSDP(Blocks(own, tokens), *halves, reshard_after_forward=reshard)
+        theirs = fully_sharded(own, tokens, reshard, halves)
+        overlapped = fast.FSDP(
+            Blocks(own, tokens), *halves, reshard_after_forward=reshard, transport=transport
+        )
+        x = torch.ones(4, dtype=torch.int64) if tokens else torch.ones(4, 5)
+
+        def step(model, x=x, micro_batches=micro_batches):
+            for left in reversed(range(micro_batches)):
+                quiet = left and isinstance(model, FSDP)
+                if not isinstance(model, FSDP):
+                    model.set_requires_gradient_sync(left == 0)
+                with model.no_sync() if quiet else contextlib.nullcontext():
+                    model(x).sum().backward()
+            if isinstance(model, FSDP):
+                model.synchronize()
+
+        said = []
+        for model in (ours, theirs, overlapped):
+            step(model)
+            said.append(cases.sent_by(partial(step, model)))
+        what = own, tokens, reshard, micro_batches, halves
+        check.same(said[0], said[1], *what)
+        check.same(said[2], said[1], "overlapped", *what)
+        check.unless(len(said[0]) >= 6, "calls", said[0])
+
+
+@on_ranks(2, 3)
+def test_accumulation_in_five_settings(check, world_size):
+    """In units of one gather or reduction of the model: 3A, 2A, 2A + 1, 2A + 1, 2."""
+    parts = {
+        "as it comes": lambda a: (2 * a, a),
+        "kept after forward": lambda a: (a, a),
+        "synced at the last": lambda a: (2 * a, 1),
+        "kept after backward": lambda a: (1 + a, a),
+        "kept always, synced at the last": lambda a: (1, 1),
+    }
+    for setting, (reshard, quiet) in cases.SETTINGS.items():
+        model = FSDP(Blocks(False, False), reshard_after_forward=reshard)
+
+        def loss(model, x):
+            return model(x).sum()
+
+        for micro_batches in (3, 1):
+            step = partial(cases.backward, model, 0, micro_batches, quiet, 1, loss, floats)
+            step()
+            ops = [op for op, _, _ in cases.sent_by(step)]
+            got = ops.count("all_gather") / 3, ops.count("reduce_scatter") / 3
+            expected = parts[setting](micro_batches)
+            if micro_batches == 1 and not reshard:
+                expected = 1, 1
+            check.same(got, expected, setting, micro_batches)
+
+
+# Memory
+
+
+class Wide(nn.Module):
+    """Units so large that activations hardly count."""
+
+    def __init__(self, layers=4, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class InPlace:
+    """A transport without scratch memory: Gloo's own reduce-scatter clones the whole message."""
+
+    start_all_gather = staticmethod(transport.start_all_gather)
+
+    @staticmethod
+    def start_reduce_scatter(flat, group):
+        return dist.all_reduce(flat, group=group, async_op=True)
+
+
+def nbytes(tensors):
+    """Of their memory, each piece once."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(each.nbytes() for each in storages.values())
+
+
+@on_ranks(1, 2, 3, 4)
+def test_memory_by_rank_to_the_byte(check, rank, world_size):
+    model = cases.wrapped()
+    optimizer = ADAMW(model.parameters())
+    whole = {name: p if p.dim() else p[None] for name, p in cases.Odd().named_parameters()}
+    rows = {name: -(-len(p) // world_size) for name, p in whole.items()}
+    for _ in range(2):
+        cases.backward(model, 0)
+        optimizer.step()
+    shards = dict(model.module.named_parameters())
+    for name, p in whole.items():
+        mine = max(0, min(len(p), (rank + 1) * rows[name]) - rank * rows[name])
+        check.same(shards[name].shape, (mine, *p.shape[1:]), name)
+        check.same(shards[name].untyped_storage().nbytes(), mine * p[0].nbytes, name, "shard")
+        if p.requires_grad:
+            kept = optimizer.state[shards[name]]
+            check.same(kept["exp_avg"].nbytes, mine * p[0].nbytes, name, "moment")
+    trained = {name: p for name, p in whole.items() if p.requires_grad}
+    padded = sum(rows[name] * p[0].nbytes for name, p in trained.items())
+    check.same(nbytes(s.grad for s in shards.values() if s.grad is not None), padded, "gradients")
+    wholes = [each.whole for unit in model.units for each in unit.sharded]
+    check.same(nbytes(wholes), 0, "whole weights after a step")
+
+
+@on_ranks(2, 3, 4)
+def test_peak_of_a_step(check, world_size):
+    """No more than the shards and their gradients, two units whole, one unit's gradients, and
+    activations; and with one unit for all the whole model, twice."""
+    x = torch.ones(2, 64)
+    for wrap in (None, []):
+        model = FSDP(Wide(), wrap=wrap, transport=InPlace())
+        unit = max(unit.nbytes for unit in model.units)
+        shards = list(model.module.parameters())
+        step = partial(cases.backward, model, 0, loss=lambda m, x: m(x).sum(), batch=lambda *_: x)
+        step()
+        for shard in shards:
+            shard.grad = None
+        kept = nbytes(shards)
+        gradients = unit + sum(each.nbytes for each in model.units) // world_size
+        activations = 4 * 4 * x.nbytes + 64
+        got = memory.most_bytes(step, shards)
+        check.unless(got <= kept + 2 * unit + gradients + activations, wrap, got, kept, unit)
+        check.unless(got > 2 * unit, wrap, "is too little to be true", got, unit)
