@@ -1,14 +1,13 @@
 """Models and steps that the ranks of notebook 12 run, where the page shows only what comes out."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import memory, transport
-from ..fast import fsdp as fast
 from ..fsdp import FSDP
 from ..runtime.recorder import recorder
 
@@ -84,18 +83,34 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
     return [names[record.op, record.bytes] for record in second_step(model, x)[0]]
 
 
-def seconds_in_turns(make: Callable[[], nn.Module], rows: int, rounds: int = 10) -> Sequence[float]:
-    """Time forward and backward, computing alone and sharded, in turns: the shortest of each."""
-    plain = make()
-    model = fast.FSDP(make(), transport=transport)
-    width = next(plain.parameters()).shape[1]
-    took = {plain: [], model: []}
+def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
+    """Measure C: the fastest of some products of (rows, width) and (width, width)."""
+    x = torch.randn(rows, width)
+    weight = torch.randn(width, width)
+    took = fastest(lambda: x @ weight, rounds)
+    return 2 * rows * width**2 / took
+
+
+def bytes_per_s(nbytes: int, rounds: int = 5) -> float:
+    """Measure b: what a rank sends in a second of gathering `nbytes` in all."""
+    flat = torch.zeros(nbytes // 4)
+    took = fastest(lambda: transport.start_all_gather(flat).wait(), rounds)
+    return nbytes / took * (dist.get_world_size() - 1) / dist.get_world_size()
+
+
+def seconds_of_a_step(model: nn.Module, width: int, rounds: int = 5) -> float:
+    """Time forward and backward; the first one, in which ranks compare their order, isn't timed."""
+    x = torch.ones(2, width, requires_grad=True)
+    micro_batches(model, x)
+    return fastest(lambda: micro_batches(model, x), rounds)
+
+
+def fastest(call: Callable[[], object], rounds: int) -> float:
+    """Call it some times, after a barrier each; return the seconds of the shortest."""
+    took = []
     for _ in range(rounds):
-        for each in took:
-            x = torch.randn(rows, width, requires_grad=True)
-            dist.barrier()
-            begun = time.perf_counter()
-            each(x).sum().backward()
-            took[each].append(time.perf_counter() - begun)
-        model.synchronize()
-    return [min(seconds[2:]) for seconds in took.values()]
+        dist.barrier()
+        begun = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - begun)
+    return min(took)
