@@ -32,3 +32,9 @@ def test_calculator_says_what_is_held():
     for schedule, held in (("GPipe", "8, 8, 8, 8"), ("interleaved", "5.5, 4.5, 3.5, 2.5")):
         calculator.widgets["schedule"].value = schedule
         assert calculator.look()[0].endswith(f"Held at most, by rank: {held}.")
+
+
+def test_held_by_rank():
+    assert pipeline_charts.held_by_rank(schedules.one_f_one_b(4, 8)) == [4, 3, 2, 1]
+    assert pipeline_charts.held_by_rank(schedules.interleaved(4, 8), 2) == [5.5, 4.5, 3.5, 2.5]
+    assert pipeline_charts.held_by_rank(schedules.zero_bubble(4, 8)) == [4, 4, 4, 4]

@@ -4,7 +4,6 @@ The same blocks as units, the same dtype, SGD: time, bytes sent, and the most by
 at a time, on Gloo. In the end all must have the same parameters.
 """
 
-import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -18,12 +17,10 @@ from ..fast import fsdp as fast
 from ..fsdp.plan import plan_units
 from ..memory import most_bytes
 from ..runtime.launch import launch
-from ..runtime.wire import recorder
-from ..tools.passes import sent_by_all
 from . import training
-from .interleave import WARM_UP, Contest, check_close, race
-from .results import AGAIN, SPEED, Goal, Result, Results, report, results_of
-from .training import Task, gpt
+from .interleave import Contest, check_close, race
+from .results import AGAIN, SPEED, Goal, Results, report, results_of
+from .training import Task, count_steps, gpt, tell_counted
 
 ROUNDS = 24
 TORCH, PLAIN, OURS = "fully_shard", "FSDP", "fast FSDP"
@@ -36,20 +33,12 @@ Peak: MB of tensors, the shards included; scratch memory of Gloo's not.
 MODELS = {"12 × Linear(1024)": partial(training.linears, rows=64), "GPT": gpt}
 
 
-class Replica:
-    """A sharded model and its optimizer."""
+class Replica(training.Replica):
+    """A sharded model; its optimizer is made after the wrapping, as `fully_shard` wants it."""
 
     def __init__(self, make: Callable[[], Task], wrap: Callable[[nn.Module], nn.Module]):
-        self.module, self.loss = make()
-        self.wrapped = wrap(self.module)
+        super().__init__(make, wrap, None)
         self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=1e-3)
-
-    def step(self) -> None:
-        self.wrapped.zero_grad()
-        self.loss(self.wrapped).backward()
-        if hasattr(self.wrapped, "synchronize"):
-            self.wrapped.synchronize()
-        self.optimizer.step()
 
     def whole(self) -> Tensor:
         """Gather all parameters, end to end."""
@@ -95,17 +84,12 @@ def contest(make: Callable[[], Task], names: Iterable[str], group: ProcessGroup)
 
 def count(make: Callable[[], Task], names: Iterable[str]) -> dict[str, tuple[float, int]]:
     """{variant: (bytes that this rank sends in a step, the most bytes of its tensors)}."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    found = {}
-    for name, replica in make_replicas(make, dist.group.WORLD, names).items():
-        for _ in range(WARM_UP):
-            replica.step()
-        before = len(recorder().records)
-        known = [getattr(p, "_local_tensor", p) for p in replica.module.parameters()]
-        peak = most_bytes(replica.step, known)
-        step = recorder().records[before:]
-        found[name] = sum(sent_by_all(each, rank, world_size) for each in step), peak
-    return found
+    return count_steps(make_replicas(make, dist.group.WORLD, names), peak)
+
+
+def peak(replica: Replica) -> int:
+    known = [getattr(each, "_local_tensor", each) for each in replica.module.parameters()]
+    return most_bytes(replica.step, known)
 
 
 def measure(models: dict = MODELS, rounds: int = ROUNDS, names: Iterable[str] = VARIANTS):
@@ -114,17 +98,9 @@ def measure(models: dict = MODELS, rounds: int = ROUNDS, names: Iterable[str] = 
     for model, make in models.items():
         seconds, sizes = race(partial(contest, make, names), rounds, world_size=2)
         counted = launch(count, make, names, world_size=2, backend="gloo")
-        found += together(model, seconds, sizes[0], list(counted))
-    return found
-
-
-def together(model: str, seconds: dict, nbytes: int, counted: list[dict]) -> list[Result]:
-    """Put the results of one case together; nbytes: of the parameters; counted: by each rank."""
-    found = results_of(model, seconds, 2, nbytes)
-    for each in found:
-        sent, peaks = zip(*(rank[each.variant] for rank in counted), strict=True)
-        each.columns["Sent"] = f"{statistics.mean(sent) / 1e6:.4g}"
-        each.columns["Peak"] = f"{max(peaks) / 1e6:.4g}"
+        case = results_of(model, seconds, 2, sizes[0])
+        tell_counted(case, list(counted), "Peak")
+        found += case
     return found
 
 

@@ -4,6 +4,7 @@ Each variant trains its own replica of the same model on the same data; in the e
 the same parameters.
 """
 
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,10 @@ from torch.nn.utils import parameters_to_vector
 
 from ..models import GPT, mean_loss
 from ..runtime.link import Link
-from .interleave import Contest, check_close, race
+from ..runtime.wire import recorder
+from ..tools.passes import sent_by_all
+from .interleave import WARM_UP, Contest, check_close, race
+from .results import Result
 
 COMPUTE = "compute alone"
 Task = tuple[nn.Module, Callable[[nn.Module], Tensor]]  # a module, alike each time, and its loss
@@ -56,6 +60,32 @@ class Replica:
             self.wrapped.synchronize()
         if self.optimizer:
             self.optimizer.step()
+
+
+def count_steps(
+    replicas: dict[str, Replica], other: Callable[[Replica], int]
+) -> dict[str, tuple[float, int]]:
+    """{variant: (bytes that this rank sends in a step, other(replica) after it)}."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    found = {}
+    for name, replica in replicas.items():
+        for _ in range(WARM_UP):
+            replica.step()
+        before = len(recorder().records)
+        replica.step()
+        step = recorder().records[before:]
+        sent = sum(sent_by_all(record, rank, world_size) for record in step)
+        found[name] = sent, other(replica)
+    return found
+
+
+def tell_counted(results: list[Result], counted: list[dict], other: str) -> None:
+    """Add columns of megabytes: sent by a rank, and the most of `other`. counted: by each rank."""
+    for each in results:
+        sent, most = zip(*(rank[each.variant] for rank in counted), strict=True)
+        each.columns["Sent"] = f"{statistics.mean(sent) / 1e6:.4g}"
+        each.columns[other] = f"{max(most) / 1e6:.4g}"
 
 
 def race_replicas(

@@ -16,6 +16,15 @@ from .data_parallel import HookedDDP, NaiveDDP, average_gradients, push_and_pull
 from .few_hops import alpha_beta, halving_doubling_all_reduce
 from .flash_attention import flash_backward, flash_forward
 from .flash_kernel import flash_kernel
+from .fsdp import (
+    accumulate_rows,
+    backward_calls,
+    by_owners,
+    clip_all,
+    gather_rows,
+    shard_in_place,
+    sharded_step,
+)
 from .groups import my_group
 from .memory import Checkpoint, Products, alive, block_bytes, checkpoint_sequential
 from .mixed_precision import LossScaler, master_step, nearest, predict_bytes, quantise

@@ -21,9 +21,9 @@ SAYS = {0: "rows", 1: "columns", None: "whole", "sum": "summands", "blocks": "bl
 
 
 def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> Picture:
-    """Draw X·A = Y to scale, split in four ways: what each rank has, and what it can compute.
+    """Draw X·U = Y to scale, split in four ways: what each rank holds and what it can compute.
 
-    X: (tokens, inputs). A: (inputs, outputs). Notebook 11.
+    X: (tokens, inputs). U: (inputs, outputs). Notebook 11.
     """
     unit = 300 / (2 * inputs + outputs + outputs)
     high, wide = unit * max(tokens, inputs) + 96, page.WIDEST / 2
@@ -32,7 +32,7 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
         x, top = 24 + wide * (number % 2), 16 + high * (number // 2)
         canvas.text(x, top + 14, f"split by {name}", page.NORMAL, "left", bold=True)
         shapes = (tokens, inputs), (inputs, outputs), (tokens, outputs)
-        for letter, shape, split in zip("XAY", shapes, splits, strict=True):
+        for letter, shape, split in zip("XUY", shapes, splits, strict=True):
             tall, width = unit * shape[0], unit * shape[1]
             _matrix(canvas, x, top + 40, tall, width, split, world_size)
             below = 12 * (world_size - 1) if split == "sum" else 0
@@ -41,7 +41,7 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
             if letter != "Y":
                 sign = "·" if letter == "X" else "="
                 canvas.text(x - 22, top + 40 + unit * inputs / 2, sign, page.LARGE, bold=True)
-        parts = (f"{letter} {SAYS[split]}" for letter, split in zip("XAY", splits, strict=True))
+        parts = (f"{letter} {SAYS[split]}" for letter, split in zip("XUY", splits, strict=True))
         said.append(f"split by {name}: {', '.join(parts)}")
     for rank in range(world_size):
         canvas.badge(24 + 96 * rank, 2 * high + 18, rank)
@@ -56,7 +56,7 @@ def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
         return
     part_wide = wide / world_size if split in (1, "blocks") else wide
     part_tall = tall / world_size if split in (0, "blocks") else tall
-    right = {"sum": 12, 0: 0}.get(split, part_wide)  # summands lie one behind the other
+    right = {"sum": 12, 0: 0}.get(split, part_wide)  # summands overlap
     down = {"sum": 12, 1: 0}.get(split, part_tall)
     for rank in range(world_size):
         canvas.box(x + rank * right, y + rank * down, part_wide, part_tall, colour(rank))
@@ -69,7 +69,11 @@ def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
 WEIGHTS = 12  # of a layer, in width²: 4 of attention, 8 of its MLP
 CALLS = 4  # all-reduces of a layer in forward and backward, each of tokens × width numbers
 FLOPS_PER_S = 400e12  # of 16-bit products, in a good program on an H100
-WIRES = ("NVLink 4", "100 Gbit InfiniBand", "10 Gbit Ethernet")
+WIRES = {  # what an H100 has inside its node and to the next one, and an office's wire
+    "NVLink 4": Link.preset("NVLink 4"),
+    "400 Gbit InfiniBand": Link(latency_s=3e-6, bytes_per_s=46.8e9),
+    "10 Gbit Ethernet": Link.preset("10 Gbit Ethernet"),
+}
 
 
 def reduced_bytes(width: int, tokens: int) -> dict[str, int]:
@@ -102,7 +106,7 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
 
 
 def tensor_calculator() -> Calculator:
-    """Sliders over ranks, width, tokens: a layer's bytes and their time, beside its computing."""
+    """Make sliders over ranks, width and tokens that show a layer's bytes and times."""
     powers = [2**power for power in range(10, 23)]
     return Calculator(
         layer_times,
@@ -113,14 +117,14 @@ def tensor_calculator() -> Calculator:
 
 
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
-    """Make caption and picture of `tensor_calculator`: times by the α–β model of notebook 02."""
+    """Make the caption and picture of `tensor_calculator`: times by notebook 02's α–β model."""
     wholes = reduced_bytes(width, tokens)
     computing = 6 * WEIGHTS * width**2 * tokens / world_size / FLOPS_PER_S
     figure, (axes,) = chart("A layer, forward and backward", 400)
     axes.axvline(computing, color="black", lw=2.5, ls=page.DASHES)
     lines = []
-    for place, wire in enumerate(WIRES):
-        link, said = Link.preset(wire), []
+    for place, (wire, link) in enumerate(WIRES.items()):
+        said = []
         for name, (fill, marker) in LOOKS.items():
             calls = CALLS if name == "tensor parallel" else 1
             seconds = calls * link.seconds("all_reduce", wholes[name] / calls, world_size)
@@ -129,7 +133,7 @@ def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]
         lines.append(f"{wire}: {', '.join(said)}")
     axes.set_xscale("log")
     axes.set(ylim=(len(WIRES) - 0.5, -0.5), xlabel="time on the wire")
-    axes.set_yticks(range(len(WIRES)), WIRES, fontsize=page.NORMAL)
+    axes.set_yticks(range(len(WIRES)), list(WIRES), fontsize=page.NORMAL)
     page.with_units(axes.xaxis, "s")
     axes.grid(axis="x", color=page.FAINT, lw=0.6)
     marks = [stroke(name, fill, marker=mark, ms=13, lw=0) for name, (fill, mark) in LOOKS.items()]
