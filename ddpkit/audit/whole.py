@@ -31,15 +31,12 @@ def whole_tensor(root: nn.Module, path: str, value: Tensor | None) -> Tensor | N
 
 
 def gather_rows(shard: Tensor, shape: torch.Size, group: ProcessGroup | None) -> Tensor:
-    """All-gather a shard of FSDP: each rank holds ⌈d/W⌉ rows, the last ranks fewer."""
+    """Put a parameter of FSDP together: each rank has ⌈d/W⌉ rows of it, the last ranks fewer."""
     world_size = dist.get_world_size(group)
     length = shape[0] if shape else 1  # a scalar is one row
     rows = -(-length // world_size)
-    padded = shard.new_zeros(rows, *shape[1:])
-    padded[: len(shard)] = shard
-    parts = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat(parts)[:length].view(shape)
+    hands = [torch.arange(length)[rank * rows : (rank + 1) * rows] for rank in range(world_size)]
+    return join(shard, 0, hands, group).view(shape)
 
 
 def parts_of_optimizer(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:

@@ -1,5 +1,6 @@
 """Checks of the reader's answers: `check.broadcast(broadcast)`. A file a topic, a checker each."""
 
+from .beat import beat_block, beat_lean_step, beat_schedule, beat_server
 from .bucketed_ddp import Bucket, BucketedDDP, FlatDDP, OverlapDDP, no_sync, one_wire, plan_buckets
 from .checker import is_stub
 from .chunked_loss import chunked_cross_entropy

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.runtime.errors import HangError, LaunchError
-from ddpkit.runtime.hang import describe_place, situations
 from ddpkit.runtime.launch import Run, launch
+from ddpkit.runtime.look import Look
+from ddpkit.runtime.place import describe_place
 from ddpkit.tools.units import name_ranks, wrap
 
 from .on_rank import in_turn
@@ -607,7 +608,7 @@ def rank_1_comes_last() -> None:
     if dist.get_rank() != 1:
         return
     board = dist.group.WORLD.recorder.board
-    while not all(s.rank == 1 or s.missing or s.state == "returned" for s in situations(board)):
+    while not all(s.rank == 1 or s.missing or s.state == "returned" for s in Look(board).now):
         if any(record.by_future for record in board.records(0)):
             return  # rank 0 waits in a place that leaves no record
         time.sleep(0.001)

@@ -39,10 +39,9 @@ def _exact(products: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
 
 
 def _look(answer: Callable, case: str, names: dict[str, int], given: tuple, *options) -> dict:
-    """Call the answer; return its results, shapes first, and whether arguments are unchanged."""
-    copies = [x.clone() for x in given]
+    """Call the answer; return its results, shapes first."""
     with torch.no_grad():
-        returned = answer(*copies, *options)
+        returned = answer(*given, *options)
     returned = returned if isinstance(returned, tuple | list) else [returned]
     seen = {f"{case}: shapes": [tuple(getattr(x, "shape", ())) for x in returned]}
     if len(returned) == len(names) and all(isinstance(x, Tensor) for x in returned):
@@ -50,8 +49,7 @@ def _look(answer: Callable, case: str, names: dict[str, int], given: tuple, *opt
         rounding = 64 * torch.finfo(torch.float64).eps * max(x.abs().max() for x in given)
         atol = max(1e-5, rounding.item())
         seen |= {f"{case}: {name}": Numbers(returned[at], atol) for name, at in names.items()}
-    untouched = all(map(torch.equal, copies, given))
-    return seen | {f"{case}: arguments": "as given" if untouched else "changed in place"}
+    return seen
 
 
 # flash_forward(q, k, v, tile, causal)

@@ -6,8 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from ddpkit.runtime.hang import situations
 from ddpkit.runtime.launch import Run
+from ddpkit.runtime.look import Look
 from ddpkit.runtime.wire import recorder
 
 from .checker import Exercise, Trial, mistakes
@@ -53,7 +53,7 @@ def _high_ranks_first():
     """Hold low ranks back until the others wait for them, or are done; at most for `LATE_S`."""
     begun, board = time.perf_counter(), recorder().board
     while time.perf_counter() < begun + LATE_S:
-        higher = situations(board)[dist.get_rank() + 1 :]
+        higher = Look(board).now[dist.get_rank() + 1 :]
         if all(place.missing or place.state == "returned" for place in higher):
             return
         time.sleep(0.001)

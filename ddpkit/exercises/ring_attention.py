@@ -42,7 +42,6 @@ def _sequence(world_size: int) -> Tensor:
 def _run(answer: Callable, causal: bool) -> dict:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = [x.clone() for x in _sequence(world_size)[:, rank * TOKENS :][:, :TOKENS]]
-    given = [x.clone() for x in mine]
     rank_1_comes_last()
     with unwritten_memory_shows(), watch(nn.Module(), buckets=mine) as timeline:
         o = answer(*mine, causal)
@@ -50,7 +49,6 @@ def _run(answer: Callable, causal: bool) -> dict:
     same = isinstance(o, Tensor) and o.shape == mine[0].shape
     return {
         "o": Numbers(o, 1e-4) if same else f"{type(o).__name__} {getattr(o, 'shape', '')}",
-        "arguments": "as given" if all(map(torch.equal, mine, given)) else "changed in place",
         ALIVE: "few" if alive < BLOCKS * TOKENS**2 else f"{alive}, as many as {BLOCKS} blocks have",
     }
 
@@ -61,7 +59,7 @@ def _trials():
         s = q @ k.T / math.sqrt(WIDTH)
         if causal:
             s = s.masked_fill(torch.ones_like(s).triu(1) > 0, -math.inf)
-        right = {"arguments": "as given", ALIVE: "few"}
+        right = {ALIVE: "few"}
         parts = (s.softmax(1) @ v).split(TOKENS)
         expected = [{"o": Numbers(part)} | right for part in parts]
         sent = (world_size - 1) * q.nbytes  # in float64, k and v of a slice in float32

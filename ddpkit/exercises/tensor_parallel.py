@@ -68,8 +68,8 @@ def whole(tensor: torch.Tensor | None) -> Rounded | None:
 
 def _run_pair(answer, gradient_of_all, size):
     rank, group = dist.get_rank(), group_of(size)
-    x = torch.tensor([1.0, 2.0], dtype=torch.float64) * 10**rank
-    gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    x = torch.tensor([1.0, 2.0]) * 10**rank  # in float32: a wider sum would show on the wire
+    gradient = torch.tensor([3.0, 4.0])
     gradient *= 1 if gradient_of_all else 10**rank
     x.requires_grad_()
     begun = len(recorder().records)
@@ -79,6 +79,8 @@ def _run_pair(answer, gradient_of_all, size):
     seen["calls in forward"] = calls(begun, then)
     out.backward(gradient.clone())
     seen |= {"gradient of x": whole(x.grad), "calls in backward": calls(then)}
+    seen["dtype of out"] = str(out.dtype)
+    seen["bytes of its call"] = sum(record.bytes for record in recorder().records[begun:])
     x.grad = None
     (answer.apply(x, group) + x).backward(gradient)
     return seen | {"gradient of x, where x is added to out,": whole(x.grad)}
@@ -99,6 +101,8 @@ def _pair(world_size: int, size: int, sums_forward: bool) -> list[dict]:
                 "calls in forward": called if sums_forward else {},
                 "gradient of x": [3 * passed, 4 * passed],
                 "calls in backward": {} if sums_forward else called,
+                "dtype of out": "torch.float32",
+                "bytes of its call": 8,
                 "gradient of x, where x is added to out,": [
                     3 * (passed + beside),
                     4 * (passed + beside),

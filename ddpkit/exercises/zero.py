@@ -203,10 +203,17 @@ def _run_states(answer):
     return seen
 
 
+def _explain_states(trial: Trial, rank: int, expected: dict, got: dict) -> str:
+    what = next(what for what in expected if got.get(what) != expected[what])
+    if what.startswith("Ψ = 10,"):  # the others divide
+        return "Three numbers of bytes. Rounded up is a shard's length, not its bytes."
+    return "Three numbers of bytes: of parameters, of gradients, of the optimizer's state."
+
+
 model_states = Exercise(
     reference=memory.model_states,
     trials=lambda: [Trial(1, _run_states, (), [KEEPS], what="by arguments")],
-    explain=lambda *_: "Three numbers of bytes. Rounded up is a shard's length, not its bytes.",
+    explain=_explain_states,
     hints={
         "start": "First how many numbers a rank keeps: Ψ, or Ψ / W, rounded up: -(-Ψ // W). Then "
         "times 2, 2 and 12 bytes.",

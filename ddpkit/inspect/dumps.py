@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..runtime.board import MESSAGES, Record, Said
-from ..runtime.recorder import is_library
+from ..runtime.place import is_library
 from ..runtime.wording import UNEQUAL
 from .flight_recorder import NAMES
 from .trace import DTYPES

@@ -16,7 +16,7 @@ CELL, GAP, NODE_HEIGHT = 40, 6, 96
 
 
 def is_round(frames: list[Frame], world_size: int) -> bool:
-    """Return True if every message goes to the right neighbour, out of the rank's one buffer."""
+    """Return True if every message goes to the right neighbour, from the rank's first buffer."""
     *hops, end = frames
     if end.event.kind != "end" or not 3 <= world_size <= 8 or not hops:
         return False

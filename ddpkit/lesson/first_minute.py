@@ -79,7 +79,7 @@ class FourRanks(Live):
         )
 
     def break_it(self, label: str) -> None:
-        """Launch what the button is called, which fails; show its code, and what is reported."""
+        """Launch the function behind a button, which fails; show its code and the report."""
         from .lanes import lanes
 
         source = BREAKS[label]

@@ -18,7 +18,7 @@ def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
     """
     longest = max(-(-length // world_size) * world_size for length in lengths.values())
     wide, tall = min(44, 760 / longest), 40
-    canvas = Canvas(page.WIDEST, 74 * len(lengths) + 60)
+    canvas = Canvas(page.WIDEST, 74 * len(lengths) + 76)
     said = []
     for number, (name, length) in enumerate(lengths.items()):
         y = 24 + 74 * number

@@ -74,7 +74,7 @@ class Prediction(Live):
         return "That is no number." if guess is None else f"Kept: {self.said}."
 
     def answer(self, value: float | str, within: float = 0.0) -> str:
-        """Show the answer beside the guess.
+        """Return the answer beside the guess, as a card.
 
         within: the error allowed in a guess, as a share of the number; 0.2 for measured ones.
         ValueError: a value that isn't among the choices.

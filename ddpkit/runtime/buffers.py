@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from .board import Record
-from .hang import describe_place
+from .place import describe_place
 from .wire import WireGroup, WireWork
 
 IN_PLACE = "all_reduce", "reduce"  # the result comes into the tensor that is handed in

@@ -21,9 +21,9 @@ from .backends import Choice, start_on
 from .board import RETURNED, RUNNING, Record
 from .call import pickle_call
 from .errors import RankError, shown
-from .hang import describe_place
 from .link import Link
-from .recorder import Recorder, call_site, recorder
+from .place import call_site, describe_place
+from .recorder import Recorder, recorder
 from .run import Run
 from .watch import Watch
 from .wire import of_this_attempt

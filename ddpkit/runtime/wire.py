@@ -26,14 +26,14 @@ from torch.distributed import distributed_c10d as c10d
 from ..tools.spans import now_doing
 from . import wording
 from .board import MESSAGES, Record, Said
-from .recorder import Recorder, call_site, is_library, recorder
+from .place import call_site
+from .recorder import Recorder, recorder
 from .streams import Cuda, Streams, StreamWork
 
 __all__ = [
     "Recorder",
     "WireGroup",
     "WireWork",
-    "is_library",
     "plain_group",
     "recorder",
     "register_wire",

@@ -1,5 +1,7 @@
 """Other right answers to the exercises of notebook 04."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 
@@ -227,7 +229,32 @@ def wire_that_overwrites(ready_s, travel_s):
     return spans
 
 
+def plan_by_the_size_of_a_number(sizes, cap_bytes):
+    numbers = [torch.bfloat16 if dtype.itemsize == 2 else dtype for _, dtype in sizes]
+    return ddp.plan_buckets([(n, d) for (n, _), d in zip(sizes, numbers, strict=True)], cap_bytes)
+
+
+class BucketOfJunk(ddp.Bucket):
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.flat.fill_(float("nan"))
+
+
+@contextlib.contextmanager
+def no_sync_unless_stopped(model):
+    before, model.syncing = model.syncing, False
+    try:
+        yield
+    except Exception:
+        model.syncing = before
+        raise
+    model.syncing = before
+
+
 WRONG = [
+    ("plan_buckets", plan_by_the_size_of_a_number, "2.0: float16"),
+    ("Bucket", BucketOfJunk, "flat at first"),
+    ("no_sync", no_sync_unless_stopped, "an exception inside"),
     ("plan_buckets", plan_that_empties_its_list, "`sizes` isn't what it was"),
     ("plan_buckets", plan_that_remembers, "once more in the same process"),
     ("one_wire", wire_that_overwrites, "`ready_s` isn't what it was"),
