@@ -13,24 +13,32 @@ from ..runtime.recorder import recorder
 
 
 class Layers(nn.Module):
-    """Linear layers, `group` a block; before each, `sleeps` seconds, and twice that in backward."""
+    """Linear layers, `group` a block; a block first sleeps `sleeps` seconds, twice in backward."""
 
     def __init__(self, layers: int = 8, group: int = 1, width: int = 64, sleeps: float = 0.0):
         super().__init__()
         parts = [nn.Linear(width, width) for _ in range(layers)]
-        groups = [parts[n : n + group] for n in range(0, layers, group)]
+        groups = [[Sleeps(sleeps), *parts[n : n + group]] for n in range(0, layers, group)]
         self.blocks = nn.ModuleList(nn.Sequential(*each) for each in groups)
-        self.sleeps = sleeps
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(Sleep.apply(x, self.sleeps) if self.sleeps else x)
+            x = block(x)
         return x
 
 
-class Sleep(torch.autograd.Function):
+class Sleeps(nn.Module):
     """Stand in for computing, on a machine whose cores are busy with the wire."""
 
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x, self.seconds) if self.seconds else x
+
+
+class Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, seconds):
         ctx.seconds = seconds
