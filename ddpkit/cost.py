@@ -294,3 +294,54 @@ def best_cap(nbytes: float, backward_s: float, model: CostModel, world_size: int
         # It has time to spare, and the last bucket is exposed: the smallest with which it keeps up.
         cap = min(cap, nbytes * message_s / (backward_s - wire_s))
     return cap
+
+
+# Worth it? Sending beside computing, in 16-bit numbers
+
+
+def sending_over_computing(
+    flops_per_s: float,
+    bytes_per_s: float,
+    tokens: int,
+    width: int,
+    world_size: int,
+    layers: int = 4,
+) -> dict[str, float]:
+    """{kind of parallelism: seconds on the wire for a second of computing}, for a transformer.
+
+    tokens: of a rank's batch. layers: of a pipeline's stage. Under 1, sending can hide behind the
+    computing that goes on meanwhile; but tensor parallelism's forward and a pipeline's boundary
+    leave nothing to hide behind. A layer has 12·width² weights, each computes 2 FLOPs a token in
+    forward and 4 in backward. No latency. Notebook 12.
+    """
+    ratio = flops_per_s / bytes_per_s
+    others = (world_size - 1) / world_size
+    return {
+        # Backward: 4 FLOPs a weight and token; an all-reduce of its gradient, 4 bytes.
+        "data parallel": others * ratio / tokens,
+        # The same bytes: a reduce-scatter in backward, an all-gather in the next forward.
+        "ZeRO-1": others * ratio / tokens,
+        # Forward: 2 FLOPs, 2 bytes gathered. Backward: 4 FLOPs, 2 gathered and 2 reduced.
+        "FSDP": others * ratio / tokens,
+        # A layer: 72·width²/W FLOPs a token, four all-reduces of width numbers.
+        "tensor": (world_size - 1) * ratio / (4.5 * width),
+        # A stage's forward: 24·width² FLOPs a layer and token; width numbers to the next stage.
+        "pipeline": ratio / (12 * width * layers),
+    }
+
+
+def fsdp_step_s(forward_s: float, gather_s: float, units: int) -> float:
+    """Predict a step of FSDP that fetches one unit ahead in forward and backward.
+
+    forward_s: to compute one unit's forward; its backward takes twice that. gather_s: of one unit's
+    weights; its reduction takes as long. Exposed beyond the slower of computing and sending: the
+    first gather of either pass, and the last reduction. Without the optimizer. Notebook 12.
+    """
+    backward_s = 2 * forward_s
+    # While a unit computes, the wire carries the next one's gather, and the last one's reduction.
+    forward = gather_s + (units - 1) * max(forward_s, gather_s) + forward_s
+    if units == 1:
+        return forward + gather_s + backward_s + gather_s
+    ends = 2 * max(backward_s, gather_s)
+    middle = (units - 2) * max(backward_s, 2 * gather_s)
+    return forward + gather_s + ends + middle + gather_s

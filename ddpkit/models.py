@@ -89,12 +89,16 @@ class GPT(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
         """tokens: (n, length), int64. Returns the next tokens' logits, (n, length, vocabulary).
 
+        places: (length,), int64, where in the sequence these tokens are; None: 0, 1, 2, ...
         ValueError: more tokens than the context has places.
         """
-        positions = first(self.positions, tokens.shape[1])
+        if places is None:
+            positions = first(self.positions, tokens.shape[1])
+        else:
+            positions = first(self.positions, 1 + int(places.max()))[places]
         x = self.dropout(self.tokens(tokens) + positions)
         for block in self.blocks:
             x = block(x)
@@ -123,6 +127,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.kv_heads = kv_heads or heads
+        self.repeats = heads // self.kv_heads  # each head of k and v serves several of q
         self.attention = attention
         self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
@@ -146,10 +151,9 @@ class Block(nn.Module):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_width))
         heads = heads.transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        if self.kv_heads < self.heads:  # each head of k and v serves several of q
-            serves = self.heads // self.kv_heads
-            k = k.repeat_interleave(serves, dim=1)
-            v = v.repeat_interleave(serves, dim=1)
+        if self.repeats > 1:
+            k = k.repeat_interleave(self.repeats, dim=1)
+            v = v.repeat_interleave(self.repeats, dim=1)
         mixed = self.attention(q, k, v, causal=True)
         # Back to (n, length, width): the heads' outputs side by side.
         return self.out(mixed.transpose(1, 2).flatten(2))

@@ -58,56 +58,81 @@ def deal(costs: list[int], world_size: int) -> list[int]:
     return owners
 
 
+def numels_by_rank(shape: torch.Size, world_size: int) -> list[int]:
+    """Count the numbers of a matrix that each rank has: ⌈rows/W⌉ rows, or what is left of them."""
+    rows, columns = shape
+    full = -(-rows // world_size)
+    found = []
+    for rank in range(world_size):
+        own = min(rows, (rank + 1) * full) - min(rows, rank * full)
+        found.append(own * columns)
+    return found
+
+
+def exchange(
+    parts: list[Tensor], numels: list[int], group: ProcessGroup | None = None
+) -> list[Tensor]:
+    """Send parts[r] to rank r, in one all-to-all; return what came, numels[r] numbers from rank r.
+
+    parts: 1-D, of any lengths. Returns 1-D tensors.
+    """
+    sent = torch.cat(parts)
+    arrived = sent.new_empty(sum(numels))
+    lengths = [len(part) for part in parts]
+    dist.all_to_all_single(arrived, sent, numels, lengths, group=group)
+    return list(arrived.split(numels))
+
+
 def by_owners(
     shards: list[Tensor],
-    heights: list[int],
+    numels: list[list[int]],
     owners: list[int],
     function: Callable[[Tensor], Tensor],
     group: ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Apply a function of whole matrices to matrices that ranks have in shards.
+    """Apply a function of whole matrices to matrices of which ranks have rows.
 
-    shards: this rank's rows, ⌈height/W⌉ or what is left of them, all of one dtype. heights: of the
-    whole matrices. owners: rank in the group, for each. Returns this rank's rows of the results.
+    shards: this rank's rows of each matrix, perhaps none, all of one dtype. numels[m][r]: how many
+    numbers of matrix m rank r has. owners[m]: the rank that has matrix m whole for a moment.
+    Returns this rank's rows of each result.
 
-    Cost: two all-to-alls. All ranks together send each number that its owner lacks once, and back.
+    Cost: two all-to-alls. Every number goes to its matrix's owner and back.
     """
     rank = dist.get_rank(group)
-    world_size = dist.get_world_size(group)
-    # By whom and how much: rows of matrix m on rank r, in numbers.
+    ranks = range(dist.get_world_size(group))
+    owned_by = [[] for _ in ranks]
+    for m, owner in enumerate(owners):
+        owned_by[owner].append(m)
+    mine = owned_by[rank]
+    # There: to each owner this rank's rows of all its matrices, end to end.
     parts = []
-    for shard, height in zip(shards, heights, strict=True):
-        full = -(-height // world_size)
-        rows = [max(0, min(height, (r + 1) * full) - r * full) for r in range(world_size)]
-        parts.append([each * shard.shape[1] for each in rows])
-    owned = [number for number, owner in enumerate(owners) if owner == rank]
-    outgoing = [sum(parts[n][rank] for n in range(len(shards)) if owners[n] == o)
-                for o in range(world_size)]  # fmt: skip
-    incoming = [sum(parts[n][r] for n in owned) for r in range(world_size)]
-    # There: in the order of owners, and of matrices within one.
-    order = sorted(range(len(shards)), key=lambda number: owners[number])
-    sent = torch.cat([shards[number].flatten() for number in order])
-    arrived = sent.new_empty(sum(incoming))
-    dist.all_to_all_single(arrived, sent, incoming, outgoing, group=group)
-    pieces = {}
-    by_rank = zip(range(world_size), arrived.split(incoming), strict=True)
-    for r, from_rank in by_rank:
-        lengths = [parts[number][r] for number in owned]
-        for number, piece in zip(owned, from_rank.split(lengths), strict=True):
-            pieces[number, r] = piece
-    # The owner's work.
-    for number in owned:
-        flat = torch.cat([pieces[number, r] for r in range(world_size)])
-        result = function(flat.view(heights[number], -1)).to(sent.dtype).flatten()
-        for r, piece in enumerate(result.split(parts[number])):
-            pieces[number, r] = piece
-    # And back.
-    results = [pieces[number, r] for r in range(world_size) for number in owned]
-    answer = torch.cat([*results, sent.new_empty(0)])
-    dist.all_to_all_single(sent, answer, outgoing, incoming, group=group)
-    mine = sent.split([parts[number][rank] for number in order])
-    found = dict(zip(order, mine, strict=True))
-    return [found[number].view_as(shard) for number, shard in enumerate(shards)]
+    expected = []  # by rank, the numbers of each of this rank's own matrices
+    for r in ranks:
+        parts.append(end_to_end([shards[m] for m in owned_by[r]], shards[0]))
+        expected.append([numels[m][r] for m in mine])
+    arrived = exchange(parts, [sum(each) for each in expected], group)
+    cut = [arrived[r].split(expected[r]) for r in ranks]
+    # The owner's work: matrix by matrix, and the result cut as the matrix was.
+    results = [[] for _ in ranks]
+    for place, m in enumerate(mine):
+        whole = torch.cat([cut[r][place] for r in ranks]).view(-1, shards[m].shape[1])
+        rows = function(whole).to(whole.dtype).flatten().split(numels[m])
+        for r in ranks:
+            results[r].append(rows[r])
+    # Back: from each owner this rank's rows, in the order in which they went.
+    answers = [end_to_end(results[r], shards[0]) for r in ranks]
+    returned = exchange(answers, [len(part) for part in parts], group)
+    found = {}
+    for r in ranks:
+        lengths = [numels[m][rank] for m in owned_by[r]]
+        for m, part in zip(owned_by[r], returned[r].split(lengths), strict=True):
+            found[m] = part.view_as(shards[m])
+    return [found[m] for m in range(len(shards))]
+
+
+def end_to_end(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """Lay tensors end to end, as one flat one; none as an empty one of the dtype of `like`."""
+    return torch.cat([*(each.flatten() for each in tensors), like.new_empty(0)])
 
 
 class Muon(torch.optim.Optimizer):
@@ -153,9 +178,10 @@ class Muon(torch.optim.Optimizer):
 
     def update(self, options: dict, shards: list[Tensor]) -> None:
         momentum = options["momentum"]
-        heights = [self.shapes[shard][0] for shard in shards]
-        costs = [self.shapes[shard].numel() * min(self.shapes[shard]) for shard in shards]
-        owners = deal(costs, dist.get_world_size(self.group))
+        world_size = dist.get_world_size(self.group)
+        shapes = [self.shapes[shard] for shard in shards]
+        numels = [numels_by_rank(shape, world_size) for shape in shapes]
+        owners = deal([shape.numel() * min(shape) for shape in shapes], world_size)
         # Elementwise, so on shards: Nesterov's momentum.
         directions = []
         for shard in shards:
@@ -166,9 +192,8 @@ class Muon(torch.optim.Optimizer):
             direction = shard.grad.lerp(kept["momentum_buffer"], momentum)
             directions.append(direction.bfloat16())  # as Newton–Schulz would: half the bytes
         # On whole matrices.
-        updates = by_owners(directions, heights, owners, newton_schulz, self.group)
-        for shard, update in zip(shards, updates, strict=True):
-            height, width = self.shapes[shard]
+        updates = by_owners(directions, numels, owners, newton_schulz, self.group)
+        for shard, (height, width), update in zip(shards, shapes, updates, strict=True):
             lr = options["lr"] * math.sqrt(max(1, height / width))
             shard.mul_(1 - options["lr"] * options["weight_decay"])
             shard.add_(update, alpha=-lr)

@@ -50,6 +50,7 @@ SLEEP_IN_RANKS = "%%ranks 2\nimport time\ntime.sleep(1e6)"
 STAY = "%%ranks 4\nx = rank"
 ANSWER = "print(6 * 7)"
 CHART = "from ddpkit.lesson import charts\ncharts.zero_grid(4)"
+ASKED = "from ddpkit.lesson.predict import predict\npredict('Hops?')"
 HUNG = WAIT, SLEEP_IN_RANKS
 
 
@@ -82,6 +83,8 @@ def lab(tmp_path_factory):
     (home / "config/custom").mkdir()
     shutil.copy(ROOT / "scripts/jupyter_server_config.py", home / "config")
     shutil.copy(ROOT / "scripts/custom.css", home / "config/custom")
+    (home / "ipython/profile_default").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/ipython_kernel_config.py", home / "ipython/profile_default")
     settings = json.loads((ROOT / "scripts/overrides.json").read_text())  # as make lab brings them
     # Otherwise cells outside the window are not in the page.
     settings["@jupyterlab/notebook-extension:tracker"] = {"windowingMode": "none"}
@@ -234,7 +237,7 @@ class Notebook:
 @pytest.fixture(scope="module")
 def notebook(browser, lab):
     """With a cell that imports, one for each widget, and those of the stop button."""
-    sources = [*cells_of_the_notebooks(), *HUNG, STAY, ANSWER, CHART]
+    sources = [*cells_of_the_notebooks(), *HUNG, STAY, ANSWER, CHART, ASKED]
     write_notebook(lab[2] / "test.ipynb", *sources)
     notebook = Notebook(browser, lab, "test.ipynb")
     dirty = "() => jupyterapp.shell.currentWidget.context.model.dirty"
@@ -305,14 +308,22 @@ NAMELESS = """() => [...document.querySelectorAll('.jp-OutputArea-output :is(' +
 
 def test_no_output_is_wider_than_its_box(notebook):
     """In a whole screen, half of one, and on a phone. Every picture is there."""
-    notebook.run_cell(len(WIDGETS) + 5)  # the chart
+    for live in (5, 6):  # the chart and the prediction
+        notebook.run_cell(len(WIDGETS) + live)
     old = notebook.page.viewport_size
+    notebook.page.evaluate("() => jupyterapp.shell.collapseLeft()")  # the file browser
     for width in (1280, 720, 390):
         notebook.page.set_viewport_size({"width": width, "height": 900})
         wait_until(lambda: notebook.page.evaluate(TOO_WIDE) == [], every_s=0.1)
     notebook.page.set_viewport_size(old)
     prose = "getComputedStyle(document.querySelector('.jp-RenderedMarkdown p')).maxWidth"
     assert notebook.page.evaluate(prose) != "none"
+
+
+def test_a_new_kernel_says_nothing_on_the_terminal(notebook, lab):
+    log = (lab[2].parent / "log").read_text()
+    assert "Kernel started" in log
+    assert "encryption" not in log
 
 
 def test_every_control_and_picture_has_a_name(notebook):
@@ -392,12 +403,12 @@ def test_a_saved_notebook_shows_its_widgets_again(notebook, lab):
     step_on(notebook)
     # What needs the kernel says so, and has nothing to move.
     asks = notebook.page.locator(".ddpkit-asks")
-    assert asks.count() >= 2
+    assert asks.count() >= 3
     for number in range(asks.count()):
         assert "Run its cell" in asks.nth(number).locator(".ddpkit-still").inner_text()
         assert not asks.nth(number).locator(".ddpkit-controls").is_visible()
     notebook.save()  # and from here again
     text = (lab[2] / "again.ipynb").read_text()
     views = re.findall(r'"model_id": "(\w+)"', text)
-    assert len(views) == len(WIDGETS)
+    assert len(views) == len(WIDGETS) + 1  # and the prediction
     assert set(views) <= jupyter_server_config.saved_widgets(json.loads(text)).keys()

@@ -274,3 +274,25 @@ def test_best_cap_by_hand():
     assert cost.best_cap(1e9, 1.0, model, 1) == 0.0  # nothing is sent
     with pytest.raises(ValueError, match="expected seconds > 0, got 0"):
         cost.best_cap(1e9, 0.0, model, 2)
+
+
+def test_when_it_is_worth_it():
+    """The course's figures: C = 400 TFLOP/s, NVLink 4 and 400 Gbit."""
+
+    def ratio(kind, bytes_per_s, **sizes):
+        sizes = {"tokens": 1, "width": 8192, "world_size": 10**9} | sizes
+        return cost.sending_over_computing(400e12, bytes_per_s, **sizes)[kind]
+
+    for kind in ("data parallel", "ZeRO-1", "FSDP"):
+        assert ratio(kind, 370e9) == pytest.approx(1081, abs=0.5)  # tokens that hide it
+        assert ratio(kind, 50e9, tokens=8000) == pytest.approx(1)
+    assert 1 / ratio("tensor", 370e9, world_size=2) == pytest.approx(34, abs=0.2)  # other ranks
+    assert 1 / ratio("tensor", 50e9, world_size=2) == pytest.approx(4.6, abs=0.1)
+    assert ratio("pipeline", 50e9, width=4096, layers=4) == pytest.approx(0.04, abs=0.001)
+
+
+def test_a_step_of_fsdp():
+    assert cost.fsdp_step_s(1, 0, 3) == 9
+    assert cost.fsdp_step_s(0, 1, 3) == 9  # two gathers and a reduction of each unit, in turn
+    assert cost.fsdp_step_s(2, 1, 4) == 4 * 6 + 3  # what is left is at the ends
+    assert cost.fsdp_step_s(2, 1, 1) == 6 + 3

@@ -25,3 +25,4 @@ def test_the_first_minute(capsys):
     forget.click()
     assert "ranks 0, 2 and 3 wait in all_reduce for rank 1" in report.value
     assert "waits in all_reduce" in report.value
+    assert "forget, line 5: dist.all_reduce(x)" in report.value

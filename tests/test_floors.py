@@ -16,7 +16,7 @@ MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 ORDER = """
     transport softmax flash_attention collectives ring doubling ring_attention shared_memory
     data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp muon
-    models tensor_parallel pipeline train
+    models tensor_parallel pipeline context_parallel experts train
 """
 SUBJECTS = ORDER.split()
 # What stands beside the subjects and belongs to another floor

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from ddpkit import memory, transport
 from ddpkit.checkpointing import checkpoint
+from ddpkit.fast import fsdp as fast
 from ddpkit.fsdp import FSDP
 from ddpkit.fsdp.reduce import divisors
 
@@ -92,7 +93,9 @@ def test_the_exact_twin(check, world_size):
         micro_batches = 1 + (number + world_size) % 3
         make = (SGD, MOMENTUM)[(number + world_size) % 2]
         name, how = list(CHECKPOINTS.items())[(number + world_size) % 4]
-        model = cases.wrapped(dist.get_rank(), checkpoint=how, reshard_after_forward=reshard)
+        wrapper = (FSDP, fast.FSDP)[number % 2]
+        module = cases.Odd(dist.get_rank(), checkpoint=how)
+        model = wrapper(module, reshard_after_forward=reshard)
         what = setting, micro_batches, name
         twin = cases.Odd()
         compare(check, model, twin, make, micro_batches, quiet, what)
@@ -255,6 +258,9 @@ def test_calls_are_fully_shards(check, world_size):
         micro_batches = 1 + odd
         ours = FSDP(Blocks(own, tokens), *halves, reshard_after_forward=reshard)
         theirs = fully_sharded(own, tokens, reshard, halves)
+        overlapped = fast.FSDP(
+            Blocks(own, tokens), *halves, reshard_after_forward=reshard, transport=transport
+        )
         x = torch.ones(4, dtype=torch.int64) if tokens else torch.ones(4, 5)
 
         def step(model, x=x, micro_batches=micro_batches):
@@ -268,10 +274,12 @@ def test_calls_are_fully_shards(check, world_size):
                 model.synchronize()
 
         said = []
-        for model in (ours, theirs):
+        for model in (ours, theirs, overlapped):
             step(model)
             said.append(cases.sent_by(partial(step, model)))
-        check.same(said[0], said[1], own, tokens, reshard, micro_batches, halves)
+        what = own, tokens, reshard, micro_batches, halves
+        check.same(said[0], said[1], *what)
+        check.same(said[2], said[1], "overlapped", *what)
         check.unless(len(said[0]) >= 6, "calls", said[0])
 
 

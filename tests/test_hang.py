@@ -17,8 +17,11 @@ from test_board import call
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import HangError, launch
-from ddpkit.runtime import hang, watch
+from ddpkit.runtime import columns, watch
+from ddpkit.runtime import report as words
 from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, SLOTS, Board, unfitting
+from ddpkit.runtime.look import POLLS_S, Look
+from ddpkit.runtime.place import describe_place, short_path
 
 NAME = Path(__file__).name
 
@@ -341,7 +344,7 @@ def test_a_report_is_narrow_and_its_first_and_last_sentence_stand_out():
 
 
 def test_a_loop_that_does_not_end_is_told_and_no_difference_is_claimed(monkeypatch):
-    monkeypatch.setattr(hang, "MANY_CALLS", 20)  # a busy machine makes few within two seconds
+    monkeypatch.setattr(words, "MANY_CALLS", 20)  # a busy machine makes few within two seconds
 
     def loop():
         while True:
@@ -380,9 +383,9 @@ def test_stop_says_where_the_ranks_were(tmp_path):
 def test_ranks_that_go_on_while_the_board_is_read_are_not_stuck(monkeypatch):
     """Reading takes long, and each waits for what the other hadn't called when it began."""
 
-    class Slow(hang._Calls):
-        def __init__(self, *args):
-            super().__init__(*args)
+    class Slow(Look):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             time.sleep(1)
 
     def take_turns():
@@ -390,7 +393,7 @@ def test_ranks_that_go_on_while_the_board_is_read_are_not_stuck(monkeypatch):
             time.sleep(1.2 * (dist.get_rank() == late))
             dist.barrier()
 
-    monkeypatch.setattr(hang, "_Calls", Slow)
+    monkeypatch.setattr(watch, "Look", Slow)
     launch(take_turns, world_size=3, timeout=60)
 
 
@@ -414,13 +417,13 @@ def say(board, rank, *args, wait=True, ranks=(0, 1, 2), **said):
 
 
 def stuck(board):
-    return hang.deadlocked(hang.situations(board))
+    return Look(board).deadlocked()
 
 
 def test_who_computes_may_still_come_who_returned_never_does(board):
     say(board, 0)
     say(board, 1)
-    now = hang.situations(board)
+    now = Look(board).now
     assert [s.state for s in now] == ["waiting", "waiting", "computing"]
     assert now[0].missing == (2,)
     assert stuck(board) == []
@@ -442,7 +445,7 @@ def test_a_second_thread_may_free_a_circle_while_it_waits_in_no_call(board):
     assert stuck(board) == []
     board.set_state(2, RETURNED)
     assert stuck(board) == [0, 1]
-    assert hang.situations(board)[0].missing == (2,)  # the wait that says most
+    assert Look(board).now[0].missing == (2,)  # the wait that says most
 
 
 def test_nobody_comes_to_a_group_that_it_has_destroyed(board):
@@ -451,7 +454,7 @@ def test_nobody_comes_to_a_group_that_it_has_destroyed(board):
     assert stuck(board) == []
     board.set_destroyed(2, {"0": ("train.py", 7, "main", "")})
     assert stuck(board) == [0, 1]
-    said, _ = hang.explain_deadlock(hang.situations(board), [0, 1], board)
+    said, _ = words.explain_deadlock(Look(board), [0, 1])
     assert said.endswith(
         "ranks 0 and 1 wait in all_reduce for rank 2, which has destroyed its group without that "
         "call (train.py:7 in main)."
@@ -463,11 +466,11 @@ def test_who_asks_again_and_again_whether_a_call_is_complete_waits_but_not_for_c
         say(board, rank, wait=False)
         board.set_polled(rank, 0, time.perf_counter())
     board.set_state(2, RETURNED)
-    now = hang.situations(board)
-    assert [s.state for s in now] == ["polling", "polling", "returned"]
-    assert (hang.deadlocked(now), hang.polled_in_vain(now)) == ([], [0, 1])
-    board.set_polled(0, 0, time.perf_counter() - 2 * hang.POLLS_S)  # it does something else now
-    assert hang.situations(board)[0].state == "computing"
+    look = Look(board)
+    assert [s.state for s in look.now] == ["polling", "polling", "returned"]
+    assert (look.deadlocked(), look.polled_in_vain()) == ([], [0, 1])
+    board.set_polled(0, 0, time.perf_counter() - 2 * POLLS_S)  # it does something else now
+    assert Look(board).now[0].state == "computing"
 
 
 def test_a_call_to_which_all_came_goes_on(board):
@@ -501,7 +504,7 @@ def test_a_call_whose_future_was_taken_may_be_waited_for_where_no_mark_is_left(b
     """As DistributedDataParallel does, in C++. Who waits for a handle leaves a mark."""
     say(board, 0, wait=False, **said)
     board.set_state(1, RETURNED)
-    hidden = hang.abandoned(hang.situations(board), board)
+    hidden = Look(board).abandoned()
     assert [(s.rank, s.missing) for s in hidden] == found
 
 
@@ -519,13 +522,13 @@ def test_on_a_gpu_the_front_of_a_line_holds_up_what_is_behind(board):
         for rank in (0, 1):
             on_a_gpu(board, rank, True, "send", 1 - rank, issued=1.0)
             on_a_gpu(board, rank, True, "recv", 1 - rank, issued=2.0, batched=batched)
-        now = hang.situations(board)
-        assert [s.missing for s in now[:2]] == [(), ()]
-        assert hang.deadlocked(now) == []  # short messages go into NCCL's buffers
-        now = hang.situations(board, in_line=True)
+        look = Look(board)
+        assert [s.missing for s in look.now[:2]] == [(), ()]
+        assert look.deadlocked() == []  # short messages go into NCCL's buffers
+        look = Look(board, standstill=True)
         awaited = [()] * 2 if batched else [(1,), (0,)]
-        assert [s.missing for s in now[:2]] == awaited
-        assert hang.deadlocked(now) == ([] if batched else [0, 1])
+        assert [s.missing for s in look.now[:2]] == awaited
+        assert look.deadlocked() == ([] if batched else [0, 1])
         for rank in (0, 1):
             for number in (0, 1):
                 board.put(rank, 2 * batched + number, call(done=3.0))
@@ -537,16 +540,16 @@ def test_what_is_behind_a_call_that_all_have_in_front_is_no_deadlock(board):
         for seq in (0, 1):
             said = {"ranks": (0, 1), "waited": 1.0, "issued": float(seq)}
             say(board, rank, seq, "all_reduce", channel="0", **said)
-    now = hang.at_standstill(board)
-    assert [(s.call.seq, s.missing) for s in now[:2]] == [(0, ())] * 2
-    assert hang.deadlocked(now) == []
+    look = Look(board, standstill=True)
+    assert [(s.call.seq, s.missing) for s in look.now[:2]] == [(0, ())] * 2
+    assert look.deadlocked() == []
 
 
 def test_the_first_mismatch_is_the_one_named(board):
     for seq, (one, other) in enumerate([("a", "a"), ("b", "c"), ("d", "e")]):
         say(board, 0, seq, fingerprint=one)
         say(board, 1, seq, fingerprint=other)
-    assert {rank: r.fingerprint for rank, r in hang.mismatch(board).items()} == {0: "b", 1: "c"}
+    assert {rank: r.fingerprint for rank, r in Look(board).mismatch().items()} == {0: "b", 1: "c"}
 
 
 def test_parts_of_an_all_to_all_are_compared_pair_by_pair(board):
@@ -562,12 +565,12 @@ def test_parts_of_an_all_to_all_are_compared_pair_by_pair(board):
             say(board, rank, seq, op="all_to_all", splits=said, wait=False)
 
     say_all(0, wrong=0)
-    assert hang.mismatch(board) is None
+    assert Look(board).mismatch() is None
     say_all(1, wrong=1)
-    different = hang.mismatch(board)
+    different = Look(board).mismatch()
     assert {record.seq for record in different.values()} == {1}
     assert unfitting(different) == [(1, 2)]
-    happened, advice = hang.explain_mismatch(different)
+    happened, advice = words.explain_mismatch(different)
     assert happened == (
         "mismatch: the splits of all_to_all disagree: rank 1 sends 7 elements to rank 2, which "
         "expects 6."
@@ -600,10 +603,10 @@ def test_a_large_world_is_named_by_those_it_lacks(tmp_path):
         board.set_state(rank, RETURNED if rank == 7 else RUNNING)
         if rank != 7:
             say(board, rank, ranks=everybody)
-    now = hang.situations(board)
-    headline, advice = hang.explain_deadlock(now, hang.deadlocked(now), board)
+    look = Look(board)
+    headline, advice = words.explain_deadlock(look, look.deadlocked())
     assert headline.startswith("deadlock: all but rank 7 wait in all_reduce for rank 7, which has ")
-    assert "\nall but rank 7: waiting for rank 7 in " in hang.report(headline, advice, now, board)
+    assert "\nall but rank 7: waiting for rank 7 in " in words.report(headline, advice, look)
     board.close()
 
 
@@ -612,8 +615,7 @@ def test_one_rank_waits_for_all_others(tmp_path):
     for rank in range(9):
         board.set_state(rank, RUNNING if rank == 7 else RETURNED)
     say(board, 7, ranks=tuple(range(9)))
-    now = hang.situations(board)
-    headline, _ = hang.explain_deadlock(now, [7], board)
+    headline, _ = words.explain_deadlock(Look(board), [7])
     assert headline == "deadlock: rank 7 waits in all_reduce for all others, which have returned."
     board.close()
 
@@ -621,26 +623,26 @@ def test_one_rank_waits_for_all_others(tmp_path):
 def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
     for rank in range(3):
         board.set_state(rank, IDLE)
-    assert hang.in_step(board)
+    assert Look(board).in_step()
     say(board, 0)
-    assert not hang.in_step(board)
+    assert not Look(board).in_step()
     say(board, 1)
     say(board, 2)
-    assert hang.in_step(board)
+    assert Look(board).in_step()
     board.set_state(1, RUNNING)
-    assert not hang.in_step(board)
+    assert not Look(board).in_step()
 
 
 def test_calls_keep_their_numbers_when_the_board_forgets_the_first(board):
     for number in range(SLOTS + 7):
         say(board, 0, number, detail=str(number))
-    assert hang._numbered_calls(board, 0)[SLOTS + 7] == f"all_reduce({SLOTS + 6})"
+    assert columns.numbered_calls(Look(board), 0)[SLOTS + 7] == f"all_reduce({SLOTS + 6})"
 
 
 def test_places_name_no_machine_path_and_no_cell_number():
     cell = "/tmp/ipykernel_17/4.py"
-    assert hang.describe_place((cell, 3, "step")) == "step, line 3"
-    assert hang.describe_place((cell, 3, "<module>")) == "line 3 of the cell"
-    text = hang.describe_place((__file__, 1, "step"))
+    assert describe_place((cell, 3, "step")) == "step, line 3"
+    assert describe_place((cell, 3, "<module>")) == "line 3 of the cell"
+    text = describe_place((__file__, 1, "step"))
     assert text.startswith(f"{NAME}:1 in step: ")
-    assert hang.short_path(torch.__file__) == "torch/__init__.py"
+    assert short_path(torch.__file__) == "torch/__init__.py"

@@ -19,6 +19,10 @@ def test_what_is_read_does_not_get_worse():
     assert house.worse(house.figures()) == []
 
 
+def test_exercises_do_not_grow():
+    assert house.worse(house.exercise_figures(), house.HELD_EXERCISES) == []
+
+
 def test_no_private_name_crosses_a_module():
     assert house.private_names_across() == []
 

@@ -12,9 +12,9 @@ from outside import wait_until
 
 from ddpkit import HangError, RankError
 from ddpkit.inspect.trace import LANES
-from ddpkit.runtime import hang
 from ddpkit.runtime.board import IDLE
 from ddpkit.runtime.live import GONE, OWN_NAMES, RanksMagic, magic_first
+from ddpkit.runtime.look import Look
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +227,13 @@ def test_usage_errors_start_nothing_and_end_nothing(cell, magic, line, complaint
 
 def test_a_late_answer_is_not_taken_for_that_of_the_next_cell(cell, monkeypatch):
     """Rank 1 ends its cell just after the report of rank 0's error was settled."""
-    late = hang.in_step
+    late = Look.in_step
 
-    def in_step(board):
-        wait_until(lambda: board.state(1) == IDLE)
-        return late(board)
+    def in_step(look):
+        wait_until(lambda: look.board.state(1) == IDLE)
+        return late(Look(look.board))
 
-    monkeypatch.setattr(hang, "in_step", in_step)
+    monkeypatch.setattr(Look, "in_step", in_step)
     with pytest.raises(RankError):
         cell("import time\nif rank == 0: 1 / 0\ntime.sleep(1.0)\n'late'")
     assert cell("rank") == "rank 0: 0\nrank 1: 1\n"

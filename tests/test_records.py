@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ddpkit.runtime.board import CALLERS, Board
-from ddpkit.runtime.recorder import Recorder, is_library, is_pythons, place_in
+from ddpkit.runtime.place import is_library, is_pythons, place_in
+from ddpkit.runtime.recorder import Recorder
 
 INSTALLED = f"{sysconfig.get_path('purelib')}/frame/ops.py"
 GATHER = """

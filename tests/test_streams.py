@@ -18,9 +18,11 @@ from ddpkit import HangError, ddp, launch, zero
 from ddpkit.fast import buckets
 from ddpkit.fast import zero as fast_zero
 from ddpkit.lesson import figures
-from ddpkit.runtime import hang, run
+from ddpkit.runtime import run
 from ddpkit.runtime.board import RETURNED, RUNNING, Board
+from ddpkit.runtime.look import ON_STREAM, Look
 from ddpkit.runtime.recorder import Recorder, recorder
+from ddpkit.runtime.report import explain_deadlock, report
 from ddpkit.runtime.streams import Cuda, Streams
 
 ONE = torch.ones(1)
@@ -317,25 +319,25 @@ def on_stream(board, rank, **said):
 
 def test_a_stream_waits_for_ever_only_if_no_program_may_still_come(board):
     on_stream(board, 0)
-    now = hang.situations(board)
-    assert [(s.state, s.missing) for s in now] == [(hang.ON_STREAM, (1,)), ("computing", ())]
-    assert hang.deadlocked(now) == []
+    look = Look(board)
+    assert [(s.state, s.missing) for s in look.now] == [(ON_STREAM, (1,)), ("computing", ())]
+    assert look.deadlocked() == []
     on_stream(board, 1, channel="another")  # each for the other, but both programs may come
-    assert hang.deadlocked(hang.situations(board)) == []
+    assert Look(board).deadlocked() == []
     board.set_waiting(1, 0)  # rank 0 still may
-    now = hang.situations(board)
-    assert hang.deadlocked(now) == []
-    now[0].state = "waiting"
-    assert hang.deadlocked(now) == [0, 1]
+    look = Look(board)
+    assert look.deadlocked() == []
+    look.now[0].state = "waiting"
+    assert look.deadlocked() == [0, 1]
     board.set_state(1, RETURNED)
-    now = hang.situations(board)
-    assert hang.deadlocked(now) == [0]
-    headline, advice = hang.explain_deadlock(now, [0], board)
+    look = Look(board)
+    assert look.deadlocked() == [0]
+    headline, advice = explain_deadlock(look, [0])
     assert headline == "deadlock: rank 0 waits in all_reduce for rank 1, which has returned."
-    text = hang.report(headline, advice, now, board)
+    text = report(headline, advice, look)
     assert "rank 0: its stream waiting for rank 1 in all_reduce(8 float32, sum)" in text
     board.put(0, 0, call(waited=1.0, started=1.0, done=2.0))
-    assert [s.state for s in hang.situations(board)] == ["computing", "returned"]
+    assert [s.state for s in Look(board).now] == ["computing", "returned"]
 
 
 def test_streams_that_wait_for_each_other_have_hang_after():

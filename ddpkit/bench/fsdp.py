@@ -4,7 +4,6 @@ The same blocks as units, the same dtype, SGD: time, bytes sent, and the most by
 at a time, on Gloo. In the end all must have the same parameters.
 """
 
-import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -18,46 +17,29 @@ from ..fast import fsdp as fast
 from ..fsdp.plan import plan_units
 from ..memory import most_bytes
 from ..runtime.launch import launch
-from ..runtime.wire import recorder
-from ..tools.passes import sent_by_all
 from . import training
-from .interleave import WARM_UP, Contest, check_close, race
-from .results import AGAIN, SPEED, Goal, Result, Results, report, results_of
-from .training import Task, gpt
+from .interleave import Contest, check_close, race
+from .results import AGAIN, SPEED, Goal, Results, report, results_of
+from .training import Replica, Task, add_bytes, count_bytes, gpt
 
 ROUNDS = 24
 TORCH, PLAIN, OURS = "fully_shard", "FSDP", "fast FSDP"
 VARIANTS = TORCH, PLAIN, OURS
 GOALS = [Goal(OURS, TORCH, 1.0), Goal(PLAIN, TORCH, 1.0)]
 LEGEND = f"""\
-Step: forward, backward and update, with SGD. Sent: MB by a rank in a step.
+Step: forward, backward, update with SGD. Sent: MB by a rank in a step.
 Peak: MB of tensors, the shards included; scratch memory of Gloo's not.
 {SPEED}"""
 MODELS = {"12 × Linear(1024)": partial(training.linears, rows=64), "GPT": gpt}
 
 
-class Replica:
-    """A sharded model and its optimizer."""
-
-    def __init__(self, make: Callable[[], Task], wrap: Callable[[nn.Module], nn.Module]):
-        self.module, self.loss = make()
-        self.wrapped = wrap(self.module)
-        self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=1e-3)
-
-    def step(self) -> None:
-        self.wrapped.zero_grad()
-        self.loss(self.wrapped).backward()
-        if hasattr(self.wrapped, "synchronize"):
-            self.wrapped.synchronize()
-        self.optimizer.step()
-
-    def whole(self) -> Tensor:
-        """Gather all parameters, end to end."""
-        if isinstance(self.wrapped, fsdp.FSDP):
-            parts = self.wrapped.full_parameters().values()
-        else:
-            parts = [each.full_tensor() for each in self.module.parameters()]
-        return torch.cat([each.detach().flatten() for each in parts])
+def whole(replica: Replica) -> Tensor:
+    """Gather all parameters, end to end."""
+    if isinstance(replica.wrapped, fsdp.FSDP):
+        parts = replica.wrapped.full_parameters().values()
+    else:
+        parts = [p.full_tensor() for p in replica.module.parameters()]
+    return torch.cat([part.detach().flatten() for part in parts])
 
 
 def fully_sharded(module: nn.Module, group: ProcessGroup) -> nn.Module:
@@ -78,34 +60,31 @@ def make_replicas(
     torchs = partial(fully_sharded, group=group)
     ours = {PLAIN: partial(fsdp.FSDP, group=group), OURS: partial(fast.FSDP, group=group)}
     wraps = {TORCH: torchs, **ours, TORCH + AGAIN: torchs}
-    return {n: Replica(make, wrap) for n, wrap in wraps.items() if n in {*names, TORCH + AGAIN}}
+    sgd = partial(torch.optim.SGD, lr=1e-3)
+    wanted = {*names, TORCH + AGAIN}
+    return {name: Replica(make, wrap, sgd) for name, wrap in wraps.items() if name in wanted}
 
 
 def contest(make: Callable[[], Task], names: Iterable[str], group: ProcessGroup) -> Contest:
     replicas = make_replicas(make, group, names)
 
     def found() -> int:
-        right = replicas[TORCH].whole()
+        right = whole(replicas[TORCH])
         for name, replica in replicas.items():
-            check_close(name, replica.whole(), right, 1e-5)
+            check_close(name, whole(replica), right, 1e-5)
         return right.nbytes
 
-    return Contest({name: each.step for name, each in replicas.items()}, found=found)
+    return Contest({name: replica.step for name, replica in replicas.items()}, found=found)
 
 
 def count(make: Callable[[], Task], names: Iterable[str]) -> dict[str, tuple[float, int]]:
     """{variant: (bytes that this rank sends in a step, the most bytes of its tensors)}."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    found = {}
-    for name, replica in make_replicas(make, dist.group.WORLD, names).items():
-        for _ in range(WARM_UP):
-            replica.step()
-        before = len(recorder().records)
-        known = [getattr(p, "_local_tensor", p) for p in replica.module.parameters()]
-        peak = most_bytes(replica.step, known)
-        step = recorder().records[before:]
-        found[name] = sum(sent_by_all(each, rank, world_size) for each in step), peak
-    return found
+    return count_bytes(make_replicas(make, dist.group.WORLD, names), peak_bytes)
+
+
+def peak_bytes(replica: Replica) -> int:
+    known = [getattr(p, "_local_tensor", p) for p in replica.module.parameters()]
+    return most_bytes(replica.step, known)
 
 
 def measure(models: dict = MODELS, rounds: int = ROUNDS, names: Iterable[str] = VARIANTS):
@@ -114,17 +93,10 @@ def measure(models: dict = MODELS, rounds: int = ROUNDS, names: Iterable[str] = 
     for model, make in models.items():
         seconds, sizes = race(partial(contest, make, names), rounds, world_size=2)
         counted = launch(count, make, names, world_size=2, backend="gloo")
-        found += together(model, seconds, sizes[0], list(counted))
-    return found
-
-
-def together(model: str, seconds: dict, nbytes: int, counted: list[dict]) -> list[Result]:
-    """Put the results of one case together; nbytes: of the parameters; counted: by each rank."""
-    found = results_of(model, seconds, 2, nbytes)
-    for each in found:
-        sent, peaks = zip(*(rank[each.variant] for rank in counted), strict=True)
-        each.columns["Sent"] = f"{statistics.mean(sent) / 1e6:.4g}"
-        each.columns["Peak"] = f"{max(peaks) / 1e6:.4g}"
+        results = results_of(model, seconds, 2, sizes[0])
+        for result in results:
+            add_bytes(result, list(counted), "Peak")
+        found += results
     return found
 
 

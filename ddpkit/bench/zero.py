@@ -20,13 +20,19 @@ from ..fast.transports import SharedMemoryTransport
 from ..fast.zero import ZeroOptimizer
 from ..memory import count_states
 from ..runtime.launch import launch
-from ..runtime.wire import recorder
-from ..tools.passes import sent_by_all
 from ..tools.units import duration
 from . import training
-from .interleave import WARM_UP
 from .results import AGAIN, SPEED, Goal, Result, Results, report, results_of
-from .training import COMPUTE, Replica, Task, gpt, itself, race_replicas
+from .training import (
+    COMPUTE,
+    Replica,
+    Task,
+    add_bytes,
+    count_bytes,
+    gpt,
+    itself,
+    race_replicas,
+)
 
 ROUNDS = 24
 TORCH, AS_IT_COMES = "torch's ZeRO", "by default"
@@ -85,16 +91,7 @@ def make_replicas(
 
 def count(make: Callable[[], Task], names: Iterable[str]) -> dict[str, tuple[float, int]]:
     """{variant: (bytes that this rank sends in a step, bytes of its optimizer's state)}."""
-    rank, world_size, found = dist.get_rank(), dist.get_world_size(), {}
-    for name, replica in make_replicas(make, dist.group.WORLD, names).items():
-        for _ in range(WARM_UP):
-            replica.step()
-        before = len(recorder().records)
-        replica.step()
-        step = recorder().records[before:]
-        sent = sum(sent_by_all(record, rank, world_size) for record in step)
-        found[name] = sent, state_bytes(replica)
-    return found
+    return count_bytes(make_replicas(make, dist.group.WORLD, names), state_bytes)
 
 
 def state_bytes(replica: Replica) -> int:
@@ -123,17 +120,15 @@ def measure(
 
 
 def together(model: str, seconds: dict, nbytes: int, counted: list[dict]) -> list[Result]:
-    """The results of one case; nbytes: of the gradients; counted: by each rank."""
+    """Make the results of one case; nbytes: of the gradients; counted: by each rank."""
     sync_s = {}
     for name, steps in seconds.items():
         if name != COMPUTE:
             sync_s[name] = tuple(map(operator.sub, steps, seconds[COMPUTE]))
     found = results_of(model, sync_s, 2, nbytes)
-    for each in found:
-        sent, states = zip(*(rank[each.variant] for rank in counted), strict=True)
-        each.columns["Step"] = duration(statistics.median(seconds[each.variant]))
-        each.columns["Sent"] = f"{statistics.mean(sent) / 1e6:.4g}"
-        each.columns["State"] = f"{max(states) / 1e6:.4g}"
+    for result in found:
+        result.columns["Step"] = duration(statistics.median(seconds[result.variant]))
+        add_bytes(result, counted, "State")
     return found
 
 

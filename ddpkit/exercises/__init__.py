@@ -1,5 +1,6 @@
 """Checks of the reader's answers: `check.broadcast(broadcast)`. A file a topic, a checker each."""
 
+from .beat import beat_block, beat_lean_step, beat_schedule, beat_server
 from .bucketed_ddp import Bucket, BucketedDDP, FlatDDP, OverlapDDP, no_sync, one_wire, plan_buckets
 from .checker import is_stub
 from .chunked_loss import chunked_cross_entropy
@@ -11,10 +12,21 @@ from .collectives import (
     tree_broadcast,
     tree_reduce,
 )
+from .context_parallel import HeadsForTokens, pairs_of_hop, ring_backward, zigzag
 from .data_parallel import HookedDDP, NaiveDDP, average_gradients, push_and_pull, serve, sum_or_mean
+from .experts import expert_gradients, move_bias, through_experts, within_capacity
 from .few_hops import alpha_beta, halving_doubling_all_reduce
 from .flash_attention import flash_backward, flash_forward
 from .flash_kernel import flash_kernel
+from .fsdp import (
+    accumulate_rows,
+    backward_calls,
+    by_owners,
+    clip_all,
+    gather_rows,
+    shard_in_place,
+    sharded_step,
+)
 from .groups import my_group
 from .memory import Checkpoint, Products, alive, block_bytes, checkpoint_sequential
 from .mixed_precision import LossScaler, master_step, nearest, predict_bytes, quantise

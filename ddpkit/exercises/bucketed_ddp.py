@@ -20,7 +20,6 @@ from ddpkit.runtime.wire import recorder
 
 from .checker import Exercise, Mistake, Trial, mistakes, rank_1_comes_last
 from .data_parallel import (
-    IN_A_MEAN,
     LAYERS,
     WEIGHT,
     Stack,
@@ -87,11 +86,24 @@ def _train(answer, cap_bytes, between, by_rank):
     seen["waits before backward was over"] = waited
     seen["waits in step 2 for handles of step 1"] = sum(r.waits for r in earlier) - waits
     seen["bytes of each all_reduce"] = [r.bytes for r in all_reduces()[len(earlier) :]]
+    if cap_bytes == 0 and not all_reduces():
+        seen["bytes of each all_reduce"] = _of_a_ring(2 if between else 1)
     if cap_bytes:
         seen["gradients that aren't views of a bucket"] = _gradients(stack, sent)[0]
         new = _memory(sent).keys() - _memory(earlier) if between else ()
         seen["buckets made anew in step 2"] = len(new)
     return seen
+
+
+def _of_a_ring(steps: int) -> list[int]:
+    """Return the bytes of one message, if each step sent it round a ring of chunks; else those."""
+    sends = [record.bytes for record in recorder().records if record.op == "send"]
+    world_size, (nbytes,) = dist.get_world_size(), AFTER_BACKWARD[1]
+    hops = 2 * (world_size - 1)
+    most = steps * hops * (nbytes // world_size + 4)
+    sent = sum(sends[-steps * hops :]) if hops else 0
+    ring = len(sends) >= steps * hops and sent <= most and not any(all_reduces())
+    return [nbytes] if ring else sends
 
 
 def _memory(sent: list[Record]) -> dict[int, list]:
@@ -149,7 +161,7 @@ IN_BOTH = {
     "note": "It also names a second backward without synchronize, and serves no_sync and groups.",
     "given": ("__init__", "forward"),
 }
-WITH_HOOKS = IN_A_MEAN + mistakes("""
+WITH_HOOKS = mistakes("""
 after_backward: parameter.register_post_accumulate_grad_hook(self.ready) → pass
     Nothing was sent before backward was over. The hook runs while it is going on: begin there.
 waits_in_the_hook: async_op=True) → async_op=True)⏎work.wait()
@@ -175,8 +187,7 @@ FlatDDP = Exercise(
     says=IN_BOTH["says"],
     note="A message for each dtype, as one tensor has one; it serves no_sync and groups.",
     given=("__init__", "forward"),
-    mistakes=IN_A_MEAN
-    + mistakes("""
+    mistakes=mistakes("""
 one_each: for gradient in gradients if gradient.dtype == dtype] →
     ⏎for gradient in gradients[:1]]
     The mean is right, in a message for each gradient. torch.cat makes one tensor of all.
@@ -233,6 +244,9 @@ def _run_plan(answer, sizes, cap_bytes):
         return plan
 
 
+HALF = 2.0  # bytes, of a float16
+
+
 def _plan_trials():
     for nbytes, cap_bytes, plan in (
         ([4, 4, 4, 4], 8, [[0, 1], [2, 3]]),
@@ -241,10 +255,15 @@ def _plan_trials():
         ([4, 40, 4, 8, 12, 4], 10, [[0, 1], [2, 3], [4], [5]]),
         ([4, 4, 4, 4, 4], 1, [[0], [1], [2], [3], [4]]),
         ([2, 4, 2, 4, 4, 2], 8, [[1, 3], [4], [0, 2, 5]]),
+        ([2, HALF, 2, HALF, 4], 4, [[0, 2], [1, 3], [4]]),
+        ([2, 4, 4, 4, 4], 8, [[0], [1, 2], [3, 4]]),
         ([], 8, []),
     ):
-        sizes = [(each, torch.bfloat16 if each == 2 else torch.float32) for each in nbytes]
-        what = f"gradients of {nbytes} bytes (2: bfloat16), cap {cap_bytes}"
+        sizes = []
+        for each in nbytes:
+            half = torch.float16 if isinstance(each, float) else torch.bfloat16
+            sizes.append((round(each), half if each == 2 else torch.float32))
+        what = f"gradients of {nbytes} bytes (2: bfloat16, 2.0: float16), cap {cap_bytes}"
         yield Trial(1, _run_plan, (sizes, cap_bytes), [plan], what=what)
 
 
@@ -276,17 +295,8 @@ mixes_dtypes: for number, (_, dtype) in enumerate(sizes): → dtype = None
 closes_at_another_dtype: bucket = filling → full += [filling.pop(d) for d in {*filling} - {dtype}]
     ⏎bucket = filling
     A bucket was closed below the cap when another dtype came: both stay open side by side.
-counts_on: for each in bucket) → for each in range(number + 1))
-    A bucket was closed below the cap: count the bytes of each bucket from 0 on.
 by_first: bucket[-1]) → bucket[0])
     Another order: a bucket can be sent when its last gradient is ready, so that one counts.
-unsorted: return sorted(full + list(filling.values()), key=lambda bucket: bucket[-1]) →
-        ⏎return full + list(filling.values())
-    The right buckets in another order: what is left over comes where its last gradient puts it.
-of_bytes: return sorted( → return [[sizes[each][0] for each in b] for b in full] or sorted(
-    A bucket holds gradients' numbers, 0, 1, ..., not their bytes.
-flat: return sorted( → return list(range(len(sizes))) or sorted(
-    Return a list of buckets, each a list of gradients' numbers: [[0, 1], [2]].
 """),
 )
 
@@ -301,6 +311,7 @@ def _fill(answer):
     bucket = answer(parameters)
     seen = {"flat": (bucket.flat.dim(), bucket.flat.numel(), str(bucket.flat.dtype))}
     seen["shapes of the views"] = [tuple(bucket.views[p].shape) for p in parameters]
+    seen["flat at first"] = bucket.flat.tolist()
     for number, parameter in enumerate(parameters, 1):
         bucket.views[parameter].fill_(number)
     seen["flat, when view k is full of k,"] = bucket.flat.tolist()
@@ -323,6 +334,7 @@ def _bucket_trials():
         return [n for n, many in zip(numbers, (6, 2, 1, 3), strict=True) for _ in range(many)]
 
     expected = {"flat": (1, 12, "torch.float64"), "shapes of the views": [*SHAPES]}
+    expected["flat at first"] = full(0, 0, 0, 0)
     expected["flat, when view k is full of k,"] = full(1, 2, 3, 4)
     for step in ("step 1", "step 2, after zero_grad()", "step 3, after zero_grad(False)"):
         expected[f"{step}: flat, when gradient k is full of 5k,"] = full(5, 10, 15, 20)
@@ -347,10 +359,6 @@ views_are_copies: part.view_as(parameter) for → part.view_as(parameter).clone(
     A copy isn't a view: split, slices and view_as share flat's memory; clone and cat don't.
 one_part: self.flat.split(sizes) → [self.flat[:size] for size in sizes]
     Two gradients are in one place: cut flat into parts that follow each other, flat.split(...).
-all_float32: dtype=first.dtype → dtype=torch.float32
-    A bucket has the dtype of its gradients: parameters[0].dtype, which isn't float32 here.
-as_it_comes: part.view_as(parameter) for → part for
-    Each view has the shape of its parameter: part.view_as(parameter).
 replaces_first: view.copy_(parameter.grad)⏎parameter.grad = view → parameter.grad = view
     ⏎view.copy_(parameter.grad)
     The gradient is lost. Did you replace it before you had copied it into its view?
@@ -358,8 +366,6 @@ no_way_back: parameter.grad = view → pass
     .grad is still what backward made, and the mean would have to be copied back: .grad = view.
 adds_up: view.copy_(parameter.grad) → view.add_(parameter.grad)
     What was in the view is still in it: zero_grad() left it as it was. Copy, don't add.
-takes_parameters: view.copy_(parameter.grad) → view.copy_(parameter.data)
-    That is the parameter itself. Its gradient is parameter.grad.
 """),
 )
 
@@ -418,7 +424,7 @@ WIRES = [  # times at which buckets are full, the time each takes, its start and
     ([1, 10, 11], [2, 2, 2], [(1, 3), (10, 12), (12, 14)]),
     ([5, 5, 5], [1, 2, 3], [(5, 6), (6, 8), (8, 11)]),
     ([4, 2, 6], [3, 2, 1], [(4, 7), (7, 9), (9, 10)]),
-    ([0], [2], [(0, 2)]),
+    ([0.25, 0.5], [0.5, 0.125], [(0.25, 0.75), (0.75, 0.875)]),
     ([], [], []),
 ]
 
@@ -469,6 +475,10 @@ how_long: spans.append((start, free)) → spans.append((start, seconds))
 NESTED, INTERRUPTED = "one inside another", "an exception inside"
 
 
+class _Stopped(BaseException):
+    """A reader presses stop: no Exception, as KeyboardInterrupt is none."""
+
+
 def _run_no_sync(answer, case):
     model, came_out = ddp.OverlapDDP(nn.Linear(1, 1, bias=False)), False
     x = torch.full((1,), float(dist.get_world_size() * 10 ** dist.get_rank()))
@@ -481,8 +491,8 @@ def _run_no_sync(answer, case):
                 model(x).backward()
             inside = len(all_reduces())
             if case == INTERRUPTED:
-                raise InterruptedError
-    except InterruptedError:
+                raise _Stopped
+    except _Stopped:
         came_out = True
     if not inside:
         model(x).backward()
@@ -522,14 +532,10 @@ without_finally: finally: → except ZeroDivisionError: pass⏎else:
     After no_sync nothing is sent any more. An exception passed: only `finally` is done then, too.
 always_on_again: self.syncing = before → self.syncing = True
     The inner one switched the outer one off, too: put back what `syncing` was before.
-flips: self.syncing, False → self.syncing, not self.syncing
-    The inner one switched it on again: set syncing to False, whatever it was.
 for_ever: self.syncing = before → pass
     After no_sync nothing is sent any more: put back what `syncing` was before.
-swallows: finally: → except InterruptedError: pass⏎finally:
+swallows: finally: → except BaseException: pass⏎finally:
     The exception ended in no_sync: `finally`, no `except`.
-zeroes: self.syncing = before → self.syncing = before⏎self.zero_grad()
-    The gradient of the first micro-batch is missing: no_sync leaves it as it is.
 undecorated: @contextlib.contextmanager →
     {ONCE}
 synchronizes: self.syncing = before → self.syncing = before⏎self.synchronize()

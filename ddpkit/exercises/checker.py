@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.runtime.errors import HangError, LaunchError
-from ddpkit.runtime.hang import describe_place, situations
 from ddpkit.runtime.launch import Run, launch
+from ddpkit.runtime.look import Look
+from ddpkit.runtime.place import describe_place
 from ddpkit.tools.units import name_ranks, wrap
 
 from .on_rank import in_turn
@@ -379,8 +380,9 @@ class Exercise:
 
     def _short_replay(self):
         """Return the player if its pictures can be drawn within a second or two."""
-        calls = sum(map(len, self._outcome.wire))
-        return self.replay() if 0 < calls <= 16 else None
+        records = [record for of_rank in self._outcome.wire for record in of_rank]
+        kept = any(record.values is not None for record in records)  # else there is nothing to draw
+        return self.replay() if kept and len(records) <= 16 else None
 
     def known(self, number: int, problem: Problem) -> Mistake | None:
         """Find the mistake of the table that passes the trials before this one, and fails it alike.
@@ -389,19 +391,21 @@ class Exercise:
         It takes NAMING_S at most, also where each launch takes seconds: then the others stay
         untried, and are first in turn the next time.
         """
-        deadline, near = time.monotonic() + NAMING_S, None
+        deadline, near, longest = time.monotonic() + NAMING_S, None, 0.0
         trials = list(self.trials())
         if number == len(trials):
             return None
         for mistake in self.mistakes:
             passed, failed = self._tried.get(mistake.name, (0, None))
             while failed is None and passed <= number:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                begun = time.monotonic()
+                left = deadline - begun
+                if left <= longest:
                     break
                 answer = mistake.applied_to(self.reference, self.helpers)
                 found = self._run(answer, [trials[passed]], left)
-                if isinstance(found[0], HangError) and time.monotonic() >= deadline:
+                longest = max(longest, time.monotonic() - begun)
+                if isinstance(found[0], HangError) and longest >= left:
                     break  # it was cut off, and tells nothing
                 failed = self._problem([trials[passed]], *found)
                 passed += failed is None
@@ -604,7 +608,7 @@ def rank_1_comes_last() -> None:
     if dist.get_rank() != 1:
         return
     board = dist.group.WORLD.recorder.board
-    while not all(s.rank == 1 or s.missing or s.state == "returned" for s in situations(board)):
+    while not all(s.rank == 1 or s.missing or s.state == "returned" for s in Look(board).now):
         if any(record.by_future for record in board.records(0)):
             return  # rank 0 waits in a place that leaves no record
         time.sleep(0.001)

@@ -13,6 +13,7 @@ from ddpkit.runtime.board import Record
 from ddpkit.runtime.wire import recorder
 
 from .checker import Exercise, Trial, mistakes
+from .score import bytes_moved, excess
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -106,18 +107,6 @@ def read_mean(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
             "itself, in place. Every parameter that is trained has its turn, biases too."
         )
     return f"Is {what} what all ranks' gradients add up to, divided by {world_size} once?"
-
-
-# Mistakes in any mean
-IN_A_MEAN = mistakes("""
-sums: /= dist.get_world_size( → /= 1 + 0 * dist.get_world_size(
-    That is the sum over the ranks: divide by the number of ranks.
-divides_twice: /= dist.get_world_size( → /= dist.get_world_size() * dist.get_world_size(
-    It was divided by 4, on 2 ranks. Twice, before the all_reduce and after it? Or by a number of
-    your own? dist.get_world_size() knows how many there are.
-divides_by_2: /= dist.get_world_size( → /= 2 + 0 * dist.get_world_size(
-    It was divided by 2, on 4 ranks: dist.get_world_size() knows how many there are.
-""")
 
 
 # push_and_pull(model) and serve(model, optimizer, steps)
@@ -242,20 +231,13 @@ divides_by_ranks: total / len(workers) → total / dist.get_world_size()
     It was divided by the number of ranks. The server is one of them, and brings no gradient.
 keeps_the_last: total += gradient → total = gradient
     Only the last worker's gradient counts: add them up before you step.
-into_one_buffer: total += gradient → total = gradient * len(workers)
-    Only the last worker's gradient counts: the next recv into the same tensor overwrites it. Add
-    each before the next comes, or give each a tensor of its own.
 never_steps: optimizer.step() → pass
     The weights never change: once the mean is in .grad, optimizer.step().
-sends_the_mean: dist.send(parameters_to_vector(trained), worker) → dist.send(total / 2, worker)
-    The workers wait for weights, and get gradients. Put the mean into .grad, step, then send.
 adds_to_the_last_step: total = torch.zeros_like(parameters_to_vector(trained)) → total = (
     ⏎    total if _ else torch.zeros_like(parameters_to_vector(trained)))
     The first step's gradients are in the second one, too: begin each step with zeros.
 steps_by_hand: optimizer.step() → for parameter in trained:⏎    parameter -= parameter.grad
     The first step is right, the second isn't: the optimizer has a momentum. optimizer.step().
-ranks_for_workers: range(1, dist.get_world_size()) → range(dist.get_world_size())
-    Rank 0 is the server. The workers are range(1, dist.get_world_size()).
 the_frozen_too: if parameter.requires_grad → if parameter is not None
     A message has the trained parameters only: pass over those without requires_grad.
 """),
@@ -264,20 +246,24 @@ the_frozen_too: if parameter.requires_grad → if parameter is not None
 
 # average_gradients(module)
 
+TRAFFIC = {
+    "bytes too many": "the values are right, but rank {rank} sent {got} bytes more than an "
+    "all_reduce of each trained parameter's gradient, once a step. What else goes out?",
+    "calls too many": "the values are right, but rank {rank} made {got} calls more than there are "
+    "trained parameters. What is sent beside their gradients?",
+}
+
 
 def _run_average(answer, unused):
     module, rank = Stack(), dist.get_rank()
     layers = ("tokens.weight", "head.weight") if unused and rank == 1 else LAYERS
     module(dist.get_world_size() * 10**rank, layers).backward()
     answer(module)
-    # Ranks may first agree on which of them have a gradient: messages of zeros and ones don't count
-    sent = [r for r in recorder().records if not set(r.values or [2]) <= {0, 1}]
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return {
         **left_in(module),
-        "anything sent": bool(sent),
-        "bytes too many": max(0, sum(r.bytes for r in sent) - sum(g.nbytes for g in gradients)),
-        "calls too many": max(0, len(sent) - len(gradients)),
+        "anything sent": bool(recorder().records) or dist.get_world_size() == 1,
+        **excess(recorder().records, gradients, flags=True),
     }
 
 
@@ -302,11 +288,11 @@ average_gradients = Exercise(
         "wire": "One dist.all_reduce for each parameter of module.parameters().",
         "hang": "All ranks make the same calls: where .grad is None, zeros go out.",
     },
+    says=TRAFFIC,
     praise="right on 1, 2 and 4 ranks, also where one has no gradient, and nothing goes out twice.",
     explain=read_mean,
     note="NaiveDDP calls it, and complains where a gradient is missing on the way.",
-    mistakes=IN_A_MEAN
-    + mistakes("""
+    mistakes=mistakes("""
 averages_the_parameters: dist.all_reduce(parameter.grad, group=group)⏎parameter.grad /= →
     ⏎dist.all_reduce(parameter.data, group=group)⏎parameter.data /=
     What all_reduce was given is the parameter itself. Average the gradients: parameter.grad.
@@ -327,15 +313,13 @@ only_where_there_is_one: if parameter.requires_grad: → if parameter.grad is no
     send the same. Go by requires_grad, and where .grad is None, send zeros.
 sends_none: parameter.grad = torch.zeros_like(parameter) → pass
     Rank 1 has no gradient in one layer. None can't be sent; zeros can, and leave the sum as it is.
-reduces: dist.all_reduce(parameter.grad → dist.reduce(parameter.grad, 0
-    Only rank 0 has the sum: you called dist.reduce. All ranks need it: dist.all_reduce.
 """),
 )
 
 
 # sum_or_mean(module, reduction, rows)
 
-ROWS = (3, 1), (4, 0), (4, 1, 3)  # of each rank; 4 or 8 together, so divisions are exact
+ROWS = (3, 1), (4, 0), (4, 1, 3), (128, 128)  # of each rank; powers of 2 together: exact
 
 
 def sum_or_mean(module, reduction, rows):
@@ -357,13 +341,16 @@ def _run_sum_or_mean(answer, reduction, rows):
     times = rows[rank] if reduction == "sum" else sum(rows) * (rows[rank] > 0)
     module(10**rank * times).backward()
     answer(module, reduction, rows[rank])
-    return left_in(module)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    spare = 8 * len(trained) * (reduction == "mean")  # for the count of rows
+    too_many = excess(recorder().records, trained, spare)["bytes too many"]
+    return left_in(module) | {"bytes too many": too_many}
 
 
 def _sum_or_mean_trials():
     for rows in ROWS:
         digits = sum(count * 10**rank for rank, count in enumerate(rows))
-        expected = [ideal(digits)] * len(rows)
+        expected = [ideal(digits) | {"bytes too many": 0}] * len(rows)
         for reduction in ("sum", "mean"):
             what = f"{reduction} over {' and '.join(map(str, rows))} rows"
             yield Trial(len(rows), _run_sum_or_mean, (reduction, rows), expected, what=what)
@@ -378,6 +365,7 @@ sum_or_mean = Exercise(
         "hang": "No rank knows all rows: each begins with an all_reduce of torch.tensor(rows).",
     },
     praise="right for the sum and for the mean, whatever rows a rank has, and if it has none.",
+    says=TRAFFIC,
     explain=lambda *_: "Write down one process's gradient: how much does each row count in it?",
     note="Ours. Yours may look different: the check looks at what it does.",
     mistakes=mistakes("""
@@ -389,20 +377,10 @@ of_means: rows / all_rows.item() → 1 / dist.get_world_size()
     A mean of means: ranks count alike, whatever rows they have. Right only if all have as many.
 forgets_to_divide: rows / all_rows.item() → rows
     It is weighted with rows, and never divided. Divide by the rows of all ranks.
-divides_weighted_by_ranks: rows / all_rows.item() → rows / dist.get_world_size()
-    It is weighted with rows, then divided by the number of ranks. Divide by all rows.
-forgets_to_weight: rows / all_rows.item() → 1 / all_rows.item()
-    It is divided by all rows, but no rank's mean was multiplied by its own rows.
-leaves_sums_alone: dist.all_reduce(parameter → reduction == "mean" and dist.all_reduce(parameter
-    That is this rank's own gradient. Those of all ranks add up: dist.all_reduce.
 always_divides: 1 if reduction == "sum" else rows / all_rows.item() → 1 / dist.get_world_size()
     It is divided by the number of ranks. A sum over all rows is divided by nothing.
-divides_the_sum_by_rows: weight = 1 if → weight = 1 / all_rows.item() if
-    It is divided by the number of rows. That makes a mean of it; the loss is a sum.
 weights_sums_too: 1 if reduction == "sum" → rows if reduction == "sum"
     A sum was multiplied by its rows. It holds them all already: sums just add up.
-swapped: reduction == "sum" → reduction == "mean"
-    It is weighted with rows. A sum needs no weights; a mean does. Are the two swapped?
 leaves_when_it_has_none: all_rows = → if not rows: return⏎all_rows =
     A rank without rows has gradients of zeros, and takes part: the others wait for it.
 """),
@@ -416,7 +394,7 @@ def _run_naive(answer, steps, unused):
     """Train from different weights on every rank; in the last step rank 1 may skip a layer."""
     module, rank, world_size = Stack(), dist.get_rank(), dist.get_world_size()
     module.register_buffer("statistics", torch.full((2,), WEIGHT))
-    module.register_buffer("batches", torch.tensor(7))
+    module.register_buffer("batches", torch.tensor(7), persistent=False)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data += 100 * rank
     model = answer(module)
@@ -435,10 +413,12 @@ def _run_naive(answer, steps, unused):
         model.synchronize()
         left = left_in(module)
         optimizer.step()
-    sent = [r for r in recorder().records[before:] if not set(r.values or [2]) <= {0, 1}]
-    buffers = sum(buffer.nbytes for buffer in module.buffers())  # which PyTorch's sends in forward
-    excess = sum(r.bytes for r in sent) - steps * (4 * sum(NUMBERS.values()) + buffers)
-    return found | left | {"bytes too many": max(0, excess)}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # PyTorch's sends the buffers in each forward. Flags say who has which gradient.
+    sent, buffers = recorder().records[before:], list(module.buffers())
+    spare = steps * 4 * (1 + len(list(module.parameters())))
+    too_many = excess(sent, steps * (trained + buffers), spare)["bytes too many"]
+    return found | left | {"bytes too many": too_many}
 
 
 def _naive_trials():
@@ -473,12 +453,10 @@ NaiveDDP = Exercise(
         "trained": "after wrapping, trained parameters on rank {rank} are {got}, not {expected}.",
         "frozen": "after wrapping, a frozen parameter on rank {rank} is {got}, not {expected}.",
         "buffers": "after wrapping, the buffers on rank {rank} are {got}, not {expected}.",
-        "bytes too many": "the values are right, but rank {rank} sent {got} bytes more than its "
-        "gradients have.",
+        **TRAFFIC,
     },
     explain=read_mean,
-    mistakes=IN_A_MEAN
-    + mistakes("""
+    mistakes=mistakes("""
 never_broadcasts: if p.requires_grad}⏎broadcast_module(module, group) → if p.requires_grad}
     Equal gradients keep replicas as far apart as they began: broadcast rank 0's, no copies.
 leaves_the_buffers: , *module.named_buffers()] → ]
@@ -486,18 +464,11 @@ leaves_the_buffers: , *module.named_buffers()] → ]
 leaves_the_frozen: [*module.named_parameters(), → [*(n for n in module.named_parameters()
     ⏎    if n[1].requires_grad),
     A frozen parameter takes part in forward: broadcast it like the others.
-zeroes_at_the_start: dist.broadcast(tensor.detach(), group=group, group_src=0) → tensor.data.zero_()
-    Equal, but not what rank 0 began with: a loaded checkpoint would be lost. Broadcast it.
-each_from_itself: group_src=0 → group_src=dist.get_rank()
-    Each rank is its own source. All must name the same one: src=0.
 wraps_a_copy: self.module = module → self.module = __import__("copy").deepcopy(module)
     The optimizer has the module's own parameters: keep the module itself, no copy.
 sends_the_weights_again: average_gradients(self.module, self.group) → average_gradients(self.module)
     ⏎broadcast_module(self.module)
     Replicas that start equal and follow equal gradients stay equal: send the weights once.
-broadcasts_weights_in_each_step: average_gradients(self.module, self.group) → broadcast_module(
-    ⏎    self.module)
-    Alike, but rank 0's data alone is learned from: .grad must become the mean of all ranks'.
 averages_the_parameters: dist.all_reduce(parameter.grad, group=group)⏎parameter.grad /= →
     ⏎dist.all_reduce(parameter.data, group=group)⏎parameter.data /=
     You average the parameters. It is the gradients that must be alike before the step.
@@ -536,11 +507,14 @@ def _run_hooked(answer, steps):
     line.weight.data.fill_(WEIGHT)
     line.bias.data.fill_(WEIGHT)
     model = answer(line)
+    begun = len(recorder().records)
     y = X * WEIGHT + WEIGHT - dist.get_world_size() * 10 ** dist.get_rank()
     for _ in range(steps):
         line.zero_grad()
         ((model(torch.tensor([X], dtype=torch.float64)) - y).square().sum() / 2).backward()
-        left = left_in(line) | {"bytes": sum(record.bytes for record in all_reduces())}
+        getattr(model, "synchronize", list)()  # the loop of DDP's own users has none
+        sent = bytes_moved(recorder().records[begun:], dist.get_world_size())
+        left = left_in(line) | {"bytes sent by each rank": sent}
         for parameter in line.parameters():
             parameter.data -= LR * parameter.grad
     return left
@@ -553,7 +527,8 @@ def _serial(world_size: int, steps: int) -> dict:
         error = X * (weight - WEIGHT) + (bias - WEIGHT) + tally(world_size)
         left = {"weight.grad": X * error, "bias.grad": error, "weight": weight, "bias": bias}
         weight, bias = weight - LR * X * error, bias - LR * error
-    return left | {"parameters sent": False, "bytes": steps * 2 * 8}
+    nbytes = steps * 2 * 8 * 2 * (world_size - 1) // world_size
+    return left | {"parameters sent": False, "bytes sent by each rank": nbytes}
 
 
 def _hooked_trials():
@@ -574,8 +549,7 @@ HookedDDP = Exercise(
     praise="after three steps each rank still has what one process would have, to the bit.",
     explain=read_mean,
     note="Two lines of the hook, mended. ddpkit.ddp.OverlapDDP goes on from here.",
-    mistakes=IN_A_MEAN
-    + mistakes("""
+    mistakes=mistakes("""
 as_found: dist.all_reduce(parameter.grad)⏎parameter.grad /= → dist.all_reduce(parameter.data)
     ⏎parameter.data /=
     What your hook gave to all_reduce is 7, on every rank alike. Gradients of different data never

@@ -151,11 +151,6 @@ alpha_beta = Exercise(
         *mistakes("""
 first_and_last: alpha, beta → rows = rows[:, :: len(points) - 1]⏎alpha, beta
     A line through two of the points believes their noise.
-smallest_and_largest: rows = → return seconds[0] / hops[0], seconds[-1] / nbytes[-1]⏎rows =
-    Yours takes all of the shortest time for latency, and all of the longest for bytes: near, not
-    closest.
-in_logarithms: torch.stack([hops, nbytes]) / seconds → torch.stack([hops, nbytes]) / seconds.log()
-    Straight in logarithms is a power of n, not α · hops + β · n.
 latency_a_call: torch.stack([hops, nbytes]) → torch.stack([hops**0, nbytes])
     Yours is what a call costs before its first byte. α is for each hop: multiply it by hops.
 without_latency: return alpha.item(), → return 0.0,

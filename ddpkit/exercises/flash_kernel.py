@@ -130,10 +130,6 @@ ell_as_it_was: ell * correction + → ell +
 maximum_as_a_row: s - m_new[:, None] → s - m_new
     m_new is one number for each row of s: s - m_new subtracts it from columns. m_new[:, None] is a
     column, and so are correction[:, None] and ell[:, None] where they meet acc.
-not_scaled: tl.dot(q, tl.trans(k)) * scale → tl.dot(q, tl.trans(k))
-    The scores aren't scaled: times scale, which is 1/√D.
-not_divided: acc / ell[:, None], mask → acc, mask
-    acc is a sum of weighted values: divide it by ell before you store it.
 not_transposed: tl.trans(k) → k
     tl.dot(a, b) wants b's rows as many as a's columns: q and k are both (TILE, D), tl.trans(k) is
     (D, TILE).
@@ -141,13 +137,9 @@ multiplied_as_in_torch: tl.dot(q, tl.trans(k)) → (q @ tl.trans(k))
     In a kernel, matrices are multiplied by tl.dot(a, b).
 from_0: tl.full((TILE,), float("-inf"), tl.float32) → tl.zeros((TILE,), tl.float32)
     All scores are far below 0, so every exp is 0: m begins at -inf.
-first_queries_only: tl.program_id(0) * TILE + tl.arange(0, TILE) → tl.arange(0, TILE)
-    Nothing was written behind the first tile: the program's queries begin at program_id * TILE.
 what_sticks_out_counts: s = tl.where(keys[None, :] < N, s, float("-inf")) →
     The last tile of keys sticks out. Loaded with 0, a key has score 0, and exp(0 - m) counts: give
     the scores of keys from N on, which are columns of s, -inf, with tl.where.
-stores_nothing: tl.store(o_ptr + places, acc / ell[:, None], mask=rows[:, None] < N) → return acc
-    Nothing was written to o. What a kernel returns is lost: tl.store(o_ptr + …, values, mask=…).
 stores_the_whole_tile: acc / ell[:, None], mask=rows[:, None] < N → acc / ell[:, None]
     The rows are right, but more was written than there are. tl.store needs the mask.
 """)

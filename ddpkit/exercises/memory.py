@@ -59,23 +59,13 @@ alive = Exercise(
     mistakes=mistakes("""
 never_dies: changes[died] -= nbytes → pass
     Those are all bytes ever made. What has died doesn't count: memory is used again.
-of_that_moment: list(accumulate(changes[moment] for moment in range(moments))) → [
-        ⏎sum(n for b, d, n in lives if b == moment) for moment in range(moments)]
-    Those are the bytes that are born in each moment. Those born before are still there.
-the_largest: list(accumulate(changes[moment] for moment in range(moments))) → [
-        ⏎max([0] + [n for b, d, n in lives if b <= moment < d]) for moment in range(moments)]
-    That is the largest tensor of each moment. Those that are alive together add up.
 dies_a_moment_late: changes[died] → changes[died + 1]
     A tensor still counts at the moment in which it died: born <= moment < died.
 born_a_moment_late: changes[born] → changes[born + 1]
     A tensor is missing when it is born: born <= moment < died.
-moments_one_by_one: in range(moments) → in moments
-    `moments` is a number, how many there are: range(moments). What you return is a list.
 counts_tensors: changes[born] += nbytes⏎changes[died] -= nbytes → changes[born] += 1
     ⏎changes[died] -= 1
     Those are tensors. How many bytes?
-by_range: changes[died] -= nbytes → changes[born + len(range(born, died))] -= nbytes
-    A tensor that stays dies at inf, which range() can't take: compare, born <= moment < died.
 """),
 )
 
@@ -141,30 +131,16 @@ block_bytes = Exercise(
     praise="within 1 % of what a real block keeps; the rest are the norms' means and deviations.",
     note="ddpkit.memory.block_activations has it term by term.",
     mistakes=mistakes("""
-tokens_only: return 2 * numbers + masks → return 34 * tokens
-    Attention has a weight for each pair of tokens, in each head: bs²H. What is kept of them?
 masks_twice: return 2 * numbers + masks → return 36 * tokens + 5 * pairs
     Yours is 36sbd + 5bs²H. The masks are in it twice: 16 numbers of 2 bytes, 2 masks of 1.
-seventeen: return 2 * numbers + masks → return 17 * tokens + 5 * pairs
-    That is 17 of something for each number: 16 numbers have 2 bytes, only the 2 masks have 1.
 without_dropout: return 2 * numbers + masks → return 32 * tokens + 2 * pairs
     That is without dropout: its masks are 2sbd and 1bs²H, and weights after dropout 2bs²H more.
-four_bytes: 2 * numbers + → 4 * numbers +
-    Those are numbers of 4 bytes. Here they have 2.
-one_norm: 16 * tokens + → 15 * tokens +
-    2sbd are missing: both dropouts' masks, or one tensor, such as what a norm gives to a layer.
-no_norms: 16 * tokens + → 14 * tokens +
-    4sbd are missing, two tensors: perhaps what the norms are given, or two of q, k and v.
 no_queries_keys_values: 16 * tokens + → 13 * tokens +
     Three are missing as large as the block's input: queries, keys and values?
-no_gelu: 16 * tokens + → 12 * tokens +
-    Something of 4 times the width is missing. The MLP keeps two: what GELU gets, and what it gives.
 sums_kept: 16 * tokens + → 18 * tokens +
     4sbd are too many. What is added or given to dropout isn't kept.
 one_head: length**2 * heads → length**2
     Yours has one matrix of attention weights. Each head has its own: bs²H, not bs².
-with_weights: + masks → + masks + 24 * width**2
-    Yours has the block's weights in it. They are there anyway: count only what comes of the batch.
 """),
 )
 
@@ -256,31 +232,20 @@ Checkpoint = Exercise(
     mistakes=mistakes("""
 forgets_the_random_state: , random_numbers_from(state) →
     The second call drew other numbers: torch.set_rng_state() to what it was in forward.
-fixed_seed: state, *inputs = ctx.saved_tensors → state, *inputs = ctx.saved_tensors
-        ⏎state = torch.Generator().manual_seed(0).get_state()
-    A seed doesn't give the numbers that forward drew: keep torch.get_rng_state() in forward.
 leaves_the_random_state: set_random_state(before) → pass
     Only the random numbers after backward are others: put the state back that backward found.
 forgets_to_detach: x.detach().requires_grad_(x.requires_grad) → x
     x has its gradient twice: call fn on x.detach(), or it goes on from there into x itself.
-drops_the_inputs_gradients: x.grad for x in inputs → None for x in inputs
-    x has no gradient: backward returns None for fn, and then a gradient for each input.
 forgets_none: return None, *(x.grad for x in inputs) → return tuple(x.grad for x in inputs)
     backward returns one for each argument of forward but ctx: None for fn, then one for each input.
 ignores_the_gradient: output.backward(gradient) → output.backward(torch.ones_like(output))
     The gradients lack a factor 10, the gradient that backward is given: output.backward(gradient).
-wants_all_gradients: .requires_grad_(x.requires_grad) → .requires_grad_()
-    Some inputs are whole numbers: x.detach().requires_grad_(x.requires_grad)
 records_in_forward: return fn(*inputs) → with torch.enable_grad(): ctx.output = fn(*inputs)
         ⏎return ctx.output.detach()
     Forward keeps 24 bytes, and the inputs have 8. Keep nothing else: call fn without
     torch.enable_grad() there, and save the inputs only.
 keeps_the_result: return fn(*inputs) → ctx.out = fn(*inputs)⏎return ctx.out
     Forward keeps 16 bytes more than the inputs. Keep nothing else, no result either.
-calls_twice_in_forward: return fn(*inputs) → fn(*inputs)⏎return fn(*inputs)
-    Forward calls fn 2 times: once is enough. The second call belongs in backward.
-returns_nothing: return fn(*inputs) → fn(*inputs)
-    forward must return what fn(*inputs) gives.
 """),
 )
 
@@ -437,12 +402,6 @@ last_one_too: return functions[last](x) → return checkpoint(functions[last], x
     The last segment was computed again, too: its backward comes at once, so just call it.
 each_from_the_start: x = checkpoint( → y = checkpoint(
     Each segment got the same x: it goes on from what the one before it gave, x = checkpoint(…, x).
-one_for_all: *checkpointed, last = cut(len(functions), segments) →
-        ⏎checkpointed, last = [slice(0, -1)], slice(-1, None)
-    Those are other segments: as many as `segments` says, of about the same length.
-lengths_for_numbers: cut(len(functions), segments) → cut(len(functions), -(-len(functions) //
-        ⏎segments))
-    `segments` says how many there are, not how long each is.
 loses_the_rest: cut(len(functions), → cut(len(functions) // segments * segments,
     Some layers were never called: 7 in 3 segments leave one over.
 by_a_lambda: checkpoint(functions[segment], x) → checkpoint(lambda x: functions[segment](x), x)

@@ -66,8 +66,6 @@ truncates: round(value / spacing) → math.trunc(value / spacing)
     Digits were cut off: round to the nearest.
 half_up: round(value / spacing) → math.floor(value / spacing + 0.5)
     Of two equally near, the even one: Python's round() does it so.
-one_spacing: (exponent - format.fraction_bits) → -format.fraction_bits
-    Numbers are as far apart everywhere as at 1: the spacing doubles at each power of two.
 without_subnormals: max(exponent, 1 - format.bias) → exponent
     Very small ones have too many digits: below 2**(1 - bias) the spacing stays what it is there.
 flushes: if abs(rounded) > → if abs(value) < 2.0 ** (1 - format.bias): rounded = 0.0
@@ -75,19 +73,10 @@ flushes: if abs(rounded) > → if abs(value) < 2.0 ** (1 - format.bias): rounded
     Below the smallest normal number there are more, down to one spacing.
 one_too_many: exponent = math.frexp(value)[1] - 1 → exponent = math.frexp(value)[1]
     One bit is missing: math.frexp gives 0.5 to 1 times a power of two, so subtract 1.
-by_log2: math.frexp(value)[1] - 1 → math.floor(math.log2(abs(value)))
-    log2(0) is an error, and so is that of a negative number: math.frexp takes all.
-never_infinite: abs(rounded) > format.largest → False
-    There is nothing beyond format.largest but infinity.
 saturates: math.copysign(math.inf, value) → math.copysign(format.largest, value)
     Beyond the largest number comes infinity in these formats.
 infinite_too_early: abs(rounded) > → abs(value) >
     65519 is nearer to 65504 than to 65536, the next if there were one: round first, then look.
-forgets_the_sign: math.copysign(math.inf, value) → math.inf
-    -1e9 became +inf: math.copysign(math.inf, value).
-by_torch: return rounded → dtype = getattr(format, "dtype", None)
-        ⏎return torch.tensor(value, dtype=torch.float64).to(dtype).item()
-    torch has no such format: count in spacings, with any number of bits.
 """),
 )
 
@@ -151,10 +140,6 @@ without_scale: weight.grad.float() / scale → weight.grad.float()
     The first moved 16384 times too far: gradients are those of the loss times scale. Divide them.
 divides_in_fp16: weight.grad.float() / scale → (weight.grad / scale).float()
     The second master copy never moved: its gradient, 2**-26, is 0 in fp16. To fp32 first.
-leaves_the_gradient_in_fp16: weight.grad.float() / scale → weight.grad / scale
-    A master copy is fp32, and so is its gradient: weight.grad.float() first.
-without_step: optimizer.step() → pass
-    Nothing moved. Does optimizer.step() find a gradient in each master copy's .grad?
 starts_from_the_weights: master.grad = → master.data.copy_(weight)⏎master.grad =
     The master copy lost an update that fp16 doesn't show: 1 - 2**-12 is 1 there. Weights are copied
     from masters, never masters from weights.
@@ -165,23 +150,18 @@ adds_up: master.grad = None if weight.grad is None else → if weight.grad is no
     The first moved too far in later steps: master.grad is set anew in each, not added to.
 makes_zeros_of_none: None if weight → torch.zeros_like(master) if weight
     The third has no gradient: None, not zeros, or weight decay moves it.
-keeps_a_stale_gradient: master.grad = None if weight.grad is None else → if weight.grad is not None:
-        ⏎    master.grad =
-    The second had no gradient in step 2, but moved: then master.grad is None, too.
 makes_fp32_weights: weight.copy_(master) → weight.grad = None⏎weight.data = master.data
     The model computes in fp16, and its weights must stay so: weight.copy_(master) rounds, in place.
 makes_new_memory: weight.copy_(master) → weight.data = master.data.half()
     The weight has new memory, and whoever holds the old one, such as a bucket (notebook 04), sees
     nothing of it: weight.copy_(master) rounds in place.
-stumbles_over_none: None if weight.grad is None else →
-    A weight that took no part has no gradient, weight.grad is None: then master.grad is None, too.
 """),
 )
 
 
 # LossScaler
 
-START, INTERVAL, GRADIENT = 8.0, 2, 3.0
+START, INTERVAL, GRADIENT, MOMENTUM = 8.0, 2, 3.0, 0.5  # a step with zeros would move, too
 OK, INF, MINUS_INF, NAN = 0.0, math.inf, -math.inf, math.nan
 
 
@@ -192,7 +172,7 @@ def _run_scaler(answer, plan, odd):
     """
     unused, *weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     groups = [{"params": [unused, weights[0]]}, {"params": weights[1:]}]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=MOMENTUM)
     scaler, seen = answer(START, INTERVAL), {}
     for step, bad in enumerate(plan):
         optimizer.zero_grad()
@@ -220,9 +200,10 @@ def _scaler_trials():
         (3, 0, first_four, [8, 4, 2, 1, 0.5], "NaN, -inf, inf, -inf on rank 0"),
         (1, 0, second, [8, 8, 4, 4, 8], "an inf in the second step"),
     ):
-        right = {}
+        right, speed = {}, 0.0
         for step, (bad, scale) in enumerate(zip(plan, scales, strict=True), 1):
-            moved = 4 * [0.0 if bad else GRADIENT]
+            speed = speed if bad else MOMENTUM * speed + GRADIENT
+            moved = 4 * [0.0 if bad else speed]
             right[f"step {step}"] = {"loss ×": scale, "moved": moved, "loss changed": False}
         right["calls, and bytes of the largest,"] = [len(plan), 8]
         yield Trial(world_size, _run_scaler, (plan, odd), [right] * world_size, what=what)
@@ -248,14 +229,8 @@ scales_in_place: return loss * self.factor → loss *= self.factor⏎return loss
     Return a new tensor, loss * factor: who prints the loss wants the old one.
 never_divides: gradient /= self.factor → pass
     Nobody divided the gradients by the scale: unscale_ does, in place.
-divides_the_first: gradient /= self.factor → gradients[0] /= self.factor⏎break
-    Some gradients were not divided by the scale: optimizer.param_groups has several groups.
 keeps_the_scale_after_an_overflow: self.factor /= 2 → pass
     After an overflow the scale is half of what it was, else the next step overflows, too.
-never_grows_back: self.good_steps = 0 if → self.good_steps = -1000 if
-    After an overflow the scale must be able to grow again: good steps count anew, from 0.
-never_grows: self.factor, self.good_steps = self.factor * 2, 0 → pass
-    The scale never grew: after growth_interval steps in a row without an overflow it doubles.
 grows_at_each_step: self.good_steps == self.growth_interval → True
     The scale grew too early: it does after growth_interval good steps, counted anew each time.
 decides_alone: dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.group) → pass
@@ -331,10 +306,6 @@ predict_bytes = Exercise(
     "with AdamW either way. It halves activations, and what gradients weigh on the wire.",
     note="ddpkit.memory.model_states has the table for larger models, and for ZeRO.",
     mistakes=mistakes("""
-always_16: (weight_and_gradient + master + moments) → 16
-    It is not always 16: SGD has no moments, momentum one.
-counts_numbers: master + moments) → master + moments) // 4
-    Count bytes, not numbers: fp32 has 4.
 without_master: (2 + 2, 4) → (2 + 2, 0)
     4 are missing: the master copy, in fp32.
 without_gradients: (4 + 4, 0), "mixed": (2 + 2, 4) → (4, 0), "mixed": (2, 4)
@@ -357,6 +328,7 @@ BLOCK = 4
 BLOCKS = [  # the first has the scale 1; each must come back to within half a scale
     [127.0, -3.4, 0.6, 12.0],
     [0.001, -0.002, 0.0005, 0.0],
+    [1e-7, -2e-7, 5e-8, 0.0],
     [1.0, -254.0, 3.0, 100.0],
     [0.0, 0.0, 0.0, 0.0],
 ]
@@ -368,7 +340,7 @@ def _run_quantise(answer):
     x = torch.tensor(BLOCKS)
     numbers, scales = answer(x.flatten(), BLOCK)
     seen = {"dtype and shapes": [str(numbers.dtype), list(numbers.shape), list(scales.shape)]}
-    if seen["dtype and shapes"][1:] != [[4, BLOCK], [4, 1]]:
+    if seen["dtype and shapes"][1:] != [[len(BLOCKS), BLOCK], [len(BLOCKS), 1]]:
         return seen
     back = numbers * scales
     near = (back - x).abs().amax(1) <= x.abs().amax(1) / 127 / 2 * 1.0001
@@ -378,9 +350,11 @@ def _run_quantise(answer):
 
 
 def _quantise_trials():
-    right = {"dtype and shapes": ["torch.int8", [4, BLOCK], [4, 1]]}
+    right = {"dtype and shapes": ["torch.int8", [len(BLOCKS), BLOCK], [len(BLOCKS), 1]]}
     right |= {BACK(block): block for block in BLOCKS} | {"a scale is 0": False}
-    yield Trial(1, _run_quantise, (), [right], what=f"16 numbers in blocks of {BLOCK}")
+    yield Trial(
+        1, _run_quantise, (), [right], what=f"{len(BLOCKS) * BLOCK} numbers in blocks of {BLOCK}"
+    )
 
 
 quantise = Exercise(
@@ -395,8 +369,6 @@ quantise = Exercise(
     mistakes=mistakes("""
 one_for_all: amax(1, keepdim=True) → amax().expand(len(blocks), 1)
     One scale for all: a block of small numbers loses its digits. Each block has its own.
-without_scale: .amax(1, keepdim=True) / 127 → .amax(1, keepdim=True) * 0 + 1
-    Without a scale, small numbers are 0 in int8: divide, so that the block's largest becomes 127.
 divides_by_128: / 127 → / 128
     The largest became 128, which int8 doesn't have: it goes from -128 to 127.
 truncates: .round() →
@@ -407,10 +379,5 @@ divides_by_zero: scales[scales == 0] = 1 → pass
     No scale may be 0: in a block of zeros 0/0 is NaN, in int8 any number. Give it another scale.
 upside_down: .to(torch.int8), scales → .to(torch.int8), 1 / scales
     numbers * scales must give x again, so return what you divided by.
-gives_floats: .to(torch.int8), scales → * scales, scales
-    Nothing is saved: the numbers are to be int8, a byte each, the scale comes beside them.
-in_one_row: return (blocks / scales).round().to(torch.int8), scales →
-        ⏎return (blocks / scales).round().to(torch.int8).flatten(), scales
-    Return a row for each block, so that numbers * scales works.
 """),
 )

@@ -24,6 +24,7 @@ def in_turn(
     writes: the arguments that the answer may write to; None: its calls aren't watched. Calls on the
     wire are kept of the first program only, so that a count of them is that of one trial.
     """
+    torch.set_num_threads(1)  # whatever the reader's shell asks of OpenMP: sums are small
     noticed: list[str] = []
     if writes is not None and not inspect.isclass(answer):
         answer = watched(answer, writes, same_dtype, noticed)

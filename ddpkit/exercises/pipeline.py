@@ -96,21 +96,11 @@ from_the_last: + each(stage, "B", micro_batches) → + each(stage, "B", micro_ba
 backward_first: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
     ⏎each(stage, "B", micro_batches) + each(stage, "F", micro_batches)
     No backward without its forward: first all F, then all B.
-every_stage_on_every_rank: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
-    ⏎each(0, "F", micro_batches) + each(0, "B", micro_batches)
-    Each rank has a stage of its own: rank 1's actions begin with a 1.
 by_micro_batch: return schedule → return [list(column) for column in zip(*schedule)]
     A list for each rank: schedule[rank] is what that rank does, from its first action to its last.
-in_one_list: return schedule → return sum(schedule, [])
-    A list for each rank: schedule[rank] is what that rank does, from its first action to its last.
-counts_from_one: range(first, end) → range(first + 1, end + 1)
-    Micro-batches are counted from 0.
 only_forward: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
     ⏎each(stage, "F", micro_batches)
     Each forward needs its backward: that is where the gradients come from.
-as_many_as_stages: each(stage, "F", micro_batches) + each(stage, "B", micro_batches) →
-    ⏎each(stage, "F", stages) + each(stage, "B", stages)
-    The number of micro-batches is an argument, and need not be that of the stages.
 """),
 )
 
@@ -148,10 +138,6 @@ the_wrong_way_round: ahead=stages - 1 - stage → ahead=stage
 backward_before_forward: actions += [forward, backward] → actions += [backward, forward]
     The last stage begins with a backward, which has had no forward yet. In a turn the forward is
     first.
-without_the_rest: return actions + backwards[len(forwards[ahead:]) :] → return actions
-    After the last forward some backwards are left.
-more_than_there_are: "F", micro_batches) → "F", max(micro_batches, stages - 1 - stage))
-    With fewer micro-batches than stages a rank does as many forwards ahead as there are.
 """),
 )
 

@@ -6,12 +6,14 @@ each with its own loss.
 """
 
 import math
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddpkit import pipeline
+from ddpkit.pipeline import dry_run
 from ddpkit.runtime.recorder import recorder
 
 from .checker import Exercise, Mistake, Trial, mistakes
@@ -60,13 +62,17 @@ class _Double(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.full((), 2.0, dtype=torch.float64))
-        self.done = []
+        self.done, self.graphs, self.most = [], [], 0
 
     def forward(self, x):
         rank, last = dist.get_rank(), dist.get_world_size() - 1
-        micro_batch = round(math.log10(x.item() * 2 ** (last - rank)))
+        value = x.item() * 2 ** (last - rank)
+        micro_batch = round(math.log10(value)) if 0 < value < math.inf else "?"  # nothing came yet
         self.done.append(f"{rank}F{micro_batch}")
-        y = self.weight * x
+        kept = x * 1  # by the graph, for the weight's gradient
+        self.graphs.append(weakref.ref(kept.untyped_storage()))
+        self.most = max(self.most, sum(graph() is not None for graph in self.graphs))
+        y = self.weight * kept
         y.register_hook(lambda _: self.done.append(f"{rank}B{micro_batch}"))
         return y
 
@@ -84,6 +90,7 @@ def _run_stage(answer, schedule):
     return {
         "gradient": None if gradient is None else gradient.item(),
         "order": " ".join(module.done),
+        "graphs": "few" if module.most <= dry_run.held(schedule)[rank] + 1 else module.most,
         "sent": sum(record.bytes for record in recorder().records if record.op == "send"),
     }
 
@@ -108,7 +115,7 @@ def _stage_trials():
         expected = []
         for rank, actions in enumerate(schedule):
             ways = (rank > 0) + (rank < stages - 1)
-            right = {"gradient": total, "order": " ".join(actions)}
+            right = {"gradient": total, "order": " ".join(actions), "graphs": "few"}
             expected.append(right | {"sent": 8 * number * ways})
         told = f"{what}, {number} micro-batches"
         yield Trial(stages, _run_stage, (schedule,), expected, what=told)
@@ -135,6 +142,8 @@ run_stage = Exercise(
         "gradient": "the weight's gradient on rank {rank} is {got}, expected {expected} (digit i "
         "is micro-batch i, whose loss counts i + 1 times).",
         "order": "rank {rank} did {got}; its list says {expected}.",
+        "graphs": "the gradients are right, but rank {rank} had the graphs of {got} micro-batches "
+        "in memory at a time: let go of x and y once backward has been through them.",
         "sent": "the gradients are right, but rank {rank} sent {got} bytes, expected {expected}: "
         "each y once to the right, each x.grad once to the left.",
     },
@@ -145,8 +154,6 @@ never_divides: loss(y, i) / len(inputs) → loss(y, i)
 divides_on_every_rank: y.backward(gradient) →
     ⏎y.backward(None if gradient is None else gradient / len(inputs))
     Divided again on every rank: the gradient that arrives has been divided already, on the last.
-divides_by_the_stages: loss(y, i) / len(inputs) → loss(y, i) / dist.get_world_size()
-    The mean is over micro-batches, len(inputs), not over ranks.
 remembers_one_only: held[i] = x, y → held = dict.fromkeys(range(len(inputs)), (x, y))
     Several micro-batches are on their way at a time. Keep x and y of each, by its number.
 first_in_first_out: held.pop(i) → held.pop(next(iter(held)))
@@ -154,21 +161,12 @@ first_in_first_out: held.pop(i) → held.pop(next(iter(held)))
 waits_for_each_send: sent.append((x, dist.isend(x, to))) → dist.send(x, to)
     A send that waits until the other side receives: with 1F1B both sides send at the same time,
     one forward, one back. isend, and wait after the last action.
-never_receives: dist.recv(x, rank - 1) → pass
-    On the ranks after the first, inputs[i] is empty until something has come: dist.recv into it
-    before its forward. (After dist.irecv, wait first.)
-in_its_own_order: for action in actions: →
-    ⏎for action in sorted(actions, key=lambda a: "FB".index(pipeline.parse(a)[1])):
-    The gradients would be right, but the list is the schedule: do its actions, in its order.
 without_the_gradient: y.backward(gradient) → y.sum().backward()
     The gradient that came from the right must go into backward: y.backward(gradient).
 needs_no_gradient: module(x.requires_grad_()) → module(x)
     x.grad is there after backward if x.requires_grad_() was called before forward.
 sends_its_input: send(x.grad, rank - 1) → send(x.detach(), rank - 1)
     What goes back is the gradient of the input, x.grad, not the input.
-forgets_what_was_before: y.backward(gradient) → module.zero_grad()⏎y.backward(gradient)
-    Only the last micro-batch is left: gradients add up over the micro-batches, if nobody zeroes
-    them.
 """),
 )
 
@@ -261,17 +259,11 @@ accumulate = Exercise(
             "Four times too large, in every digit: what goes into backward is not what is logged.",
         ),
         *mistakes("""
-sums: * len(inputs) / rows →
-    Four times too large, in every digit: divide before backward.
 mean_of_means: * len(inputs) / rows → / len(micro_batches)
     Right while all micro-batches have the same size. Here a row in a small one counts more: weigh
     each mean with its share of the rows.
-by_the_first_size: * len(inputs) / rows → * len(micro_batches[0][0]) / rows
-    Right while all micro-batches are as large as the first one.
 divides_twice: * len(inputs) / rows → * len(inputs) / rows / len(micro_batches)
     Divided once too often: loss is a mean already, and its share of the rows is all it needs.
-sum_over_rows: * len(inputs) / rows → * len(inputs)
-    That is the sum over the rows: divide by the number of all rows.
 logs_the_last: logged += share.item() → logged = share.item()
     That is the last micro-batch's share: add them up.
 zeroes_each_time: share.backward() → model.zero_grad()⏎share.backward()
@@ -367,15 +359,8 @@ never_sums: dist.all_reduce(tied.grad, group=ends) → pass
 averages: dist.all_reduce(tied.grad, group=ends) →
     ⏎dist.all_reduce(tied.grad, group=ends)⏎tied.grad /= dist.get_world_size(ends)
     The sum, not the mean: both ends worked on the same batch, each on its part of the way.
-on_the_first_only: dist.all_reduce(tied.grad, → dist.reduce(tied.grad, 0,
-    The last rank has its own part still: after the step the two copies would differ. Both need the
-    sum.
-sums_the_weights: dist.all_reduce(tied.grad, → dist.all_reduce(tied.data,
-    Gradients are added up; the weights are equal, and stay so.
 counts_it_twice: if parameter is not tied or dist.get_rank() == 0: → if True:
     The tied weight is in the length twice. The model has it once: count it on one of the ranks.
-counts_it_never: if parameter is not tied or dist.get_rank() == 0: → if parameter is not tied:
-    The tied weight is not in the length at all: count it on one of the ranks.
 half_of_it_at_each_end: if parameter is not tied or dist.get_rank() == 0:⏎squares += →
     ⏎squares += (0.5 if parameter is tied else 1) *
     With one rank, the group `ends` has one rank, too, and half of the tied weight is missing:
@@ -385,9 +370,6 @@ compares_their_numbers: parameter is not tied → parameter != tied
 of_this_stage: dist.all_reduce(squares) → pass
     That is the length of this rank's part. If each rank clipped by its own, the gradient would
     turn.
-of_the_ends: dist.all_reduce(squares) → if tied is not None: dist.all_reduce(squares, group=ends)
-    The ranks between the ends are missing from it, and know nothing of it: the length is the
-    business of all.
 none_between: if tied is not None: → if True:
     `tied` is None on the ranks between both ends: they skip this call.
 without_the_group: dist.all_reduce(tied.grad, group=ends) → dist.all_reduce(tied.grad)

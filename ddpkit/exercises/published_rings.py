@@ -5,6 +5,7 @@ calls are gone through once more as NCCL would carry them, where both sides must
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 
 import torch
@@ -89,7 +90,7 @@ def rendezvous(steps: list[list[list[tuple[str, int]]]]) -> str | None:
 
     steps: of each rank, lists of (op, peer) that go together.
     """
-    left = [[list(step) for step in of_rank] for of_rank in steps]
+    left = copy.deepcopy(steps)
     moved = True
     while moved:
         moved = False

@@ -6,8 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from ddpkit.runtime.hang import situations
 from ddpkit.runtime.launch import Run
+from ddpkit.runtime.look import Look
 from ddpkit.runtime.wire import recorder
 
 from .checker import Exercise, Trial, mistakes
@@ -53,7 +53,7 @@ def _high_ranks_first():
     """Hold low ranks back until the others wait for them, or are done; at most for `LATE_S`."""
     begun, board = time.perf_counter(), recorder().board
     while time.perf_counter() < begun + LATE_S:
-        higher = situations(board)[dist.get_rank() + 1 :]
+        higher = Look(board).now[dist.get_rank() + 1 :]
         if all(place.missing or place.state == "returned" for place in higher):
             return
         time.sleep(0.001)
@@ -121,15 +121,11 @@ no_barrier: dist.barrier() → pass
     Nothing makes a rank wait for the one before it: a message or a barrier is certain.
 barrier_last: dist.barrier() → if turn == world_size - 1: dist.barrier()
     Rank 1 did wait, but after it had printed.
-every_turn: if turn == rank: → if True:
-    A rank must speak only when it is its turn, once.
 barrier_in_the_if: dist.barrier() → if turn == rank == 0: dist.barrier()
     Not all ranks come to the barrier, and it lets nobody on before all have come. Put it outside
     the `if`.
 wrong_words: "hello from rank {rank} of {world_size}" → "Hello from rank {rank}"
     The line must read exactly so, with the rank and the world size that torch tells.
-four_turns: range(world_size) → range(4)
-    A world can have more ranks than 4: as many turns as dist.get_world_size() says.
 returns_it: print( → str(
     This rank printed nothing. Every rank must take its turn, and print.
 """),
@@ -183,11 +179,7 @@ swapped: (rank - 1) % world_size, (rank + 1) → (rank + 1) % world_size, (rank 
     The right ranks, the wrong way round: left is the rank below, right the rank above.
 of_four: world_size = dist.get_rank(), dist.get_world_size() → world_size = dist.get_rank(), 4
     Count with the size of this world, dist.get_world_size(), not with a fixed number.
-off_by_one: dist.get_world_size() → max(1, dist.get_world_size() - 1)
-    Count with the size of this world, dist.get_world_size(), not with one less.
 ends_by_hand: return → if rank == 0: return 3, 1⏎return
     Count with the size of this world: its last rank isn't always 3.
-right_only: (rank - 1) % world_size, (rank + 1) % world_size → (rank + 1) % world_size
-    Return two ranks: left, right.
 """),
 )

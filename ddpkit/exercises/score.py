@@ -3,14 +3,17 @@
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
 
 from ddpkit.runtime.board import Record
 from ddpkit.runtime.run import Run
 
 from ..tools.hops import hop_numbers
 
-COUNTED = "bytes", "calls", "hops"
+SPARE = "bytes sent, where one or two numbers do,"
 
 
 def moved(record: Record, world_size: int) -> float:
@@ -26,6 +29,40 @@ def moved(record: Record, world_size: int) -> float:
 def bytes_moved(records: Iterable[Record], world_size: int) -> int:
     """Add up what a rank sends for these calls."""
     return round(sum(moved(record, world_size) for record in records))
+
+
+def excess(
+    records: Iterable[Record], tensors: Sequence[Tensor], spare_bytes: int = 0, flags: bool = False
+) -> dict[str, int]:
+    """Count what a rank sent beyond an all-reduce of each tensor: {"bytes too many", "calls ..."}.
+
+    A ring of messages in chunks sends as much. spare_bytes: for numbers that ranks must agree on,
+    all-reduced, too; flags: one more call, in which each tensor has a 0 or a 1.
+    """
+    world_size = dist.get_world_size()
+    part = (world_size - 1) / world_size
+    enough = 2 * part * spare_bytes
+    for tensor in tensors:
+        chunk = -(-tensor.numel() // world_size)  # the largest
+        enough += 2 * (world_size - 1) * chunk * tensor.itemsize
+    collectives = [record for record in records if record.op not in ("send", "recv", "new_group")]
+    for record in collectives if flags else []:
+        if set(record.values or [2]) <= {0, 1} and len(record.values) >= len(tensors):
+            enough += moved(record, world_size)
+            collectives.remove(record)
+            break
+    sent = bytes_moved(records, world_size)
+    return {
+        "bytes too many": max(0, round(sent - enough)),
+        "calls too many": max(0, len(collectives) - len(tensors)),
+    }
+
+
+def spare(records: Iterable[Record], times: int) -> str | int:
+    """Return "few" if a rank sent no more than an all-reduce of two numbers each time, or bytes."""
+    world_size = dist.get_world_size()
+    sent = bytes_moved(records, world_size)
+    return "few" if sent <= times * 2 * 8 * 2 * (world_size - 1) / world_size else sent
 
 
 def counts(run: Run) -> dict[str, int]:

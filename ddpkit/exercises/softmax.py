@@ -175,18 +175,10 @@ without_a_correction: ell * power(m_before, m) + → ell +
     ell = ell * exp(m_before - m) + exp(x - m).
 wrong_sign: ell * power(m_before, m) → (ell * torch.exp(m - m_before)).nan_to_num(0)
     The correction has the wrong sign: a larger maximum makes the sum smaller, exp(m_before - m).
-with_the_maximum_before: + power(x_i, m) → + torch.exp(x_i - (m_before if i else m))
-    The new number's exponent is x - m, with the maximum that has seen it, not the one before.
-not_divided: normalize(power(x[..., i], m), ell) → power(x[..., i], m)
-    exp(x - m) is right, and has to be divided by ℓ.
-first_twice: (m, ell), a = start(x), → m, ell, a = x[..., 0], torch.ones_like(x[..., 0]),
-    The first number is in the sum twice.
 from_0: (m, ell), a = start(x), → (_, ell), m, a = start(x), x.new_zeros(()),
     exp(-1000) is 0, and so is ℓ. m starts at -inf: from 0 it stays 0 where all numbers are below.
 no_maximum: torch.maximum(m, x_i) → torch.zeros_like(m)
     exp(1000) overflows. Subtract m, the largest number, and no exponent is above 0: exp(x - m).
-masked_number_is_nan: power(x[..., i], m) → power(x[..., i] + 0 * x[..., i], m)
-    exp(-inf - m) is 0: a masked number among others changes neither m nor ℓ.
 begins_masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
     Before the first number that isn't masked, m and x are -inf: add nothing then.
 masked_row_is_nan: ell.masked_fill(ell == 0, 1) → ell
@@ -208,6 +200,10 @@ online_softmax = Exercise(
         "starts at -inf, ℓ at 0.",
         "error": "A number that is -inf adds nothing: skip it while m is -inf, or exp(-inf - -inf) "
         "is NaN. If ℓ is 0 at the end, all were masked.",
+    },
+    says={
+        "row 0, 1000": "row 0, 1000: {got}, not {expected}. exp(1000) overflows: subtract m, the "
+        "largest number, and no exponent is above 0."
     },
     praise="the row was read twice, where safe softmax reads it three times, for the same numbers.",
     mistakes=ONLINE,
@@ -249,26 +245,16 @@ def _merge_trials():
 MERGE = mistakes("""
 adds_the_sums: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b
     A sum is for its part's own maximum. Correct both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
-smaller_maximum: torch.maximum(m_a, m_b) → torch.minimum(m_a, m_b)
-    m is the smaller maximum, and should be the larger: max(m_a, m_b). Then no exponent is above 0.
-first_maximum: torch.maximum(m_a, m_b) → m_a
-    m is the first part's maximum, and should be the larger: max(m_a, m_b).
 swapped: power(m_a, m), power(m_b, m) → power(m_b, m), power(m_a, m)
     The corrections are swapped: ell_a goes with exp(m_a - m), ell_b with exp(m_b - m).
 wrong_sign: power(m_a, m), power(m_b, m) → torch.exp(m - m_a), torch.exp(m - m_b)
     The corrections have the wrong sign: for a larger maximum a sum is smaller, exp(m_a - m).
 larger_part_alone: ell_a * correct_a + ell_b * correct_b → torch.where(m_a < m_b, ell_b, ell_a)
     That is the part with the larger maximum alone: the other's numbers are missing from the sum.
-averages: ell_a * correct_a + ell_b * correct_b → (ell_a * correct_a + ell_b * correct_b) / 2
-    The sums were averaged. ℓ counts both parts: add them.
 overflows: power(m_a, m), power(m_b, m) → torch.exp(m_a) / m.exp(), m_b.exp() / m.exp()
     exp(1000) overflows, exp(-1000) is 0: use only differences, exp(m_a - m), never above 0.
 two_masked_parts_are_nan: m.masked_fill(m == -math.inf, 0) → m
     Both parts are all masked: m is -inf, and -inf - -inf is NaN. Together they are (-inf, 0).
-two_masked_parts_are_0: torch.maximum(m_a, m_b) → torch.maximum(m_a, m_b).clamp(-1e30)
-    Both parts are all masked, and m isn't -inf. Together they are (-inf, 0).
-two_masked_parts_have_a_sum: if not o_a: → ell = ell.masked_fill(m == -math.inf, 1)⏎if not o_a:
-    Both parts are all masked, and ℓ isn't 0. Together they are (-inf, 0).
 other_way_round: if not o_a:⏎return m, ell → if not o_a:⏎    return ell, m
     The other way round: the maximum comes first, (m, ℓ).
 """)

@@ -83,17 +83,10 @@ o_as_it_was: o * correction.unsqueeze(-1) + → o +
     ℓ is corrected when the maximum grows, and the sum of values isn't: it needs the same factor.
 ell_as_it_was: ell * correction + → ell +
     The sum of values is corrected when the maximum grows, and ℓ isn't: it needs the same factor.
-corrects_the_new_value_too: o * correction.unsqueeze(-1) + weight.unsqueeze(-1) * v_i → (
-    ⏎    (o + weight.unsqueeze(-1) * v_i) * (correction if i else correction + 1).unsqueeze(-1))
-    The correction belongs to the sum before: the new value's exp(x - m) is for the new maximum.
-not_weighted: + weight.unsqueeze(-1) * v_i → + v_i
-    Each value counts with its weight: add exp(x - m) * v.
 not_divided: normalize(o, ell.unsqueeze(-1)) → o
     That is the sum of weighted values. Divided by ℓ, at the end, it is their mean.
 no_maximum: torch.maximum(m, x_i) → torch.zeros_like(m)
     exp(1000) overflows. Subtract m, the largest score so far: exp(x - m).
-from_0: m, ell = start(x) → (_, ell), m = start(x), x.new_zeros(())
-    exp(-1000) is 0, and so is ℓ. m starts at -inf: from 0 it stays 0 where all scores are below.
 masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
     While all scores are -inf, add nothing: -inf - -inf is NaN. If all are, the mean is zeros.
 softmax_first: m, ell = start(x) → return online_softmax(x) @ v⏎m, ell = start(x)
@@ -247,27 +240,18 @@ sums_added: *functools.reduce(merge, everyones) → summarize(x)[0], sum(e[1] fo
 own_maximum: return finish(x, *functools.reduce(merge, everyones)) → m, _ = summarize(x)
     ⏎return finish(x, m, functools.reduce(merge, everyones)[1])
     The sum is right, for the maximum of the whole row: subtract that one, not your own part's.
-last_pair: functools.reduce(merge, everyones) → everyones[-1]
-    That is one rank's pair. Merge all of them.
 one_tensor_many_times: for _ in range(dist.get_world_size(group))] → ] * dist.get_world_size(group)
     `[tensor] * W` is one tensor W times, and what comes last is left in it. Make one for each rank:
     `[torch.empty_like(mine) for _ in range(W)]`.
 m_as_a_row: finish(x, *functools.reduce(merge, everyones)) → (
     ⏎    x - functools.reduce(merge, everyones)[0])
     m and ℓ are one number a row. They meet `x` as columns, m[:, None] and ell[:, None].
-averages: return finish(x, *functools.reduce(merge, everyones)) → W = len(everyones)
-    ⏎return W * finish(x, *functools.reduce(merge, everyones))
-    The sums were averaged. ℓ counts the numbers of all ranks: add them.
-no_maximum: mine = torch.stack(summarize(x)) → mine = torch.stack([x[:, 0] * 0, x.exp().sum(-1)])
-    exp(1000) is inf. A rank brings its maximum, and its sum for that.
 masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
     A part that is all masked is (-inf, 0), and a row that is so everywhere has a softmax of zeros:
     mind -inf - -inf, and 0/0.
 leaves_early: mine = torch.stack → if not x.numel(): return x⏎mine = torch.stack
     A rank with nothing of the row must take part all the same, or the others wait for it for ever.
     Its pair is (-inf, 0).
-maximum_of_nothing: if x.shape[-1]: → if True:
-    An empty part has no maximum, and torch says so. Its pair is (-inf, 0): summarize knows that.
 """)
 
 

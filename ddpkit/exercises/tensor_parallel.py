@@ -68,8 +68,8 @@ def whole(tensor: torch.Tensor | None) -> Rounded | None:
 
 def _run_pair(answer, gradient_of_all, size):
     rank, group = dist.get_rank(), group_of(size)
-    x = torch.tensor([1.0, 2.0], dtype=torch.float64) * 10**rank
-    gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    x = torch.tensor([1.0, 2.0]) * 10**rank  # in float32: a wider sum would show on the wire
+    gradient = torch.tensor([3.0, 4.0])
     gradient *= 1 if gradient_of_all else 10**rank
     x.requires_grad_()
     begun = len(recorder().records)
@@ -79,6 +79,8 @@ def _run_pair(answer, gradient_of_all, size):
     seen["calls in forward"] = calls(begun, then)
     out.backward(gradient.clone())
     seen |= {"gradient of x": whole(x.grad), "calls in backward": calls(then)}
+    seen["dtype of out"] = str(out.dtype)
+    seen["bytes of its call"] = sum(record.bytes for record in recorder().records[begun:])
     x.grad = None
     (answer.apply(x, group) + x).backward(gradient)
     return seen | {"gradient of x, where x is added to out,": whole(x.grad)}
@@ -99,6 +101,8 @@ def _pair(world_size: int, size: int, sums_forward: bool) -> list[dict]:
                 "calls in forward": called if sums_forward else {},
                 "gradient of x": [3 * passed, 4 * passed],
                 "calls in backward": {} if sums_forward else called,
+                "dtype of out": "torch.float32",
+                "bytes of its call": 8,
                 "gradient of x, where x is added to out,": [
                     3 * (passed + beside),
                     4 * (passed + beside),
@@ -347,18 +351,14 @@ ParallelMLP = Exercise(
 as_found: self.down_weight)  # a summand, so without the bias →
     ⏎self.down_weight, self.down_bias)⏎return library.SumOverRanks.apply(x)
     It learns as it was found. Step 1 hides it: what is 0 there, and is added on every rank?
-in_and_behind: F.linear(x, self.down_weight) → F.linear(x, self.down_weight, self.down_bias)
-    The bias is in each summand, too: take it out of F.linear, and add it to the sum only.
-divides_the_bias: library.SumOverRanks.apply(x) + self.down_bias →
-    ⏎library.SumOverRanks.apply(x + self.down_bias / dist.get_world_size())
+divides_the_bias: return library.SumOverRanks.apply(x) + self.down_bias →
+    ⏎return library.SumOverRanks.apply(x + self.down_bias / dist.get_world_size())
     What comes out is right now, but the gradient of the bias is divided by W on its way: SGD moves
     it W times too little, and AdamW hides that. Don't divide, add it once.
-on_rank_0: library.SumOverRanks.apply(x) + self.down_bias →
-    ⏎library.SumOverRanks.apply(x + self.down_bias if dist.get_rank() == 0 else x)
+on_rank_0: return library.SumOverRanks.apply(x) + self.down_bias →
+    ⏎return library.SumOverRanks.apply(x + self.down_bias if dist.get_rank() == 0 else x)
     What comes out is right now, but only rank 0's bias gets a gradient: the ranks' copies of it go
     apart, and a checkpoint keeps any one of them. Every rank must add it, to the sum.
-without_the_bias: library.SumOverRanks.apply(x) + self.down_bias → library.SumOverRanks.apply(x)
-    Now the bias is missing: add it once, to the sum.
 sums_its_gradient: + self.down_bias → + library.CopyToRanks.apply(self.down_bias)
     The result is right, but the gradient of the bias is W times too large: every rank has all of it
     already, since all have the same rows.
@@ -401,7 +401,7 @@ rows_and_seed = Exercise(
     reference=rows_and_seed,
     trials=lambda: [
         Trial(d * t, _run_share, ((d, t),), _shares(d, t), what=f"a mesh of {d} × {t}, 4 rows")
-        for d, t in ((1, 2), (2, 2))
+        for d, t in ((1, 2), (2, 2), (4, 1), (2, 3))
     ],
     hints={
         "start": "Ranks that share a model compute one batch together: all is alike on them. Which "

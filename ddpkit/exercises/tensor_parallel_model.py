@@ -12,6 +12,7 @@ from ddpkit.runtime.recorder import recorder
 from ddpkit.tensor_parallel import sequence as sequence_parallel
 
 from .checker import Exercise, Rounded, Trial, mistakes
+from .score import SPARE, spare
 from .tensor_parallel import autograd_must_know, calls, group_of, in_groups, of_group, whole
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
@@ -167,8 +168,6 @@ vocabulary_cross_entropy = Exercise(
     },
     praise="three numbers a target, however many tokens a vocabulary has.",
     mistakes=mistakes("""
-mean_of_all: return ell.log() - of_target → return (ell.log() - of_target).mean()
-    One loss for each target: no mean, no sum.
 its_own_maximum: dist.all_reduce(largest, dist.ReduceOp.MAX, group) → pass
     Each rank subtracted its own maximum, so their powers don't fit together. One maximum for all:
     dist.all_reduce(largest, dist.ReduceOp.MAX).
@@ -183,22 +182,10 @@ its_own_powers: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), gr
     the ranks.
 of_the_world: logits = widened(logits) → group = None⏎logits = widened(logits)
     Who takes in all ranks?
-its_own_targets: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
-    ⏎    SumOverRanks.apply(shifted.exp().sum(-1), group), own)
-    A target's logit is missing. Its rank must bring it (a rank's tokens begin with `start`), the
-    others bring 0, and the sum over the ranks goes to all.
 counts_from_0: among(targets, start, → among(targets, 0,
     Rank 1's first token isn't token 0 of the vocabulary: subtract start.
-one_too_many: among(targets, start, logits.shape[-1]) → among(
-    ⏎    targets, start, logits.shape[-1] + 1)
-    Of n tokens from `start` on, the last is start + n - 1: the next one is another rank's.
-one_too_few: .where(mine, 0) → .where(mine & (local > 0), 0)
-    Token `start` is this rank's, too: it counts from there, start included.
 target_without_the_maximum: own = shifted.gather → own = logits.gather
     The maximum is subtracted from all logits but the target's: ln Σ e^(x - m) - (x of target - m).
-the_maximum_once_more: ell.log() - of_target → ell.log() + largest - of_target
-    The maximum is in it once too often. Subtracted from all logits, it is gone: don't add it again;
-    and where a rank hasn't the target it brings 0, not 0 - m.
 """),
 )
 
@@ -281,6 +268,7 @@ in_new_tensors: gradient.copy_(total.view_as(gradient)) → gradient = total.vie
 # clip_grad_norm(copies, max_norm)
 
 CASES = {"long": 1.0, "a little too long": 1.0, "short": 1e4, "all zeros": 1.0}
+CASES |= {"without a limit": math.inf}
 
 
 def _gradients(rank: int, what: str) -> dict[str, tuple[list[float], bool]]:
@@ -306,8 +294,7 @@ def _run_clip(answer, size):
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
         clipped = torch.cat([p.grad for p in copies if p.grad is not None])
         seen[f"gradients, {what}"] = Rounded(clipped.tolist(), 3)
-    largest = max((record.bytes for record in recorder().records[begun:]), default=0)
-    return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
+    return seen | {SPARE: spare(recorder().records[begun:], len(CASES))}
 
 
 def _clipped(world_size: int, size: int) -> list[dict]:
@@ -325,7 +312,7 @@ def _clipped(world_size: int, size: int) -> list[dict]:
             mine = each["weight"][0] + each["norm"][0]
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"gradients, {what}"] = Rounded([factor * x for x in mine], 3)
-    return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
+    return [each | {SPARE: "few"} for each in seen]
 
 
 clip_grad_norm = Exercise(

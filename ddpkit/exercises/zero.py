@@ -5,6 +5,7 @@ Element i has i + 1 times as much, so that a gradient in the wrong place shows.
 """
 
 import json
+import math
 import weakref
 from collections import Counter
 
@@ -17,6 +18,7 @@ from ddpkit import fsdp, memory, zero
 from ddpkit.runtime.recorder import recorder
 
 from .checker import Exercise, Rounded, Trial, mistakes, unwritten_memory_shows
+from .score import SPARE, bytes_moved, spare
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -68,18 +70,10 @@ loses_the_remainder: -(-sum(numels) // world_size) → sum(numels) // world_size
 in_flat_numbers: - first⏎stop = min((rank + 1) * length, first + numel) - first →
     ⏎⏎stop = min((rank + 1) * length, first + numel)
     Count start and stop from the parameter's own beginning, not from that of the flat buffer.
-counts_the_padding: first + numel) → first + numel + (parameter + 1 == len(numels)) * sum(numels))
-    The padding belongs to no parameter: the last part ends where its parameter does.
-from_the_end: return shards → return shards[::-1]
-    Rank 0 owns the beginning of the flat buffer, rank 1 what follows, in the parameters' order.
 overlaps: min((rank + 1) * length → min((rank + 1) * length + 1
     Element 0 of parameter 1 has more than one owner. Is stop inclusive where it shouldn't be?
 with_inclusive_stops: append((parameter, start, stop)) → append((parameter, start, stop - 1))
     Some elements have no owner, and would never be updated. Is stop exclusive, as in [start:stop]?
-in_lengths: append((parameter, start, stop)) → append((parameter, start, stop - start))
-    The third number is where the part stops, not how many elements it has.
-of_this_rank_only: return shards → return shards[dist.get_rank()]
-    Return a list for each rank, of tuples (parameter, start, stop): every rank knows the plan.
 by_parameter: if start < stop:⏎shard.append((parameter, start, stop)) →
     ⏎if rank == parameter % world_size:⏎    shard.append((parameter, 0, numel))
     Cut the flat buffer, not the list of parameters: a parameter may lie in two shards.
@@ -100,10 +94,10 @@ def _gradient(rank: int, world_size: int, step: int) -> torch.Tensor:
     return torch.arange(1.0, 1 + NUMEL, dtype=torch.float64) * first
 
 
-def _run_step(answer, steps, needed):
+def _run_step(answer, steps, dtype, needed):
     """Run steps on shards. needed: the bytes that a rank must send."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parameters, state, seen = START.clone(), {}, {}
+    parameters, state, seen = START.to(dtype, copy=True), {}, {}
     gradients = torch.empty_like(parameters)  # one tensor for all steps, as a bucket is
     for step in range(steps):
         gradients.copy_(_gradient(rank, world_size, step))
@@ -112,18 +106,15 @@ def _run_step(answer, steps, needed):
         kept = {}  # by where they lie: a view keeps the whole storage
         for tensor in filter(torch.is_tensor, tree_leaves(state)):
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+            kept[storage.data_ptr()] = storage.nbytes()
         kept.pop(parameters.data_ptr(), None)
         seen[f"parameters after step {step + 1}"] = parameters.tolist()
-        seen[f"elements in state after step {step + 1}"] = sorted(kept.values())
-    part, sent = (world_size - 1) / world_size, Counter()
-    shares = {"send": 1, "recv": 0, "all_reduce": 2 * part, "all_gather": world_size - 1}
-    for record in recorder().records:  # collectives as if they went round a ring
-        sent[record.op] += record.bytes * shares.get(record.op, part)
-    return seen | {SENT: needed if sent.total() <= needed else dict(+sent)}
+        seen[f"bytes in state after step {step + 1}"] = sorted(kept.values())
+    sent = bytes_moved(recorder().records, world_size)
+    return seen | {SENT: needed if sent <= needed else sent}
 
 
-def _serial(world_size: int, steps: int, needed: int) -> dict:
+def _serial(world_size: int, steps: int, itemsize: int, needed: int) -> dict:
     """The specification: one process that has all ranks' gradients."""
     parameters, momentum, right = START.clone(), 0, {}
     for step in range(steps):
@@ -131,17 +122,23 @@ def _serial(world_size: int, steps: int, needed: int) -> dict:
         momentum = BETA * momentum + total / world_size
         parameters -= LRS[step] * momentum
         right[f"parameters after step {step + 1}"] = parameters.tolist()
-        right[f"elements in state after step {step + 1}"] = [NUMEL // world_size]
+        right[f"bytes in state after step {step + 1}"] = [NUMEL // world_size * itemsize]
     return right | {SENT: needed}
 
 
 def _step_trials():
-    for world_size, steps in ((2, 3), (4, 2), (1, 2)):
-        needed = steps * 2 * (world_size - 1) * START.nbytes // world_size
-        right = [_serial(world_size, steps, needed)] * world_size
+    double, single = torch.float64, torch.float32
+    for world_size, steps, dtype in (
+        (2, 3, double),
+        (2, 1, single),
+        (4, 2, double),
+        (1, 2, double),
+    ):
+        needed = steps * 2 * (world_size - 1) * NUMEL * dtype.itemsize // world_size
+        right = [_serial(world_size, steps, dtype.itemsize, needed)] * world_size
         what = f"{steps} steps (parameters 7, 8, 9... at first; gradients of rank r in step s are "
-        what += f"{16 * world_size}·10ʳ·s times 1, 2, 3...)"
-        yield Trial(world_size, _run_step, (steps, needed), right, what=what)
+        what += f"{16 * world_size}·10ʳ·s times 1, 2, 3...)" + ", in float32" * (dtype == single)
+        yield Trial(world_size, _run_step, (steps, dtype, needed), right, what=what)
 
 
 zero_step = Exercise(
@@ -161,8 +158,6 @@ zero_step = Exercise(
     mistakes=mistakes("""
 sums: (gradients) / world_size → (gradients)
     The gradient is the sum over the ranks. Divide the shard by their number: it should be the mean.
-divides_twice: (gradients) / world_size → (gradients) / world_size**2
-    The gradient was divided by the number of ranks twice.
 its_own_gradient: ring_reduce_scatter(gradients) / world_size → gradients.chunk(world_size)[rank]
     Each rank updated its shard with its own gradient: the others' is missing.
     ring_reduce_scatter(gradients) returns this rank's shard of the sum.
@@ -179,14 +174,8 @@ reduces_everything: gradient = ring_reduce_scatter(gradients) / world_size →
     An all_reduce gives every rank the whole sum; it needs a shard.
 in_a_new_tensor: parameters.chunk(world_size)[rank] → parameters.chunk(world_size)[rank].clone()
     Parameters are as before. Write into them in place: a shard is parameters.chunk(W)[rank].
-uphill: shard.sub_ → shard.add_
-    The update has the wrong sign: against the gradient.
 with_its_own_lr: lr * state["momentum"] → 1 / 16 * state["momentum"]
     The first step was right. lr and beta are arguments, and lr changes: take those of each call.
-begins_with_junk: torch.zeros_like(shard) → torch.empty_like(shard)
-    The momentum begins with what lay in memory: torch.zeros_like, not empty_like.
-averages_its_momentum: add_(gradient) → add_((1 - beta) * gradient)
-    momentum = beta * momentum + gradient: without a factor 1 - beta.
 """),
 )
 
@@ -214,10 +203,17 @@ def _run_states(answer):
     return seen
 
 
+def _explain_states(trial: Trial, rank: int, expected: dict, got: dict) -> str:
+    what = next(what for what in expected if got.get(what) != expected[what])
+    if what.startswith("Ψ = 10,"):  # the others divide
+        return "Three numbers of bytes. Rounded up is a shard's length, not its bytes."
+    return "Three numbers of bytes: of parameters, of gradients, of the optimizer's state."
+
+
 model_states = Exercise(
     reference=memory.model_states,
     trials=lambda: [Trial(1, _run_states, (), [KEEPS], what="by arguments")],
-    explain=lambda *_: "Three numbers of bytes. Rounded up is a shard's length, not its bytes.",
+    explain=_explain_states,
     hints={
         "start": "First how many numbers a rank keeps: Ψ, or Ψ / W, rounded up: -(-Ψ // W). Then "
         "times 2, 2 and 12 bytes.",
@@ -232,20 +228,10 @@ shares_everything_at_once: stage >= sharded_from → stage
     That is stage 3 from the beginning. Stage 1 shares out the optimizer's state only.
 one_thing_a_stage: stage >= sharded_from → stage == sharded_from
     Each stage goes on sharing what the one before it does: stage 2 gradients *and* optimizer state.
-parameters_first: (3, 2, 1) → (1, 2, 3)
-    The largest first: stage 1 shares the optimizer's state, stage 2 gradients, too, stage 3 all.
-parameters_second: (3, 2, 1) → (2, 3, 1)
-    Stage 2 shares gradients, stage 3 parameters: those are needed whole in forward and backward.
 without_the_master_copy: PRECISIONS[precision] → 2, 2, 8
     K is 12: momentum and variance, and the master copy, 4 bytes each.
-in_fp32: PRECISIONS[precision] → 4, 4, 8
-    That is fp32. In mixed precision parameters and gradients have 2 bytes, the optimizer 12.
 loses_the_remainder: -(-parameters // world_size) → parameters // world_size
     10 parameters on 4 ranks: shards of 3, the last one padded. Rounded down, two have no owner.
-in_fractions: -(-parameters // world_size) → parameters / world_size
-    A shard has whole numbers: 10 parameters on 4 ranks make shards of 3, not of 2.5. Round up.
-of_the_paper: -(-parameters // world_size) → -(-parameters // 64)
-    That is right for the paper's 64 ranks. W is an argument.
 in_total: return ModelStates(* → return sum(
     Return three numbers: the bytes of parameters, of gradients, and of the optimizer's state.
 """),
@@ -255,6 +241,7 @@ in_total: return ModelStates(* → return sum(
 # clip_grad_norm_(shards, max_norm)
 
 CLIPS = {"long everywhere": 1, "longer than 20 on rank 1": 20, "short": 1000, "all zeros": 1}
+CLIPS |= {"without a limit": math.inf}
 
 
 def _part(rank: int, what: str) -> list[float]:
@@ -276,8 +263,7 @@ def _run_clip(answer):
         norm = answer(shards, max_norm)
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
         seen[f"shards, {what}"] = Rounded(torch.cat(shards).tolist(), 3)
-    largest = max((record.bytes for record in recorder().records), default=0)
-    return seen | {"bytes of a call, where one or two numbers do,": largest if largest > 16 else 16}
+    return seen | {SPARE: spare(recorder().records, len(_longest(world_size)))}
 
 
 def _clipped(world_size: int) -> list[dict]:
@@ -287,11 +273,11 @@ def _clipped(world_size: int) -> list[dict]:
         parts = [_part(rank, what) for rank in range(world_size)]
         gradient = torch.tensor(parts, dtype=torch.float64)
         length = gradient.norm().item()
-        clipped = gradient * max_norm / max(length, max_norm)
+        clipped = gradient * (max_norm / length if length > max_norm else 1)
         for rank in range(world_size):
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"shards, {what}"] = Rounded(clipped[rank].tolist(), 3)
-    return [each | {"bytes of a call, where one or two numbers do,": 16} for each in seen]
+    return [each | {SPARE: "few"} for each in seen]
 
 
 clip_grad_norm_ = Exercise(
@@ -313,18 +299,10 @@ clip_grad_norm_ = Exercise(
 norm_of_the_shard: dist.all_reduce(squared, group=group) → pass
     That is the length of this rank's part. Each rank would shorten its own by another factor, and
     the gradient would turn.
-mean_of_squares: squared.sqrt() → (squared / dist.get_world_size()).sqrt()
-    The squares are added up, not averaged: shards lie one behind the other, in no two of them is
-    the same number.
-without_the_root: squared.sqrt() → squared
-    That is the square of the length: take the root.
 first_tensor_only: get_total_norm(shards) → get_total_norm(shards[:1])
     A rank has several tensors, one for each bucket: add up the squares of all.
 each_tensor_by_itself: (norm + 1e-6) → (shard.norm() + 1e-6)
     Each tensor was shortened by its own length. One factor for all, or the gradient turns.
-each_number_by_itself: shard *= (max_norm / (norm + 1e-6)).clamp(max=1) →
-    ⏎shard.clamp_(-max_norm, max_norm)
-    Each number was cut by itself, which turns the gradient. Multiply all by one factor.
 lengthens: .clamp(max=1) →
     A short gradient was made longer. Leave it alone: the factor is 1 at most.
 only_if_its_own_is_long: dist.all_reduce(squared, group=group) →
@@ -381,7 +359,9 @@ def _run_stage_3(answer):
     then = len(records)
     seen = {"out": out.tolist(), "calls in forward": _ops(records[begun:])}
     seen["whole layers in memory after forward"] = layer.still_there()
-    out.backward(gradient)
+    given = gradient.clone()
+    out.backward(given)
+    seen["the gradient that backward was given"] = given.tolist()
     for what, tensor in {"x": x, "the shard": layer.shard}.items():
         seen[f"gradient of {what}"] = None if tensor.grad is None else tensor.grad.tolist()
     return seen | {"calls in backward": _ops(records[then:])}
@@ -400,6 +380,7 @@ def _serial_stage_3(world_size: int) -> list[dict]:
             "out": (x @ WEIGHT.T + BIAS).tolist(),
             "calls in forward": {"all_gather": 1},
             "whole layers in memory after forward": 0,
+            "the gradient that backward was given": gradient.tolist(),
             "gradient of x": (gradient @ WEIGHT).tolist(),
             "gradient of the shard": flat[rank * length : (rank + 1) * length],
             "calls in backward": {"all_gather": 1, "reduce_scatter": 1},
@@ -442,11 +423,7 @@ sums: gradient / dist.get_world_size(layer.group) → gradient
     The shard's gradient is the sum over the ranks. Divide by their number: it should be the mean.
 divides_the_gradient_of_x: return gradient @ weight → return mean @ weight
     The gradient of x was divided by W, too. No other rank has this x: nothing is averaged there.
-transposed: mean.T @ x → x.T @ mean
-    The weight's gradient is laid out as the weight, (outputs, inputs): gradient.T @ x.
 without_bias: [mean.T @ x, mean.sum(0)] → [mean.T @ x]
     The shards hold weight and bias: layer.reduce_scatter needs the gradients of both.
-none_for_x: return gradient @ weight → return None
-    x needs a gradient, too: the layer before this one waits for it. gradient @ weight.
 """),
 )

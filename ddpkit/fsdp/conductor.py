@@ -22,11 +22,13 @@ class Conductor:
     """Hooks on the modules of all units, and what they have to remember.
 
     units: the root's first. compute_dtype: floating inputs are converted to it; None: they aren't.
-    overlap: a reduction may last until the next one begins, so two units' gradients are held; else
-    only until the next unit computes.
+    overlap: forward fetches one unit ahead, too, in the order of the last step; and a reduction may
+    last until the next one begins, so two units' gradients are held. Else only backward fetches
+    ahead, and a reduction ends before the next unit computes. The calls and their order are alike.
 
     syncing: gradients are reduced after backward. keeping: whole weights stay after backward.
-    order: units as forward used them. agreed: ranks are known to use them in the same order.
+    order: units as forward used them. last_order: as it was in the last step. agreed: ranks are
+    known to use them in the same order.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Conductor:
         self.keeping = False
         self.in_backward = False
         self.order: list[Unit] = []
+        self.last_order: list[Unit] = []
         self.reduction: Reduction | None = None  # on its way
         self.agreed = dist.get_world_size(group) == 1
         for unit in units:
@@ -57,6 +60,8 @@ class Conductor:
     def before_forward(self, unit: Unit, _, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather the weights; see to it that backward comes to `after_backward(unit)`."""
         self.gather(unit)
+        if self.overlap and not self.in_backward:
+            self.fetch_ahead(unit)
         if self.compute_dtype is not None:
             args, kwargs = cast((args, kwargs), self.compute_dtype)
         if torch.is_grad_enabled() and not unit.in_backward:
@@ -79,6 +84,13 @@ class Conductor:
                 unit.uses.append(len(self.order))
                 self.order.append(unit)
         return with_hooks(partial(self.before_backward, unit), output)
+
+    def fetch_ahead(self, unit: Unit) -> None:
+        """Start to gather the unit that came after this one in the last step."""
+        place = len(self.order)
+        pair = self.last_order[place : place + 2]
+        if len(pair) == 2 and pair[0] is unit:
+            self.start_gather(pair[1])
 
     def gather(self, unit: Unit) -> None:
         self.start_gather(unit)
@@ -137,6 +149,7 @@ class Conductor:
             unit.done = False
             unit.uses.clear()
         self.finish_reduction()
+        self.last_order = list(self.order)
         self.order.clear()
         self.in_backward = False
 

@@ -36,13 +36,13 @@ def plan_units(module: nn.Module, wrap: Iterable[str] | None = None) -> dict[str
         )
     plan = {"": []} | {name: [] for name in known if name in names}
     for name, places in places_of(module).items():
-        around = [unit for unit in plan if all(is_within(place, unit) for place in places)]
-        plan[max(around, key=len)].append(name)
+        around = [unit for unit in plan if are_within(places, unit)]
+        plan[max(around, key=len)].append(name)  # the innermost
     return {unit: inside for unit, inside in plan.items() if inside or not unit}
 
 
-def is_within(name: str, unit: str) -> bool:
-    return not unit or name.startswith(f"{unit}.")
+def are_within(names: list[str], unit: str) -> bool:
+    return not unit or all(name.startswith(f"{unit}.") for name in names)
 
 
 def places_of(module: nn.Module) -> dict[str, list[str]]:

@@ -49,8 +49,9 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
             if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
                 value = whole(name, value)
             state["optimizer"][name][key] = value
-    groups = optimizer.param_groups
-    state["options"] = [{k: v for k, v in each.items() if k != "params"} for each in groups]
+    state["options"] = []
+    for group in optimizer.param_groups:
+        state["options"].append({key: v for key, v in group.items() if key != "params"})
     return state
 
 

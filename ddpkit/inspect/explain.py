@@ -10,18 +10,19 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from ..runtime import hang
 from ..runtime.board import MESSAGES, RUNNING, SLOTS, Board, Record
-from ..tools.units import wrap
+from ..runtime.look import Look, Situation
+from ..runtime.report import explain_deadlock, explain_mismatch, report
+from ..tools.units import name_ranks, name_some, wrap
 from .dumps import members_of, read_dumps, records_of
 
-MOST_RANKS = 100_000  # more are no ranks: some other file's name ends in a number, too
+MOST_RANKS = 100_000  # a larger number is no rank: another file's name may end in a number
 
 
 def explain(dumps: dict[int, dict]) -> str:
-    """The report of a hang: what happened, where every rank is, their last calls.
+    """Return the report of a hang: what happened, where every rank is, their last calls.
 
-    dumps: {rank: dump}; there may be ranks without one. ValueError: one that can't be read.
+    dumps: {rank: dump}; ranks may be missing. ValueError: a dump can't be read.
     """
     everybody = _everybody(dumps)
     calls = {rank: _calls(rank, dump, everybody) for rank, dump in dumps.items()}
@@ -33,7 +34,7 @@ def explain(dumps: dict[int, dict]) -> str:
         try:
             for rank, records in calls.items():
                 _fill(board, rank, records)
-            return _report(board, set(everybody).difference(dumps))
+            return _report(Look(board), set(everybody).difference(dumps))
         finally:
             board.close()
 
@@ -49,7 +50,7 @@ def _everybody(dumps: dict[int, dict]) -> list[int]:
             members.update(members_of(group))
         everybody |= {rank, *members}
         if max({rank, *members}) >= MOST_RANKS or (members and rank not in members):
-            whose = hang.name_ranks(sorted(members)[:9]) if members else "ranks"
+            whose = name_ranks(sorted(members)[:9]) if members else "ranks"
             got = f"got one whose name ends in {rank}: is it of another run, or no dump?"
             raise ValueError(f"expected dumps of {whose}, {got}")
     return list(range(max(everybody) + 1))
@@ -66,10 +67,11 @@ def _calls(rank: int, dump: dict, everybody: list[int]) -> list[Record]:
 def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
     """Number the messages from one rank to another, which a dump counts in other ways.
 
-    from_the_start: no recorder was too short for all calls. Else nobody knows how many messages
-    two ranks exchanged before, and the first that isn't done on each side are taken for one.
+    from_the_start: every recorder holds all calls. Otherwise the messages before are unknown, and
+    the first open one on each side are taken to be the two ends of one message.
     """
-    done, most = [], Counter()
+    done = []
+    most = Counter()
     for records in calls:
         done.append(Counter(r.channel for r in records if r.op in MESSAGES and r.done))
         most |= done[-1]
@@ -85,53 +87,59 @@ def _fill(board: Board, rank: int, records: list[Record]) -> None:
     """Write a rank's calls on the board, as if it had made them here."""
     board.set_state(rank, RUNNING)
     waiting = next((n for n, record in enumerate(records) if record.done is None), None)
-    # What was handed in after that is only queued, and the board remembers no more than the last.
+    # Calls after the open one are only queued, and would push it out of the board's slots.
     shown = records if waiting is None else records[: waiting + SLOTS // 2]
     for index, record in enumerate(shown):
         board.put(rank, index, record)
     board.set_waiting(rank, waiting)
 
 
-def _report(board: Board, silent: set[int]) -> str:
-    """silent: ranks without a dump."""
-    now = hang.situations(board)
-    different, circle = hang.mismatch(board), hang.deadlocked(now)
-    here = [s for s in now if s.rank not in silent]
-    inside = [s for s in here if s.state == "waiting"]
+def _report(look: Look, silent: set[int]) -> str:
+    """Report what the dumps tell. silent: ranks without a dump."""
+    here = [rank for rank in look.ranks if rank not in silent]
+    inside = [look.now[rank] for rank in here if look.now[rank].state == "waiting"]
     waiting = [s for s in inside if s.missing]
+    different = look.mismatch()
+    stuck = look.deadlocked()
     if different:
-        said, advice = hang.explain_mismatch(different)
-    elif circle:
-        said, advice = hang.explain_deadlock(now, circle, board)
+        said, advice = explain_mismatch(different)
+    elif stuck:
+        said, advice = explain_deadlock(look, stuck)
     elif waiting:
-        first, stuck = _first(waiting)
-        said = f"{_who(stuck, 'waits', 'wait')} in {first.call.op}"
-        said += f" for {hang.name_some(first.missing, len(now))}, which didn't come to it."
-        advice = "Every rank of the group must make the call. Is it under an `if`, or did it fail?"
-        if silent.issuperset(first.missing):
-            said = f"{said[:-1]}, as far as one can tell."
+        said, advice = _did_not_come(look, *_first(waiting), silent)
     elif inside:
-        said, advice = _all_came(board, *_first(inside))
+        said, advice = _all_came(look, *_first(inside))
+    elif silent:
+        said = f"{_who(here, 'waits', 'wait')} for nobody."
+        advice = "Who waits for them, only the dumps of the others can tell."
     else:
         said = "no rank waits for another: all calls in the dumps have their ranks."
         advice = "Nothing to do, or the cause isn't in a call."
-        if silent:
-            said = f"{_who([s.rank for s in here], 'waits', 'wait')} for nobody."
-            advice = "Who waits for them, only the dumps of the others can tell."
     if silent:
-        whose = hang.name_some(sorted(silent), len(now))
+        whose = name_some(sorted(silent), len(look.ranks))
         advice += f"\nThere is no dump of {whose}: did it end before the others?"
-    return hang.report(said, advice, here, board, bool(different or waiting))
+    return report(said, advice, look, bool(different or waiting), here)
 
 
-def _first(waiting: list[hang.Situation]) -> tuple[hang.Situation, list[int]]:
+def _first(waiting: list[Situation]) -> tuple[Situation, list[int]]:
     """Return the situation with the oldest call, and the ranks that sit in that call."""
     first = min(waiting, key=lambda s: s.call.issued)
     call = first.call.channel, first.call.seq
     return first, [s.rank for s in waiting if (s.call.channel, s.call.seq) == call]
 
 
-def _all_came(board: Board, first: hang.Situation, inside: list[int]) -> tuple[str, str]:
+def _did_not_come(
+    look: Look, first: Situation, stuck: list[int], silent: set[int]
+) -> tuple[str, str]:
+    """Return (what happened, what to do) where a call lacks ranks, perhaps those without a dump."""
+    said = f"{_who(stuck, 'waits', 'wait')} in {first.call.op}"
+    said += f" for {name_some(first.missing, len(look.ranks))}, which didn't come to it."
+    if silent.issuperset(first.missing):
+        said = f"{said[:-1]}, as far as one can tell."
+    return said, "Every rank of the group must make the call. Is it under an `if`, or did it fail?"
+
+
+def _all_came(look: Look, first: Situation, inside: list[int]) -> tuple[str, str]:
     """Return (what happened, what to do) where all ranks made a call that isn't over for some."""
     call = first.call
     if len(call.ranks) == 1:
@@ -141,7 +149,7 @@ def _all_came(board: Board, first: hang.Situation, inside: list[int]) -> tuple[s
     later = "It may have been under way when the dumps were written. If it stays so, "
     through = []
     for rank in set(call.ranks).difference(inside):
-        for record in board.records(rank):
+        for record in look.records[rank]:
             if (record.channel, record.seq) == (call.channel, call.seq) and record.done:
                 through.append(rank)
     if not through:
@@ -149,12 +157,12 @@ def _all_came(board: Board, first: hang.Situation, inside: list[int]) -> tuple[s
         return said, later + carries
     said = f"{_who(inside, 'is', 'are')} still in {call.op}, which is over for"
     advice = f"Every rank made the call. {later}{carries}"
-    return f"{said} {hang.name_some(sorted(through), board.world_size)}.", advice
+    return f"{said} {name_some(sorted(through), len(look.ranks))}.", advice
 
 
 def _who(ranks: list[int], verb: str, of_many: str) -> str:
     """Conjugate: 'rank 1 waits', 'ranks 0 and 1 wait'."""
-    return f"{hang.name_ranks(ranks)} {verb if len(ranks) == 1 else of_many}"
+    return f"{name_ranks(ranks)} {verb if len(ranks) == 1 else of_many}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -162,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     try:
         print(wrap(explain(read_dumps(parser.parse_args(arguments).folder))), flush=True)
-    except BrokenPipeError:  # `| head` has read enough; nor shall Python try again at its end
+    except BrokenPipeError:  # `| head` has read enough; Python must not flush again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

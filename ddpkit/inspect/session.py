@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import zlib
 from pathlib import Path
 
@@ -23,13 +22,25 @@ import torch.distributed as dist
 import torch.distributed.device_mesh
 from torch.distributed import distributed_c10d as c10d
 
-from ..runtime import exits, hang
+from ..runtime import exits
 from ..runtime.board import DISAGREES, RETURNED, RUNNING, Board, Record
+from ..runtime.falls import failure, how_it_fell, lines_of, lost_peer, what_became_of
 from ..runtime.link import Link
+from ..runtime.look import INSIDE, Look
+from ..runtime.place import describe_place, place_in
 from ..runtime.processes import cpu_ticks, locked, sweep
-from ..runtime.recorder import TIMED_OUT, Recorder, is_installed, is_library, place_in
+from ..runtime.recorder import TIMED_OUT, Recorder
+from ..runtime.report import (
+    ends_by_itself,
+    explain_deadlock,
+    explain_mismatch,
+    explain_standstill,
+    explain_timeout,
+    report,
+    waited_s,
+)
 from ..runtime.run import Run, clock_s
-from ..runtime.watch import CERTAIN_S, LOST_PEER
+from ..runtime.watch import CERTAIN_S
 from ..runtime.wire import of_this_attempt, register_wire
 from ..tools.units import wrap
 
@@ -71,8 +82,10 @@ class Session:
         told = {"disagree": self._disagree, "timed_out": self._timed_out}
         self.recorder = Recorder(self.rank, self.board, link, **told)
         self.store: dist.Store | None = None
-        self._trace, self._flight_recorder = trace, flight_recorder
-        self._told, self._over = threading.Lock(), threading.Event()
+        self._trace = trace
+        self._flight_recorder = flight_recorder
+        self._told = threading.Lock()
+        self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit watch")
         self._burned: dict[int, tuple[int | None, float]] = {}  # CPU of a rank, since when so much
         self._sleepers: set[int] = set()
@@ -130,7 +143,8 @@ class Session:
     def _watch(self) -> None:
         """Say where this rank is, end it after a report; on the first rank, look for hangs."""
         main_thread = threading.main_thread().ident
-        quiet_since, events = time.perf_counter(), None
+        quiet_since = time.perf_counter()
+        events = None
         with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0's machine with it
             while not self._over.wait(LOOK_S):
                 if self._report_is_out():
@@ -151,49 +165,48 @@ class Session:
                     self._look(events, now - quiet_since)
 
     def _look(self, events: list[int], quiet_s: float = 0.0) -> None:
-        """Tell what will never go on; ranks that compute may still come. events: the board's.
+        """Report what will never go on; ranks that compute may still come. events: the board's.
 
-        A mismatch is told at the second look, when the pages of all who made that call are there.
+        A mismatch is reported at the second look, when the pages of all ranks that made the call
+        have arrived.
         """
         before = self._different
+        look = Look(self.board, events)
         if events != self._looked_at:
-            self._looked_at, self._different = events, hang.mismatch(self.board)
-        different, now = self._different, hang.situations(self.board)
-        for hidden in hang.abandoned(now, self.board):
-            if hidden.call.on_stream or hidden.rank in self._sleepers:
-                now[hidden.rank] = hidden
-        stuck = hang.deadlocked(now)
-        went_on = self.board.events() != events  # while it was read
-        if different and before:
-            self.tell(hang.report(*hang.explain_mismatch(different), now, self.board))
-        elif stuck and not different and not went_on:
-            said = hang.explain_deadlock(now, stuck, self.board)
-            if hang.ends_by_itself(now, stuck):
-                self._say(*said, now)
+            self._looked_at = events
+            self._different = look.mismatch()
+        look.show_abandoned(self._sleepers.__contains__)
+        stuck = look.deadlocked()
+        if self._different and before:
+            self.tell(report(*explain_mismatch(self._different), look))
+        elif stuck and not self._different and look.is_still():
+            said = explain_deadlock(look, stuck)
+            if ends_by_itself(look, stuck):
+                self._say(*said, look)
             else:
-                self.tell(hang.report(*said, now, self.board))
-        elif quiet_s > SLEEPS_S and (stuck := hang.polled_in_vain(now)) and not went_on:
-            self._say(*hang.explain_deadlock(now, stuck, self.board), now)
+                self.tell(report(*said, look))
+        elif quiet_s > SLEEPS_S and (stuck := look.polled_in_vain()) and look.is_still():
+            self._say(*explain_deadlock(look, stuck), look)
         elif quiet_s > STANDSTILL_S:
-            now = hang.at_standstill(self.board)
-            if stuck := hang.deadlocked(now):
-                self._say(*hang.explain_deadlock(now, stuck, self.board), now)
-            elif any(s.state == "waiting" for s in now):
-                self._say(*hang.explain_standstill(now, quiet_s), now)
+            look = Look(self.board, standstill=True)
+            if stuck := look.deadlocked():
+                self._say(*explain_deadlock(look, stuck), look)
+            elif any(s.state == "waiting" for s in look.now):
+                self._say(*explain_standstill(look, quiet_s), look)
 
     def _timed_out(self, record: Record, error: BaseException) -> None:
         """Say why a wait ends by its timeout, before the error, which the script may catch."""
-        seconds = hang.waited_s(record, error)
-        time.sleep(TOGETHER_S)  # still marked as waiting: others that time out now will see it
+        seconds = waited_s(record, error)
+        time.sleep(TOGETHER_S)  # this rank stays marked as waiting: others time out just now
         if not self.alone:
             with contextlib.suppress(RuntimeError):
                 self._take_pages(set(range(self.world_size)).difference(self.here))
-        now = hang.situations(self.board)
-        self._say(*hang.explain_timeout(now, seconds, self.board), now)
+        look = Look(self.board)
+        self._say(*explain_timeout(look, seconds), look)
 
-    def _say(self, headline: str, advice: str, now: list[hang.Situation]) -> None:
+    def _say(self, headline: str, advice: str, look: Look) -> None:
         """Print a report that ends nothing: once for each line, and at most every `WORDS_S`."""
-        line = next((s.place for s in now if s.state in ("waiting", "polling")), None)
+        line = next((s.place for s in look.now if s.state in INSIDE), None)
         word = self.folder / "word"
         if line in self._words_at or self._report_is_out():
             return
@@ -205,25 +218,23 @@ class Session:
             word.touch(exist_ok=False)
         except OSError:  # another rank has just said it
             return
-        stuck = bool(hang.deadlocked(now) or hang.polled_in_vain(now))
-        text = hang.report(headline, advice, now, self.board, stuck)
+        stuck = bool(look.deadlocked() or look.polled_in_vain())
+        text = report(headline, advice, look, stuck)
         print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
 
     def _terminated(self) -> None:
-        """Tell where all ranks were when SIGTERM came, unless it came because a rank fell."""
-        time.sleep(LOOK_S)  # all have said where they are
+        """Report where all ranks were when SIGTERM came, unless it came because a rank fell."""
+        time.sleep(LOOK_S)  # until every rank has noted its line
         if self._report_is_out():
             self.end(-signal.SIGTERM)
-        now = hang.situations(self.board)
+        look = Look(self.board)
         lost = [rank for rank in self.here if self._dead(rank)]
         if lost:
-            lines = [*map(self._how_died, lost), *self._who_waits(now, lost)]
-            if own := now[self.rank].place:
-                lines.append(f"Rank {self.rank} was at {hang.describe_place(own)}")
+            lines = [*map(self._how_died, lost), *self._others(look, lost)]
             text = "\n".join(lines)
         else:
             said = f"ended by SIGTERM, sent to rank {self.rank}: a time limit, or somebody's wish."
-            text = hang.report(said, "Above is where every rank was.", now, self.board, stuck=False)
+            text = report(said, "Above is where every rank was.", look, stuck=False)
         self.tell(text, -signal.SIGTERM)
 
     def _note_sleepers(self) -> None:
@@ -320,50 +331,60 @@ class Session:
         exits.exit_at_once(code)
 
     def failed(self, error: BaseException) -> None:
-        """The script raised: tell it first, and what became of the others after it."""
-        said, lost = [f"rank {self.rank} raised {type(error).__name__}: {error}"], []
+        """Report that the script raised, on which line, and what became of the other ranks."""
+        how = failure(error)
+        lost = self._lost_ranks() if lost_peer(how) else []
+        if lost_peer(how):
+            lines = [*map(self._how_died, lost)] or ["a connection broke, nobody here knows why."]
+            lines.append(f"Rank {self.rank} lost it in")
+        else:
+            lines = [how_it_fell(self.rank, how)]
+        lines += lines_of(how.frames)
+        look = Look(self.board)
+        if TIMED_OUT.search(how.message):
+            for hidden in reversed([*look.unseen()]):  # of several waits in C++, show the first
+                look.now[hidden.rank] = hidden
+            seconds = waited_s(look.now[self.rank].call, error)
+            self._say(*explain_timeout(look, seconds), look)
+        else:
+            lines += self._others(look, [self.rank, *lost])
+        self.tell("\n".join(lines))
+
+    def _lost_ranks(self) -> list[int]:
+        """Wait up to `NEWS_S` for the ranks of this machine that died; end if the cause is out."""
         until = time.perf_counter() + NEWS_S
-        while LOST_PEER.search(str(error)) and not lost and time.perf_counter() < until:
+        while time.perf_counter() < until:
             if self._report_is_out():
                 self.end()
             lost = [rank for rank in self.here if self._dead(rank)]
+            if lost:
+                return lost
             time.sleep(0.02)
-        if LOST_PEER.search(str(error)):
-            said = [*map(self._how_died, lost)] or ["a connection broke, nobody here knows why."]
-            said.append(f"Rank {self.rank} lost it in")
-        lines, now = [*said, *_own_lines(error)], hang.situations(self.board)
-        if TIMED_OUT.search(str(error)):
-            for hidden in reversed([*hang.unseen(now, self.board)]):  # of waits in C++, the first
-                now[hidden.rank] = hidden
-            seconds = hang.waited_s(now[self.rank].call, error)
-            self._say(*hang.explain_timeout(now, seconds, self.board), now)
-        else:
-            lines += self._who_waits(now, lost)
-        self.tell("\n".join(lines))
+        return []
 
     def _how_died(self, rank: int) -> str:
-        exit = exits.noted_exit(self.folder, rank)
-        if exit is None:
-            said = [f"rank {rank} died without a word; torchrun says how."]
-            for call in self.board.records(rank)[-1:]:
-                where = "in" if call.done is None else "after"
-                said.append(f"  {where} {call.call}, {hang.describe_place(call.place)}")
-            return "\n".join(said)
-        code, place = exit
-        return f"rank {rank} called os._exit({code})\n  {hang.describe_place(place)}"
+        noted = exits.noted_exit(self.folder, rank)
+        if noted is not None:
+            code, place = noted
+            return f"rank {rank} called os._exit({code})\n  {describe_place(place)}"
+        said = f"rank {rank} died without a word; torchrun says how."
+        for call in self.board.records(rank)[-1:]:
+            where = "in" if call.done is None else "after"
+            said += f"\n  {where} {call.call}, {describe_place(call.place)}"
+        return said
 
-    def _who_waits(self, now: list[hang.Situation], lost: list[int]) -> list[str]:
-        lines = []
-        for s in now:
-            if s.rank != self.rank and s.state == "waiting" and s.rank not in lost:
-                lines.append(f"Rank {s.rank} was in {s.call.call}, {hang.describe_place(s.place)}")
-        return lines
+    def _others(self, look: Look, fallen: list[int]) -> list[str]:
+        """Say where the ranks were that haven't fallen, and that torchrun ends for the others."""
+        rest = [rank for rank in look.ranks if rank not in fallen]
+        said = [what_became_of(rank, look) for rank in rest]
+        return ["The others were ended:", *said] if said else []
 
     def exited(self, error: SystemExit) -> None:
-        """The script called sys.exit with a code that isn't 0: torchrun will end the others."""
+        """Report a sys.exit with a code that isn't 0: torchrun will end the others."""
         code = error.code if isinstance(error.code, int) else 1
-        lines = [f"rank {self.rank} called sys.exit({error.code!r})", *_own_lines(error)]
-        self.tell("\n".join(lines + self._who_waits(hang.situations(self.board), [])), code)
+        lines = [f"rank {self.rank} called sys.exit({error.code!r})"]
+        lines += lines_of(failure(error).frames)
+        self.tell("\n".join(lines + self._others(Look(self.board), [self.rank])), code)
 
     def done(self) -> None:
         """The script ended well. All ranks stay until the last has ended, too.
@@ -459,12 +480,3 @@ def own_gpu(device_id: torch.device | int | None) -> torch.device:
     if index is None:  # Slurm may show each rank its own as 0
         index = int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count())
     return torch.device("cuda", index)
-
-
-def _own_lines(error: BaseException) -> list[str]:
-    """Trace an error through the script's own lines, and name the framework's that raised it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
-    own = [f for f in frames if not is_installed(f.filename)]
-    if own and is_installed(frames[-1].filename):
-        own.append(frames[-1])
-    return [f"  {hang.describe_place((f.filename, f.lineno, f.name))}" for f in own or frames]

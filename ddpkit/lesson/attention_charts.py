@@ -13,9 +13,10 @@ Curves = Mapping[str, Mapping[int, float]]  # {name: {length: bytes or seconds}}
 
 
 def bytes_by_length(peaks: Curves, title: str) -> Picture:
-    """Draw bytes by length, both axes logarithmic: a slope of one is linear, of two quadratic.
+    """Draw peak bytes against sequence length on logarithmic axes.
 
-    peaks: the same on every machine, so that the picture's words hold them. Notebook 09.
+    Slope 1 means linear growth, slope 2 quadratic. peaks: of each curve, bytes by length; they
+    don't depend on the machine, so the picture's caption quotes them. Notebook 09.
     """
     figure = _by_length(peaks, title, "B")
     said = [f"{title}."]
@@ -28,8 +29,8 @@ def bytes_by_length(peaks: Curves, title: str) -> Picture:
 def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) -> Picture:
     """Draw time by length, both axes logarithmic.
 
-    ceiling: {length: time of the matrix products alone}, a dashed line. seconds: measured, so the
-    picture's words hold none of them. Notebook 09.
+    ceiling: {length: time of the matrix products alone}, drawn as a dashed line. seconds:
+    measured, so the picture's text states none of them. Notebook 09.
     """
     figure = _by_length(seconds, title, "s", ceiling)
     lengths = ", ".join(f"{length:,}" for length in ceiling)
@@ -88,7 +89,7 @@ def merge_tree(row: Sequence[float]) -> Picture:
 
 
 def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
-    """Draw memories, the fastest at the top: the larger, the wider and the slower. Notebook 09.
+    """Draw a hierarchy of memories, the fastest on top; wider means larger and slower. Notebook 09.
 
     levels: {name: (bytes, bytes a second, contents)}.
     """

@@ -20,12 +20,12 @@ def bucket_calculator(
     model: cost.CostModel,
     world_size: int,
 ) -> Calculator:
-    """Sliders over bucket cap and latency: the predicted timeline of a training step, to one scale.
+    """Make sliders over bucket cap and latency that redraw the predicted timeline of a step.
 
-    gradients: (bytes, dtype) of each, in the order in which they become ready. ready_s: their
-    times, in seconds after backward began. model, world_size: as in `cost.timeline`; latencies are
-    the model's own and those of `LATENCIES_S` above it. Its text holds none of the times, which
-    were measured. Notebook 04.
+    gradients: (bytes, dtype) of each, in the order in which they become ready. ready_s: when, in
+    seconds after backward began. model, world_size: as in `cost.timeline`. The latency slider
+    offers the model's own and the larger ones of `LATENCIES_S`. All pictures share one scale. The
+    stored text states no times, because they were measured. Notebook 04.
     """
     sizes = [nbytes for nbytes, _ in gradients]
     plans = bucket_plans(gradients)
@@ -54,9 +54,9 @@ def bucket_calculator(
 
 
 def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:
-    """{cap in bytes: plan}: caps that double, from every gradient alone to all in one bucket.
+    """Return {cap in bytes: plan} for caps that double, from a bucket a gradient to one for all.
 
-    Among caps with the same plan, the last is kept. gradients: as for `ddp.plan_buckets`.
+    Of several caps with the same plan, the largest is kept. gradients: as for `ddp.plan_buckets`.
     """
     last: dict[str, tuple[int, list[list[int]]]] = {}
     for power in range(sum(nbytes for nbytes, _ in gradients).bit_length() + 1):
@@ -70,7 +70,7 @@ MODELS["XXL, 219.8B"] = 126 * 2 * 16384 * 53248  # 126 times two linear layers
 
 
 def zero_calculator() -> Calculator:
-    """Sliders over ZeRO's stages: a rank's bytes kept and sent, mixed precision. Notebook 07."""
+    """Make sliders over ZeRO's stages that show the bytes a rank keeps and sends. Notebook 07."""
     return Calculator(
         zero_stage,
         model=Slider("model", list(MODELS), "7.5B"),
@@ -80,7 +80,7 @@ def zero_calculator() -> Calculator:
 
 
 def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
-    """Make caption and picture of `zero_calculator`, with AdamW."""
+    """Make the caption and picture of `zero_calculator`: mixed precision, AdamW."""
     parameters = MODELS[model]
     rows = {}
     for number in range(4):

@@ -1,7 +1,7 @@
 """Charts of measurements, and of a model's predictions beside them.
 
-Their words name what is drawn and no measured number: those differ from run to run, and are in the
-tables.
+A chart's text names what is drawn and states no measured number: those differ between runs, and
+stand in the tables.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def bandwidth(results) -> Picture:
 
 
 def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
-    """Draw a bar for each result. value(result, seconds): its height, had it taken `seconds`."""
+    """Draw a bar for each result. value(result, seconds): the height if it had taken `seconds`."""
     names = list(dict.fromkeys(each.variant for each in results.competing))
     shown = sorted(results.competing, key=lambda each: (names.index(each.variant), each.world_size))
     sizes = dict(sorted((each.nbytes, each.size) for each in shown))
@@ -106,10 +106,10 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 
 
 def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) -> Picture:
-    """Draw the time of each variant's step beside that of computing alone, a line through all.
+    """Draw the time of each variant's step, with a line at the time of computing alone.
 
-    seconds: {name: of each round}; drawn are the median and the middle half of the rounds. Of a
-    single round each, the fastest for instance, the time alone. compute: the variant that sends
+    seconds: {name: the times of its rounds}; the median and the middle half of them are drawn, or
+    the time itself if there is one. compute: the variant that sends
     nothing. link: the emulated link, if there was one. Notebook 04.
     """
     import numpy
@@ -153,8 +153,8 @@ def scaling(
 ) -> Picture:
     """Draw the time of a step on 1 to `most` workers, and mark the least.
 
-    compute_s: of the whole batch, which workers share. wires: {name: function from workers to
-    seconds on the wire}, to be added. Notebook 03.
+    compute_s: the time of one worker for the whole batch; several divide it. wires: {name:
+    function from workers to seconds on the wire}, which are added. Notebook 03.
     """
     title = "Time of a step, by the number of workers"
     figure, (axes,) = chart(title)
@@ -198,8 +198,8 @@ def bucket_timeline(
 ) -> Picture:
     """Draw when gradients become ready and when their buckets travel, by `cost.timeline`.
 
-    Arguments and errors as there. Gradients and their bucket have the same colour. longest_s: the
-    least length of the scale, so that several pictures can share it. Notebook 04.
+    Arguments and errors are those of `cost.timeline`. A bucket has the colour of its gradients.
+    longest_s: the scale is at least this long, so that pictures can share it. Notebook 04.
     """
     line = cost.timeline(plan, ready_s, sizes, model, world_size)
     backward, end = 1e3 * line.backward_s, 1e3 * line.done[-1]
@@ -214,7 +214,7 @@ def bucket_timeline(
         edge = "black" if length > longest / 100 else "none"
         axes.broken_barh([(start, length)], (0.6, 0.8), fc=fill, ec=edge)
         label = binary_size(sum(sizes[gradient] for gradient in bucket))
-        if length > longest * len(label) / 71:  # letters that the width has room for
+        if length > longest * len(label) / 71:  # the letters that fit
             page.write_on(axes, start + length / 2, 1, label, fill)
     axes.axvline(backward, color="black", lw=1.5, ls=page.DASHES)
     axes.broken_barh([(backward, end - backward)], (1.55, 0.15), fc=page.WRONG)
@@ -332,7 +332,7 @@ def byte_bars(
     """Draw bytes by kind, a bar for each row with its total; dashed: a GPU's memory.
 
     rows: {name: {kind of `ddpkit.memory.KINDS`: bytes}}. chosen: the row to highlight. Nothing here
-    depends on the machine, so the picture's words hold the bytes. Notebooks 06 and 07.
+    depends on the machine, so the picture's text states the bytes. Notebooks 06 and 07.
     """
     used = set().union(*rows.values())
     colours = {kind: KIND_COLOURS[kind] for kind in memory.KINDS if kind in used}
@@ -461,7 +461,7 @@ def crossing(
 ) -> Picture:
     """Draw the model's time for each algorithm by size, and where another becomes the fastest.
 
-    measured: in such a world; drawn as points. title: as in `fitted`. Notebook 02.
+    measured: times in a world of that size, drawn as points. title: as in `fitted`. Notebook 02.
     """
     changes = takeovers(model, algorithms, world_size)
     around = [nbytes * factor for nbytes, _, _ in changes for factor in (1 / 30, 30)]

@@ -16,7 +16,7 @@ CELL, GAP, NODE_HEIGHT = 40, 6, 96
 
 
 def is_round(frames: list[Frame], world_size: int) -> bool:
-    """Return True if every message goes to the right neighbour, out of the rank's one buffer."""
+    """Return True if every message goes to the right neighbour, from the rank's first buffer."""
     *hops, end = frames
     if end.event.kind != "end" or not 3 <= world_size <= 8 or not hops:
         return False
@@ -32,7 +32,10 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
 
 
 def place(rank: float, world_size: int) -> tuple[float, float]:
-    """Return the pixels of a rank's middle; clockwise, rank 0 on top. 0.5: between 0 and 1."""
+    """Return the pixel coordinates (x, y) of a rank's centre; clockwise, with rank 0 at the top.
+
+    A fractional rank lies between its neighbours: 0.5 is halfway between ranks 0 and 1.
+    """
     angle = 2 * math.pi * rank / world_size - math.pi / 2
     return MIDDLE_X + RADIUS_X * math.cos(angle), MIDDLE_Y + RADIUS_Y * math.sin(angle)
 

@@ -1,6 +1,6 @@
 """Figures of ranks at work: a collective's effect, bytes, hops, time, and where ranks live.
 
-Each shows one thing and says it in words as well; the words hold no measured time.
+Each figure shows one thing and says it in its text, too; the text states no measured time.
 """
 
 import math
@@ -92,7 +92,7 @@ def flat(values) -> list | None:
 
 
 def _say_rows(rows: Sequence[list | None]) -> str:
-    """'rank 0 has [1, 2], ranks 1 and 2 have nothing'."""
+    """Say what each rank has: 'rank 0 has [1, 2], ranks 1 and 2 have nothing'."""
     said = []
     for who, text in alike(numbers(row or None) for row in rows):
         said.append(f"{who} {'have' if who.startswith('ranks') else 'has'} {text}")
@@ -100,7 +100,7 @@ def _say_rows(rows: Sequence[list | None]) -> str:
 
 
 def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """List (ranks, text), from a text for each rank: those with the same are named together."""
+    """Group the ranks that have the same text: list (names of the ranks, text)."""
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         by_text.setdefault(text, []).append(rank)
@@ -112,7 +112,7 @@ def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
 def find_owners(
     before: Sequence[list | None], after: Sequence[list | None]
 ) -> list[list[int | None]]:
-    """Find, by rank, each number's owner after: itself, or the only rank that had it, or None."""
+    """Find the owner of each number after the call: this rank, the only one with it, or None."""
     found = []
     for rank, row in enumerate(after):
         mine = before[rank] or ()
@@ -207,8 +207,8 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
 
     A rank has two lanes: its program above, its wire below. Overlap is a wire that is busy under a
     program that computes. after: begin at each rank's last call of that name, say "broadcast".
-    backward: the program returned the time at which its last backward began; what follows has a
-    shade of its own.
+    backward: the program returned the time at which its last backward began, and the lane gets a
+    darker shade from there on.
     """
     runs = run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
     parts = {name: Part(run, after) for name, run in runs.items()}
@@ -259,8 +259,8 @@ class Part:
     """The part of `run` after each rank's last call of `after`.
 
     wire: by rank, the records. begun: by rank, the end of that call, or the first call's begin.
-    start, end: of all ranks. link: the words for an emulated one. calls: by rank, the count of each
-    kind, in the order of their first use.
+    start, end: of all ranks. link: the words for an emulated one. calls: by rank, how often each
+    kind was called, in the order of first use.
     """
 
     def __init__(self, run, after: str | None):
@@ -318,8 +318,8 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
 def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
     """Draw the lower lane: a box for each call; on a GPU a lane per stream, the first on top.
 
-    Among calls that overlap, the first to end lies in front: of the other, the part that outlasts
-    it is visible. named: with their names, where there is room.
+    Of calls that overlap, the first to end lies in front, so the longer one stays visible after
+    it. named: write names where there is room.
     """
     records, fill = part.wire[rank], page.dark(colour(rank))
     per_second = 780 / longest  # pixels, about
@@ -343,7 +343,7 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
 
 
 def worlds(world_size: int) -> Picture:
-    """Draw where up to 8 ranks live on this machine: a process each."""
+    """Draw up to 8 ranks on this machine, each a process of its own."""
     width, ground = 970, 266  # the same for every world
     step = min(230, (width - 50) / world_size)
     canvas = Canvas(width, ground + 120)

@@ -19,7 +19,7 @@ from .replay import Event, key
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
-# A number's rank, or ranks if it is a sum; None if nobody knows.
+# The rank that a number comes from, or the ranks if it is a sum; None if unknown.
 Owner = int | frozenset[int] | None
 # A buffer's cells: each number, None if not known yet; its owner.
 Cells = list[tuple[float | None, Owner]]
@@ -42,7 +42,7 @@ class Frame:
     """The contents of one picture."""
 
     event: Event
-    memory: list[dict[object, Cells]]  # by rank, by buffer
+    memory: list[dict[object, Cells]]  # by rank and buffer
     flying: list[tuple[int, int]] = field(default_factory=list)  # other messages: (from, to)
     status: dict[int, str] = field(default_factory=dict)
     wrong: list[Event] = field(default_factory=list)  # so far
@@ -63,10 +63,10 @@ class Holdings:
             self.look(record, record.issued)  # its contents before anything arrives
 
     def look(self, record: Record, moment: float) -> None:
-        """Bring a buffer up to date with `record`, except where a message may be arriving.
+        """Update a buffer from `record`, except where a message may be arriving.
 
-        moment: the time of the record, by this rank's clock. A buffer that is first seen when a
-        message arrives is empty but for that message.
+        moment: the record's time by this rank's clock. If a buffer is first seen when a message
+        arrives, only that message's cells are known.
         """
         if record.memory is None:
             return
@@ -147,7 +147,7 @@ def slice_of(record: Record) -> slice:
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
-    """Make a frame for each event."""
+    """Make one frame per event. wire: by rank, the records of its calls, in order."""
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
     on_the_way: dict[tuple, tuple[int, int]] = {}
     owners: dict[tuple, list] = {}  # of each message
@@ -183,9 +183,9 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
 
 
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
-    """Make one frame for all messages of a hop, and one for the ranks' numbers at the end.
+    """Merge the messages of each hop into one frame; add a frame of the numbers at the end.
 
-    A hop is shown when all its messages are sent, and all of the hops before it have arrived.
+    A hop's frame shows its messages on their way, and those of earlier hops as arrived.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:
@@ -214,8 +214,8 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     """Return what the ranks hold after the last message.
 
-    If a rank returned as many numbers as its first buffer has, they stand for it: the last sum of a
-    reduce-scatter, for one, is in no message.
+    If a rank returned as many numbers as its first buffer holds, they replace it: the last sum of
+    a reduce-scatter, for example, is in no message.
     """
     returned = [] if isinstance(run, LaunchError) else run
     for holdings, result in zip(last.holdings, returned, strict=False):

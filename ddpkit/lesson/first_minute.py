@@ -4,7 +4,9 @@ Notebook 00.
 """
 
 import html
+import linecache
 import os
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -24,17 +26,29 @@ def introduce_and_add() -> list[float]:
     return ring_all_reduce(x).tolist()
 
 
-def die() -> None:
+# What the buttons run, as text: a report names lines of a reader's code, none of the library's.
+BREAKS = {
+    "kill rank 2": """def die():
     if dist.get_rank() == 2:
         os.kill(os.getpid(), 9)
     dist.barrier()
-
-
-def forget() -> None:
+""",
+    "let rank 1 forget a call": """def forget():
     x = torch.ones(2)
     dist.all_reduce(x)
     if dist.get_rank() != 1:
         dist.all_reduce(x)
+""",
+}
+
+
+def written_by_a_reader(source: str) -> Callable[[], None]:
+    """Define the function in `source` as if it had been typed into a cell, its lines included."""
+    scope = {"os": os, "torch": torch, "dist": dist}
+    name = "<below the button>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    exec(compile(source, name, "exec"), scope)
+    return scope[source.partition("(")[0].removeprefix("def ")]
 
 
 class FourRanks(Live):
@@ -55,26 +69,31 @@ class FourRanks(Live):
 
         self.report = ipywidgets.HTML()
         buttons = []
-        for label, fn in (("kill rank 2", die), ("let rank 1 forget a call", forget)):
+        for label in BREAKS:
             button = ipywidgets.Button(description=label, layout={"width": "auto"})
-            button.on_click(lambda _, label=label, fn=fn: self.break_it(label, fn))
+            button.on_click(lambda _, label=label: self.break_it(label))
             buttons.append(button)
         ask = ipywidgets.HTML("Four new processes, and")
         return ipywidgets.VBox(
             [self.player.box, asking(ipywidgets.HBox([ask, *buttons], layout=WRAPPED), self.report)]
         )
 
-    def break_it(self, label: str, fn) -> None:
-        """Launch `fn`, which fails, and show what is reported."""
+    def break_it(self, label: str) -> None:
+        """Launch the function behind a button, which fails; show its code and the report."""
         from .lanes import lanes
 
-        self.report.value = f"{html.escape(label)} …"
+        source = BREAKS[label]
+        self.report.value = f"{said(source)}…"
         try:
-            launch(fn)
+            launch(written_by_a_reader(source))
         except LaunchError as error:
-            text = f"{type(error).__name__}: {error}"
-            shown = f'<pre style="{SAID}">{html.escape(text)}</pre>'
+            shown = said(source) + said(f"{type(error).__name__}: {error}")
             self.report.value = shown + (inline(lanes(error)) if any(error.wire) else "")
+
+
+def said(text: str) -> str:
+    """Make HTML of lines."""
+    return f'<pre style="{SAID}">{html.escape(text)}</pre>'
 
 
 four_ranks = FourRanks  # called like the other widgets

@@ -1,6 +1,6 @@
-"""The player of notebook 09: tiles of an attention matrix, one by one, and the state of each row.
+"""The player of notebook 09: an attention matrix tile by tile, and the running state of its rows.
 
-Only the current tile has numbers: those before it are forgotten, those after it don't exist yet.
+Only the current tile shows numbers: earlier ones are forgotten, later ones aren't computed yet.
 """
 
 import itertools
@@ -51,7 +51,7 @@ class Tile:
 
 
 def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
-    """Yield the tiles in order; with `causal`, without those wholly in the future."""
+    """Yield the tiles in order; if `causal`, skip those that lie wholly in the future."""
     queries, keys = scores.shape
     for start in range(0, queries, tile):
         rows = range(start, min(start + tile, queries))
@@ -87,7 +87,7 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
         return f"Tile {step} of {len(steps)}: {said}", draw(scores, steps, step, said)
 
     text = "\n".join(f"{step}. {describe(each)}" for step, each in enumerate(steps, 1))
-    telling = math.ceil(2 * len(steps) / 3)  # by then some rows are done, and some not begun
+    telling = math.ceil(2 * len(steps) / 3)  # some rows are done, some not begun
     return StepThrough(look, "tile", range(1, len(steps) + 1), text=text, telling=telling)
 
 

@@ -17,9 +17,9 @@ FIELD_COLOURS = {"sign": page.PINK, "exponent": page.ORANGE, "fraction": page.SK
 
 
 class FloatExplorer(Live):
-    """A number, as typed, in every format of `floats.FORMATS`, with bits to flip in one of them.
+    """A typed number in every format of `floats.FORMATS`, with bits to flip in one of them.
 
-    number: the one that the buttons show. `entry`, `choice` and `buttons` are the widgets.
+    number: what the buttons show. `entry`, `choice` and `buttons` are the widgets.
     ValueError: no number, or no such format.
     """
 
@@ -32,7 +32,7 @@ class FloatExplorer(Live):
         super().__init__("\n".join([caption, *map(str, self._in_all_formats())]), picture)
 
     def _set(self, value: str, format: str, pattern: int | None = None) -> None:
-        """Set the number as it was typed, in a format; or a pattern in place of the number."""
+        """Set the number from typed text, or from a bit pattern, in the given format."""
         chosen = BY_NAME[format]
         if pattern is None:
             self._value, self._typed = parse(value), value
@@ -73,7 +73,7 @@ class FloatExplorer(Live):
         return asking(controls, self._shown)
 
     def _move(self, _, pattern: int | None = None) -> None:
-        """Bring the other widgets and the picture to what the reader did to one."""
+        """Update the other widgets and the picture after the reader has changed one widget."""
 
         def changed() -> tuple[str, Picture]:
             self._set(self.entry.value, self.choice.value, pattern)
@@ -84,7 +84,7 @@ class FloatExplorer(Live):
             show(self._shown, changed)
 
     def _follow(self) -> None:
-        """Bring the widgets to the present number."""
+        """Show the present number in all widgets."""
         self._following = True  # the widgets report these changes as well
         try:
             format = self.number.format
@@ -125,7 +125,7 @@ def parse(text: str) -> float:
 
 
 def float_bits(numbers: Sequence[floats.Number], chosen: floats.Number) -> Picture:
-    """Draw the bits of numbers in their formats, a row for each, the same places under one another.
+    """Draw the bits of each number in its format, one row each, with equal places aligned.
 
     chosen: the number whose row is highlighted.
     """

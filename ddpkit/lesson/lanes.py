@@ -1,6 +1,6 @@
 """A strip of lanes below the report of a failed launch: a lane for each rank, a bead for each call.
 
-A bead is open where its rank still waits. Shown live, below the report's text; never stored.
+A bead is open if its rank still waits in the call. The strip is shown live and never stored.
 """
 
 from ..runtime.errors import LaunchError

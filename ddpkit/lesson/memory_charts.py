@@ -1,6 +1,6 @@
 """Charts of bytes: alive during a step, growing with the length, fitting into a GPU.
 
-Nothing here depends on the machine, so their words hold the numbers that they show.
+Nothing here depends on the machine, so the texts state the numbers that are drawn.
 """
 
 import re
@@ -46,7 +46,7 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
         colours = [KIND_COLOURS[kind] for kind in kinds]
         areas = axes.stackplot(entries, amounts, colors=colours, ec="black", lw=0.6, step="post")
         for kind, area in zip(kinds, areas, strict=True):
-            if kind == "other":  # comes and goes: so thin that only its edges would show
+            if kind == "other":  # so short-lived that only its edges would show
                 area.set_linewidth(0)
         axes.plot([each.peak], [max(each.totals)], clip_on=False, **PEAK)
         _draw_marks(axes, each.marks, longest)
@@ -62,7 +62,7 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
 
 
 def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
-    """Draw dashed lines with their words above, each after those before it."""
+    """Draw a dashed line for each mark, its text above, moved right where texts would overlap."""
     letter, free = longest / 80, 0.0
     for entry, text in marks:
         axes.axvline(entry, color="black", lw=1.5, ls=page.DASHES)
@@ -132,7 +132,7 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
 
 
 def heaps(rows: Mapping[str, str]) -> Picture:
-    """Draw memory as a row of places, a letter each: capitals, small letters, a dot if free."""
+    """Draw memory as a row of places: a capital, a small letter, or a dot if it is free."""
     fills = {True: page.SKY, False: page.ORANGE}
     canvas = Canvas(266 + 28 * max(map(len, rows.values())), 20 + 60 * len(rows))
     for at, (name, row) in enumerate(rows.items()):
@@ -172,7 +172,7 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
 
 
 def attention_weights(terms: Iterable[Term]) -> list[Term]:
-    """Select what attention keeps of its matrix: all of it, or a number for each row."""
+    """Select the terms that attention keeps of its matrix: all of it, or one number a row."""
     names = re.compile("weights|their dropout|log-sum-exp")
     return [term for term in terms if names.search(term.name)]
 
@@ -184,7 +184,7 @@ WAYS = ("everything kept", "selective", "every block")
 
 
 def memory_calculator() -> Calculator:
-    """Sliders over a GPT's shape: its bytes in training, with checkpoints or not. Notebook 06."""
+    """Make sliders over a GPT's shape that show its bytes in training. Notebook 06."""
     widths = [768, 1024, 1600, 2048, 3584, 4096, 5120, 8192, 16384]
     powers = [2**power for power in range(18)]
     return Calculator(
@@ -201,7 +201,7 @@ def memory_calculator() -> Calculator:
 
 
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
-    """Make caption and picture of `memory_calculator`. ValueError: heads don't divide the width."""
+    """Make the caption and picture of `memory_calculator`. ValueError: the heads don't fit."""
     if width % head_width:
         got = f"expected heads that divide the width {width}, got {head_width}"
         raise ValueError(f"{got}: choose other heads")
@@ -234,7 +234,7 @@ def training_bytes(
     attention: str,
     dropout: bool,
 ) -> dict[str, dict[str, int]]:
-    """{way of `WAYS`: {kind: bytes}} of `ddpkit.models.GPT` with AdamW at the peak of a step.
+    """Return {way of `WAYS`: {kind: bytes}} of a GPT with AdamW at the peak of a step.
 
     The peak is where backward begins or, with checkpoints, where a block has been computed again.
     All gradients are counted, as if from the second micro-batch on. Short-lived tensors are left

@@ -12,21 +12,21 @@ from functools import cached_property
 
 from ..tools.units import number
 
-DPI = 96  # a figure's pixel is a pixel of the page: 14 pt in the figure are 14 pt on the screen
+DPI = 96  # so a figure's pixel is a pixel of the page, and its 14 pt are 14 pt on the screen
 WIDEST = 960  # pixels that JupyterLab has room for on a screen of 1400
 TALLEST = 700
 HEIGHT = 560  # of a chart
 SMALL, NORMAL, LARGE = 14, 16, 18  # points
-DIGIT = 12.2  # pixels that a digit of SMALL text takes
+DIGIT = 12.2  # width in pixels of a digit of SMALL text
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, RED, YELLOW, BLACK = "#56B4E9", "#D55E00", "#F0E442", "#000000"
 RANK_COLOURS = [BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, BLACK]
-MIXED = "#DDDDDD"  # a sum, or data of several ranks
+MIXED = "#DDDDDD"  # data of several ranks
 EMPTY, PALE, FAINT, GREY = "#FFFFFF", "#F4F4F4", "#AAAAAA", "#666666"
 WRONG = "#C8102E"
-PALER = 0.3  # a colour's share in its mix with white
+PALER = 0.3  # how much of a colour is mixed with white
 WEIGHTS = 0.2126, 0.7152, 0.0722  # of red, green, blue in a colour's lightness
 MARKERS = "osD^v"
 DASHES = (0, (3, 2))
@@ -44,7 +44,7 @@ def colour(rank: int | frozenset[int] | None) -> str:
 
 
 def dark(fill) -> str:
-    """Darken a hue until a line of it shows on white, at a contrast of 3. White stays white."""
+    """Darken a colour until a line in it has a contrast of 3 on white. White stays white."""
     from matplotlib.colors import to_hex, to_rgb
 
     def light(value: float) -> float:  # W3C's relative luminance
@@ -143,7 +143,7 @@ class Picture:
 
 
 def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, **options):
-    """Make (figure, list of its axes), the title above. options: of `Figure.subplots`."""
+    """Make a figure with a title; return it and its axes. options: passed to `Figure.subplots`."""
     from matplotlib.figure import Figure
 
     size = WIDEST / DPI, height / DPI
@@ -161,9 +161,9 @@ def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, *
 
 
 def legend(figure, handles: Sequence = ()) -> None:
-    """Put a legend below the axes, in as many columns as there is room for.
+    """Put a legend below the axes, in as many columns as fit.
 
-    handles: by default everything that was drawn with a label.
+    handles: default: everything drawn with a label.
     """
     handles = handles or figure.axes[0].get_legend_handles_labels()[0]
     for columns in range(len(handles), 0, -1):
@@ -229,7 +229,7 @@ def by_tokens(axes, lengths: Sequence[int]) -> None:
 
 # The canvas, for drawings without axes, is measured in pixels.
 
-ROW = 36  # pixels that a line of numbers is high
+ROW = 36  # height in pixels of a line of numbers
 
 
 class Canvas:
@@ -289,7 +289,7 @@ class Canvas:
         self.text(x + 40, y + 10, text, align="left")
 
     def mixed_key(self):
-        """Explain grey at the foot of the page."""
+        """Explain grey cells at the foot of the page."""
         self.key(16, self.height - 32, MIXED, "data of several ranks")
 
     def cells(self, x, y, values, owners, width, per_line=None, marked=()):

@@ -37,7 +37,7 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
 def draw_run(spans: Sequence[Timed]) -> Picture:
     """Draw what ranks did and when, measured. spans: by rank, of `Pipeline`.
 
-    Its words hold no times. Notebook 10.
+    The picture's text states no times. Notebook 10.
     """
     rows = _measured(spans)
     said = "\n".join(f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows))
@@ -45,7 +45,7 @@ def draw_run(spans: Sequence[Timed]) -> Picture:
 
 
 def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
-    """Compute the share of all ranks' time in which they do nothing, by a dry run."""
+    """Compute the idle share of all ranks' time, by a dry run."""
     return _idle(_planned(schedule, ticks))
 
 
@@ -110,7 +110,7 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
 
 
 def _number(action: str, row: Spans) -> str:
-    """Write the micro-batch, with a stroke for each stage that the rank has before this one."""
+    """Write the micro-batch, with one stroke for each earlier stage of the same rank."""
     stage, _, micro_batch = schedules.parse(action)
     stages = sorted({schedules.parse(each)[0] for each in row})
     return f"{micro_batch}{'′' * stages.index(stage)}"
@@ -141,13 +141,13 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
 
 
 def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
-    """Say what a rank does in the tick that ends at `tick`."""
+    """Name what a rank does in the tick that ends at `tick`."""
     found = [action for action in actions if when[action][0] < tick <= when[action][1]]
     return found[0] if found else "-"
 
 
 def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
-    """Count the micro-batches whose activations a rank has in that tick."""
+    """Count the micro-batches whose activations a rank holds in that tick."""
     begun = [schedules.parse(action)[1] for action in actions if when[action][0] < tick]
     over = [schedules.parse(action)[1] for action in actions if when[action][1] < tick]
     return begun.count("F") - over.count("B") - over.count("W")
@@ -175,7 +175,7 @@ SCHEDULES = {
 
 
 def pipeline_calculator() -> Calculator:
-    """Sliders over stages, micro-batches, schedule: bubble and held micro-batches. Notebook 10."""
+    """Make sliders over stages, micro-batches and schedule that show the bubble. Notebook 10."""
     return Calculator(
         plan,
         stages=Slider("ranks", [1, 2, 3, 4, 6, 8], 4),
@@ -185,7 +185,7 @@ def pipeline_calculator() -> Calculator:
 
 
 def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
-    """Make caption and picture of `pipeline_calculator`."""
+    """Make the caption and picture of `pipeline_calculator`."""
     made = SCHEDULES[schedule](stages, micro_batches)
     thin = {"F": 0.5, "B": 1.0} if schedule == "interleaved" else {}  # two stages a rank
     picture = draw(made, **thin)

@@ -24,8 +24,8 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
     """Replay the messages of `run` step by step, from the first that goes wrong, if one does.
 
     run: a Run made with `launch(..., keep_values=True)`, or the HangError or RankError that such a
-    launch raised. by_hop: a step is all messages of a hop instead of one message; only for runs of
-    messages alone, all of them received. plays: once by itself. ValueError: no values were kept.
+    launch raised. by_hop: show all messages of a hop in one step; for runs that consist of messages
+    alone, all received. plays: start to play, once. ValueError: the run kept no values.
     """
     _check_kept(run)
     events = replay(run)
@@ -77,18 +77,18 @@ def _numbered(event: Event, step: int) -> str:
 
 
 def _whence(event: Event) -> str:
-    """Name the reader's own line that an event comes from."""
+    """Name the line of the user's code that an event comes from."""
     record = event.records.get(event.peer if event.kind == "receive" else event.rank)
     record = record or next(iter(event.records.values()), None)
     if record is None:
         return ""
     code = linecache.getline(record.file, record.line).strip()
     where = f"line {record.line} of {record.function}"
-    return f"{where}: {code}" if code else where
+    return f"{where}: {code}" if code else ""  # "" for a call from within ddpkit
 
 
 def world_explorer() -> StepThrough:
-    """A slider over the world size: a process for each rank. Notebook 00."""
+    """Make a slider over the world size that draws a process for each rank. Notebook 00."""
 
     def look(world_size: int) -> tuple[str, Picture]:
         picture = figures.worlds(world_size)
@@ -131,7 +131,7 @@ class Stage:
         return math.ceil(length / self.per_line)
 
     def _place(self, lengths: dict[object, int], room: float) -> dict[object, tuple]:
-        """{buffer: (pixels from the left, from above, length)}: side by side where they fit."""
+        """Return {buffer: (pixels from the left, from above, length)}, side by side if they fit."""
         spots, x, y, below = {}, 0.0, 0, 0
         for which, length in lengths.items():
             wide = self.cell * min(length, self.per_line)
@@ -151,7 +151,7 @@ class Stage:
         return self.top(rank) + self.tall / 2
 
     def way(self, src: int, dst: int) -> float:
-        """Place an arrow between left and right: no two that pass each other share a place."""
+        """Return the x of an arrow; arrows that would pass each other get different ones."""
         far = max(1, abs(dst - src))
         place = far * (far - 1) + 2 * (min(src, dst) % far) + (dst < src)
         places = self.world_size * max(1, self.world_size - 1)
@@ -159,7 +159,7 @@ class Stage:
 
 
 def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
-    """{buffer of a rank: its length}, in the order in which they come."""
+    """Return {buffer of a rank: its length}, in order of first appearance."""
     lengths: dict[object, int] = {}
     for frame in frames:
         for which, cells in frame.memory[rank].items():
@@ -243,7 +243,7 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed
 
 
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
-    """Draw a message that a rank waits for and that is never sent."""
+    """Draw a message that a rank waits for but that is never sent."""
     src, dst = event.rank, event.peer
     _draw_way(canvas, stage, src, dst, page.WRONG, dashed=True)
     x, y = stage.way(src, dst), (stage.middle(src) + stage.middle(dst)) / 2
@@ -255,7 +255,7 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
 def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
     """Draw a message where it leaves, or where it arrives: its numbers, or their count.
 
-    In the browser it travels from its sender, and all messages of a hop to where they arrive.
+    In the browser it travels from its sender, or, by hop, to its receiver.
     """
     event, fill = frame.event, colour(frame.event.rank)
     at = event.peer if event.kind == "receive" else event.rank

@@ -1,6 +1,6 @@
 """Charts of notebook 05: training curves, a loss scale over time, gradients among fp16's numbers.
 
-Their words name what is drawn and no measured number.
+A chart's text names what is drawn and states no measured number.
 """
 
 import math
@@ -15,14 +15,14 @@ from .page import Picture, chart, legend
 from .widgets import Calculator, Slider
 
 STYLES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
-EVERY = 10  # steps whose mean is a point
+EVERY = 10  # steps averaged into a point
 
 
 # Training curves
 
 
 def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
-    """Draw the losses of several trainings, each point the mean of ten steps, to the first NaN.
+    """Draw the losses of several trainings up to the first NaN; a point is the mean of ten steps.
 
     curves: in bits per byte. Notebook 05.
     """
@@ -30,7 +30,9 @@ def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
     for at, (name, losses) in enumerate(curves.items()):
         # Later curves are thinner, so that one that lies upon another leaves it visible.
         style = {"color": page.colour(at), "ls": STYLES[at % 4], "lw": max(8 - 2 * at, 3)}
-        ends = range(EVERY, len(losses) + 1, EVERY)  # a rest of fewer steps is left out
+        ends = range(
+            EVERY, len(losses) + 1, EVERY
+        )  # the last steps are left out if there are fewer
         means = [sum(losses[end - EVERY : end]) / EVERY for end in ends]
         axes.plot(ends, means, label=name, **style)
     axes.set(xlabel="step", ylabel="bits per byte")
@@ -76,7 +78,9 @@ def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
     powers = powers.clamp(LOWEST, HIGHEST - 1) - LOWEST
     counts = torch.bincount(powers, minlength=HIGHEST - LOWEST)
     most = counts.max().item()
-    seen = counts.clamp(min=most / 75).where(counts > 0, 0).tolist()  # even a single one shows
+    seen = (
+        counts.clamp(min=most / 75).where(counts > 0, 0).tolist()
+    )  # so that even a single one is visible
     title = f"Gradients × 2^{math.log2(scale):g}, by power of two"
     figure, (axes,) = chart(title, 520)
     for name, (start, end, fill) in ZONES.items():
@@ -111,9 +115,9 @@ def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
 
 
 def scale_calculator(gradients: Tensor) -> Calculator:
-    """A slider over the loss scale: the places of scaled gradients in fp16. Notebook 05.
+    """Make a slider over the loss scale that places scaled gradients in fp16. Notebook 05.
 
-    Its text holds no count, since counts are measured.
+    The stored text states no counts, because they are measured.
     """
 
     def scaled(power: int) -> tuple[str, Picture]:

@@ -3,18 +3,19 @@
     hops = predict("Hops of a ring of 4 ranks?")                # shows a field to fill in
     which = predict("Which sends less?", ["ring", "server"])    # or a row of buttons
     ...
-    hops.answer(run_of_4.hops)                                  # "6. You predicted 8."
+    hops.answer(run_of_4.hops)                                  # 6 ≠ you: 8
     predict.score()                                             # at the end of the notebook
 
-Nothing has to be entered: then the answer stands alone.
+Nothing has to be entered: then the answer stands alone. What is entered after the answer was shown
+doesn't count until the question is asked again. A surprise is amber; red is for failed checks.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
 
-from .card import card, marked
+from .card import answer_card, marked, score_card
 from .page import BLUE
-from .widgets import Live
+from .widgets import WRAPPED, Live, asking
 
 
 class Prediction(Live):
@@ -24,6 +25,7 @@ class Prediction(Live):
         super().__init__(f"Your prediction: {question}", None)
         self.question, self.choices = question, list(choices)
         self.guess: float | str | None = None
+        self.answered = False
         self.right: bool | None = None  # None: not answered, or nothing was entered
 
     @cached_property
@@ -35,56 +37,69 @@ class Prediction(Live):
             style = {"button_width": "auto"}
             field = ipywidgets.ToggleButtons(options=self.choices, value=None, style=style)
         else:
-            field = ipywidgets.Text(placeholder="a number", layout={"width": "12em"})
+            field = ipywidgets.Text(
+                placeholder="a number", layout={"width": "12em", "max_width": "100%"}
+            )
         kept = ipywidgets.HTML("&nbsp;")
 
         def enter(change) -> None:
-            self.enter(change["new"])
-            kept.value = "That is no number." if self.guess is None else f"Kept: {self.said}."
+            kept.value = self.enter(change["new"])
 
         field.observe(enter, "value")
+        entry = ipywidgets.HBox([field, kept], layout=WRAPPED)
+        box = asking(entry, asked)
+        box.children = asked, *box.children[:-1]  # the question above its field
         layout = {"border": "1px solid #888", "border_left": f"8px solid {BLUE}"}
-        return ipywidgets.VBox([asked, field, kept], layout=layout | {"padding": "6px 14px"})
+        box.layout = layout | {"padding": "6px 14px", "margin": "4px 0", "max_width": "100ex"}
+        return box
 
     @property
     def said(self) -> str:
         """The guess as shown to the reader."""
         return self.guess if self.choices else f"{self.guess:,.6g}"
 
-    def enter(self, guess: float | str) -> None:
-        """Keep the reader's guess, unless a number is asked for and it is none."""
+    def enter(self, guess: float | str) -> str:
+        """Keep the reader's guess, unless a number is asked for and it is none, or it is too late.
+
+        Returns what to tell the reader.
+        """
+        if self.answered:
+            return "Too late for this run: the answer is known. Run this cell again to guess anew."
         if not self.choices:
             try:
                 guess = float(guess)
             except ValueError:
                 guess = None
         self.guess = guess
+        return "That is no number." if guess is None else f"Kept: {self.said}."
 
     def answer(self, value: float | str, within: float = 0.0) -> str:
-        """Show the answer beside the guess.
+        """Return the answer beside the guess, as a card.
 
         within: the error allowed in a guess, as a share of the number; 0.2 for measured ones.
         ValueError: a value that isn't among the choices.
         """
         if self.choices and value not in self.choices:
             raise ValueError(f"expected one of {self.choices}, got {value!r}")
+        self.answered = True
         shown = f"{value:,.4g}" if isinstance(value, float) else f"{value}"
         found = f"{self.question} {shown}"
         if self.guess is None:
-            return Answer(found, None, found)
+            return Answer(found, answer_card(None, self.question, shown, ""))
         self.right = self.guess == value
         if not self.choices:
             self.right = abs(self.guess - value) <= within * abs(value)
-        sign, said = "✓" if self.right else "✗", f"You predicted {self.said}."
-        return Answer(f"{found}. {sign} {said}", self.right, found, said)
+        sign = "✓" if self.right else "≠"
+        page = answer_card(self.right or "surprise", self.question, shown, self.said)
+        return Answer(f"{found}. {sign} you: {self.said}", page)
 
 
 class Answer(str):
     """Text that is a card in the browser."""
 
-    def __new__(cls, text: str, right: bool | None, *page: str):
+    def __new__(cls, text: str, page: str):
         made = super().__new__(cls, text)
-        made.page = card(right, *page)
+        made.page = page
         return made
 
     def __repr__(self):
@@ -113,7 +128,10 @@ class Predictions:
         said += f", {left} not entered." if left else "."
         if not judged:
             said = f"{left} predictions, none entered."
-        return Answer(said, None, said)
+        looks = [
+            each.right if each.right is not False else "surprise" for each in self.made.values()
+        ]
+        return Answer(said, score_card(said, looks))
 
 
 predict = Predictions()

@@ -4,7 +4,7 @@ It shows the seconds and, while ranks run, the number of calls they have made or
 moved for a while, which rank waits for which. Below the report of ranks that failed it leaves a
 strip of their calls. DDPKIT_PROGRESS=off: neither (tests, stored outputs).
 
-It begins before torch is imported, which takes seconds: so it looks for the runtime only when used.
+The line begins before torch is imported, which takes seconds, so it imports the runtime when used.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def _what_is_done() -> str:
     from ..runtime.watch import Watch
 
     ranks = "the ranks' server starts, and imports torch once" if is_starting() else ""
-    with contextlib.suppress(ValueError):  # the ranks have ended meanwhile, board and all
+    with contextlib.suppress(ValueError):  # the ranks ended meanwhile, and their board is gone
         ranks = "; ".join(watch.status() for watch in list(Watch.watching)) or ranks
     return ranks
 
@@ -77,7 +77,7 @@ def show_lanes(result, display) -> None:
 
 def show_progress() -> None:
     """Watch this kernel's cells from now on, the running one included; elsewhere do nothing."""
-    if "IPython" not in sys.modules:  # true in every rank, where the import would take a while
+    if "IPython" not in sys.modules:  # so in every rank, where importing it would take a while
         return
     from IPython import get_ipython
     from IPython.display import display

@@ -1,6 +1,6 @@
 """The events of a run, in order: causes before effects, the same order for every run.
 
-Wall time plays no part. If a run failed, the last events are those that never happened.
+Wall time plays no part. If a run failed, the events that never happened come last.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def replay(run) -> list[Event]:
 
 
 def _program(records: list[Record]) -> list[tuple[int, Record]]:
-    """List one rank's actions in order: send; receive, when it has the message; enter; leave."""
+    """List one rank's actions in order. A receive counts from the moment the message is there."""
     steps = []
     for index, record in enumerate(records):
         ended = record.done if record.op == "recv" or record.waited is None else record.waited
@@ -71,10 +71,10 @@ def _program(records: list[Record]) -> list[tuple[int, Record]]:
 
 
 def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
-    """Order events in rounds: in each, every rank that needn't wait takes its next step.
+    """Order the events in rounds: in each, every rank that need not wait takes its next step.
 
-    Rounds are the logical time of Lamport 1978: an event comes after all that it had to wait for,
-    however long that took.
+    A round is the logical time of Lamport 1978: an event comes after everything that it had to
+    wait for, however long that took.
     """
     rounds: TopologicalSorter = TopologicalSorter()
     whole = {at: records for at, records in calls.items() if _complete(records)}
@@ -121,7 +121,7 @@ def _alike(records: dict[int, Record]) -> bool:
 
 
 def _shape(record: Record) -> str:
-    """'2 float32'."""
+    """Describe a record's tensor by element count and dtype, as '2 float32'."""
     return record.detail.partition(",")[0]
 
 
@@ -153,9 +153,9 @@ def _met(records: dict[int, Record]) -> Event:
 
 
 def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
-    """{rank: (the numbers it brings to a collective, those it gets, their owners)}.
+    """Return {rank: (numbers brought to a collective, numbers received, owners of these)}.
 
-    None where it brings or gets none: its buffer's contents are then accidental.
+    None where a rank brings or receives none: the contents of its buffer mean nothing then.
     """
     before, found = {}, {}
     for rank, record in records.items():
@@ -179,7 +179,7 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
 
 
 def _said(rows: dict[int, list | None], world_size: int | None) -> str:
-    """'[1, 2] on every rank', or 'rank 0 [1], rank 1 [2]'."""
+    """Say what ranks have: '[1, 2] on every rank', or 'rank 0 [1], rank 1 [2]'."""
     first = next(iter(rows.values()))
     if len(rows) > 1 and first and all(row == first for row in rows.values()):
         return f"{numbers(first)} on {name_ranks(rows, world_size)}"

@@ -37,13 +37,13 @@ class Moment:
         return _share(self.m_before, self.m)
 
     def weights(self, before: bool = False) -> list[float]:
-        """List what each number read adds to the sum, `before` the last one was read or after."""
+        """List what each number adds to the sum, after the last one was read or `before` that."""
         m, read = (self.m_before, self.read - 1) if before else (self.m, self.read)
         return [_share(x, m) for x in self.row[: max(read, 0)]]
 
     @property
     def sum(self) -> str:
-        """Write how the sum is computed."""
+        """Write out how the sum is computed."""
         if self.m == -math.inf:
             return "0"
         before, factor = _rounded(self.ell_before), _rounded(self.correction)
@@ -62,7 +62,7 @@ class Moment:
 
 
 def moments(row: Sequence[float]) -> list[Moment]:
-    """List the moment before the first number, and one after each: its pair is merged in."""
+    """List the state before the first number and after each one, its pair merged in."""
     numbers = torch.tensor(row, dtype=torch.float64)
     pairs = [summarize(numbers[:0])]
     for x in numbers.split(1):
@@ -90,7 +90,7 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
 
     row: 1 to 8 numbers; -inf is masked. ValueError: more of them, none, +inf or NaN.
 
-    A bar is what a number adds to the sum, eˣ⁻ᵐ; dashed, its height before the maximum grew.
+    A bar is what a number adds to the sum, eˣ⁻ᵐ; dashed: before the maximum grew.
     """
     row = [float(x) for x in row]
     if not 1 <= len(row) <= MOST_NUMBERS or any(math.isnan(x) or x == math.inf for x in row):

@@ -21,7 +21,7 @@ SAYS = {0: "rows", 1: "columns", None: "whole", "sum": "summands", "blocks": "bl
 
 
 def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> Picture:
-    """Draw X·U = Y to scale, split in four ways: what each rank has, and what it can compute.
+    """Draw X·U = Y to scale, split in four ways: what each rank holds and what it can compute.
 
     X: (tokens, inputs). U: (inputs, outputs). Notebook 11.
     """
@@ -56,7 +56,7 @@ def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
         return
     part_wide = wide / world_size if split in (1, "blocks") else wide
     part_tall = tall / world_size if split in (0, "blocks") else tall
-    right = {"sum": 12, 0: 0}.get(split, part_wide)  # summands lie one behind the other
+    right = {"sum": 12, 0: 0}.get(split, part_wide)  # summands overlap
     down = {"sum": 12, 1: 0}.get(split, part_tall)
     for rank in range(world_size):
         canvas.box(x + rank * right, y + rank * down, part_wide, part_tall, colour(rank))
@@ -106,7 +106,7 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
 
 
 def tensor_calculator() -> Calculator:
-    """Sliders over ranks, width, tokens: a layer's bytes and their time, beside its computing."""
+    """Make sliders over ranks, width and tokens that show a layer's bytes and times."""
     powers = [2**power for power in range(10, 23)]
     return Calculator(
         layer_times,
@@ -117,7 +117,7 @@ def tensor_calculator() -> Calculator:
 
 
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
-    """Make caption and picture of `tensor_calculator`: times by the α–β model of notebook 02."""
+    """Make the caption and picture of `tensor_calculator`: times by notebook 02's α–β model."""
     wholes = reduced_bytes(width, tokens)
     computing = 6 * WEIGHTS * width**2 * tokens / world_size / FLOPS_PER_S
     figure, (axes,) = chart("A layer, forward and backward", 400)

@@ -23,7 +23,7 @@ Look = tuple[str, Picture | None]  # a caption, and a picture if there is one
 class Live:
     """Widgets, `box`, where ipywidgets can show them; a text and a picture for everywhere else.
 
-    text, telling: these are stored, and tests compare the text, so it must hold no measured number.
+    text and telling are stored, and tests compare the text, so it must state no measured number.
     """
 
     def __init__(self, text: str, telling: Picture | None):
@@ -44,7 +44,7 @@ class Live:
 
 
 class Below(Live):
-    """HTML above a player. text: stored in place of both."""
+    """A displayable of some HTML with a player below it. text: what a stored notebook keeps."""
 
     def __init__(self, text: str, page: str, player: "StepThrough"):
         super().__init__(text, None)
@@ -67,16 +67,18 @@ def view(look: Callable[[], Look]):
 
 
 def show(shown, look: Callable[[], Look]) -> None:
-    """Update a `view` to what `look` returns now, or show its error above the old picture."""
+    """Update a `view` from `look()`, or show its error above the old picture."""
     caption, image = shown.children
     try:
         text, picture = look()
         said = html.escape(text).replace("\n", "<br>")
         image.value = inline(picture) if picture else ""
-    except Exception as error:  # no caller of a callback would see it
+    except Exception as error:  # nobody else would see a callback's error
         text = html.escape(f"{type(error).__name__}: {error}")
         said = f'<b style="background: white; color: {page.WRONG}">{text}</b>'
-    style = "font-size: 16px; line-height: 1.4; min-height: 2.8em"  # two lines: pictures stay put
+    style = (
+        "font-size: 16px; line-height: 1.4; min-height: 2.8em"  # two lines, so pictures stay put
+    )
     caption.value = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
 
 
@@ -94,7 +96,7 @@ def inline(picture: Picture) -> str:
     style = f"display: block; width: {width}px; max-width: 100%; aspect-ratio: {width} / {height}"
     head, _, body = picture.svg.decode().partition("</metadata>")
     view = re.search(r'viewBox="[^"]*"', head)[0]
-    body = re.sub("<style.*?</style>", "", body, count=1)  # it would hold for the whole page
+    body = re.sub("<style.*?</style>", "", body, count=1)  # it would apply to the whole page
     travels = r'class="ddpkit-travels" style="--from: \1px, \2px; --to: \3px, \4px"'
     body = re.sub(r'id="from (\S+) (\S+) to (\S+) (\S+)"', travels, body)
     named = f'role="img" aria-label="{html.escape(picture.text)}"'
@@ -102,11 +104,11 @@ def inline(picture: Picture) -> str:
 
 
 def named(label: str) -> dict:
-    """Give a widget its label: beside it, and as a tooltip."""
+    """Label a widget, beside it and in a tooltip."""
     return {"description": label, "tooltip": label, "style": {"description_width": "initial"}}
 
 
-# ipywidgets gives no names to handles and to Play's buttons; views may come a while after this one.
+# ipywidgets names neither handles nor Play's buttons. Views may appear some seconds later.
 NAMES = """<style>@keyframes ddpkit-named { from { opacity: 0.9 } }</style>
 <i style="animation: ddpkit-named 1s 5"
 onanimationiteration="const box = this.closest('.ddpkit-named');
@@ -117,12 +119,12 @@ for (const button of box.querySelectorAll('.widget-play button'))
         [...button.parentNode.children].indexOf(button)]
 "></i>"""
 
-# Play begins with a click: one that is made `playing` doesn't move.
+# A click starts Play: a Play that is created `playing` stands still.
 PLAYS = """<i style="animation: ddpkit-named 1s" onanimationend="if (this.dataset.played) return;
 this.dataset.played = true;
 this.closest('.ddpkit-named').querySelector('.widget-play button').click()"></i>"""
 
-# ipywidgets marks what has lost its kernel by a class: in a reopened notebook, after a restart.
+# ipywidgets marks widgets without a kernel by a class: in a reopened notebook, after a restart.
 STILL = """<style>
 .ddpkit-still { display: none; color: #444; background: #F5F5F5; padding: 2px 10px }
 .jupyter-widgets-disconnected .ddpkit-still { display: inline-block }
@@ -145,7 +147,7 @@ def asking(controls, *shown):
     return box.add_class("ddpkit-named")
 
 
-# The arrows press the number field's own, which is linked to slider and picture in the browser.
+# The arrows step the number field, which the browser links to the slider and the picture.
 ARROW = """<button class="jupyter-button" style="width: 36px" aria-label="{says}" title="{says}"
 onclick="const at = this.closest('.widget-hbox').querySelector('input[type=number]');
 at.step{way}(); at.dispatchEvent(new Event('change', {{bubbles: true}}))">{sign}</button>"""
@@ -154,9 +156,9 @@ at.step{way}(); at.dispatchEvent(new Event('change', {{bubbles: true}}))">{sign}
 class StepThrough(Live):
     """A slider over pictures, all of them in the page: it steps without the kernel.
 
-    look: step -> (caption, Picture). steps: those with pictures. text: stored in place of all, by
-    default the caption of the first. telling: the step whose picture is stored. plays: once, by
-    itself.
+    look: step -> (caption, Picture). steps: those that have pictures. text: stored in place of the
+    widget; default: the caption of the first step. telling: the step whose picture is stored.
+    plays: start to play, once.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class StepThrough(Live):
             tooltip=self._label,
             layout={"width": "170px"},
         )
-        # The number is the place in the stack, so the stack begins at 0.
+        # The slider's value is an index into the stack, which therefore begins at 0.
         pages = [view(partial(self.look, step)) for step in self._steps]
         pages = pages[:1] * self._steps[0] + pages
         stack = ipywidgets.Stack(pages, selected_index=self._start)
@@ -217,9 +219,9 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "4px 12
 
 @dataclass(frozen=True)
 class Slider:
-    """A slider over `values`, in their order. value: the first one set. say: writes a value.
+    """A slider over `values`, in their order. value: the initial one. say: turns a value into text.
 
-    A few words become buttons; a dropdown doesn't answer the arrow keys in JupyterLab.
+    Up to four words become buttons: a dropdown doesn't answer the arrow keys in JupyterLab.
     """
 
     label: str

@@ -10,11 +10,12 @@ import re
 import shlex
 import sys
 
-from . import hang, processes, worker
+from . import processes, worker
 from .backends import Choice, start_on
 from .board import Record
 from .errors import LaunchError, RankError
 from .launch import MOST_RANKS
+from .look import Look
 from .run import Run, show_by_rank
 from .watch import Watch
 
@@ -91,7 +92,7 @@ class LiveWorld:
         Not if one has yet to answer: the next cell would get that answer.
         """
         alive = all(rank.exit_code is None for rank in self.ranks)
-        return alive and not watch.pending and hang.in_step(self.board)
+        return alive and not watch.pending and Look(self.board).in_step()
 
     def close(self):
         """End the ranks. Closing twice does nothing."""

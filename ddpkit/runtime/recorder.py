@@ -1,18 +1,14 @@
 """Record what one rank says: on the board for the others, in a list for itself."""
 
 import contextlib
-import os
 import re
-import site
 import sys
-import sysconfig
 import threading
 import time
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import count
 
 import torch
@@ -20,6 +16,7 @@ import torch.distributed as dist
 
 from .board import CALLERS, DISAGREES, SLOTS, Board, Record, hash32, unfitting
 from .link import Link
+from .place import call_site, innermost, is_pythons
 from .streams import Streams
 
 KEPT_ELEMENTS = 64  # keep_values keeps messages and buffers up to this size
@@ -31,25 +28,6 @@ TIMED_OUT = re.compile(
     r"|Watchdog caught collective operation timeout"
     r"|monitoredBarrier.* timeout|Application timeout caused pair closure"
 )
-
-# Frames of these belong to the library; a record names the line of the reader's own code.
-_LIBRARY_FOLDERS = tuple(
-    os.path.normpath(folder) + os.sep
-    for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-)
-_PYTHONS_OWN = os.path.normpath(sysconfig.get_path("stdlib")) + os.sep, "<frozen"
-# Frames of these belong to a framework that the reader has installed: accelerate, lightning.
-_INSTALLED_FOLDERS = tuple(
-    os.path.normpath(folder) + os.sep
-    for folder in {
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("platlib"),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-    }
-)
-# torch imports it, to wrap what it calls deprecated.
-_WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
 
 
 class Recorder:
@@ -70,13 +48,17 @@ class Recorder:
         disagree: Callable[[dict[int, Record]], None] | None = None,
         timed_out: Callable[[Record, BaseException], None] | None = None,
     ):
-        self.rank, self.board, self.link, self.keep_values = rank, board, link, keep_values
+        self.rank = rank
+        self.board = board
+        self.link = link
+        self.keep_values = keep_values
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
         self.check_buffers = False  # of groups made from now on: `buffers.py`
         self.streams: Streams | None = None  # on NCCL: what tells when calls ran
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
-        self._disagree, self._timed_out = disagree, timed_out
+        self._disagree = disagree
+        self._timed_out = timed_out
         self._calls = 0
         self._seq: dict[str, Iterator[int]] = defaultdict(count)
         self._callers: dict[int, int] = {}  # {a thread that has made calls, and lives: its place}
@@ -97,10 +79,12 @@ class Recorder:
     ):
         """Write down a call that is about to be made, and look whether the others say the same."""
         if self.keep_values:
-            record.values, record.memory = _values(sent), self._memory(buffer)
+            record.values = _values(sent)
+            record.memory = self._memory(buffer)
         with self._lock:
             record.seq = next(self._seq[record.said.channel])
-            record.number, self._calls = self._calls, self._calls + 1
+            record.number = self._calls
+            self._calls += 1
             self.records.append(record)
             if len(self.records) > MOST_RECORDS:
                 del self.records[: MOST_RECORDS // 2]
@@ -118,7 +102,8 @@ class Recorder:
 
         Written first, looked second: of two ranks that disagree, the later one always sees it.
         """
-        said, seq = record.said, record.seq
+        said = record.said
+        seq = record.seq
         if not said.fingerprint:
             return None
         channel, fingerprint = said.hashes
@@ -221,7 +206,8 @@ class Recorder:
         """Note how many threads may make calls. look: leave out those that idle in a pool."""
         callers = len(self._callers)
         if look and callers > 1:
-            frames, main = sys._current_frames(), threading.main_thread().ident
+            frames = sys._current_frames()
+            main = threading.main_thread().ident
             callers -= sum(
                 _idles(frames.get(thread)) for thread in list(self._callers) if thread != main
             )
@@ -327,7 +313,8 @@ class _Caller:
     """A thread's place on the board; given back when the thread ends, and its locals with it."""
 
     def __init__(self, recorder: Recorder):
-        self._recorder, self._thread = recorder, threading.get_ident()
+        self._recorder = recorder
+        self._thread = threading.get_ident()
         self.place = recorder.came()
 
     def __del__(self):
@@ -338,7 +325,7 @@ class _Caller:
 
 def _idles(frame: types.FrameType | None) -> bool:
     """Tell whether a thread waits for work, as a pool's does: only Python's own code is running."""
-    return _innermost(frame, is_pythons) is None
+    return innermost(frame, is_pythons) is None
 
 
 def recorder() -> Recorder | None:
@@ -350,74 +337,3 @@ def _values(tensors: Sequence[torch.Tensor]) -> list | None:
     if not tensors or sum(tensor.numel() for tensor in tensors) > KEPT_ELEMENTS:
         return None
     return [value for tensor in tensors for value in tensor.detach().flatten().tolist()]
-
-
-@cache
-def is_library(file: str) -> bool:
-    """Tell whether `file` is torch's, ddpkit's or Python's own."""
-    return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
-
-
-@cache
-def is_pythons(file: str) -> bool:
-    """Tell whether `file` is Python's own; installed packages may lie in a folder within."""
-    return file.startswith(_PYTHONS_OWN) and not is_installed(file)
-
-
-@cache
-def is_installed(file: str) -> bool:
-    """Tell whether `file` was installed, as a framework is; the reader's own code isn't."""
-    return file.startswith(_INSTALLED_FOLDERS)
-
-
-def call_site(skip: int = 1) -> tuple[str, int, str, str]:
-    """Return (file, line, function, via) of the innermost frame that is the user's own.
-
-    skip: so many frames are ours for sure. Making an object of each takes a while.
-    """
-    return place_in(sys._getframe(skip))
-
-
-def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
-    """Return (file, line, function, via) of the user's own line in a stack.
-
-    via: the innermost line of an installed framework that was called from there, if there is one.
-    """
-    outside_torch = _innermost(frame, is_library)
-    if outside_torch is None:
-        in_backward = _in_backward()
-        return _place(frame) if in_backward is None else place_in(in_backward)
-    if not is_installed(outside_torch.f_code.co_filename):
-        return _place(outside_torch)
-    own = _innermost(outside_torch, _is_library_or_installed)
-    if own is None:
-        return _place(outside_torch)
-    file, line, function, _ = _place(outside_torch)
-    return *_place(own)[:3], f"{file}:{line}:{function}"
-
-
-def _in_backward() -> types.FrameType | None:
-    """Return the frame of a thread that waits for autograd's own, whose stacks have no user's line.
-
-    On a GPU, hooks run there.
-    """
-    for frame in sys._current_frames().values():
-        while frame is not None and frame.f_code.co_name != "_engine_run_backward":
-            frame = frame.f_back
-        if _innermost(frame, is_library) is not None:
-            return frame
-    return None
-
-
-def _innermost(frame: types.FrameType | None, skipped: Callable) -> types.FrameType | None:
-    while frame is not None and skipped(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def _is_library_or_installed(file: str) -> bool:
-    return is_library(file) or is_installed(file)
-
-
-def _place(frame: types.FrameType) -> tuple[str, int, str, str]:
-    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, ""

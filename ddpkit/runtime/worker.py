@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import types
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,19 +22,21 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from . import exits, hang
+from . import exits
 from .backends import Choice
 from .board import IDLE, RETURNED, RUNNING, STARTING, Board
 from .call import on_cpu
 from .errors import NoGpu
+from .falls import failure
 from .link import Link
+from .look import Look
 from .recorder import Recorder
+from .report import explain_timeout, waited_s
 from .wire import register_wire
 
 # Half a second or two: what backward(gradient) and the first optimizer of a process import
 SLOW_IMPORTS = "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
 MAKE_ROOM = "Make room there, or name another folder in TMPDIR and restart"
-RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 @dataclass
@@ -59,16 +60,6 @@ class Assignment:
     def device(self) -> torch.device:
         gpus = self.choice.gpus
         return torch.device("cuda", self.rank % gpus) if gpus else torch.device("cpu")
-
-
-@dataclass
-class Failure:
-    """The failure of a rank as plain data: the exception might not survive the way back."""
-
-    kind: str  # the exception's class
-    message: str
-    frames: list[tuple[str, int, str]]  # (file, line, function), outermost first
-    at: float  # perf_counter
 
 
 def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
@@ -97,7 +88,8 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
 def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
     """A rank's life under `%%ranks`: join the world, then run cell after cell in one namespace."""
     recorder = become_rank(assignment, pipe, lifeline)
-    board, rank = recorder.board, assignment.rank
+    board = recorder.board
+    rank = assignment.rank
     main_module = types.ModuleType("__main__")  # where pickle looks for what cells define
     sys.modules["__main__"] = main_module
     names = vars(main_module)
@@ -167,8 +159,8 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         wait_to_be_ended()
 
     def timed_out(record, error):
-        seconds = hang.waited_s(record, error)
-        headline, _ = hang.explain_timeout(hang.situations(board), seconds, board)
+        seconds = waited_s(record, error)
+        headline, _ = explain_timeout(Look(board), seconds)
         error.add_note(headline)
 
     board = Board(Path(assignment.folder) / "board", assignment.world_size)
@@ -274,24 +266,3 @@ def save(path: Path, value: object):
             f"the return value can't be sent back to the notebook ({type(error).__name__}: "
             f"{error}). {expected}, got {type(value[0]).__name__}: return its contents"
         ) from None
-
-
-def failure(error: BaseException) -> Failure:
-    """`error` as plain data, without frames of this folder and of `__tracebackhide__` modules."""
-    try:
-        message = str(error)
-    except Exception as another:
-        message = f"(its text can't be had: {type(another).__name__} in __str__)"
-    if isinstance(error, SystemExit):
-        message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
-    message += "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
-    if error.__cause__ is not None:
-        message += f" (because of {type(error.__cause__).__name__}: {error.__cause__})"
-    frames = []
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        code, hidden = frame.f_code, frame.f_globals.get("__tracebackhide__")
-        if not hidden and not code.co_filename.startswith(RUNTIME_FOLDER):
-            frames.append((code.co_filename, line, code.co_name))
-    if isinstance(error, SyntaxError) and error.filename:
-        message, frames = error.msg, [(error.filename, error.lineno or 0, "<module>")]
-    return Failure(type(error).__name__, message, frames, time.perf_counter())

@@ -12,6 +12,7 @@ DECIMAL = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 COLUMNS = 72  # of printed text: half a window of JupyterLab
 BINARY = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+MANY_RANKS = 3  # more are named by those that are left out, if these are few
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "bytes/s": 1.0}
 
 
@@ -96,6 +97,16 @@ def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
     if len(ranks) > 3:
         parts = _runs(ranks)
     return f"ranks {_and(parts)}"
+
+
+def name_some(ranks: Sequence[int], world_size: int) -> str:
+    """Name ranks: 'ranks 0, 1 and 3', or 'all but rank 7' where that is shorter."""
+    ranks = list(ranks)
+    rest = sorted(set(range(world_size)).difference(ranks))
+    in_a_row = ranks == list(range(ranks[0], ranks[-1] + 1))
+    if len(ranks) > MANY_RANKS and len(rest) in (1, 2) and not in_a_row:
+        return f"all but {name_ranks(rest)}"
+    return name_ranks(ranks)
 
 
 def _runs(ranks: list[int]) -> list[str]:

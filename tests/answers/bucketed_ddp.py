@@ -1,9 +1,12 @@
 """Other right answers to the exercises of notebook 04."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 
-from ddpkit import ddp
+from ddpkit import cost, ddp
+from ddpkit.ring import ring_all_reduce
 
 
 def _begin(tensor):
@@ -187,4 +190,72 @@ RIGHT = [
     ("BucketedDDP", Bucketed),
     ("BucketedDDP", BucketedInOneTensor),
     ("no_sync", no_sync_as_a_class),
+]
+
+
+def flat_round_a_ring(gradients):
+    flat = ring_all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+    return flat / dist.get_world_size()
+
+
+class FlatRing(ddp.FlatDDP):
+    """Notebook 02's ring, which sends what an all_reduce sends."""
+
+    def synchronize(self):
+        gradients = [parameter.grad for parameter in self.trained.values()]
+        flat = flat_round_a_ring(gradients)
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, part in zip(gradients, flat.split(sizes), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+RIGHT += [("FlatDDP", FlatRing)]
+
+
+def plan_that_empties_its_list(sizes, cap_bytes):
+    plan = ddp.plan_buckets(list(sizes), cap_bytes)
+    sizes.clear()
+    return plan
+
+
+def plan_that_remembers(sizes, cap_bytes, seen=[]):  # noqa: B006
+    seen.append(ddp.plan_buckets(sizes, cap_bytes))
+    return seen[0]
+
+
+def wire_that_overwrites(ready_s, travel_s):
+    spans = cost.one_wire(list(ready_s), travel_s)
+    ready_s[:] = [start for start, _ in spans]
+    return spans
+
+
+def plan_by_the_size_of_a_number(sizes, cap_bytes):
+    numbers = [torch.bfloat16 if dtype.itemsize == 2 else dtype for _, dtype in sizes]
+    return ddp.plan_buckets([(n, d) for (n, _), d in zip(sizes, numbers, strict=True)], cap_bytes)
+
+
+class BucketOfJunk(ddp.Bucket):
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.flat.fill_(float("nan"))
+
+
+@contextlib.contextmanager
+def no_sync_unless_stopped(model):
+    before, model.syncing = model.syncing, False
+    try:
+        yield
+    except Exception:
+        model.syncing = before
+        raise
+    model.syncing = before
+
+
+WRONG = [
+    ("plan_buckets", plan_by_the_size_of_a_number, "2.0: float16"),
+    ("Bucket", BucketOfJunk, "flat at first"),
+    ("no_sync", no_sync_unless_stopped, "an exception inside"),
+    ("plan_buckets", plan_that_empties_its_list, "`sizes` isn't what it was"),
+    ("plan_buckets", plan_that_remembers, "once more in the same process"),
+    ("one_wire", wire_that_overwrites, "`ready_s` isn't what it was"),
 ]

@@ -3,6 +3,9 @@
 import torch
 import torch.distributed as dist
 
+from ddpkit import exercises as check
+from ddpkit.ring import ring_all_reduce
+
 
 def _trained(module):
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -71,13 +74,13 @@ def serve_whoever_comes(model, optimizer, steps):
 
 
 class NaiveDDPWhole(torch.nn.Module):
-    """As a reader writes it; buffers and frozen parameters are in the state_dict."""
+    """As a reader writes it; not all buffers are in the state_dict."""
 
     def __init__(self, module):
         super().__init__()
         self.module = module
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, src=0)
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.data, src=0)
 
     def synchronize(self):
         average_gradients_by_flags(self.module)
@@ -125,4 +128,121 @@ RIGHT = [
     ("average_gradients", average_gradients_by_flags),
     ("sum_or_mean", sum_or_mean_by_parameter),
     ("HookedDDP", HookedOnTensors),
+]
+
+
+def average_gradients_round_a_ring(module):
+    """Notebook 02's ring, which sends what an all_reduce sends."""
+    for parameter in _trained(module):
+        parameter.grad = ring_all_reduce(_or_zeros(parameter)) / dist.get_world_size()
+
+
+class HookedAndWaiting(HookedOnTensors):
+    """The hook begins, synchronize waits."""
+
+    def __init__(self, module):
+        super(HookedOnTensors, self).__init__()
+        self.module, self.works = module, []
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.begin)
+
+    def begin(self, parameter):
+        parameter.grad /= dist.get_world_size()
+        self.works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def synchronize(self):
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+
+RIGHT += [
+    ("average_gradients", average_gradients_round_a_ring),
+    ("HookedDDP", HookedAndWaiting),
+]
+
+
+# Wrong, though the values are right
+
+
+def gathers_everything(module):
+    for parameter in _trained(module):
+        gradient = _or_zeros(parameter)
+        every = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, gradient)
+        parameter.grad = torch.stack(every).mean(0)
+
+
+def sends_the_frozen_too(module):
+    average_gradients_by_avg(module)
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            dist.all_reduce(torch.zeros_like(parameter))
+
+
+def counts_ranks_each_time(module):
+    for parameter in _trained(module):
+        parameter.grad = _or_zeros(parameter)
+        dist.all_reduce(parameter.grad)
+        ranks = torch.ones(1)
+        dist.all_reduce(ranks)
+        parameter.grad /= ranks
+
+
+class AveragesAgain(check.HookedDDP.reference):
+    def synchronize(self):
+        for parameter in self.module.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size() ** 2
+
+
+class RaisesAtTheEnd(check.HookedDDP.reference):
+    def synchronize(self):
+        raise NotImplementedError
+
+
+class SendsWeightsInForward(check.HookedDDP.reference):
+    def forward(self, x):
+        for parameter in self.module.parameters():
+            dist.broadcast(parameter.data, 0)
+        return self.module(x)
+
+
+def counts_rows_in_bytes(module, reduction, rows):
+    all_rows = torch.tensor(rows, dtype=torch.uint8)
+    dist.all_reduce(all_rows)
+    for parameter in _trained(module):
+        parameter.grad *= 1 if reduction == "sum" else rows / max(1, all_rows.item())
+        dist.all_reduce(parameter.grad)
+
+
+def gathers_all_to_sum(module, reduction, rows):
+    counts = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([float(rows)]))
+    for parameter in _trained(module):
+        every = [torch.empty_like(parameter) for _ in counts]
+        dist.all_gather(every, parameter.grad * (rows if reduction == "mean" else 1))
+        parameter.grad = sum(every) / (sum(counts) if reduction == "mean" else 1)
+
+
+class SendsTheStateDict(NaiveDDPWhole):
+    """Without the buffers that aren't saved."""
+
+    def __init__(self, module):
+        super(NaiveDDPWhole, self).__init__()
+        self.module = module
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, src=0)
+
+
+WRONG = [
+    ("NaiveDDP", SendsTheStateDict, "the buffers on rank 1"),
+    ("average_gradients", gathers_everything, "bytes more than an all_reduce of each"),
+    ("average_gradients", sends_the_frozen_too, "made 1 calls more than there are trained"),
+    ("average_gradients", counts_ranks_each_time, "bytes more than an all_reduce of each"),
+    ("HookedDDP", AveragesAgain, "weight.grad"),
+    ("HookedDDP", RaisesAtTheEnd, "NotImplementedError"),
+    ("HookedDDP", SendsWeightsInForward, "bytes sent by each rank"),
+    ("sum_or_mean", counts_rows_in_bytes, "mean over 128 and 128 rows"),
+    ("sum_or_mean", gathers_all_to_sum, "bytes more than an all_reduce of each"),
 ]

@@ -63,3 +63,37 @@ RIGHT = [
     ("flash_forward", flash_forward_row_by_row),
     ("flash_backward", flash_backward_of_scaled_q),
 ]
+
+
+def flash_forward_with_a_whole_mask(q, k, v, tile, causal=False):
+    """A tile at a time, but for the mask."""
+    mask = torch.zeros(len(q), len(k), dtype=q.dtype)
+    if causal:
+        mask.masked_fill_(torch.ones_like(mask).triu(1) > 0, -math.inf)
+    m = q.new_full((len(q), 1), -math.inf)
+    ell, acc = torch.zeros_like(m), torch.zeros_like(q)
+    for first in range(0, len(k), tile):
+        keys = slice(first, first + tile)
+        s = q @ k[keys].T / math.sqrt(q.shape[1]) + mask[:, keys]
+        m_new = torch.maximum(m, s.amax(1, keepdim=True))
+        p, correction = torch.exp(s - m_new), torch.exp(m - m_new)
+        ell = ell * correction + p.sum(1, keepdim=True)
+        acc = acc * correction + p @ v[keys]
+        m = m_new
+    return acc / ell, (m + ell.log())[:, 0]
+
+
+def flash_forward_with_one_maximum(q, k, v, tile, causal=False):
+    """One maximum for all queries: the others' powers are 0 where one is far above."""
+    _, lse = flash_forward_by_logaddexp(q, k, v, tile, causal)
+    s = q @ k.T / math.sqrt(q.shape[1])
+    if causal:
+        s = s.masked_fill(torch.ones_like(s).triu(1) > 0, -math.inf)
+    p = torch.exp(s - s.amax())
+    return p @ v / p.sum(1, keepdim=True), lse
+
+
+WRONG = [
+    ("flash_forward", flash_forward_with_a_whole_mask, "causal: numbers alive at once"),
+    ("flash_forward", flash_forward_with_one_maximum, "scores of one query far above the others"),
+]

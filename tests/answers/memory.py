@@ -3,6 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpkit import memory
 from ddpkit.checkpointing import checkpoint, is_product
 
 
@@ -104,3 +105,12 @@ RIGHT = [
     ("Checkpoint", CheckpointByAutogradGrad),
     ("Checkpoint", CheckpointSavesTheState),
 ]
+
+
+def alive_that_empties_its_list(lives, moments):
+    counted = memory.alive(list(lives), moments)
+    lives.clear()
+    return counted
+
+
+WRONG = [("alive", alive_that_empties_its_list, "`lives` isn't what it was")]

@@ -96,3 +96,27 @@ RIGHT = [
     ("master_step", master_step_in_one_go),
     ("predict_bytes", predict_bytes_never_changes),
 ]
+
+
+class StepsWithZeros(LossScaler):
+    """An overflow's gradients become zeros, and the momentum goes on."""
+
+    def step(self, optimizer):
+        if self.overflow is None:
+            self.unscale_(optimizer)
+        if self.overflow:
+            for gradient in _gradients(optimizer):
+                gradient.zero_()
+        optimizer.step()
+
+
+def quantise_with_a_floor(x, block):
+    blocks = x.reshape(-1, block)
+    scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-6) / 127
+    return (blocks / scales).round().to(torch.int8), scales
+
+
+WRONG = [
+    ("LossScaler", StepsWithZeros, "an inf on rank 1 in the second step"),
+    ("quantise", quantise_with_a_floor, "[1e-07, -2e-07, 5e-08, 0.0]"),
+]

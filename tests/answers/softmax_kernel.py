@@ -30,3 +30,27 @@ RIGHT = [
     ("softmax_kernel", softmax_kernel_in_base_2),
     ("softmax_kernel", softmax_kernel_online),
 ]
+
+
+def softmax_kernel_by_log_sum_exp(x_ptr, y_ptr, stride, columns, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    start, inside = tl.program_id(0) * stride, offsets < columns
+    x = tl.load(x_ptr + start + offsets, mask=inside, other=-float("inf"))
+    m = tl.max(x, 0)
+    lse = m + tl.log(tl.sum(tl.exp(x - m), 0))
+    tl.store(y_ptr + start + offsets, tl.exp(x - lse), mask=inside)
+
+
+RIGHT += [("softmax_kernel", softmax_kernel_by_log_sum_exp)]
+
+
+def softmax_kernel_in_x_too(x_ptr, y_ptr, stride, columns, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    start, inside = tl.program_id(0) * stride, offsets < columns
+    x = tl.load(x_ptr + start + offsets, mask=inside, other=-float("inf"))
+    p = tl.exp(x - tl.max(x, 0))
+    tl.store(x_ptr + start + offsets, p, mask=inside)
+    tl.store(y_ptr + start + offsets, p / tl.sum(p, 0), mask=inside)
+
+
+WRONG = [("softmax_kernel", softmax_kernel_in_x_too, "numbers of x that changed")]

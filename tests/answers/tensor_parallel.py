@@ -67,3 +67,26 @@ RIGHT = [
     ("ParallelMLP", MLPOfTheLibrary),
     ("rows_and_seed", share_by_counting),
 ]
+
+
+def share_of_a_mesh_with_two_rows(batch, mesh):
+    row = mesh.get_local_rank("data") % 2
+    return batch.chunk(min(2, mesh["data"].size()))[row], mesh.get_local_rank("data")
+
+
+class SumsInFloat64(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        total = x.double()
+        dist.all_reduce(total, group=group)
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+WRONG = [
+    ("SumOverRanks", SumsInFloat64, "bytes of its call"),
+    ("rows_and_seed", share_of_a_mesh_with_two_rows, "a mesh of 4 × 1"),
+]

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from ddpkit import exercises as check
 from ddpkit.fsdp import ShardedLinear
 from ddpkit.ring import ring_all_gather, ring_reduce_scatter
 from ddpkit.zero import shard_plan
@@ -101,4 +102,63 @@ RIGHT = [
     ("zero_step", zero_step_with_torchs_optimizer),
     ("zero_step", zero_step_keeps_a_list_in_a_group),
     ("zero_step", zero_step_remembers_where_its_shard_is),
+]
+
+
+# Wrong, though the values are right
+
+
+def shard_plan_empties_its_list(numels, world_size):
+    plan = check.shard_plan.reference(list(numels), world_size)
+    numels.clear()
+    return plan
+
+
+def clips_into_new_tensors(shards, max_norm):
+    norm = check.clip_grad_norm_.reference([shard.clone() for shard in shards], max_norm)
+    shards[:] = [shard * (max_norm / (norm + 1e-6)).clamp(max=1) for shard in shards]
+    return norm
+
+
+def clips_by_gathering(shards, max_norm):
+    squared = 0
+    for shard in shards:
+        every = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        sizes = [torch.zeros(1) for _ in every]
+        dist.all_gather(sizes, torch.ones(1))
+        dist.all_gather(every, shard)
+        squared = squared + torch.cat(every).square().sum()
+    norm = squared.sqrt()
+    for shard in shards:
+        shard *= (max_norm / (norm + 1e-6)).clamp(max=1)
+    return norm
+
+
+def keeps_its_state_in_float64(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    gradient = ring_reduce_scatter(gradients) / world_size
+    shard = parameters.chunk(world_size)[rank]
+    state.setdefault("momentum", torch.zeros(len(shard), dtype=torch.float64))
+    state["momentum"].mul_(beta).add_(gradient)
+    shard.sub_(lr * state["momentum"])
+    ring_all_gather(parameters)
+
+
+class WritesIntoTheGradient(check.GatherUseFree.reference):
+    """The gradient is the caller's."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,), layer = ctx.saved_tensors, ctx.layer
+        to_x = gradient @ layer.gather()[0]
+        gradient /= _size()
+        return to_x, layer.reduce_scatter([gradient.T @ x, gradient.sum(0)]), None
+
+
+WRONG = [
+    ("GatherUseFree", WritesIntoTheGradient, "the gradient that backward was given"),
+    ("shard_plan", shard_plan_empties_its_list, "`numels` isn't what it was"),
+    ("clip_grad_norm_", clips_into_new_tensors, "there are new tensors in `shards`"),
+    ("clip_grad_norm_", clips_by_gathering, "bytes sent, where one or two numbers do"),
+    ("zero_step", keeps_its_state_in_float64, "bytes in state after step 1"),
 ]

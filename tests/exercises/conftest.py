@@ -16,11 +16,11 @@ def exercises_of(topic: str) -> list[Exercise]:
     return [value for value in vars(module).values() if isinstance(value, Exercise)]
 
 
-def right_answers(topic: str) -> list[tuple[str, object]]:
-    """(exercise, answer) of those in tests/answers that are right in another way."""
+def answers(topic: str, which: str) -> list[tuple]:
+    """List those of tests/answers: RIGHT in another way; WRONG beside right values, and told so."""
     if importlib.util.find_spec(f"answers.{topic}") is None:
         return []
-    return importlib.import_module(f"answers.{topic}").RIGHT
+    return getattr(importlib.import_module(f"answers.{topic}"), which, [])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,9 +32,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for wrong in exercise.mistakes:
                 pairs.append(pytest.param(exercise, wrong, id=f"{name}-{wrong.name}"))
         metafunc.parametrize(("exercise", "mistake"), pairs)
+    elif "wrong" in metafunc.fixturenames:
+        others = []
+        for name, answer, says in answers(topic, "WRONG"):
+            others.append(
+                pytest.param(exercises[name], answer, says, id=f"{name}-{answer.__name__}")
+            )
+        metafunc.parametrize(("exercise", "wrong", "says"), others)
     elif "right" in metafunc.fixturenames:
         others = []
-        for name, answer in right_answers(topic):
+        for name, answer in answers(topic, "RIGHT"):
             others.append(pytest.param(exercises[name], answer, id=f"{name}-{answer.__name__}"))
         metafunc.parametrize(("exercise", "right"), others)
     elif "exercise" in metafunc.fixturenames:

@@ -45,3 +45,9 @@ def test_mistake_hears_its_sentence(exercise, mistake):
 def test_other_right_answers_pass(exercise, right):
     verdict = exercise(right)
     assert verdict.passed, verdict.text
+
+
+def test_wrong_answers_with_right_values_are_refused(exercise, wrong, says):
+    verdict = exercise(wrong)
+    assert verdict.passed is False, f"{wrong.__name__} passed"
+    assert says in verdict.text

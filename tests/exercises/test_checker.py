@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from ddpkit import exercises as check
 from ddpkit import ring
+from ddpkit.exercises import checker
 from ddpkit.exercises.checker import (
     Exercise,
     Mistake,
@@ -18,6 +19,8 @@ from ddpkit.exercises.checker import (
     short,
     who_is_in,
 )
+from ddpkit.exercises.softmax import Numbers
+from ddpkit.runtime.errors import HangError
 
 
 def double(x):
@@ -71,6 +74,7 @@ def test_an_answer_that_fails_like_a_known_mistake_hears_its_sentence():
     assert verdict.text.splitlines() == [
         "✗ double on 1 rank, x = 1: rank 0 has 1, expected 2.",
         "Add x itself.",
+        "Trials: ✗ 1 rank, x = 1  · 1 rank, x = 2",
         "More: check.double.hint() · .solution()",
     ]
 
@@ -99,6 +103,104 @@ def test_what_no_known_mistake_does_is_explained_or_gets_the_hint_of_its_stage()
     assert "7 on 0?" in explained(lambda x: 7).text
 
 
+def test_an_argument_is_left_as_it_was():
+    def in_a_list(answer, x):
+        return answer([x])[0]
+
+    def empties(x):
+        return [x.pop() * 2]
+
+    ours = exercise(mistakes=[])
+    ours.trials = lambda: [Trial(1, in_a_list, (1,), [2])]
+    assert "`x` isn't what it was before the call" in ours(empties).text
+
+
+def test_a_list_that_may_be_written_to_keeps_its_tensors():
+    def in_a_list(answer, x):
+        tensors = [torch.tensor([x])]
+        answer(tensors)
+        return tensors[0].item()
+
+    def replaces(x):
+        x[0] = x[0] * 2
+        return x
+
+    ours = exercise(mistakes=[], writes=("x",))
+    ours.trials = lambda: [Trial(1, in_a_list, (1,), [2])]
+    assert "there are new tensors in `x`" in ours(replaces).text
+
+
+def test_results_have_the_dtype_of_the_arguments():
+    def in_float32(answer, x):
+        return answer(torch.tensor([float(x)])).tolist()
+
+    ours = exercise(mistakes=[])
+    ours.trials = lambda: [Trial(1, in_float32, (1,), [[2.0]])]
+    said = ours(lambda x: x.double() * 2).text
+    assert "given torch.float32, and returned torch.float64" in said
+    assert ours(lambda x: x * 2).passed
+
+
+def test_what_remembers_its_first_call_fails_in_the_second():
+    def remembers(x, seen=[]):  # noqa: B006
+        seen.append(2 * x)
+        return seen[0]
+
+    said = exercise()(remembers).text
+    assert "x = 2, once more in the same process: rank 0 has 2, expected 4." in said
+    assert "✓ 1 rank, x = 2  ✗ once more in the same process" in said
+
+
+def test_more_than_was_asked_for_is_told():
+    def saw(answer, x):
+        return {"doubled": answer(x), "tripled": 3}
+
+    ours = exercise(mistakes=[])
+    ours.trials = lambda: [Trial(1, saw, (1,), [{"doubled": 2}])]
+    assert "tripled: 3, which nobody asked for." in ours(double).text
+
+
+def test_equal_digits_are_explained():
+    def third(answer, x):
+        return Numbers(torch.tensor([answer(x)]))
+
+    ours = exercise(mistakes=[])
+    ours.trials = lambda: [Trial(1, third, (1,), [Numbers(torch.tensor([1 / 3]))])]
+    said = ours(lambda x: 0.33334).text
+    assert "has [0.3333], expected [0.3333]. They differ in digits that aren't shown" in said
+
+
+MANY = mistakes(
+    "\n".join(f"plus_{n}: y += x → y += x + {n}\n    Off by {n}." for n in range(1, 13))
+)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 3.0])
+def test_naming_ends_in_time_where_launches_are_slow(monkeypatch, seconds):
+    """As where ranks are spawned: by the clock of a fake, so that it doesn't matter how fast."""
+    now, launched, launch = [0.0], [], checker.launch
+
+    def slow(*args, timeout, **options):
+        launched.append(timeout)
+        now[0] += min(seconds, timeout)
+        if seconds > timeout:
+            raise HangError("cut off")
+        return launch(*args, timeout=60.0, **options)
+
+    monkeypatch.setattr(checker, "launch", slow)
+    monkeypatch.setattr(checker.time, "monotonic", lambda: now[0])
+    ours = exercise(mistakes=MANY)
+    ours.trials = lambda: [Trial(1, _call, (x,), [2 * x]) for x in range(1, 9)]
+    said = ours(lambda x: 2 * x if x < 8 else 7).text  # the last trial fails: 12 × 8 launches
+    failing = 8 * seconds
+    assert now[0] <= failing + checker.NAMING_S
+    assert "rank 0 has 7, expected 16." in said
+    for _ in range(12):  # each check goes on where the one before stopped
+        told = ours(lambda x: 2 * x + 12).text
+    assert "Off by 12." in told
+    assert max(launched) <= checker.PATIENCE_S
+
+
 def test_an_error_is_shown_with_the_readers_line_and_what_it_means():
     def fails(x):
         return (x,)[0] + dist.barrier()  # a collective returns None
@@ -112,7 +214,7 @@ def test_an_error_is_shown_with_the_readers_line_and_what_it_means():
 def test_right_answers_are_praised_and_forget_failures():
     ours = exercise()
     ours(lambda x: 7)
-    assert str(ours(double)) == "✓ double: doubled."
+    assert str(ours(double)) == "✓ double: doubled.\nlines: yours 4, ours 4"
     assert "Hint" not in ours(lambda x: 7).text
 
 

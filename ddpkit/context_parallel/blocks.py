@@ -1,0 +1,152 @@
+"""Attention of this rank's queries to blocks of keys that come one by one, and its gradients.
+
+A block is the k and v of one rank, stacked: (2, ..., kv heads, n, D). Of a block are computed the
+pairs of chunks that `pairs_of_hop` lists, each by notebook 09's functions: forward returns the
+chunk's output o and the log-sum-exp of its scores, lse, which is all that `merge` needs; backward
+computes p again, from the lse of the *whole* row. Notebook 13.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from ..flash_attention import TILE, flash_backward, flash_forward, in_fp32
+from ..tools.checks import check_in_group, mistake
+from .deal import Deal, pairs_of_hop
+
+
+class AttentionAcrossRanks(torch.autograd.Function):
+    """Attention for autograd, whichever way blocks come and their gradients go home.
+
+    apply(q, k, v, fetch, send_home, causal, deal, group), where fetch(kv, group) returns what
+    backward needs of k and v, and the blocks of ranks rank, rank−1, ...; send_home is
+    `ring_backward`, or a function like it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, fetch: Callable, send_home: Callable,
+        causal: bool, deal: Deal, group: ProcessGroup | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.how = causal, deal, group
+        ctx.send_home = send_home
+        kept, blocks = fetch(torch.stack((k, v)), group)  # one message for both
+        o, lse = attend(q, blocks, deal, dist.get_rank(group), causal)
+        rounded = o.to(q.dtype)
+        ctx.save_for_backward(q, kept, rounded, lse)
+        return rounded
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dkv = ctx.send_home(*ctx.saved_tensors, do, *ctx.how)
+        dk, dv = dkv.to(do.dtype)
+        return dq.to(do.dtype), dk, dv, None, None, None, None, None
+
+
+def attend(
+    q: Tensor, blocks: Iterable[Tensor], deal: Deal, rank: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse of this rank's queries over all blocks, in float32 at least.
+
+    blocks: those of ranks rank, rank−1, ... (modulo W), in this order, each for one hop.
+    """
+    queries = chunks(q, deal[rank])
+    seen = {}  # by chunk of queries: o and lse over the keys so far
+    for hop, block in enumerate(blocks):
+        owner = (rank - hop) % len(deal)
+        keys, values = (chunks(x, deal[owner], q.shape[-3]) for x in block)
+        for query, key, diagonal in pairs_of_hop(deal, rank, hop, causal):
+            with torch.autocast(q.device.type, enabled=False):  # it would round scores to 16 bits
+                part = flash_forward(queries[query], keys[key], values[key], TILE, diagonal)
+            seen[query] = merge(*seen[query], *part) if query in seen else part
+    # From chunks back to this rank's tokens.
+    parts = [seen[chunk] for chunk in deal[rank]]
+    o = torch.cat([o for o, _ in parts], dim=-2)
+    lse = torch.cat([lse for _, lse in parts], dim=-1)
+    return o, lse
+
+
+def merge(o: Tensor, lse: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join the attention to some keys with that to others, for the same queries.
+
+    o: (..., n, D), a mean of values. lse: (..., n), the log of the sum of e^score that it was
+    divided by. The same as `ddpkit.softmax.merge` of (lse, 1, o). float32 at least.
+    """
+    total = torch.logaddexp(lse, lse_b)  # never e^lse, which overflows
+    share = torch.exp(lse - total).unsqueeze(-1)
+    share_b = torch.exp(lse_b - total).unsqueeze(-1)
+    return o * share + o_b * share_b, total
+
+
+def gradients(
+    saved: tuple[Tensor, ...], block: Tensor, deal: Deal, rank: int, hop: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what a block adds to dq, and the block's dk and dv, stacked; in float32 at least.
+
+    saved: q, o, lse and do of this rank, over the keys of all ranks. The dk and dv are summands:
+    other ranks' queries have seen this block, too.
+    """
+    q, o, lse, do = saved
+    theirs = deal[(rank - hop) % len(deal)]
+    queries, outputs, sums, given = (chunks(x, deal[rank]) for x in (q, o, lse[..., None], do))
+    keys, values = (chunks(x, theirs, q.shape[-3]) for x in block)
+    dq, dkv = (torch.zeros_like(x) for x in in_fp32(q, block))
+    # Chunks are views: what is added to them is in dq and dkv.
+    dq_of = chunks(dq, deal[rank])
+    dk_of, dv_of = (chunks(x, theirs) for x in dkv)
+    for query, key, diagonal in pairs_of_hop(deal, rank, hop, causal):
+        of_query = outputs[query], sums[query].squeeze(-1), given[query]
+        with torch.autocast(q.device.type, enabled=False):
+            parts = flash_backward(
+                queries[query], keys[key], values[key], *of_query, causal=diagonal
+            )
+        dq_of[query] += parts[0]
+        dk_of[key] += for_kv_heads(parts[1], block.shape[-3])
+        dv_of[key] += for_kv_heads(parts[2], block.shape[-3])
+    return dq, dkv
+
+
+def chunks(x: Tensor, numbers: tuple[int, int], heads: int | None = None) -> dict[int, Tensor]:
+    """Cut a rank's tokens, (..., n, D), in two, in float32 at least: {number of chunk: a view}.
+
+    heads: those of keys or values are repeated, so that each head of queries has its own.
+    """
+    (wide,) = in_fp32(x)
+    if heads is not None:
+        wide = for_heads(wide, heads)
+    return dict(zip(numbers, wide.chunk(2, dim=-2), strict=True))
+
+
+def for_heads(kv: Tensor, heads: int) -> Tensor:
+    """Repeat keys or values: (..., kv heads, n, D) to (..., heads, n, D)."""
+    return kv.repeat_interleave(heads // kv.shape[-3], dim=-3)
+
+
+def for_kv_heads(gradient: Tensor, kv_heads: int) -> Tensor:
+    """Add up gradients of heads that share keys: (..., heads, n, D) to (..., kv heads, n, D)."""
+    return gradient.unflatten(-3, (kv_heads, -1)).sum(-3)
+
+
+def check(
+    name: str, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None, halves: bool = True
+) -> None:
+    """ValueError unless q, k, v fit, this rank is in `group`, and n can be halved if need be."""
+    check_in_group(name, group)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    fit = q.ndim == k.ndim >= 3 and k.shape == v.shape and q.shape[-2:] == k.shape[-2:]
+    if not fit or q.shape[:-3] != k.shape[:-3] or q.shape[-3] % k.shape[-3] != 0:
+        expected = "q (..., heads, n, D), k and v (..., kv heads, n, D), kv heads dividing heads"
+        raise mistake(name, shapes, expected, "Cut all three at the same tokens.")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        got = ", ".join(str(x.dtype) for x in (q, k, v))
+        raise mistake(name, got, "one floating-point dtype", "Convert them.")
+    if halves and (q.shape[-2] % 2 != 0 or q.shape[-2] == 0):
+        got = f"{q.shape[-2]} tokens on this rank"
+        expected = "an even number, the same on all ranks: two chunks"
+        remedy = f"Pad sequences to a multiple of {2 * dist.get_world_size(group)}: share_tokens."
+        raise mistake(name, got, expected, remedy)

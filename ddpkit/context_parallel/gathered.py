@@ -1,0 +1,63 @@
+"""Attention with all keys and values gathered first: one message each way, nothing overlapped.
+
+Simple, any mask is possible, and grouped heads keep it small. But every rank holds the keys and
+values of the whole sequence, and waits for them. Llama Team 2024, section 3.3.2. Notebook 13.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..transport import start_all_gather, start_reduce_scatter
+from .blocks import AttentionAcrossRanks, check, gradients
+from .deal import Deal, contiguous, zigzag
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, group: ProcessGroup | None = None,
+    zigzagged: bool = True,
+) -> Tensor:  # fmt: skip
+    """Attention over the tokens of all ranks, whose keys and values are all-gathered.
+
+    Arguments, result, errors and cost: see `ddpkit.context_parallel`; n must be even. zigzagged:
+    rank r has chunks r and 2W−1−r of 2W, otherwise the r-th part.
+    """
+    check("gathered_attention", q, k, v, group)
+    make = zigzag if zigzagged else contiguous
+    deal = make(dist.get_world_size(group))
+    return AttentionAcrossRanks.apply(q, k, v, fetch, gathered_backward, causal, deal, group)
+
+
+def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Return all ranks' blocks by rank, kept for backward, and in the order of a ring's hops."""
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    everyones = kv.new_empty(world_size, *kv.shape)
+    everyones[rank] = kv
+    start_all_gather(everyones.view(-1), group).wait()  # a view: it fills `everyones`
+    # Negative numbers count from the end: rank, rank−1, ... modulo W.
+    return everyones, [everyones[rank - hop] for hop in range(world_size)]
+
+
+def gathered_backward(
+    q: Tensor, everyones: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    causal: bool, deal: Deal, group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return dq, and dk and dv stacked, as `ring_backward` does, without a ring.
+
+    everyones: k and v of all ranks, by rank. Cost: one reduce-scatter of dk and dv.
+    """
+    rank = dist.get_rank(group)
+    dq = 0.0
+    summands = list(everyones)  # replaced one by one
+    for hop in range(len(deal)):
+        owner = (rank - hop) % len(deal)
+        part, summands[owner] = gradients(
+            (q, o, lse, do), everyones[owner], deal, rank, hop, causal
+        )
+        dq = dq + part
+    # Every rank has a summand of everyone's dk and dv; each keeps the sum of its own.
+    totals = torch.stack(summands)
+    start_reduce_scatter(totals.view(-1), group).wait()
+    return dq, totals[rank]

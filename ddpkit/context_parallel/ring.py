@@ -1,0 +1,106 @@
+"""Ring attention, forward and backward: keys and values travel, queries stay.
+
+In hop h rank r has the keys and values of rank r−h, computes with them, and meanwhile they are on
+their way to its right neighbour. Backward they go round once more, and behind them goes the sum of
+their gradients, to which each rank adds its summand; a last hop brings it home. Notebook 13.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .blocks import AttentionAcrossRanks, check, gradients
+from .deal import Deal, contiguous, zigzag
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, group: ProcessGroup | None = None
+) -> Tensor:
+    """Attention over the tokens of all ranks, of which rank r has the r-th part.
+
+    Arguments, result, errors and cost: see `ddpkit.context_parallel`; n must be even. Causal, rank
+    r computes (r + ½)·n² scores a head while all wait for the last: W/(2W−1) of the time is spent
+    computing. Without `causal` all compute alike.
+    """
+    check("ring_attention", q, k, v, group)
+    deal = contiguous(dist.get_world_size(group))
+    return AttentionAcrossRanks.apply(q, k, v, fetch, ring_backward, causal, deal, group)
+
+
+def zigzag_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, group: ProcessGroup | None = None
+) -> Tensor:
+    """Attention over the tokens of all ranks, of which rank r has chunks r and 2W−1−r of 2W.
+
+    Arguments, result, errors and cost: see `ddpkit.context_parallel`; n must be even. Causal, every
+    rank computes n²/2 scores a head in each hop.
+    """
+    check("zigzag_attention", q, k, v, group)
+    deal = zigzag(dist.get_world_size(group))
+    return AttentionAcrossRanks.apply(q, k, v, fetch, ring_backward, causal, deal, group)
+
+
+def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Iterator[Tensor]]:
+    """Return the block that is kept for backward, this rank's own, and all blocks as they come."""
+    return kv, travel(kv, group)
+
+
+def ring_backward(
+    q: Tensor, kv: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    causal: bool, deal: Deal, group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return dq, and dk and dv stacked, of this rank's queries, keys and values.
+
+    q, o, do: (..., heads, n, D). kv: k and v stacked. lse: (..., heads, n), of forward, over the
+    keys of all ranks. Results are float32 at least. Cost: see `ddpkit.context_parallel`.
+    """
+    rank = dist.get_rank(group)
+    saved = q, o, lse, do
+    dq = 0.0
+    coming, works = None, []
+    for hop, block in enumerate(travel(kv, group)):
+        dq_part, summand = gradients(saved, block, deal, rank, hop, causal)
+        dq = dq + dq_part
+        # The sum for these keys was sent off by the left neighbour after its last hop.
+        for work in works:
+            work.wait()
+        total = summand if coming is None else coming + summand
+        coming, works = pass_on(total, group)
+    for work in works:  # the right neighbour's keys were last: their sum goes home
+        work.wait()
+    return dq, coming
+
+
+def travel(x: Tensor, group: ProcessGroup | None = None) -> Iterator[Tensor]:
+    """Yield the x of rank, rank−1, ..., W in all: each while the next is on its way here.
+
+    x: alike in shape and dtype on all ranks; not written to. Cost per rank: W−1 messages.
+    """
+    world_size = dist.get_world_size(group)
+    for hop in range(world_size):
+        coming, works = x, []
+        if hop < world_size - 1:
+            coming, works = pass_on(x, group)
+        yield x
+        for work in works:
+            work.wait()  # only now may `coming` be read
+        x = coming
+
+
+def pass_on(x: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, list[dist.Work]]:
+    """Begin to send x to the right neighbour, and to receive the left one's.
+
+    Returns what is coming and what to wait for before it is read. On one rank it is x itself.
+    """
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return x, []
+    coming = torch.empty_like(x)
+    # In one batch: if every rank sent first, all could wait for ever.
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world_size)
+    receive = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % world_size)
+    return coming, dist.batch_isend_irecv([send, receive])

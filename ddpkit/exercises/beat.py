@@ -1,0 +1,108 @@
+"""Numbers to beat: par is ours, nobody gets below the bound; a collective of torch is no try."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ddpkit.pipeline import dry_run, schedules
+from ddpkit.runtime.run import Run
+
+from .checker import Verdict, ready_made
+from .score import bytes_moved
+
+
+@dataclass
+class NumberToBeat:
+    """A number, less of which is better; it remembers the best of this kernel.
+
+    par: ours, if known. bound: nobody gets below it, by an argument; None where there is none.
+    """
+
+    unit: str
+    par: float | None = None
+    bound: float | None = None
+    best: float | None = field(default=None, init=False)
+
+    def judge(self, number: float, refused: str | None) -> Verdict:
+        """Write number, par, bound and the best so far; what is refused doesn't count."""
+        told = [f"yours {number:g} {self.unit}"]
+        if self.par is not None:
+            told.append(f"par {self.par:g}")
+        if self.bound is not None:
+            told.append(f"nobody below {self.bound:g}")
+        if refused:
+            return Verdict(False, f"✗ {' · '.join(told)}. It doesn't count: {refused}")
+        self.best = number if self.best is None else min(self.best, number)
+        told.append(f"your best {self.best:g}")
+        beaten = self.par is not None and number <= self.par
+        return Verdict(beaten or None, f"{'✓ ' if beaten else ''}{' · '.join(told)}")
+
+
+def only_messages(run: Run) -> str | None:
+    """Refuse collectives, which the wire counts as one call, whatever they send."""
+    found = ready_made(run)
+    return found and found.partition("\n")[2]
+
+
+_EXCHANGE = NumberToBeat("Φ through the busiest rank", par=3, bound=3)
+_STEP = NumberToBeat("bytes a rank and step", par=192)
+_TICKS = NumberToBeat("ticks", par=33, bound=28)
+_BLOCK = NumberToBeat("bytes a step")
+
+
+def beat_server(run: Run, expected: Sequence[float], nbytes: int) -> Verdict:
+    """Judge notebook 03's exchange: each rank returned its x, which should be `expected`."""
+    carried = [sum(record.bytes for record in records) for records in run.wire]
+    right = all(x.flatten().tolist() == list(expected) for x in run)
+    refused = only_messages(run) or (None if right else "a rank's x isn't the mean.")
+    return _EXCHANGE.judge(max(carried) / nbytes, refused)
+
+
+def beat_lean_step(run: Run, steps: int) -> Verdict:
+    """Judge notebook 07's step: each rank returned its last loss."""
+    sent = max(bytes_moved(records, len(run.wire)) for records in run.wire) / steps
+    refused = only_messages(run) or (
+        None if max(run) < 1e-6 else "it doesn't fit: loss above 1e-6."
+    )
+    return _STEP.judge(sent, refused)
+
+
+def beat_schedule(schedule: list[list[str]], stages: int, micro_batches: int, most: int) -> Verdict:
+    """Judge notebook 10's schedule: all of it, in ticks, with `most` micro-batches held."""
+    refused = None
+    everything = dry_run.all_actions(schedules.gpipe(stages, micro_batches))
+    forwards = {action for action in everything if "F" in action}
+    if not forwards <= set(dry_run.all_actions(schedule)):
+        refused = "some forwards are missing."
+    elif max(dry_run.held(schedule).values()) > most:
+        refused = f"it holds more than {most}."
+    ticks = max(end for _, end in dry_run.simulate(schedule).values())
+    return _TICKS.judge(ticks, refused)
+
+
+def beat_block(run: Run, steps: int, model: nn.Module, plain: nn.Module) -> Verdict:
+    """Judge notebook 11's block: each rank returned its last loss, and what must stay alike.
+
+    model: with the reader's blocks, serial; plain: with the library's, as many parameters.
+    """
+    world_size = len(run.wire)
+    sent = max(bytes_moved(records, world_size) for records in run.wire) / steps
+    refused = None
+    if any(loss >= 1 for loss, _ in run):
+        refused = "the loss isn't below 1."
+    elif any((alike != run[0][1]).any() for _, alike in run):
+        refused = "ranks went apart."
+    elif sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in plain.parameters()):
+        refused = "the model lost parameters: attention and MLP must both be there."
+    elif _unused(model):
+        refused = f"{_unused(model)} takes no part: attention and MLP must both be used."
+    return _BLOCK.judge(sent, refused)
+
+
+def _unused(model: nn.Module) -> str | None:
+    """Name a trained parameter without a gradient, once backward has run."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if all(parameter.grad is None for parameter in trained.values()):
+        return None  # backward ran elsewhere
+    return next((name for name, p in trained.items() if p.grad is None), None)

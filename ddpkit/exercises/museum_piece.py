@@ -1,0 +1,279 @@
+"""A piece of the museum: code that looks right, what it showed, and a check of what is wrong.
+
+    museum.late_flag(mechanism=..., number=...)     # shows code, symptom, question, choices
+    museum.late_flag(mechanism="b", number=2)       # judges both, by running it
+
+Each choice is a mechanism, and brings a repair of the code. A choice is right if the code so
+repaired is, on all ranks, the run on one process; "sound" is right if the code is that already. The
+number is measured: the code runs beside the one process. Nothing is judged by what is written here.
+"""
+
+import dataclasses
+import itertools
+import linecache
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+from ddpkit.runtime.errors import HangError, LaunchError
+from ddpkit.runtime.launch import launch
+from ddpkit.tensor_parallel.split import join, splits
+from ddpkit.tools.units import wrap
+
+from . import checker
+from .checker import Mistake, Verdict, mistakes, source_of
+from .museum_case import DATA, Case
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+# Of a tensor's length, in float64: sums of some hundred numbers are off by 1e-13 at most, and no
+# bug of the museum is as small as 1e-6.
+TOLERANCE = 1e-10
+CLOSE = 0.01  # of the number that is asked for
+SOUND = "sound"
+Seen = Mapping[str, Tensor]  # of a run, on one rank
+Trained = nn.Module | Mapping[str, object]
+Train = Callable[[Case], Trained]
+Measure = Callable[[list[Seen], list[Seen]], float]  # from the ranks' runs, and what is right
+
+
+# One run
+
+
+def see(trained: Trained) -> dict[str, Tensor]:
+    """List a module's parameters, whole, and their gradients; of a dict, its numbers."""
+    if not isinstance(trained, nn.Module):
+        return {name: torch.as_tensor(value).detach().clone() for name, value in trained.items()}
+    split = splits(trained)
+    found = {}
+    for name, parameter in trained.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for what, value in ((name, parameter), (f"gradient of {name}", gradient)):
+            whole = join(value, *split[name], None) if name in split else value
+            found[what] = whole.detach().clone()
+    return found
+
+
+def run_on_a_rank(train: Train, serial: Train, cases: list[Case]) -> list[tuple]:
+    """Return (what a run has, what is right) for each case; all cases are of one mesh."""
+    mesh = None
+    if cases[0].inner > 1:
+        shape = cases[0].ranks // cases[0].inner, cases[0].inner
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "inner"))
+    found = []
+    for case in cases:
+        got = see(train(dataclasses.replace(case, mesh=mesh)))
+        found.append((got, see(serial(case))))
+    return found
+
+
+def same(got: Tensor, right: Tensor) -> bool:
+    if got.shape != right.shape:
+        return False
+    difference = (got.double() - right.double()).norm().item()
+    return difference <= TOLERANCE * max(1.0, right.double().norm().item())  # never true of a NaN
+
+
+def differing(got: Seen, right: Seen) -> list[str]:
+    """List the names of what isn't as on one process; a rank may hold a part of the names."""
+    found = [name for name in got if not same(got[name], right[name])]
+    return sorted(found, key=lambda name: not name.startswith("gradient"))  # the cause first
+
+
+def factor_of(got: Tensor, right: Tensor) -> float:
+    """Return the number that comes nearest to got / right."""
+    a = got.double()
+    b = right.double()
+    return ((a * b).sum() / (b * b).sum()).item()
+
+
+# What a piece asks for, measured
+
+
+def factor(name: str, rank: int = 0) -> Measure:
+    """Measure how many times the right tensor a rank has."""
+    return lambda got, right: factor_of(got[rank][name], right[rank][name])
+
+
+def value(name: str, rank: int = 0) -> Measure:
+    """Take a number that the run itself returns."""
+    return lambda got, right: got[rank][name].item()
+
+
+def counted(name: str, rank: int = 0) -> Measure:
+    """Count the columns that aren't 0: micro-batches that are in the gradient."""
+    return lambda got, right: float((got[rank][name] != 0).any(0).sum())
+
+
+def weight_of(column: int, name: str = "gradient of first.weight", rank: int = 0) -> Measure:
+    """Measure how many times too much a micro-batch counts: 1 is right."""
+    return lambda got, right: factor_of(got[rank][name][:, column], right[rank][name][:, column])
+
+
+# Pieces
+
+
+@dataclass(kw_only=True, repr=False)
+class Piece:
+    """A piece; call it with `mechanism`, one of its choices, and `number`, what it asks for.
+
+    code: trains on all ranks of a case. serial: the same on one process. symptom: what people saw.
+    source: where it was found. choices: mechanisms with repairs, as a table of `checker.mistakes`;
+    "sound" is always one more. why: what there is to know afterwards. case: the run that is judged;
+    meshes: those of the command.
+    """
+
+    code: Train
+    serial: Train
+    source: str
+    symptom: str
+    asks: str
+    measure: Measure
+    choices: str
+    why: str
+    case: Case
+    meshes: tuple[Case, ...] = DATA
+    first: tuple[bool, bool] | None = field(default=None, init=False)  # right at once: which, what
+    false_alarm: bool = field(default=False, init=False)
+
+    @property
+    def name(self) -> str:
+        return self.code.__name__
+
+    def __repr__(self):
+        return f"museum.{self.name}: call it with mechanism=..., number=..."
+
+    @cached_property
+    def repairs(self) -> dict[str, Mistake]:
+        return {repair.name: repair for repair in mistakes(self.choices)}
+
+    def repaired(self, mechanism: str) -> Train:
+        """Return the code, repaired as a choice says; the code itself for "sound"."""
+        if mechanism == SOUND:
+            return self.code
+        return self.repairs[mechanism].applied_to(self.code)
+
+    def run(self, mechanism: str = SOUND, case: Case | None = None, seeds: int = 1) -> list[list]:
+        """Run the code, repaired or not, on all ranks: for each rank and seed (got, right)."""
+        case = case or self.case
+        cases = [case.with_seed(case.seed + more) for more in range(seeds)]
+        train = self.repaired(mechanism)
+        run = launch(
+            run_on_a_rank,
+            train,
+            self.serial,
+            cases,
+            world_size=case.ranks,
+            backend="gloo",
+            timeout=checker.PATIENCE_S + seeds,
+        )
+        return list(run)
+
+    def wrong_with(self, mechanism: str = SOUND, case: Case | None = None, seeds: int = 1) -> str:
+        """Say how the code, so repaired, differs from the one process; "" if it doesn't."""
+        try:
+            found = self.run(mechanism, case, seeds)
+        except LaunchError as error:
+            return "it hangs" if isinstance(error, HangError) else "it fails"
+        for seed, rank in itertools.product(range(seeds), range(len(found))):
+            got, right = found[rank][seed]
+            names = differing(got, right)
+            if names:
+                times = factor_of(got[names[0]], right[names[0]])
+                plain = same(got[names[0]], right[names[0]].double() * times) and times != 0
+                how = f"×{times:.4g}" if plain else "other numbers"
+                return f"on rank {rank}, {names[0]} has {how}"
+        return ""
+
+    def right(self) -> str:
+        """Find the choice that makes it the run on one process."""
+        return next(name for name in (SOUND, *self.repairs) if not self.wrong_with(name))
+
+    def measured(self, case: Case | None = None) -> float:
+        """Measure what the piece asks for."""
+        found = self.run(SOUND, case)
+        return self.measure([seeds[0][0] for seeds in found], [seeds[0][1] for seeds in found])
+
+    def __call__(self, mechanism: object = ..., number: object = ...) -> Verdict:
+        """Show the piece; with both answers, judge them."""
+        if mechanism is ... or number is ...:
+            return Page(None, *self.page(), title=f"museum.{self.name}")
+        if mechanism not in (*self.repairs, SOUND):
+            names = ", ".join(f'"{name}"' for name in self.repairs)
+            told = f'expected mechanism to be {names} or "{SOUND}", got {mechanism!r}'
+            return Verdict(False, f"✗ {self.name}: {told}")
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            return Verdict(False, f"✗ {self.name}: expected a number, got {number!r}")
+        wrong = self.wrong_with(mechanism)
+        measured = self.measured()
+        near = abs(number - measured) <= CLOSE * max(abs(measured), 1e-12)
+        if self.first is None:
+            self.first = not wrong, near
+            self.false_alarm = mechanism != SOUND and not self.wrong_with()
+        lines = [self.of_the_mechanism(mechanism, wrong), of_the_number(number, near)]
+        passed = near and not wrong
+        if passed:
+            lines = [f"✓ {self.name}: mechanism and number. {self.why}"]
+        else:
+            lines[0] = f"✗ {self.name}: {lines[0]}"
+            lines.append(f"More: museum.{self.name}() shows it again · .solution()")
+        return Verdict(passed, *lines, folds=lambda: {"solution": self.solution().text})
+
+    def of_the_mechanism(self, mechanism: str, wrong: str) -> str:
+        run = f"the run on {self.case}"
+        if not wrong:
+            return "the mechanism is right."
+        if mechanism == SOUND:
+            return f"it isn't sound: {run} isn't the run on one process, {wrong}."
+        if not self.wrong_with():
+            return f"a false alarm: {run} is the run on one process, and so repaired: {wrong}."
+        return f"not that: repaired as {mechanism} says, {run} isn't that on one: {wrong}."
+
+    def page(self) -> list[str]:
+        """Return the piece as it hangs: code, symptom, question, choices."""
+        options = [f"  {name}: {repair.says}" for name, repair in self.repairs.items()]
+        return [
+            f"museum.{self.name}, on {self.case}",
+            source_of(self.code).rstrip(),
+            self.symptom,
+            f"number: {self.asks}",
+            "mechanism:",
+            *options,
+            f'  "{SOUND}": nothing is wrong',
+        ]
+
+    def solution(self) -> Verdict:
+        """Show what is right, both as measured, the repaired code, and the source."""
+        right = self.right()
+        told = f"mechanism {right!r}, number {self.measured():.4g}. {self.why} Found in"
+        lines = [wrap(f"{told} {self.source}."), ""]
+        if right in self.repairs:
+            file = self.repaired(right).__code__.co_filename
+            lines.append(source_in(file))
+        return Page(None, "\n".join(lines), title="solution")
+
+
+class Page(Verdict):
+    """A verdict whose code keeps its lines; the rest is wrapped."""
+
+    def __repr__(self):
+        return "\n".join(part if "\n" in part else wrapped(part) for part in self._said)
+
+
+def wrapped(text: str) -> str:
+    indent = "     " if text.startswith("  ") else ""
+    return textwrap.fill(text, 72, subsequent_indent=indent)
+
+
+def source_in(file: str) -> str:
+    """Return the source of a repaired piece, which stands in no file."""
+    return "".join(linecache.getlines(file))
+
+
+def of_the_number(number: float, near: bool) -> str:
+    return "the number is right." if near else f"the number isn't {number:g}."

@@ -1,0 +1,80 @@
+"""Index arithmetic from tokens to experts and back: no process, no message.
+
+A routing table is (T, k): the numbers of the experts that each token visits. Notebook 13.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def through_experts(
+    rows: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: int,
+    process: Callable[[Tensor, Tensor], Tensor],
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Send each row to its experts, and return the weighted sum of what comes back, (T, d).
+
+    rows: (T, d). chosen, weights: (T, k). process(rows, counts): takes rows sorted by expert, as
+    many for each as counts says, (E,), int64; returns their results in the same order. kept: a
+    mask, (T, k), of the choices that count, None: all; a row without any gets zeros. Sums are in
+    the dtype of the weights, the result in that of the rows.
+    """
+    k = chosen.shape[-1]
+    by_expert = chosen.flatten().argsort(stable=True)
+    if kept is not None:
+        by_expert = by_expert[kept.flatten()[by_expert]]
+    counts = torch.bincount(chosen.flatten()[by_expert], minlength=experts)
+    token = by_expert // k  # choice number t·k + i is token t's
+    results = process(rows[token], counts)
+    weighted = results * weights.flatten()[by_expert].unsqueeze(-1)
+    total = weighted.new_zeros(rows.shape).index_add(0, token, weighted)
+    return total.to(rows.dtype)
+
+
+def capacity_of(factor: float, tokens: int, k: int, experts: int) -> int:
+    """Return the rows of a rank that an expert takes at most: `factor` times its fair share.
+
+    ValueError: a factor that leaves nothing.
+    """
+    if not factor > 0:
+        raise ValueError(f"expected a capacity factor > 0, got {factor}: 1.25 is usual")
+    return -int(-factor * tokens * k // experts)  # rounded up
+
+
+def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
+    """Return a mask, (T, k), of the choices that find room: of each expert's, the first `capacity`.
+
+    chosen: (T, k). Tokens come in order; those that don't fit are dropped. ValueError: a capacity
+    below 1.
+    """
+    if capacity < 1:
+        raise ValueError(f"expected a capacity of 1 row at least, got {capacity}: raise it")
+    flat = chosen.flatten()
+    by_expert = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=experts)
+    first = counts.cumsum(0) - counts  # where each expert's rows begin among the sorted
+    place = torch.empty_like(flat)
+    place[by_expert] = torch.arange(len(flat), device=flat.device) - first[flat[by_expert]]
+    return (place < capacity).view_as(chosen)
+
+
+def rows_between(
+    tables: Sequence[Tensor], experts: int, kept: Sequence[Tensor] | None = None
+) -> list[list[int]]:
+    """Predict all splits of an exchange: rows that rank r sends to rank s, as [r][s].
+
+    tables: each rank's routing table. experts: numbered through, equally many on each rank. kept:
+    masks, from `within_capacity`.
+    """
+    ranks = len(tables)
+    sent = []
+    for rank, table in enumerate(tables):
+        choices = table.flatten() if kept is None else table[kept[rank]]
+        owners = choices // (experts // ranks)
+        sent.append(torch.bincount(owners, minlength=ranks).tolist())
+    return sent

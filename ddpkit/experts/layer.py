@@ -1,0 +1,146 @@
+"""The layer: a router, experts on several ranks, and the exchanges between. Notebook 13."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..models import GPT
+from .dispatch import capacity_of, through_experts, within_capacity
+from .router import Router, balance_loss, softmax
+
+
+class MixtureOfExperts(nn.Module):
+    """An MLP for each of `experts`; a token visits k of them, and the shared one, if there is one.
+
+    width, hidden: of each expert, Linear, ReLU, Linear. score: see `Router`. capacity: a factor
+    for `capacity_of`, by each rank's tokens; None: nothing is dropped. shared: the hidden width of
+    an expert for all tokens; 0: none. balance: the factor of `balance_loss`; 0: it isn't computed.
+
+    Made with all experts, which one process computes. `share_experts` leaves each rank its own, and
+    then every rank of the group must call, even without tokens: others wait for its counts.
+
+    After forward, `load`, (E,), has counted the choices since it was last set to 0, and
+    `balance_loss` is that of the last call, to be added to the loss. Cost: see `ddpkit.experts`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int = 8,
+        k: int = 2,
+        score: Callable[[Tensor], Tensor] = softmax,
+        capacity: float | None = None,
+        shared: int = 0,
+        balance: float = 0.0,
+    ):
+        super().__init__()
+        self.router = Router(width, experts, k, score)
+        self.number = experts
+        self.capacity = capacity
+        self.balance = balance
+        # By number, not by place: a rank that has experts 6 and 7 calls them so in checkpoints.
+        self.experts = nn.ModuleDict({str(n): mlp(width, hidden) for n in range(experts)})
+        self.shared = mlp(width, shared) if shared else None
+        self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        self.ranks = 1  # that share the experts
+        self.group: ProcessGroup | None = None
+        self.everyone: ProcessGroup | None = None
+        self.copies = 1  # ranks whose gradients are averaged
+        self.balance_loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., width), with any number of tokens. Returns the same shape and dtype."""
+        rows = x.flatten(0, -2)
+        scores, chosen, weights = self.router(rows)
+        if self.balance > 0:
+            loss = balance_loss(scores, chosen, self.copies, self.everyone)
+            self.balance_loss = self.balance * loss
+        if self.training:
+            self.load += torch.bincount(chosen.flatten(), minlength=self.number)
+        kept = None
+        if self.capacity is not None and len(rows) > 0:
+            most = capacity_of(self.capacity, len(rows), self.router.k, self.number)
+            kept = within_capacity(chosen, self.number, most)
+        process = self.here if self.ranks == 1 else self.across_ranks
+        out = through_experts(rows, chosen, weights, self.number, process, kept)
+        if self.shared is not None:
+            out = out + self.shared(rows)  # once, where the token lives
+        return out.view_as(x)
+
+    def here(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Run rows, sorted by expert, through this rank's experts: counts[i] through the i-th."""
+        results = []
+        parts = rows.split(counts.tolist())
+        for expert, part in zip(self.experts.values(), parts, strict=True):
+            results.append(expert(part))  # also without rows: its gradients are zeros then
+        return torch.cat(results)
+
+    def across_ranks(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Run rows, sorted by expert, through experts wherever they are; as many come back."""
+        # Counts first: nobody knows yet how much to expect.
+        coming = exchange_counts(counts, self.group)
+        send = counts.view(self.ranks, -1).sum(1).tolist()
+        receive = coming.sum(1).tolist()
+        came = ExchangeRows.apply(rows, send, receive, self.group)
+        # They came by rank, and of each rank by expert; the products need them by expert.
+        numbers = torch.arange(coming.shape[1], device=rows.device).repeat(self.ranks)
+        by_expert = numbers.repeat_interleave(coming.flatten()).argsort(stable=True)
+        results = self.here(came[by_expert], coming.sum(0))
+        # And back, the same way.
+        as_they_came = results[by_expert.argsort()]
+        return ExchangeRows.apply(as_they_came, receive, send, self.group)
+
+
+def mlp(width: int, hidden: int) -> nn.Sequential:
+    """Make one expert."""
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+
+
+def exchange_counts(counts: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Give each rank its part of (E,), the rows for all experts; return (ranks, own experts)."""
+    coming = torch.empty_like(counts)
+    dist.all_to_all_single(coming, counts, group=group)
+    return coming.view(dist.get_world_size(group), -1)
+
+
+class ExchangeRows(torch.autograd.Function):
+    """Rows to other ranks, and their gradients back: apply(rows, send, receive, group).
+
+    rows: (Σ send, d), sorted by rank. send, receive: rows for each rank, and from each; integers.
+    Returns (Σ receive, d), sorted by rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup | None = None
+    ) -> Tensor:
+        ctx.way_back = receive, send, group
+        return exchange(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return exchange(gradient, *ctx.way_back), None, None, None
+
+
+def exchange(
+    rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup | None
+) -> Tensor:
+    """Call one all-to-all with uneven splits."""
+    came = rows.new_empty(sum(receive), rows.shape[1])
+    dist.all_to_all_single(came, rows.contiguous(), receive, send, group=group)
+    return came
+
+
+def make_sparse(gpt: GPT, experts: int = 8, k: int = 2, **options) -> None:
+    """Replace the MLP of each block by a mixture of experts as wide as it, in place.
+
+    options: those of `MixtureOfExperts`.
+    """
+    for block in gpt.blocks:
+        first = block.mlp[0]
+        layer = MixtureOfExperts(first.in_features, first.out_features, experts, k, **options)
+        block.mlp = layer.to(first.weight.dtype)

@@ -1,0 +1,128 @@
+"""Experts among ranks: who has which, whose gradients are summed, one norm, one checkpoint.
+
+W ranks, e of which share the experts; each has tokens of its own. What isn't an expert is on all W
+ranks alike. An expert is on W/e ranks, its replicas: the groups of a mesh of (data, experts).
+
+    mesh = init_device_mesh("cpu", (W // e, e), mesh_dim_names=("data", "experts"))
+    share_experts(model, mesh["experts"].get_group())
+    loss.backward()                            # W · this rank's part of the mean over all tokens
+    average_gradients(model, mesh["data"].get_group())
+    clip_grad_norm(count_copies(model), 1.0)   # ddpkit.tensor_parallel's
+    optimizer.step()
+    balance(model, 0.001)
+
+Notebook 13.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..tools.checks import check_in_group, mistake
+from .layer import MixtureOfExperts
+from .router import move_bias
+
+
+def layers(module: nn.Module) -> Iterator[MixtureOfExperts]:
+    """Yield the mixtures of experts in a module."""
+    for layer in module.modules():
+        if isinstance(layer, MixtureOfExperts):
+            yield layer
+
+
+def share_experts(
+    module: nn.Module, group: ProcessGroup | None = None, everyone: ProcessGroup | None = None
+) -> None:
+    """Leave this rank its part of the experts, in place: of E on e ranks, rank r keeps E/e.
+
+    module: alike on all ranks. group: the ranks that share the experts (None: all). everyone: the
+    ranks whose gradients are averaged (None: all). ValueError: e doesn't divide E, or this rank
+    isn't in `group`.
+    """
+    check_in_group("share_experts", group)
+    ranks = dist.get_world_size(group)
+    for layer in layers(module):
+        if layer.number % ranks != 0:
+            got = f"{layer.number} experts for {ranks} ranks"
+            raise mistake("share_experts", got, "a multiple", "Use fewer ranks, or more experts.")
+        each = layer.number // ranks
+        first = dist.get_rank(group) * each
+        mine = {str(number): layer.experts[str(number)] for number in range(first, first + each)}
+        layer.experts = nn.ModuleDict(mine)
+        layer.ranks = ranks
+        layer.group = group
+        layer.everyone = everyone
+        layer.copies = dist.get_world_size(everyone)
+
+
+def count_copies(
+    module: nn.Module, everyone: ProcessGroup | None = None
+) -> dict[nn.Parameter, int]:
+    """{parameter: the number of ranks that hold it alike}, for `tensor_parallel.clip_grad_norm`.
+
+    everyone: the group to clip in, all W ranks (None). An expert on e ranks is held by W/e.
+    """
+    world_size = dist.get_world_size(everyone)
+    copies = dict.fromkeys(module.parameters(), world_size)
+    for layer in layers(module):
+        for parameter in layer.experts.parameters():
+            copies[parameter] = world_size // layer.ranks
+    return copies
+
+
+def average_gradients(
+    module: nn.Module, replicas: ProcessGroup | None, everyone: ProcessGroup | None = None
+) -> None:
+    """Make every gradient the mean over W ranks of what their losses give, in place.
+
+    replicas: the ranks that hold the same experts as this one. everyone: all W (None). An expert's
+    gradient holds the summands of e ranks' tokens already, since rows came from there. So it is
+    summed over its W/e replicas, and divided by W, as every other. Parameters without a gradient
+    count as zeros: ranks must make the same calls.
+
+    Cost per rank: all gradients but the experts' all-reduced over W ranks, the experts' over W/e.
+    """
+    world_size = dist.get_world_size(everyone)
+    experts = set()
+    for layer in layers(module):
+        experts.update(layer.experts.parameters())
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        group = replicas if parameter in experts else everyone
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= world_size  # not by the size of `group`
+
+
+def balance_losses(module: nn.Module) -> Tensor:
+    """Add up the balance losses of all layers in their last call: to be added to the loss."""
+    return sum((layer.balance_loss for layer in layers(module)), torch.zeros(()))
+
+
+def balance(module: nn.Module, speed: float, everyone: ProcessGroup | None = None) -> None:
+    """Move the biases of all routers by `speed`, and begin to count anew: once a step, after it.
+
+    In place, so that what a checkpoint or an optimizer holds stays the model's.
+    """
+    for layer in layers(module):
+        move_bias(layer.router.bias, layer.load, speed, everyone)
+        layer.load.zero_()
+
+
+def whole_state(module: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
+    """Gather the state of the whole model, as a module with all experts loads it, on every rank.
+
+    group: the ranks that share the experts. Load it before `share_experts`, on any number of ranks.
+    Cost per rank: an all_gather_object of its state.
+    """
+    states: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, module.state_dict(), group=group)
+    whole = {}
+    for state in states:  # experts have their numbers in their names; the rest is alike
+        whole |= state
+    return whole

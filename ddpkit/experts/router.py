@@ -1,0 +1,103 @@
+"""The router: which experts a token visits, how much each counts, and how loads stay level.
+
+Left alone a router collapses: an expert that is chosen often learns more, and is chosen more often.
+Two remedies: a loss that grows with the imbalance, and a bias that chooses but doesn't weigh.
+Notebook 13.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..tools.checks import check_counts, mistake
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Scores that add up to 1: experts compete. Shazeer et al. 2017; Switch, Mixtral."""
+    return logits.softmax(-1)
+
+
+def sigmoid(logits: Tensor) -> Tensor:
+    """Scores between 0 and 1, each for itself. DeepSeek-V3."""
+    return logits.sigmoid()
+
+
+class Router(nn.Module):
+    """Score all experts for each token, and choose k.
+
+    width: numbers of a token. score: logits (T, E) to scores, such as `softmax` or `sigmoid`.
+    `bias`, (E,), is added where experts are chosen, and nowhere else: it has no gradient, and
+    `move_bias` moves it. All is computed in float32 at least: in 16 bits, near ties are lost.
+    ValueError: k isn't one of 1 to `experts`.
+    """
+
+    def __init__(
+        self, width: int, experts: int, k: int, score: Callable[[Tensor], Tensor] = softmax
+    ):
+        super().__init__()
+        check_counts(experts=experts, k=k)
+        if k > experts:
+            raise ValueError(f"expected k of at most {experts} experts, got {k}: choose fewer")
+        self.k = k
+        self.score = score
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        nn.init.normal_(self.weight, std=width**-0.5)
+        self.register_buffer("bias", torch.zeros(experts))
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """rows: (T, width). Returns scores (T, E), chosen experts (T, k), their weights (T, k).
+
+        Weights of k > 1 experts are made to add up to 1; of one it is its score, or the router
+        would have no gradient. ValueError: a score is NaN or infinite.
+        """
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        with torch.autocast(rows.device.type, enabled=False):
+            scores = self.score(F.linear(rows.to(wide), self.weight.to(wide)))
+        if not scores.isfinite().all():
+            bad = int((~scores.isfinite().all(-1)).sum())
+            remedy = "Look for the first layer that isn't finite; lower the learning rate, or clip."
+            raise mistake("the router", f"scores not finite for {bad} tokens", "numbers", remedy)
+        chosen = (scores.detach() + self.bias).topk(self.k, dim=-1).indices
+        weights = scores.gather(-1, chosen)  # without the bias
+        if self.k > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return scores, chosen, weights
+
+
+def balance_loss(
+    scores: Tensor, chosen: Tensor, ranks: int = 1, group: ProcessGroup | None = None
+) -> Tensor:
+    """Return W times this rank's part of E·Σ fᵢ·Pᵢ: 1 if all experts are used alike, at most E.
+
+    fᵢ: the part of all choices that expert i got, on all ranks together: it has no gradient. Pᵢ:
+    the mean of its scores, normalised. The mean of this over `ranks` ranks is the loss of one
+    process with all tokens. Multiply it by 0.01 or so. Fedus et al. 2021, equation 4.
+
+    Cost per rank: E numbers all-reduced, if there are several ranks.
+    """
+    load = torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
+    if ranks > 1:
+        dist.all_reduce(load, group=group)
+    tokens = load.sum() / chosen.shape[-1]
+    f = load / load.sum().clamp(min=1)
+    normalised = scores / scores.sum(-1, keepdim=True)
+    # Sum, not mean: ranks may have unequal numbers of tokens, or none.
+    p = normalised.sum(0) * ranks / tokens.clamp(min=1)
+    return scores.shape[-1] * (f * p).sum()
+
+
+def move_bias(bias: Tensor, load: Tensor, speed: float, group: ProcessGroup | None = None) -> None:
+    """Lower the bias of experts with more than their share by `speed`, raise that of others.
+
+    bias: (E,), moved in place, alike on all ranks. load: (E,), the choices that each expert got
+    from this rank's tokens since the last step; not changed. Wang et al. 2024 (no auxiliary loss).
+
+    Cost per rank: E numbers all-reduced.
+    """
+    total = load.clone()
+    dist.all_reduce(total, group=group)  # a rank's own tokens would move its own copy of the bias
+    bias += speed * torch.sign(total.double().mean() - total).to(bias.dtype)

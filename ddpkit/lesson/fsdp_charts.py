@@ -1,0 +1,126 @@
+"""Pictures and the calculator of notebook 12: rows on ranks, units and the peak, when it pays."""
+
+from collections.abc import Mapping
+
+from ..cost import sending_over_computing
+from ..tools.units import count, size
+from . import page
+from .page import Canvas, Picture, chart, colour, legend, patch, stroke
+from .widgets import Calculator, Slider
+
+# Rows
+
+
+def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
+    """Draw the rows of some parameters in the colours of their ranks, and the padding.
+
+    lengths: {name: rows}. Notebook 12.
+    """
+    longest = max(-(-length // world_size) * world_size for length in lengths.values())
+    wide, tall = min(44, 760 / longest), 40
+    canvas = Canvas(page.WIDEST, 74 * len(lengths) + 76)
+    said = []
+    for number, (name, length) in enumerate(lengths.items()):
+        y = 24 + 74 * number
+        canvas.text(16, y + 27, name, page.NORMAL, "left", bold=True)
+        full = -(-length // world_size)
+        counts = []
+        for row in range(full * world_size):
+            x = 170 + wide * row + 14 * (row // full)
+            if row < length:
+                canvas.box(x, y, wide - 2, tall, colour(row // full))
+            else:
+                canvas.box(x, y, wide - 2, tall, "none", page.GREY, dashed=True)
+        for rank in range(world_size):
+            counts.append(max(0, min(length, (rank + 1) * full) - rank * full))
+        said.append(f"{name}, {count(length, 'row')}: {' + '.join(map(str, counts))}")
+    for rank in range(world_size):
+        canvas.badge(170 + 96 * rank, 74 * len(lengths) + 22, rank)
+    return canvas.picture("Rows on each rank; dashed: padding.\n" + "\n".join(said))
+
+
+# Units and the peak
+
+
+def unit_peaks(peaks: Mapping[int, int], kept: int, unit_bytes: Mapping[int, int]) -> Picture:
+    """Draw a step's peak by the number of layers in a unit: counted, and by the rule.
+
+    peaks: {layers in a unit: most bytes at a time}. kept: shards and their gradients. unit_bytes:
+    {layers in a unit: bytes of a unit, whole}. The rule: two units whole, one unit's gradients.
+    """
+    title = "The most bytes at a time, by the size of a unit"
+    figure, (axes,) = chart(title, 460)
+    places = range(len(peaks))
+    axes.bar(places, [kept] * len(peaks), color=colour(0), edgecolor="black", width=0.6)
+    rest = [peak - kept for peak in peaks.values()]
+    axes.bar(places, rest, bottom=kept, color=colour(1), edgecolor="black", width=0.6)
+    bounds = [kept + 3 * unit_bytes[layers] for layers in peaks]
+    axes.plot(places, bounds, color="black", lw=0, marker="_", ms=60, mew=3)
+    for place, peak in zip(places, peaks.values(), strict=True):
+        page.write_on(axes, place, kept + (peak - kept) / 2, size(peak), colour(1))
+    axes.set_xticks(places, [count(layers, "layer") for layers in peaks])
+    axes.set(ylabel="bytes", ylim=(0, 1.12 * max(*bounds, *peaks.values())))
+    page.with_units(axes.yaxis, "B")
+    marks = [patch("shards, their gradients", colour(0)), patch("whole for a moment", colour(1))]
+    legend(figure, [*marks, stroke("and three units, the rule", lw=3)])
+    said = [f"{count(n, 'layer')} a unit: {size(peak)}" for n, peak in peaks.items()]
+    return Picture(figure, f"{title}: {', '.join(said)}.")
+
+
+# When is it worth it?
+
+WIRES = {"NVLink 4": 370e9, "400 Gbit": 50e9, "100 Gbit": 11.7e9}
+MARKERS = {"data parallel": "s", "ZeRO-1": "D", "FSDP": "o", "tensor": "^", "pipeline": "v"}
+
+
+def worth_calculator() -> Calculator:
+    """Sliders over a model, its ranks and their speed: sending beside computing, on three wires."""
+    return Calculator(
+        worth,
+        tokens=Slider(
+            "tokens of a rank", [2**power for power in range(9, 18)], 8192, "{:,}".format
+        ),
+        width=Slider("width", [1024, 2048, 4096, 8192, 16384], 4096),
+        world_size=Slider("ranks", [2, 4, 8, 16, 32, 64], 8),
+        layers=Slider("layers of a stage", [1, 2, 4, 8, 16], 4),
+        tflops=Slider("TFLOP/s of a rank", [50, 100, 200, 400, 800], 400),
+    )
+
+
+def worth(
+    tokens: int, width: int, world_size: int, layers: int, tflops: int
+) -> tuple[str, Picture]:
+    """Make caption and picture of `worth_calculator`: seconds sent for a second computed."""
+    figure, (axes,) = chart("Sending, for a second of computing", 440)
+    axes.axvline(1, color="black", lw=2.5, ls=page.DASHES)
+    lines = []
+    for place, (wire, bytes_per_s) in enumerate(WIRES.items()):
+        sizes = tokens, width, world_size, layers
+        ratios = sending_over_computing(tflops * 1e12, bytes_per_s, *sizes)
+        _draw_ratios(axes, place, ratios)
+        told = [f"{name} {ratio:.2g}" for name, ratio in ratios.items() if name != "ZeRO-1"]
+        lines.append(f"{wire}: {', '.join(told)}")
+    axes.set_xscale("log")
+    axes.set(ylim=(len(WIRES) - 0.5, -0.5), xlabel="seconds on the wire for a second of computing")
+    axes.set_yticks(range(len(WIRES)), WIRES, fontsize=page.NORMAL)
+    axes.grid(axis="x", color=page.FAINT, lw=0.6)
+    fills = _fills()
+    marks = [stroke(n, fills[n], marker=m, ms=13, lw=0) for n, m in MARKERS.items()]
+    legend(figure, [*marks, stroke("as long as it computes", lw=2.5, ls=page.DASHES)])
+    caption = (
+        f"{count(world_size, 'rank')}, {tokens:,} tokens each, width {width}: left of the dashed "
+        "line sending is shorter than computing."
+    )
+    return caption, Picture(figure, "\n".join([caption, *lines, "ZeRO-1: as data parallel"]))
+
+
+def _fills() -> dict[str, str]:
+    return {name: colour(number) for number, name in enumerate(MARKERS)}
+
+
+def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
+    """Draw a wire's marks; ZeRO-1 below data parallel, which sends as much."""
+    fills = _fills()
+    for number, (name, ratio) in enumerate(ratios.items()):
+        y = place - 0.24 + 0.12 * number
+        axes.plot([ratio], [y], MARKERS[name], color=fills[name], ms=13, mec="black")

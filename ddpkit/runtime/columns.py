@@ -1,0 +1,149 @@
+"""Lay the ranks' last calls side by side, marked where they first differ."""
+
+from collections.abc import Iterator, Sequence
+
+from ..tools.units import COLUMNS, name_some
+from .board import MESSAGES, Record
+from .look import Look
+
+LAST_CALLS = 5
+OTHER_CALLS = 2  # besides those of the group that disagrees
+
+Columns = dict[int, dict[int, str]]  # {rank: {number of a call, from 1: its text}}
+
+
+def last_calls(
+    look: Look, ranks: Sequence[int], guilty: Record | None, stuck: bool
+) -> Iterator[str]:
+    """Yield the lines of a table of the last calls, marked where they first differ.
+
+    guilty: the call at which ranks differ. Then the table holds the calls of its group, by that
+    group's count, and below it the other calls: ranks with groups of their own rightly make other
+    calls. stuck: a rank that lacks a call will never make it; otherwise it may only be late.
+    """
+    members = [rank for rank in ranks if guilty and rank in guilty.ranks]
+    if len(members) < 2 or guilty.channel.endswith("?"):  # "?": any rank, nothing to put beside it
+        yield from _calls_of_all_groups(look, ranks, stuck)
+        return
+    texts: Columns = {}
+    fingerprints: Columns = {}
+    for rank in members:
+        here = [record for record in look.records[rank] if record.channel == guilty.channel]
+        texts[rank] = {record.seq + 1: _without_group(record) for record in here}
+        fingerprints[rank] = {r.seq + 1: r.fingerprint or guilty.fingerprint for r in here}
+    others: dict[str, list[int]] = {}
+    for rank in ranks:
+        records = (record for record in look.records[rank] if record.channel != guilty.channel)
+        rest = [record.call for record in records if record.op != "new_group"]
+        if rest:
+            others.setdefault(", ".join(rest[-OTHER_CALLS:]), []).append(rank)
+    title = _title(guilty) if others else "calls"
+    differs = _first_difference(fingerprints, stuck)
+    yield from _table(title, texts, differs, len(look.ranks))
+    if others:
+        yield "Other calls, the last two of each:"
+    for calls, who in others.items():
+        yield f"{name_some(who, len(look.ranks))}: {calls}"
+
+
+def _title(call: Record) -> str:
+    """Name the calls that a table holds, where there are others."""
+    if call.op in MESSAGES:
+        return f"messages from rank {call.ranks[0]} to rank {call.ranks[1]}"
+    return f"calls in {'the world' if call.group == 'world' else call.group}"
+
+
+def _without_group(record: Record) -> str:
+    """Write a call under a title that names its group."""
+    group = f"group {list(record.ranks)}"
+    detail = record.detail.removesuffix(group).removesuffix(", ")
+    return f"{record.op}({detail})"
+
+
+def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Iterator[str]:
+    """Yield a table of all calls; marked only if all ranks had to make the same ones.
+
+    Messages, and the calls of smaller groups, rightly differ.
+    """
+    texts = {rank: numbered_calls(look, rank) for rank in ranks}
+    everybody = set(ranks)
+    shared = (
+        record.op not in MESSAGES and everybody.issubset(record.ranks)
+        for rank in ranks
+        for record in look.records[rank]
+        if record.op != "new_group"
+    )
+    if all(shared):
+        yield from _table("calls", texts, _first_difference(texts, stuck), len(look.ranks))
+    elif max(len(column) for column in texts.values()) <= LAST_CALLS:
+        yield from _table("calls", texts, None, len(look.ranks))
+    else:  # a number says nothing about another rank's call of the same number
+        yield "Their last calls:"
+        yield from _own_calls(texts, len(look.ranks))
+
+
+def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
+    """List the last calls of each rank, by its own count."""
+    ranks_by_calls: dict[str, list[int]] = {}
+    for rank, column in texts.items():
+        calls = [f"{number} {call}" for number, call in column.items()]
+        ranks_by_calls.setdefault(", ".join(calls[-LAST_CALLS:]) or "no call", []).append(rank)
+    for calls, ranks in ranks_by_calls.items():
+        yield f"{name_some(ranks, world_size)}: {calls}"
+
+
+def _oldest(texts: Columns) -> int:
+    """Return the first number that no rank has forgotten."""
+    return max(min(column, default=1) for column in texts.values())
+
+
+def _newest(texts: Columns) -> int:
+    """Return the last number that any rank has reached, 0 if there is none."""
+    return max((number for column in texts.values() for number in column), default=0)
+
+
+def _first_difference(texts: Columns, stuck: bool) -> int | None:
+    for number in range(_oldest(texts), _newest(texts) + 1):
+        different = {column.get(number) for column in texts.values()}
+        if not stuck:
+            different.discard(None)  # that rank may only be late
+        if len(different) > 1:
+            return number
+    return None
+
+
+def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> Iterator[str]:
+    """Yield the last calls in columns, one for all ranks alike; `differs` is marked, in sight."""
+    last = _newest(texts)
+    if last == 0:
+        yield "No rank has made a call."
+        return
+    first = max(_oldest(texts), min((differs or last) + 2, last + 1) - LAST_CALLS)
+    numbers = range(first, min(first + LAST_CALLS, last + 1))
+    which = f"Their {what}" if first == 1 else f"Their last {what}"
+    mark = " (≠: here they differ)" if differs in numbers else ""
+    yield f"{which}{mark}:"
+    ranks_by_calls: dict[tuple, list[int]] = {}
+    for rank, column in texts.items():
+        calls = tuple(column.get(number, "-") for number in numbers)
+        ranks_by_calls.setdefault(calls, []).append(rank)
+    labels = [f"{number} ≠" if number == differs else f"{number}" for number in numbers]
+    columns = [("call", *labels)]
+    for calls, ranks in ranks_by_calls.items():
+        columns.append((name_some(ranks, world_size), *calls))
+    widths = [max(map(len, column)) + 2 for column in columns]
+    if sum(widths) <= COLUMNS:
+        for row in zip(*columns, strict=True):
+            yield "".join(map(str.ljust, row, widths)).rstrip()
+    else:  # a line for each column instead
+        for ranks, *calls in columns[1:]:
+            numbered = (" ".join(pair) for pair in zip(labels, calls, strict=True))
+            yield f"{ranks}: {', '.join(numbered)}"
+
+
+def numbered_calls(look: Look, rank: int) -> dict[int, str]:
+    """Return {number, from 1: call} of the last calls of `rank`; the board forgets older ones."""
+    records = look.records[rank]
+    forgotten = look.board.calls(rank) - len(records)
+    calls = (r.call for r in records if r.op != "new_group" or r.done is None)
+    return dict(enumerate(calls, start=forgotten + 1))

@@ -1,0 +1,209 @@
+"""Put into words how ranks fell: which fell first, on which line, and what became of the others."""
+
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..tools.units import name_ranks
+from .look import Look
+from .place import describe_place, is_installed, is_library
+
+RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+MOST_FRAMES = 30
+LAST_LINES = 5  # of a rank's output
+MODULE_CALLS = "_wrapped_call_impl", "_call_impl"  # between a torch module and each of its own
+LOST_PEER = re.compile(
+    "Connection closed by peer|Connection reset by peer|Broken pipe|connection was (closed|aborted)"
+)
+NETWORK = "RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError"
+FAULT = re.compile("CUDA error|Assertion")
+SIGNALS = {
+    "SIGKILL": "Something outside killed it; most often the machine had no memory left.",
+    "SIGSEGV": "It touched memory that isn't its own: a fault in compiled code.",
+    "SIGABRT": "Compiled code gave up; its last output says why.",
+}
+JOINED = "Both are done for you: leave out init_process_group and destroy_process_group."
+MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
+    "name 'rank' is not defined": "A rank asks for its number: rank = dist.get_rank().",
+    "name 'world_size' is not defined": "A rank asks: world_size = dist.get_world_size().",
+    "default process group twice": JOINED,
+    "process group has not been initialized": JOINED,
+    "unhandled system error": "NCCL lacks something of the system's, in a container most often "
+    "shared memory: start it with --shm-size=2g. NCCL_DEBUG=INFO says more.",
+    "'tuple' object does not support item assignment": "tensor_split gives a tuple of views: "
+    "`chunks[i] += y` adds, and then tries to put the result into the tuple. Write "
+    "`chunks[i].add_(y)`, or name it first: `chunk = chunks[i]; chunk += y`.",
+    "'NoneType'": "Something is None here. torch.distributed's collectives work in place and "
+    "return None: call dist.all_reduce(x), then use x. And a parameter has no .grad before its "
+    "first backward, or if it isn't trained.",
+    "arg0: torch._C._distributed_c10d.ReduceOp": "After the tensor comes the operation, such as a "
+    "sum, and then the group: write group=group.",
+    "autograd kernel was not registered": "dist.all_reduce is unknown to autograd, so backward "
+    "may do anything. SumOverRanks.apply(x, group) is the same sum, and backward knows it.",
+    "does not require grad and does not have a grad_fn": "No graph leads to this tensor. Was it "
+    "detached, or computed under no_grad, or in a backward, where torch.enable_grad() is needed?",
+    "must be Tensor, not tensor": "A tile in a kernel is no PyTorch tensor: only Triton's "
+    "functions take it, such as tl.exp, tl.maximum and tl.sum.",
+}
+
+
+@dataclass
+class Failure:
+    """The failure of a rank as plain data: the exception itself might not survive the way back."""
+
+    kind: str  # the exception's class
+    message: str
+    frames: list[tuple[str, int, str]]  # (file, line, function), outermost first
+    at: float  # perf_counter
+
+
+Fall = Failure | int  # an exit code; negative: the signal that ended the rank
+
+
+def failure(error: BaseException) -> Failure:
+    """Describe `error`, without frames of this folder and of `__tracebackhide__` modules."""
+    try:
+        message = str(error)
+    except Exception as another:
+        message = f"(its text can't be had: {type(another).__name__} in __str__)"
+    if isinstance(error, SystemExit):
+        message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
+    message += "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
+    if error.__cause__ is not None:
+        message += f" (because of {type(error.__cause__).__name__}: {error.__cause__})"
+    frames = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        hidden = frame.f_globals.get("__tracebackhide__")
+        if not hidden and not code.co_filename.startswith(RUNTIME_FOLDER):
+            frames.append((code.co_filename, line, code.co_name))
+    if isinstance(error, SyntaxError) and error.filename:
+        message = error.msg
+        frames = [(error.filename, error.lineno or 0, "<module>")]
+    return Failure(type(error).__name__, message, frames, time.perf_counter())
+
+
+def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
+    """Return the rank that fell first on its own account, and those that fell in the same way.
+
+    A rank that only lost its connection fell because another had. fallen: {rank: how it fell}.
+    """
+
+    def blame(rank: int) -> tuple[bool, float]:
+        how = fallen[rank]
+        return lost_peer(how), getattr(how, "at", 0.0)
+
+    first = min(fallen, key=blame)
+    culprit, *alike = (r for r in fallen if r == first or _same(fallen[r], fallen[first]))
+    return culprit, alike
+
+
+def lost_peer(how: Fall | None) -> bool:
+    """Tell whether a rank fell only because another one did: its connection broke."""
+    if not isinstance(how, Failure):
+        return False
+    return how.kind in NETWORK and LOST_PEER.search(how.message) is not None
+
+
+def _same(one: Fall, other: Fall) -> bool:
+    """Tell whether two ranks failed alike, each perhaps naming itself."""
+    if not (isinstance(one, Failure) and isinstance(other, Failure)):
+        return False
+    alike = (one.kind, one.frames) == (other.kind, other.frames)
+    return alike and _anonymous(one.message) == _anonymous(other.message)
+
+
+def _anonymous(message: str) -> str:
+    return re.sub(r"\b(rank |dst=|src=)\d+|\b(0x)[\da-f]+", r"\1\2", message)
+
+
+# In words.
+
+
+def explain_fall(
+    fallen: dict[int, Fall],
+    look: Look,
+    noted: Callable[[int], tuple | None],
+    printed: Callable[[int], str],
+    place: Callable[[int], tuple | None],
+) -> tuple[int, str]:
+    """Return (the rank that fell first, what happened to it and to the others).
+
+    fallen: {rank: how it fell}. noted(rank): as `exits.noted_exit` tells. printed(rank): its
+    output. place(rank): the line at which a rank computes.
+    """
+    culprit, alike = first_to_fall(fallen)
+    how = fallen[culprit]
+    lines = [how_it_fell(culprit, how)]
+    if noted(culprit) is not None:
+        lines.append(f"  {describe_place(noted(culprit)[1])}")
+    if how == -signal.SIGABRT:  # each thread of a kernel says so, and hundreds of lines follow
+        faults = [line for line in printed(culprit).splitlines() if FAULT.search(line)]
+        lines += [f"  {line.strip()}" for line in faults[:1]]
+    if isinstance(how, Failure):
+        lines += lines_of(how.frames)
+    if alike:
+        lines.append(f"{name_ranks(alike).capitalize()} failed in the same way.")
+    if isinstance(how, Failure):
+        lines += [means for says, means in MEANS.items() if says in how.message]
+    others = (s.rank for s in look.now if s.rank not in (culprit, *alike) and s.state != "idle")
+    said = [what_became_of(rank, look, fallen.get(rank), place) for rank in others]
+    if said:
+        lines += ["The others were ended:", *said]
+    last = printed(culprit).strip().splitlines()[-LAST_LINES:]
+    if last:
+        lines += [f"Rank {culprit}'s last output:", *(f"  {line}" for line in last)]
+    return culprit, "\n".join(lines)
+
+
+def how_it_fell(rank: int, how: Fall) -> str:
+    """Say how a rank fell: 'rank 2 raised ValueError: ...', 'rank 2 was killed by SIGKILL.'"""
+    if isinstance(how, Failure):
+        message = "lost its connection to another rank" if lost_peer(how) else how.message
+        return f"rank {rank} raised {how.kind}: {message}".removesuffix(": ")
+    if how >= 0:
+        return f"rank {rank} exited with code {how}, in the middle of its work."
+    name = signal.Signals(-how).name if -how in iter(signal.Signals) else f"signal {-how}"
+    hint = f"\n  {SIGNALS[name]}" if name in SIGNALS else ""
+    return f"rank {rank} was killed by {name}.{hint}"
+
+
+def lines_of(frames: list[tuple[str, int, str]]) -> list[str]:
+    """Trace the way to an error through the reader's own code; of a recursion, its two ends."""
+    outside_torch = [frame for frame in frames if not is_library(frame[0])]
+    own = [frame for frame in outside_torch if not is_installed(frame[0])]
+    if own and outside_torch[-1] is not own[-1]:  # the framework's line that raised it
+        own.append(outside_torch[-1])
+    no_module_calls = [frame for frame in frames if frame[2] not in MODULE_CALLS]
+    shown = own or outside_torch or no_module_calls or frames
+    lines = [f"  {describe_place(frame)}" for frame in shown]
+    if len(lines) > MOST_FRAMES:
+        half = MOST_FRAMES // 2
+        lines[half:-half] = [f"  ... {len(lines) - 2 * half} more lines ..."]
+    return lines
+
+
+def what_became_of(
+    rank: int,
+    look: Look,
+    how: Fall | None = None,
+    place: Callable[[int], tuple | None] | None = None,
+) -> str:
+    """Say what a rank besides the culprit did: how it fell, or where it was when it was ended."""
+    if how is not None and not lost_peer(how):
+        frames = getattr(how, "frames", None)
+        where = f"\n  {lines_of(frames)[-1]}" if frames else ""
+        return f"  R{how_it_fell(rank, how)[1:]}{where}"
+    s = look.now[rank]
+    if s.state == "returned":
+        return f"  Rank {rank} had returned."
+    for record in reversed(look.records[rank]):
+        if record.done is None:
+            return f"  Rank {rank} was in {record.call}, {describe_place(record.place)}"
+    at = place(rank) if place and how is None else s.place
+    where = f", {describe_place(at)}" if at else "."
+    return f"  Rank {rank} was computing{where}"

@@ -1,0 +1,285 @@
+"""Look at the board: where every rank is, for which ranks it waits, and which can never go on."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record, unfitting
+
+ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
+INSIDE = "waiting", "polling"  # states of a rank that is inside a call
+ON_STREAM = "its stream waiting"  # of a GPU, while the program may go on
+FREE = "starting", "computing", "polling", ON_STREAM  # states of a rank that may still come
+POLLS_S = 1.0  # a rank that last polled a call longer ago than this has moved on
+
+
+@dataclass
+class Situation:
+    """The place and the wait of one rank."""
+
+    rank: int
+    state: str  # starting, computing, polling, waiting, its stream waiting, returned, idle
+    call: Record | None = None  # the call it sits in, or the last it made
+    missing: tuple[int, ...] = ()  # the ranks that have not come to that call
+    place: tuple | None = None  # file, line, function and perhaps via, where known
+    lost: Record | None = None  # the other side of its message, whose handle was let go
+    more: list["Situation"] = field(default_factory=list)  # what its other threads wait for
+    has_free_thread: bool = False  # a thread that has made calls, and waits in none
+    destroyed: dict[str, tuple] = field(default_factory=dict)  # {name of a group: where}
+
+
+class Look:
+    """One look at the board: each rank's last calls, and `now`, the situation of every rank.
+
+    events: `board.events()` of the moment since which nothing has moved; by default it is read
+    here. standstill: nothing has moved for long, so programs that wait for a GPU count as waiting,
+    and a group's calls on a GPU run one after the other: a rank hasn't come to a call while another
+    is in front of it. That isn't proof, since NCCL's buffers may let a short message overtake.
+    """
+
+    def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
+        self.board = board
+        self._events = board.events() if events is None else events
+        self._standstill = standstill
+        self.ranks = range(board.world_size)
+        self.records = [board.records(rank) for rank in self.ranks]
+        self._reached = [dict(map(_channel_and_seq, records)) for records in self.records]
+        self.now = [self._situation(rank) for rank in self.ranks]
+        self._put_hopeless_waits_first()
+
+    def is_still(self) -> bool:
+        """Tell whether no rank has written to the board since this look began."""
+        return self.board.events() == self._events
+
+    # Where each rank is.
+
+    def _situation(self, rank: int) -> Situation:
+        state = self.board.state(rank)
+        if state == DISAGREES:
+            last = self.records[rank][-1]
+            return Situation(rank, "waiting", last, (), last.place)
+        if state in ENDED:
+            return Situation(rank, ENDED[state])
+        waits = list(self._waits(rank))
+        if waits:
+            first, *first.more = waits
+            first.has_free_thread = self.board.threads(rank) > len(waits)
+            return first
+        on_stream = self._wait_on_stream(rank)
+        if on_stream is not None:
+            return on_stream
+        call = self._polled(rank)
+        if call is not None:
+            return Situation(rank, "polling", call, self.missing(call, rank), call.place)
+        return Situation(rank, "computing", place=self.board.place(rank))
+
+    def _waits(self, rank: int) -> Iterator[Situation]:
+        """Yield what each waiting thread of `rank` waits for."""
+        for index in self.board.waiting(rank):
+            call = self.board.record(rank, index)
+            if call is None or call.done is not None:
+                continue
+            call = self._in_front(call, rank)
+            lost = self._lost(call)
+            awaited = (call.peer,) if lost else self._awaited(call, rank)
+            yield Situation(rank, "waiting", call, awaited, call.place, lost)
+
+    def _wait_on_stream(self, rank: int) -> Situation | None:
+        """Return what the GPU of `rank` waits for while its program goes on, or None."""
+        held = [record for record in self.records[rank] if record.on_stream and record.waited]
+        if not held:
+            return None
+        last_in_line = {group_of(record): record for record in held}.values()
+        in_front = (self._in_front(record, rank) for record in last_in_line)
+        call = next((record for record in in_front if self._awaited(record, rank)), held[0])
+        state = "waiting" if self._standstill else ON_STREAM
+        return Situation(rank, state, call, self._awaited(call, rank), call.place)
+
+    def _polled(self, rank: int) -> Record | None:
+        """Return the call for which `rank` waits by `is_completed()` again and again, or None."""
+        polled = self.board.polled(rank)
+        if polled is None or not 0 <= time.perf_counter() - polled[1] < POLLS_S:
+            return None
+        call = self.board.record(rank, polled[0])
+        return call if call is not None and call.done is None else None
+
+    def _put_hopeless_waits_first(self) -> None:
+        """Show, of several threads' waits, one that can never end: it says most."""
+        for s in self.now:
+            s.destroyed = self.board.destroyed(s.rank)
+        for s in list(self.now):
+            waits = [s, *s.more]
+            hopeless = next((wait for wait in waits if self.gone(wait)), s)
+            if hopeless is not s:
+                hopeless.more = [wait for wait in waits if wait is not hopeless]
+                hopeless.destroyed = s.destroyed
+                hopeless.has_free_thread = s.has_free_thread
+                self.now[s.rank] = hopeless
+
+    # Who is missing from a call.
+
+    def missing(self, call: Record, rank: int) -> tuple[int, ...]:
+        """Return the members of `call`, which `rank` made, that have not come to it."""
+        others = (other for other in call.ranks if other != rank)
+        return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
+
+    def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
+        """Return the members that `call` of `rank` waits for, in line or not."""
+        missing = self.missing(call, rank)
+        if not self._standstill:
+            return missing
+        others = (other for other in call.ranks if other != rank)
+        return tuple(r for r in others if r in missing or self._is_behind(call, r))
+
+    def _in_front(self, call: Record, rank: int) -> Record:
+        """Return what holds up `call` of `rank`: itself, or one before it in its line."""
+        line = [record for record in self._line(call, rank) if record.issued <= call.issued]
+        if self._standstill and line:
+            line = _front(line)
+            call = line[0]
+        return next((record for record in line if self._awaited(record, rank)), call)
+
+    def _line(self, call: Record, rank: int) -> list[Record]:
+        """Return the open calls of `rank` in the group of `call`, if they are on a GPU."""
+        open_calls = (record for record in self.records[rank] if record.on_stream)
+        return [record for record in open_calls if group_of(record) == group_of(call)]
+
+    def _is_behind(self, call: Record, rank: int) -> bool:
+        """Tell whether `rank` has made `call`, but behind one that isn't over."""
+        line = self._line(call, rank)
+        behind = line[len(_front(line)) :]
+        return _channel_and_seq(call) in map(_channel_and_seq, behind)
+
+    def _lost(self, call: Record) -> Record | None:
+        """Return the other side of a message if its handle was let go: it may never complete."""
+        if call.op not in MESSAGES or call.peer is None:
+            return None
+        for record in self.records[call.peer]:
+            if (record.channel, record.seq) == (call.channel, call.seq) and record.dropped:
+                return record
+        return None
+
+    # Who can never go on.
+
+    def gone(self, s: Situation) -> list[int]:
+        """Return the ranks that `s` waits for and that will never come.
+
+        They have returned, or destroyed the group. A receive from any rank is hopeless only once
+        all of them have.
+        """
+        if s.call is None:
+            return []
+        never = [rank for rank in s.missing if self._is_gone(rank, s.call)]
+        if s.call.channel.endswith("?") and len(never) < len(s.missing):
+            return []
+        return never
+
+    def _is_gone(self, rank: int, call: Record) -> bool:
+        s = self.now[rank]
+        return s.state in ("returned", "idle") or group_of(call) in s.destroyed
+
+    def deadlocked(self, states: tuple[str, ...] = ("waiting",)) -> list[int]:
+        """Return the ranks that can never go on: in the end they wait only for ranks that are gone.
+
+        A rank that computes may still come, also while its stream waits; so may a second thread. A
+        call to which all ranks have come goes on. Nobody comes to a group that it has destroyed.
+        states: of the ranks that count as waiting.
+        """
+        on_stream = [s for s in self.now if s.state == ON_STREAM]
+        waiting = [s for s in self.now if s.state in states]
+        free = {s.rank for s in self.now if s.state in set(FREE).difference(states)}
+        free |= {s.rank for s in waiting if s.has_free_thread}
+        for _ in waiting:  # each round frees at least one rank, or none will be freed any more
+            for s in waiting:
+                if any(self._may_go_on(wait, free) for wait in (s, *s.more)):
+                    free.add(s.rank)
+        stuck = [s.rank for s in waiting if s.rank not in free or self.gone(s)]
+        return sorted(stuck + [s.rank for s in on_stream if not self._may_go_on(s, free)])
+
+    def _may_go_on(self, s: Situation, free: set[int]) -> bool:
+        if self.gone(s):
+            return False
+        if s.call.channel.endswith("?"):  # from any rank: one that comes is enough
+            return not s.missing or not free.isdisjoint(s.missing)
+        return free.issuperset(s.missing)
+
+    def polled_in_vain(self) -> list[int]:
+        """Return the ranks that ask in vain, again and again, whether a call is complete.
+
+        They may go on all the same: such a loop may have an end of its own.
+        """
+        if all(s.state != "polling" for s in self.now):
+            return []
+        return self.deadlocked(INSIDE)
+
+    # Waits that leave no mark.
+
+    def unseen(self) -> Iterator[Situation]:
+        """Yield open collectives that lack members, made by ranks that are shown as computing.
+
+        A rank may wait for one in C++, where no mark is left, if its future was taken:
+        DistributedDataParallel does so.
+        """
+        for s in self.now:
+            for call in self.records[s.rank] if s.state == "computing" else ():
+                if call.op in MESSAGES or call.done is not None or not call.by_future:
+                    continue
+                if missing := self.missing(call, s.rank):
+                    destroyed = {"destroyed": s.destroyed}
+                    yield Situation(s.rank, "waiting", call, missing, call.place, **destroyed)
+
+    def abandoned(self) -> list[Situation]:
+        """Return, of each rank, the first unseen wait for a member that will never come."""
+        found = {s.rank: s for s in reversed([*self.unseen()]) if self.gone(s)}
+        return [found[rank] for rank in sorted(found)]
+
+    def show_abandoned(self, sleeps: Callable[[int], bool]) -> None:
+        """Show ranks as waiting that seem to compute, but sleep with an abandoned call open.
+
+        sleeps(rank) tells whether that rank burns no CPU.
+        """
+        for hidden in self.abandoned():
+            if hidden.call.on_stream or sleeps(hidden.rank):
+                self.now[hidden.rank] = hidden
+
+    # Whether the ranks agree.
+
+    def mismatch(self) -> dict[int, Record] | None:
+        """Return the first call in which ranks differ, {rank: what it said}, or None."""
+        said: dict[tuple[str, int], dict[int, Record]] = {}
+        for rank in self.ranks:
+            for record in self.records[rank]:
+                if record.fingerprint:
+                    said.setdefault(_channel_and_seq(record), {})[rank] = record
+        different = []
+        for by_rank in said.values():
+            alike = len({record.fingerprint for record in by_rank.values()}) == 1
+            if not alike or unfitting(by_rank):
+                different.append(by_rank)
+        return min(different, key=_first_issue, default=None)
+
+    def in_step(self) -> bool:
+        """Tell whether all ranks are idle and have made the same calls, so that they can go on."""
+        if any(s.state != "idle" for s in self.now):
+            return False
+        return not any(self.missing(r, rank) for rank in self.ranks for r in self.records[rank])
+
+
+def group_of(call: Record) -> str:
+    """Return the name of a call's group: its channel's first word."""
+    return call.channel.partition(" ")[0]
+
+
+def _front(line: list[Record]) -> list[Record]:
+    """Return the calls that can run now: the first, or the whole batch that it begins."""
+    rest = itertools.takewhile(lambda record: record.batched, line[1:])
+    return [*line[:1], *rest]
+
+
+def _channel_and_seq(record: Record) -> tuple[str, int]:
+    return record.channel, record.seq
+
+
+def _first_issue(by_rank: dict[int, Record]) -> float:
+    return min(record.issued for record in by_rank.values())

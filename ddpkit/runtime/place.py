@@ -1,0 +1,128 @@
+"""Find the line of the reader's own code that makes a call, and write it for a report."""
+
+import linecache
+import os
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+
+def _folders(*paths: str) -> tuple[str, ...]:
+    return tuple(os.path.normpath(path) + os.sep for path in paths)
+
+
+# A report skips frames of torch and ddpkit: it names the reader's own line.
+_LIBRARY_FOLDERS = _folders(
+    os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+)
+_PYTHONS_OWN = *_folders(sysconfig.get_path("stdlib")), "<frozen"
+# Frameworks that the reader has installed, such as accelerate and lightning.
+_INSTALLED_FOLDERS = _folders(
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+)
+# torch wraps the functions that it calls deprecated with it.
+_WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
+
+
+@cache
+def is_library(file: str) -> bool:
+    """Tell whether `file` is torch's, ddpkit's or Python's own."""
+    return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
+
+
+@cache
+def is_pythons(file: str) -> bool:
+    """Tell whether `file` is Python's own; installed packages may lie in a folder within."""
+    return file.startswith(_PYTHONS_OWN) and not is_installed(file)
+
+
+@cache
+def is_installed(file: str) -> bool:
+    """Tell whether `file` was installed, as a framework is; the reader's own code isn't."""
+    return file.startswith(_INSTALLED_FOLDERS)
+
+
+def call_site(skip: int = 1) -> tuple[str, int, str, str]:
+    """Return (file, line, function, via) of the innermost frame that is the reader's own.
+
+    skip: the number of innermost frames that are certainly ours. Building a frame object for each
+    would take time.
+    """
+    return place_in(sys._getframe(skip))
+
+
+def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
+    """Return (file, line, function, via) of the reader's own line in a stack.
+
+    via: the innermost line of an installed framework that was called from there, if there is one.
+    """
+    outside_torch = innermost(frame, is_library)
+    if outside_torch is None:
+        in_backward = _in_backward()
+        return _place(frame) if in_backward is None else place_in(in_backward)
+    if not is_installed(outside_torch.f_code.co_filename):
+        return _place(outside_torch)
+    own = innermost(outside_torch, _is_library_or_installed)
+    if own is None:
+        return _place(outside_torch)
+    file, line, function, _ = _place(outside_torch)
+    return *_place(own)[:3], f"{file}:{line}:{function}"
+
+
+def _in_backward() -> types.FrameType | None:
+    """Return the frame in which a thread waits for autograd's engine, or None.
+
+    On a GPU, hooks run on the engine's own threads, whose stacks hold no line of the reader's.
+    """
+    for frame in sys._current_frames().values():
+        while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+            frame = frame.f_back
+        if innermost(frame, is_library) is not None:
+            return frame
+    return None
+
+
+def innermost(frame: types.FrameType | None, skipped: Callable) -> types.FrameType | None:
+    """Return the innermost frame whose file isn't `skipped`, or None."""
+    while frame is not None and skipped(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_library_or_installed(file: str) -> bool:
+    return is_library(file) or is_installed(file)
+
+
+def _place(frame: types.FrameType) -> tuple[str, int, str, str]:
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, ""
+
+
+def describe_place(place: tuple) -> str:
+    """Write a place: 'step, line 3: dist.all_reduce(x)' in a cell, 'train.py:12 in step: ...'.
+
+    The number of a cell is left out: it differs from session to session.
+    """
+    file, line, function, *_ = place
+    whole = function == "<module>"
+    where = f"{short_path(file)}:{line}" + ("" if whole else f" in {function}")
+    if file.startswith("<") or "ipykernel_" in file:
+        where = f"line {line} of the cell" if whole else f"{function}, line {line}"
+    text = linecache.getline(file, line).strip()
+    return f"{where}: {text}" if text else where
+
+
+def short_path(file: str) -> str:
+    """Return the part of a path that others understand: from its package on, or its name."""
+    folders = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+    for folder in (*folders, *site.getsitepackages()):
+        if file.startswith(folder + os.sep):
+            return file[len(folder) + 1 :].replace(os.sep, "/")
+    return os.path.basename(file)

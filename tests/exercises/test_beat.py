@@ -1,0 +1,86 @@
+"""Numbers to beat: counted, refused where torch did the work, and remembered."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpkit import launch
+from ddpkit.exercises import beat
+from ddpkit.pipeline import one_f_one_b, zero_bubble
+from ddpkit.ring import ring_all_reduce
+
+
+def _exchanged(exchange):
+    x = torch.full((4,), 4.0 * 10 ** dist.get_rank())
+    exchange(x)
+    return x
+
+
+def _ring(x):
+    ring_all_reduce(x)
+    x /= dist.get_world_size()
+
+
+def _by_torch(x):
+    dist.all_reduce(x)
+    x /= dist.get_world_size()
+
+
+def _nothing(x):
+    pass
+
+
+def test_a_server_is_beaten_by_messages_alone():
+    judged = {}
+    for exchange in (_ring, _by_torch, _nothing):
+        run = launch(_exchanged, exchange, world_size=4, backend="gloo")
+        judged[exchange] = beat.beat_server(run, [1111.0] * 4, nbytes=16)
+    assert judged[_ring].passed
+    assert "yours 3 Φ through the busiest rank · par 3 · nobody below 3" in judged[_ring].text
+    assert "It doesn't count: Use only dist.send" in judged[_by_torch].text
+    assert "a rank's x isn't the mean" in judged[_nothing].text
+
+
+def _steps(by_torch):
+    x = torch.ones(64)
+    if by_torch:
+        dist.all_reduce(x)
+    else:
+        ring_all_reduce(x)
+    return 0.0
+
+
+def test_a_step_is_counted_in_messages():
+    run = launch(_steps, False, world_size=4, backend="gloo")
+    assert "yours 384 bytes a rank and step · par 192" in beat.beat_lean_step(run, 1).text
+    run = launch(_steps, True, world_size=4, backend="gloo")
+    assert "It doesn't count" in beat.beat_lean_step(run, 1).text
+
+
+def test_schedules_are_judged_in_ticks_and_in_what_they_hold():
+    plan = one_f_one_b(4, 8)
+    assert "holds more than 3" in beat.beat_schedule(plan, 4, 8, most=3).text
+    assert "yours 33 ticks" in beat.beat_schedule(plan, 4, 8, most=4).text
+    assert beat.beat_schedule(zero_bubble(4, 8), 4, 8, most=4).passed
+    again = beat.beat_schedule(plan, 4, 8, most=4).text
+    assert "your best 27" in again  # it remembers
+    short = [row[:0] for row in plan[:-1]] + [[]]
+    short[0] = ["0F0", "0B0"]
+    assert "some forwards are missing" in beat.beat_schedule(short, 4, 8, most=4).text
+
+
+def _learned(sends):
+    x = torch.ones(8)
+    dist.all_reduce(x)
+    return 0.5, torch.ones(2) * (1 if sends else dist.get_rank())
+
+
+def test_a_block_keeps_its_parameters():
+    plain, lean = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    run = launch(_learned, True, world_size=2, backend="gloo")
+    assert beat.beat_block(run, 1, plain, plain).text == "yours 32 bytes a step · your best 32"
+    assert "lost parameters" in beat.beat_block(run, 1, lean, plain).text
+    (plain.weight.sum() * 2).backward()
+    assert "bias takes no part" in beat.beat_block(run, 1, plain, plain).text
+    run = launch(_learned, False, world_size=2, backend="gloo")
+    assert "ranks went apart" in beat.beat_block(run, 1, lean, lean).text
