@@ -74,6 +74,7 @@ class FSDP(nn.Module):
         self.module = module
         self.group = group
         check_same_on_all_ranks("module", module.named_parameters(), group)
+        # Who travels with whom; then each parameter is cut, unit by unit on the meta device.
         plan = plan_units(module, wrap)
         sharded = shard_parameters(module, group)
         broadcast(module.buffers(), group)
@@ -83,10 +84,12 @@ class FSDP(nn.Module):
             parameters = [sharded[each] for each in inside]
             how = compute_dtype, reduce_dtype, group, transport
             unit = Unit(name or "the root", submodule, parameters, *how)
+            # The root stays whole by default: backward begins with it.
             unit.reshard = reshard_after_forward
             if reshard_after_forward is None:
                 unit.reshard = name != ""
             self.units.append(unit)
+        # From here on the hooks gather, drop and reduce.
         self.conductor = Conductor(self.units, group, compute_dtype, self.overlap)
 
     def forward(self, *args, **kwargs):
@@ -123,6 +126,7 @@ class FSDP(nn.Module):
         if not self.conductor.syncing:
             return
         self.conductor.synchronize()
+        # Every trained parameter must have been used in this step, or its shard would stand still.
         unused = []
         for unit in self.units:
             unused += [each.name for each in unit.trained if not each.used]
@@ -158,6 +162,7 @@ class FSDP(nn.Module):
         Cost: as an all-gather of each unit, and the memory of the whole model.
         RuntimeError: a rank calls alone (on Gloo).
         """
+        # A rank that calls alone is told so, before it can hang in the first gather.
         check_all_call("full_parameters", self.group)
         self.drop()
         found = {}
