@@ -170,6 +170,7 @@ def build(source: Path, target: Path, run: bool = True) -> None:
         if run:
             ran = nbformat.read(path, as_version=4)
             refresh.run(ran, path.parent)
+            refresh.refuse_large(ran)
             frames = players(ran)
         entries.append(entry(path.stem, notebook))
         (target / f"{path.stem}.html").write_text(page(notebook, frames), encoding="utf-8")

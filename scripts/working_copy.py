@@ -20,6 +20,7 @@ SETTINGS = {  # file in this folder: where JupyterLab looks for it
     "overrides.json": "share/jupyter/lab/settings",
     "jupyter_server_config.py": "etc/jupyter",
     "custom.css": "etc/jupyter/custom",
+    "ipython_kernel_config.py": "etc/ipython",
 }
 
 

@@ -83,6 +83,8 @@ def lab(tmp_path_factory):
     (home / "config/custom").mkdir()
     shutil.copy(ROOT / "scripts/jupyter_server_config.py", home / "config")
     shutil.copy(ROOT / "scripts/custom.css", home / "config/custom")
+    (home / "ipython/profile_default").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/ipython_kernel_config.py", home / "ipython/profile_default")
     settings = json.loads((ROOT / "scripts/overrides.json").read_text())  # as make lab brings them
     # Otherwise cells outside the window are not in the page.
     settings["@jupyterlab/notebook-extension:tracker"] = {"windowingMode": "none"}
@@ -316,6 +318,12 @@ def test_no_output_is_wider_than_its_box(notebook):
     notebook.page.set_viewport_size(old)
     prose = "getComputedStyle(document.querySelector('.jp-RenderedMarkdown p')).maxWidth"
     assert notebook.page.evaluate(prose) != "none"
+
+
+def test_a_new_kernel_says_nothing_on_the_terminal(notebook, lab):
+    log = (lab[2].parent / "log").read_text()
+    assert "Kernel started" in log
+    assert "encryption" not in log
 
 
 def test_every_control_and_picture_has_a_name(notebook):

@@ -1,7 +1,5 @@
 """The pictures and the calculator of notebook 12, by their text."""
 
-from types import SimpleNamespace
-
 from ddpkit.lesson import fsdp_charts
 
 
@@ -9,13 +7,6 @@ def test_rows_and_what_is_padding():
     said = repr(fsdp_charts.rows_on_ranks({"A": 5, "B": 1}, world_size=4))
     assert "A, 5 rows: 2 + 2 + 1 + 0" in said
     assert "B, 1 row: 1 + 0 + 0 + 0" in said
-
-
-def test_calls_in_words():
-    said = [("all_gather", 8), ("barrier", 0), ("reduce_scatter", 16)]
-    records = [SimpleNamespace(op=op, bytes=nbytes) for op, nbytes in said]
-    names = {("all_gather", 8): "b0", ("reduce_scatter", 16): "b0"}
-    assert fsdp_charts.in_words(records, names) == ["AG b0", "RS b0"]
 
 
 def test_peaks_by_the_size_of_a_unit():
@@ -31,8 +22,3 @@ def test_worth_at_the_published_figures():
     assert nvlink.startswith("NVLink 4: data parallel 0.13, FSDP 0.13, tensor 1.8")
     assert wire.startswith("400 Gbit: data parallel 0.96, FSDP 0.96, tensor 14")
     assert repr(fsdp_charts.worth_calculator()).startswith("8 ranks, 8,192 tokens each")
-
-
-def test_predictions_beside_measurements():
-    said = fsdp_charts.beside([0.1], [0.15], ["few"]).splitlines()
-    assert said[1].split() == ["few", "100", "ms", "150", "ms", "1.50"]

@@ -6,10 +6,10 @@ All are collectives: every rank of the group that shares the tensor must call.
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..fsdp import FSDP
+from ..fsdp.by_hand import gather_rows
 from ..tensor_parallel.split import join
 from ..zero import Bucket, ZeroOptimizer
 
@@ -24,19 +24,12 @@ def whole_tensor(root: nn.Module, path: str, value: Tensor | None) -> Tensor | N
         dim, hands = layer.split[name]
         return join(value, dim, hands, layer.group)
     if isinstance(root, FSDP):
-        return gather_rows(value, root.shapes()[path.removeprefix("module.")], root.group)
+        shape = root.shapes()[path.removeprefix("module.")]
+        length = shape[0] if shape else 1  # a scalar is one row
+        return gather_rows(value, length, root.group).view(shape)
     if hasattr(value, "full_tensor"):  # a DTensor: FSDP2, PyTorch's tensor parallelism
         return value.full_tensor()
     return value
-
-
-def gather_rows(shard: Tensor, shape: torch.Size, group: ProcessGroup | None) -> Tensor:
-    """Put a parameter of FSDP together: each rank has ⌈d/W⌉ rows of it, the last ranks fewer."""
-    world_size = dist.get_world_size(group)
-    length = shape[0] if shape else 1  # a scalar is one row
-    rows = -(-length // world_size)
-    hands = [torch.arange(length)[rank * rows : (rank + 1) * rows] for rank in range(world_size)]
-    return join(shard, 0, hands, group).view(shape)
 
 
 def parts_of_optimizer(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:

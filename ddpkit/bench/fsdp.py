@@ -20,33 +20,26 @@ from ..runtime.launch import launch
 from . import training
 from .interleave import Contest, check_close, race
 from .results import AGAIN, SPEED, Goal, Results, report, results_of
-from .training import Task, count_steps, gpt, tell_counted
+from .training import Replica, Task, add_bytes, count_bytes, gpt
 
 ROUNDS = 24
 TORCH, PLAIN, OURS = "fully_shard", "FSDP", "fast FSDP"
 VARIANTS = TORCH, PLAIN, OURS
 GOALS = [Goal(OURS, TORCH, 1.0), Goal(PLAIN, TORCH, 1.0)]
 LEGEND = f"""\
-Step: forward, backward and update, with SGD. Sent: MB by a rank in a step.
+Step: forward, backward, update with SGD. Sent: MB by a rank in a step.
 Peak: MB of tensors, the shards included; scratch memory of Gloo's not.
 {SPEED}"""
 MODELS = {"12 × Linear(1024)": partial(training.linears, rows=64), "GPT": gpt}
 
 
-class Replica(training.Replica):
-    """A sharded model; its optimizer is made after the wrapping, as `fully_shard` wants it."""
-
-    def __init__(self, make: Callable[[], Task], wrap: Callable[[nn.Module], nn.Module]):
-        super().__init__(make, wrap, None)
-        self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=1e-3)
-
-    def whole(self) -> Tensor:
-        """Gather all parameters, end to end."""
-        if isinstance(self.wrapped, fsdp.FSDP):
-            parts = self.wrapped.full_parameters().values()
-        else:
-            parts = [each.full_tensor() for each in self.module.parameters()]
-        return torch.cat([each.detach().flatten() for each in parts])
+def whole(replica: Replica) -> Tensor:
+    """Gather all parameters, end to end."""
+    if isinstance(replica.wrapped, fsdp.FSDP):
+        parts = replica.wrapped.full_parameters().values()
+    else:
+        parts = [p.full_tensor() for p in replica.module.parameters()]
+    return torch.cat([part.detach().flatten() for part in parts])
 
 
 def fully_sharded(module: nn.Module, group: ProcessGroup) -> nn.Module:
@@ -67,28 +60,30 @@ def make_replicas(
     torchs = partial(fully_sharded, group=group)
     ours = {PLAIN: partial(fsdp.FSDP, group=group), OURS: partial(fast.FSDP, group=group)}
     wraps = {TORCH: torchs, **ours, TORCH + AGAIN: torchs}
-    return {n: Replica(make, wrap) for n, wrap in wraps.items() if n in {*names, TORCH + AGAIN}}
+    sgd = partial(torch.optim.SGD, lr=1e-3)
+    wanted = {*names, TORCH + AGAIN}
+    return {name: Replica(make, wrap, sgd) for name, wrap in wraps.items() if name in wanted}
 
 
 def contest(make: Callable[[], Task], names: Iterable[str], group: ProcessGroup) -> Contest:
     replicas = make_replicas(make, group, names)
 
     def found() -> int:
-        right = replicas[TORCH].whole()
+        right = whole(replicas[TORCH])
         for name, replica in replicas.items():
-            check_close(name, replica.whole(), right, 1e-5)
+            check_close(name, whole(replica), right, 1e-5)
         return right.nbytes
 
-    return Contest({name: each.step for name, each in replicas.items()}, found=found)
+    return Contest({name: replica.step for name, replica in replicas.items()}, found=found)
 
 
 def count(make: Callable[[], Task], names: Iterable[str]) -> dict[str, tuple[float, int]]:
     """{variant: (bytes that this rank sends in a step, the most bytes of its tensors)}."""
-    return count_steps(make_replicas(make, dist.group.WORLD, names), peak)
+    return count_bytes(make_replicas(make, dist.group.WORLD, names), peak_bytes)
 
 
-def peak(replica: Replica) -> int:
-    known = [getattr(each, "_local_tensor", each) for each in replica.module.parameters()]
+def peak_bytes(replica: Replica) -> int:
+    known = [getattr(p, "_local_tensor", p) for p in replica.module.parameters()]
     return most_bytes(replica.step, known)
 
 
@@ -98,9 +93,10 @@ def measure(models: dict = MODELS, rounds: int = ROUNDS, names: Iterable[str] = 
     for model, make in models.items():
         seconds, sizes = race(partial(contest, make, names), rounds, world_size=2)
         counted = launch(count, make, names, world_size=2, backend="gloo")
-        case = results_of(model, seconds, 2, sizes[0])
-        tell_counted(case, list(counted), "Peak")
-        found += case
+        results = results_of(model, seconds, 2, sizes[0])
+        for result in results:
+            add_bytes(result, list(counted), "Peak")
+        found += results
     return found
 
 

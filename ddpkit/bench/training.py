@@ -1,4 +1,4 @@
-"""Training steps that take turns: the common part of `ddp` and `zero`.
+"""Training steps that take turns: the common part of `ddp`, `zero` and `fsdp`.
 
 Each variant trains its own replica of the same model on the same data; in the end all must have
 the same parameters.
@@ -49,9 +49,9 @@ class Replica:
 
     def __init__(self, make: Callable[[], Task], wrap: Callable, optimize: Callable | None):
         self.module, self.loss = make()
-        self.trained = [each for each in self.module.parameters() if each.requires_grad]
+        self.wrapped = wrap(self.module)  # first: it may replace the parameters by shards
+        self.trained = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimize(self.trained) if optimize else None
-        self.wrapped = wrap(self.module)
 
     def step(self) -> None:
         self.module.zero_grad()
@@ -60,32 +60,6 @@ class Replica:
             self.wrapped.synchronize()
         if self.optimizer:
             self.optimizer.step()
-
-
-def count_steps(
-    replicas: dict[str, Replica], other: Callable[[Replica], int]
-) -> dict[str, tuple[float, int]]:
-    """{variant: (bytes that this rank sends in a step, other(replica) after it)}."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    found = {}
-    for name, replica in replicas.items():
-        for _ in range(WARM_UP):
-            replica.step()
-        before = len(recorder().records)
-        replica.step()
-        step = recorder().records[before:]
-        sent = sum(sent_by_all(record, rank, world_size) for record in step)
-        found[name] = sent, other(replica)
-    return found
-
-
-def tell_counted(results: list[Result], counted: list[dict], other: str) -> None:
-    """Add columns of megabytes: sent by a rank, and the most of `other`. counted: by each rank."""
-    for each in results:
-        sent, most = zip(*(rank[each.variant] for rank in counted), strict=True)
-        each.columns["Sent"] = f"{statistics.mean(sent) / 1e6:.4g}"
-        each.columns[other] = f"{max(most) / 1e6:.4g}"
 
 
 def race_replicas(
@@ -104,9 +78,10 @@ def race_replicas(
 
         def found() -> int:
             check_alike(replicas, plain)
-            return sum(each.nbytes for each in replicas[COMPUTE].trained)
+            return sum(p.nbytes for p in replicas[COMPUTE].trained)
 
-        return Contest({name: each.step for name, each in replicas.items()}, found=found)
+        steps = {name: replica.step for name, replica in replicas.items()}
+        return Contest(steps, found=found)
 
     seconds, (nbytes, _) = race(contest, rounds, 2, link)
     return seconds, nbytes
@@ -119,3 +94,30 @@ def check_alike(replicas: dict[str, Replica], group: ProcessGroup) -> None:
     for name, replica in replicas.items():
         if name != COMPUTE:
             check_close(name, parameters_to_vector(replica.module.parameters()), right, 1e-5)
+
+
+def count_bytes(
+    replicas: dict[str, Replica], count: Callable[[Replica], int]
+) -> dict[str, tuple[float, int]]:
+    """Count {variant: (bytes that this rank sends in a step once warmed up, `count(replica)`)}."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, replica in replicas.items():
+        for _ in range(WARM_UP):
+            replica.step()
+        before = len(recorder().records)
+        replica.step()
+        step = recorder().records[before:]
+        sent = sum(sent_by_all(record, rank, world_size) for record in step)
+        found[name] = sent, count(replica)
+    return found
+
+
+def add_bytes(result: Result, counted: list[dict[str, tuple[float, int]]], heading: str) -> None:
+    """Add columns of MB: sent by a rank, on average; and the largest of the ranks' `heading`.
+
+    counted: of each rank, {variant: (bytes sent, bytes of what `heading` names)}.
+    """
+    sent, others = zip(*(rank[result.variant] for rank in counted), strict=True)
+    result.columns["Sent"] = f"{statistics.mean(sent) / 1e6:.4g}"
+    result.columns[heading] = f"{max(others) / 1e6:.4g}"

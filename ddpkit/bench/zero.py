@@ -27,11 +27,11 @@ from .training import (
     COMPUTE,
     Replica,
     Task,
-    count_steps,
+    add_bytes,
+    count_bytes,
     gpt,
     itself,
     race_replicas,
-    tell_counted,
 )
 
 ROUNDS = 24
@@ -91,7 +91,7 @@ def make_replicas(
 
 def count(make: Callable[[], Task], names: Iterable[str]) -> dict[str, tuple[float, int]]:
     """{variant: (bytes that this rank sends in a step, bytes of its optimizer's state)}."""
-    return count_steps(make_replicas(make, dist.group.WORLD, names), state_bytes)
+    return count_bytes(make_replicas(make, dist.group.WORLD, names), state_bytes)
 
 
 def state_bytes(replica: Replica) -> int:
@@ -120,15 +120,15 @@ def measure(
 
 
 def together(model: str, seconds: dict, nbytes: int, counted: list[dict]) -> list[Result]:
-    """The results of one case; nbytes: of the gradients; counted: by each rank."""
+    """Make the results of one case; nbytes: of the gradients; counted: by each rank."""
     sync_s = {}
     for name, steps in seconds.items():
         if name != COMPUTE:
             sync_s[name] = tuple(map(operator.sub, steps, seconds[COMPUTE]))
     found = results_of(model, sync_s, 2, nbytes)
-    for each in found:
-        each.columns["Step"] = duration(statistics.median(seconds[each.variant]))
-    tell_counted(found, counted, "State")
+    for result in found:
+        result.columns["Step"] = duration(statistics.median(seconds[result.variant]))
+        add_bytes(result, counted, "State")
     return found
 
 

@@ -12,7 +12,9 @@ from .collectives import (
     tree_broadcast,
     tree_reduce,
 )
+from .context_parallel import HeadsForTokens, pairs_of_hop, ring_backward, zigzag
 from .data_parallel import HookedDDP, NaiveDDP, average_gradients, push_and_pull, serve, sum_or_mean
+from .experts import expert_gradients, move_bias, through_experts, within_capacity
 from .few_hops import alpha_beta, halving_doubling_all_reduce
 from .flash_attention import flash_backward, flash_forward
 from .flash_kernel import flash_kernel

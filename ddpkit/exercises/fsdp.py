@@ -112,13 +112,13 @@ pads_in_front: padded[: len(shard)] = shard → padded[rows - len(shard) :] = sh
     The padding belongs behind the shard's rows: only then is it at the end, where it can be cut.
 in_float32: shard.new_zeros(rows, *shard.shape[1:]) → torch.zeros(rows, *shard.shape[1:])
     The result has another dtype than the shard: shard.new_zeros keeps it.
-of_its_own: dist.all_gather(parts, padded) → parts = [padded] * world_size
+of_its_own: dist.all_gather(parts, padded, group=group) → parts = [padded] * world_size
     Every rank repeated its own shard. Nothing was sent.
 backwards: torch.cat(parts) → torch.cat(parts[::-1])
     Rank 0 has the first rows.
 stacked: torch.cat(parts)[:length] → torch.stack(parts)[:length]
     torch.stack makes a new axis, one a rank: torch.cat lays rows below rows.
-by_adding: dist.all_gather(parts, padded) → dist.all_gather(parts, padded)
+by_adding: dist.all_gather(parts, padded, group=group) → dist.all_gather(parts, padded)
     ⏎dist.all_reduce(padded.clone())
     One all-gather is enough.
 """),

@@ -1,4 +1,4 @@
-"""From tokens to experts and back, as index arithmetic: no process, no message.
+"""Index arithmetic from tokens to experts and back: no process, no message.
 
 A routing table is (T, k): the numbers of the experts that each token visits. Notebook 13.
 """

@@ -17,22 +17,23 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 Block = Callable[[Tensor, Tensor], Tensor]  # block(x, weight)
 
 
-def gather_rows(shard: Tensor, length: int) -> Tensor:
+def gather_rows(shard: Tensor, length: int, group: ProcessGroup | None = None) -> Tensor:
     """All-gather a parameter of `length` rows from the ranks' shards.
 
     shard: (rows, ...), the same on every rank but for the rows; perhaps none. Returns a new tensor.
     Cost: one all-gather of ⌈length/W⌉ rows, padding included.
     """
-    world_size = dist.get_world_size()
+    world_size = dist.get_world_size(group)
     rows = -(-length // world_size)
     padded = shard.new_zeros(rows, *shard.shape[1:])
     padded[: len(shard)] = shard
     parts = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group=group)
     return torch.cat(parts)[:length]
 
 

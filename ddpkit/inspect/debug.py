@@ -22,7 +22,8 @@ from .session import Session
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    prog, says = "python -m ddpkit.debug", __doc__.splitlines()[0]
+    prog = "python -m ddpkit.debug"
+    says = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog=prog, description=says)
     parser.add_argument("--world-size", type=int, help="start so many ranks here, by torchrun")
     parser.add_argument("--trace", help="write a Chrome trace to this file at the end")

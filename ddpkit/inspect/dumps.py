@@ -42,7 +42,8 @@ def read_dumps(folder: str | Path) -> dict[int, dict]:
 
     ValueError: no dumps there, or something that is none, or of a version that isn't known.
     """
-    folder, files = Path(folder), {}
+    folder = Path(folder)
+    files = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         number = re.search(r"(\d+)$", path.name)
         if number and path.is_file():
@@ -124,7 +125,8 @@ def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Recor
     if name in MESSAGES:  # "0->1" or "1<-0", as places in the group
         members = tuple(members[int(place)] for place in re.findall(r"\d+", peers))
         members = members if name == "send" else members[::-1]
-        channel, fingerprint = f"{group} {members[0]}>{members[1]}", f"{numel} {dtype}"
+        channel = f"{group} {members[0]}>{members[1]}"
+        fingerprint = f"{numel} {dtype}"
     said = Said(
         op=name,
         group="world" if len(members) == len(everybody) else f"group {list(members)}",

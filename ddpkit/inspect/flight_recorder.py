@@ -49,7 +49,8 @@ def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
         description = "default_pg" if world else "undefined"
         groups[record.channel] = description, ranks
         entry = _entry(record, rank, ranks, clock_s)
-        entry["record_id"], entry["op_id"] = len(entries), len(entries) + 1
+        entry["record_id"] = len(entries)
+        entry["op_id"] = len(entries) + 1
         entry["process_group"] = record.channel, description
         entry["collective_seq_id"] = entry["p2p_seq_id"] = record.seq + 1
         entries.append(entry)

@@ -82,8 +82,10 @@ class Session:
         told = {"disagree": self._disagree, "timed_out": self._timed_out}
         self.recorder = Recorder(self.rank, self.board, link, **told)
         self.store: dist.Store | None = None
-        self._trace, self._flight_recorder = trace, flight_recorder
-        self._told, self._over = threading.Lock(), threading.Event()
+        self._trace = trace
+        self._flight_recorder = flight_recorder
+        self._told = threading.Lock()
+        self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit watch")
         self._burned: dict[int, tuple[int | None, float]] = {}  # CPU of a rank, since when so much
         self._sleepers: set[int] = set()
@@ -141,7 +143,8 @@ class Session:
     def _watch(self) -> None:
         """Say where this rank is, end it after a report; on the first rank, look for hangs."""
         main_thread = threading.main_thread().ident
-        quiet_since, events = time.perf_counter(), None
+        quiet_since = time.perf_counter()
+        events = None
         with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0's machine with it
             while not self._over.wait(LOOK_S):
                 if self._report_is_out():

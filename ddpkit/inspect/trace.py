@@ -49,7 +49,8 @@ class Trace:
             return None
         from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-        trace, viewer = self.path.resolve(), Path(found.origin).parent / "web_dist"
+        trace = self.path.resolve()
+        viewer = Path(found.origin).parent / "web_dist"
 
         class Handler(SimpleHTTPRequestHandler):
             def translate_path(self, path):  # it looks for the trace where vizviewer has it
@@ -75,7 +76,8 @@ def write_trace(
     times = [t for records in wire for r in records for t in (r.issued, r.done) if t is not None]
     begin, end = min(times, default=0.0), max(times, default=0.0)
     clock_ns = round(clock_s * 1e9)
-    base_ns, events = clock_ns + round(begin * 1e9), []
+    base_ns = clock_ns + round(begin * 1e9)
+    events = []
     for rank, profile in profiles.items():
         # Decimal, since a float loses their nanoseconds, and spans would overlap.
         profiled = json.loads(Path(profile).read_text(), parse_float=Decimal)
@@ -109,7 +111,8 @@ def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterat
     used = PROGRAM
     for stream in dict.fromkeys(record.stream for record in records):
         calls = [record for record in records if record.stream == stream]
-        what, lanes = f"stream {stream}" if stream else "calls", lanes_of(calls, end)
+        what = f"stream {stream}" if stream else "calls"
+        lanes = lanes_of(calls, end)
         for lane in range(1, max(lanes) + 1):
             name = f"{what} {lane}" if lane > 1 else what
             yield _name("thread_name", rank, used + lane, name=name)
@@ -119,7 +122,8 @@ def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterat
             if record.op in MESSAGES:
                 yield _arrow(record, rank, at, begin, until)
         used += max(lanes)
-    under_way, changes = 0, [(record.issued, record.bytes) for record in records]
+    under_way = 0
+    changes = [(record.issued, record.bytes) for record in records]
     changes += [(record.done, -record.bytes) for record in records if record.done is not None]
     for at, change in sorted(changes):
         under_way += change

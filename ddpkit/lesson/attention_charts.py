@@ -13,9 +13,10 @@ Curves = Mapping[str, Mapping[int, float]]  # {name: {length: bytes or seconds}}
 
 
 def bytes_by_length(peaks: Curves, title: str) -> Picture:
-    """Draw bytes by length, both axes logarithmic: a slope of one is linear, of two quadratic.
+    """Draw peak bytes against sequence length on logarithmic axes.
 
-    peaks: equal on every machine, so the picture's text states them. Notebook 09.
+    Slope 1 means linear growth, slope 2 quadratic. peaks: of each curve, bytes by length; they
+    don't depend on the machine, so the picture's caption quotes them. Notebook 09.
     """
     figure = _by_length(peaks, title, "B")
     said = [f"{title}."]

@@ -67,6 +67,6 @@ def _paragraph(text: str) -> str:
 
 
 def marked(text: str) -> str:
-    """Turn a line, `code` in backticks, into HTML."""
+    """Convert a line of text to HTML; what stands in `backticks` becomes code."""
     code = rf'<code style="background: none; padding: 0; color: inherit; {CODE}">\1</code>'
     return re.sub("`([^`]+)`", code, html.escape(text))

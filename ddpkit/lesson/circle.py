@@ -32,7 +32,10 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
 
 
 def place(rank: float, world_size: int) -> tuple[float, float]:
-    """Return the pixels of a rank's middle; clockwise, rank 0 on top. 0.5: between 0 and 1."""
+    """Return the pixel coordinates (x, y) of a rank's centre; clockwise, with rank 0 at the top.
+
+    A fractional rank lies between its neighbours: 0.5 is halfway between ranks 0 and 1.
+    """
     angle = 2 * math.pi * rank / world_size - math.pi / 2
     return MIDDLE_X + RADIUS_X * math.cos(angle), MIDDLE_Y + RADIUS_Y * math.sin(angle)
 

@@ -92,7 +92,7 @@ def flat(values) -> list | None:
 
 
 def _say_rows(rows: Sequence[list | None]) -> str:
-    """'rank 0 has [1, 2], ranks 1 and 2 have nothing'."""
+    """Say what each rank has: 'rank 0 has [1, 2], ranks 1 and 2 have nothing'."""
     said = []
     for who, text in alike(numbers(row or None) for row in rows):
         said.append(f"{who} {'have' if who.startswith('ranks') else 'has'} {text}")

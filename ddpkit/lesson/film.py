@@ -147,7 +147,7 @@ def slice_of(record: Record) -> slice:
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
-    """Make a frame for each event."""
+    """Make one frame per event. wire: by rank, the records of its calls, in order."""
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
     on_the_way: dict[tuple, tuple[int, int]] = {}
     owners: dict[tuple, list] = {}  # of each message

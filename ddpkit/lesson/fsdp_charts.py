@@ -1,6 +1,6 @@
 """Pictures and the calculator of notebook 12: rows on ranks, units and the peak, when it pays."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from ..cost import sending_over_computing
 from ..tools.units import count, size
@@ -37,22 +37,6 @@ def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
     for rank in range(world_size):
         canvas.badge(170 + 96 * rank, 74 * len(lengths) + 22, rank)
     return canvas.picture("Rows on each rank; dashed: padding.\n" + "\n".join(said))
-
-
-# The order of calls
-
-
-def in_words(records: Iterable, names: Mapping[tuple[str, int], str]) -> list[str]:
-    """Write gathers and reductions as words: ["AG b0", "RS b0"].
-
-    records: of a rank (`run.wire[rank]`). names: {(operation, bytes handed in): unit}.
-    """
-    short = {"all_gather": "AG", "reduce_scatter": "RS"}
-    found = []
-    for record in records:
-        if record.op in short:
-            found.append(f"{short[record.op]} {names[record.op, record.bytes]}")
-    return found
 
 
 # Units and the peak
@@ -140,11 +124,3 @@ def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
     for number, (name, ratio) in enumerate(ratios.items()):
         y = place - 0.24 + 0.12 * number
         axes.plot([ratio], [y], MARKERS[name], color=fills[name], ms=13, mec="black")
-
-
-def beside(predicted: Sequence[float], measured: Sequence[float], names: Sequence[str]) -> str:
-    """Write predictions beside measurements, in seconds, a line each."""
-    lines = ["                  predicted   measured   ratio"]
-    for name, guess, found in zip(names, predicted, measured, strict=True):
-        lines.append(f"{name:16} {1e3 * guess:8.0f} ms {1e3 * found:7.0f} ms {found / guess:7.2f}")
-    return "\n".join(lines)

@@ -77,7 +77,7 @@ def _numbered(event: Event, step: int) -> str:
 
 
 def _whence(event: Event) -> str:
-    """Name the reader's own line that an event comes from."""
+    """Name the line of the user's code that an event comes from."""
     record = event.records.get(event.peer if event.kind == "receive" else event.rank)
     record = record or next(iter(event.records.values()), None)
     if record is None:

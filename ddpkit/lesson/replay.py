@@ -121,7 +121,7 @@ def _alike(records: dict[int, Record]) -> bool:
 
 
 def _shape(record: Record) -> str:
-    """'2 float32'."""
+    """Describe a record's tensor by element count and dtype, as '2 float32'."""
     return record.detail.partition(",")[0]
 
 
@@ -179,7 +179,7 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
 
 
 def _said(rows: dict[int, list | None], world_size: int | None) -> str:
-    """'[1, 2] on every rank', or 'rank 0 [1], rank 1 [2]'."""
+    """Say what ranks have: '[1, 2] on every rank', or 'rank 0 [1], rank 1 [2]'."""
     first = next(iter(rows.values()))
     if len(rows) > 1 and first and all(row == first for row in rows.values()):
         return f"{numbers(first)} on {name_ranks(rows, world_size)}"

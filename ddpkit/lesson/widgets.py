@@ -44,7 +44,7 @@ class Live:
 
 
 class Below(Live):
-    """HTML above a player. text: stored in place of both."""
+    """A displayable of some HTML with a player below it. text: what a stored notebook keeps."""
 
     def __init__(self, text: str, page: str, player: "StepThrough"):
         super().__init__(text, None)

@@ -167,7 +167,9 @@ class Board:
         Others see it, complete, once the count of calls moves past it. The count of events moves
         last of all: `records` reads again after that.
         """
-        words, at, said = self._words, self._slot(rank, index), record.said
+        words = self._words
+        at = self._slot(rank, index)
+        said = record.said
         kept = record.values, record.result, record.memory
         text = said.text if kept == _NOTHING else _pickled(said, kept)
         is_new = index == self.calls(rank)
@@ -228,7 +230,8 @@ class Board:
 
     def _set_note(self, rank: int, at: int, note: object) -> bool:
         """Write a note, if it is short enough."""
-        blob, start = pickle.dumps(note, protocol=5), (rank * _PAGE + at) * _WORD
+        blob = pickle.dumps(note, protocol=5)
+        start = (rank * _PAGE + at) * _WORD
         if fits := len(blob) <= _NOTE * _WORD:
             self._map[start : start + len(blob)] = blob
         return fits
@@ -280,7 +283,8 @@ class Board:
         """Call number `index` of `rank`; None if it was overwritten or is just being written."""
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
             return None
-        words, at = self._words, self._slot(rank, index)
+        words = self._words
+        at = self._slot(rank, index)
         seq, issued, *times = words[at], *self._times[at + _ISSUED : at + _BECAME]
         try:
             text = self._map[(at + _TEXT) * _WORD : (at + _SLOT) * _WORD]
@@ -312,7 +316,8 @@ class Board:
 
         channel: its hash.
         """
-        words, slots = self._words, rank * _PAGE + _HEAD
+        words = self._words
+        slots = rank * _PAGE + _HEAD
         calls = words[rank * _PAGE + _CALLS]
         oldest = max(0, calls - SLOTS + 1)  # the one before may just be making room for the next
         for index in range(calls - 1, oldest - 1, -1):
@@ -327,7 +332,8 @@ class Board:
 
     def set_page(self, rank: int, page: bytes):
         """Take the page of a rank of another machine."""
-        start, head = rank * _PAGE * _WORD, _HEAD * _WORD
+        start = rank * _PAGE * _WORD
+        head = _HEAD * _WORD
         self._map[start + head : start + len(page)] = page[head:]
         self._map[start : start + head] = page[:head]  # with the count of events: last
 

@@ -37,7 +37,8 @@ class CheckedGroup(WireGroup):
         check = _Check(self.recorder.rank, watched)
         if op in IN_PLACE:  # Gloo gets a copy: what changes in the tensor is the script's doing
             arriving = check.result = [tensor.detach().clone() for tensor in watched]
-            sent, args = arriving, (arriving, *args[1:])
+            sent = arriving
+            args = (arriving, *args[1:])
         return CheckedWork(super()._collective(op, method, args, sent, arriving), check)
 
     def _reads(self, op: str, opts) -> bool:
@@ -54,7 +55,9 @@ class _Check:
     """The tensors of a call and the checksum they began with. result: what to copy into them."""
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
-        self.rank, self.tensors, self.before = rank, tensors, checksum(tensors)
+        self.rank = rank
+        self.tensors = tensors
+        self.before = checksum(tensors)
         self.result: list[torch.Tensor] = []
         self._over = False
 
@@ -76,7 +79,8 @@ class CheckedWork(Work):
 
     def __init__(self, work: WireWork, check: _Check):
         super().__init__()
-        self._work, self._check = work, check
+        self._work = work
+        self._check = check
         self.record = work.record
 
     def wait(self, timeout=None) -> bool:

@@ -14,7 +14,8 @@ class LaunchError(RuntimeError):
         self, message: str, output: list[str] | None = None, wire: list[list] | None = None
     ):
         super().__init__(message)
-        self.output, self.wire = output or [], wire or []
+        self.output = output or []
+        self.wire = wire or []
 
     @property
     def run(self):

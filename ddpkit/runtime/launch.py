@@ -151,7 +151,8 @@ def _check_call(fn, args, kwargs):
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
         said = [f"launch can't call {name} with these arguments: {error}"]
-        options, meant = list(inspect.signature(launch).parameters)[2:-1], []
+        options = list(inspect.signature(launch).parameters)[2:-1]
+        meant = []
         missing = str(error).partition("missing a required argument: ")[2].strip("'")
         if missing in ASKED:
             said.append(f"launch doesn't pass it: in {name}, ask {ASKED[missing]}")
@@ -197,7 +198,8 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
         raise ValueError(f"launch got check_buffers=True in a world that began without: {remedy}")
     before = len(mine.records) if mine else 0
     if mine:
-        mine.link, mine.keep_values = link, keep_values
+        mine.link = link
+        mine.keep_values = keep_values
     begun = time.perf_counter()
     value = fn(*args, **kwargs)
     seconds = time.perf_counter() - begun
@@ -211,7 +213,8 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
 
 def _wait_till_all_return(mine: Recorder | None):
     """Wait until every rank has returned; otherwise one still inside `fn` would look mismatched."""
-    store, number = c10d._get_default_store(), next(_launches)
+    store = c10d._get_default_store()
+    number = next(_launches)
     for state in (RETURNED, RUNNING):
         if mine:
             mine.board.set_state(dist.get_rank(), state)

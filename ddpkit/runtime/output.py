@@ -60,7 +60,8 @@ class Output:
         if not self._is_shown:
             return f"{_clean(some)}\n... it goes on, but no more of it is shown ...\n"
         whole = new if last else new[: new.rfind(b"\n") + 1]
-        self._shown, self._lines = self._shown + len(whole), self._lines + whole.count(b"\n")
+        self._shown += len(whole)
+        self._lines += whole.count(b"\n")
         return _clean(whole)
 
     def _size(self) -> int:
@@ -81,11 +82,13 @@ def _clean(data: bytes) -> str:
 
 def shorten(text: str, where: str) -> str:
     """`text` without its middle, if it is very long. where: the whole of it can be found."""
-    lines, half = text.splitlines(keepends=True), MOST_LINES // 2
+    lines = text.splitlines(keepends=True)
+    half = MOST_LINES // 2
     if len(lines) > MOST_LINES:
         more = f"{len(lines) - MOST_LINES} more lines{where}"
         lines[half:-half] = [f"... {more} ...\n"]
-    text, half = "".join(lines), MOST_SHOWN // 2
+    text = "".join(lines)
+    half = MOST_SHOWN // 2
     if len(text) > MOST_SHOWN:
         text = f"{text[:half]}\n... {size(len(text) - MOST_SHOWN)} more{where} ...\n{text[-half:]}"
     return text

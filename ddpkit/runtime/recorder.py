@@ -48,13 +48,17 @@ class Recorder:
         disagree: Callable[[dict[int, Record]], None] | None = None,
         timed_out: Callable[[Record, BaseException], None] | None = None,
     ):
-        self.rank, self.board, self.link, self.keep_values = rank, board, link, keep_values
+        self.rank = rank
+        self.board = board
+        self.link = link
+        self.keep_values = keep_values
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
         self.check_buffers = False  # of groups made from now on: `buffers.py`
         self.streams: Streams | None = None  # on NCCL: what tells when calls ran
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
-        self._disagree, self._timed_out = disagree, timed_out
+        self._disagree = disagree
+        self._timed_out = timed_out
         self._calls = 0
         self._seq: dict[str, Iterator[int]] = defaultdict(count)
         self._callers: dict[int, int] = {}  # {a thread that has made calls, and lives: its place}
@@ -75,10 +79,12 @@ class Recorder:
     ):
         """Write down a call that is about to be made, and look whether the others say the same."""
         if self.keep_values:
-            record.values, record.memory = _values(sent), self._memory(buffer)
+            record.values = _values(sent)
+            record.memory = self._memory(buffer)
         with self._lock:
             record.seq = next(self._seq[record.said.channel])
-            record.number, self._calls = self._calls, self._calls + 1
+            record.number = self._calls
+            self._calls += 1
             self.records.append(record)
             if len(self.records) > MOST_RECORDS:
                 del self.records[: MOST_RECORDS // 2]
@@ -96,7 +102,8 @@ class Recorder:
 
         Written first, looked second: of two ranks that disagree, the later one always sees it.
         """
-        said, seq = record.said, record.seq
+        said = record.said
+        seq = record.seq
         if not said.fingerprint:
             return None
         channel, fingerprint = said.hashes
@@ -199,7 +206,8 @@ class Recorder:
         """Note how many threads may make calls. look: leave out those that idle in a pool."""
         callers = len(self._callers)
         if look and callers > 1:
-            frames, main = sys._current_frames(), threading.main_thread().ident
+            frames = sys._current_frames()
+            main = threading.main_thread().ident
             callers -= sum(
                 _idles(frames.get(thread)) for thread in list(self._callers) if thread != main
             )
@@ -305,7 +313,8 @@ class _Caller:
     """A thread's place on the board; given back when the thread ends, and its locals with it."""
 
     def __init__(self, recorder: Recorder):
-        self._recorder, self._thread = recorder, threading.get_ident()
+        self._recorder = recorder
+        self._thread = threading.get_ident()
         self.place = recorder.came()
 
     def __del__(self):

@@ -66,7 +66,8 @@ class Cuda:
     def both_clocks(self) -> tuple[torch.cuda.Event, float]:
         """An event that is over, and the host's clock at it: the only wait for the GPU."""
         torch.cuda.synchronize(self.device)
-        begun, event = time.perf_counter(), self.mark()
+        begun = time.perf_counter()
+        event = self.mark()
         torch.cuda.synchronize(self.device)
         return event, (begun + time.perf_counter()) / 2
 
@@ -96,7 +97,10 @@ class StreamWork(Work):
 
     def __init__(self, inner: Work | None, record: Record, before, arriving, streams: "Streams"):
         super().__init__()
-        self.inner, self.record, self.before, self.arriving = inner, record, before, arriving
+        self.inner = inner
+        self.record = record
+        self.before = before
+        self.arriving = arriving
         self.together = [record]  # of a batch: who waits for one part waits for all
         self._streams = streams
 
@@ -130,7 +134,8 @@ class Streams:
     """
 
     def __init__(self, recorder, gpu):
-        self.recorder, self._gpu = recorder, gpu
+        self.recorder = recorder
+        self._gpu = gpu
         # (records, {field of theirs: event}, tensors that are needed until it is over)
         self._pending: deque[tuple[list[Record], dict, tuple]] = deque()
         self._busy_until: dict[str, float] = {}  # by stream
@@ -166,7 +171,8 @@ class Streams:
 
         None, as from NCCL, if it isn't asynchronous: then it is on the current stream.
         """
-        record.stream, record.started = (record.group if asynchronous else "current"), None
+        record.stream = record.group if asynchronous else "current"
+        record.started = None
         self.recorder.issue(record, sent, (*sent, *arriving)[0])
         before = None if self._gpu.capturing() else self._gpu.mark()
         inner = self.make(record, call)
@@ -199,14 +205,16 @@ class Streams:
         self.end(works, self.make(works[-1].record, complete))
 
     def _captured(self, record: Record):
-        record.stream, record.started = "graph", record.issued
+        record.stream = "graph"
+        record.started = record.issued
         self.recorder.done(record, at=record.issued)
 
     def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
         """Note the end of `inner`, which is all of these works: one, or a batch."""
         records = [work.record for work in works]
         for work in works:
-            work.inner, work.together = inner, records
+            work.inner = inner
+            work.together = records
         first = works[0]
         if first.before is None:
             for record in records:

@@ -60,8 +60,11 @@ class WireWork(Work):
         delivered: torch.futures.Future | None = None,
     ):
         super().__init__()
-        self.inner, self.record, self._recorder = inner, record, recorder
-        self._arriving, self._delivered = arriving, delivered
+        self.inner = inner
+        self.record = record
+        self._recorder = recorder
+        self._arriving = arriving
+        self._delivered = delivered
         self._until_done = until_done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -180,11 +183,16 @@ class WireGroup(dist.ProcessGroup):
         timeout: timedelta,
     ):
         super().__init__(inner.rank(), inner.size())
-        self.inner, self.ranks, self.recorder, self.device = inner, ranks, recorder, device
-        self.timeout, self._limit_s = timeout, timeout.total_seconds()
+        self.inner = inner
+        self.ranks = ranks
+        self.recorder = recorder
+        self.device = device
+        self.timeout = timeout
+        self._limit_s = timeout.total_seconds()
         label = "world" if not recorder.joined else f"group {list(ranks)}"
         self._member = wording.Member(name, label, ranks, inner.rank())
-        self._c10d_name, self._description = "", "undefined"
+        self._c10d_name = ""
+        self._description = "undefined"
         self._deliveries = ThreadPoolExecutor(1)  # of the emulated link: one after the other
 
     @contextlib.contextmanager
@@ -251,7 +259,8 @@ class WireGroup(dist.ProcessGroup):
     def _collective(
         self, op: str, method: str, args: tuple, sent: list, arriving: list
     ) -> WireWork | StreamWork | None:
-        opts, recorder = args[-1], self.recorder
+        opts = args[-1]
+        recorder = self.recorder
         root = opts.rootRank if op in wording.ROOTED else None
         reduction = hash(opts.reduceOp) if op in wording.REDUCING else None
         handed = sent or arriving[:1]
@@ -369,7 +378,8 @@ class WireGroup(dist.ProcessGroup):
             inner = self.inner.split_group(ranks, timeout, opts, group_name, *args, **kwargs)
         if inner is None:
             return None
-        name, members = f"{group_name}#{self.recorder.worlds}", tuple(self.ranks[r] for r in ranks)
+        name = f"{group_name}#{self.recorder.worlds}"
+        members = tuple(self.ranks[r] for r in ranks)
         part = type(self)(inner, name, members, self.recorder, self.device, timeout)
         part.setGroupName(group_name)
         return part

@@ -107,15 +107,22 @@ def message(
     size = f"{shape.numel()} {_name(dtype)}"
     said = [size]
     if number is None:  # the channel's "?": which it is, is known when the message is there
-        ranks, channel, fingerprint, peer = member.ranks, f"{member.name} ?", "", None
+        ranks = member.ranks
+        channel = f"{member.name} ?"
+        fingerprint = ""
+        peer = None
         said += ["src=any"]
     else:
-        name, ends = ("dst", (member.rank, number))
+        name = "dst"
+        ends = (member.rank, number)
         if op == "recv":
-            name, ends = ("src", (number, member.rank))
+            name = "src"
+            ends = (number, member.rank)
         member.check_peer(op, name, number)
-        ranks, channel = tuple(member.ranks[end] for end in ends), member.channel(*ends, tag)
-        fingerprint, peer = size, member.ranks[number]
+        ranks = tuple(member.ranks[end] for end in ends)
+        channel = member.channel(*ends, tag)
+        fingerprint = size
+        peer = member.ranks[number]
         said += [f"{name}={peer}"]
         said += [f"tag={tag}"] if tag else []
         said += [doing] if doing else []

@@ -88,7 +88,8 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
 def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
     """A rank's life under `%%ranks`: join the world, then run cell after cell in one namespace."""
     recorder = become_rank(assignment, pipe, lifeline)
-    board, rank = recorder.board, assignment.rank
+    board = recorder.board
+    rank = assignment.rank
     main_module = types.ModuleType("__main__")  # where pickle looks for what cells define
     sys.modules["__main__"] = main_module
     names = vars(main_module)
