@@ -34,7 +34,7 @@ HELD = {  # today's figures: change one only for the better
     "docstrings that begin askew": 0,
 }
 LIMITS |= {"lines an exercise, all in": 90, "mistakes of an exercise, at most": 12}
-HELD_EXERCISES = {"lines an exercise, all in": 103.1, "mistakes of an exercise, at most": 10}
+HELD_EXERCISES = {"lines an exercise, all in": 101.4, "mistakes of an exercise, at most": 10}
 STILL_OVER: dict[str, int] = {}  # {subject: the code lines it may have until it is cut}
 MORE_IS_BETTER = {"comments in 100 lines"}
 ASKEW = re.compile(  # no verb, noun or article: a docstring should begin with one
