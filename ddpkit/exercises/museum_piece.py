@@ -239,7 +239,7 @@ class Piece:
         options = [f"  {name}: {repair.says}" for name, repair in self.repairs.items()]
         return [
             f"museum.{self.name}, on {self.case}",
-            source_of(self.code).rstrip(),
+            f"\n{source_of(self.code).rstrip()}\n",
             self.symptom,
             f"number: {self.asks}",
             "mechanism:",
