@@ -1,4 +1,4 @@
-"""The call as bytes: a function from a cell, with all that it uses, and its arguments."""
+"""Pickle a call: a function from a cell, everything that it uses, and its arguments."""
 
 import contextlib
 import functools
@@ -14,11 +14,11 @@ import cloudpickle
 import torch
 
 LARGE_BYTES = 10_000_000
-LONG_S = 1.0  # a reader waits and wonders
+LONG_S = 1.0  # after which a warning says how long copying took
 
 
 def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
-    """(fn, args, kwargs), pickled. ValueError names what can't be; a warning, what is large."""
+    """Pickle (fn, args, kwargs). ValueError names a part that can't be pickled; large ones warn."""
     named = {f"argument {index}": value for index, value in enumerate(args)}
     named |= {f"argument {name}=": value for name, value in kwargs.items()}
     for name, value in named.items():
@@ -50,15 +50,15 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a tensor that left a GPU to the current one, as it is."""
+    """Move a tensor that came from a GPU to the current GPU, in place."""
     tensor.data = tensor.data.cuda()
     return tensor
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickle by name the modules that are objects of their own classes: torch.backends.cudnn.
+    """Pickler for calls: tensors on a GPU arrive on the rank's own GPU.
 
-    Tensors on a GPU arrive on the rank's own, whichever they were on.
+    Modules with a class of their own, such as torch.backends.cudnn, are pickled by name.
     """
 
     def reducer_override(self, obj):
@@ -91,7 +91,7 @@ def _used(fn) -> dict[str, object]:
 
 
 def _unpicklable(fn, arguments: dict[str, object]) -> str:
-    """The name of what can't be pickled."""
+    """Name the first part of the call that can't be pickled."""
     used = {f"the variable {name!r} that the function uses": v for name, v in _used(fn).items()}
     for name, value in (arguments | used).items():
         try:

@@ -7,7 +7,7 @@ from .board import MESSAGES, Record
 from .look import Look
 
 LAST_CALLS = 5
-OTHER_CALLS = 2  # besides those of the group that disagrees
+OTHER_CALLS = 2  # of each rank, in other groups than the one that disagrees
 
 Columns = dict[int, dict[int, str]]  # {rank: {number of a call, from 1: its text}}
 

@@ -193,7 +193,7 @@ def what_became_of(
     how: Fall | None = None,
     place: Callable[[int], tuple | None] | None = None,
 ) -> str:
-    """Say what a rank besides the culprit did: how it fell, or where it was when it was ended."""
+    """Say how a rank other than the culprit fell, or where it was when it was ended."""
     if how is not None and not lost_peer(how):
         frames = getattr(how, "frames", None)
         where = f"\n  {lines_of(frames)[-1]}" if frames else ""

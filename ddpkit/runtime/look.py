@@ -23,7 +23,7 @@ class Situation:
     call: Record | None = None  # the call it sits in, or the last it made
     missing: tuple[int, ...] = ()  # the ranks that have not come to that call
     place: tuple | None = None  # file, line, function and perhaps via, where known
-    lost: Record | None = None  # the other side of its message, whose handle was let go
+    lost: Record | None = None  # the other side of its message, whose handle was deleted
     more: list["Situation"] = field(default_factory=list)  # what its other threads wait for
     has_free_thread: bool = False  # a thread that has made calls, and waits in none
     destroyed: dict[str, tuple] = field(default_factory=dict)  # {name of a group: where}
@@ -117,7 +117,7 @@ class Look:
                 hopeless.has_free_thread = s.has_free_thread
                 self.now[s.rank] = hopeless
 
-    # Who is missing from a call.
+    # Ranks that are missing from a call.
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
         """Return the members of `call`, which `rank` made, that have not come to it."""
@@ -152,7 +152,7 @@ class Look:
         return _channel_and_seq(call) in map(_channel_and_seq, behind)
 
     def _lost(self, call: Record) -> Record | None:
-        """Return the other side of a message if its handle was let go: it may never complete."""
+        """Return the other side of a message if its handle was deleted: it may never complete."""
         if call.op not in MESSAGES or call.peer is None:
             return None
         for record in self.records[call.peer]:
@@ -160,7 +160,7 @@ class Look:
                 return record
         return None
 
-    # Who can never go on.
+    # Ranks that can never go on.
 
     def gone(self, s: Situation) -> list[int]:
         """Return the ranks that `s` waits for and that will never come.
@@ -183,7 +183,7 @@ class Look:
         """Return the ranks that can never go on: in the end they wait only for ranks that are gone.
 
         A rank that computes may still come, also while its stream waits; so may a second thread. A
-        call to which all ranks have come goes on. Nobody comes to a group that it has destroyed.
+        call to which all ranks have come goes on. No rank comes to a group that it has destroyed.
         states: of the ranks that count as waiting.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]

@@ -258,7 +258,7 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
 
 
 def let_go(look: Look) -> str | None:
-    """Name the first open message whose handle was let go: it may block all that follow."""
+    """Name the first open message whose handle was deleted: it may block all that follow."""
     for rank in look.ranks:
         for record in look.records[rank]:
             if record.dropped and record.done is None:

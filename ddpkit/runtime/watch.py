@@ -316,4 +316,4 @@ def _write(text: str):
 def _connects(rank: processes.Rank) -> bool:
     """Tell whether a rank has loaded the call and is joining the world."""
     frames = ((file, function) for file, _, function in rank.ask_stack())
-    return (worker.__file__, worker.join.__name__) in frames
+    return (worker.__file__, worker.join_world.__name__) in frames

@@ -26,8 +26,8 @@ def between_barriers(run) -> list[str]:
         elif sections:
             sections[-1][f"{record.op} of {size(record.bytes)}"] += 1
     said = []
-    for each in sections:
-        said.append(", ".join(f"{many} × {call}" for call, many in each.items()))
+    for section in sections:
+        said.append(", ".join(f"{many} × {call}" for call, many in section.items()))
     return said
 
 
