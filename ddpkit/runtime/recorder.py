@@ -1,4 +1,4 @@
-"""Record what one rank says: on the board for the others, in a list for itself."""
+"""Record the calls of one rank: on the board for the others, in a list for itself."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ from .streams import Streams
 
 KEPT_ELEMENTS = 64  # keep_values keeps messages and buffers up to this size
 MOST_RECORDS = 200_000  # records a rank keeps; older ones are dropped
-SETTLE_S = 0.2  # so long may a thread that has the word take to be heard
+SETTLE_S = 0.2  # how long `settle` waits for Gloo's threads
 # What Gloo raises when a call, a wait or a monitored barrier takes longer than its timeout; NCCL.
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms|Operation timed out!|failed to pass monitoredBarrier"
@@ -31,12 +31,12 @@ TIMED_OUT = re.compile(
 
 
 class Recorder:
-    """The calls of one rank. In a rank, `recorder()` returns it.
+    """The recorder of one rank's calls. In a rank, `recorder()` returns it.
 
-    records: all calls so far. board: what all ranks said; None under torchrun, where no memory is
-    shared. disagree: called with {rank: record} when another rank said something else at the same
-    place. timed_out: called with (record, error) when a wait for that call ends by its timeout,
-    before the error goes on its way.
+    records: all calls so far. board: the calls of all ranks; None under torchrun, where no memory
+    is shared. disagree: called with {rank: record} when another rank made a different call at the
+    same place. timed_out: called with (record, error) when a wait for that call times out, before
+    the error is raised.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Recorder:
         sent: Sequence[torch.Tensor] = (),
         buffer: torch.Tensor | None = None,
     ):
-        """Write down a call that is about to be made, and look whether the others say the same."""
+        """Record a call that is about to be made, and compare it with the other ranks' calls."""
         if self.keep_values:
             record.values = _values(sent)
             record.memory = self._memory(buffer)
@@ -98,9 +98,10 @@ class Recorder:
             self._disagree({self.rank: record, **differing})
 
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
-        """{rank: what it said} for one that said something else.
+        """Return {rank: its record} for a rank that made a different call, or None.
 
-        Written first, looked second: of two ranks that disagree, the later one always sees it.
+        Each rank writes its call before it compares, so of two ranks that differ, the later one
+        always sees the mismatch. The result is {} if the other record is no longer readable.
         """
         said = record.said
         seq = record.seq
@@ -119,14 +120,14 @@ class Recorder:
         return None
 
     def came_from(self, record: Record, peer: int, channel: str):
-        """A receive from any rank turned out to be from `peer`, on `channel`."""
+        """Record that a receive from any rank turned out to be from `peer`, on `channel`."""
         with self._lock:
             record.said = replace(record.said, peer=peer, channel=channel)
             record.seq = next(self._seq[channel])
         self.write_again(record, whole=True)
 
     def wait(self, record: Record, until_done: Callable, arrived: Sequence[torch.Tensor] = ()):
-        """Stop until `record` is complete, which is when `until_done` returns."""
+        """Block until the call of `record` is complete, which is when `until_done` returns."""
         record.waited = time.perf_counter()
         self.stands_at(record)
         try:
@@ -139,22 +140,22 @@ class Recorder:
         self.done(record, arrived, arrived[0] if arrived else None)
 
     def stands_at(self, record: Record):
-        """Note that this thread can't go on before `record` is done."""
+        """Mark this thread as waiting until the call of `record` is done."""
         if self.board is not None and record.done is None:
             self.board.set_waiting(self.rank, record.number, self._caller())
 
     def waited(self):
-        """Note that this thread goes on, though that isn't done."""
+        """Mark this thread as no longer waiting, though its call may not be done."""
         if self.board is not None:
             self.board.set_waiting(self.rank, None, self._caller())
 
     def polled(self, record: Record):
-        """Note that the program asked whether `record` is complete, in vain: it waits, perhaps."""
+        """Record that the program polled the call of `record` in vain, so it may be waiting."""
         if self.board is not None and record.done is None:
             self.board.set_polled(self.rank, record.number, time.perf_counter())
 
     def destroyed(self, group: str):
-        """Note that this rank has destroyed a group, and on which line: it makes no more calls."""
+        """Record that this rank has destroyed `group`, and on which line: no more calls follow."""
         if self.board is not None:
             self._destroyed[group] = call_site(2)
             self.board.set_destroyed(self.rank, self._destroyed)
@@ -166,7 +167,7 @@ class Recorder:
         self.release()
 
     def release(self):
-        """Let go of the groups that all their members have destroyed."""
+        """Release the groups that all their members have destroyed."""
         let_go = []  # their destructors run after the lock: they wait for threads that may want it
         with self._lock:
             for kept in list(self._kept):
@@ -176,9 +177,9 @@ class Recorder:
                     let_go.append(kept)
 
     def _caller(self) -> int:
-        """Return the place of this thread on the board, for as long as the thread lives.
+        """Return this thread's place on the board, which it keeps for as long as it lives.
 
-        For Python, a C++ thread such as autograd's on a GPU lives only while it runs Python code.
+        To Python, a C++ thread such as autograd's on a GPU lives only while it runs Python code.
         """
         try:
             return self._this_thread.caller.place
@@ -197,13 +198,13 @@ class Recorder:
             return place
 
     def left(self, thread: int):
-        """Note that a thread that made calls has ended."""
+        """Record that a thread that had made calls has ended."""
         with self._lock:
             self._callers.pop(thread, None)
             self.count_callers()
 
     def count_callers(self, look: bool = False):
-        """Note how many threads may make calls. look: leave out those that idle in a pool."""
+        """Record how many threads may make calls. look: don't count those that idle in a pool."""
         callers = len(self._callers)
         if look and callers > 1:
             frames = sys._current_frames()
@@ -221,10 +222,10 @@ class Recorder:
         buffer: torch.Tensor | None = None,
         at: float | None = None,
     ):
-        """`record` is complete; the first to notice writes it down.
+        """Record that the call of `record` is complete, unless that is recorded already.
 
-        buffer: of what arrived, if nobody else can be writing into the rest of it just now.
-        at: when that was, if not now.
+        buffer: the tensor that arrived, if no other call can be writing into its storage just now.
+        at: when the call completed, if not now.
         """
         if record.done is not None:
             return
@@ -238,15 +239,16 @@ class Recorder:
         arrived: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ):
-        """Keep what arrived, if keep_values is set. On a GPU, reading it means waiting for it."""
+        """Keep the values that arrived, if keep_values is set. On a GPU, reading them blocks."""
         if self.keep_values and arrived:
             record.result = _values(arrived)
             record.memory = self._memory(buffer) or record.memory
 
     def settle(self):
-        """Let Gloo's threads note what is done: who waited in C++ may go on before they have.
+        """Give Gloo's threads up to `SETTLE_S` to record completed calls.
 
-        On a GPU, stop until all calls are done, and their times are known.
+        A program that waited in C++ may go on before they have. On a GPU, block until all calls are
+        done and their times are known.
         """
         if self.streams:
             self.streams.settle()
@@ -257,19 +259,19 @@ class Recorder:
             time.sleep(0.001)
 
     def dropped(self, record: Record):
-        """The handle of a message was let go before anybody waited: Gloo may never deliver it."""
+        """Record that a message's handle was released unwaited: Gloo may never deliver it."""
         record.dropped = True
         self.write_again(record)
 
     def gave_future(self, record: Record):
-        """Somebody took the future of the call: from now on a wait for it may leave no mark."""
+        """Record that a call's future was taken: from now on, a wait for it may leave no mark."""
         record.by_future = True
         self.write_again(record)
 
     def write_again(self, record: Record, whole: bool = False):
-        """Put what is new about a call on the board, if its slot is still its own.
+        """Update a call on the board, unless a later call has taken its slot.
 
-        whole: not only its times.
+        whole: write all of its record, not only its times and flags.
         """
         with self._lock:
             if self.board is not None and record.number >= self._calls - SLOTS:
@@ -277,7 +279,7 @@ class Recorder:
                 write(self.rank, record.number, record)
 
     def latest_issue(self, record: Record) -> float:
-        """Tell when the last of the ranks in `record` came to it, as far as the board knows."""
+        """Return when the last of the call's ranks reached it, as far as the board tells."""
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():
             said = self.board.find(rank, hash32(record.channel), record.seq)
@@ -288,15 +290,15 @@ class Recorder:
         return max(times)
 
     def home(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Find `tensor` in what went over the wire: (buffer, offset) as in `Record.memory`.
+        """Return (buffer, offset) of `tensor` among the recorded buffers, as in `Record.memory`.
 
-        None if it is in no buffer of the records. Known with keep_values, of small buffers.
+        None if it is in none of them. Only small buffers are recorded, and only with keep_values.
         """
         which = self._buffers.get(tensor.untyped_storage().data_ptr())
         return None if which is None else (which, tensor.storage_offset())
 
     def _memory(self, tensor: torch.Tensor | None) -> tuple[int, int, list] | None:
-        """The whole buffer that `tensor` is a part of, if it is small, as `Record.memory`."""
+        """Return the whole buffer that `tensor` is a part of, as `Record.memory`, if small."""
         if tensor is None or tensor.numel() == 0:
             return None
         storage = tensor.untyped_storage()
@@ -310,7 +312,7 @@ class Recorder:
 
 
 class _Caller:
-    """A thread's place on the board; given back when the thread ends, and its locals with it."""
+    """A thread's place on the board. It is kept in a thread-local and so freed with the thread."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
@@ -324,12 +326,12 @@ class _Caller:
 
 
 def _idles(frame: types.FrameType | None) -> bool:
-    """Tell whether a thread waits for work, as a pool's does: only Python's own code is running."""
+    """Tell whether a thread waits for work, as a pool's does: only Python's own code runs in it."""
     return innermost(frame, is_pythons) is None
 
 
 def recorder() -> Recorder | None:
-    """The recorder of this rank; None where `launch` didn't make the world."""
+    """Return the recorder of this rank, or None if the world isn't on ddpkit's wire."""
     return getattr(dist.group.WORLD, "recorder", None)
 
 

@@ -1,4 +1,4 @@
-"""`Run`: what a launch brought back, and the tools of the trade that it opens in."""
+"""`Run`: the results of a launch, and its export to trace viewers and flight recorder tools."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from .link import Link
 
 
 def clock_s() -> float:
-    """Return what to add to `time.perf_counter()`, the records' clock, for the time of day."""
+    """Return the seconds to add to `time.perf_counter()`, the records' clock, for `time.time()`."""
     return time.time() - time.perf_counter()
 
 
@@ -18,10 +18,10 @@ class Run:
     """The results of a launch. `run[2]` is what rank 2 returned; `list(run)` is all of it.
 
     results: what each rank returned.
-    output: what each rank printed, C++ and children included.
-    wire: the records of each rank: its calls, in order, with their bytes and times.
-    seconds: from the first process to the last result.
-    backend: which one, and why.
+    output: what each rank printed, including C++ and child processes.
+    wire: the records of each rank: its calls in order, with their bytes and times.
+    seconds: from starting the first process to the last result.
+    backend: which one was used, and why.
     """
 
     results: list
@@ -55,7 +55,7 @@ class Run:
         return write_trace(path, self.wire, self.clock_s, profiles or {})
 
     def flight_recorder(self, folder: str | Path) -> None:
-        """Write what PyTorch's flight recorder would, for its analyser, or `ddpkit.explain`."""
+        """Write dumps as PyTorch's flight recorder does, for its analyser or `ddpkit.explain`."""
         from ..inspect.flight_recorder import write_dumps
 
         write_dumps(folder, self.wire, self.clock_s)
@@ -65,7 +65,7 @@ class Run:
 
 
 def show_by_rank(texts: dict[int, str]) -> str:
-    """ "rank 2: " before each text, its further lines indented alike."""
+    """Write each text after "rank 2: " or the like, with its further lines indented."""
     lines = []
     for rank, text in texts.items():
         start = f"rank {rank}: "

@@ -1,17 +1,17 @@
-"""Time calls on a GPU by events on its streams; no step waits for the GPU.
+"""Time calls on a GPU by CUDA events on its streams; no training step waits for the GPU.
 
-NCCL puts a call on a stream and returns; `wait()` puts the current stream behind it, and returns,
-too. So the host's clock knows when a call was issued, and no more. Each call gets events, which a
-thread reads when they are over. What the GPU never ends stays open on the board, for the report of
-a hang. `wait` doesn't mark the rank as waiting: its stream waits, and the program goes on.
+NCCL queues a call on a stream and returns; `wait()` makes the current stream wait for it and
+returns, too. So the host's clock only tells when a call was issued. Each call gets events, which a
+thread reads once they have fired. A call that the GPU never finishes stays open on the board, for
+a hang's report. `wait` doesn't mark the rank as waiting: its stream waits, but the program goes on.
 
 In a record, on the clock of the host:
-    stream   that of its group; "current" if it wasn't asynchronous: NCCL runs it there
-    started  its inputs were ready, and the call before it on its stream was done; until then None
-    waited   the current stream came to wait for it: what of it is later than that is exposed
+    stream   the stream of its group, or "current" for a synchronous call: NCCL runs it there
+    started  when its inputs were ready and the call before it on its stream was done; None before
+    waited   when the current stream began to wait for it: the time from then on is exposed
 
-What is captured in a CUDA graph is written down once, on the stream "graph", as done when it was
-captured: events must not be asked there. When a graph is replayed, nothing is seen.
+A call captured in a CUDA graph is recorded once, on the stream "graph", as done at its capture:
+events must not be queried during a capture. Replays of the graph are not recorded.
 """
 
 import contextlib
@@ -36,23 +36,24 @@ WITHOUT_FUTURE = "send", "recv", "gather", "scatter"
 
 
 class Cuda:
-    """The part of a GPU that `Streams` needs; tests have one of their own."""
+    """The GPU operations that `Streams` needs; tests replace this class by one of their own."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._behind: dict[str, torch.cuda.Stream] = {}
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the current stream, behind all that is on it."""
+        """Record a CUDA event on the current stream, after all work queued there, and return it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def mark_end(self, work: Work, record: Record) -> torch.cuda.Event:
-        """An event behind `work`, on a stream that nobody else is put behind.
+        """Record a CUDA event that fires when `work` completes, and return it.
 
-        A work's own wait lets go of tensors that NCCL may still read; its future doesn't. Programs
-        get their streams from the pool of another priority.
+        It is on a dedicated stream, so that no other work waits behind it: programs get streams
+        from the pool of another priority. It waits for the work's future where it can, because
+        `work.wait` releases tensors that NCCL may still read.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -64,7 +65,7 @@ class Cuda:
             return self.mark()
 
     def both_clocks(self) -> tuple[torch.cuda.Event, float]:
-        """An event that is over, and the host's clock at it: the only wait for the GPU."""
+        """Return a fired event and the host's time at which it fired: the only wait for the GPU."""
         torch.cuda.synchronize(self.device)
         begun = time.perf_counter()
         event = self.mark()
@@ -72,14 +73,15 @@ class Cuda:
         return event, (begun + time.perf_counter()) / 2
 
     def capturing(self) -> bool:
-        """Tell whether the current stream is being captured in a graph: no event of it is asked."""
+        """Tell whether the current stream is being captured: then events must not be queried."""
         return torch.cuda.is_current_stream_capturing()
 
     def use(self):
-        """Let this thread ask for events: with no context on GPU 0, and while another captures.
+        """Prepare this thread to query events: on this GPU, even while another thread captures.
 
-        CUDA forbids the latter, and spoils the graph, unless the thread says that it minds only
-        captures of its own. Where its library isn't found, that stays so.
+        Setting the device avoids a context on GPU 0. By default CUDA forbids queries during another
+        thread's capture, and they spoil its graph; the thread-local capture mode allows them. If
+        the CUDA library isn't found, the default stays.
         """
         torch.cuda.set_device(self.device)
         thread_local = ctypes.c_int(1)
@@ -88,11 +90,11 @@ class Cuda:
 
 
 class StreamWork(Work):
-    """The handle of a call on a GPU: `wait` puts the current stream behind it, and returns.
+    """The handle of a call on a GPU: `wait` makes the current stream wait for it, and returns.
 
-    Given a timeout, it stops the program, as NCCL's does.
-    inner: None as long as a batch isn't complete. before: the event in front of the call; None if
-    it is captured in a graph.
+    Given a timeout, `wait` blocks the program, as NCCL's does.
+    inner: NCCL's handle; None until the call's batch is complete. before: the event recorded before
+    the call; None if the call is captured in a graph.
     """
 
     def __init__(self, inner: Work | None, record: Record, before, arriving, streams: "Streams"):
@@ -101,7 +103,7 @@ class StreamWork(Work):
         self.record = record
         self.before = before
         self.arriving = arriving
-        self.together = [record]  # of a batch: who waits for one part waits for all
+        self.together = [record]  # the whole batch: waiting for one part waits for all
         self._streams = streams
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -128,9 +130,9 @@ class StreamWork(Work):
 
 
 class Streams:
-    """The events of a rank's calls. gpu: what makes them, a `Cuda`.
+    """The CUDA events of a rank's calls. gpu: the `Cuda` that makes them.
 
-    Times are float32 milliseconds since the start: after a quarter of an hour, good to 0.06 ms.
+    Event times are float32 milliseconds since the start: after 15 minutes, accurate to 0.06 ms.
     """
 
     def __init__(self, recorder, gpu):
@@ -145,11 +147,11 @@ class Streams:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit streams")
 
     def watch(self):
-        """Read the events from now on, in a thread."""
+        """Start the thread that reads the events."""
         self._watcher.start()
 
     def stop(self, timeout_s: float):
-        """End that thread, within `timeout_s`: events are C++, see `Session.leave`."""
+        """Stop the reading thread, waiting up to `timeout_s`: it runs C++, see `Session.leave`."""
         self._over.set()
         self._watcher.join(timeout_s)
 
@@ -167,9 +169,9 @@ class Streams:
         arriving: Sequence[Tensor],
         asynchronous: bool = True,
     ) -> StreamWork | None:
-        """Record a call, make it, with events around it, and return its handle.
+        """Record a call, make it with events before and after it, and return its handle.
 
-        None, as from NCCL, if it isn't asynchronous: then it is on the current stream.
+        Returns None for a synchronous call, as NCCL does; it runs on the current stream.
         """
         record.stream = record.group if asynchronous else "current"
         record.started = None
@@ -190,7 +192,7 @@ class Streams:
         return None
 
     def make(self, record: Record, call: Callable[[], Work | None]) -> Work | None:
-        """Make a call. Until NCCL is connected with its peers, it stops the program there."""
+        """Make a call and return its work. NCCL blocks here until it has connected to its peers."""
         self.recorder.stands_at(record)
         try:
             return call()
@@ -198,7 +200,7 @@ class Streams:
             self.recorder.waited()
 
     def batch(self, works: Sequence[StreamWork], complete: Callable[[], Work]):
-        """Complete a batch: only now its messages are on their way, all at once."""
+        """Complete a batch: only now are its messages started, all together."""
         for work in works[1:]:
             work.record.batched = True
             self.recorder.write_again(work.record)
@@ -210,7 +212,7 @@ class Streams:
         self.recorder.done(record, at=record.issued)
 
     def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
-        """Note the end of `inner`, which is all of these works: one, or a batch."""
+        """Record an event at the end of `inner`, the work of one call or of a batch, `works`."""
         records = [work.record for work in works]
         for work in works:
             work.inner = inner
@@ -225,7 +227,7 @@ class Streams:
         self._pending.append((records, events, kept))
 
     def wait(self, work: StreamWork):
-        """Put the current stream behind `work`."""
+        """Make the current stream wait for `work`."""
         work.record.waits += 1
         if work.record.waits == 1 and not self._gpu.capturing():
             self._pending.append((work.together, {"waited": self._gpu.mark()}, ()))
@@ -233,7 +235,7 @@ class Streams:
         self.recorder.arrived(work.record, work.arriving)
 
     def read(self) -> list[Record]:
-        """Write down what is over by now, without waiting; returns the records of what isn't."""
+        """Record which calls are complete, without waiting; return the records of all others."""
         with self._reading:
             left = []
             try:
@@ -250,7 +252,7 @@ class Streams:
             return [record for records, *_ in left for record in records]
 
     def _look_whether_reached(self, records: list[Record], events: dict):
-        """Note that the GPU has come to a late call, so that it isn't computing before it."""
+        """Record that the GPU has reached a late call: all work queued before it is done."""
         is_late = time.perf_counter() - records[0].issued > LATE_S
         if is_late and not records[0].reached and "started" in events and events["started"].query():
             for record in records:
@@ -275,7 +277,7 @@ class Streams:
             self.recorder.done(record, at=max(times["done"], record.issued))
 
     def settle(self):
-        """Stop until all calls are done. The rank is marked as waiting: one may never be."""
+        """Block until all calls are done; mark the rank as waiting, since one may never be."""
         while left := self.read():
             self.recorder.stands_at(left[0])
             while (now := self.read()) and now[0] is left[0]:

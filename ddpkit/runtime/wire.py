@@ -1,9 +1,9 @@
-"""The wire: a process group that hands every call to the real Gloo or NCCL group and records it.
+"""The wire: a process group that records every call and passes it to the real Gloo or NCCL group.
 
-Everything a rank says passes here, also what PyTorch says in C++ (DistributedDataParallel) or in
-pickles (object collectives). From this one place come the counts that tests and exercises look at,
-the timelines and replays, the report that explains a hang, and the emulated link. Tensors are
-handed through untouched: results are bit-identical.
+Every call of a rank goes through it, including those that PyTorch makes in C++ for
+DistributedDataParallel and those of object collectives. The records serve the counts in tests and
+exercises, timelines, replays and hang reports; the emulated link works here, too. Tensors are
+passed through untouched, so results are bit-identical.
 """
 
 import contextlib
@@ -39,15 +39,15 @@ __all__ = [
     "register_wire",
 ]
 
-NEVER = timedelta(days=365)  # no timeout: under `launch`, unless the reader gives one
+NEVER = timedelta(days=365)  # no timeout: under `launch`, unless the user gives one
 
 
 class WireWork(Work):
     """The handle of a call. `wait` marks the rank as waiting, so that a hang can be explained.
 
-    inner: the handle of the real group. until_done: what `wait` stops in, if not in that one's
-    wait, which it is given.
-    delivered: by an emulated link, of a collective.
+    inner: the handle of the real group. until_done: if given, `wait` calls it with the wait of
+    `inner` instead of calling that wait itself. delivered: for a collective on an emulated link,
+    the future that is done once the link has delivered it.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class WireWork(Work):
 
 
 def _hold_back(recorder: Recorder, record: Record):
-    """Sleep until the emulated link would have delivered `record`; without a link, not at all.
+    """Sleep until the emulated link would have delivered `record`; return at once without a link.
 
-    Transfers of a rank queue behind each other: link_out and link_in say when it is free again.
+    A rank's transfers queue one behind another: link_out and link_in say when the link is free.
     """
     link = recorder.link
     if link is None or record.done is not None:
@@ -124,9 +124,10 @@ def _hold_back(recorder: Recorder, record: Record):
 
 
 def _recorded(op: str, method: str, sent: int = 0):
-    """A method of a process group that records the call and hands it to the real group.
+    """Return a process group's method that records the call and passes it to the real group.
 
-    op: our name of it. sent: which argument are the tensors handed in; the first is filled.
+    op: our name for the call. method: the real group's. sent: the position of the argument with
+    the input tensors; argument 0 receives the result.
     """
 
     def call(self, *args):
@@ -139,7 +140,7 @@ def _recorded(op: str, method: str, sent: int = 0):
 
 
 def _flat(tensors) -> Sequence[torch.Tensor]:
-    """A tensor, a list of them, or a list of lists, as a list."""
+    """Flatten a tensor, a list of tensors, or a list of lists of tensors into one list."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     if tensors and isinstance(tensors[0], torch.Tensor):
@@ -150,7 +151,8 @@ def _flat(tensors) -> Sequence[torch.Tensor]:
 def _splits(args: tuple, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return how many elements an all_to_all sends to each member, and expects from each.
 
-    args: lists of tensors, or tensors whose rows are shared out: evenly, where no sizes are given.
+    args: lists of tensors, or tensors whose rows are split among the members; evenly, if no sizes
+    are given.
     """
     received, sent, *sizes, _ = args
     if not isinstance(sent, torch.Tensor):
@@ -168,9 +170,9 @@ OPTIONS = {"all_reduce": dist.AllreduceOptions, "all_gather": c10d.AllgatherOpti
 
 
 class WireGroup(dist.ProcessGroup):
-    """A process group that records, counts and delays, around the real one.
+    """A process group around the real one that records every call and can delay it.
 
-    Its methods are those that torch.distributed calls on a group.
+    Its methods are those that torch.distributed calls on a process group.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class WireGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def joining(self):
-        """Connecting a group blocks until all its members do the same: it, too, can hang."""
+        """Record the connecting of a group: it blocks until all members join, so it can hang."""
         if not self.recorder.joined:  # the world itself: the launcher's business
             yield
             self.recorder.joined = True
@@ -291,7 +293,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
-        """Return what times calls with these tensors, if they are on a GPU."""
+        """Return the `Streams` that time calls with these tensors; None if they are on the CPU."""
         return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.
@@ -339,7 +341,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving, held_back)
 
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
-        """The record of a call that is made now. frames: so many up to it are ours."""
+        """Make the record of a call made now. frames: how many innermost frames are ddpkit's."""
         said, now = words(self._member, call_site(frames), *what), time.perf_counter()
         return Record(said, 0, now, now, limit_s=self._limit_s)
 
@@ -371,7 +373,7 @@ class WireGroup(dist.ProcessGroup):
         return self._description
 
     def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
-        """Split the real group and return the wire around this rank's part, None without one."""
+        """Split the real group; return a `WireGroup` around this rank's part, None without one."""
         if timeout is None or timeout == c10d.default_pg_timeout:
             timeout = self.timeout
         with self.joining():  # all members of this group come, whichever part is theirs
@@ -385,10 +387,10 @@ class WireGroup(dist.ProcessGroup):
         return part
 
     def shutdown(self):
-        """End this rank's part of the group, as `dist.destroy_process_group` asks.
+        """Shut down this rank's part of the group, when `dist.destroy_process_group` calls.
 
-        On Gloo its connections stay until all members have done so: one that closes early would
-        fail a rank that still waits for this one, and hide why.
+        On Gloo, its connections stay open until all members have destroyed the group. Closing one
+        early would raise an error in a rank that still waits for this one, and hide the cause.
         """
         self.recorder.destroyed(self._member.name)
         if self.inner_name == "gloo" and self.recorder.board is not None:
@@ -405,7 +407,7 @@ class WireGroup(dist.ProcessGroup):
 
 
 def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.futures.Future):
-    """Note that a call is complete; one that failed, by its timeout perhaps, never is."""
+    """Record that a call is complete, unless it failed, e.g. by its timeout."""
     try:
         future.value()
     except Exception:
@@ -428,20 +430,20 @@ def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, de
 
 
 def of_this_attempt(store: dist.Store) -> dist.Store:
-    """Return a part of `store` without what ranks wrote before torchrun started them anew.
+    """Return `store` with a prefix for this attempt, so that keys of earlier attempts are hidden.
 
-    torchrun keeps its store, and with it the addresses of processes that are gone: plain Gloo then
-    connects to those, and fails or waits (pytorch/pytorch#167288).
+    When torchrun restarts ranks, it keeps its store, and with it the addresses of ended processes.
+    Plain Gloo then connects to those, and fails or hangs (pytorch/pytorch#167288).
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store if attempt == "0" else dist.PrefixStore(f"attempt {attempt}", store)
 
 
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
-    """Teach torch.distributed a backend "ddpkit": Gloo or NCCL with `recorder` around it.
+    """Register the backend "ddpkit" with torch.distributed: Gloo or NCCL, recorded by `recorder`.
 
-    For the world and all groups. one_machine: as under `launch`, Gloo listens on the loopback
-    interface alone, and calls have no timeout but one that the script gives.
+    It serves the world and all other groups. one_machine: as under `launch`, Gloo listens on the
+    loopback interface only, and calls have no timeout unless the script gives one.
     """
 
     def create(options, given) -> WireGroup:
@@ -487,12 +489,11 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
 
 
 def _nccl(options, device: torch.device, timeout: timedelta, given):
-    """Connect a communicator of NCCL's.
+    """Connect an NCCL communicator; return (its process group, its backend type).
 
-    `bound_device_id` stays None: torch would take it for leave to split this communicator, which
-    all members of the world must do together, and the members of a new group make one of their own.
-
-    given: a script's own pg_options, perhaps: a stream of high priority, NCCL's config.
+    `bound_device_id` stays None. With it, torch would split this communicator for a new group,
+    which all members of the world must do together; now a new group's members connect their own.
+    given: the script's own pg_options or None, e.g. a high-priority stream or NCCL's config.
     """
     # Six lines on each rank, of messages that go one after the other: see `pipeline.py`.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -519,47 +520,47 @@ def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, cal
 
 
 def _listen_on(interface: str):
-    """A device of Gloo's for an interface, as torch makes it; "": where the host's name leads."""
+    """Make Gloo's device for an interface, as torch does; "": the one of the host's name."""
     gloo = dist.ProcessGroupGloo
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def _threads() -> set[str]:
-    """The threads of this process, C++'s included, where the system has SCHED_BATCH."""
+    """Return the ids of all threads, C++'s included; none on systems without SCHED_BATCH."""
     return set(os.listdir("/proc/self/task")) if hasattr(os, "SCHED_BATCH") else set()
 
 
 def _let_others_go_first(readers: set[str]):
-    """Forbid Gloo's reading thread, when a message wakes it, to take the core from this rank.
+    """Keep Gloo's reading thread from taking the core from this rank when a message wakes it.
 
-    The rank often holds the connection's lock just then. The reader asks for it again and again
-    (`epoll_wait`) until the scheduler intervenes: most of a millisecond of a core that computes,
-    for each message, which the wire that is emulated wouldn't take. SCHED_BATCH is Linux's word for
-    a thread that can wait its turn; other systems have none.
+    The rank often holds the connection's lock just then, and the reader retries (`epoll_wait`)
+    until the scheduler intervenes. For each message that wastes most of a millisecond of a
+    computing core, which the emulated wire wouldn't. SCHED_BATCH is Linux's policy for threads that
+    may be delayed; other systems have none.
     """
     for thread in readers:
         with contextlib.suppress(OSError):  # it is gone already; a container forbids it
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
-# torch's own four functions, and what stands in their place in a rank.
+# Four functions of torch, and their replacements in a rank.
 
 _get_backend, _batch_isend_irecv = c10d.get_backend, c10d.batch_isend_irecv
 _new_group, _split_group = c10d.new_group, c10d.split_group
 
 
 def _named_backend(group=None):
-    """dist.get_backend: the name of the backend inside."""
+    """Return what dist.get_backend would: the name of the real backend inside the wire."""
     group = group or c10d._get_default_group()
     return dist.Backend(group.inner_name) if isinstance(group, WireGroup) else _get_backend(group)
 
 
 @functools.wraps(_new_group)
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
-    """Make a group as dist.new_group does; one that asks for Gloo by name is on the wire, too.
+    """Make a group as dist.new_group does, on the wire even if it asks for Gloo by name.
 
-    Programs that write checkpoints in a thread ask so. A `device_id` is left out: with it, torch
-    would connect each group twice.
+    Programs that write checkpoints in a thread ask for Gloo by name. `device_id` is dropped: with
+    it, torch would connect each group twice.
     """
     world = c10d._get_default_group()
     wired = isinstance(world, WireGroup)
@@ -580,14 +581,14 @@ def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
 
 
 def plain_group() -> dist.ProcessGroup:
-    """Make a Gloo group of all ranks that records nothing, to compare the wire with."""
+    """Make a Gloo group of all ranks without recording, as a baseline for the wire."""
     return _new_group(backend="gloo")
 
 
 def _batched(p2p_op_list):
-    """dist.batch_isend_irecv, with NCCL's calls in one batch: one by one they would deadlock.
+    """Replace dist.batch_isend_irecv so that NCCL's calls are one batch, also on the wire.
 
-    torch batches them only for its own class of group.
+    torch batches them only for its own class of group; one by one they would deadlock.
     """
     first = p2p_op_list[0] if p2p_op_list else None
     group = (first.group or c10d._get_default_group()) if first else None

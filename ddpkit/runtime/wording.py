@@ -1,6 +1,7 @@
-"""Put together the words of a call, once for each call in the reader's code.
+"""Build the description of a call, once for each call in the user's code.
 
-Recording may cost 30 µs a call, and a training step makes the same calls again and again.
+The results are cached: recording may take no more than 30 µs a call, and a training step makes the
+same calls again and again.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ Place = tuple[str, int, str, str]  # file, line, function, via
 once = lru_cache(4096)
 
 
-@dataclass(frozen=True, eq=False)  # to look one up by what it is would take long
+@dataclass(frozen=True, eq=False)  # lookups by value would take long
 class Member:
     """A rank as a member of a group."""
 
@@ -37,7 +38,7 @@ class Member:
             raise ValueError(f"{me}, but the ranks go from 0 to {len(self.ranks) - 1}.")
 
     def check_peer(self, op: str, name: str, number: int):
-        """torch lets both mistakes pass; Gloo answers with an assertion in C++, or not at all."""
+        """Raise ValueError if the peer is this rank or none: torch doesn't, and Gloo may hang."""
         if 0 <= number < len(self.ranks) and number != self.rank:
             return
         me = f"rank {self.ranks[self.rank]} called {op} with {name}={number}"
@@ -72,10 +73,10 @@ def collective(
     root: int | None,
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
 ) -> Said:
-    """Put together what a collective says.
+    """Build the description of a collective call.
 
-    alike: shapes of what all must bring alike. shapes: of what this rank hands in. splits: as in
-    `Said`.
+    alike: the shapes that must agree on all ranks. shapes: those of this rank's input. splits: as
+    in `Said`.
     """
     nbytes = sum(map(torch.Size.numel, shapes)) * dtype.itemsize if dtype else 0
     said = [f"{sum(map(torch.Size.numel, alike))} {_name(dtype)}"] if dtype else []
@@ -103,7 +104,7 @@ def message(
     dtype: torch.dtype,
     doing: str,
 ) -> Said:
-    """number: of the rank at the other end, in the group; None: of a receive from any rank."""
+    """Build the description of a message. number: the peer's rank in the group; None: any rank."""
     size = f"{shape.numel()} {_name(dtype)}"
     said = [size]
     if number is None:  # the channel's "?": which it is, is known when the message is there

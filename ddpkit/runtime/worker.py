@@ -1,4 +1,4 @@
-"""The inside of a rank: start safely, join the world, work, hand the result back, end."""
+"""The code that runs inside a rank: start, join the world, work, return the result, end."""
 
 import ast
 import contextlib
@@ -34,14 +34,14 @@ from .recorder import Recorder
 from .report import explain_timeout, waited_s
 from .wire import register_wire
 
-# Half a second or two: what backward(gradient) and the first optimizer of a process import
+# Imports of half a second to two, by a process's first backward(gradient) and optimizer
 SLOW_IMPORTS = "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
 MAKE_ROOM = "Make room there, or name another folder in TMPDIR and restart"
 
 
 @dataclass
 class Assignment:
-    """The orders of a new rank. Plain data: it is unpickled where only this package is known."""
+    """The settings of a new rank, as plain data: only this package is imported to unpickle them."""
 
     rank: int
     world_size: int
@@ -63,9 +63,9 @@ class Assignment:
 
 
 def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
-    """A rank's life under `launch`: join the world, call the function, send word, wait for the end.
+    """Run a rank under `launch`: join the world, call the function, reply, wait to be ended.
 
-    It waits because a connection that closes early would fail the ranks still talking to it.
+    It waits because closing its connections early would raise errors in ranks that still use them.
     """
     recorder = become_rank(assignment, pipe, lifeline)
     try:
@@ -86,7 +86,7 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
-    """A rank's life under `%%ranks`: join the world, then run cell after cell in one namespace."""
+    """Run a rank under `%%ranks`: join the world, then run cell after cell in one namespace."""
     recorder = become_rank(assignment, pipe, lifeline)
     board = recorder.board
     rank = assignment.rank
@@ -119,7 +119,7 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def run_cell(source: str, file: str, names: dict) -> str | None:
-    """Run a cell in `names`; the repr of its last expression, None if that is None."""
+    """Run a cell in `names`; return the repr of its last expression, None if that is None."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     tree = ast.parse(source, file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -131,7 +131,7 @@ def run_cell(source: str, file: str, names: dict) -> str | None:
 
 
 def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) -> Recorder:
-    """Turn this process into a rank that can't outlive its parent and whose every word is kept."""
+    """Make this process a rank that ends with its parent and whose output goes to a file."""
     if os.name == "posix":
         os.setpgid(0, 0)  # so that its children can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; one that is held is dropped
@@ -171,10 +171,10 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
 
 
 def end_with_parent(lifeline: Connection):
-    """End this rank and its children when `lifeline` closes, however the parent went.
+    """End this rank and its children when `lifeline` closes, however the parent ended.
 
-    Linux sends the signal itself, also to a rank that holds the interpreter's lock in C; the thread
-    serves elsewhere.
+    On Linux the kernel sends the signal, so it reaches even a rank that holds the GIL in C. On
+    other systems a thread watches the lifeline.
     """
     if sys.platform == "linux":
         from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl
@@ -198,7 +198,7 @@ def wait_to_be_ended():
 
 
 def capture_output(path: Path):
-    """Send descriptors 1 and 2 to a file: prints, C++, children, and nobody needs to read along."""
+    """Redirect descriptors 1 and 2 to a file: it gets the output of Python, C++ and children."""
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -208,7 +208,7 @@ def capture_output(path: Path):
 
 
 def flush():
-    """Empty Python's buffers and C's."""
+    """Flush the output buffers of Python and C."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -217,7 +217,7 @@ def flush():
 
 
 def take_gpu(assignment: Assignment):
-    """Make this rank's GPU, if it has one, the current one. NoGpu: CUDA can't use it."""
+    """Make this rank's GPU, if it has one, the current device. NoGpu: CUDA can't use it."""
     if assignment.choice.gpus:
         try:
             torch.cuda.set_device(assignment.device)
@@ -228,23 +228,23 @@ def take_gpu(assignment: Assignment):
 
 
 def join(assignment: Assignment, recorder: Recorder):
-    """Initialise torch.distributed over the wire.
+    """Initialise torch.distributed over the wire, and wait until all ranks have done so.
 
-    The store is a file, Gloo and NCCL listen on the loopback interface only: no port to guess, no
-    host name to resolve, nothing that another user of this machine could reach.
+    The store is a file, and Gloo and NCCL listen on the loopback interface only. So there is no
+    port to choose, no host name to resolve, and nothing to reach from another machine.
     """
     rank, world_size = assignment.rank, assignment.world_size
     register_wire(recorder, assignment.choice.backend, assignment.device, one_machine=True)
     store = dist.FileStore(str(Path(assignment.folder) / "store"), world_size)
     dist.init_process_group("ddpkit", store=store, rank=rank, world_size=world_size)
     recorder.board.set_state(rank, RUNNING)
-    # Wait for all: to one that still joins, a rank that has failed looks like a broken network.
+    # Wait for all: a rank that still joins would take another's failure for a broken network.
     while any(recorder.board.state(each) == STARTING for each in range(world_size)):
         time.sleep(0.0002)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles anything a cell defines; tensors on a GPU travel as CPU tensors."""
+    """A pickler of anything that a cell defines; tensors on a GPU are sent as CPU tensors."""
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
@@ -253,7 +253,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def save(path: Path, value: object):
-    """Write the return value to a file: a pipe would fill up and block the rank until it's read."""
+    """Write the return value to a file: a full pipe would block the rank until it is read."""
     try:
         with open(path, "wb") as file:
             _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
