@@ -1,6 +1,6 @@
-"""A rank that torchrun started, on the wire: a board, a recorder, a watcher.
+"""A session puts a rank that torchrun started on the wire: with a board, a recorder and a watcher.
 
-`ddpkit.debug` runs any script so; `launch` does, where torchrun started the ranks.
+`ddpkit.debug` runs any script in one; `launch` uses one if torchrun started the ranks.
 """
 
 import contextlib
@@ -46,19 +46,20 @@ from ..tools.units import wrap
 
 OLD_FOLDERS = "ddpkit-session-*", "torchelastic_*/*/attempt_*/ddpkit"
 LOOK_S = 0.25  # how often the board is read
-SLEEPS_S = 1.0  # a rank that burns no CPU for so long computes nothing
+SLEEPS_S = 1.0  # a rank that uses no CPU for so long isn't computing
 NEWS_S = 3.0  # how long a rank whose connection broke waits for the report of who fell first
-STANDSTILL_S = 30.0  # without a call, after which it is said, once, who waits for whom
-TOGETHER_S = 0.3  # waits that end by their timeout within this time are told as one
-WORDS_S = 10.0  # no second word sooner: what follows a timeout mostly comes of it
+STANDSTILL_S = 30.0  # without a call, after which a report says once who waits for whom
+TOGETHER_S = 0.3  # waits that time out within this time are reported as one
+WORDS_S = 10.0  # between two reports: what follows a timeout is mostly its effect
 WATCHER_ENDS_S = 5.0  # it may wait for rank 0's machine, which is gone
 _ABOUT_PAGE = struct.Struct("<?d")  # what goes with a page: whether its rank sleeps, its clock_s
 
 
 class Session:
-    """One rank of a script under the wire: its board, its recorder, the thread that watches.
+    """One rank of a script on the wire: its board, its recorder and its watching thread.
 
-    trace, flight_recorder: where rank 0 writes what all ranks said, at the end or after a report.
+    trace, flight_recorder: the file and the folder to which rank 0 writes all ranks' calls, at the
+    end or after a report.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class Session:
         self._told = threading.Lock()
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit watch")
-        self._burned: dict[int, tuple[int | None, float]] = {}  # CPU of a rank, since when so much
+        self._burned: dict[int, tuple[int | None, float]] = {}  # a rank's CPU ticks, and since when
         self._sleepers: set[int] = set()
         self._clocks: dict[int, float] = {}  # clock_s of ranks on other machines
         self._looked_at: list[int] | None = None  # the board's events at the last look
         self._different: dict[int, Record] | None = None  # the mismatch that it found
-        self._words_at: set[tuple | None] = set()  # the lines of which a word was said
+        self._words_at: set[tuple | None] = set()  # the lines that were reported
 
     def _open_board(self) -> Board:
         path = self.folder / "board"
@@ -107,7 +108,7 @@ class Session:
     # The script's own `init_process_group`
 
     def install(self) -> None:
-        """Make `dist.init_process_group` join the world over the wire from now on."""
+        """Replace `dist.init_process_group` by a function that joins the world over the wire."""
         original = c10d.init_process_group
         exits.note_exits(self.folder, self.rank)
         exits.answer_sigterm(self._terminated)
@@ -141,7 +142,7 @@ class Session:
     # Watching
 
     def _watch(self) -> None:
-        """Say where this rank is, end it after a report; on the first rank, look for hangs."""
+        """Note where this rank is, and end it after a report; on rank 0, also look for hangs."""
         main_thread = threading.main_thread().ident
         quiet_since = time.perf_counter()
         events = None
@@ -165,10 +166,10 @@ class Session:
                     self._look(events, now - quiet_since)
 
     def _look(self, events: list[int], quiet_s: float = 0.0) -> None:
-        """Report what will never go on; ranks that compute may still come. events: the board's.
+        """Report ranks that can never go on; a computing rank may still make its call.
 
-        A mismatch is reported at the second look, when the pages of all ranks that made the call
-        have arrived.
+        A mismatch is reported only at the second look, when the pages of all ranks that made the
+        call have arrived. events: the board's. quiet_s: seconds since these last changed.
         """
         before = self._different
         look = Look(self.board, events)
@@ -195,7 +196,7 @@ class Session:
                 self._say(*explain_standstill(look, quiet_s), look)
 
     def _timed_out(self, record: Record, error: BaseException) -> None:
-        """Say why a wait ends by its timeout, before the error, which the script may catch."""
+        """Report why a wait timed out, before the script gets the error, which it may catch."""
         seconds = waited_s(record, error)
         time.sleep(TOGETHER_S)  # this rank stays marked as waiting: others time out just now
         if not self.alone:
@@ -205,7 +206,7 @@ class Session:
         self._say(*explain_timeout(look, seconds), look)
 
     def _say(self, headline: str, advice: str, look: Look) -> None:
-        """Print a report that ends nothing: once for each line, and at most every `WORDS_S`."""
+        """Print a report without ending the ranks: once a line, and at most every `WORDS_S`."""
         line = next((s.place for s in look.now if s.state in INSIDE), None)
         word = self.folder / "word"
         if line in self._words_at or self._report_is_out():
@@ -223,7 +224,7 @@ class Session:
         print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
 
     def _terminated(self) -> None:
-        """Report where all ranks were when SIGTERM came, unless it came because a rank fell."""
+        """Report where all ranks were at SIGTERM, or, if some had died, how these died."""
         time.sleep(LOOK_S)  # until every rank has noted its line
         if self._report_is_out():
             self.end(-signal.SIGTERM)
@@ -238,9 +239,9 @@ class Session:
         self.tell(text, -signal.SIGTERM)
 
     def _note_sleepers(self) -> None:
-        """Note which ranks of this machine burn no CPU in their main threads, where /proc tells.
+        """Record which ranks of this machine use no CPU in their main threads, if /proc tells.
 
-        The main threads alone, since the thread that runs this burns some itself.
+        Other threads don't count, since the one that runs this uses some CPU itself.
         """
         now = time.perf_counter()
         for rank in self.here:
@@ -257,7 +258,7 @@ class Session:
             return 0
 
     def _dead(self, rank: int) -> bool:
-        """Tell whether a rank of this machine is gone without having ended, where /proc tells."""
+        """Tell whether a rank of this machine died without returning; False without /proc."""
         pid = self._pid(rank)
         if sys.platform != "linux" or not pid or self.board.state(rank) == RETURNED:
             return False
@@ -267,7 +268,7 @@ class Session:
             return True
 
     def _exchange_pages(self) -> None:
-        """Give this machine's pages of the board to the others; the first takes theirs."""
+        """Put this machine's pages of the board in the store; rank 0 reads the others' pages."""
         for rank in range(self.world_size):
             key = f"ddpkit/page/{rank}"
             if rank in self.here:
@@ -287,7 +288,7 @@ class Session:
                 (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
 
     def _disagree(self, _by_rank) -> None:
-        """Another rank said something else at the same place: rank 0 will tell."""
+        """Block after a mismatch with another rank's call, until rank 0 has reported it."""
         threading.Event().wait()
 
     # The report
@@ -310,9 +311,9 @@ class Session:
             self.end(code, cause=True)
 
     def end(self, code: int = 1, cause: bool = False) -> None:
-        """Exit, the cause first: torchrun reports whoever goes first, and then ends the others.
+        """Exit; the `cause` goes first: torchrun reports the first to exit, and ends the others.
 
-        code: the exit status; -SIGTERM ends the rank by that signal.
+        cause: this rank caused the end. code: the exit status; -SIGTERM ends it by that signal.
         """
         self._over.set()
         sys.stdout.flush()
@@ -331,7 +332,7 @@ class Session:
         exits.exit_at_once(code)
 
     def failed(self, error: BaseException) -> None:
-        """Report that the script raised, on which line, and what became of the other ranks."""
+        """Report that the script raised `error`, on which line, and where the other ranks were."""
         how = failure(error)
         lost = self._lost_ranks() if lost_peer(how) else []
         if lost_peer(how):
@@ -351,7 +352,7 @@ class Session:
         self.tell("\n".join(lines))
 
     def _lost_ranks(self) -> list[int]:
-        """Wait up to `NEWS_S` for the ranks of this machine that died; end if the cause is out."""
+        """Return this machine's dead ranks, waiting up to `NEWS_S`; exit if a report is out."""
         until = time.perf_counter() + NEWS_S
         while time.perf_counter() < until:
             if self._report_is_out():
@@ -374,22 +375,23 @@ class Session:
         return said
 
     def _others(self, look: Look, fallen: list[int]) -> list[str]:
-        """Say where the ranks were that haven't fallen, and that torchrun ends for the others."""
+        """Say where the other ranks were, which torchrun ends because of the `fallen` ones."""
         rest = [rank for rank in look.ranks if rank not in fallen]
         said = [what_became_of(rank, look) for rank in rest]
         return ["The others were ended:", *said] if said else []
 
     def exited(self, error: SystemExit) -> None:
-        """Report a sys.exit with a code that isn't 0: torchrun will end the others."""
+        """Report a sys.exit with a nonzero code, after which torchrun ends the other ranks."""
         code = error.code if isinstance(error.code, int) else 1
         lines = [f"rank {self.rank} called sys.exit({error.code!r})"]
         lines += lines_of(failure(error).frames)
         self.tell("\n".join(lines + self._others(Look(self.board), [self.rank])), code)
 
     def done(self) -> None:
-        """The script ended well. All ranks stay until the last has ended, too.
+        """Finish after the script succeeded: wait until all ranks have, write files, leave.
 
-        A connection that closes early would fail those who still wait for this rank, and hide why.
+        Closing connections early would raise errors in ranks that still wait for this one, and hide
+        the cause.
         """
         self.recorder.settle()
         if self._trace or self._flight_recorder:
@@ -403,11 +405,11 @@ class Session:
         self.leave()
 
     def leave(self) -> None:
-        """Let this rank end; the last of a machine takes the folder with it.
+        """Stop this rank's threads; the last rank of a machine also removes the folder.
 
-        Python ends a thread that comes back from C++ while it shuts down by unwinding its stack,
-        and a destructor of C++ on that stack makes it an abort. So the watcher, which lets go of
-        groups, ends first.
+        While Python shuts down, it ends a thread that returns from C++ by unwinding its stack. If a
+        C++ destructor is on that stack, the process aborts. So the watcher, which releases groups,
+        must end first.
         """
         self._over.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
@@ -435,7 +437,7 @@ class Session:
     # The trace and the dumps
 
     def _hand_in(self) -> None:
-        """Give this rank's records to rank 0: by a file, from another machine by the store."""
+        """Hand this rank's records to rank 0: in a file, or from another machine in the store."""
         mine = pickle.dumps((clock_s(), self.recorder.records))
         if 0 in self.here:
             (self.folder / f"records.{self.rank}").write_bytes(mine)
@@ -454,7 +456,7 @@ class Session:
         return wire
 
     def _save(self, wire: list[list[Record]]) -> None:
-        """Write what all ranks said."""
+        """Write all ranks' records, in `wire`, as a trace and as dumps, if these were asked for."""
         here = clock_s()
         for rank in set(self._clocks).difference(self.here):  # they count from another moment
             for record in wire[rank]:
@@ -470,9 +472,9 @@ class Session:
 
 
 def own_gpu(device_id: torch.device | int | None) -> torch.device:
-    """The GPU that a script's rank means: what it gave, else what it has set, else its own.
+    """Return the GPU of a script's rank: the given device, else the current one, else LOCAL_RANK's.
 
-    That the current one is 0 may also mean that none was set.
+    A current device of 0 is ignored, since it may mean that the script has set none.
     """
     index = getattr(device_id, "index", device_id)
     if index is None and torch.cuda.is_initialized():

@@ -177,7 +177,7 @@ def kineto_arguments(record: Record) -> dict[str, object]:
 
 
 def numels(record: Record) -> tuple[int, int]:
-    """Return the numbers of elements that the rank sends and gets, as far as recorded."""
+    """Return the rank's (input, output) element counts, as far as the record tells."""
     itemsize = getattr(torch, record.dtype).itemsize if record.dtype else 1
     numel, world_size = record.bytes // itemsize, len(record.ranks)
     if record.op in ("all_gather", "gather"):
