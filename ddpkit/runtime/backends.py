@@ -1,4 +1,4 @@
-"""Choose a launch's backend, and say why."""
+"""Choose a launch's backend, and give the reason."""
 
 import ctypes
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Choice:
 def start_on(
     start: Callable[[Choice], Result], backend: str, world_size: int, link: Link | None = None
 ) -> Result:
-    """Call `start` with the choice; with Gloo instead if a GPU turns out to be unusable.
+    """Call `start` with the chosen backend, and again with Gloo if a GPU proves unusable.
 
     The choice is made without starting CUDA here, from the driver's count of GPUs. That may be
     wrong, for example for a card in MIG mode, and only a rank finds out.

@@ -34,7 +34,7 @@ _PAGE = _HEAD + SLOTS * _SLOT
 
 @dataclass(frozen=True)
 class Said:
-    """The words of a call: the same whenever the same line makes the same call."""
+    """The description of a call, identical whenever the same line makes the same call."""
 
     op: str  # torch.distributed's name: all_reduce, send, ...
     group: str  # "world", or the ranks of a sub-group
@@ -49,13 +49,13 @@ class Said:
     file: str
     line: int
     function: str
-    via: str = ""  # the line of an installed framework that made it for the reader's own
+    via: str = ""  # the installed framework's line that the user's line called
     # Of an all_to_all: elements for each member, and elements expected from each.
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @cached_property
     def hashes(self) -> tuple[int, int]:
-        """Hash channel and fingerprint."""
+        """Hash the channel and the fingerprint; return both hashes."""
         return hash32(self.channel), hash32(self.fingerprint)
 
     @cached_property
@@ -123,9 +123,9 @@ class Record:
 
 
 def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
-    """Return (sender, receiver) of each part of an all_to_all that is not as long as expected.
+    """Return (sender, receiver) for each part of an all_to_all whose length isn't the expected one.
 
-    by_rank: {rank: what it said}, of one call.
+    by_rank: {rank: its record} of one call.
     """
     pairs = []
     for sender, sent in by_rank.items():
@@ -139,7 +139,7 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
 
 
 class Board:
-    """A memory-mapped file with one page for each rank; a rank writes only its own.
+    """A memory-mapped file with one page for each rank; a rank writes only its own page.
 
     It isn't in /dev/shm: containers give little room there, and some systems have none.
     """
@@ -216,11 +216,11 @@ class Board:
         self._words[rank * _PAGE + _THREADS] = threads
 
     def set_place(self, rank: int, place: tuple | None):
-        """Note where the main thread of `rank` is: (file, line, function, via)."""
+        """Record where the main thread of `rank` is: (file, line, function, via)."""
         self._set_note(rank, _PLACE, place)
 
     def set_destroyed(self, rank: int, places: dict[str, tuple]):
-        """Note which groups `rank` has destroyed: {name of a group: (file, line, function, via)}.
+        """Record which groups `rank` has destroyed: {group name: (file, line, function, via)}.
 
         The oldest are dropped where the note has no room for all.
         """
@@ -263,7 +263,7 @@ class Board:
         return self._note(rank, _PLACE)
 
     def destroyed(self, rank: int) -> dict[str, tuple]:
-        """Return the groups that `rank` has destroyed, and where."""
+        """Return the groups that `rank` has destroyed, as {group name: where it did so}."""
         return self._note(rank, _DESTROYED) or {}
 
     def _note(self, rank: int, at: int) -> object:

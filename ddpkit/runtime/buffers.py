@@ -21,7 +21,7 @@ AS_WRITTEN = {"send": "isend"}
 
 
 class CheckedGroup(WireGroup):
-    """A `WireGroup` whose handles check that the tensors being sent were left alone; on the CPU."""
+    """A `WireGroup` whose handles check that CPU tensors being sent were not changed."""
 
     def _collective(self, op, method, args, sent, arriving):
         watched = sent
@@ -41,7 +41,7 @@ class CheckedGroup(WireGroup):
         return CheckedWork(super()._collective(op, method, args, sent, arriving), check)
 
     def _reads(self, op: str, opts) -> bool:
-        """Tell whether this rank sends the tensor of a call that has no separate input."""
+        """Tell whether this rank sends the tensor of a call in place, without a separate input."""
         return op in IN_PLACE or (op == "broadcast" and opts.rootRank == self.rank())
 
     def send(self, tensors, dst, tag):
@@ -61,7 +61,7 @@ class _Check:
         self._over = False
 
     def end(self, record: Record) -> None:
-        """Compare, now that the call is complete; ValueError if the tensors have changed."""
+        """Raise ValueError if the tensors have changed; else copy the result into them."""
         if self._over:
             return
         self._over = True

@@ -42,7 +42,7 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor from its GPU; a Parameter stays one."""
+    """Copy a tensor to the CPU; a Parameter stays a Parameter, and requires_grad is kept."""
     copy = tensor.detach().cpu()
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copy, tensor.requires_grad)
@@ -77,7 +77,7 @@ def _dumps(value) -> bytes:
 
 
 def _used(fn) -> dict[str, object]:
-    """Collect the globals and closure variables that travel with `fn`, and what is bound to it."""
+    """Collect the globals and closure variables pickled with `fn`, and what is bound to it."""
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}
         bound |= {f"argument {name}= of partial": value for name, value in fn.keywords.items()}
@@ -116,7 +116,7 @@ def _warn_large(fn, arguments: dict[str, object], nbytes: int, seconds: float):
 
 
 class _Counter(io.RawIOBase):
-    """A file that only counts."""
+    """A file that only counts the bytes written to it."""
 
     count = 0
 
@@ -126,7 +126,7 @@ class _Counter(io.RawIOBase):
 
 
 def _pickled_bytes(value) -> int:
-    """Measure `value` as a pickle, without making one; 0 if it can't travel alone."""
+    """Return the bytes of `value` pickled, without storing them; 0 if it can't be pickled."""
     counter = _Counter()
     with contextlib.suppress(Exception):
         _Pickler(counter).dump(value)

@@ -25,7 +25,7 @@ class LaunchError(RuntimeError):
         return Run([None] * len(self.wire), self.output, self.wire, math.nan, "")
 
     def _render_traceback_(self) -> list[str]:
-        """Show the report alone in Jupyter: the launcher's own frames explain nothing."""
+        """Return only the report for Jupyter to show: the launcher's own frames explain nothing."""
         return shown(f"{type(self).__name__}: {self}")
 
 

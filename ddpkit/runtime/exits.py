@@ -1,4 +1,4 @@
-"""Note the line that calls `os._exit`; answer a scheduler's SIGTERM."""
+"""Record the line that calls `os._exit`, and handle a scheduler's SIGTERM."""
 
 import contextlib
 import ctypes
@@ -42,7 +42,7 @@ def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | No
 
 
 def answer_sigterm(answer: Callable[[], None]) -> None:
-    """Call `answer` in a thread when SIGTERM comes, also while this one is blocked in C++.
+    """Call `answer` in a thread when SIGTERM arrives, even if the main thread is blocked in C++.
 
     A script's own handler for the signal is kept, whenever the script sets it. Forked children get
     the default handler back, so that SIGTERM still ends a DataLoader's worker.
@@ -85,6 +85,6 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
 
 
 def end_by_sigterm() -> None:
-    """End this process by SIGTERM itself, as without ddpkit; from any thread."""
+    """End this process by SIGTERM's default action, as without ddpkit; works in any thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)

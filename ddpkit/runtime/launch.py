@@ -188,7 +188,7 @@ def _torchruns_size() -> int:
 
 
 def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> Run:
-    """Call `fn` here, in a rank that torchrun started; every rank gets every rank's result."""
+    """Call `fn` in this rank, which torchrun started; return a `Run` of all ranks' results."""
     if not dist.is_initialized():
         _initialise_under_torchrun(link, check_buffers)
     mine = recorder()  # None: the script initialised torch.distributed itself
@@ -213,7 +213,7 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
 
 
 def _wait_till_all_return(mine: Recorder | None):
-    """Wait until every rank has returned; otherwise one still inside `fn` would look mismatched."""
+    """Wait until every rank has returned: one still inside `fn` would look mismatched."""
     store = c10d._get_default_store()
     number = next(_launches)
     for state in (RETURNED, RUNNING):

@@ -16,7 +16,7 @@ PRESETS = {
     "PCIe 4.0 x16": (5e-6, 25e9),
     "NVLink 4": (3e-6, 370e9),
 }
-# The algorithm of `cost` that a call is taken to be; others have the same name there.
+# The algorithm in `cost` assumed for a call; for others, its name is the same.
 USUAL = {
     "all_reduce": "ring_all_reduce",
     "reduce_scatter": "ring_reduce_scatter",

@@ -174,7 +174,7 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
 
 
 def magic_first(lines: list[str]) -> list[str]:
-    """Move `%%ranks` above the comments of a cell, where IPython looks for it."""
+    """Move `%%ranks` above a cell's leading comments, to the line where IPython looks for it."""
     for place, line in enumerate(lines):
         if line.startswith("%%ranks"):
             return [line, *lines[:place], *lines[place + 1 :]]

@@ -12,7 +12,7 @@ OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 
 
 def torch_requirement() -> str:
-    """Return the versions of torch that ddpkit was tried with, as pip takes them."""
+    """Return the versions of torch tested with ddpkit, as a pip requirement."""
     major, oldest = OLDEST_TORCH
     newest = NEWEST_TORCH[1]
     return f"torch>={major}.{oldest},<{major}.{newest + 1}"

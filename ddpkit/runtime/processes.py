@@ -99,7 +99,7 @@ class Rank:
         return main_thread
 
     def ask_stacks(self) -> list[list[tuple[str, int, str]]]:
-        """Return the stacks of all threads that run Python, the main thread's last."""
+        """Return the stacks of all Python threads, the main thread's last; [] if unavailable."""
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
             return []
@@ -181,7 +181,7 @@ def _check_room(folder: Path, nbytes: int):
 
 @functools.cache
 def sweep(pattern: str = "ddpkit-[0-9]*-*"):
-    """Remove the folders of launches whose process was killed; once in a process.
+    """Remove the folders of launches whose process was killed, once per process.
 
     A live process holds a lock on its folder, also one in another container that shares the
     temporary folder. Only this user's old folders without a lock are removed.

@@ -31,7 +31,7 @@ TIMED_OUT = re.compile(
 
 
 class Recorder:
-    """The calls of one rank. In a rank, `recorder()` returns it.
+    """The recorder of one rank's calls. In a rank, `recorder()` returns it.
 
     records: all calls so far. board: the board of all ranks; None where no memory is shared.
     disagree: called with {rank: record} when another rank made a different call at the same place.
@@ -139,7 +139,7 @@ class Recorder:
         self.done(record, arrived, arrived[0] if arrived else None)
 
     def stands_at(self, record: Record):
-        """Note that this thread can't go on before `record` is done."""
+        """Mark this thread as waiting until the call of `record` is done."""
         if self.board is not None and record.done is None:
             self.board.set_waiting(self.rank, record.number, self._caller())
 
@@ -154,7 +154,7 @@ class Recorder:
             self.board.set_polled(self.rank, record.number, time.perf_counter())
 
     def destroyed(self, group: str):
-        """Note that this rank has destroyed a group, and on which line: it makes no more calls."""
+        """Record that this rank has destroyed `group`, and on which line: no more calls follow."""
         if self.board is not None:
             self._destroyed[group] = call_site(2)
             self.board.set_destroyed(self.rank, self._destroyed)
@@ -176,7 +176,7 @@ class Recorder:
                     let_go.append(kept)
 
     def _caller(self) -> int:
-        """Return the place of this thread on the board, for as long as the thread lives.
+        """Return this thread's place on the board, which it keeps for as long as it lives.
 
         A C++ thread, such as autograd's on a GPU, counts as alive only while it runs Python code.
         """
@@ -197,7 +197,7 @@ class Recorder:
             return place
 
     def left(self, thread: int):
-        """Note that a thread that made calls has ended."""
+        """Record that a thread that had made calls has ended."""
         with self._lock:
             self._callers.pop(thread, None)
             self.count_callers()

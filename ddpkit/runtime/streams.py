@@ -148,7 +148,7 @@ class Streams:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit streams")
 
     def watch(self):
-        """Read the events from now on, in a thread."""
+        """Start the thread that reads the events."""
         self._watcher.start()
 
     def stop(self, timeout_s: float):

@@ -1,4 +1,4 @@
-"""The wire: a process group that hands every call to the real Gloo or NCCL group and records it.
+"""The wire: a process group that records every call and passes it to the real Gloo or NCCL group.
 
 Every call of a rank passes through here, also calls that PyTorch makes in C++, as
 DistributedDataParallel does, and object collectives. The counts of tests and exercises, timelines,
@@ -171,9 +171,9 @@ OPTIONS = {"all_reduce": dist.AllreduceOptions, "all_gather": c10d.AllgatherOpti
 
 
 class WireGroup(dist.ProcessGroup):
-    """A process group that records, counts and delays, around the real one.
+    """A process group around the real one that records every call and can delay it.
 
-    Its methods are those that torch.distributed calls on a group.
+    Its methods are those that torch.distributed calls on a process group.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
-        """Return what times calls with these tensors, if they are on a GPU."""
+        """Return the `Streams` that time calls with these tensors; None if they are on the CPU."""
         return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.
@@ -374,7 +374,7 @@ class WireGroup(dist.ProcessGroup):
         return self._description
 
     def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
-        """Split the real group and return the wire around this rank's part, None without one."""
+        """Split the real group; return a `WireGroup` around this rank's part, None without one."""
         if timeout is None or timeout == c10d.default_pg_timeout:
             timeout = self.timeout
         with self.connecting():  # all members of this group must take part
@@ -388,7 +388,7 @@ class WireGroup(dist.ProcessGroup):
         return part
 
     def shutdown(self):
-        """End this rank's part of the group, as `dist.destroy_process_group` asks.
+        """Shut down this rank's part of the group, when `dist.destroy_process_group` calls.
 
         On Gloo the connections stay open until all members have done so: closing one early fails a
         rank that still waits for this one, with an error that hides the cause.
@@ -490,7 +490,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
 
 
 def _nccl(options, device: torch.device, timeout: timedelta, given):
-    """Connect a communicator of NCCL's.
+    """Connect an NCCL communicator; return (its process group, its backend type).
 
     `bound_device_id` stays None. With it torch would split this communicator for a new group, which
     takes a call of every member of the world, while here only the group's members make a call.
@@ -583,14 +583,14 @@ def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
 
 
 def plain_group() -> dist.ProcessGroup:
-    """Make a Gloo group of all ranks that records nothing, to compare the wire with."""
+    """Make a Gloo group of all ranks without recording, as a baseline for the wire."""
     return _new_group(backend="gloo")
 
 
 def _batched(p2p_op_list):
     """Replace dist.batch_isend_irecv: batch NCCL's calls, which would deadlock one by one.
 
-    torch batches them only for its own class of group.
+    torch batches them only for its own class of group; one by one they would deadlock.
     """
     first = p2p_op_list[0] if p2p_op_list else None
     group = (first.group or c10d._get_default_group()) if first else None

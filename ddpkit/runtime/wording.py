@@ -1,6 +1,7 @@
 """Describe a call in words, once for each line of the reader's code that makes it.
 
-Recording may cost 30 µs a call, and a training step makes the same calls again and again.
+The results are cached: recording may take no more than 30 µs a call, and a training step makes the
+same calls again and again.
 """
 
 from dataclasses import dataclass

@@ -211,7 +211,7 @@ def capture_output(path: Path):
 
 
 def flush():
-    """Empty Python's buffers and C's."""
+    """Flush the output buffers of Python and C."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -220,7 +220,7 @@ def flush():
 
 
 def take_gpu(assignment: Assignment):
-    """Make this rank's GPU, if it has one, the current one. NoGpu: CUDA can't use it."""
+    """Make this rank's GPU, if it has one, the current device. NoGpu: CUDA can't use it."""
     if assignment.choice.gpus:
         try:
             torch.cuda.set_device(assignment.device)

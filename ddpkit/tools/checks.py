@@ -1,4 +1,4 @@
-"""Checks of arguments, all in one form: the rank, what it got, what was expected, what to do."""
+"""Argument checks. Every error names the rank, what it got, what was expected and the remedy."""
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -32,10 +32,10 @@ def check_same(
     group: ProcessGroup | None,
     remedy: str = "Build it alike on all.",
 ) -> None:
-    """Raise the same ValueError on every rank of `group`, unless all bring the same `mine`.
+    """Raise the same ValueError on every rank of `group` unless all pass the same `mine`.
 
-    what: the user's name for it, "module". mine: this rank's parts of it, in words and in order.
-    Cost: one all_gather_object, so every rank of the group must call.
+    what: the user's word for what is compared, e.g. "module". mine: this rank's parts of it,
+    described in order. Cost: one all_gather_object, so every rank of the group must call.
     """
     ranks = dist.get_process_group_ranks(group)
     everyones: list = [None] * len(ranks)
@@ -51,7 +51,7 @@ def check_same(
 def check_same_on_all_ranks(
     what: str, tensors: Iterable[tuple[str, Tensor]], group: ProcessGroup | None
 ) -> None:
-    """`check_same` of named tensors: names, shapes, dtypes, which are trained; not numbers."""
+    """Run `check_same` on tensors' names, dtypes, shapes and requires_grad, not on values."""
     mine = []
     for name, x in tensors:
         trained = "trained" if x.requires_grad else "not trained"
@@ -60,7 +60,7 @@ def check_same_on_all_ranks(
 
 
 def check_same_shapes(what: str, theirs: Mapping, mine: Mapping) -> None:
-    """Raise ValueError unless both have the same names with the same shapes: {name: shape}."""
+    """Raise ValueError unless `theirs` and `mine`, {name: shape}, have equal names and shapes."""
     for name in mine | theirs:
         if theirs.get(name) != mine.get(name):
             got = f"{theirs.get(name, 'nothing')} in {what}, {mine.get(name, 'nothing')} here"

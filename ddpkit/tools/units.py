@@ -1,4 +1,4 @@
-"""Numbers for people: three digits and a unit. MB is 10^6 bytes, MiB is 2^20.
+"""Format numbers for people: three digits and a unit. MB is 10^6 bytes, MiB is 2^20.
 
 >>> size(1_500_000), binary_size(65536), duration(31e-6), rate(1.17e9), count(2, "hop")
 ('1.5 MB', '64 KiB', '31 µs', '1.17 GB/s', '2 hops')
@@ -27,7 +27,7 @@ def binary_size(nbytes: float) -> str:
 
 
 def round_size(nbytes: int) -> str:
-    """Write bytes in the unit that makes them round: '25 MiB', '100 MB'."""
+    """Write bytes in binary units if they are a whole number of them, else decimal: '25 MiB'."""
     whole = any(nbytes % unit == 0 for name, unit in BINARY.items() if name != "B")
     return binary_size(nbytes) if whole else size(nbytes)
 
