@@ -47,7 +47,7 @@ from ..tools.units import wrap
 OLD_FOLDERS = "ddpkit-session-*", "torchelastic_*/*/attempt_*/ddpkit"
 LOOK_S = 0.25  # how often the board is read
 SLEEPS_S = 1.0  # a rank that uses no CPU for so long isn't computing
-NEWS_S = 3.0  # how long a rank whose connection broke waits for the report of who fell first
+NEWS_S = 3.0  # how long a rank whose connection broke waits for the report of the first failure
 STANDSTILL_S = 30.0  # without a call, after which a report says once who waits for whom
 TOGETHER_S = 0.3  # waits that time out within this time are reported as one
 WORDS_S = 10.0  # between two reports: what follows a timeout is mostly its effect
@@ -304,7 +304,7 @@ class Session:
             try:
                 (self.folder / "report").touch(exist_ok=False)
             except OSError:
-                self.end()  # somebody else was first
+                self.end()  # another rank was first
             print(f"\nddpkit: {wrap(text)}", file=sys.stderr, flush=True)
             if not self.alone and self.store is not None:
                 self.store.set("ddpkit/report", "out")

@@ -18,7 +18,7 @@ STARTING, RUNNING, RETURNED, IDLE, DISAGREES = range(5)
 # A page is a head of counters, two notes, and slots for the last calls. All numbers are words of
 # eight bytes, written one by one: a concurrent reader sees either the old or the new number.
 _CALLS, _EVENTS, _STATE, _THREADS, _POLLED, _POLLED_AT, _WAITING = range(7)
-CALLERS = 8  # threads of a rank whose waits are kept apart
+CALLERS = 8  # how many threads of a rank have waits of their own on the board
 _NOTE = 128  # words of a note: a pickle
 _WORD, _SLOT = 8, 256  # bytes of a word, words of a slot
 _PLACE = _WAITING + CALLERS  # the note that says where the rank's main thread is
@@ -42,7 +42,7 @@ class Said:
     channel: str  # calls meet on a channel: a group, or one direction between two ranks
     fingerprint: str  # what every rank must say alike here: "all_reduce 8 float32 sum"
     detail: str  # the arguments, for people: "8 float32, sum"
-    bytes: int  # what this rank hands in (recv, and who receives a broadcast or scatter: gets)
+    bytes: int  # this rank's input; for a recv, or as receiver of a broadcast or scatter: output
     peer: int | None  # global rank: dst of send, reduce, gather; src of recv, broadcast, scatter
     shape: tuple[int, ...]
     dtype: str
@@ -88,7 +88,7 @@ class Record:
     result: list | None = None  # keep_values: what arrived
     memory: tuple[int, int, list] | None = None  # keep_values: (buffer, offset, all it holds)
     number: int = field(default=-1, compare=False)  # how many calls its rank made before
-    stream: str = ""  # that carries it, on a GPU: `streams.py` says what the times mean there
+    stream: str = ""  # the GPU stream that runs it: `streams.py` explains the times
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "said"), name)
@@ -250,7 +250,7 @@ class Board:
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
     def waiting(self, rank: int) -> list[int]:
-        """Return the numbers of the calls in which threads of `rank` wait, one for each thread."""
+        """Return the numbers of the calls that threads of `rank` wait in; some may be done."""
         marks = (self._get(rank, _WAITING + caller) for caller in range(CALLERS))
         return [mark - 1 for mark in marks if mark]
 
@@ -263,7 +263,7 @@ class Board:
         return (index, self._times[rank * _PAGE + _POLLED_AT]) if index >= 0 else None
 
     def place(self, rank: int) -> tuple | None:
-        """Return where the main thread of `rank` was last seen, or None."""
+        """Return the main thread's last noted (file, line, function, via) in `rank`, or None."""
         return self._note(rank, _PLACE)
 
     def destroyed(self, rank: int) -> dict[str, tuple]:

@@ -24,7 +24,7 @@ def use_huge_pages():
             madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
 
 
-if "torch._dynamo" in sys.modules:  # init_process_group would, and copy what it frees
+if "torch._dynamo" in sys.modules:  # else init_process_group clears it in each rank, copying pages
     sys.modules["torch._dynamo"].trace_rules.clear_lru_cache()
 gc.freeze()  # a full collection in a rank would write to all objects, and so copy them: 0.1 s
 atexit.register(gc.unfreeze)  # else C++ modules complain of leaks when the server ends

@@ -51,7 +51,7 @@ def launch(
 
     fn: any callable, even from a cell; it gets its rank from `dist.get_rank()`, as under torchrun.
         The notebook's variables that it uses are copied to each rank: a global changed in a rank
-        changes neither here nor in another rank.
+        stays unchanged here and in the other ranks.
     world_size: the number of ranks; default 4, or under torchrun as many as it started.
     backend: "auto" (NCCL where every rank can have a GPU, else Gloo on the CPU), "gloo" or "nccl".
     link: an emulated wire between the ranks, slower than the real one (Gloo only).

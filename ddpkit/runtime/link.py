@@ -95,7 +95,7 @@ class Link:
 
 @cache
 def _steps_and_share(op: str, world_size: int) -> tuple[int, float]:
-    """Return the numbers of sequential messages, and of sequential bytes as a share of all."""
+    """Return the number of sequential messages, and their bytes as a multiple of the whole."""
     if op in ("send", "recv"):
         return 1, 1.0
     return cost.volume(USUAL.get(op, op), 1, world_size)

@@ -7,9 +7,9 @@ from pathlib import Path
 from ..tools.units import size
 
 MOST_LINES = 200  # lines of a rank's output that are shown
-MOST_SHOWN = 100_000  # bytes of it: a notebook file with four such ranks stays small
-MOST_LIVE = 2_000  # lines of it, live: each takes 25 bytes of the file besides
-KEPT_BYTES = 2_000_000  # of a rank: the first half of them and the last
+MOST_SHOWN = 100_000  # bytes of it that are shown, to keep a notebook file small
+MOST_LIVE = 2_000  # lines of it shown live: each adds 25 bytes to the notebook file
+KEPT_BYTES = 2_000_000  # of a rank's output: half from its beginning, half from its end
 HALF = KEPT_BYTES // 2
 GLOO_CHATTER = re.compile(
     r"^(\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. |"
@@ -26,7 +26,7 @@ class Output:
         self.path = path
         self._start = 0 if fresh else self._size()
         self._shown = self._lines = 0  # bytes and lines that `new_lines` has returned
-        self._is_shown = True  # what comes now, too
+        self._is_shown = True  # whether new output is still shown
         self._lost, self._tail = 0, b""  # what `trim` took from the file: its bytes, and the last
 
     def read(self) -> str:

@@ -188,7 +188,7 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
     one in another container that shares the temporary folder is safe, too.
     """
     for folder in Path(tempfile.gettempdir()).glob(pattern) if os.name == "posix" else ():
-        with contextlib.suppress(OSError):  # somebody else was faster
+        with contextlib.suppress(OSError):  # another process removed it first
             found = folder.lstat()
             old = time.time() - found.st_mtime > YOUNG_S
             if old and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
@@ -211,7 +211,7 @@ def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
     descriptor, works = os.open(folder, os.O_RDONLY), True
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError:  # somebody else has it; or the file system knows no locks
+    except OSError:  # another process holds it, or the file system has no locks
         works = False
     try:
         yield works

@@ -55,7 +55,7 @@ class Recorder:
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
         self.check_buffers = False  # of groups made from now on: `buffers.py`
-        self.streams: Streams | None = None  # on NCCL: what tells when calls ran
+        self.streams: Streams | None = None  # on NCCL: times the calls
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
         self._disagree = disagree
         self._timed_out = timed_out

@@ -158,7 +158,7 @@ class Streams:
     def _watch(self):
         self._gpu.use()
         while not self._over.wait(LOOK_S):
-            with contextlib.suppress(RuntimeError):  # the GPU failed: the program hears of it, too
+            with contextlib.suppress(RuntimeError):  # the GPU failed: the program gets an error
                 self.read()
 
     def call(
