@@ -1,1 +1,1 @@
-"""Instruments that look at a run from outside: traces, dumps, sessions of any script, explain."""
+"""Tools to inspect a run from outside: traces, dumps, sessions for any script, hang reports."""

@@ -122,7 +122,7 @@ def _report(look: Look, silent: set[int]) -> str:
 
 
 def _first(waiting: list[Situation]) -> tuple[Situation, list[int]]:
-    """Return the situation with the oldest call, and the ranks that sit in that call."""
+    """Return the situation with the oldest open call, and the ranks that wait in that call."""
     first = min(waiting, key=lambda s: s.call.issued)
     call = first.call.channel, first.call.seq
     return first, [s.rank for s in waiting if (s.call.channel, s.call.seq) == call]
@@ -131,7 +131,7 @@ def _first(waiting: list[Situation]) -> tuple[Situation, list[int]]:
 def _did_not_come(
     look: Look, first: Situation, stuck: list[int], silent: set[int]
 ) -> tuple[str, str]:
-    """Return (what happened, what to do) where a call lacks ranks, perhaps those without a dump."""
+    """Return (what happened, what to do) for a call that ranks, perhaps `silent` ones, lack."""
     said = f"{_who(stuck, 'waits', 'wait')} in {first.call.op}"
     said += f" for {name_some(first.missing, len(look.ranks))}, which didn't come to it."
     if silent.issuperset(first.missing):
@@ -140,7 +140,7 @@ def _did_not_come(
 
 
 def _all_came(look: Look, first: Situation, inside: list[int]) -> tuple[str, str]:
-    """Return (what happened, what to do) where all ranks made a call that isn't over for some."""
+    """Return (what happened, what to do) for a call that all made but some haven't finished."""
     call = first.call
     if len(call.ranks) == 1:
         said = f"{_who(inside, 'waits', 'wait')} in {call.op}; the dump doesn't say for whom."

@@ -1,1 +1,1 @@
-"""The machinery: starts ranks, watches them, records what they say."""
+"""The runtime: start ranks, watch them, and record their calls."""

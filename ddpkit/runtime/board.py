@@ -259,7 +259,7 @@ class Board:
         return (index, self._times[rank * _PAGE + _POLLED_AT]) if index >= 0 else None
 
     def place(self, rank: int) -> tuple | None:
-        """Return where the main thread of `rank` was last seen, or None."""
+        """Return the main thread's last noted (file, line, function, via) in `rank`, or None."""
         return self._note(rank, _PLACE)
 
     def destroyed(self, rank: int) -> dict[str, tuple]:

@@ -114,7 +114,7 @@ def _on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """Return one number for all bytes of tensors on the CPU."""
+    """Return one CRC-32 checksum over all bytes of `tensors`, which are on the CPU."""
     total = 0
     for tensor in tensors:
         whole = tensor.detach().contiguous()

@@ -45,7 +45,7 @@ class NoGpu(RankError):
 
 
 class HangError(LaunchError):
-    """A mismatch, a deadlock, or no result in time. The message is the report."""
+    """The ranks mismatch, deadlock, or give no result in time. The message is the report."""
 
 
 def shown(report: str) -> list[str]:

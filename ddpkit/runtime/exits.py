@@ -33,7 +33,7 @@ def note_exits(folder: Path, rank: int) -> None:
 
 
 def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | None:
-    """Return (code, place) of the `os._exit` by which a rank left, or None if there was none."""
+    """Return (code, place) of the `os._exit` that ended a rank, or None if there was none."""
     try:
         code, file, line, function = (folder / f"exit.{rank}").read_text().split("\n")
     except (OSError, ValueError):

@@ -272,7 +272,7 @@ def group_of(call: Record) -> str:
 
 
 def _front(line: list[Record]) -> list[Record]:
-    """Return the calls that can run now: the first, or the whole batch that it begins."""
+    """Return the queued calls that can run now: the first, or the whole batch that it begins."""
     rest = itertools.takewhile(lambda record: record.batched, line[1:])
     return [*line[:1], *rest]
 

@@ -88,7 +88,7 @@ def _far_apart(sizes: set[int]) -> bool:
 
 
 def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
-    """Return (what happened, what to do) for the ranks `stuck`, which can never go on."""
+    """Return (what happened, what to do) for the ranks in `stuck`, which can never go on."""
     waiting = [look.now[rank] for rank in stuck]
     hopeless = [s for s in waiting if look.gone(s)]
     if not hopeless:
@@ -182,7 +182,7 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
     """Find a skipped call in a cycle of waits: (call, rank that skipped it, an earlier call).
 
     None if there is no evidence. The evidence is the rank's history: the last time that it made the
-    same calls from the same lines, this call came next. The earlier call is that one.
+    same calls from the same lines, the earlier call came next.
     """
     for s in circle:
         for rank in s.missing:

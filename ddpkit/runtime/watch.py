@@ -17,7 +17,7 @@ from .report import ends_by_itself, explain_deadlock, explain_mismatch, let_go, 
 
 TICK_S = 0.05  # between two reads of the board while no rank replies
 CERTAIN_S = 0.5  # without progress, after which a deadlock that the board proves is reported
-STANDSTILL_S = 10.0  # without a call, after which the status says who waits for whom
+STANDSTILL_S = 10.0  # without a call, after which the status tells which ranks wait for which
 START_S = 60.0  # for connecting the ranks; NCCL waits without end for one that doesn't answer
 SETTLE_S = 0.4  # after a failure, in which the other ranks can report how it hit them
 LOST_PEER_S = 2.0  # the same, as long as all that fell say that another rank did

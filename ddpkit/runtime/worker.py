@@ -90,7 +90,7 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
     recorder = become_rank(assignment, pipe, lifeline)
     board = recorder.board
     rank = assignment.rank
-    main_module = types.ModuleType("__main__")  # where pickle looks for what cells define
+    main_module = types.ModuleType("__main__")  # where pickle looks up names that cells define
     sys.modules["__main__"] = main_module
     names = vars(main_module)
     names.update(rank=rank, world_size=assignment.world_size, device=assignment.device)
