@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..flash_attention import flash_attention
-from ..tools.checks import mistake
+from ..tools.checks import misuse
 from .blocks import check, for_heads
 
 
@@ -29,7 +29,7 @@ def all_to_all_attention(
     if heads % world_size != 0 or kv_heads % world_size != 0:
         got = f"{heads} heads and {kv_heads} of keys and values"
         remedy = "Use fewer ranks, repeat keys and values, or take a ring."
-        raise mistake("all_to_all_attention", got, f"multiples of {world_size} ranks", remedy)
+        raise misuse("all_to_all_attention", got, f"multiples of {world_size} ranks", remedy)
     # One message for all three: next to each other what goes to the same rank.
     parts = [x.unflatten(-3, (world_size, -1)) for x in (q, k, v)]
     qkv = torch.cat(parts, dim=-3).flatten(-4, -3)

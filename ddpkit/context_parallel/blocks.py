@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..flash_attention import TILE, flash_backward, flash_forward, in_fp32
-from ..tools.checks import check_in_group, mistake
+from ..tools.checks import check_in_group, misuse
 from .deal import Deal, pairs_of_hop
 
 
@@ -141,12 +141,12 @@ def check(
     fit = q.ndim == k.ndim >= 3 and k.shape == v.shape and q.shape[-2:] == k.shape[-2:]
     if not fit or q.shape[:-3] != k.shape[:-3] or q.shape[-3] % k.shape[-3] != 0:
         expected = "q (..., heads, n, D), k and v (..., kv heads, n, D), kv heads dividing heads"
-        raise mistake(name, shapes, expected, "Cut all three at the same tokens.")
+        raise misuse(name, shapes, expected, "Cut all three at the same tokens.")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         got = ", ".join(str(x.dtype) for x in (q, k, v))
-        raise mistake(name, got, "one floating-point dtype", "Convert them.")
+        raise misuse(name, got, "one floating-point dtype", "Convert them.")
     if halves and (q.shape[-2] % 2 != 0 or q.shape[-2] == 0):
         got = f"{q.shape[-2]} tokens on this rank"
         expected = "an even number, the same on all ranks: two chunks"
         remedy = f"Pad sequences to a multiple of {2 * dist.get_world_size(group)}: share_tokens."
-        raise mistake(name, got, expected, remedy)
+        raise misuse(name, got, expected, remedy)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..tools.checks import check_in_group, mistake
+from ..tools.checks import check_in_group, misuse
 from .layer import MixtureOfExperts
 from .router import move_bias
 
@@ -47,7 +47,7 @@ def share_experts(
     for layer in layers(module):
         if layer.number % ranks != 0:
             got = f"{layer.number} experts for {ranks} ranks"
-            raise mistake("share_experts", got, "a multiple", "Use fewer ranks, or more experts.")
+            raise misuse("share_experts", got, "a multiple", "Use fewer ranks, or more experts.")
         # Rank r keeps experts r·E/e and the next, under the numbers that they had.
         each = layer.number // ranks
         first = dist.get_rank(group) * each

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..tools.checks import check_counts, mistake
+from ..tools.checks import check_counts, misuse
 
 
 def softmax(logits: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Router(nn.Module):
         if not scores.isfinite().all():
             bad = int((~scores.isfinite().all(-1)).sum())
             remedy = "Look for the first layer that isn't finite; lower the learning rate, or clip."
-            raise mistake("the router", f"scores not finite for {bad} tokens", "numbers", remedy)
+            raise misuse("the router", f"scores not finite for {bad} tokens", "numbers", remedy)
         # The bias chooses; the scores alone weigh, and carry the gradient.
         chosen = (scores.detach() + self.bias).topk(self.k, dim=-1).indices
         weights = scores.gather(-1, chosen)  # without the bias
