@@ -63,7 +63,7 @@ class Format:
 
     @property
     def _overflow(self) -> int:
-        """The pattern for values that are too large: infinity, or else the largest number."""
+        """The pattern for values that are too large: infinity, or the largest number."""
         if self.has_inf:
             return (2**self.exponent_bits - 1) << self.fraction_bits
         return 2 ** (self.bits - 1) - 2

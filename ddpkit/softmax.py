@@ -205,7 +205,7 @@ def power(x: Tensor, m: Tensor) -> Tensor:
 
 
 def normalize(x: Tensor, ell: Tensor) -> Tensor:
-    """x / ℓ; where ℓ is 0, all is masked, and x is 0. (Else ℓ ≥ 1, the maximum's own e⁰.)"""
+    """x / ℓ; where ℓ is 0, all is masked, and x is 0. (Otherwise ℓ ≥ 1, the maximum's own e⁰.)"""
     return x / ell.masked_fill(ell == 0, 1)
 
 

@@ -6,7 +6,7 @@
 
 Both must begin alike (a seed) and use the same samples in each step, whatever the number of ranks.
 On more than one rank the script runs under torchrun and `ddpkit.debug`, which explains a hang.
-Exit code: 0 the same training, 1 not the same, 2 it can't be told, and a sentence says why.
+Exit code: 0 the same training, 1 not the same, 2 undecided, for a reason that is printed.
 """
 
 import argparse
@@ -144,7 +144,7 @@ def end(process) -> None:
 
 
 def what_it_said(output: str) -> str:
-    """Return the report of `ddpkit.debug`, if there is one, else the last lines."""
+    """Return the report of `ddpkit.debug`; if there is none, the last lines."""
     lines = output.splitlines()
     begins = [number for number, line in enumerate(lines) if line.startswith("ddpkit: ")]
     if not begins:

@@ -89,7 +89,7 @@ def gradients(
     """Return what a block adds to dq, and the block's dk and dv, stacked; in float32 at least.
 
     saved: q, o, lse and do of this rank, over the keys of all ranks. The dk and dv are summands:
-    other ranks' queries have seen this block, too.
+    other ranks' queries have also seen this block.
     """
     q, o, lse, do = saved
     theirs = deal[(rank - hop) % len(deal)]

@@ -1,4 +1,4 @@
-"""Numbers to beat: par is ours, nobody gets below the bound; a collective of torch is no try."""
+"""Numbers to beat: par is ours, no answer gets below the bound; a collective of torch is no try."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from .score import bytes_moved
 class NumberToBeat:
     """A number, less of which is better; it remembers the best of this kernel.
 
-    par: ours, if known. bound: nobody gets below it, by an argument; None where there is none.
+    par: ours, if known. bound: no answer gets below it, by an argument; None where there is none.
     """
 
     unit: str

@@ -60,7 +60,7 @@ def _train(answer, cap_bytes, between, by_rank):
     stack = Stack(norm=torch.float32 if cap_bytes == 0 else torch.float64)
     model = answer(stack, cap_bytes / 2**20) if cap_bytes else answer(stack)
     layers, in_time = by_rank[rank]
-    for times in (1, 3) if between else (1,):  # so that old gradients are told from new ones
+    for times in (1, 3) if between else (1,):  # so that old gradients differ from new ones
         earlier, begun = all_reduces(), []
         waits = sum(record.waits for record in earlier)
         kept = [p.grad for p in stack.parameters()]  # noqa: F841 (nothing new takes their place)

@@ -66,7 +66,7 @@ def _values(tensors):
 
 
 def _first(values) -> int:
-    """Return the first number; NaN, which memory that nobody wrote may hold, as 0."""
+    """Return the first number; NaN, which unwritten memory may hold, as 0."""
     return int(torch.tensor(values).flatten()[0].nan_to_num())
 
 

@@ -340,7 +340,7 @@ def _run_accumulate(answer):
     for late in (False, True):
         shard = nn.Parameter(_mine(torch.zeros(3, 2)))
         scaled = [world_size * each for each in _micro_gradients(dist.get_rank())]
-        for step in (1, 2):  # the second adds to the first: nobody called zero_grad
+        for step in (1, 2):  # the second adds to the first: zero_grad wasn't called
             begun = len(recorder().records)
             answer(shard, [each.clone() for each in scaled], late)
             what = f"{'late' if late else 'each as it comes'}, step {step}"

@@ -161,7 +161,7 @@ makes_new_memory: weight.copy_(master) → weight.data = master.data.half()
 
 # LossScaler
 
-START, INTERVAL, GRADIENT, MOMENTUM = 8.0, 2, 3.0, 0.5  # a step with zeros would move, too
+START, INTERVAL, GRADIENT, MOMENTUM = 8.0, 2, 3.0, 0.5  # a step with zeros would also move
 OK, INF, MINUS_INF, NAN = 0.0, math.inf, -math.inf, math.nan
 
 

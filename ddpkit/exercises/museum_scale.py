@@ -44,7 +44,7 @@ def weighted_by_samples(case):
     batches = micro_batches_of(case)  # sequences of 1, 2, 2, ... tokens
     for x, y in batches:
         loss = mse_loss(model(x), y)  # the mean over tokens
-        weight = 1 / len(batches)  # one sequence of so many
+        weight = 1 / len(batches)  # one sequence of them
         (loss * weight).backward()
     optimizer.step()
     return model

@@ -1,6 +1,6 @@
 """Checkers of notebook 02's two published rings: one that adds nothing, one that NCCL never ends.
 
-Whole tensors go round in both. The second is right on Gloo, whose messages wait for nobody; so its
+Whole tensors go round in both. The second is right on Gloo, whose messages never wait; so its
 calls are gone through once more as NCCL would carry them, where both sides must have come.
 """
 

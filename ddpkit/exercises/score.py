@@ -37,7 +37,7 @@ def excess(
     """Count what a rank sent beyond an all-reduce of each tensor: {"bytes too many", "calls ..."}.
 
     A ring of messages in chunks sends as much. spare_bytes: for numbers that ranks must agree on,
-    all-reduced, too; flags: one more call, in which each tensor has a 0 or a 1.
+    also all-reduced; flags: one more call, in which each tensor has a 0 or a 1.
     """
     world_size = dist.get_world_size()
     part = (world_size - 1) / world_size

@@ -82,7 +82,7 @@ class MixtureOfExperts(nn.Module):
 
     def across_ranks(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Run rows, sorted by expert, through experts wherever they are; as many come back."""
-        # Counts first: nobody knows yet how much to expect.
+        # Counts first: no rank knows yet how many rows to expect.
         coming = exchange_counts(counts, self.group)
         # Rows for each rank, and from each: the splits of both exchanges.
         send = counts.view(self.ranks, -1).sum(1).tolist()

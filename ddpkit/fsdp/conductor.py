@@ -22,8 +22,8 @@ class Conductor:
     """Hooks on the modules of all units, and what they have to remember.
 
     units: the root's first. compute_dtype: floating inputs are converted to it; None: they aren't.
-    overlap: forward fetches one unit ahead, too, in the order of the last step; and a reduction may
-    last until the next one begins, so two units' gradients are held. Else only backward fetches
+    overlap: forward also fetches one unit ahead, in the order of the last step; and a reduction may
+    last until the next one begins, so two units' gradients are held. Otherwise only backward fetches
     ahead, and a reduction ends before the next unit computes. The calls and their order are alike.
 
     syncing: gradients are reduced after backward. keeping: whole weights stay after backward.

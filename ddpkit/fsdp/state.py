@@ -132,7 +132,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's state by a step that changes nothing: no gradient, no learning rate."""
     if optimizer.state:
         return
-    # A rate and a gradient of zero: weight decay multiplies by the rate, too.
+    # A rate and a gradient of zero: weight decay also multiplies by the rate.
     before = []
     for options in optimizer.param_groups:
         before.append(options["lr"])

@@ -89,7 +89,7 @@ class Unit:
     def send_shards(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work | None]:
         """Start an all-gather of the shards; return the message and its handle."""
         flat = self.new_flat(dtype)
-        own = torchs.shard(flat, self.group).zero_()  # the padding, too
+        own = torchs.shard(flat, self.group).zero_()  # and the padding
         for part, each in zip(own.split(self.numels), self.sharded, strict=True):
             shard = each.shard.detach().flatten()
             part[: shard.numel()].copy_(shard)

@@ -74,7 +74,7 @@ class FSDP(nn.Module):
         self.module = module
         self.group = group
         check_same_on_all_ranks("module", module.named_parameters(), group)
-        # Who travels with whom; then each parameter is cut, unit by unit on the meta device.
+        # Which parameters travel together; then each parameter is cut, unit by unit on the meta device.
         plan = plan_units(module, wrap)
         sharded = shard_parameters(module, group)
         broadcast(module.buffers(), group)
@@ -162,7 +162,7 @@ class FSDP(nn.Module):
         Cost: as an all-gather of each unit, and the memory of the whole model.
         RuntimeError: a rank calls alone (on Gloo).
         """
-        # A rank that calls alone is told so, before it can hang in the first gather.
+        # A rank that calls alone gets an error before it can hang in the first gather.
         check_all_call("full_parameters", self.group)
         self.drop()
         found = {}

@@ -38,7 +38,7 @@ def blocks_computed(
 ) -> tuple[list[Seen], float]:
     """Run ring attention with a deal on this rank; return its blocks, and its share of time busy.
 
-    seconds: a block sleeps so long, one on the diagonal half as long, instead of computing longer.
+    seconds: how long a block sleeps, one on the diagonal half as long, instead of computing longer.
     Launched on as many ranks as the deal has.
     """
     rank = dist.get_rank()

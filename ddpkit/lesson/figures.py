@@ -1,6 +1,6 @@
 """Figures of ranks at work: a collective's effect, bytes, hops, time, and where ranks live.
 
-Each figure shows one thing and says it in its text, too; the text states no measured time.
+Each figure shows one thing and also says it in its text; the text states no measured time.
 """
 
 import math

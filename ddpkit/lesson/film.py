@@ -2,7 +2,7 @@
 
 Owners follow from the records: before its first receive a rank's numbers are its own, and a message
 brings its owners along to the place where it arrives. A number that changes in place after that
-belongs to all ranks whose numbers it is found to be the sum of, or to nobody known.
+belongs to all ranks whose numbers it is found to be the sum of, or to no known rank.
 """
 
 import copy

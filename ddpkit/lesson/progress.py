@@ -53,7 +53,7 @@ class Progress:
 
 
 def _what_is_done() -> str:
-    """Say what takes so long: an import, the start of the ranks' server, or what the ranks do."""
+    """Say what takes long: an import, the start of the ranks' server, or what the ranks do."""
     if RUNTIME not in sys.modules:
         return "importing torch"
     from ..runtime.processes import is_starting

@@ -73,7 +73,7 @@ def show(shown, look: Callable[[], Look]) -> None:
         text, picture = look()
         said = html.escape(text).replace("\n", "<br>")
         image.value = inline(picture) if picture else ""
-    except Exception as error:  # nobody else would see a callback's error
+    except Exception as error:  # otherwise a callback's error would be invisible
         text = html.escape(f"{type(error).__name__}: {error}")
         said = f'<b style="background: white; color: {page.WRONG}">{text}</b>'
     style = (

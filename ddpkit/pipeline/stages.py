@@ -73,7 +73,7 @@ class PipelineStage:
         if self.number == 0:  # no input part: the weights' part is all of backward
             self.weight_parts[k] = partial(self.whole_backward, y, gradient)
             return None
-        # The graph stays in `kept` until the weights' part has walked it, too.
+        # The graph stays in `kept` until the weights' part has also walked it.
         split = SplitBackward(y, x, self.module.parameters())
         self.weight_parts[k] = split.weight
         return split.input(gradient)
