@@ -21,6 +21,7 @@ class Reduction:
         self.trained = unit.trained
         world_size = dist.get_world_size(unit.group)
         before, self.after = divisors(unit.reduce_dtype, world_size)
+        # Gradients go into one message, whole, and only then are divided.
         self.flat = self.pack()
         if before != 1:
             self.flat /= before
@@ -50,6 +51,7 @@ class Reduction:
         """Wait for this rank's part of the sum; add the mean."""
         if self.work is not None:
             self.work.wait()
+        # A tensor of this rank's part alone: a view would keep the message alive.
         own = torchs.shard(self.flat, self.unit.group) / self.after
         own = own.to(self.unit.shard_dtype)
         self.flat.untyped_storage().resize_(0)  # now: a backend may let go of it later

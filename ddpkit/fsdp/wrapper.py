@@ -74,6 +74,7 @@ class FSDP(nn.Module):
         self.module = module
         self.group = group
         check_same_on_all_ranks("module", module.named_parameters(), group)
+        # Every rank cuts its parameters, one after the other: no rank need hold the model.
         plan = plan_units(module, wrap)
         sharded = shard_parameters(module, group)
         broadcast(module.buffers(), group)
@@ -83,6 +84,7 @@ class FSDP(nn.Module):
             parameters = [sharded[each] for each in inside]
             how = compute_dtype, reduce_dtype, group, transport
             unit = Unit(name or "the root", submodule, parameters, *how)
+            # The root ends forward and begins backward: to drop it would be to gather it at once.
             unit.reshard = reshard_after_forward
             if reshard_after_forward is None:
                 unit.reshard = name != ""
@@ -123,6 +125,7 @@ class FSDP(nn.Module):
         if not self.conductor.syncing:
             return
         self.conductor.synchronize()
+        # Zeros were sent for what had no gradient, so all ranks have come here.
         unused = []
         for unit in self.units:
             unused += [each.name for each in unit.trained if not each.used]
@@ -158,7 +161,7 @@ class FSDP(nn.Module):
         Cost: as an all-gather of each unit, and the memory of the whole model.
         RuntimeError: a rank calls alone (on Gloo).
         """
-        check_all_call("full_parameters", self.group)
+        check_all_call("full_parameters", self.group)  # alone, a rank would wait for ever
         self.drop()
         found = {}
         for unit in self.units:
