@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from .tools.checks import check_in_group, mistake
+from .tools.checks import check_in_group, misuse
 
 Group = ProcessGroup | None  # None: all ranks
 SUM = ReduceOp.SUM
@@ -193,7 +193,7 @@ def combined_by(op: ReduceOp):
     """Return the function that combines two tensors: f(total, part, out=total)."""
     if op.name not in COMBINE:
         remedy = "For an average, sum, and divide by the number of ranks."
-        raise mistake("a collective", f"op={op.name}", f"one of {', '.join(COMBINE)}", remedy)
+        raise misuse("a collective", f"op={op.name}", f"one of {', '.join(COMBINE)}", remedy)
     return COMBINE[op.name]
 
 

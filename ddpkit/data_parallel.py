@@ -126,6 +126,7 @@ def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None)
     Cost of a step: an all-reduce of one number. PyTorch's `Join` sends zeros for ranks without
     data, and doesn't run the model there. Notebook 03.
     """
+    # One batch ahead: the last one, emptied, is what goes on when there are no more.
     left = iter(batches)
     batch = next(left, None)
     if batch is None:

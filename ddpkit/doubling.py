@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .collectives import Group, exchange
 from .ring import flat
-from .tools.checks import mistake
+from .tools.checks import misuse
 
 
 def doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
@@ -82,7 +82,7 @@ def halving_doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
     me = dist.get_rank(group)
     if len(ranks) & (len(ranks) - 1):
         remedy = "ring_all_reduce takes any number."
-        raise mistake("halving_doubling_all_reduce", f"{len(ranks)} ranks", "a power of 2", remedy)
+        raise misuse("halving_doubling_all_reduce", f"{len(ranks)} ranks", "a power of 2", remedy)
     # Halve: `kept` ends as 1/W of x, summed over all ranks.
     while distance < len(ranks):
         lower, upper = kept.tensor_split(2)  # views: adding to a half changes x

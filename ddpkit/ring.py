@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .tools.checks import check_in_group, mistake
+from .tools.checks import check_in_group, misuse
 
 
 def ring_plan(world_size: int) -> list[list[int]]:
@@ -113,7 +113,7 @@ def flat(x: Tensor, group: ProcessGroup | None) -> Tensor:
     check_in_group("ddpkit.ring", group)
     if not x.is_contiguous():
         remedy = "Give it x.contiguous()."
-        raise mistake("ddpkit.ring", "a tensor with gaps", "a contiguous one", remedy)
+        raise misuse("ddpkit.ring", "a tensor with gaps", "a contiguous one", remedy)
     return x.detach().view(-1)
 
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from .flash_attention import in_fp32, tile_scores
 from .softmax import merge, normalize, summarize
-from .tools.checks import check_in_group, mistake
+from .tools.checks import check_in_group, misuse
 
 
 def ring_attention(
@@ -71,8 +71,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None) -> None:
         got = "tensors that require a gradient"
         expected = "none: it has no backward"
         remedy = "Call it under torch.no_grad(), or train with ddpkit.flash_attention on one rank."
-        raise mistake("ring_attention", got, expected, remedy)
+        raise misuse("ring_attention", got, expected, remedy)
     if not q.shape == k.shape == v.shape or q.dim() < 2:
         got = f"q, k, v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         remedy = "Cut all three at the same tokens."
-        raise mistake("ring_attention", got, "one shape (..., n, D)", remedy)
+        raise misuse("ring_attention", got, "one shape (..., n, D)", remedy)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .tools.checks import check_in_group, check_same, mistake
+from .tools.checks import check_in_group, check_same, misuse
 
 PIECE_BYTES = 2**18  # summed and written back before it leaves the cache
 CALLS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -51,7 +51,7 @@ class SharedBuffer:
         check_in_group("SharedBuffer", group)
         if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
             remedy = "Give it x.numel(), for example."
-            raise mistake("SharedBuffer", f"numel={numel!r}", "a whole number from 0", remedy)
+            raise misuse("SharedBuffer", f"numel={numel!r}", "a whole number from 0", remedy)
         mine = f"numel={numel}", str(dtype), f"machine {socket.gethostname()}"
         check_same("SharedBuffer", mine, group)
         self._rank = dist.get_rank(group)

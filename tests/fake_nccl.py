@@ -76,7 +76,7 @@ def on_nccl(function, reads=True):
 
 
 def join(reads: bool) -> None:
-    """Leave this rank's world for one over the fake, as `worker.join` makes it."""
+    """Leave this rank's world for one over the fake, as `worker.join_world` makes it."""
     recorder, rank, world_size = wire.recorder(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     recorder.joined = False
@@ -411,7 +411,7 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
         self._connect()
         asynchronous = args[-1].asyncOp
         call = partial(getattr(self._carrier, method), *args)
-        work = self._launch(lambda: call().wait(), wire._flat(args[0]), asynchronous)
+        work = self._launch(lambda: call().wait(), wire._as_list(args[0]), asynchronous)
         return work if asynchronous else None
 
     def barrier(self, opts):

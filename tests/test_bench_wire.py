@@ -28,7 +28,7 @@ def test_one_variant_is_recorded_and_the_others_are_not():
 
 
 def test_a_step_is_recorded_too():
-    for found in launch(records_of_a_turn, wire.steps, 1, world_size=2):
+    for found in launch(records_of_a_turn, wire.training_steps, 1, world_size=2):
         assert "all_reduce" in found[wire.RECORDED]
         assert found[wire.PLAIN] == found[wire.PLAIN + AGAIN] == []
 

@@ -36,5 +36,5 @@ def test_numbers():
 
 
 def test_without_ranks_none_is_named():
-    said = str(checks.mistake("fit", "1 size", "2", "Measure."))
+    said = str(checks.misuse("fit", "1 size", "2", "Measure."))
     assert said == "called fit with 1 size, expected 2. Measure."

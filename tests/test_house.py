@@ -47,6 +47,42 @@ def test_no_comprehension_inside_another():
     assert [each for path in house.sources() for each in house.nested_comprehensions(path)] == []
 
 
+# One word, one thing: {word: the only module that may define it, in any case, private or not}.
+# The hardened twin of a subject, in fast/, keeps its name.
+WORDS = {
+    "bucket": "ddpkit/ddp.py",
+    "cut": "ddpkit/checkpointing.py",
+    "each": "ddpkit/pipeline/schedules.py",
+    "flat": "ddpkit/ring.py",
+    "join": "ddpkit/data_parallel.py",
+    "misuse": "ddpkit/tools/checks.py",
+    "mistake": "ddpkit/exercises/checker.py",
+    "ready": "ddpkit/ddp.py",
+    "steps": None,
+    "timeline": "ddpkit/cost.py",
+}
+TWICE = {  # still: take a line out with each that gets a name of its own
+    "bucket": {"ddpkit/zero/optimizer.py"},
+    "cut": {"ddpkit/pipeline/engine.py"},
+    "flat": {"ddpkit/lesson/figures.py"},
+    "join": {"ddpkit/tensor_parallel/split.py"},
+    "ready": {"ddpkit/exercises/bucketed_ddp.py"},
+    "timeline": {"ddpkit/lesson/figures.py", "ddpkit/memory/peak.py"},
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_of_ours_has_one_meaning(word):
+    defining = {file for file in house.definitions(word) if "/fast/" not in file}
+    assert defining - {WORDS[word]} == TWICE.get(word, set())
+
+
+def test_no_variable_of_the_machinery_is_called_each():
+    parts = ("runtime", "inspect", "bench")
+    machinery = [path for path in house.sources() if house.part(path) in parts]
+    assert [path for path in machinery if house.variables("each", path)] == []
+
+
 RING = '''
 """A ring."""  # one comment in 20 lines
 from .collectives import _exchange, reduce
@@ -156,13 +192,15 @@ def test_what_is_read_can_get_worse(tmp_path):
     counted = {"lines": lines, "code": 9, "tokens": 40, "comments": 3, "packed": 1}
     assert house.density(subject) == counted
     assert house.packed(subject) == [5]
-    assert [each.split(": ")[1] for each in house.askew(subject)] == ["What is read", "Of what?"]
+    assert [line.split(": ")[1] for line in house.askew(subject)] == ["What is read", "Of what?"]
     figures = house.figures(tmp_path)
     assert figures == {
         "tokens a code line": 40 / 9,
         "packed assignments in 1,000 lines": 1000 / lines,
         "comments in 100 lines": 300 / lines,
         "docstrings that begin askew": 2,
+        "words of dialect": 0,
+        "variables called each": 0,
     }
     assert house.worse(HELD) == []
     better = HELD | {"comments in 100 lines": 100, "docstrings that begin askew": -1}
@@ -174,3 +212,24 @@ def test_what_is_read_can_get_worse(tmp_path):
     (subject.parent / "long.py").write_text("a = 1\n" * 130 + "# free\n" * 100)
     (subject.parent / "longer.py").write_text("a = 1\n" * 131)
     assert house.too_long(tmp_path) == ["ddpkit/longer.py: 131 code lines, held at 130"]
+
+
+STILTED = '''
+"""Somebody
+
+knows."""
+for each in ["whoever"]:  # so many, too
+    each.hears = [each for each in "nobody"]
+
+
+class _Join: ...
+'''
+
+
+def test_words_are_found(tmp_path):
+    subject = tmp_path / "ddpkit/stilted.py"
+    subject.parent.mkdir()
+    subject.write_text(STILTED)
+    assert house.dialect(subject) == ["2: Somebody", "5: # so many, too"]
+    assert house.variables("each", subject) == [5, 6]
+    assert house.definitions("join", tmp_path) == {"ddpkit/stilted.py"}

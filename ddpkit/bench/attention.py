@@ -84,7 +84,7 @@ def cases(kind: str) -> list[Case]:
 
 
 def device() -> str:
-    """Choose a GPU that computes with bfloat16, or else the CPU."""
+    """Choose a GPU that computes with bfloat16, otherwise the CPU."""
     able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     return "cuda" if able else "cpu"
 
@@ -177,10 +177,13 @@ def measure(kind: str) -> Results:
 
 
 def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Result]:
-    """turns, times: {(part, variant): seconds of each round, or the calls in it}."""
+    """Make the results of a case.
+
+    turns, times: {(part, variant): seconds of each round, or the calls in it}.
+    """
     seconds = {}
     for which, of_rounds in turns.items():
-        seconds[which] = tuple(each / times[which] for each in of_rounds)
+        seconds[which] = tuple(turn_s / times[which] for turn_s in of_rounds)
     ceiling = product_flop / statistics.median(seconds.pop(("", PRODUCT)))
     scores = case.heads * case.length**2 / (2 if case.causal else 1)
     found = []

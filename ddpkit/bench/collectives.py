@@ -122,7 +122,7 @@ def contest(make: Callable[[ProcessGroup], dict[str, Variant]], plain: ProcessGr
             check_close(name, got, torch.full_like(got, variant.value), 0)
         return {name: variant.ceiling for name, variant in variants.items()}
 
-    return Contest({name: each.call for name, each in variants.items()}, before, found)
+    return Contest({name: variant.call for name, variant in variants.items()}, before, found)
 
 
 def all_reduces(numel: int, group: ProcessGroup) -> dict[str, Variant]:

@@ -90,11 +90,11 @@ def measure(
 
 
 def together(title: str, seconds: dict[str, tuple[float, ...]], nbytes: int) -> list[Result]:
-    """The results of one case. seconds: {variant: of each step}; nbytes: of the gradients."""
+    """Make the results of one case. seconds: {variant: of each step}; nbytes: of the gradients."""
     found = results_of(title, seconds, 2, nbytes)
-    for each in found:
-        exposed_s = map(operator.sub, each.seconds, seconds[COMPUTE])
-        each.columns["Exposed"] = duration(statistics.median(exposed_s))
+    for result in found:
+        exposed_s = map(operator.sub, result.seconds, seconds[COMPUTE])
+        result.columns["Exposed"] = duration(statistics.median(exposed_s))
     return found
 
 
@@ -104,7 +104,7 @@ def main(name: str):
     def draw() -> dict:
         pictures = {}
         for number, (title, rivals) in enumerate(found.cases().items()):
-            seconds = {name: each.seconds for name, each in rivals.items()}
+            seconds = {name: result.seconds for name, result in rivals.items()}
             del seconds[TORCH + AGAIN]
             link = title.partition("emulated: ")[2]
             pictures[number] = charts.variants(seconds, COMPUTE, link)

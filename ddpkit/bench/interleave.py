@@ -1,7 +1,7 @@
-"""Variants of the same work take turns, so that differences come from them and not from the moment.
+"""Let variants of the same work take turns, so that a change of the machine affects all alike.
 
-All run in the same processes, in one order and then in reverse (ABBA): a machine that slows down
-meanwhile treats them alike. A turn begins after a barrier and lasts until the slowest rank is done.
+All run in the same processes, in one order and then in reverse (ABBA). A turn begins after a
+barrier and lasts until the slowest rank is done.
 The first variant is the baseline. It has two turns in each round (A/A): the difference between them
 is the effect of chance alone.
 """
@@ -90,8 +90,8 @@ def until_the_last(ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[floa
     that copy memory on two cores, two begin when the others are done.
     """
     seconds = []
-    for each in zip(*ranks, strict=True):
-        seconds.append(max(done for _, done in each) - min(begun for begun, _ in each))
+    for turns in zip(*ranks, strict=True):
+        seconds.append(max(done for _, done in turns) - min(begun for begun, _ in turns))
     return tuple(seconds)
 
 

@@ -90,10 +90,11 @@ def contest(micro_batches: int, rows: int, plain: ProcessGroup) -> Contest:
         runs[name](inputs, targets)
 
     def check_gradients() -> None:
-        trained, found = [each for each in layers.parameters() if each.requires_grad], {}
+        trained = [p for p in layers.parameters() if p.requires_grad]
+        found = {}
         for name in runs:
             step(name)
-            found[name] = torch.cat([each.grad.flatten() for each in trained])
+            found[name] = torch.cat([p.grad.flatten() for p in trained])
             check_close(f"{name}'s gradient", found[name], found[TORCH], 1e-5)
 
     return Contest({name: partial(step, name) for name in runs}, found=check_gradients)
@@ -162,7 +163,7 @@ def measure_idle(
         schedule = make(ranks, micro_batches)
         run = launch(sleep, schedule, micro_batches, rounds, tick_s, world_size=ranks)
         planned = tick_s * statistics.mean(idle(schedule))
-        measured = tuple(idle_seconds(each) for each in zip(*run, strict=True))
+        measured = tuple(idle_seconds(ranks_of_round) for ranks_of_round in zip(*run, strict=True))
         title = f"Idle, {name}, {ranks} ranks, {micro_batches} micro-batches"
         found += results_of(title, {PLAN: (planned,) * rounds, RUN: measured})
     return found

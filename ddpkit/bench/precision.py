@@ -2,7 +2,7 @@
 
 A format without units is converted, or computed number by number, and takes many times as long: its
 time says nothing about the format, so it is named and not timed. A step can gain at most as much as
-its matrix products do. On a GPU if there is one, else on one core.
+its matrix products do. On a GPU if there is one, otherwise on one core.
 """
 
 from collections.abc import Callable

@@ -32,7 +32,7 @@ class Ratio(NamedTuple):
     high: float
 
     def __str__(self):
-        median, low, high = (f"{each:{'.2f' if each < 10 else '.3g'}}" for each in self)
+        median, low, high = (f"{value:{'.2f' if value < 10 else '.3g'}}" for value in self)
         return f"{median} [{low}–{high}]"
 
 
@@ -79,7 +79,7 @@ def results_of(
     operation: str, seconds: dict[str, tuple[float, ...]], world_size: int = 1, nbytes: int = 0
 ) -> list[Result]:
     """Make the results of a case, without columns. seconds: {variant: of each round}, of `race`."""
-    return [Result(operation, name, world_size, nbytes, each) for name, each in seconds.items()]
+    return [Result(operation, name, world_size, nbytes, s) for name, s in seconds.items()]
 
 
 class Results(list[Result]):
@@ -94,10 +94,10 @@ class Results(list[Result]):
         self.legend, self.time = legend, time
 
     def cases(self) -> dict[str, dict[str, Result]]:
-        """{title: {variant: result}}: those that took turns, together."""
+        """Group the results that took turns: {title: {variant: result}}."""
         found = {}
-        for each in self:
-            found.setdefault(each.case, {})[each.variant] = each
+        for result in self:
+            found.setdefault(result.case, {})[result.variant] = result
         return found
 
     def speed(self, result: Result, against: str | None = None) -> Ratio:
@@ -132,22 +132,22 @@ class Results(list[Result]):
     @property
     def competing(self) -> "Results":
         """Select the results that are neither ceilings nor the baseline's second time."""
-        ceilings = {each.ceiling for each in self}
-        rivals = [each for each in self if each.variant not in ceilings]
-        return Results(each for each in rivals if not each.variant.endswith(AGAIN))
+        ceilings = {result.ceiling for result in self}
+        rivals = [result for result in self if result.variant not in ceilings]
+        return Results(result for result in rivals if not result.variant.endswith(AGAIN))
 
     def __repr__(self):
         blocks = []
         for title, rivals in self.cases().items():
             baseline = next(iter(rivals.values()))
             lines = [("", self.time, *baseline.columns, "Speed [95 %]", "")]
-            for each in rivals.values():
-                speed, verdict = self.speed(each), self.verdict(each)
-                if each is baseline:
-                    speed, verdict = self.control(each), "A/A"
-                cells = units.duration(each.median_s), *each.columns.values()
-                if not each.variant.endswith(AGAIN):
-                    lines.append((each.variant, *cells, str(speed), verdict))
+            for result in rivals.values():
+                speed, verdict = self.speed(result), self.verdict(result)
+                if result is baseline:
+                    speed, verdict = self.control(result), "A/A"
+                cells = units.duration(result.median_s), *result.columns.values()
+                if not result.variant.endswith(AGAIN):
+                    lines.append((result.variant, *cells, str(speed), verdict))
             blocks.append(f"{title}\n{table(lines)}")
         return "\n\n".join([*blocks, self.legend]) if self else "nothing measured"
 
@@ -172,8 +172,10 @@ def paired_ratio(baseline: Result, result: Result) -> Ratio:
     The interval is the bootstrap's: rounds are drawn with replacement, always the same draws.
     Efron 1979.
     """
-    those, these = (torch.tensor(each.seconds, dtype=torch.float64) for each in (baseline, result))
-    ratios, rounds = those / these, len(these)
+    those = torch.tensor(baseline.seconds, dtype=torch.float64)
+    these = torch.tensor(result.seconds, dtype=torch.float64)
+    ratios = those / these
+    rounds = len(these)
     draws = torch.randint(rounds, (RESAMPLES, rounds), generator=torch.Generator().manual_seed(0))
     medians = ratios[draws].quantile(0.5, dim=1)
     low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
@@ -229,13 +231,14 @@ def report(
     draw: returns {what: picture}; without matplotlib it may raise ImportError.
     """
     print(f"{name}, on {where}\n\n{results}\n")
-    judged, title = judge(goals, results), None
-    for each in judged:
-        if each["case"] != title:
-            title = each["case"]
+    judged = judge(goals, results)
+    title = None
+    for verdict in judged:
+        if verdict["case"] != title:
+            title = verdict["case"]
             print(f"Goals: {title}")
-        print(f"{each['met']:5}  {each['measured']:16}  {each['goal']}")
-    kept = [asdict(each) | {"median_s": each.median_s} for each in results]
+        print(f"{verdict['met']:5}  {verdict['measured']:16}  {verdict['goal']}")
+    kept = [asdict(result) | {"median_s": result.median_s} for result in results]
     save(name, {"results": kept, "goals": judged})
     try:
         for what, picture in draw().items():

@@ -49,7 +49,7 @@ WAYS = {TORCH: by_torch, OURS: by_us, WHOLE: lambda mlp, group: mlp, TORCH + AGA
 
 
 def contest(width: int, rows: int, ways: dict[str, Callable], group: ProcessGroup) -> Contest:
-    """Make the contest of all ways on one size. RuntimeError: one computes something else."""
+    """Make the contest of all ways on one size. RuntimeError: the results of two differ."""
     torch.manual_seed(0)
     x = torch.randn(rows, width)
     mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
@@ -68,7 +68,7 @@ def contest(width: int, rows: int, ways: dict[str, Callable], group: ProcessGrou
             for got, expected in zip(step(module), right, strict=True):
                 check_close(name, got, expected, 1e-5)
 
-    return Contest({name: partial(step, each) for name, each in modules.items()}, found=found)
+    return Contest({name: partial(step, module) for name, module in modules.items()}, found=found)
 
 
 def measure(

@@ -73,7 +73,7 @@ def compute(seconds: float) -> None:
         pass
 
 
-def steps(calls: int, group: ProcessGroup) -> Work:
+def training_steps(calls: int, group: ProcessGroup) -> Work:
     adamw = partial(torch.optim.AdamW, fused=True)
     replica = Replica(gpt, partial(BucketedDDP, group=group), adamw)
 
@@ -87,7 +87,7 @@ def steps(calls: int, group: ProcessGroup) -> Work:
 CASES = {  # {name: (function that makes a turn, number of calls in it)}
     "all_reduce of a number": (all_reduces, CALLS),
     "send or recv of a number": (messages, CALLS),
-    "training step": (steps, 1),
+    "training step": (training_steps, 1),
 }
 
 
@@ -121,25 +121,25 @@ def measure(what: str, make: Callable, calls: int, rounds: int = ROUNDS) -> list
 
 
 def together(what: str, calls: int, seconds: Turns, cpu: Turns) -> list[Result]:
-    """The results of one case. seconds, cpu: {variant: of a call, of each turn}."""
+    """Make the results of one case. seconds, cpu: {variant: of a call, of each turn}."""
     found = results_of(what, seconds, 2)
-    for each in found:
-        name = each.variant
+    for result in found:
+        name = result.variant
         more_s, more_cpu_s = more(seconds, name), more(cpu, name)
         within = more_cpu_s <= CALL_S
         if calls == 1:
             within = more_s <= STEP * statistics.median(seconds[PLAIN])
-        each.columns["More"] = duration(more_s)
-        each.columns["CPU"] = duration(statistics.median(cpu[name]))
-        each.columns["More CPU"] = duration(more_cpu_s)
-        each.columns["Within?"] = "" if name == BUSY else "yes" if within else "NO"
+        result.columns["More"] = duration(more_s)
+        result.columns["CPU"] = duration(statistics.median(cpu[name]))
+        result.columns["More CPU"] = duration(more_cpu_s)
+        result.columns["Within?"] = "" if name == BUSY else "yes" if within else "NO"
     return found
 
 
-def more(each: Turns, name: str) -> float:
+def more(turns: Turns, name: str) -> float:
     """Return the median extra over plain; for plain itself, of its second time."""
-    its = each[PLAIN + AGAIN if name == PLAIN else name]
-    return statistics.median(map(operator.sub, its, each[PLAIN]))
+    its = turns[PLAIN + AGAIN if name == PLAIN else name]
+    return statistics.median(map(operator.sub, its, turns[PLAIN]))
 
 
 def main(name: str):

@@ -37,6 +37,7 @@ def all_to_all_attention(
     # All tokens, in order; this rank's heads.
     mine, mine_kv = heads // world_size, kv_heads // world_size
     q, k, v = qkv.split([mine, mine_kv, mine_kv], dim=-3)
+    # From here on attention needs no other rank.
     o = flash_attention(q, for_heads(k, mine), for_heads(v, mine), causal)
     return TokensForHeads.apply(o, group)
 
@@ -72,6 +73,7 @@ def trade(x: Tensor, cut: int, join: int, group: ProcessGroup | None = None) -> 
 
     Cost per rank: one all-to-all, (W−1)/W of x sent.
     """
+    # The wire takes contiguous parts, one for each rank, in their order.
     parts = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)

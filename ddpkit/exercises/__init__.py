@@ -53,4 +53,5 @@ from .tensor_parallel_model import (
     sum_copies,
     vocabulary_cross_entropy,
 )
+from .when_it_is_wrong import exposed, first_wrong, replicas_apart, token_loss
 from .zero import GatherUseFree, clip_grad_norm_, model_states, shard_plan, zero_step

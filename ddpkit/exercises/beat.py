@@ -51,9 +51,14 @@ _TICKS = NumberToBeat("ticks", par=33, bound=28)
 _BLOCK = NumberToBeat("bytes a step")
 
 
+def bytes_of(records: list) -> int:
+    """Sum the bytes of a rank's calls."""
+    return sum(record.bytes for record in records)
+
+
 def beat_server(run: Run, expected: Sequence[float], nbytes: int) -> Verdict:
     """Judge notebook 03's exchange: each rank returned its x, which should be `expected`."""
-    carried = [sum(record.bytes for record in records) for records in run.wire]
+    carried = [bytes_of(records) for records in run.wire]
     right = all(x.flatten().tolist() == list(expected) for x in run)
     refused = only_messages(run) or (None if right else "a rank's x isn't the mean.")
     return _EXCHANGE.judge(max(carried) / nbytes, refused)

@@ -14,6 +14,8 @@ import argparse
 import sys
 import time
 
+from ddpkit.tools.units import wrap
+
 from .museum_data import *  # noqa: F403
 from .museum_piece import SOUND, Case, Piece, differing
 from .museum_scale import *  # noqa: F403
@@ -37,7 +39,7 @@ def score() -> str:
     alarms = sum(piece.false_alarm for piece in pieces().values())
     of = f"{len(firsts)} pieces at the first attempt"
     told = f"{mechanisms} mechanisms and {numbers} numbers of {of}, {alarms} false alarms"
-    return f"{told}. There are {len(pieces())}."
+    return wrap(f"{told}. There are {len(pieces())}.")
 
 
 def caught(piece: Piece, mechanism: str, case: Case, seeds: int) -> int:

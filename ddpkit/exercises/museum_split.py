@@ -9,6 +9,7 @@ from torch.nn.functional import mse_loss
 from ddpkit.runtime.wire import recorder
 from ddpkit.tensor_parallel import (
     ColumnParallelLinear,
+    CopyToRanks,  # noqa: F401  repairs use it
     GatherTokens,
     RowParallelLinear,
     SplitLayer,

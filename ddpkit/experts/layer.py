@@ -59,6 +59,7 @@ class MixtureOfExperts(nn.Module):
         if self.balance > 0:
             loss = balance_loss(scores, chosen, self.copies, self.everyone)
             self.balance_loss = self.balance * loss
+        # Counted here, moved by `balance` once a step: the bias must not change within one.
         if self.training:
             self.load += torch.bincount(chosen.flatten(), minlength=self.number)
         kept = None
@@ -83,6 +84,7 @@ class MixtureOfExperts(nn.Module):
         """Run rows, sorted by expert, through experts wherever they are; as many come back."""
         # Counts first: nobody knows yet how much to expect.
         coming = exchange_counts(counts, self.group)
+        # Rows for each rank, and from each: the splits of both exchanges.
         send = counts.view(self.ranks, -1).sum(1).tolist()
         receive = coming.sum(1).tolist()
         came = ExchangeRows.apply(rows, send, receive, self.group)

@@ -48,6 +48,7 @@ def share_experts(
         if layer.number % ranks != 0:
             got = f"{layer.number} experts for {ranks} ranks"
             raise mistake("share_experts", got, "a multiple", "Use fewer ranks, or more experts.")
+        # Rank r keeps experts r·E/e and the next, under the numbers that they had.
         each = layer.number // ranks
         first = dist.get_rank(group) * each
         mine = {str(number): layer.experts[str(number)] for number in range(first, first + each)}
@@ -66,6 +67,7 @@ def count_copies(
     everyone: the group to clip in, all W ranks (None). An expert on e ranks is held by W/e.
     """
     world_size = dist.get_world_size(everyone)
+    # All but the experts are on every rank.
     copies = dict.fromkeys(module.parameters(), world_size)
     for layer in layers(module):
         for parameter in layer.experts.parameters():
@@ -86,6 +88,7 @@ def average_gradients(
     Cost per rank: all gradients but the experts' all-reduced over W ranks, the experts' over W/e.
     """
     world_size = dist.get_world_size(everyone)
+    # Experts are reduced in another group than the rest, and divided by the same number.
     experts = set()
     for layer in layers(module):
         experts.update(layer.experts.parameters())
@@ -120,6 +123,7 @@ def whole_state(module: nn.Module, group: ProcessGroup | None = None) -> dict[st
     group: the ranks that share the experts. Load it before `share_experts`, on any number of ranks.
     Cost per rank: an all_gather_object of its state.
     """
+    # Every rank's state, then their union: a rank lacks the experts of the others.
     states: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(states, module.state_dict(), group=group)
     whole = {}

@@ -54,6 +54,7 @@ class Router(nn.Module):
         Weights of k > 1 experts are made to add up to 1; of one it is its score, or the router
         would have no gradient. ValueError: a score is NaN or infinite.
         """
+        # Not under autocast either: it would round the logits to 16 bits.
         wide = torch.promote_types(rows.dtype, torch.float32)
         with torch.autocast(rows.device.type, enabled=False):
             scores = self.score(F.linear(rows.to(wide), self.weight.to(wide)))
@@ -61,6 +62,7 @@ class Router(nn.Module):
             bad = int((~scores.isfinite().all(-1)).sum())
             remedy = "Look for the first layer that isn't finite; lower the learning rate, or clip."
             raise mistake("the router", f"scores not finite for {bad} tokens", "numbers", remedy)
+        # The bias chooses; the scores alone weigh, and carry the gradient.
         chosen = (scores.detach() + self.bias).topk(self.k, dim=-1).indices
         weights = scores.gather(-1, chosen)  # without the bias
         if self.k > 1:
@@ -79,6 +81,7 @@ def balance_loss(
 
     Cost per rank: E numbers all-reduced, if there are several ranks.
     """
+    # Whole numbers: the same on all ranks, in whatever order they are added.
     load = torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
     if ranks > 1:
         dist.all_reduce(load, group=group)

@@ -15,7 +15,7 @@ class Then(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, act, *tensors):
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # no zeros for tensors that the loss doesn't depend on
         ctx.act = act
         return tensors
 
@@ -34,6 +34,7 @@ def cast(values, dtype: torch.dtype):
 
 def led_through(act: Callable[[], None], values):
     """Lead all tensors in `values` that need a gradient through one `Then`."""
+    # All through one node: autograd calls it once, when the last of their gradients is here.
     leaves, structure = tree_flatten(values)
     places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     if places:

@@ -25,6 +25,7 @@ class Reduction:
         self.flat = self.pack()
         if before != 1:
             self.flat /= before
+        # Nothing is sent on one rank: its own gradients are the sum.
         self.work = None
         if world_size > 1:
             self.work = unit.transport.start_reduce_scatter(self.flat, unit.group)
@@ -51,7 +52,11 @@ class Reduction:
         """Wait for this rank's part of the sum; add the mean."""
         if self.work is not None:
             self.work.wait()
+<<<<<<< HEAD
         # A tensor of this rank's part alone: a view would keep the message alive.
+=======
+        # The mean in the reduce dtype, then cast, then added: PyTorch's order of roundings.
+>>>>>>> main
         own = torchs.shard(self.flat, self.unit.group) / self.after
         own = own.to(self.unit.shard_dtype)
         self.flat.untyped_storage().resize_(0)  # now: a backend may let go of it later

@@ -40,6 +40,7 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     state["buffers"] = dict(module.named_buffers())
     if optimizer is None:
         return state
+    # By name, as the parameters: numbers of a parameter group are another on other ranks.
     names = {parameter: name for name, parameter in parameters.items()}
     state["optimizer"] = {}
     for parameter, kept in optimizer.state.items():
@@ -110,6 +111,7 @@ def load(
 
     # Phase 1: what is to be filled must be there.
     sharded = isinstance(model, FSDP)
+    # First the places to read into, then the reading.
     if optimizer is not None:
         make_state(optimizer)
     state = checkpoint_of(model, optimizer)
@@ -134,6 +136,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's state by a step that changes nothing: no gradient, no learning rate."""
     if optimizer.state:
         return
+    # A rate and a gradient of zero: weight decay multiplies by the rate, too.
     before = []
     for options in optimizer.param_groups:
         before.append(options["lr"])

@@ -1,11 +1,11 @@
-"""Your own script on the wire: a hang or a mismatch is explained, in seconds, not in half an hour.
+"""Run any script on the wire: a hang or a mismatch is explained in seconds, not in half an hour.
 
     torchrun --nproc-per-node 4 -m ddpkit.debug train.py ARGS
     python -m ddpkit.debug --world-size 4 train.py ARGS         # without torchrun
 
 The script stays as it is, with its own `init_process_group`. The ranks of a machine share a board,
-on which each writes its calls; other machines' pages come through torch.distributed's store. Rank 0
-prints the report, once, and all ranks exit with code 1, so that torchrun can restart them.
+on which each writes its calls; the pages of other machines come through torch.distributed's store.
+One rank prints the report, and all ranks exit with code 1, so that torchrun can restart them.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     prog = "python -m ddpkit.debug"
     says = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog=prog, description=says)
-    parser.add_argument("--world-size", type=int, help="start so many ranks here, by torchrun")
+    parser.add_argument("--world-size", type=int, help="start this many ranks here, by torchrun")
     parser.add_argument("--trace", help="write a Chrome trace to this file at the end")
     parser.add_argument("--flight-recorder", help="write dumps to this folder at the end")
     parser.add_argument("--link", help='emulate a wire: "10 Gbit Ethernet"')
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         from torch.distributed.run import main as torchrun
 
         kept = arguments or sys.argv[1:]
-        at = next(i for i, each in enumerate(kept) if each.startswith("--world-size"))
+        at = next(i for i, word in enumerate(kept) if word.startswith("--world-size"))
         rest = kept[:at] + kept[at + (1 if "=" in kept[at] else 2) :]
         ranks = f"--nproc-per-node={options.world_size}"
         torchrun(["--standalone", ranks, "-m", "ddpkit.debug", *rest])

@@ -1,6 +1,6 @@
-"""Reading the dumps of a flight recorder: ours, or torch's own, NCCL's from a cluster or Gloo's.
+"""Read the dumps of a flight recorder: ours, or torch's own, from NCCL on a cluster or from Gloo.
 
-One file a rank, its name ending in the rank's number. Nothing in them is executed.
+There is one file per rank, whose name ends in the rank's number. Nothing in it is executed.
 """
 
 import io
@@ -18,8 +18,8 @@ from ..runtime.wording import UNEQUAL
 from .flight_recorder import NAMES
 from .trace import DTYPES
 
-KNOWN = "2."  # versions that begin so
-MOST_CALLS = 2**62  # a number on the board is no longer
+KNOWN = "2."  # the beginning of all versions that can be read
+MOST_CALLS = 2**62  # the largest number that fits the board
 OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
 # Frames of torch or Python on another machine, of what wraps torch's deprecated functions, and
@@ -31,16 +31,16 @@ LIBRARY = re.compile(
 
 
 class _DataOnly(pickle.Unpickler):
-    """Reads lists, dicts, numbers and text; refuses everything that would have to be called."""
+    """Unpickler for lists, dicts, numbers and text; it refuses everything that needs a call."""
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a dump is plain data")
 
 
 def read_dumps(folder: str | Path) -> dict[int, dict]:
-    """{rank: dump} of a folder.
+    """Read the dumps in a folder: {rank: dump}.
 
-    ValueError: no dumps there, or something that is none, or of a version that isn't known.
+    ValueError: no dumps there, or a file that is no dump, or of an unknown version.
     """
     folder = Path(folder)
     files = {}
@@ -62,7 +62,7 @@ def read_dumps(folder: str | Path) -> dict[int, dict]:
 def _read(path: Path) -> dict:
     try:
         dump = _DataOnly(io.BytesIO(path.read_bytes())).load()
-    except Exception as error:  # a pickle that is none fails in any way
+    except Exception as error:  # a file that is no pickle raises anything
         raise ValueError(f"expected a flight recorder's dump, got {path.name}: {error}") from None
     if not isinstance(dump, dict) or not {"version", "entries", "pg_config"} <= dump.keys():
         raise ValueError(f"expected version, entries and pg_config in a dump, not in {path.name}")
@@ -80,10 +80,10 @@ def members_of(group: dict) -> list[int]:
 
 
 def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
-    """The calls of a dump.
+    """Yield the calls of a dump.
 
-    Calls in a batch (batch_isend_irecv, coalescing managers) have one number; only the entry that
-    ends it, which is none of them, knows whether they are done.
+    Calls in a batch (batch_isend_irecv, coalescing managers) share one number. A further entry ends
+    the batch, and only this one has a state that says whether they are done.
     """
     batches: dict[tuple, list[dict]] = {}
     for entry in dump["entries"]:
@@ -93,7 +93,7 @@ def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
     for batch in batches.values():
         end = batch[-1]
         done = end["state"] == "completed"
-        if end["profiling_name"].startswith("gloo:"):  # knows no other state
+        if end["profiling_name"].startswith("gloo:"):  # its recorder has no "completed"
             done = end["retired"]
         for place, entry in enumerate(batch[:-1] or batch):
             part = f" part {place}" if place else ""
@@ -106,8 +106,8 @@ def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Recor
     name, _, peers = entry["profiling_name"].partition(":")[2].partition(" ")
     group = entry["process_group"][0]
     members = tuple(members_of(groups[group])) if group in groups else ()
-    members = members or tuple(everybody)  # Gloo's recorder doesn't know them
-    out = name in ("recv", "scatter")  # of a scatter, only the root hands something in
+    members = members or tuple(everybody)  # Gloo's recorder leaves them out
+    out = name in ("recv", "scatter")  # in a scatter, only the root has an input
     sizes, dtypes = (entry[f"{'out' if out else 'in'}put_{of}"] for of in ("sizes", "dtypes"))
     dtype = TORCH_DTYPES.get(dtypes[0], dtypes[0]) if dtypes else ""
     shape = "×".join(map(str, sizes[0])) if len(sizes) == 1 else ""
@@ -142,7 +142,7 @@ def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Recor
         line=int(frame["line"]),
         function=str(frame["name"]),
     )
-    seq = int(entry["collective_seq_id"]) - 1  # it counts from 1; that of messages says nothing
+    seq = int(entry["collective_seq_id"]) - 1  # counts from 1; messages are numbered later
     if not 0 <= seq < MOST_CALLS and name not in MESSAGES:
         raise ValueError(f"a call has the number {seq + 1}")
     return Record(said, seq, float(entry["time_created_ns"] or 0) / 1e9)

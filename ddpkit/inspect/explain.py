@@ -1,6 +1,6 @@
-"""Name who waits for whom, from PyTorch's flight recorder: `python -m ddpkit.explain FOLDER`.
+"""Explain a hang from PyTorch's flight recorder dumps: `python -m ddpkit.explain FOLDER`.
 
-The dumps are ours (`run.flight_recorder`), or torch's own: NCCL's from a cluster, or Gloo's.
+The dumps are ddpkit's (`run.flight_recorder`), or torch's own: NCCL's from a cluster, or Gloo's.
 """
 
 import argparse
@@ -20,7 +20,7 @@ MOST_RANKS = 100_000  # a larger number is no rank: another file's name may end 
 
 
 def explain(dumps: dict[int, dict]) -> str:
-    """Return the report of a hang: what happened, where every rank is, their last calls.
+    """Return the report of a hang: what happened, where each rank is, and the last calls.
 
     dumps: {rank: dump}; ranks may be missing. ValueError: a dump can't be read.
     """
@@ -65,10 +65,10 @@ def _calls(rank: int, dump: dict, everybody: list[int]) -> list[Record]:
 
 
 def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
-    """Number the messages from one rank to another, which a dump counts in other ways.
+    """Number the messages between each two ranks, because a dump numbers them differently.
 
-    from_the_start: every recorder holds all calls. Otherwise the messages before are unknown, and
-    the first open one on each side are taken to be the two ends of one message.
+    from_the_start: every recorder holds all calls. Otherwise the earlier messages are unknown, and
+    the first open messages of the two sides are assumed to be the two ends of one message.
     """
     done = []
     most = Counter()
@@ -84,7 +84,7 @@ def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
 
 
 def _fill(board: Board, rank: int, records: list[Record]) -> None:
-    """Write a rank's calls on the board, as if it had made them here."""
+    """Write a rank's calls to the board, as if it had made them in this process."""
     board.set_state(rank, RUNNING)
     waiting = next((n for n, record in enumerate(records) if record.done is None), None)
     # Calls after the open one are only queued, and would push it out of the board's slots.
@@ -95,7 +95,7 @@ def _fill(board: Board, rank: int, records: list[Record]) -> None:
 
 
 def _report(look: Look, silent: set[int]) -> str:
-    """Report what the dumps tell. silent: ranks without a dump."""
+    """Return the report of what the dumps show. silent: the ranks without a dump."""
     here = [rank for rank in look.ranks if rank not in silent]
     inside = [look.now[rank] for rank in here if look.now[rank].state == "waiting"]
     waiting = [s for s in inside if s.missing]
@@ -161,7 +161,7 @@ def _all_came(look: Look, first: Situation, inside: list[int]) -> tuple[str, str
 
 
 def _who(ranks: list[int], verb: str, of_many: str) -> str:
-    """Conjugate: 'rank 1 waits', 'ranks 0 and 1 wait'."""
+    """Join ranks and verb, in agreement: 'rank 1 waits', 'ranks 0 and 1 wait'."""
     return f"{name_ranks(ranks)} {verb if len(ranks) == 1 else of_many}"
 
 

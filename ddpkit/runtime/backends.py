@@ -1,4 +1,4 @@
-"""Choose a launch's backend, and say why."""
+"""Choose a launch's backend, and give the reason."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from .link import Link
 
 SHARES_A_GPU = (2, 30)  # the first NCCL that lets ranks of one host share a GPU
 UPGRADE = f"pip install --upgrade nvidia-nccl-cu{(torch.version.cuda or '13').partition('.')[0]}"
-# What ranks on GPUs find in their environment, unless the reader's says otherwise.
+# Environment variables of ranks on GPUs, unless the reader's environment sets them.
 BY_DEFAULT = {
-    "NCCL_SOCKET_IFNAME": "lo",  # it would listen where others on the network can reach it
-    # Its watchdog would end a process whose kernel failed before Python can raise.
+    "NCCL_SOCKET_IFNAME": "lo",  # by default NCCL listens where others on the network reach it
+    # NCCL's watchdog would end a process whose kernel failed before Python can raise.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -27,9 +27,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class Choice:
-    """A backend and the reason for it. gpus: how many the ranks share out; 0 means CPU.
+    """A backend and the reason for it.
 
-    environ: what a rank finds in its environment; {rank} stands for its number.
+    gpus: the number of GPUs that the ranks share; 0 means CPU. environ: further environment
+    variables of a rank; {rank} stands for its number.
     """
 
     backend: str
@@ -41,10 +42,10 @@ class Choice:
 def start_on(
     start: Callable[[Choice], Result], backend: str, world_size: int, link: Link | None = None
 ) -> Result:
-    """Call `start` with the choice; with Gloo instead if a GPU turns out to be unusable.
+    """Call `start` with the chosen backend, and again with Gloo if a GPU proves unusable.
 
-    The driver counts a card in MIG mode, of which CUDA shows a process no more than one slice. The
-    choice is made without CUDA, so a rank is the first to know.
+    The choice is made without starting CUDA here, from the driver's count of GPUs. That may be
+    wrong, for example for a card in MIG mode, and only a rank finds out.
     """
     try:
         return start(choose_backend(backend, world_size, link))
@@ -55,7 +56,10 @@ def start_on(
 
 
 def choose_backend(backend: str, world_size: int, link: Link | None = None) -> Choice:
-    """NCCL where each rank can have a GPU, one GPU shared where NCCL can, else Gloo on the CPU."""
+    """Choose NCCL where ranks can have or share GPUs, otherwise Gloo on the CPU.
+
+    ValueError: backend="nccl" without a GPU.
+    """
     if backend == "gloo":
         return Choice("gloo", 0, "gloo on CPU: as asked")
     if link is not None:
@@ -79,23 +83,23 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
 
 
 def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
-    """The environment in which NCCL lets so many `ranks` use one GPU.
+    """Return the environment variables with which NCCL lets `ranks` ranks use one GPU.
 
-    Before 2.30 it refuses two ranks of one host on one GPU, and takes NCCL_HOSTID's word for who is
-    on which host: then all that they say goes through sockets, and through no plugin of a cloud's.
+    Before 2.30, NCCL refuses two ranks of one host on one GPU. It believes NCCL_HOSTID, so each
+    rank claims a host of its own; their data then goes through sockets.
     """
     if version >= SHARES_A_GPU:
-        # NCCL 2.30.7 asks only the last pair of ranks whether NVLS must stay off.
+        # NCCL 2.30.7 checks only the last pair of ranks for whether NVLS must stay off.
         environ = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
         # A kernel waits on the GPU for the other ranks' kernels. In one context (MPS) all must fit
-        # at once, or all hang, as NCCL's manual says; processes of their own should take turns.
+        # at once or all hang, as NCCL's manual says; separate processes should take turns.
         return environ | ({"NCCL_MAX_CTAS": "4"} if ranks > 2 else {})
     apart = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
     return apart | {"NCCL_NET": "Socket", "NCCL_HOSTID": "ddpkit-{rank}"}
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of NCCL that torch loaded, perhaps newer than it was built with; () without."""
+    """Return the version of the NCCL that torch has loaded, not of its build; () without NCCL."""
     try:
         number = ctypes.c_int()
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))

@@ -1,7 +1,7 @@
-"""The board: memory that all ranks of a launch share, where each writes what it is about to say.
+"""The board: memory that all ranks of a launch share. A rank writes each call before making it.
 
-Whoever wants to know what a rank is doing reads its page: the parent, while the rank is blocked in
-C++ or dead; another rank, to see whether both are about to say the same.
+The parent can read the page of a rank that is blocked in C++ or dead. Other ranks read it to see
+whether they are about to make the same call.
 """
 
 import mmap
@@ -12,55 +12,55 @@ from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
 
-# What a rank is doing, as it last said.
+# The states of a rank.
 STARTING, RUNNING, RETURNED, IDLE, DISAGREES = range(5)
 
 # A page is a head of counters, two notes, and slots for the last calls. All numbers are words of
-# eight bytes, written one by one: a reader meanwhile sees the old one or the new one.
+# eight bytes, each written at once, so that a concurrent reader sees the old or the new number.
 _CALLS, _EVENTS, _STATE, _THREADS, _POLLED, _POLLED_AT, _WAITING = range(7)
-CALLERS = 8  # threads of a rank whose waits are kept apart
+CALLERS = 8  # threads of a rank that have a waiting mark each
 _NOTE = 128  # words of a note: a pickle
 _WORD, _SLOT = 8, 256  # bytes of a word, words of a slot
 _PLACE = _WAITING + CALLERS  # the note that says where the rank's main thread is
 _DESTROYED = _PLACE + _NOTE  # the note that says which groups it has destroyed, and where
 _HEAD = _DESTROYED + _NOTE  # words of the head and the notes
 # A slot: the call's number on its channel, hashes of channel and fingerprint, times, what became of
-# the handle; then, pickled, what the call says, and what it moved.
+# the handle; then a pickle of the call's words and of the values that it moved.
 _SEQ, _CHANNEL, _FINGERPRINT, _ISSUED, _STARTED, _DONE, _WAITED, _LIMIT, _BECAME, _TEXT = range(10)
 MESSAGES = "send", "recv"  # the other calls are collectives
-SLOTS = 256  # so many last calls of each rank does the board remember
+SLOTS = 256  # the board keeps this many calls per rank, the last ones
 _PAGE = _HEAD + SLOTS * _SLOT
 
 
 @dataclass(frozen=True)
 class Said:
-    """The words of a call: the same whenever the same line makes the same call."""
+    """The description of a call, identical whenever the same line makes the same call."""
 
     op: str  # torch.distributed's name: all_reduce, send, ...
     group: str  # "world", or the ranks of a sub-group
     ranks: tuple[int, ...]  # the group's members, as global ranks
     channel: str  # calls meet on a channel: a group, or one direction between two ranks
-    fingerprint: str  # what every rank must say alike here: "all_reduce 8 float32 sum"
+    fingerprint: str  # must be the same on every rank: "all_reduce 8 float32 sum"
     detail: str  # the arguments, for people: "8 float32, sum"
-    bytes: int  # what this rank hands in (recv, and who receives a broadcast or scatter: gets)
+    bytes: int  # handed in by this rank; received, for recv and the receivers of broadcast, scatter
     peer: int | None  # global rank: dst of send, reduce, gather; src of recv, broadcast, scatter
     shape: tuple[int, ...]
     dtype: str
     file: str
     line: int
     function: str
-    via: str = ""  # the line of an installed framework that made it for the reader's own
+    via: str = ""  # the installed framework's line that the user's line called
     # Of an all_to_all: elements for each member, and elements expected from each.
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @cached_property
     def hashes(self) -> tuple[int, int]:
-        """Hash channel and fingerprint."""
+        """Hash the channel and the fingerprint; return both hashes."""
         return hash32(self.channel), hash32(self.fingerprint)
 
     @cached_property
     def text(self) -> bytes:
-        """Pickle it as the board has it, without values."""
+        """Pickle the words as the board stores them, without values."""
         return _pickled(self)
 
 
@@ -68,27 +68,27 @@ class Said:
 class Record:
     """One call of one rank. Times are this machine's `time.perf_counter()`, or None.
 
-    What it `said` can be asked of the record, too: `record.op`. PyTorch's Flight Recorder keeps the
-    like for NCCL.
+    The attributes of `said` are attributes of the record as well: `record.op`. PyTorch's Flight
+    Recorder keeps similar records for NCCL.
     """
 
     said: Said
-    seq: int  # how many calls this rank made on this channel before
+    seq: int  # the number of earlier calls of this rank on this channel
     issued: float
-    started: float | None = None  # when an emulated link took it; without one, when it was issued
+    started: float | None = None  # on an emulated link, when it took the call; otherwise = issued
     done: float | None = None
-    waited: float | None = None  # when the rank first stopped to wait for it
+    waited: float | None = None  # when the rank first began to wait for it
     limit_s: float | None = None  # the script's own timeout, after which a wait for it ends
-    waits: int = 0  # how often wait() was called on its handle; not on the board
+    waits: int = 0  # the number of wait() calls on its handle; not on the board
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
-    dropped: bool = False  # its handle was let go before anybody waited for it
-    batched: bool = False  # a message that goes together with the one before
-    reached: bool = False  # on a GPU: all that its program computes before it is done; told late
+    dropped: bool = False  # its handle was deleted before a wait()
+    batched: bool = False  # a message in one batch with the message before
+    reached: bool = False  # on a GPU, that the stream has come to this call; noted late
     values: list | None = None  # keep_values: the message as handed in, up to 64 elements
     result: list | None = None  # keep_values: what arrived
     memory: tuple[int, int, list] | None = None  # keep_values: (buffer, offset, all it holds)
-    number: int = field(default=-1, compare=False)  # how many calls its rank made before
-    stream: str = ""  # that carries it, on a GPU: `streams.py` says what the times mean there
+    number: int = field(default=-1, compare=False)  # the number of earlier calls of its rank
+    stream: str = ""  # on a GPU, the stream that carries it; `streams.py` defines the times there
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "said"), name)
@@ -98,34 +98,34 @@ class Record:
 
     @property
     def call(self) -> str:
-        """The call as a person writes it: all_reduce(8 float32, sum)."""
+        """Write the call as a person would: all_reduce(8 float32, sum)."""
         return f"{self.op}({self.detail})"
 
     @property
     def place(self) -> tuple[str, int, str]:
-        """(file, line, function) of the reader's own code that made the call."""
+        """Return (file, line, function) of the reader's own code that made the call."""
         return self.file, self.line, self.function
 
     @property
     def on_stream(self) -> bool:
-        """Tell whether it is on a GPU and not known to be over: `started` comes with `done`."""
+        """Tell whether the call is on a GPU and not known to be over."""
         return self.done is None and self.started is None
 
     @property
     def begun(self) -> float:
-        """Tell when the wire began: on a GPU's stream, later than the call was issued."""
+        """Return when the transfer began: on a GPU's stream, later than the call was issued."""
         return (self.stream and self.started) or self.issued
 
     @property
     def whole_bytes(self) -> int:
-        """Count what the call moves on all ranks together, as `Link.seconds` does."""
+        """Return the `nbytes` of the call for `Link.seconds`, which counts all parts together."""
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
 
 def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
-    """Return (sender, receiver) of each part of an all_to_all that is not as long as expected.
+    """Return (sender, receiver) for each part of an all_to_all whose length isn't the expected one.
 
-    by_rank: {rank: what it said}, of one call.
+    by_rank: {rank: its record} of one call.
     """
     pairs = []
     for sender, sent in by_rank.items():
@@ -139,9 +139,9 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
 
 
 class Board:
-    """A memory-mapped file with one page for each rank; a rank writes only its own.
+    """A memory-mapped file with one page for each rank; a rank writes only its own page.
 
-    A file rather than /dev/shm: containers have little of that, and not every system has it.
+    It isn't in /dev/shm: containers give little room there, and some systems have none.
     """
 
     def __init__(self, path: Path, world_size: int, create: bool = False):
@@ -164,8 +164,8 @@ class Board:
     def put(self, rank: int, index: int, record: Record):
         """Write call number `index` of `rank`.
 
-        Others see it, complete, once the count of calls moves past it. The count of events moves
-        last of all: `records` reads again after that.
+        Readers see the complete call once the count of calls has passed it. The count of events
+        moves last, since it makes `records` read again.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -173,7 +173,7 @@ class Board:
         kept = record.values, record.result, record.memory
         text = said.text if kept == _NOTHING else _pickled(said, kept)
         is_new = index == self.calls(rank)
-        if is_new:  # who just reads the call that was here before must not take half of each
+        if is_new:  # a reader of the slot's previous call must not take half of each
             words[at] = -1
         words[at + _CHANNEL], words[at + _FINGERPRINT] = said.hashes
         self._times[at + _ISSUED] = record.issued
@@ -185,7 +185,7 @@ class Board:
         words[rank * _PAGE + _EVENTS] += 1
 
     def update(self, rank: int, index: int, record: Record):
-        """Write again what changes until a call is over: its times, and what became of it."""
+        """Write again the parts of a call that change until it is over: times and handle."""
         self._put_times(self._slot(rank, index), record)
         self._words[rank * _PAGE + _EVENTS] += 1
 
@@ -195,15 +195,15 @@ class Board:
         times[at + _DONE] = record.done or 0.0
         times[at + _WAITED] = record.waited or 0.0
         times[at + _LIMIT] = record.limit_s or 0.0
-        became = record.by_future, record.dropped, record.batched, record.reached
-        self._words[at + _BECAME] = sum(each << bit for bit, each in enumerate(became))
+        flags = record.by_future, record.dropped, record.batched, record.reached
+        self._words[at + _BECAME] = sum(flag << bit for bit, flag in enumerate(flags))
 
     def set_waiting(self, rank: int, index: int | None, caller: int = 0):
-        """Note that a thread of `rank` sits in its call `index`, until that is done; or in none."""
+        """Mark the call `index` in which a thread of `rank` waits; None removes the mark."""
         self._words[rank * _PAGE + _WAITING + caller] = 0 if index is None else index + 1
 
     def set_polled(self, rank: int, index: int, now: float):
-        """Note that `rank` has just asked whether its call `index` is complete, and it wasn't."""
+        """Note that `rank` has just polled its call `index`, which wasn't complete."""
         self._words[rank * _PAGE + _POLLED] = index + 1
         self._times[rank * _PAGE + _POLLED_AT] = now
 
@@ -212,24 +212,24 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def set_threads(self, rank: int, threads: int):
-        """Note how many threads of `rank` may make calls: of several, a wait blocks only one."""
+        """Note how many threads of `rank` may make calls: a wait blocks only one of them."""
         self._words[rank * _PAGE + _THREADS] = threads
 
     def set_place(self, rank: int, place: tuple | None):
-        """Note where the main thread of `rank` is: (file, line, function, via)."""
+        """Record where the main thread of `rank` is: (file, line, function, via)."""
         self._set_note(rank, _PLACE, place)
 
     def set_destroyed(self, rank: int, places: dict[str, tuple]):
-        """Note which groups `rank` has destroyed: {name of a group: (file, line, function, via)}.
+        """Record which groups `rank` has destroyed: {group name: (file, line, function, via)}.
 
-        The oldest are forgotten where the note is too short for all.
+        The oldest are dropped where the note has no room for all.
         """
         while not self._set_note(rank, _DESTROYED, places):
             places = dict(list(places.items())[1:])
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _set_note(self, rank: int, at: int, note: object) -> bool:
-        """Write a note, if it is short enough."""
+        """Write a note if it fits; return whether it does."""
         blob = pickle.dumps(note, protocol=5)
         start = (rank * _PAGE + at) * _WORD
         if fits := len(blob) <= _NOTE * _WORD:
@@ -242,16 +242,16 @@ class Board:
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
-        """Count what each rank has written so far: while the counts stay, nothing moves."""
+        """Return each rank's count of writes: while the counts stay the same, nothing moves."""
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
     def waiting(self, rank: int) -> list[int]:
-        """Return the numbers of the calls that threads of `rank` sit in, if those aren't done."""
+        """Return the numbers of the calls in which threads of `rank` wait; they may be done."""
         marks = (self._get(rank, _WAITING + caller) for caller in range(CALLERS))
         return [mark - 1 for mark in marks if mark]
 
     def polled(self, rank: int) -> tuple[int, float] | None:
-        """Return (number of the call, time) of the last look whether a call is complete, or None.
+        """Return (number of the call, time) of the last poll that found a call incomplete, or None.
 
         The time is the `time.perf_counter()` of the rank's machine.
         """
@@ -263,14 +263,14 @@ class Board:
         return self._note(rank, _PLACE)
 
     def destroyed(self, rank: int) -> dict[str, tuple]:
-        """Return the groups that `rank` has destroyed, and where."""
+        """Return the groups that `rank` has destroyed, as {group name: where it did so}."""
         return self._note(rank, _DESTROYED) or {}
 
     def _note(self, rank: int, at: int) -> object:
         start = (rank * _PAGE + at) * _WORD
         try:
             return pickle.loads(self._map[start : start + _NOTE * _WORD])
-        except Exception:  # not written yet, or half-written: the next look sees it
+        except Exception:  # not written yet, or half-written: the next read gets it
             return None
 
     def state(self, rank: int) -> int:
@@ -280,7 +280,7 @@ class Board:
         return self._get(rank, _THREADS)
 
     def record(self, rank: int, index: int) -> Record | None:
-        """Call number `index` of `rank`; None if it was overwritten or is just being written."""
+        """Return call number `index` of `rank`; None if it was overwritten or is being written."""
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
             return None
         words = self._words
@@ -290,9 +290,9 @@ class Board:
             text = self._map[(at + _TEXT) * _WORD : (at + _SLOT) * _WORD]
             *said, values, result, memory = pickle.loads(text)
             said = Said(*said)
-        except Exception:  # half-written, it unpickles to anything; the next look sees it whole
+        except Exception:  # half-written, so it unpickles to anything; the next read gets it whole
             return None
-        if seq < 0 or (seq, issued) != (words[at], self._times[at + _ISSUED]):  # written meanwhile
+        if seq < 0 or (seq, issued) != (words[at], self._times[at + _ISSUED]):  # just overwritten
             return None
         times = [time or None for time in times]
         became = [bool(words[at + _BECAME] >> bit & 1) for bit in range(4)]
@@ -301,8 +301,8 @@ class Board:
     def records(self, rank: int) -> list[Record]:
         """Return the last calls of `rank`, oldest first.
 
-        They are read again only if the rank has written since: who watches ranks that compute looks
-        four times a second, and to read 256 calls takes milliseconds.
+        They are cached until the rank writes again: ranks that compute are watched four times a
+        second, and reading 256 calls takes milliseconds.
         """
         events = self._get(rank, _EVENTS)
         if rank not in self._read or self._read[rank][0] != events:
@@ -312,14 +312,14 @@ class Board:
         return list(self._read[rank][1])
 
     def find(self, rank: int, channel: int, seq: int) -> tuple[int, int] | None:
-        """(number of the call, hash of its fingerprint) of call `seq` of `rank` on a channel.
+        """Return (number, hash of the fingerprint) of call `seq` of `rank` on a channel, or None.
 
-        channel: its hash.
+        channel: the hash of its name.
         """
         words = self._words
         slots = rank * _PAGE + _HEAD
         calls = words[rank * _PAGE + _CALLS]
-        oldest = max(0, calls - SLOTS + 1)  # the one before may just be making room for the next
+        oldest = max(0, calls - SLOTS + 1)  # the slot before may just be receiving the next call
         for index in range(calls - 1, oldest - 1, -1):
             at = slots + index % SLOTS * _SLOT
             if words[at + _CHANNEL] == channel and words[at] <= seq:
@@ -327,15 +327,15 @@ class Board:
         return None
 
     def page(self, rank: int) -> bytes:
-        """All that `rank` has written, for a board on another machine."""
+        """Copy all that `rank` has written, for a board on another machine."""
         return self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD]
 
     def set_page(self, rank: int, page: bytes):
-        """Take the page of a rank of another machine."""
+        """Store the page of a rank of another machine."""
         start = rank * _PAGE * _WORD
         head = _HEAD * _WORD
         self._map[start + head : start + len(page)] = page[head:]
-        self._map[start : start + head] = page[:head]  # with the count of events: last
+        self._map[start : start + head] = page[:head]  # last, since it holds the count of events
 
     def _slot(self, rank: int, index: int) -> int:
         return rank * _PAGE + _HEAD + index % SLOTS * _SLOT
@@ -346,14 +346,14 @@ class Board:
 
 @lru_cache(4096)
 def hash32(text: str) -> int:
-    """The same number for the same text in every process; Python's own hash differs."""
+    """Hash a text alike in every process, unlike Python's own hash."""
     return zlib.crc32(text.encode())
 
 
 _NOTHING = None, None, None
 _SAID = tuple(Said.__dataclass_fields__)
 _all_said = attrgetter(*_SAID)
-# What a record that is too long for its slot loses, in this order.
+# Fields that are dropped, in this order, from a record that is too long for its slot.
 _SPARE = [
     (*_SAID, "values", "result", "memory").index(name)
     for name in ("memory", "result", "values", "via", "splits", "fingerprint", "detail", "file")
@@ -361,7 +361,7 @@ _SPARE = [
 
 
 def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
-    """The fields, pickled; if that is too long, without what a report of a hang least needs."""
+    """Pickle the fields; if that is too long, without those that a report of a hang needs least."""
     fields = [*_all_said(said), *kept]
     blob = pickle.dumps(fields, protocol=5)
     for spare in _SPARE:

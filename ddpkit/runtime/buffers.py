@@ -1,9 +1,8 @@
-"""Find the line that changes a tensor on its way: `check_buffers=True`, `--check-buffers`.
+"""Find the line that changes a tensor while it is being sent: `check_buffers=True`.
 
-A call that was started may read its tensor at any time until it has been waited for. A program that
-writes into the tensor meanwhile sends the old numbers, the new ones, or some of each: a different
-mixture in every run, and no error. Here a checksum is taken when the call is made, and compared
-when the call is complete.
+An asynchronous call may read its tensor at any time until it has been waited for. A program that
+writes into the tensor before that sends a mixture of old and new numbers, another one in every run,
+without an error. A checked call takes a checksum when it is made, and compares when it completes.
 """
 
 import ctypes
@@ -17,12 +16,12 @@ from .board import Record
 from .place import describe_place
 from .wire import WireGroup, WireWork
 
-IN_PLACE = "all_reduce", "reduce"  # the result comes into the tensor that is handed in
+IN_PLACE = "all_reduce", "reduce"  # the result overwrites the input
 AS_WRITTEN = {"send": "isend"}
 
 
 class CheckedGroup(WireGroup):
-    """A `WireGroup` whose handles check that the tensors being sent were left alone; on the CPU."""
+    """A `WireGroup` whose handles check that CPU tensors being sent were not changed."""
 
     def _collective(self, op, method, args, sent, arriving):
         watched = sent
@@ -35,14 +34,14 @@ class CheckedGroup(WireGroup):
         if blocks or not _on_cpu(watched) or (shared and op != "all_gather"):
             return super()._collective(op, method, args, sent, arriving)
         check = _Check(self.recorder.rank, watched)
-        if op in IN_PLACE:  # Gloo gets a copy: what changes in the tensor is the script's doing
+        if op in IN_PLACE:  # Gloo gets a copy, so that only the script can change the tensor
             arriving = check.result = [tensor.detach().clone() for tensor in watched]
             sent = arriving
             args = (arriving, *args[1:])
         return CheckedWork(super()._collective(op, method, args, sent, arriving), check)
 
     def _reads(self, op: str, opts) -> bool:
-        """Tell whether this rank sends the tensor of a call that has no separate input."""
+        """Tell whether this rank sends the tensor of a call in place, without a separate input."""
         return op in IN_PLACE or (op == "broadcast" and opts.rootRank == self.rank())
 
     def send(self, tensors, dst, tag):
@@ -52,7 +51,7 @@ class CheckedGroup(WireGroup):
 
 
 class _Check:
-    """The tensors of a call and the checksum they began with. result: what to copy into them."""
+    """The tensors of a call and their first checksum. result: tensors to copy into them."""
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
         self.rank = rank
@@ -62,7 +61,7 @@ class _Check:
         self._over = False
 
     def end(self, record: Record) -> None:
-        """Compare, now that the call is complete; ValueError if the tensors have changed."""
+        """Raise ValueError if the tensors have changed; else copy the result into them."""
         if self._over:
             return
         self._over = True

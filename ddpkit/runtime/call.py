@@ -1,4 +1,4 @@
-"""The call as bytes: a function from a cell, with all that it uses, and its arguments."""
+"""Pickle a call: a function from a cell, everything that it uses, and its arguments."""
 
 import contextlib
 import functools
@@ -14,11 +14,11 @@ import cloudpickle
 import torch
 
 LARGE_BYTES = 10_000_000
-LONG_S = 1.0  # a reader waits and wonders
+LONG_S = 1.0  # after which a warning says how long copying took
 
 
 def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
-    """(fn, args, kwargs), pickled. ValueError names what can't be; a warning, what is large."""
+    """Pickle (fn, args, kwargs). ValueError names a part that can't be pickled; large ones warn."""
     named = {f"argument {index}": value for index, value in enumerate(args)}
     named |= {f"argument {name}=": value for name, value in kwargs.items()}
     for name, value in named.items():
@@ -42,7 +42,7 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor from its GPU; a Parameter stays one."""
+    """Copy a tensor to the CPU; a Parameter stays a Parameter, and requires_grad is kept."""
     copy = tensor.detach().cpu()
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copy, tensor.requires_grad)
@@ -50,15 +50,15 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a tensor that left a GPU to the current one, as it is."""
+    """Move a tensor that came from a GPU to the current GPU, in place."""
     tensor.data = tensor.data.cuda()
     return tensor
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickle by name the modules that are objects of their own classes: torch.backends.cudnn.
+    """Pickler for calls: tensors on a GPU arrive on the rank's own GPU.
 
-    Tensors on a GPU arrive on the rank's own, whichever they were on.
+    Modules with a class of their own, such as torch.backends.cudnn, are pickled by name.
     """
 
     def reducer_override(self, obj):
@@ -77,7 +77,7 @@ def _dumps(value) -> bytes:
 
 
 def _used(fn) -> dict[str, object]:
-    """Collect the globals and closure variables that travel with `fn`, and what is bound to it."""
+    """Collect the globals and closure variables pickled with `fn`, and what is bound to it."""
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}
         bound |= {f"argument {name}= of partial": value for name, value in fn.keywords.items()}
@@ -91,7 +91,7 @@ def _used(fn) -> dict[str, object]:
 
 
 def _unpicklable(fn, arguments: dict[str, object]) -> str:
-    """The name of what can't be pickled."""
+    """Name the first part of the call that can't be pickled."""
     used = {f"the variable {name!r} that the function uses": v for name, v in _used(fn).items()}
     for name, value in (arguments | used).items():
         try:
@@ -116,7 +116,7 @@ def _warn_large(fn, arguments: dict[str, object], nbytes: int, seconds: float):
 
 
 class _Counter(io.RawIOBase):
-    """A file that only counts."""
+    """A file that only counts the bytes written to it."""
 
     count = 0
 
@@ -126,7 +126,7 @@ class _Counter(io.RawIOBase):
 
 
 def _pickled_bytes(value) -> int:
-    """Measure `value` as a pickle, without making one; 0 if it can't travel alone."""
+    """Return the bytes of `value` pickled, without storing them; 0 if it can't be pickled."""
     counter = _Counter()
     with contextlib.suppress(Exception):
         _Pickler(counter).dump(value)

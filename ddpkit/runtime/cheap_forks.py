@@ -1,10 +1,10 @@
-"""The fork server imports this last, and nobody else: from then on its forks are cheap."""
+"""Make forks of this process cheap. Only the fork server imports this, as its last module."""
 
 import atexit
 import contextlib
 import ctypes
 import gc
-import multiprocessing.popen_forkserver  # noqa: F401  each rank would import it
+import multiprocessing.popen_forkserver  # noqa: F401  otherwise each rank imports it
 import sys
 
 MADV_COLLAPSE = 25  # Linux 6.1; an older one refuses, and nothing changes
@@ -12,7 +12,7 @@ HUGE_PAGE = 2**21
 
 
 def use_huge_pages():
-    """Gather this process's own memory in pages of 2 MiB: so many fewer to copy the tables of."""
+    """Gather this process's memory in pages of 2 MiB, so that a fork copies smaller page tables."""
     madvise = ctypes.CDLL(None).madvise
     with open("/proc/self/maps") as maps:
         regions = [line.split() for line in maps]
@@ -24,9 +24,9 @@ def use_huge_pages():
             madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
 
 
-if "torch._dynamo" in sys.modules:  # init_process_group would, and copy what it frees
+if "torch._dynamo" in sys.modules:  # here, since in a rank init_process_group would clear it
     sys.modules["torch._dynamo"].trace_rules.clear_lru_cache()
-gc.freeze()  # a full collection in a rank would write to all objects, and so copy them: 0.1 s
-atexit.register(gc.unfreeze)  # else C++ modules complain of leaks when the server ends
+gc.freeze()  # a full collection in a rank writes to all objects, which copies their pages: 0.1 s
+atexit.register(gc.unfreeze)  # or C++ modules complain of leaks when the server ends
 with contextlib.suppress(OSError):  # no /proc
     use_huge_pages()

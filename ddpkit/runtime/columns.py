@@ -1,4 +1,4 @@
-"""Lay the ranks' last calls side by side, marked where they first differ."""
+"""Tabulate the ranks' last calls side by side, with a mark where they first differ."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ from .board import MESSAGES, Record
 from .look import Look
 
 LAST_CALLS = 5
-OTHER_CALLS = 2  # besides those of the group that disagrees
+OTHER_CALLS = 2  # of each rank, in other groups than the one that disagrees
 
 Columns = dict[int, dict[int, str]]  # {rank: {number of a call, from 1: its text}}
 
@@ -17,9 +17,9 @@ def last_calls(
 ) -> Iterator[str]:
     """Yield the lines of a table of the last calls, marked where they first differ.
 
-    guilty: the call at which ranks differ. Then the table holds the calls of its group, by that
-    group's count, and below it the other calls: ranks with groups of their own rightly make other
-    calls. stuck: a rank that lacks a call will never make it; otherwise it may only be late.
+    guilty: the call at which ranks differ, or None. If given, the table holds the calls of its
+    group, numbered within the group. Other calls are listed below it, as they may rightly differ.
+    stuck: a rank that lacks a call will never make it; otherwise it may only be late.
     """
     members = [rank for rank in ranks if guilty and rank in guilty.ranks]
     if len(members) < 2 or guilty.channel.endswith("?"):  # "?": any rank, nothing to put beside it
@@ -47,23 +47,23 @@ def last_calls(
 
 
 def _title(call: Record) -> str:
-    """Name the calls that a table holds, where there are others."""
+    """Name the calls that a table holds, to tell them from the other calls."""
     if call.op in MESSAGES:
         return f"messages from rank {call.ranks[0]} to rank {call.ranks[1]}"
     return f"calls in {'the world' if call.group == 'world' else call.group}"
 
 
 def _without_group(record: Record) -> str:
-    """Write a call under a title that names its group."""
+    """Write a call without its group, which the table's title names."""
     group = f"group {list(record.ranks)}"
     detail = record.detail.removesuffix(group).removesuffix(", ")
     return f"{record.op}({detail})"
 
 
 def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Iterator[str]:
-    """Yield a table of all calls; marked only if all ranks had to make the same ones.
+    """Yield a table of all calls, marked only if all ranks have to make the same calls.
 
-    Messages, and the calls of smaller groups, rightly differ.
+    Messages and the calls of smaller groups may differ between ranks.
     """
     texts = {rank: numbered_calls(look, rank) for rank in ranks}
     everybody = set(ranks)
@@ -83,7 +83,7 @@ def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Itera
 
 
 def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
-    """List the last calls of each rank, by its own count."""
+    """List the last calls of each rank, numbered by rank."""
     ranks_by_calls: dict[str, list[int]] = {}
     for rank, column in texts.items():
         calls = [f"{number} {call}" for number, call in column.items()]
@@ -93,12 +93,12 @@ def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
 
 
 def _oldest(texts: Columns) -> int:
-    """Return the first number that no rank has forgotten."""
+    """Return the first call number that is still on the board for every rank."""
     return max(min(column, default=1) for column in texts.values())
 
 
 def _newest(texts: Columns) -> int:
-    """Return the last number that any rank has reached, 0 if there is none."""
+    """Return the highest call number of any rank; 0 if there are no calls."""
     return max((number for column in texts.values() for number in column), default=0)
 
 
@@ -113,7 +113,7 @@ def _first_difference(texts: Columns, stuck: bool) -> int | None:
 
 
 def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> Iterator[str]:
-    """Yield the last calls in columns, one for all ranks alike; `differs` is marked, in sight."""
+    """Yield the last calls in columns, equal ranks sharing one; mark and show call `differs`."""
     last = _newest(texts)
     if last == 0:
         yield "No rank has made a call."
@@ -142,7 +142,7 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 
 
 def numbered_calls(look: Look, rank: int) -> dict[int, str]:
-    """Return {number, from 1: call} of the last calls of `rank`; the board forgets older ones."""
+    """Return {number, from 1: call} of those calls of `rank` that are still on the board."""
     records = look.records[rank]
     forgotten = look.board.calls(rank) - len(records)
     calls = (r.call for r in records if r.op != "new_group" or r.done is None)

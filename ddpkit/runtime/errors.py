@@ -1,4 +1,4 @@
-"""Errors of ranks: one raises or dies, or all wait."""
+"""The errors of a launch, and their layout in Jupyter."""
 
 import math
 
@@ -8,7 +8,7 @@ BOLD, PLAIN = "\x1b[1m", "\x1b[22m"
 
 
 class LaunchError(RuntimeError):
-    """Ranks did not finish. `output`: what each printed; `wire`: their last records, by rank."""
+    """Ranks did not finish. output, wire: by rank, the text it printed and its last records."""
 
     def __init__(
         self, message: str, output: list[str] | None = None, wire: list[list] | None = None
@@ -19,18 +19,18 @@ class LaunchError(RuntimeError):
 
     @property
     def run(self):
-        """The run as far as it came, for its `trace` and `flight_recorder`; no results."""
+        """Return the unfinished run, without results, for its `trace` and `flight_recorder`."""
         from .run import Run
 
         return Run([None] * len(self.wire), self.output, self.wire, math.nan, "")
 
     def _render_traceback_(self) -> list[str]:
-        """Show the report alone in Jupyter: the launcher's own frames explain nothing."""
+        """Return only the report for Jupyter to show: the launcher's own frames explain nothing."""
         return shown(f"{type(self).__name__}: {self}")
 
 
 class RankError(LaunchError):
-    """A rank raised, exited or was killed. `rank` is the first that did on its own account."""
+    """A rank raised, exited or was killed. rank: the first that did so on its own account."""
 
     def __init__(self, message: str, rank: int, **kwargs):
         super().__init__(message, **kwargs)
@@ -41,7 +41,7 @@ class RankError(LaunchError):
 
 
 class NoGpu(RankError):
-    """CUDA can't use the GPU that a rank was to have."""
+    """CUDA can't use the GPU that was assigned to a rank."""
 
 
 class HangError(LaunchError):
@@ -49,7 +49,7 @@ class HangError(LaunchError):
 
 
 def shown(report: str) -> list[str]:
-    """The lines of a report, narrow; what happened, and what to do, stand out."""
+    """Return the lines of a report, wrapped, with headline and advice in bold."""
     first, *paragraphs = report.split("\n\n")
     headline, *rest = first.splitlines()
     parts = [[f"{BOLD}{wrap(headline)}{PLAIN}", *map(wrap, rest)]]

@@ -1,4 +1,4 @@
-"""Note the line that calls `os._exit`; answer a scheduler's SIGTERM."""
+"""Record the line that calls `os._exit`, and handle a scheduler's SIGTERM."""
 
 import contextlib
 import ctypes
@@ -14,10 +14,10 @@ exit_at_once = os._exit  # without a note
 
 
 def note_exits(folder: Path, rank: int) -> None:
-    """Make `os._exit` write down the line that calls it; afterwards nobody could ask.
+    """Make `os._exit` write down the line that calls it: after the exit it can't be found out.
 
-    This holds in the calling process alone. Its children, such as a DataLoader's workers, leave as
-    they always do.
+    This holds in the calling process alone. Its children, such as a DataLoader's workers, exit as
+    usual.
     """
     pid = os.getpid()
 
@@ -42,10 +42,10 @@ def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | No
 
 
 def answer_sigterm(answer: Callable[[], None]) -> None:
-    """Call `answer` in a thread when SIGTERM comes, also while this one is blocked in C++.
+    """Call `answer` in a thread when SIGTERM arrives, even if the main thread is blocked in C++.
 
-    A script that answers the signal itself, from before or later, keeps its own handler. Forked
-    children get the default back: a parent that terminates its worker must not wait in vain.
+    A script's own handler for the signal is kept, whenever the script sets it. Forked children get
+    the default handler back, so that SIGTERM still ends a DataLoader's worker.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
     if os.name != "posix" or not on_main_thread:
@@ -54,7 +54,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Stop the main thread; the other one reads the signal in the pipe, answers, and exits."""
+        """Stop the main thread; the reading thread finds the signal in the pipe and answers it."""
         threading.Event().wait()
 
     def hold():  # a child that is ended at once must not write into its parent's pipe
@@ -85,6 +85,6 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
 
 
 def end_by_sigterm() -> None:
-    """End this process by SIGTERM itself, as without ddpkit; from any thread."""
+    """End this process by SIGTERM's default action, as without ddpkit; works in any thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)

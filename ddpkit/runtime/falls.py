@@ -1,4 +1,4 @@
-"""Put into words how ranks fell: which fell first, on which line, and what became of the others."""
+"""Explain how ranks failed: which failed first, on which line, and what the others did."""
 
 import os
 import re
@@ -53,7 +53,7 @@ MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
 
 @dataclass
 class Failure:
-    """The failure of a rank as plain data: the exception itself might not survive the way back."""
+    """The failure of a rank as plain data, since the exception itself may not pickle."""
 
     kind: str  # the exception's class
     message: str
@@ -65,7 +65,7 @@ Fall = Failure | int  # an exit code; negative: the signal that ended the rank
 
 
 def failure(error: BaseException) -> Failure:
-    """Describe `error`, without frames of this folder and of `__tracebackhide__` modules."""
+    """Describe `error` as a `Failure`, without this folder's and `__tracebackhide__` frames."""
     try:
         message = str(error)
     except Exception as another:
@@ -88,9 +88,9 @@ def failure(error: BaseException) -> Failure:
 
 
 def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
-    """Return the rank that fell first on its own account, and those that fell in the same way.
+    """Return the rank that failed first by itself, and the ranks that failed in the same way.
 
-    A rank that only lost its connection fell because another had. fallen: {rank: how it fell}.
+    A rank that only lost its connection failed because another had. fallen: {rank: how it fell}.
     """
 
     def blame(rank: int) -> tuple[bool, float]:
@@ -103,14 +103,14 @@ def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
 
 
 def lost_peer(how: Fall | None) -> bool:
-    """Tell whether a rank fell only because another one did: its connection broke."""
+    """Tell whether a rank failed only because another one did, which broke its connection."""
     if not isinstance(how, Failure):
         return False
     return how.kind in NETWORK and LOST_PEER.search(how.message) is not None
 
 
 def _same(one: Fall, other: Fall) -> bool:
-    """Tell whether two ranks failed alike, each perhaps naming itself."""
+    """Tell whether two ranks failed alike, apart from rank numbers and addresses in the message."""
     if not (isinstance(one, Failure) and isinstance(other, Failure)):
         return False
     alike = (one.kind, one.frames) == (other.kind, other.frames)
@@ -121,7 +121,7 @@ def _anonymous(message: str) -> str:
     return re.sub(r"\b(rank |dst=|src=)\d+|\b(0x)[\da-f]+", r"\1\2", message)
 
 
-# In words.
+# The text of a report.
 
 
 def explain_fall(
@@ -131,10 +131,10 @@ def explain_fall(
     printed: Callable[[int], str],
     place: Callable[[int], tuple | None],
 ) -> tuple[int, str]:
-    """Return (the rank that fell first, what happened to it and to the others).
+    """Return (the rank that failed first, the text of what happened to it and to the others).
 
-    fallen: {rank: how it fell}. noted(rank): as `exits.noted_exit` tells. printed(rank): its
-    output. place(rank): the line at which a rank computes.
+    fallen: {rank: how it fell}. noted(rank): the result of `exits.noted_exit`. printed(rank): the
+    rank's output. place(rank): the line at which it computes.
     """
     culprit, alike = first_to_fall(fallen)
     how = fallen[culprit]
@@ -161,7 +161,7 @@ def explain_fall(
 
 
 def how_it_fell(rank: int, how: Fall) -> str:
-    """Say how a rank fell: 'rank 2 raised ValueError: ...', 'rank 2 was killed by SIGKILL.'"""
+    """Say how a rank failed: 'rank 2 raised ValueError: ...', 'rank 2 was killed by SIGKILL.'"""
     if isinstance(how, Failure):
         message = "lost its connection to another rank" if lost_peer(how) else how.message
         return f"rank {rank} raised {how.kind}: {message}".removesuffix(": ")
@@ -173,7 +173,7 @@ def how_it_fell(rank: int, how: Fall) -> str:
 
 
 def lines_of(frames: list[tuple[str, int, str]]) -> list[str]:
-    """Trace the way to an error through the reader's own code; of a recursion, its two ends."""
+    """List an error's frames in the user's own code; leave out the middle of a long list."""
     outside_torch = [frame for frame in frames if not is_library(frame[0])]
     own = [frame for frame in outside_torch if not is_installed(frame[0])]
     if own and outside_torch[-1] is not own[-1]:  # the framework's line that raised it
@@ -193,7 +193,7 @@ def what_became_of(
     how: Fall | None = None,
     place: Callable[[int], tuple | None] | None = None,
 ) -> str:
-    """Say what a rank besides the culprit did: how it fell, or where it was when it was ended."""
+    """Say how a rank other than the culprit fell, or where it was when it was ended."""
     if how is not None and not lost_peer(how):
         frames = getattr(how, "frames", None)
         where = f"\n  {lines_of(frames)[-1]}" if frames else ""

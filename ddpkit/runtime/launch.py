@@ -1,4 +1,4 @@
-"""`launch`: call a function on fresh ranks, bring back what they returned, printed and said."""
+"""`launch`: call a function on fresh ranks; collect their results, output and records."""
 
 import atexit
 import contextlib
@@ -31,7 +31,7 @@ from .wire import of_this_attempt
 MOST_RANKS, DEFAULT_RANKS = 64, 4
 ASKED = {"rank": "dist.get_rank()", "world_size": "dist.get_world_size()"}
 THEIRS = {"nprocs": "world_size", "nproc_per_node": "world_size"}  # PyTorch's own launchers
-_launches = itertools.count()  # under torchrun, alike on all ranks
+_launches = itertools.count()  # numbers the launches under torchrun, alike on all ranks
 
 
 def launch(
@@ -49,27 +49,28 @@ def launch(
 ) -> Run:
     """Call `fn(*args, **kwargs)` on `world_size` fresh processes joined by torch.distributed.
 
-    fn: any callable, from a cell too; it finds its rank with `dist.get_rank()`, as under torchrun.
-        What it uses of the notebook travels with it as a copy: a global changed in a rank is not
-        changed here, nor in another rank.
-    world_size: 4, if it isn't given; under torchrun, as many as it started.
-    backend: "auto" (NCCL where every rank can have a GPU, else Gloo on the CPU), "gloo" or "nccl".
+    fn: any callable, also one from a cell; it gets its rank from `dist.get_rank()`, as under
+        torchrun. It takes a copy of the globals that it uses: a rank that changes a global changes
+        it neither here nor in another rank.
+    world_size: 4 by default; under torchrun, the number of ranks that torchrun started.
+    backend: "gloo", "nccl" or "auto": NCCL where every rank can have a GPU, otherwise Gloo on CPU.
     link: an emulated wire between the ranks, slower than the real one (Gloo only).
     timeout: seconds after which the ranks are ended and a HangError says where they were.
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
         Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
-    live: show what the ranks print as they print it, not in rank order when all are done.
+    live: show output as the ranks print it, instead of in rank order at the end.
     keep_values: keep messages of up to 64 elements in the records, for replays.
-    check_buffers: fail where a rank changes a tensor on the CPU that is still being sent; each call
-        then takes two checksums of what it sends.
+    check_buffers: fail where a rank changes a tensor on the CPU while it is being sent; each call
+        then takes two checksums of its tensors.
 
-    A rank computes with one thread, or as many as OMP_NUM_THREADS says while the ranks together
+    A rank computes with one thread, or with OMP_NUM_THREADS threads as long as all ranks together
     have no more threads than there are cores. `torch.set_num_threads` in `fn` gives it more.
 
-    Returns a `Run`. Under torchrun no process is started: `fn` is called in the world that runs
-    already, and every rank gets the same `Run`.
-    RankError: a rank raised, exited or was killed. HangError: they wait for what never comes, or
-    disagree. ValueError: arguments that can't work, before any process is started. Notebook 00.
+    Returns a `Run`. Under torchrun no process is started: `fn` is called in the running world, and
+    every rank gets the same `Run`.
+    RankError: a rank raised, exited or was killed. HangError: ranks wait for a call that will never
+    be made, or their calls disagree. ValueError: the arguments can't work; raised before any
+    process starts. Notebook 00.
     """
     under_torchrun = dist.is_torchelastic_launched()
     if world_size is None:
@@ -108,7 +109,7 @@ def launch(
 
 @contextlib.contextmanager
 def _told_briefly():
-    """A mistake in the call of `launch`: Jupyter shows its sentence and line, not our frames."""
+    """Make Jupyter show an error in the call of `launch` as one sentence and a line, no frames."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -141,7 +142,7 @@ def _check_arguments(fn, world_size, backend, link):
 
 
 def _check_call(fn, args, kwargs):
-    """Check that `fn` takes these arguments, as far as its signature can be had."""
+    """Raise TypeError if the signature of `fn`, where it has one, doesn't take these arguments."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # of builtins
@@ -187,7 +188,7 @@ def _torchruns_size() -> int:
 
 
 def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> Run:
-    """Call `fn` here, in a rank that torchrun started; every rank gets every rank's result."""
+    """Call `fn` in this rank, which torchrun started; return a `Run` of all ranks' results."""
     if not dist.is_initialized():
         _initialise_under_torchrun(link, check_buffers)
     mine = recorder()  # None: the script initialised torch.distributed itself
@@ -212,7 +213,7 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
 
 
 def _wait_till_all_return(mine: Recorder | None):
-    """Wait until every rank has returned; otherwise one still inside `fn` would look mismatched."""
+    """Wait until every rank has returned: one still inside `fn` would look mismatched."""
     store = c10d._get_default_store()
     number = next(_launches)
     for state in (RETURNED, RUNNING):
@@ -222,7 +223,7 @@ def _wait_till_all_return(mine: Recorder | None):
 
 
 def _meet(store: dist.Store, key: str, world_size: int):
-    """Wait until all ranks have come here."""
+    """Wait until all ranks have called this with the same key."""
     store.add(key, 1)
     while store.add(key, 0) < world_size:
         time.sleep(0.005)
@@ -246,7 +247,7 @@ def _initialise_under_torchrun(link, check_buffers):
 
 
 def _each_has_a_gpu(store: dist.Store, world_size: int) -> bool:
-    """Tell whether every machine has a GPU for each of its ranks: one answer for all."""
+    """Tell whether every machine has a GPU for each of its ranks; all ranks get the same answer."""
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     enough = dist.is_nccl_available() and torch.cuda.device_count() >= here
     store.add("ddpkit/has a GPU", int(enough))

@@ -1,4 +1,4 @@
-"""An emulated link: what the same messages would cost on another wire."""
+"""Emulate a link: delay messages as a wire with another latency and bandwidth would."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from .. import cost
 from ..tools import units
 from ..tools.checks import check_positive
 
-# Seconds, and bytes per second one way: vendors' figures, rounded down to what a program gets.
+# Seconds, and bytes per second one way: vendors' figures, rounded down to what programs reach.
 PRESETS = {
     "1 Gbit Ethernet": (50e-6, 0.117e9),
     "10 Gbit Ethernet": (30e-6, 1.17e9),
@@ -16,7 +16,7 @@ PRESETS = {
     "PCIe 4.0 x16": (5e-6, 25e9),
     "NVLink 4": (3e-6, 370e9),
 }
-# The algorithm of `cost` that a call is taken to be; others have the same name there.
+# The algorithm in `cost` assumed for a call; for others, its name is the same.
 USUAL = {
     "all_reduce": "ring_all_reduce",
     "reduce_scatter": "ring_reduce_scatter",
@@ -33,11 +33,11 @@ class Link:
     """A wire with a fixed latency and bandwidth, the α-β model: T(n) = latency_s + n / bytes_per_s.
 
     latency_s: seconds from the first byte sent to the first byte received, per message.
-    bytes_per_s: bytes a rank can send each second; it can receive as many meanwhile (full duplex).
+    bytes_per_s: bytes a rank can send each second, while it receives as many (full duplex).
 
     `launch(..., link=link)` holds every message back until the link would have delivered it. So a
-    link can only be slower than the machine's own wire; `slowed` shows the way round. Everything
-    drawn from such a run says "emulated".
+    link can only be slower than the machine's own wire; `slowed` is a way around that. Figures of
+    such a run are labelled "emulated".
     ValueError: a negative or infinite latency, a bandwidth that isn't positive.
     Hockney 1994. Notebook 02.
     """
@@ -56,7 +56,7 @@ class Link:
 
     @classmethod
     def preset(cls, name: str) -> "Link":
-        """The link of that name, with round figures for a good day.
+        """Return the link of that name; its figures are round, of an idle network.
 
         "1 Gbit Ethernet", "10 Gbit Ethernet", "100 Gbit InfiniBand", "PCIe 4.0 x16" or "NVLink 4".
         """
@@ -67,20 +67,20 @@ class Link:
         return cls(*PRESETS[name], name=name)
 
     def seconds(self, op: str, nbytes: int, world_size: int) -> float:
-        """Time of one call, by the algorithm that is `USUAL` for it.
+        """Return the time of one call, by its usual algorithm (`USUAL`).
 
-        nbytes: the whole: the tensor of an all_reduce, all parts together of a gather or scatter.
+        nbytes: of the tensor of an all_reduce; of all parts together for a gather or scatter.
         """
-        steps, share = _steps_and_share(op, world_size)
-        return steps * self.latency_s + share * nbytes / self.bytes_per_s
+        hops, share = _hops_and_share(op, world_size)
+        return hops * self.latency_s + share * nbytes / self.bytes_per_s
 
     def slowed(self, times: float) -> "Link":
-        """The same link on a clock that is `times` slower: so much more latency, less bandwidth.
+        """Return this link `times` slower, with more latency and less bandwidth.
 
-        Even a wire that is faster than the machine's own can be emulated so: slow it until the
-        machine no longer matters, run, and divide the times of the messages by `slowdown`. What is
-        left of the machine's own time is divided with them: take `times` large, and don't divide
-        the time of computing. ValueError: `times` isn't a number >= 1.
+        This emulates a wire that is faster than the machine's own: slow it until the machine no
+        longer matters, run, and divide the times of the messages by `slowdown`. The machine's own
+        share of them is divided as well, so choose a large `times`; don't divide computing times.
+        ValueError: `times` isn't a number >= 1.
         """
         number = isinstance(times, int | float) and not isinstance(times, bool)
         if not number or not 1 <= times < math.inf:
@@ -94,8 +94,8 @@ class Link:
 
 
 @cache
-def _steps_and_share(op: str, world_size: int) -> tuple[int, float]:
-    """Messages that follow one another, and bytes that do, as a multiple of the whole."""
+def _hops_and_share(op: str, world_size: int) -> tuple[int, float]:
+    """Return (hops one after another, bytes sent one after another as a multiple of the whole)."""
     if op in ("send", "recv"):
         return 1, 1.0
     return cost.volume(USUAL.get(op, op), 1, world_size)

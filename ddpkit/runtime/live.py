@@ -1,4 +1,4 @@
-"""`%%ranks`: cells that run on ranks which stay, so that names persist from cell to cell."""
+"""`%%ranks`: run cells on ranks that stay alive, so that names persist from cell to cell."""
 
 import argparse
 import atexit
@@ -54,10 +54,10 @@ class LiveWorld:
     ) -> tuple[dict[int, str], list[list[Record]]]:
         """Run a cell on the ranks `on` and print what they print.
 
-        Returns {rank: repr of its last expression, or None}, and, if it is traced, what each rank
-        said meanwhile. Raises RankError and HangError as
-        `launch` does. After an exception the world stays open if all ranks are idle again and have
-        made the same calls; otherwise it is closed, and the message says so.
+        Returns {rank: repr of its last expression, or None}, and each rank's records of the cell if
+        it is `traced`. Raises RankError and HangError as `launch` does. After an exception the
+        world stays open if all ranks are idle again and have made the same calls; otherwise it is
+        closed, and the message says so.
         """
         file = f"<ranks {hashlib.sha1(source.encode()).hexdigest()[:8]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -65,7 +65,7 @@ class LiveWorld:
         try:
             watch.check_all_live()
             for rank in on:
-                with contextlib.suppress(BrokenPipeError):  # it just died; the watch will say how
+                with contextlib.suppress(BrokenPipeError):  # it has just died; the watch reports it
                     self.ranks[rank].pipe.send((source, file, traced))
             replies = watch.until_all_reply(on)
             watch.show_output()
@@ -87,9 +87,9 @@ class LiveWorld:
             raise
 
     def _in_step(self, watch: Watch) -> bool:
-        """Tell whether the ranks can go on together.
+        """Tell whether the ranks can run another cell together.
 
-        Not if one has yet to answer: the next cell would get that answer.
+        They can't while one has yet to answer: the next cell would take that answer for its own.
         """
         alive = all(rank.exit_code is None for rank in self.ranks)
         return alive and not watch.pending and Look(self.board).in_step()
@@ -113,7 +113,7 @@ class RanksMagic:
 
         Run the cell on N ranks that stay (at first 4; later, as many as last time). Names persist
         between cells; `rank`, `world_size`, `dist`, `torch` and `device` are there. The value of
-        the last expression is shown for each rank. --trace: write what they said as a trace, for
+        the last expression is shown for each rank. --trace: write the cell's calls as a trace, for
         https://ui.perfetto.dev.
         """
         options = _parse(line)
@@ -174,7 +174,7 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
 
 
 def magic_first(lines: list[str]) -> list[str]:
-    """Move `%%ranks` above the comments of a cell, where IPython looks for it."""
+    """Move `%%ranks` above a cell's leading comments, to the line where IPython looks for it."""
     for place, line in enumerate(lines):
         if line.startswith("%%ranks"):
             return [line, *lines[:place], *lines[place + 1 :]]
@@ -184,14 +184,14 @@ def magic_first(lines: list[str]) -> list[str]:
 
 
 def tell_where_ranks_are(result):
-    """Say, after torch's own error, that the notebook is no rank."""
+    """Explain, after torch's own error, that the notebook itself is not a rank."""
     error = result.error_in_exec
     if NO_RANK in str(error) and not isinstance(error, LaunchError):
         print(NOT_HERE, file=sys.stderr)
 
 
 def add_magic(ipython):
-    """Register `%%ranks`, and start the fork server so that the first cell need not wait."""
+    """Register `%%ranks`, and start the fork server ahead of the first cell."""
     from IPython.core.error import UsageError
 
     magic = RanksMagic()

@@ -1,4 +1,4 @@
-"""Look at the board: where every rank is, for which ranks it waits, and which can never go on."""
+"""Analyse the board: where each rank is, whom it waits for, and which ranks can never go on."""
 
 import itertools
 import time
@@ -16,26 +16,26 @@ POLLS_S = 1.0  # a rank that last polled a call longer ago than this has moved o
 
 @dataclass
 class Situation:
-    """The place and the wait of one rank."""
+    """The state of one rank: where it is, and for which ranks it waits."""
 
     rank: int
     state: str  # starting, computing, polling, waiting, its stream waiting, returned, idle
     call: Record | None = None  # the call it sits in, or the last it made
     missing: tuple[int, ...] = ()  # the ranks that have not come to that call
     place: tuple | None = None  # file, line, function and perhaps via, where known
-    lost: Record | None = None  # the other side of its message, whose handle was let go
+    lost: Record | None = None  # the other side of its message, whose handle was deleted
     more: list["Situation"] = field(default_factory=list)  # what its other threads wait for
     has_free_thread: bool = False  # a thread that has made calls, and waits in none
     destroyed: dict[str, tuple] = field(default_factory=dict)  # {name of a group: where}
 
 
 class Look:
-    """One look at the board: each rank's last calls, and `now`, the situation of every rank.
+    """A snapshot of the board: each rank's last calls, and `now`, the situation of every rank.
 
-    events: `board.events()` of the moment since which nothing has moved; by default it is read
-    here. standstill: nothing has moved for long, so programs that wait for a GPU count as waiting,
-    and a group's calls on a GPU run one after the other: a rank hasn't come to a call while another
-    is in front of it. That isn't proof, since NCCL's buffers may let a short message overtake.
+    events: `board.events()` from when progress last stopped; by default it is read here.
+    standstill: there has been no progress for long. Then a rank whose GPU waits counts as waiting,
+    and a group's calls on a GPU count as run one by one: a rank hasn't reached a call while another
+    is queued before it. This is no proof, as NCCL's buffers may let a short message overtake.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
@@ -75,7 +75,7 @@ class Look:
         return Situation(rank, "computing", place=self.board.place(rank))
 
     def _waits(self, rank: int) -> Iterator[Situation]:
-        """Yield what each waiting thread of `rank` waits for."""
+        """Yield a `Situation` for each waiting thread of `rank`."""
         for index in self.board.waiting(rank):
             call = self.board.record(rank, index)
             if call is None or call.done is not None:
@@ -86,7 +86,7 @@ class Look:
             yield Situation(rank, "waiting", call, awaited, call.place, lost)
 
     def _wait_on_stream(self, rank: int) -> Situation | None:
-        """Return what the GPU of `rank` waits for while its program goes on, or None."""
+        """Return the call that the GPU of `rank` waits for while its program goes on, or None."""
         held = [record for record in self.records[rank] if record.on_stream and record.waited]
         if not held:
             return None
@@ -97,7 +97,7 @@ class Look:
         return Situation(rank, state, call, self._awaited(call, rank), call.place)
 
     def _polled(self, rank: int) -> Record | None:
-        """Return the call for which `rank` waits by `is_completed()` again and again, or None."""
+        """Return the open call that `rank` is polling by `is_completed()`, or None."""
         polled = self.board.polled(rank)
         if polled is None or not 0 <= time.perf_counter() - polled[1] < POLLS_S:
             return None
@@ -105,7 +105,7 @@ class Look:
         return call if call is not None and call.done is None else None
 
     def _put_hopeless_waits_first(self) -> None:
-        """Show, of several threads' waits, one that can never end: it says most."""
+        """Put a wait that can never end first among a rank's threads: it explains most."""
         for s in self.now:
             s.destroyed = self.board.destroyed(s.rank)
         for s in list(self.now):
@@ -117,15 +117,15 @@ class Look:
                 hopeless.has_free_thread = s.has_free_thread
                 self.now[s.rank] = hopeless
 
-    # Who is missing from a call.
+    # Ranks that are missing from a call.
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the members of `call`, which `rank` made, that have not come to it."""
+        """Return the other members of `call`, made by `rank`, that have not reached it yet."""
         others = (other for other in call.ranks if other != rank)
         return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
 
     def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the members that `call` of `rank` waits for, in line or not."""
+        """Return the members that `call` of `rank` waits for; at a standstill, queued ones, too."""
         missing = self.missing(call, rank)
         if not self._standstill:
             return missing
@@ -133,7 +133,7 @@ class Look:
         return tuple(r for r in others if r in missing or self._is_behind(call, r))
 
     def _in_front(self, call: Record, rank: int) -> Record:
-        """Return what holds up `call` of `rank`: itself, or one before it in its line."""
+        """Return the call that blocks `call` of `rank`: itself or one queued before it."""
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
             line = _front(line)
@@ -141,18 +141,18 @@ class Look:
         return next((record for record in line if self._awaited(record, rank)), call)
 
     def _line(self, call: Record, rank: int) -> list[Record]:
-        """Return the open calls of `rank` in the group of `call`, if they are on a GPU."""
+        """Return the open GPU calls of `rank` in the group of `call`, in order."""
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]
 
     def _is_behind(self, call: Record, rank: int) -> bool:
-        """Tell whether `rank` has made `call`, but behind one that isn't over."""
+        """Tell whether `rank` has issued `call`, but queued behind one that isn't complete."""
         line = self._line(call, rank)
         behind = line[len(_front(line)) :]
         return _channel_and_seq(call) in map(_channel_and_seq, behind)
 
     def _lost(self, call: Record) -> Record | None:
-        """Return the other side of a message if its handle was let go: it may never complete."""
+        """Return the other side of a message if its handle was deleted: it may never complete."""
         if call.op not in MESSAGES or call.peer is None:
             return None
         for record in self.records[call.peer]:
@@ -160,13 +160,13 @@ class Look:
                 return record
         return None
 
-    # Who can never go on.
+    # Ranks that can never go on.
 
     def gone(self, s: Situation) -> list[int]:
-        """Return the ranks that `s` waits for and that will never come.
+        """Return the ranks that `s` waits for but that will never make the call.
 
-        They have returned, or destroyed the group. A receive from any rank is hopeless only once
-        all of them have.
+        They have returned, ended the cell or destroyed the group. For a receive from any rank, the
+        result is [] until this holds for all of them.
         """
         if s.call is None:
             return []
@@ -180,10 +180,10 @@ class Look:
         return s.state in ("returned", "idle") or group_of(call) in s.destroyed
 
     def deadlocked(self, states: tuple[str, ...] = ("waiting",)) -> list[int]:
-        """Return the ranks that can never go on: in the end they wait only for ranks that are gone.
+        """Return the ranks that can never go on: they wait only for gone ranks or for each other.
 
         A rank that computes may still come, also while its stream waits; so may a second thread. A
-        call to which all ranks have come goes on. Nobody comes to a group that it has destroyed.
+        call to which all ranks have come goes on. No rank comes to a group that it has destroyed.
         states: of the ranks that count as waiting.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
@@ -205,9 +205,9 @@ class Look:
         return free.issuperset(s.missing)
 
     def polled_in_vain(self) -> list[int]:
-        """Return the ranks that ask in vain, again and again, whether a call is complete.
+        """Return the ranks that can never go on if polling counts as waiting.
 
-        They may go on all the same: such a loop may have an end of its own.
+        Returns [] if no rank polls. These ranks may still go on: a polling loop may give up.
         """
         if all(s.state != "polling" for s in self.now):
             return []
@@ -216,10 +216,10 @@ class Look:
     # Waits that leave no mark.
 
     def unseen(self) -> Iterator[Situation]:
-        """Yield open collectives that lack members, made by ranks that are shown as computing.
+        """Yield open collectives that members have not reached, made by ranks that seem to compute.
 
-        A rank may wait for one in C++, where no mark is left, if its future was taken:
-        DistributedDataParallel does so.
+        If a call's future was taken, as DistributedDataParallel does, its rank may wait for it in
+        C++, which leaves no mark on the board.
         """
         for s in self.now:
             for call in self.records[s.rank] if s.state == "computing" else ():
@@ -230,14 +230,14 @@ class Look:
                     yield Situation(s.rank, "waiting", call, missing, call.place, **destroyed)
 
     def abandoned(self) -> list[Situation]:
-        """Return, of each rank, the first unseen wait for a member that will never come."""
+        """Return each rank's first `unseen` wait for a member that will never make the call."""
         found = {s.rank: s for s in reversed([*self.unseen()]) if self.gone(s)}
         return [found[rank] for rank in sorted(found)]
 
     def show_abandoned(self, sleeps: Callable[[int], bool]) -> None:
-        """Show ranks as waiting that seem to compute, but sleep with an abandoned call open.
+        """Set ranks that seem to compute, but sleep with an abandoned call open, to waiting.
 
-        sleeps(rank) tells whether that rank burns no CPU.
+        sleeps(rank) tells whether that rank uses no CPU.
         """
         for hidden in self.abandoned():
             if hidden.call.on_stream or sleeps(hidden.rank):
@@ -246,7 +246,7 @@ class Look:
     # Whether the ranks agree.
 
     def mismatch(self) -> dict[int, Record] | None:
-        """Return the first call in which ranks differ, {rank: what it said}, or None."""
+        """Return the first call in which ranks differ, as {rank: its record}, or None."""
         said: dict[tuple[str, int], dict[int, Record]] = {}
         for rank in self.ranks:
             for record in self.records[rank]:
@@ -267,7 +267,7 @@ class Look:
 
 
 def group_of(call: Record) -> str:
-    """Return the name of a call's group: its channel's first word."""
+    """Return the name of a call's group: the first word of its channel."""
     return call.channel.partition(" ")[0]
 
 

@@ -1,4 +1,4 @@
-"""Look at this machine: cores, memory, GPUs. What can't be found out is None, no error."""
+"""Inspect this machine: cores, memory, GPUs. Values that can't be found out are no error."""
 
 import contextlib
 import os
@@ -7,19 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Of torch, as pyproject.toml has them: ddpkit was tried with each of these and those between.
+# Versions of torch, as in pyproject.toml: ddpkit was tried with these and all between.
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 
 
 def torch_requirement() -> str:
-    """Return the versions of torch that ddpkit was tried with, as pip takes them."""
+    """Return the versions of torch tested with ddpkit, as a pip requirement."""
     major, oldest = OLDEST_TORCH
     newest = NEWEST_TORCH[1]
     return f"torch>={major}.{oldest},<{major}.{newest + 1}"
 
 
 def untried_torch(version: str) -> str:
-    """Say what an untried `version` of torch means; "" for one that ddpkit was tried with."""
+    """Return a warning for a `version` of torch that wasn't tried, "" for any other."""
     number = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if number < OLDEST_TORCH:
         return "older than any that ddpkit was tried with: calls that it needs may be missing"
@@ -30,7 +30,7 @@ def untried_torch(version: str) -> str:
 
 
 def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores this process may use: its affinity, and the quota of the container it runs in."""
+    """Count the cores that this process may use, by its affinity and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     cores = len(affinity(0)) if affinity else os.cpu_count()
     with contextlib.suppress(OSError, ValueError):  # no container; "max": no limit
@@ -40,7 +40,7 @@ def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple:
-    """(total, free) of this machine, or of the container where that is less; (0, 0): can't tell."""
+    """Return (total, free) bytes of this machine, or of its container if less; (0, 0): unknown."""
     total = free = 0
     with contextlib.suppress(OSError):
         kilobytes = dict(re.findall(r"(\w+): +(\d+) kB", (proc / "meminfo").read_text()))
@@ -62,7 +62,7 @@ for index in range(torch.cuda.device_count()):
 
 
 def look_at_gpus() -> list[str] | str:
-    """Names and sizes of the GPUs, or what is wrong; a child asks, for that starts CUDA."""
+    """List names and sizes of the GPUs, or return what is wrong. CUDA starts in a child process."""
     code = [sys.executable, "-c", LOOK]
     try:
         child = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""Read what a rank has printed from its file, and show it."""
+"""Read a rank's output from its file, and shorten and label it for display."""
 
 import os
 import re
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ..tools.units import size
 
-MOST_LINES = 200  # of a rank's output that are shown
-MOST_SHOWN = 100_000  # bytes of it: a notebook file with four such ranks stays small
-MOST_LIVE = 2_000  # lines of it, live: each takes 25 bytes of the file besides
-KEPT_BYTES = 2_000_000  # of a rank: the first half of them and the last
+MOST_LINES = 200  # lines of a rank's output that are shown
+MOST_SHOWN = 100_000  # bytes that are shown: a notebook file with four such ranks stays small
+MOST_LIVE = 2_000  # lines that are shown live: each adds 25 bytes to the notebook file
+KEPT_BYTES = 2_000_000  # bytes of a rank's output that are kept, from its beginning and end
 HALF = KEPT_BYTES // 2
 GLOO_CHATTER = re.compile(
     r"^(\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. |"
@@ -19,18 +19,19 @@ GLOO_CHATTER = re.compile(
 
 
 class Output:
-    """The output of a rank from now on; of a fresh rank, from its start."""
+    """The output of a rank from now on. fresh: from the rank's start on."""
 
     def __init__(self, path: Path, fresh: bool = False):
-        path.touch()  # the rank may not yet have made it
+        path.touch()  # the rank may not have created it yet
         self.path = path
         self._start = 0 if fresh else self._size()
         self._shown = self._lines = 0  # bytes and lines that `new_lines` has returned
-        self._is_shown = True  # what comes now, too
-        self._lost, self._tail = 0, b""  # what `trim` took from the file: its bytes, and the last
+        self._is_shown = True  # whether new lines are still shown
+        self._lost = 0  # bytes that `trim` took from the file
+        self._tail = b""  # the last of these bytes
 
     def read(self) -> str:
-        """Everything that counts; of very much, the beginning and the end."""
+        """Return the output; if it is longer than `KEPT_BYTES`, its beginning and its end."""
         length = self._size() - self._start
         if self._lost == 0 and length <= KEPT_BYTES:
             return _clean(self._bytes(0, length))
@@ -39,7 +40,7 @@ class Output:
         return _clean(self._bytes(0, HALF) + f"\n... {size(lost)} left out ...\n".encode() + end)
 
     def trim(self) -> None:
-        """Take the middle out of a file that has grown too long; the rank may go on printing."""
+        """Cut the middle out of a file that has grown too long; the rank may go on printing."""
         length = self._size() - self._start
         if length > 2 * KEPT_BYTES:
             self._tail = self._bytes(length - HALF, HALF)
@@ -47,9 +48,9 @@ class Output:
             os.truncate(self.path, self._start + HALF)
 
     def new_lines(self, last: bool = False) -> str:
-        """The whole lines since the last call; also the unfinished one if it is the `last` call.
+        """Return the whole lines since the previous call. last: and an unfinished one.
 
-        After `MOST_SHOWN` bytes or `MOST_LIVE` lines nothing more.
+        Returns nothing more after `MOST_SHOWN` bytes or `MOST_LIVE` lines.
         """
         if not self._is_shown:
             return ""
@@ -74,14 +75,14 @@ class Output:
 
 
 def _clean(data: bytes) -> str:
-    """Text without Gloo's chatter; of a progress bar that rewrote its line, what it showed last."""
+    """Decode text, without Gloo's chatter; of a progress bar, keep the last state of the line."""
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
     lines = GLOO_CHATTER.sub("", text).split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def shorten(text: str, where: str) -> str:
-    """`text` without its middle, if it is very long. where: the whole of it can be found."""
+    """Cut the middle out of a very long text. where: names the place of the whole text."""
     lines = text.splitlines(keepends=True)
     half = MOST_LINES // 2
     if len(lines) > MOST_LINES:
@@ -95,6 +96,6 @@ def shorten(text: str, where: str) -> str:
 
 
 def label(rank: int, text: str) -> str:
-    """`text` with "rank 2 | " before every line."""
+    """Write "rank 2 | " before every line of `text`."""
     lines = text.removesuffix("\n").split("\n") if text else []
     return "".join(f"rank {rank} | {line}\n" for line in lines)

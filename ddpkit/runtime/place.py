@@ -1,4 +1,4 @@
-"""Find the line of the reader's own code that makes a call, and write it for a report."""
+"""Find the line of the user's code that makes a call, and describe it for a report."""
 
 import linecache
 import os
@@ -16,53 +16,53 @@ def _folders(*paths: str) -> tuple[str, ...]:
     return tuple(os.path.normpath(path) + os.sep for path in paths)
 
 
-# A report skips frames of torch and ddpkit: it names the reader's own line.
+# A report skips frames of torch and ddpkit: it names the user's line.
 _LIBRARY_FOLDERS = _folders(
     os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 )
 _PYTHONS_OWN = *_folders(sysconfig.get_path("stdlib")), "<frozen"
-# Frameworks that the reader has installed, such as accelerate and lightning.
+# Frameworks that the user has installed, such as accelerate and lightning.
 _INSTALLED_FOLDERS = _folders(
     sysconfig.get_path("purelib"),
     sysconfig.get_path("platlib"),
     *site.getsitepackages(),
     site.getusersitepackages(),
 )
-# torch wraps the functions that it calls deprecated with it.
+# torch wraps its deprecated functions with this module.
 _WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
 
 
 @cache
 def is_library(file: str) -> bool:
-    """Tell whether `file` is torch's, ddpkit's or Python's own."""
+    """Tell whether `file` belongs to torch, ddpkit or Python."""
     return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
 
 
 @cache
 def is_pythons(file: str) -> bool:
-    """Tell whether `file` is Python's own; installed packages may lie in a folder within."""
+    """Tell whether `file` belongs to Python; packages installed inside its folder don't count."""
     return file.startswith(_PYTHONS_OWN) and not is_installed(file)
 
 
 @cache
 def is_installed(file: str) -> bool:
-    """Tell whether `file` was installed, as a framework is; the reader's own code isn't."""
+    """Tell whether `file` belongs to an installed package, rather than to the user's code."""
     return file.startswith(_INSTALLED_FOLDERS)
 
 
 def call_site(skip: int = 1) -> tuple[str, int, str, str]:
-    """Return (file, line, function, via) of the innermost frame that is the reader's own.
+    """Return (file, line, function, via) of the innermost frame in the user's code.
 
-    skip: the number of innermost frames that are certainly ours. Building a frame object for each
-    would take time.
+    skip: the number of innermost frames known to be ddpkit's. Skipping them saves the time of
+    building a frame object for each.
     """
     return place_in(sys._getframe(skip))
 
 
 def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
-    """Return (file, line, function, via) of the reader's own line in a stack.
+    """Return (file, line, function, via) of the innermost line of the user's code in a stack.
 
-    via: the innermost line of an installed framework that was called from there, if there is one.
+    via: the innermost line of an installed framework called from there, or "" if there is none.
     """
     outside_torch = innermost(frame, is_library)
     if outside_torch is None:
@@ -78,9 +78,9 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
 
 
 def _in_backward() -> types.FrameType | None:
-    """Return the frame in which a thread waits for autograd's engine, or None.
+    """Return the user's frame that waits for autograd's engine in some thread, or None.
 
-    On a GPU, hooks run on the engine's own threads, whose stacks hold no line of the reader's.
+    On a GPU, hooks run on the engine's own threads, whose stacks hold no line of the user's code.
     """
     for frame in sys._current_frames().values():
         while frame is not None and frame.f_code.co_name != "_engine_run_backward":
@@ -106,9 +106,9 @@ def _place(frame: types.FrameType) -> tuple[str, int, str, str]:
 
 
 def describe_place(place: tuple) -> str:
-    """Write a place: 'step, line 3: dist.all_reduce(x)' in a cell, 'train.py:12 in step: ...'.
+    """Describe a place: 'step, line 3: dist.all_reduce(x)' in a cell, 'train.py:12 in step: ...'.
 
-    The number of a cell is left out: it differs from session to session.
+    The cell's number is left out, since it differs from session to session.
     """
     file, line, function, *_ = place
     whole = function == "<module>"
@@ -120,7 +120,7 @@ def describe_place(place: tuple) -> str:
 
 
 def short_path(file: str) -> str:
-    """Return the part of a path that others understand: from its package on, or its name."""
+    """Shorten a path: from the package's folder on if it is installed, else to the file name."""
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
     for folder in (*folders, *site.getsitepackages()):
         if file.startswith(folder + os.sep):

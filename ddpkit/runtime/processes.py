@@ -1,9 +1,8 @@
-"""Starting and ending ranks: a fork server where there is one, spawn elsewhere.
+"""Start and end ranks: by a fork server where the system has one, by spawn elsewhere.
 
-The server has imported torch and this package and nothing of the user's; forking it takes
-milliseconds where a new interpreter takes seconds. It never touches CUDA, so neither do the forks,
-and what the notebook did to CUDA is not inherited. Every launch gets new processes: nothing leaks
-from one to the next, and a crash costs nothing.
+The server has imported torch and this package but nothing of the user's. Forking it takes
+milliseconds, a new interpreter seconds. It never touches CUDA, so that forks don't inherit a state
+of CUDA. Every launch gets new processes: nothing leaks to the next one, and a crash costs nothing.
 """
 
 import contextlib
@@ -36,17 +35,20 @@ from .worker import MAKE_ROOM
 
 PRELOAD = ["ddpkit.runtime.worker"]
 LAST = "ddpkit.runtime.cheap_forks"
-# Linux gives torch's large tensors pages of 2 MiB if asked. Clearing small ones took a third of the
-# time of a ring all-reduce of 100 MB, whose buffer for what arrives is new in every hop.
+# With this, Linux gives torch's large tensors pages of 2 MiB. Clearing small pages took a third of
+# the time of a ring all-reduce of 100 MB, which allocates a receive buffer in every hop.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
-YOUNG_S = 60  # a folder so young may not be locked yet
-GONE_S, GONE_ON_GPU_S = 4.0, 30.0  # for a killed rank; the next launch wants the GPU's memory
+YOUNG_S = 60  # a folder that is younger may not be locked yet
+GONE_S, GONE_ON_GPU_S = 4.0, 30.0  # to wait for a killed rank, which may free GPU memory
 _starting = threading.Lock()
 
 
 class Rank:
-    """A rank's process, seen from the parent: a pipe for words, a lifeline, a sentinel."""
+    """A rank's process, seen from the parent: a pipe for messages, a lifeline, a sentinel.
+
+    The lifeline is a pipe that closes when the parent ends; the rank then ends itself.
+    """
 
     def __init__(self, assignment: worker.Assignment, target):
         self.rank = assignment.rank
@@ -55,7 +57,7 @@ class Rank:
         lifeline, self._lifeline = mp.Pipe(duplex=False)
         kind = mp.get_context(start_method()).Process
         self.process = kind(target=target, args=(assignment, theirs, lifeline))
-        # A rank starts its own children as this process does: on Linux, a DataLoader forks workers.
+        # Let the rank start children in the platform's default way: on Linux, a DataLoader forks.
         self.process._start_method = None
         try:
             with _starting, _our_way():
@@ -66,22 +68,22 @@ class Rank:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Return the exit code, None while the rank runs; negative: the signal that ended it."""
         return self.process.exitcode
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a debugger or a signal holds it, where /proc tells."""
+        """Tell whether a debugger or a signal holds the rank, as far as /proc shows."""
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
             return state in "Tt"
         return False
 
     def end(self):
-        """End the rank and its children, at once, also children that outlived it."""
+        """Kill the rank and its children, also children that outlived it."""
         self._lifeline.close()
         if os.name == "posix":
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # no group yet, or gone
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # no group yet, or ended
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
 
@@ -92,12 +94,12 @@ class Rank:
             self.process.close()
 
     def ask_stack(self) -> list[tuple[str, int, str]]:
-        """(file, line, function) of the rank's main thread, innermost first; GIL held or not."""
+        """Return (file, line, function) of the main thread, innermost first; GIL held or not."""
         *_, main_thread = self.ask_stacks() or [[]]
         return main_thread
 
     def ask_stacks(self) -> list[list[tuple[str, int, str]]]:
-        """Return the stacks of all threads that run Python, the main thread's last."""
+        """Return the stacks of all Python threads, the main thread's last; [] if unavailable."""
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
             return []
@@ -126,10 +128,7 @@ def world(
     call: bytes = b"",
     check_buffers: bool = False,
 ):
-    """Start ranks that run `target`; whatever happens inside, none is left afterwards.
-
-    Yields (ranks, board).
-    """
+    """Start ranks that run `target`, yield (ranks, board), and end the ranks on leaving."""
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
     lock = contextlib.ExitStack()
@@ -164,8 +163,8 @@ def world(
 def threads_of_a_rank(world_size: int) -> int:
     """Return how many threads a rank computes with: OMP_NUM_THREADS, at most its share of cores.
 
-    Threads spin while they wait for one another. With a shell's OMP_NUM_THREADS=2, four ranks on
-    two cores would have eight of them, and take ten times as long.
+    Threads spin while they wait for one another. With OMP_NUM_THREADS=2 from a shell, four ranks on
+    two cores would have eight threads, and take ten times as long.
     """
     share = max(1, int(count_cores() // world_size))
     asked = os.environ.get(THREADS[0], "").partition(",")[0]  # "4,2": for nested loops, 2
@@ -173,7 +172,7 @@ def threads_of_a_rank(world_size: int) -> int:
 
 
 def _check_room(folder: Path, nbytes: int):
-    """Raise OSError on a full disk: a write to the board would end this process without a word."""
+    """Raise OSError on a full disk: a write to the board would kill this process by SIGBUS."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         needs = f"the ranks' files take {size(nbytes)}, and {size(free)} are free"
@@ -182,13 +181,13 @@ def _check_room(folder: Path, nbytes: int):
 
 @functools.cache
 def sweep(pattern: str = "ddpkit-[0-9]*-*"):
-    """Remove the folders of launches whose process was killed; once in a process.
+    """Remove the folders of launches whose process was killed, once per process.
 
-    Only old ones of this user that nobody has locked: a process, also one in another container that
-    shares the temporary folder, does so as long as it lives.
+    A live process holds a lock on its folder, also one in another container that shares the
+    temporary folder. Only this user's old folders without a lock are removed.
     """
     for folder in Path(tempfile.gettempdir()).glob(pattern) if os.name == "posix" else ():
-        with contextlib.suppress(OSError):  # somebody else was faster
+        with contextlib.suppress(OSError):  # another process was faster
             found = folder.lstat()
             old = time.time() - found.st_mtime > YOUNG_S
             if old and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
@@ -199,9 +198,9 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
 
 @contextlib.contextmanager
 def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
-    """Hold a lock on a folder, at most until this process ends; yields whether it was to be had.
+    """Hold a lock on a folder, at most until this process ends; yield whether it was free.
 
-    shared: several processes may hold it so at once, as the ranks of a session do.
+    shared: several processes may hold a shared lock at once, as the ranks of a session do.
     """
     if os.name != "posix":
         yield False
@@ -211,7 +210,7 @@ def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
     descriptor, works = os.open(folder, os.O_RDONLY), True
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError:  # somebody else has it; or the file system knows no locks
+    except OSError:  # another process has it, or the file system has no locks
         works = False
     try:
         yield works
@@ -220,15 +219,15 @@ def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
 
 
 def _cell_texts() -> dict[str, tuple]:
-    """The text of notebook cells, as linecache keeps it: entries without a time are no file's."""
+    """Return the text of notebook cells, which are linecache's entries without a file time."""
     entries = linecache.cache.copy()  # other threads add to it
     return {name: entry for name, entry in entries.items() if len(entry) == 4 and entry[1] is None}
 
 
 @contextlib.contextmanager
 def interrupts_deferred():
-    """A Ctrl-C meanwhile comes afterwards, so that no rank is lost while it starts or ends."""
-    if threading.current_thread() is not threading.main_thread():  # the others get none
+    """Defer a Ctrl-C until the end, so that no rank is lost while it starts or ends."""
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield
         return
     came = []
@@ -241,16 +240,19 @@ def interrupts_deferred():
             before(*came[0])
 
 
-# What ranks say, and whether they work.
+# Replies of ranks, and their CPU time.
 
 
 def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
-    """Return what ranks say as soon as there is any; ("exit", code) for one that has died."""
+    """Yield (rank, message) once ranks have sent any; ("exit", code) for a rank that has died.
+
+    seconds: the longest wait.
+    """
     by_object = {rank.pipe: rank for rank in ranks}
     by_object |= {rank.process.sentinel: rank for rank in ranks}
     for rank in dict.fromkeys(by_object[o] for o in wait(list(by_object), seconds)):
         word = None
-        with contextlib.suppress(EOFError, OSError):  # it may die while it speaks
+        with contextlib.suppress(EOFError, OSError):  # it may die while it sends
             word = rank.pipe.recv() if rank.pipe.poll() else None
         if word is not None:
             yield rank, word
@@ -259,7 +261,7 @@ def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
 
 
 def cpu_ticks(pid: int, of_main_thread: bool = False) -> int | None:
-    """Return the CPU time of a process so far, or of its main thread, where /proc tells."""
+    """Return the CPU time of a process so far, or of its main thread; None without /proc."""
     path = Path(f"/proc/{pid}/task/{pid}/stat" if of_main_thread else f"/proc/{pid}/stat")
     try:
         fields = path.read_text().rpartition(")")[2].split()
@@ -272,36 +274,36 @@ def cpu_ticks(pid: int, of_main_thread: bool = False) -> int | None:
 
 
 def start_method() -> str:
-    """forkserver where it serves, else spawn; DDPKIT_START_METHOD overrides (for tests)."""
+    """Choose forkserver on Linux, spawn elsewhere; DDPKIT_START_METHOD overrides it for tests."""
     served = "forkserver" if sys.platform == "linux" else "spawn"
     return os.environ.get("DDPKIT_START_METHOD") or served
 
 
 def warm_up():
-    """Start the fork server without waiting for it, so that the first launch need not."""
+    """Start the fork server without waiting for it, ahead of the first launch."""
     if start_method() == "forkserver":
         with _starting, _our_way():
             pass
 
 
 def is_starting() -> bool:
-    """Tell whether a rank is being started; the first one waits until the server has torch."""
+    """Tell whether a rank is being started; the first one waits for the server to import torch."""
     return _starting.locked()
 
 
 @functools.cache
 def _server() -> forkserver.ForkServer:
-    """Our own: multiprocessing's may already serve the user, without torch preloaded."""
+    """Return our own fork server: multiprocessing's may already run, without torch preloaded."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload([*PRELOAD, LAST])
     return server
 
 
 def preload(modules: Iterable[str]):
-    """Have later ranks begin with `modules`, which earlier ones imported each for itself.
+    """Import `modules` once for all later ranks; so far every rank imported them by itself.
 
-    A new fork server imports them meanwhile; the next launch waits for it if it comes soon. The old
-    one ends when its last rank has.
+    A new fork server imports them in the background; a launch that comes soon waits for it. The old
+    server ends with its last rank.
     """
     server = _server()
     with _starting:
@@ -320,10 +322,10 @@ def preload(modules: Iterable[str]):
 
 @contextlib.contextmanager
 def _our_way():
-    """Have multiprocessing start a rank from our server, which runs by now.
+    """Make multiprocessing start a rank from our server, and start that if necessary.
 
-    And keep it from running the user's script again in the rank, which doesn't need it. Only for
-    this thread; a pool that the user starts elsewhere at the moment gets its script.
+    Also keep multiprocessing from running the user's script again in the rank. Both hold for this
+    thread only: a pool that the user starts in another thread at the same time gets its script.
     """
     prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process
     thread = threading.get_ident()
@@ -347,8 +349,8 @@ def _our_way():
 
 
 def _start_server():
-    """Start it if it doesn't run, with SIGINT blocked: no Ctrl-C while it imports."""
-    resource_tracker.ensure_running()  # would unblock SIGINT if the server started it
+    """Start the server if necessary, with SIGINT blocked: no Ctrl-C while it imports."""
+    resource_tracker.ensure_running()  # first: started by the server, it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         _server().ensure_running()

@@ -1,4 +1,4 @@
-"""Record what one rank says: on the board for the others, in a list for itself."""
+"""Record the calls of one rank: on the board for the other ranks, and in a list for itself."""
 
 import contextlib
 import re
@@ -20,9 +20,9 @@ from .place import call_site, innermost, is_pythons
 from .streams import Streams
 
 KEPT_ELEMENTS = 64  # keep_values keeps messages and buffers up to this size
-MOST_RECORDS = 200_000  # records a rank keeps; older ones are dropped
-SETTLE_S = 0.2  # so long may a thread that has the word take to be heard
-# What Gloo raises when a call, a wait or a monitored barrier takes longer than its timeout; NCCL.
+MOST_RECORDS = 200_000  # records that a rank keeps; older ones are dropped
+SETTLE_S = 0.2  # the longest wait for Gloo's threads to note completed calls
+# Errors of Gloo and NCCL for a call, a wait or a monitored barrier that exceeds its timeout.
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms|Operation timed out!|failed to pass monitoredBarrier"
     r"|Watchdog caught collective operation timeout"
@@ -31,12 +31,12 @@ TIMED_OUT = re.compile(
 
 
 class Recorder:
-    """The calls of one rank. In a rank, `recorder()` returns it.
+    """The recorder of one rank's calls. In a rank, `recorder()` returns it.
 
-    records: all calls so far. board: what all ranks said; None under torchrun, where no memory is
-    shared. disagree: called with {rank: record} when another rank said something else at the same
-    place. timed_out: called with (record, error) when a wait for that call ends by its timeout,
-    before the error goes on its way.
+    records: all calls so far. board: the board of all ranks; None where no memory is shared.
+    disagree: called with {rank: record} when another rank made a different call at the same place.
+    timed_out: called with (record, error) when a wait ends by its timeout, before the error is
+    raised.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Recorder:
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
         self.check_buffers = False  # of groups made from now on: `buffers.py`
-        self.streams: Streams | None = None  # on NCCL: what tells when calls ran
+        self.streams: Streams | None = None  # on NCCL: measures when calls ran
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
         self._disagree = disagree
         self._timed_out = timed_out
@@ -63,12 +63,12 @@ class Recorder:
         self._seq: dict[str, Iterator[int]] = defaultdict(count)
         self._callers: dict[int, int] = {}  # {a thread that has made calls, and lives: its place}
         self._this_thread = threading.local()
-        self.worlds = 0  # how many there were: a script may end one and begin another
+        self.worlds = 0  # the number of worlds so far: a script may end one and begin another
         self._destroyed: dict[str, tuple] = {}
         self._kept: list[tuple[object, str, tuple[int, ...]]] = []
         self._buffers: dict[int, int] = {}
-        # DDP calls from autograd's thread, Gloo's own threads complete calls, and the garbage
-        # collector may end a handle in between: of the same thread, hence the R.
+        # Autograd's threads make DDP's calls, Gloo's threads complete them. Reentrant, since the
+        # garbage collector may delete a handle, which records that, while its thread has the lock.
         self._lock = threading.RLock()
 
     def issue(
@@ -77,7 +77,7 @@ class Recorder:
         sent: Sequence[torch.Tensor] = (),
         buffer: torch.Tensor | None = None,
     ):
-        """Write down a call that is about to be made, and look whether the others say the same."""
+        """Record a call that is about to be made, and compare it with the other ranks' calls."""
         if self.keep_values:
             record.values = _values(sent)
             record.memory = self._memory(buffer)
@@ -98,9 +98,9 @@ class Recorder:
             self._disagree({self.rank: record, **differing})
 
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
-        """{rank: what it said} for one that said something else.
+        """Return {rank: its record} for a rank whose call differs, or None.
 
-        Written first, looked second: of two ranks that disagree, the later one always sees it.
+        A rank writes before it reads: of two ranks that disagree, the later one always notices.
         """
         said = record.said
         seq = record.seq
@@ -119,14 +119,14 @@ class Recorder:
         return None
 
     def came_from(self, record: Record, peer: int, channel: str):
-        """A receive from any rank turned out to be from `peer`, on `channel`."""
+        """Note that a receive from any rank got its message from `peer`, on `channel`."""
         with self._lock:
             record.said = replace(record.said, peer=peer, channel=channel)
             record.seq = next(self._seq[channel])
         self.write_again(record, whole=True)
 
     def wait(self, record: Record, until_done: Callable, arrived: Sequence[torch.Tensor] = ()):
-        """Stop until `record` is complete, which is when `until_done` returns."""
+        """Block until `record` is complete, which is when `until_done` returns."""
         record.waited = time.perf_counter()
         self.stands_at(record)
         try:
@@ -139,22 +139,22 @@ class Recorder:
         self.done(record, arrived, arrived[0] if arrived else None)
 
     def stands_at(self, record: Record):
-        """Note that this thread can't go on before `record` is done."""
+        """Mark this thread as waiting until the call of `record` is done."""
         if self.board is not None and record.done is None:
             self.board.set_waiting(self.rank, record.number, self._caller())
 
     def waited(self):
-        """Note that this thread goes on, though that isn't done."""
+        """Note that this thread goes on without waiting for its call any longer."""
         if self.board is not None:
             self.board.set_waiting(self.rank, None, self._caller())
 
     def polled(self, record: Record):
-        """Note that the program asked whether `record` is complete, in vain: it waits, perhaps."""
+        """Note that the program polled `record`, which isn't complete: it may be waiting for it."""
         if self.board is not None and record.done is None:
             self.board.set_polled(self.rank, record.number, time.perf_counter())
 
     def destroyed(self, group: str):
-        """Note that this rank has destroyed a group, and on which line: it makes no more calls."""
+        """Record that this rank has destroyed `group`, and on which line: no more calls follow."""
         if self.board is not None:
             self._destroyed[group] = call_site(2)
             self.board.set_destroyed(self.rank, self._destroyed)
@@ -167,7 +167,7 @@ class Recorder:
 
     def release(self):
         """Let go of the groups that all their members have destroyed."""
-        let_go = []  # their destructors run after the lock: they wait for threads that may want it
+        let_go = []  # destructors wait for threads that may want the lock, so they run after it
         with self._lock:
             for kept in list(self._kept):
                 _, name, ranks = kept
@@ -176,9 +176,9 @@ class Recorder:
                     let_go.append(kept)
 
     def _caller(self) -> int:
-        """Return the place of this thread on the board, for as long as the thread lives.
+        """Return this thread's place on the board, which it keeps for as long as it lives.
 
-        For Python, a C++ thread such as autograd's on a GPU lives only while it runs Python code.
+        A C++ thread, such as autograd's on a GPU, counts as alive only while it runs Python code.
         """
         try:
             return self._this_thread.caller.place
@@ -187,7 +187,7 @@ class Recorder:
             return caller.place
 
     def came(self) -> int:
-        """Give the calling thread a place on the board; the main thread's is the first."""
+        """Give the calling thread a place on the board; the first is for the main thread."""
         with self._lock:
             is_main = threading.get_ident() == threading.main_thread().ident
             free = set(range(not is_main, CALLERS)).difference(self._callers.values())
@@ -197,13 +197,13 @@ class Recorder:
             return place
 
     def left(self, thread: int):
-        """Note that a thread that made calls has ended."""
+        """Record that a thread that had made calls has ended."""
         with self._lock:
             self._callers.pop(thread, None)
             self.count_callers()
 
     def count_callers(self, look: bool = False):
-        """Note how many threads may make calls. look: leave out those that idle in a pool."""
+        """Note how many threads may make calls. look: leave out threads that idle in a pool."""
         callers = len(self._callers)
         if look and callers > 1:
             frames = sys._current_frames()
@@ -221,10 +221,10 @@ class Recorder:
         buffer: torch.Tensor | None = None,
         at: float | None = None,
     ):
-        """`record` is complete; the first to notice writes it down.
+        """Note that `record` is complete; only the first call counts.
 
-        buffer: of what arrived, if nobody else can be writing into the rest of it just now.
-        at: when that was, if not now.
+        buffer: the tensor that arrived, if no other call can be writing into its storage.
+        at: the time of completion; None means now.
         """
         if record.done is not None:
             return
@@ -238,15 +238,15 @@ class Recorder:
         arrived: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ):
-        """Keep what arrived, if keep_values is set. On a GPU, reading it means waiting for it."""
+        """Keep the values that arrived, with keep_values. Reading them on a GPU waits for it."""
         if self.keep_values and arrived:
             record.result = _values(arrived)
             record.memory = self._memory(buffer) or record.memory
 
     def settle(self):
-        """Let Gloo's threads note what is done: who waited in C++ may go on before they have.
+        """Wait for Gloo's threads to note completed calls: C++ code may return before they have.
 
-        On a GPU, stop until all calls are done, and their times are known.
+        On a GPU, block until all calls are done and their times are known.
         """
         if self.streams:
             self.streams.settle()
@@ -257,27 +257,24 @@ class Recorder:
             time.sleep(0.001)
 
     def dropped(self, record: Record):
-        """The handle of a message was let go before anybody waited: Gloo may never deliver it."""
+        """Note that a message's handle was deleted before a wait: Gloo may never deliver it."""
         record.dropped = True
         self.write_again(record)
 
     def gave_future(self, record: Record):
-        """Somebody took the future of the call: from now on a wait for it may leave no mark."""
+        """Note that the call's future was taken: from now on a wait for it may leave no mark."""
         record.by_future = True
         self.write_again(record)
 
     def write_again(self, record: Record, whole: bool = False):
-        """Put what is new about a call on the board, if its slot is still its own.
-
-        whole: not only its times.
-        """
+        """Update a call on the board, if it still has its slot. whole: more than its times."""
         with self._lock:
             if self.board is not None and record.number >= self._calls - SLOTS:
                 write = self.board.put if whole else self.board.update
                 write(self.rank, record.number, record)
 
     def latest_issue(self, record: Record) -> float:
-        """Tell when the last of the ranks in `record` came to it, as far as the board knows."""
+        """Return when the last rank came to the call of `record`, as far as the board shows."""
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():
             said = self.board.find(rank, hash32(record.channel), record.seq)
@@ -288,15 +285,15 @@ class Recorder:
         return max(times)
 
     def home(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Find `tensor` in what went over the wire: (buffer, offset) as in `Record.memory`.
+        """Return (buffer, offset) of a tensor, as in `Record.memory`; None if no record has it.
 
-        None if it is in no buffer of the records. Known with keep_values, of small buffers.
+        Works with keep_values, for small buffers.
         """
         which = self._buffers.get(tensor.untyped_storage().data_ptr())
         return None if which is None else (which, tensor.storage_offset())
 
     def _memory(self, tensor: torch.Tensor | None) -> tuple[int, int, list] | None:
-        """The whole buffer that `tensor` is a part of, if it is small, as `Record.memory`."""
+        """Return the buffer that `tensor` is a part of as `Record.memory`, None if it is large."""
         if tensor is None or tensor.numel() == 0:
             return None
         storage = tensor.untyped_storage()
@@ -310,7 +307,7 @@ class Recorder:
 
 
 class _Caller:
-    """A thread's place on the board; given back when the thread ends, and its locals with it."""
+    """A thread's place on the board; given back when the thread's locals are deleted at its end."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
@@ -324,12 +321,12 @@ class _Caller:
 
 
 def _idles(frame: types.FrameType | None) -> bool:
-    """Tell whether a thread waits for work, as a pool's does: only Python's own code is running."""
+    """Tell whether a thread idles in a pool: its stack holds nothing but Python's own code."""
     return innermost(frame, is_pythons) is None
 
 
 def recorder() -> Recorder | None:
-    """The recorder of this rank; None where `launch` didn't make the world."""
+    """Return the recorder of this rank; None where `launch` didn't create the world."""
     return getattr(dist.group.WORLD, "recorder", None)
 
 

@@ -1,4 +1,4 @@
-"""Put into words why nothing moves: what happened, where every rank is, what to do."""
+"""Explain why ranks make no progress: what happened, where each rank is, and what to do."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from .look import INSIDE, Look, Situation, group_of
 from .place import describe_place
 
 MANY_CALLS = 1000
-PATIENCE_S = 60.0  # the longest timeout of the script's own that is left to end a wait
+PATIENCE_S = 60.0  # the longest timeout of the script's own that may still end a wait
 COUNT_THEM = (
     "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
 )
@@ -22,7 +22,7 @@ COUNT_THEM = (
 
 
 def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
-    """Return (what happened, what to do) for ranks that said different things."""
+    """Return (what happened, what to do) for ranks whose calls differ: {rank: its record}."""
     if pairs := unfitting(by_rank):
         return _explain_splits(by_rank, pairs)
     ranks_by_call: dict[str, list[int]] = {}
@@ -36,9 +36,10 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
 
 
 def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) -> tuple[str, str]:
-    """Compare the lengths of an all_to_all's parts with those that their receivers expect.
+    """Return (what happened, what to do) for an all_to_all whose splits disagree.
 
-    A single rank at fault is in all of the pairs: it comes first.
+    pairs: each (sender, receiver) that disagrees. The rank in most of them is named first: a single
+    rank at fault is in all of them.
     """
     in_pairs = Counter(rank for pair in pairs for rank in pair)
     odd, times = in_pairs.most_common(1)[0]
@@ -79,7 +80,7 @@ def _how_to_agree(records: list[Record]) -> str:
 
 
 def _far_apart(sizes: set[int]) -> bool:
-    """Tell whether sizes differ by more than a batch that shrank would make them differ."""
+    """Tell whether the sizes differ by more than a smaller last batch would explain."""
     return max(sizes) > 2 * min(sizes)
 
 
@@ -87,7 +88,7 @@ def _far_apart(sizes: set[int]) -> bool:
 
 
 def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
-    """Return (what happened, what to do) for ranks that are `stuck`: those awaited won't come."""
+    """Return (what happened, what to do) for the ranks `stuck`, which can never go on."""
     waiting = [look.now[rank] for rank in stuck]
     hopeless = [s for s in waiting if look.gone(s)]
     if not hopeless:
@@ -110,7 +111,7 @@ def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
 
 
 def ends_by_itself(look: Look, stuck: list[int]) -> bool:
-    """Tell whether a timeout of the script's own, which it may catch, soon ends one of these."""
+    """Tell whether the script's own timeout, which it may catch, soon ends a wait of `stuck`."""
     for s in (look.now[rank] for rank in stuck):
         for wait in (s, *s.more):
             if wait.call.limit_s is not None and wait.call.limit_s <= PATIENCE_S:
@@ -119,14 +120,14 @@ def ends_by_itself(look: Look, stuck: list[int]) -> bool:
 
 
 def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
-    """Return (what happened, what to do) where a wait ended by its timeout after `seconds`."""
+    """Return (what happened, what to do) for a wait that timed out after `seconds`."""
     if stuck := look.deadlocked() or look.polled_in_vain():
         return explain_deadlock(look, stuck)
     return explain_standstill(look, seconds)
 
 
 def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
-    """Return (what happened, what to do) where ranks wait for ranks that may still come."""
+    """Return (what happened, what to do) for ranks that wait for ranks that may still come."""
     said = f"no progress for {seconds:.2g} s"
     waiting = [s for s in look.now if s.state in INSIDE and s.missing]
     awaited = {rank for s in waiting for rank in s.missing}
@@ -143,7 +144,7 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
 
 
 def waited_s(record: Record | None, error: BaseException) -> float:
-    """Return how many seconds a wait took that ended by its timeout."""
+    """Return for how many seconds a wait lasted before it timed out with `error`."""
     of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))  # it counts from the call on
     if of_gloo:
         return int(of_gloo[1]) / 1e3
@@ -153,7 +154,7 @@ def waited_s(record: Record | None, error: BaseException) -> float:
 
 
 def _how_gone(s: Situation, look: Look) -> str:
-    """Say what the first rank that won't come to `s` has done instead."""
+    """Say what the first rank that `s` awaits in vain has done instead of making the call."""
     other = look.now[look.gone(s)[0]]
     where = other.destroyed.get(group_of(s.call))
     if where is not None:
@@ -162,7 +163,7 @@ def _how_gone(s: Situation, look: Look) -> str:
 
 
 def _circle(waiting: list[Situation]) -> list[Situation]:
-    """Select the ranks that wait for each other; the rest only wait for these."""
+    """Select the ranks that wait for each other in a cycle; the rest only wait for these."""
     awaited = {s.rank: set(s.missing) for s in waiting}
     before = -1
     found = 0
@@ -178,9 +179,10 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
 
 
 def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] | None:
-    """Find a skipped call on a circle: (the call, the rank that skipped it, its last one), or None.
+    """Find a skipped call in a cycle of waits: (call, rank that skipped it, an earlier call).
 
-    The evidence is the rank's own history: the last time that its calls went so, this came next.
+    None if there is no evidence. The evidence is the rank's history: the last time that it made the
+    same calls from the same lines, this call came next. The earlier call is that one.
     """
     for s in circle:
         for rank in s.missing:
@@ -193,7 +195,7 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
 
 
 def _what_came_next(records: list[Record]) -> Record | None:
-    """Return the call that followed the longest earlier run of the same lines as the last calls."""
+    """Return the call that followed the longest earlier run of calls equal to the last ones."""
     said = [(record.channel, record.place) for record in records]
     longest = 0
     following = None
@@ -219,7 +221,7 @@ def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
 
 
 def _others(s: Situation, look: Look, ranks: Sequence[int] | None = None) -> str:
-    """Name the ranks that `s` waits for: "all others" where there are many."""
+    """Name the ranks that `s` waits for, or `ranks`: "all others" if these are many."""
     ranks = s.missing if ranks is None else ranks
     everybody_else = len(look.ranks) - 1
     if len(ranks) > MANY_RANKS and len(set(ranks) - {s.rank}) == everybody_else:
@@ -228,9 +230,9 @@ def _others(s: Situation, look: Look, ranks: Sequence[int] | None = None) -> str
 
 
 def _way_out(stuck: list[Situation], gone: bool) -> str:
-    """Say what to do.
+    """Return advice for a deadlock.
 
-    stuck: those on the circle, or, if `gone`, those that wait for ranks that have ended.
+    stuck: the ranks in the cycle, or, if `gone`, those that wait for ranks that have ended.
     """
     lost = next((s for s in stuck if s.lost), None)
     if lost:
@@ -258,7 +260,7 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
 
 
 def let_go(look: Look) -> str | None:
-    """Name the first open message whose handle was let go: it may block all that follow."""
+    """Name the first open message whose handle was deleted: it may block all that follow."""
     for rank in look.ranks:
         for record in look.records[rank]:
             if record.dropped and record.done is None:
@@ -283,10 +285,10 @@ def report(
     stuck: bool = True,
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Put together what happened, where the ranks are, their last calls, and what to do.
+    """Return the whole report: what happened, where ranks are, their last calls, what to do.
 
-    stuck: a rank that lacks a call will never make it; otherwise it may only be late. ranks: those
-    that are shown; None means all.
+    stuck: a rank that lacks a call will never make it; otherwise it may only be late. ranks: the
+    ranks to show; None means all.
     """
     ranks = look.ranks if ranks is None else ranks
     ranks_by_place: dict[str, list[int]] = {}
@@ -298,7 +300,7 @@ def report(
 
 
 def _where(s: Situation, look: Look) -> str:
-    """Write state and line: waiting for rank 1 in barrier()⏎  step, line 3: dist.barrier()."""
+    """Write state and line, e.g. "waiting in barrier()⏎  step, line 3: dist.barrier()"."""
     state = "waiting, by is_completed()," if s.state == "polling" else s.state
     missing = f" for {_others(s, look)}" if s.missing else ""
     call = f" in {s.call.call}" if s.call else ""
@@ -317,7 +319,7 @@ def _where(s: Situation, look: Look) -> str:
 def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
     """Find the call at which ranks differ, or the first that waits for a rank which doesn't wait.
 
-    On a circle no call is more to blame than the others, unless one was skipped: None.
+    If all wait in a cycle, it is the skipped call, or None: no other call is more to blame.
     """
     different = look.mismatch()
     if different:
@@ -332,7 +334,7 @@ def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
 
 
 def _loops(look: Look) -> list[str]:
-    """List ranks that seem never to end: they made many calls, and the last ones are all alike."""
+    """List ranks that may loop forever: they made many calls, and the last ones are all equal."""
     found = []
     for rank in look.ranks:
         made = look.board.calls(rank)

@@ -1,4 +1,4 @@
-"""`Run`: what a launch brought back, and the tools of the trade that it opens in."""
+"""`Run`: the results, output and records of a launch, and exports for other tools."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from .link import Link
 
 
 def clock_s() -> float:
-    """Return what to add to `time.perf_counter()`, the records' clock, for the time of day."""
+    """Return the offset from `time.perf_counter()`, the records' clock, to the time of day."""
     return time.time() - time.perf_counter()
 
 
 @dataclass
 class Run:
-    """The results of a launch. `run[2]` is what rank 2 returned; `list(run)` is all of it.
+    """The results of a launch: `run[2]` is the value that rank 2 returned, `list(run)` all values.
 
-    results: what each rank returned.
-    output: what each rank printed, C++ and children included.
+    results: the values that the ranks returned, by rank.
+    output: the text that each rank printed, C++ and children included.
     wire: the records of each rank: its calls, in order, with their bytes and times.
     seconds: from the first process to the last result.
-    backend: which one, and why.
+    backend: the chosen backend and the reason.
     """
 
     results: list
@@ -55,7 +55,7 @@ class Run:
         return write_trace(path, self.wire, self.clock_s, profiles or {})
 
     def flight_recorder(self, folder: str | Path) -> None:
-        """Write what PyTorch's flight recorder would, for its analyser, or `ddpkit.explain`."""
+        """Write dumps as PyTorch's flight recorder does, for its analyser or `ddpkit.explain`."""
         from ..inspect.flight_recorder import write_dumps
 
         write_dumps(folder, self.wire, self.clock_s)
@@ -65,7 +65,7 @@ class Run:
 
 
 def show_by_rank(texts: dict[int, str]) -> str:
-    """ "rank 2: " before each text, its further lines indented alike."""
+    """Write "rank 2: " before each text, with its further lines indented."""
     lines = []
     for rank, text in texts.items():
         start = f"rank {rank}: "

@@ -1,17 +1,18 @@
-"""Time calls on a GPU by events on its streams; no step waits for the GPU.
+"""Time calls on a GPU by events on its streams, without making a step wait for the GPU.
 
-NCCL puts a call on a stream and returns; `wait()` puts the current stream behind it, and returns,
-too. So the host's clock knows when a call was issued, and no more. Each call gets events, which a
-thread reads when they are over. What the GPU never ends stays open on the board, for the report of
-a hang. `wait` doesn't mark the rank as waiting: its stream waits, and the program goes on.
+NCCL puts a call on a stream and returns at once. `wait()` only makes the current stream wait for
+the call, and returns at once as well. So the host's clock shows when a call was issued, and nothing
+else. Each call gets CUDA events, which a thread reads once they are complete. A call that the GPU
+never completes stays open on the board, for the report of a hang. `wait` doesn't mark the rank as
+waiting: its stream waits, while the program goes on.
 
 In a record, on the clock of the host:
-    stream   that of its group; "current" if it wasn't asynchronous: NCCL runs it there
-    started  its inputs were ready, and the call before it on its stream was done; until then None
-    waited   the current stream came to wait for it: what of it is later than that is exposed
+    stream   the stream of its group, or "current", where NCCL runs a call that isn't asynchronous
+    started  when its inputs were ready and the call before it on its stream was done; None before
+    waited   when the current stream began to wait for it: the rest of the call is exposed
 
-What is captured in a CUDA graph is written down once, on the stream "graph", as done when it was
-captured: events must not be asked there. When a graph is replayed, nothing is seen.
+A call that is captured in a CUDA graph is recorded once, on the stream "graph", as done when it was
+captured, because events can't be queried there. Replays of a graph aren't recorded.
 """
 
 import contextlib
@@ -29,30 +30,30 @@ from torch._C._distributed_c10d import Work
 
 from .board import Record
 
-LOOK_S = 0.05  # how often the events are read
-LATE_S = 0.3  # a call that isn't over by then is late
-# Their tensors are not all in NCCL's future, which then waits for nothing.
+LOOK_S = 0.05  # between two reads of the events
+LATE_S = 0.3  # after which an open call is late
+# Ops whose future in NCCL doesn't hold all their tensors, so that it doesn't wait for them.
 WITHOUT_FUTURE = "send", "recv", "gather", "scatter"
 
 
 class Cuda:
-    """The part of a GPU that `Streams` needs; tests have one of their own."""
+    """The part of a GPU that `Streams` needs; tests replace it by an emulation."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._behind: dict[str, torch.cuda.Stream] = {}
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the current stream, behind all that is on it."""
+        """Record an event on the current stream, behind all work that is on it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def mark_end(self, work: Work, record: Record) -> torch.cuda.Event:
-        """An event behind `work`, on a stream that nobody else is put behind.
+        """Record an event behind `work`, on a separate stream, for which no other work waits.
 
-        A work's own wait lets go of tensors that NCCL may still read; its future doesn't. Programs
-        get their streams from the pool of another priority.
+        The future is waited for, since `work.wait()` frees tensors that NCCL may still read.
+        Programs get their streams from the pool of another priority.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -64,7 +65,7 @@ class Cuda:
             return self.mark()
 
     def both_clocks(self) -> tuple[torch.cuda.Event, float]:
-        """An event that is over, and the host's clock at it: the only wait for the GPU."""
+        """Return a completed event and the host's clock at it. This waits for the GPU, once."""
         torch.cuda.synchronize(self.device)
         begun = time.perf_counter()
         event = self.mark()
@@ -72,15 +73,16 @@ class Cuda:
         return event, (begun + time.perf_counter()) / 2
 
     def capturing(self) -> bool:
-        """Tell whether the current stream is being captured in a graph: no event of it is asked."""
+        """Tell whether the current stream is being captured: then its events can't be queried."""
         return torch.cuda.is_current_stream_capturing()
 
     def use(self):
-        """Let this thread ask for events: with no context on GPU 0, and while another captures.
+        """Prepare this thread to query events, also while another thread captures a graph.
 
-        CUDA forbids the latter, and spoils the graph, unless the thread says that it minds only
-        captures of its own. Where its library isn't found, that stays so.
+        Such a query would be an error and spoil the graph unless this thread declares that only its
+        own captures concern it. That needs CUDA's library; without it the restriction remains.
         """
+        # Without this the thread would create a context on GPU 0.
         torch.cuda.set_device(self.device)
         thread_local = ctypes.c_int(1)
         with contextlib.suppress(AttributeError, OSError):
@@ -88,11 +90,11 @@ class Cuda:
 
 
 class StreamWork(Work):
-    """The handle of a call on a GPU: `wait` puts the current stream behind it, and returns.
+    """The handle of a call on a GPU: `wait` makes the current stream wait for it, and returns.
 
-    Given a timeout, it stops the program, as NCCL's does.
-    inner: None as long as a batch isn't complete. before: the event in front of the call; None if
-    it is captured in a graph.
+    With a timeout, `wait` blocks the program, as NCCL's does.
+    inner: None until a batch is complete. before: the event in front of the call; None if it is
+    captured in a graph.
     """
 
     def __init__(self, inner: Work | None, record: Record, before, arriving, streams: "Streams"):
@@ -101,7 +103,7 @@ class StreamWork(Work):
         self.record = record
         self.before = before
         self.arriving = arriving
-        self.together = [record]  # of a batch: who waits for one part waits for all
+        self.together = [record]  # all records of a batch: a wait for one part waits for all
         self._streams = streams
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -128,15 +130,16 @@ class StreamWork(Work):
 
 
 class Streams:
-    """The events of a rank's calls. gpu: what makes them, a `Cuda`.
+    """The events of a rank's calls. gpu: a `Cuda`, which makes the events.
 
-    Times are float32 milliseconds since the start: after a quarter of an hour, good to 0.06 ms.
+    CUDA's times are float32 milliseconds: a quarter of an hour after the start, they are good to
+    0.06 ms.
     """
 
     def __init__(self, recorder, gpu):
         self.recorder = recorder
         self._gpu = gpu
-        # (records, {field of theirs: event}, tensors that are needed until it is over)
+        # (records, {field of the records: event}, tensors that must live until then)
         self._pending: deque[tuple[list[Record], dict, tuple]] = deque()
         self._busy_until: dict[str, float] = {}  # by stream
         self._reading = threading.Lock()
@@ -145,18 +148,20 @@ class Streams:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit streams")
 
     def watch(self):
-        """Read the events from now on, in a thread."""
+        """Start the thread that reads the events."""
         self._watcher.start()
 
     def stop(self, timeout_s: float):
-        """End that thread, within `timeout_s`: events are C++, see `Session.leave`."""
+        """End the thread within `timeout_s`. It runs C++ code: see `Session.leave`."""
         self._over.set()
         self._watcher.join(timeout_s)
 
     def _watch(self):
         self._gpu.use()
         while not self._over.wait(LOOK_S):
-            with contextlib.suppress(RuntimeError):  # the GPU failed: the program hears of it, too
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the GPU failed: the program gets the error as well
                 self.read()
 
     def call(
@@ -167,9 +172,9 @@ class Streams:
         arriving: Sequence[Tensor],
         asynchronous: bool = True,
     ) -> StreamWork | None:
-        """Record a call, make it, with events around it, and return its handle.
+        """Record a call, make it between events, and return its handle.
 
-        None, as from NCCL, if it isn't asynchronous: then it is on the current stream.
+        Returns None, as NCCL does, if the call isn't asynchronous: it is on the current stream.
         """
         record.stream = record.group if asynchronous else "current"
         record.started = None
@@ -190,7 +195,7 @@ class Streams:
         return None
 
     def make(self, record: Record, call: Callable[[], Work | None]) -> Work | None:
-        """Make a call. Until NCCL is connected with its peers, it stops the program there."""
+        """Make a call, marked as a wait: NCCL blocks in it until it has connected its peers."""
         self.recorder.stands_at(record)
         try:
             return call()
@@ -198,7 +203,7 @@ class Streams:
             self.recorder.waited()
 
     def batch(self, works: Sequence[StreamWork], complete: Callable[[], Work]):
-        """Complete a batch: only now its messages are on their way, all at once."""
+        """Complete a batch: NCCL sends all its messages now, at once."""
         for work in works[1:]:
             work.record.batched = True
             self.recorder.write_again(work.record)
@@ -210,7 +215,7 @@ class Streams:
         self.recorder.done(record, at=record.issued)
 
     def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
-        """Note the end of `inner`, which is all of these works: one, or a batch."""
+        """Put an event behind `inner`, the handle of one work or of a whole batch of `works`."""
         records = [work.record for work in works]
         for work in works:
             work.inner = inner
@@ -225,7 +230,7 @@ class Streams:
         self._pending.append((records, events, kept))
 
     def wait(self, work: StreamWork):
-        """Put the current stream behind `work`."""
+        """Make the current stream wait for `work`."""
         work.record.waits += 1
         if work.record.waits == 1 and not self._gpu.capturing():
             self._pending.append((work.together, {"waited": self._gpu.mark()}, ()))
@@ -233,7 +238,7 @@ class Streams:
         self.recorder.arrived(work.record, work.arriving)
 
     def read(self) -> list[Record]:
-        """Write down what is over by now, without waiting; returns the records of what isn't."""
+        """Note calls that are over by now, without waiting; return the records of the others."""
         with self._reading:
             left = []
             try:
@@ -245,12 +250,12 @@ class Streams:
                         left.pop()
                     else:
                         self._look_whether_reached(records, events)
-            finally:  # an event that can't be asked now is asked again
+            finally:  # an event that can't be queried now is queried again
                 self._pending.extendleft(reversed(left))
             return [record for records, *_ in left for record in records]
 
     def _look_whether_reached(self, records: list[Record], events: dict):
-        """Note that the GPU has come to a late call, so that it isn't computing before it."""
+        """Note if the GPU has reached a late call, and so isn't computing in front of it."""
         is_late = time.perf_counter() - records[0].issued > LATE_S
         if is_late and not records[0].reached and "started" in events and events["started"].query():
             for record in records:
@@ -259,7 +264,7 @@ class Streams:
 
     def _note(self, records: list[Record], events: dict):
         times = {}
-        for name, event in events.items():  # two clocks drift apart: nothing is before its call
+        for name, event in events.items():  # the clocks drift: no time may be before the call
             at = self._begun + self._origin.elapsed_time(event) / 1e3
             times[name] = max(at, records[0].issued)
         if "waited" in times:
@@ -275,7 +280,7 @@ class Streams:
             self.recorder.done(record, at=max(times["done"], record.issued))
 
     def settle(self):
-        """Stop until all calls are done. The rank is marked as waiting: one may never be."""
+        """Block until all calls are done, marked as waiting: one of them may never be done."""
         while left := self.read():
             self.recorder.stands_at(left[0])
             while (now := self.read()) and now[0] is left[0]:

@@ -24,10 +24,10 @@ LOST_PEER_S = 2.0  # the same, as long as all that fell say that another rank di
 
 
 class Watch:
-    """Waits until each rank has replied; what goes wrong becomes a RankError or HangError.
+    """A watch on ranks until each has replied; it raises RankError or HangError if one fails.
 
     timeout, hang_after, live: as in `launch`. fresh: the ranks were started for this watch, so all
-    that they have printed belongs to it.
+    of their output belongs to it.
     """
 
     watching: ClassVar[list["Watch"]] = []  # the watches that wait for replies now
@@ -45,7 +45,7 @@ class Watch:
         self.output = [Output(rank.assignment.path("output"), fresh) for rank in ranks]
 
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
-        """Wait for one reply of each of the `awaited` ranks (None: all): {rank: what it sent}."""
+        """Wait for a reply from each of the `awaited` ranks (None: all); return {rank: reply}."""
         self.replies = {}
         self.pending = [rank for rank in self.ranks if awaited is None or rank.rank in awaited]
         self.watching.append(self)
@@ -58,7 +58,7 @@ class Watch:
         return self.replies
 
     def status(self) -> str:
-        """Say in a line what the ranks do: how many calls they made, or who waits for whom."""
+        """Return a line on the ranks' progress: how many calls they made, or who waits for whom."""
         quiet_s = time.perf_counter() - self.quiet_since
         if quiet_s < STANDSTILL_S:
             calls = sum(map(self.board.calls, range(len(self.ranks))))
@@ -140,7 +140,7 @@ class Watch:
             )
 
     def _look_at_start(self, seconds: float):
-        """Raise HangError if the start takes too long, and all ranks spent half of it connecting.
+        """Raise HangError after `START_S` if all ranks were connecting for the last half of it.
 
         A rank that is still loading the call may take any time. seconds: since the start.
         """
@@ -161,10 +161,10 @@ class Watch:
         self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
 
     def _waits_unseen(self, rank: int) -> bool:
-        """Tell whether a rank has an open collective and burns no CPU: it may wait for it in C++.
+        """Tell whether a rank may wait in C++: it has an open collective and uses no CPU.
 
-        A rank that waits for its GPU burns CPU. There the GPU must have reached the call: otherwise
-        it still computes.
+        A rank that waits for its GPU does use CPU. There the test is that the GPU has reached the
+        call: before that, it still computes.
         """
         records = self.board.records(rank)
         opened = [r for r in records if r.done is None and r.op not in MESSAGES]
@@ -173,14 +173,14 @@ class Watch:
         return bool(opened) and self._sleeps(rank)
 
     def _sleeps(self, rank: int) -> bool:
-        """Tell whether the rank's process burns no CPU."""
+        """Tell whether the rank's process uses no CPU for 0.1 s."""
         before = processes.cpu_ticks(self.ranks[rank].process.pid)
         time.sleep(0.1)
         after = processes.cpu_ticks(self.ranks[rank].process.pid)
         return before is not None and after == before
 
     def _other_threads_idle(self, rank: int) -> bool:
-        """Tell whether all threads but the main one wait for work, as those of a pool do."""
+        """Tell whether all threads but the main one wait for work, as a pool's threads do."""
         stacks = self.ranks[rank].ask_stacks()
         if not stacks:  # unknown: the threads may be busy
             return False
@@ -191,7 +191,7 @@ class Watch:
         return True
 
     def _emulated_s(self) -> float:
-        """Add up the seconds for which the emulated link may hold back the open calls."""
+        """Return the total seconds for which the emulated link may delay the open calls."""
         link = self.ranks[0].assignment.link
         if link is None:
             return 0.0
@@ -207,21 +207,21 @@ class Watch:
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
-        """Put the report together, with the lines of ranks that compute. stuck: as in `report`."""
+        """Return the report, with the current lines of computing ranks. stuck: as in `report`."""
         for s in look.now:
             if s.state in ("computing", "starting"):
                 s.place = s.place or self._place(s.rank)
         return report(headline, advice, look, stuck)
 
     def _place(self, rank: int) -> tuple[str, int, str] | None:
-        """Return the line of the reader's own code that a rank's main thread is at."""
+        """Return the line of the user's code that a rank's main thread is at, or None."""
         stack = self.ranks[rank].ask_stack()
         outside_torch = [frame for frame in stack if not is_library(frame[0])]
         own = (frame for frame in outside_torch if not is_installed(frame[0]))
         return next(own, next(iter(outside_torch), None))
 
     def _interrupted(self) -> KeyboardInterrupt:
-        """Return the interrupt with a report of where the ranks were."""
+        """End the ranks; return a KeyboardInterrupt with a report of where they were."""
         headline = "stopped. The ranks were here:"
         text = self._report(headline, "They were ended.", Look(self.board))
         for rank in self.ranks:  # before their output is read: one may print without end
@@ -234,10 +234,10 @@ class Watch:
     # Failures.
 
     def _settle(self, fallen: dict[int, Fall | None], cause_known: bool = False):
-        """Let the other ranks fail too, so that the report doesn't depend on which was faster.
+        """Give the other ranks time to fail too, so that the report doesn't depend on timing.
 
-        fallen: {rank: how it fell, None if it returned} so far; extended in place. While all of
-        these only lost a peer, that peer gets longer to report.
+        fallen: {rank: how it fell, None if it returned} so far; extended in place. As long as all
+        of these only lost a peer, there is more time, for that peer to report.
         """
         begun = time.perf_counter()
         events = None
@@ -256,12 +256,12 @@ class Watch:
                 return
 
     def _raise_failure(self, rank: processes.Rank, how: Fall):
-        """Raise RankError for the rank that failed by itself; HangError if a mismatch is the cause.
+        """Raise RankError for the rank that failed first; HangError if a mismatch is the cause.
 
         rank, how: the first failure that was noticed.
         """
         is_failure = isinstance(how, Failure)
-        if is_failure and how.kind == NoGpu.__name__ and not how.frames:  # ours, not the reader's
+        if is_failure and how.kind == NoGpu.__name__ and not how.frames:  # ours, not the user's
             raise NoGpu(how.message, rank.rank)
         fallen = {rank.rank: how}
         self._settle(fallen)
@@ -290,9 +290,9 @@ class Watch:
     # Output.
 
     def show_output(self, kept: str = "") -> list[str]:
-        """Print what was not shown yet, in rank order; return all output since the watch began.
+        """Print the output not shown yet, in rank order; return all output since the watch began.
 
-        kept: the name under which a reader finds the whole of it.
+        kept: the name, e.g. "run.output", under which the user finds all of the output.
         """
         if self.live:
             self._show_new_lines(last=True)
@@ -316,4 +316,4 @@ def _write(text: str):
 def _connects(rank: processes.Rank) -> bool:
     """Tell whether a rank has loaded the call and is joining the world."""
     frames = ((file, function) for file, _, function in rank.ask_stack())
-    return (worker.__file__, worker.join.__name__) in frames
+    return (worker.__file__, worker.join_world.__name__) in frames

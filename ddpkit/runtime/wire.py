@@ -1,9 +1,9 @@
-"""The wire: a process group that hands every call to the real Gloo or NCCL group and records it.
+"""The wire: a process group that records every call and passes it to the real Gloo or NCCL group.
 
-Everything a rank says passes here, also what PyTorch says in C++ (DistributedDataParallel) or in
-pickles (object collectives). From this one place come the counts that tests and exercises look at,
-the timelines and replays, the report that explains a hang, and the emulated link. Tensors are
-handed through untouched: results are bit-identical.
+Every call of a rank passes through here, also calls that PyTorch makes in C++, as
+DistributedDataParallel does, and object collectives. The counts of tests and exercises, timelines,
+replays, the report of a hang and the emulated link all come from this one place. Tensors are handed
+through untouched: results are bit-identical.
 """
 
 import contextlib
@@ -39,15 +39,14 @@ __all__ = [
     "register_wire",
 ]
 
-NEVER = timedelta(days=365)  # no timeout: under `launch`, unless the reader gives one
+NEVER = timedelta(days=365)  # the timeout under `launch`, unless the reader gives one
 
 
 class WireWork(Work):
     """The handle of a call. `wait` marks the rank as waiting, so that a hang can be explained.
 
-    inner: the handle of the real group. until_done: what `wait` stops in, if not in that one's
-    wait, which it is given.
-    delivered: by an emulated link, of a collective.
+    inner: the handle of the real group. until_done: called by `wait` with the real handle's wait,
+    in place of it. delivered: the future of a collective on an emulated link.
     """
 
     def __init__(
@@ -104,9 +103,10 @@ class WireWork(Work):
 
 
 def _hold_back(recorder: Recorder, record: Record):
-    """Sleep until the emulated link would have delivered `record`; without a link, not at all.
+    """Sleep until the emulated link would have delivered `record`; without a link, do nothing.
 
-    Transfers of a rank queue behind each other: link_out and link_in say when it is free again.
+    Transfers of a rank queue behind each other: link_out and link_in are the times at which the
+    link is free again, in each direction.
     """
     link = recorder.link
     if link is None or record.done is not None:
@@ -124,33 +124,36 @@ def _hold_back(recorder: Recorder, record: Record):
 
 
 def _recorded(op: str, method: str, sent: int = 0):
-    """A method of a process group that records the call and hands it to the real group.
+    """Make a method of a process group that records the call and hands it to the real group.
 
-    op: our name of it. sent: which argument are the tensors handed in; the first is filled.
+    op: our name of the call. sent: the number of the argument with the input tensors; argument 0
+    holds the output.
     """
 
     def call(self, *args):
-        if len(args) == sent + 1:  # from C++, some come without options
+        if len(args) == sent + 1:  # some calls from C++ come without options
             args += (OPTIONS[op](),)
-        arriving = _flat(args[0])
-        return self._collective(op, method, args, _flat(args[sent]) if sent else arriving, arriving)
+        arriving = _as_list(args[0])
+        return self._collective(
+            op, method, args, _as_list(args[sent]) if sent else arriving, arriving
+        )
 
     return call
 
 
-def _flat(tensors) -> Sequence[torch.Tensor]:
-    """A tensor, a list of them, or a list of lists, as a list."""
+def _as_list(tensors) -> Sequence[torch.Tensor]:
+    """Flatten a tensor, a list of tensors, or a list of lists, into a list of tensors."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     if tensors and isinstance(tensors[0], torch.Tensor):
         return tensors
-    return [tensor for each in tensors for tensor in each]
+    return [tensor for one_list in tensors for tensor in one_list]
 
 
 def _splits(args: tuple, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return how many elements an all_to_all sends to each member, and expects from each.
 
-    args: lists of tensors, or tensors whose rows are shared out: evenly, where no sizes are given.
+    args: lists of tensors, or tensors whose rows are divided by sizes; without sizes, evenly.
     """
     received, sent, *sizes, _ = args
     if not isinstance(sent, torch.Tensor):
@@ -168,9 +171,9 @@ OPTIONS = {"all_reduce": dist.AllreduceOptions, "all_gather": c10d.AllgatherOpti
 
 
 class WireGroup(dist.ProcessGroup):
-    """A process group that records, counts and delays, around the real one.
+    """A process group around the real one that records every call and can delay it.
 
-    Its methods are those that torch.distributed calls on a group.
+    Its methods are those that torch.distributed calls on a process group.
     """
 
     def __init__(
@@ -196,9 +199,9 @@ class WireGroup(dist.ProcessGroup):
         self._deliveries = ThreadPoolExecutor(1)  # of the emulated link: one after the other
 
     @contextlib.contextmanager
-    def joining(self):
-        """Connecting a group blocks until all its members do the same: it, too, can hang."""
-        if not self.recorder.joined:  # the world itself: the launcher's business
+    def connecting(self):
+        """Record the connecting of a group as a call: it blocks until all members connect."""
+        if not self.recorder.joined:  # the world itself, which the launcher watches
             yield
             self.recorder.joined = True
             return
@@ -212,7 +215,7 @@ class WireGroup(dist.ProcessGroup):
             self.recorder.waited()
         self.recorder.done(record)
 
-    # Collectives: what torch.distributed calls, our name for it, what goes in, what comes out.
+    # Collectives: the method that torch.distributed calls, our name, the input's argument.
 
     broadcast = _recorded("broadcast", "broadcast")
     allreduce = _recorded("all_reduce", "allreduce")
@@ -243,7 +246,7 @@ class WireGroup(dist.ProcessGroup):
     def barrier(self, opts=None):
         opts = opts or dist.BarrierOptions()
         if self.recorder.streams:
-            opts.asyncOp = True  # so that it is wait() in which NCCL stops the program
+            opts.asyncOp = True  # so that NCCL blocks the program in wait(), where a mark is set
             if not opts.device_ids:
                 opts.device = self.device
         return self._collective("barrier", "barrier", (opts,), [], [])
@@ -291,7 +294,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
-        """Return what times calls with these tensors, if they are on a GPU."""
+        """Return the `Streams` that time calls with these tensors; None if they are on the CPU."""
         return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.
@@ -299,7 +302,7 @@ class WireGroup(dist.ProcessGroup):
     def send(self, tensors, dst, tag):
         record, recorder = self._message("send", tensors[0], dst, tag), self.recorder
         link = recorder.link
-        if link is not None:  # before it is on the board, where the receiver looks when it left
+        if link is not None:  # before the receiver can read on the board when the message left
             record.started = max(record.issued, recorder.link_out)
             recorder.link_out = record.started + record.bytes / link.bytes_per_s
         if streams := recorder.streams and self._streams(tensors):
@@ -339,11 +342,11 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving, held_back)
 
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
-        """The record of a call that is made now. frames: so many up to it are ours."""
+        """Make the record of a call. frames: the number of innermost frames that are ours."""
         said, now = words(self._member, call_site(frames), *what), time.perf_counter()
         return Record(said, 0, now, now, limit_s=self._limit_s)
 
-    # What torch.distributed asks of a group besides.
+    # Other methods that torch.distributed calls on a group.
 
     @property
     def inner_name(self) -> str:
@@ -355,7 +358,7 @@ class WireGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "ddpkit"
 
-    # DeviceMesh, and all that is built on it, finds a group again by its name.
+    # DeviceMesh and everything built on it looks a group up by its name.
 
     def setGroupName(self, name: str):
         self._c10d_name = name
@@ -371,10 +374,10 @@ class WireGroup(dist.ProcessGroup):
         return self._description
 
     def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
-        """Split the real group and return the wire around this rank's part, None without one."""
+        """Split the real group; return a `WireGroup` around this rank's part, None without one."""
         if timeout is None or timeout == c10d.default_pg_timeout:
             timeout = self.timeout
-        with self.joining():  # all members of this group come, whichever part is theirs
+        with self.connecting():  # all members of this group must take part
             inner = self.inner.split_group(ranks, timeout, opts, group_name, *args, **kwargs)
         if inner is None:
             return None
@@ -385,10 +388,10 @@ class WireGroup(dist.ProcessGroup):
         return part
 
     def shutdown(self):
-        """End this rank's part of the group, as `dist.destroy_process_group` asks.
+        """Shut down this rank's part of the group, when `dist.destroy_process_group` calls.
 
-        On Gloo its connections stay until all members have done so: one that closes early would
-        fail a rank that still waits for this one, and hide why.
+        On Gloo the connections stay open until all members have done so: closing one early fails a
+        rank that still waits for this one, with an error that hides the cause.
         """
         self.recorder.destroyed(self._member.name)
         if self.inner_name == "gloo" and self.recorder.board is not None:
@@ -405,7 +408,7 @@ class WireGroup(dist.ProcessGroup):
 
 
 def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.futures.Future):
-    """Note that a call is complete; one that failed, by its timeout perhaps, never is."""
+    """Note that a call is complete, unless it failed, for example by its timeout."""
     try:
         future.value()
     except Exception:
@@ -428,20 +431,20 @@ def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, de
 
 
 def of_this_attempt(store: dist.Store) -> dist.Store:
-    """Return a part of `store` without what ranks wrote before torchrun started them anew.
+    """Return a part of `store` for this attempt, without keys from before torchrun's restart.
 
-    torchrun keeps its store, and with it the addresses of processes that are gone: plain Gloo then
-    connects to those, and fails or waits (pytorch/pytorch#167288).
+    torchrun keeps its store after a restart, with the addresses of dead processes: plain Gloo tries
+    to connect to them, and fails or waits (pytorch/pytorch#167288).
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store if attempt == "0" else dist.PrefixStore(f"attempt {attempt}", store)
 
 
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
-    """Teach torch.distributed a backend "ddpkit": Gloo or NCCL with `recorder` around it.
+    """Register a backend "ddpkit" for the world and all groups: Gloo or NCCL, recorded.
 
-    For the world and all groups. one_machine: as under `launch`, Gloo listens on the loopback
-    interface alone, and calls have no timeout but one that the script gives.
+    one_machine: as under `launch`, Gloo listens on the loopback interface only, and a call has no
+    timeout unless the script gives one.
     """
 
     def create(options, given) -> WireGroup:
@@ -460,7 +463,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
             from .buffers import CheckedGroup as group_class
         group = group_class(inner, name, ranks, recorder, device, timeout)
         calm = recorder.link is not None
-        with group.joining():
+        with group.connecting():
             if backend == "nccl":  # and Gloo for tensors on the CPU, as torch does by default
                 on_gpu = _nccl(options, device, timeout, given)
                 store = dist.PrefixStore("cpu", options.store)
@@ -476,7 +479,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
         return group
 
     dist.Backend.register_backend("ddpkit", create, extended_api=True, devices=["cpu", "cuda"])
-    # torch 2.15 attaches its flight recorder to all other groups; Gloo and NCCL have their own.
+    # torch 2.15 would attach its flight recorder to our groups; Gloo and NCCL inside have theirs.
     getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("ddpkit")
     if c10d.get_backend is not _named_backend:
         for module in (dist, c10d):
@@ -487,14 +490,14 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
 
 
 def _nccl(options, device: torch.device, timeout: timedelta, given):
-    """Connect a communicator of NCCL's.
+    """Connect an NCCL communicator; return (its process group, its backend type).
 
-    `bound_device_id` stays None: torch would take it for leave to split this communicator, which
-    all members of the world must do together, and the members of a new group make one of their own.
+    `bound_device_id` stays None. With it torch would split this communicator for a new group, which
+    takes a call of every member of the world, while here only the group's members make a call.
 
-    given: a script's own pg_options, perhaps: a stream of high priority, NCCL's config.
+    given: a script's own pg_options or None: a stream of high priority, NCCL's config.
     """
-    # Six lines on each rank, of messages that go one after the other: see `pipeline.py`.
+    # Six lines on each rank about messages being serialised, which the pipeline plans for.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     nccl = given or dist.ProcessGroupNCCL.Options()
     nccl._timeout = timeout
@@ -519,46 +522,46 @@ def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, cal
 
 
 def _listen_on(interface: str):
-    """A device of Gloo's for an interface, as torch makes it; "": where the host's name leads."""
+    """Make a device of Gloo's for an interface, as torch does; "": for the host name's address."""
     gloo = dist.ProcessGroupGloo
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def _threads() -> set[str]:
-    """The threads of this process, C++'s included, where the system has SCHED_BATCH."""
+    """List the threads of this process, C++'s included, where the system has SCHED_BATCH."""
     return set(os.listdir("/proc/self/task")) if hasattr(os, "SCHED_BATCH") else set()
 
 
 def _let_others_go_first(readers: set[str]):
-    """Forbid Gloo's reading thread, when a message wakes it, to take the core from this rank.
+    """Keep Gloo's reading threads from preempting this rank when a message wakes them.
 
-    The rank often holds the connection's lock just then. The reader asks for it again and again
-    (`epoll_wait`) until the scheduler intervenes: most of a millisecond of a core that computes,
-    for each message, which the wire that is emulated wouldn't take. SCHED_BATCH is Linux's word for
-    a thread that can wait its turn; other systems have none.
+    The rank often holds the connection's lock at that moment. The reader then spins in `epoll_wait`
+    until the scheduler intervenes, which costs the computing core most of a millisecond a message;
+    the emulated wire would take none of it. SCHED_BATCH marks a thread that can wait; only Linux
+    has it.
     """
     for thread in readers:
-        with contextlib.suppress(OSError):  # it is gone already; a container forbids it
+        with contextlib.suppress(OSError):  # it has ended, or a container forbids it
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
-# torch's own four functions, and what stands in their place in a rank.
+# torch's own four functions, and their replacements in a rank.
 
 _get_backend, _batch_isend_irecv = c10d.get_backend, c10d.batch_isend_irecv
 _new_group, _split_group = c10d.new_group, c10d.split_group
 
 
 def _named_backend(group=None):
-    """dist.get_backend: the name of the backend inside."""
+    """Replace dist.get_backend: return the name of the backend inside."""
     group = group or c10d._get_default_group()
     return dist.Backend(group.inner_name) if isinstance(group, WireGroup) else _get_backend(group)
 
 
 @functools.wraps(_new_group)
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
-    """Make a group as dist.new_group does; one that asks for Gloo by name is on the wire, too.
+    """Make a group as dist.new_group does, on the wire even if the script asks for "gloo".
 
-    Programs that write checkpoints in a thread ask so. A `device_id` is left out: with it, torch
+    Programs that write checkpoints in a thread do so. A `device_id` is left out: with it, torch
     would connect each group twice.
     """
     world = c10d._get_default_group()
@@ -580,14 +583,14 @@ def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
 
 
 def plain_group() -> dist.ProcessGroup:
-    """Make a Gloo group of all ranks that records nothing, to compare the wire with."""
+    """Make a Gloo group of all ranks without recording, as a baseline for the wire."""
     return _new_group(backend="gloo")
 
 
 def _batched(p2p_op_list):
-    """dist.batch_isend_irecv, with NCCL's calls in one batch: one by one they would deadlock.
+    """Replace dist.batch_isend_irecv: batch NCCL's calls, which would deadlock one by one.
 
-    torch batches them only for its own class of group.
+    torch batches them only for its own class of group; one by one they would deadlock.
     """
     first = p2p_op_list[0] if p2p_op_list else None
     group = (first.group or c10d._get_default_group()) if first else None

@@ -1,6 +1,7 @@
-"""Put together the words of a call, once for each call in the reader's code.
+"""Describe a call in words, once for each line of the reader's code that makes it.
 
-Recording may cost 30 µs a call, and a training step makes the same calls again and again.
+The results are cached: recording may take no more than 30 µs a call, and a training step makes the
+same calls again and again.
 """
 
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ from .board import Said
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-UNEQUAL = ("all_gather", "gather", "all_to_all")  # sizes may differ between ranks
+UNEQUAL = ("all_gather", "gather", "all_to_all")  # their sizes may differ between ranks
 REDUCTIONS = {op.value: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 Place = tuple[str, int, str, str]  # file, line, function, via
 once = lru_cache(4096)
 
 
-@dataclass(frozen=True, eq=False)  # to look one up by what it is would take long
+@dataclass(frozen=True, eq=False)  # hashed by identity, which is quick
 class Member:
     """A rank as a member of a group."""
 
@@ -37,7 +38,10 @@ class Member:
             raise ValueError(f"{me}, but the ranks go from 0 to {len(self.ranks) - 1}.")
 
     def check_peer(self, op: str, name: str, number: int):
-        """torch lets both mistakes pass; Gloo answers with an assertion in C++, or not at all."""
+        """Raise ValueError for a rank outside the group, or for this rank itself.
+
+        torch lets both pass; Gloo fails with an assertion in C++, or never returns.
+        """
         if 0 <= number < len(self.ranks) and number != self.rank:
             return
         me = f"rank {self.ranks[self.rank]} called {op} with {name}={number}"
@@ -72,10 +76,10 @@ def collective(
     root: int | None,
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
 ) -> Said:
-    """Put together what a collective says.
+    """Describe a collective.
 
-    alike: shapes of what all must bring alike. shapes: of what this rank hands in. splits: as in
-    `Said`.
+    alike: the shapes that must be the same on all ranks. shapes: of this rank's input. splits: as
+    in `Said`.
     """
     nbytes = sum(map(torch.Size.numel, shapes)) * dtype.itemsize if dtype else 0
     said = [f"{sum(map(torch.Size.numel, alike))} {_name(dtype)}"] if dtype else []
@@ -103,10 +107,14 @@ def message(
     dtype: torch.dtype,
     doing: str,
 ) -> Said:
-    """number: of the rank at the other end, in the group; None: of a receive from any rank."""
+    """Describe a message.
+
+    number: of the rank at the other end, in the group; None for a receive from any rank. doing: the
+    action of the pipeline that sends it, or "".
+    """
     size = f"{shape.numel()} {_name(dtype)}"
     said = [size]
-    if number is None:  # the channel's "?": which it is, is known when the message is there
+    if number is None:  # the channel is "?" until the message has arrived
         ranks = member.ranks
         channel = f"{member.name} ?"
         fingerprint = ""

@@ -1,4 +1,4 @@
-"""The inside of a rank: start safely, join the world, work, hand the result back, end."""
+"""The code that runs in a rank: start safely, join the world, work, send the result, end."""
 
 import ast
 import contextlib
@@ -34,14 +34,14 @@ from .recorder import Recorder
 from .report import explain_timeout, waited_s
 from .wire import register_wire
 
-# Half a second or two: what backward(gradient) and the first optimizer of a process import
+# Modules that backward(gradient) and a first optimizer import, in half a second or two.
 SLOW_IMPORTS = "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
 MAKE_ROOM = "Make room there, or name another folder in TMPDIR and restart"
 
 
 @dataclass
 class Assignment:
-    """The orders of a new rank. Plain data: it is unpickled where only this package is known."""
+    """The orders of a new rank, as plain data: the rank unpickles it before any other import."""
 
     rank: int
     world_size: int
@@ -63,16 +63,16 @@ class Assignment:
 
 
 def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
-    """A rank's life under `launch`: join the world, call the function, send word, wait for the end.
+    """Run a rank of `launch`: join the world, call the function, reply, and wait to be ended.
 
-    It waits because a connection that closes early would fail the ranks still talking to it.
+    It waits because closing a connection early would fail ranks that still talk to this one.
     """
     recorder = become_rank(assignment, pipe, lifeline)
     try:
         take_gpu(assignment)  # before tensors arrive that were on one
         with open(Path(assignment.folder) / "call", "rb") as file:
             function, args, kwargs = pickle.load(file)
-        join(assignment, recorder)
+        join_world(assignment, recorder)
         value = function(*args, **kwargs)
         recorder.settle()
         save(assignment.path("result"), (value, recorder.records))
@@ -86,7 +86,7 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
-    """A rank's life under `%%ranks`: join the world, then run cell after cell in one namespace."""
+    """Run a rank of `%%ranks`: join the world, then run cell after cell in one namespace."""
     recorder = become_rank(assignment, pipe, lifeline)
     board = recorder.board
     rank = assignment.rank
@@ -100,13 +100,13 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
         try:
             if cell is None:
                 take_gpu(assignment)
-                join(assignment, recorder)
+                join_world(assignment, recorder)
                 reply = ("done", None)
             else:
                 source, file, traced = cell
                 before = len(recorder.records)
                 value = run_cell(source, file, names)
-                if traced:  # else a call may wait for what a later cell says on another rank
+                if traced:  # only then: a call may wait for a later cell's call on another rank
                     recorder.settle()
                 reply = ("done", (value, recorder.records[before:] if traced else []))
         except BaseException as error:
@@ -119,7 +119,7 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def run_cell(source: str, file: str, names: dict) -> str | None:
-    """Run a cell in `names`; the repr of its last expression, None if that is None."""
+    """Run a cell in `names`; return the repr of its last expression, None if that is None."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     tree = ast.parse(source, file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -131,10 +131,10 @@ def run_cell(source: str, file: str, names: dict) -> str | None:
 
 
 def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) -> Recorder:
-    """Turn this process into a rank that can't outlive its parent and whose every word is kept."""
+    """Turn this process into a rank that can't outlive its parent, and capture its output."""
     if os.name == "posix":
         os.setpgid(0, 0)  # so that its children can be ended with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; one that is held is dropped
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; drops one that is pending
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     end_with_parent(lifeline)
@@ -147,8 +147,8 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     os.environ.update(assignment.environ.items() - before.items())
     linecache.cache.update(assignment.cells)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    torch.default_generator.seed()  # forks would all draw alike; the ranks of a cluster don't
-    stacks = open(assignment.path("stack"), "w")  # stays open: the parent may ask at any time
+    torch.default_generator.seed()  # forks would all draw alike, unlike the ranks of a cluster
+    stacks = open(assignment.path("stack"), "w")  # stays open for SIGUSR1 from the parent
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
@@ -171,10 +171,10 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
 
 
 def end_with_parent(lifeline: Connection):
-    """End this rank and its children when `lifeline` closes, however the parent went.
+    """End this rank and its children when `lifeline` closes, however the parent ended.
 
-    Linux sends the signal itself, also to a rank that holds the interpreter's lock in C; the thread
-    serves elsewhere.
+    On Linux the kernel sends SIGKILL, even to a rank that holds the interpreter's lock in C. On
+    other systems the thread does it.
     """
     if sys.platform == "linux":
         from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl
@@ -198,7 +198,10 @@ def wait_to_be_ended():
 
 
 def capture_output(path: Path):
-    """Send descriptors 1 and 2 to a file: prints, C++, children, and nobody needs to read along."""
+    """Redirect descriptors 1 and 2 to a file, which takes the output of C++ and children as well.
+
+    Unlike a pipe it can't fill up.
+    """
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -208,7 +211,7 @@ def capture_output(path: Path):
 
 
 def flush():
-    """Empty Python's buffers and C's."""
+    """Flush the output buffers of Python and C."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -217,7 +220,7 @@ def flush():
 
 
 def take_gpu(assignment: Assignment):
-    """Make this rank's GPU, if it has one, the current one. NoGpu: CUDA can't use it."""
+    """Make this rank's GPU, if it has one, the current device. NoGpu: CUDA can't use it."""
     if assignment.choice.gpus:
         try:
             torch.cuda.set_device(assignment.device)
@@ -227,24 +230,24 @@ def take_gpu(assignment: Assignment):
             raise NoGpu(said, assignment.rank) from None
 
 
-def join(assignment: Assignment, recorder: Recorder):
+def join_world(assignment: Assignment, recorder: Recorder):
     """Initialise torch.distributed over the wire.
 
-    The store is a file, Gloo and NCCL listen on the loopback interface only: no port to guess, no
-    host name to resolve, nothing that another user of this machine could reach.
+    The store is a file, and Gloo and NCCL listen on the loopback interface only: no port is
+    guessed, no host name resolved, and nothing is reachable from outside this machine.
     """
     rank, world_size = assignment.rank, assignment.world_size
     register_wire(recorder, assignment.choice.backend, assignment.device, one_machine=True)
     store = dist.FileStore(str(Path(assignment.folder) / "store"), world_size)
     dist.init_process_group("ddpkit", store=store, rank=rank, world_size=world_size)
     recorder.board.set_state(rank, RUNNING)
-    # Wait for all: to one that still joins, a rank that has failed looks like a broken network.
-    while any(recorder.board.state(each) == STARTING for each in range(world_size)):
+    # Wait for all: to a rank that is still joining, one that fails looks like a broken network.
+    while any(recorder.board.state(other) == STARTING for other in range(world_size)):
         time.sleep(0.0002)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles anything a cell defines; tensors on a GPU travel as CPU tensors."""
+    """Pickler for everything that a cell can define; tensors on a GPU become CPU tensors."""
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
@@ -253,7 +256,10 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def save(path: Path, value: object):
-    """Write the return value to a file: a pipe would fill up and block the rank until it's read."""
+    """Write the return value to a file; a pipe would fill up and block the rank.
+
+    OSError, ValueError: the disk is full, or the value can't be pickled.
+    """
     try:
         with open(path, "wb") as file:
             _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)

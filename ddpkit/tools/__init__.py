@@ -1,1 +1,1 @@
-"""Instruments: costs in time, bytes and bits, checks, and a text to train on. No algorithms."""
+"""Tools, not algorithms: counts of bytes and hops, units, checks, and a text to train on."""

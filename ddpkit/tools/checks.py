@@ -1,4 +1,4 @@
-"""Checks of arguments, all in one form: the rank, what it got, what was expected, what to do."""
+"""Argument checks. Every error names the rank, what it got, what was expected and the remedy."""
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def mistake(name: str, got: str, expected: str, remedy: str) -> ValueError:
-    """Make the error of this rank in a call of `name`, to be raised.
+def misuse(name: str, got: str, expected: str, remedy: str) -> ValueError:
+    """Make the ValueError for a wrong call of `name` on this rank, to be raised.
 
-    >>> raise mistake("all_gather", "3 tensors in tensor_list", "4", "One a rank.")
+    >>> raise misuse("all_gather", "3 tensors in tensor_list", "4", "One a rank.")
     ValueError: rank 1 called all_gather with 3 tensors in tensor_list, expected 4. One a rank.
     """
     who = f"rank {dist.get_rank()} called" if dist.is_initialized() else "called"
@@ -23,7 +23,7 @@ def check_in_group(name: str, group: ProcessGroup | None) -> None:
     """Raise ValueError unless this rank is in `group` (None: all ranks)."""
     if dist.get_rank(group) < 0:
         remedy = f"Call {name} on the group's ranks only."
-        raise mistake(name, "a group that it isn't in", "one of its own", remedy)
+        raise misuse(name, "a group that it isn't in", "one of its own", remedy)
 
 
 def check_same(
@@ -32,18 +32,18 @@ def check_same(
     group: ProcessGroup | None,
     remedy: str = "Build it alike on all.",
 ) -> None:
-    """Raise the same ValueError on every rank of `group`, unless all bring the same `mine`.
+    """Raise the same ValueError on every rank of `group` unless all pass the same `mine`.
 
-    what: the user's name for it, "module". mine: this rank's parts of it, in words and in order.
-    Cost: one all_gather_object, so every rank of the group must call.
+    what: the user's word for what is compared, e.g. "module". mine: this rank's parts of it,
+    described in order. Cost: one all_gather_object, so every rank of the group must call.
     """
     ranks = dist.get_process_group_ranks(group)
     everyones: list = [None] * len(ranks)
     dist.all_gather_object(everyones, list(mine), group=group)
     for rank, theirs in zip(ranks, everyones, strict=True):
-        for each, firsts in zip_longest(theirs, everyones[0], fillvalue="nothing"):
-            if each != firsts:
-                got = f"{each} on rank {rank}, {firsts} in its place on rank {ranks[0]}"
+        for part, firsts in zip_longest(theirs, everyones[0], fillvalue="nothing"):
+            if part != firsts:
+                got = f"{part} on rank {rank}, {firsts} in its place on rank {ranks[0]}"
                 expected = f"expected the same {what} on every rank"
                 raise ValueError(f"{expected}, got {got}. {remedy}")
 
@@ -51,7 +51,7 @@ def check_same(
 def check_same_on_all_ranks(
     what: str, tensors: Iterable[tuple[str, Tensor]], group: ProcessGroup | None
 ) -> None:
-    """`check_same` of named tensors: names, shapes, dtypes, which are trained; not numbers."""
+    """Run `check_same` on tensors' names, dtypes, shapes and requires_grad, not on values."""
     mine = []
     for name, x in tensors:
         trained = "trained" if x.requires_grad else "not trained"
@@ -60,7 +60,7 @@ def check_same_on_all_ranks(
 
 
 def check_same_shapes(what: str, theirs: Mapping, mine: Mapping) -> None:
-    """Raise ValueError unless both have the same names with the same shapes: {name: shape}."""
+    """Raise ValueError unless `theirs` and `mine`, {name: shape}, have equal names and shapes."""
     for name in mine | theirs:
         if theirs.get(name) != mine.get(name):
             got = f"{theirs.get(name, 'nothing')} in {what}, {mine.get(name, 'nothing')} here"
@@ -72,7 +72,7 @@ def check_same_shapes(what: str, theirs: Mapping, mine: Mapping) -> None:
 def check_all_call(name: str, group: ProcessGroup | None, patience_s: float = 10.0) -> None:
     """Raise RuntimeError unless all ranks of the group call `name` within `patience_s`.
 
-    A rank that calls alone would wait for ever in the first collective. On Gloo only.
+    Otherwise a rank that calls alone waits forever in the first collective. Checks on Gloo only.
     """
     if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return

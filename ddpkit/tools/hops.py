@@ -1,13 +1,13 @@
-"""Count what a run's records say of its messages: bytes by rank, and hops."""
+"""Count the messages in a run's records: bytes by rank, and hops."""
 
 
 def sent_bytes(run) -> list[int]:
-    """Count the bytes of messages that each rank sent; inside torch's collectives none show."""
+    """Count the bytes of each rank's sends; those inside torch's collectives aren't included."""
     return _bytes(run, "send")
 
 
 def received_bytes(run) -> list[int]:
-    """Count the bytes of messages that each rank received."""
+    """Count the bytes of each rank's receives, except those inside torch's collectives."""
     return _bytes(run, "recv")
 
 
@@ -19,10 +19,10 @@ def _bytes(run, op: str) -> list[int]:
 
 
 def hop_numbers(run) -> dict[tuple, int]:
-    """Number the hops, from 1 on, of all messages sent and received: {(channel, seq): hop}.
+    """Return the hop, from 1 on, of each message sent and received: {(channel, seq): hop}.
 
-    A message is one hop later than the last one that its sender or its receiver had to finish
-    before it. Hops follow one another however fast the wire is; messages that travel at the same
+    A message is one hop later than the last message that its sender or receiver had to finish
+    before it. Hops are sequential on a wire of any speed; messages that can be sent at the same
     time are in the same hop.
     """
     ends: dict[tuple, set] = {}
@@ -37,7 +37,7 @@ def hop_numbers(run) -> dict[tuple, int]:
 
 
 def _push_later(records: list, depth: dict[tuple, int]) -> bool:
-    """Move each message of a rank after those finished before it began; return if any moved."""
+    """Move a rank's messages to hops after those finished before; return whether any moved."""
     moved, so_far = False, 0
     steps = [(record.issued, 1, record) for record in records]
     steps += [(record.done, 0, record) for record in records if record.done is not None]

@@ -1,4 +1,4 @@
-"""The bytes that calls send; a layer's passes between barriers. Notebooks 07 and 11."""
+"""Count the calls and bytes of a layer's passes, between barriers. Notebooks 07 and 11."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from .units import size
 
 
 def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Run barrier, forward, barrier, backward of the squares' sum; return [out, gradient of x]."""
+    """Run barrier, forward, barrier, backward of out.square().sum(); return [out, x.grad]."""
     dist.barrier()
     out = model(x)
     dist.barrier()
@@ -18,7 +18,7 @@ def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def between_barriers(run) -> list[str]:
-    """List rank 0's calls after its first barrier, its second, …: '2 × all_reduce of 96 B'."""
+    """List rank 0's calls after each of its barriers, e.g. '2 × all_reduce of 96 B'."""
     sections: list[Counter] = []
     for record in run.wire[0]:
         if record.op == "barrier":
@@ -26,22 +26,22 @@ def between_barriers(run) -> list[str]:
         elif sections:
             sections[-1][f"{record.op} of {size(record.bytes)}"] += 1
     said = []
-    for each in sections:
-        said.append(", ".join(f"{many} × {call}" for call, many in each.items()))
+    for section in sections:
+        said.append(", ".join(f"{many} × {call}" for call, many in section.items()))
     return said
 
 
 def ring_bytes(run) -> float:
-    """Count rank 0's bytes after its first barrier, if each collective goes round a ring."""
+    """Count the bytes that rank 0 sends after its first barrier, if collectives use a ring."""
     records = run.wire[0]
     first = next(at for at, record in enumerate(records) if record.op == "barrier")
     return sum(sent_by_all(record, 0, len(run.wire)) for record in records[first:])
 
 
 def sent_by_all(record, rank: int, world_size: int) -> float:
-    """Count this rank's part of the bytes that all send in a call, if it goes round a ring.
+    """Return this rank's part of the bytes that all ranks send in a call, if it uses a ring.
 
-    record: of `run.wire[rank]`; its bytes are of the part that the rank gives to an all_gather.
+    record: one of `run.wire[rank]`; for an all_gather, its bytes are those of the rank's own part.
     """
     others = world_size - 1
     shares = {"send": 1, "recv": 0, "barrier": 0, "broadcast": others * (record.peer == rank)}

@@ -1,4 +1,4 @@
-"""Names for what a rank is doing, in its program's own words: a hang's report quotes them."""
+"""Name what a program is doing, such as a pipeline's "1F0", for the report of a hang."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _doing: ContextVar[str] = ContextVar("doing", default="")
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Record messages that begin inside as a part of `what`, such as a pipeline's "1F0"."""
+    """Label messages that begin inside this context by `what`, such as a pipeline's "1F0"."""
     token = _doing.set(what)
     try:
         yield
@@ -18,5 +18,5 @@ def doing(what: str) -> Iterator[None]:
 
 
 def now_doing() -> str:
-    """Return the name of what this thread is doing, "" if it has none."""
+    """Return the innermost active `doing` name of this context, or "" if there is none."""
     return _doing.get()

@@ -1,4 +1,4 @@
-"""A real text that comes with Python, as bytes, and a loader that shares it out among ranks.
+"""A real text that comes with Python, as bytes, and a loader that splits it among ranks.
 
     tokens = encode(text()) for inputs, targets in Batches(tokens, batch_size=8, length=64,
     rank=rank, world_size=world_size): ...
@@ -35,16 +35,16 @@ def encode(text: str) -> Tensor:
 
 
 class Batches:
-    """One rank's share of every batch. A `for` loop goes to the end of the epoch; the next loop is
-    the next epoch.
+    """One rank's share of every batch. A `for` loop ends with the epoch; the next loop is the next
+    epoch.
 
-    tokens: 1-D, as `encode` gives them; kept, not copied. batch_size: sequences in a batch, all
-    ranks together. length: tokens in a sequence. seed: of the order, which is another in every
-    epoch and the same on every rank. ValueError: a rank outside the world, or too few tokens.
+    tokens: 1-D, as `encode` returns them; not copied. batch_size: sequences in a batch, over all
+    ranks. length: tokens in a sequence. seed: seed of the order, which differs between epochs and
+    is the same on every rank. ValueError: a rank outside the world, or too few tokens.
 
     Yields `inputs` and `targets`, int64, (sequences of this rank, length), on the device of
     `tokens`. A target is the token that follows: `targets[:, :-1]` equals `inputs[:, 1:]`. Every
-    epoch has every sequence once; the tokens that don't fill a sequence are left out.
+    epoch has every sequence once; leftover tokens that don't fill a sequence are dropped.
 
     Batches are cut as `torch.tensor_split` cuts: for every world size W, the shares of ranks 0, 1,
     ..., one after the other, are the batch that a single rank would get. They are equal to within
@@ -86,7 +86,7 @@ class Batches:
         self.weight = 1.0
 
     def __len__(self) -> int:
-        """Count the batches in a whole epoch: the same on every rank."""
+        """Return the number of batches in an epoch, which is the same on every rank."""
         return -(-len(self._inputs) // self._batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -101,6 +101,6 @@ class Batches:
             yield self._inputs[share].long(), self._targets[share].long()
 
     def _order(self) -> Tensor:
-        """Draw the sequences' order in this epoch, from a generator of its own, not torch's."""
+        """Return a random order of the sequences in this epoch, without using torch's generator."""
         seed = 1_000_003 * self._seed + self.epoch  # not the sum: seed 1 would run an epoch ahead
         return torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))

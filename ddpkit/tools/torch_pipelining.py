@@ -1,4 +1,4 @@
-"""PyTorch's pipelines: its schedules in our words, ours run by its engine, and the CSV of both.
+"""Convert pipeline schedules between ddpkit and PyTorch, and run ours on PyTorch's engine.
 
 Everything used here is private in PyTorch: `_Action`, `_PipelineScheduleRuntime`,
 `_validate_schedule` and `pipeline_order` of `torch.distributed.pipelining.schedules`. Schedules
@@ -30,7 +30,7 @@ NAMES = {  # for get_schedule_class: the number of stages on a rank
 
 
 def private(name: str):
-    """Import one of PyTorch's private names. ImportError: it is gone."""
+    """Return the object behind one of PyTorch's private names. ImportError: it doesn't exist."""
     module = importlib.import_module("torch.distributed.pipelining.schedules")
     if not hasattr(module, name):
         has = f"torch {torch.__version__} has no {module.__name__}.{name}"
@@ -39,13 +39,13 @@ def private(name: str):
 
 
 def to_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule as PyTorch's `_load_csv` reads it: a line for each rank."""
+    """Write a schedule to the CSV that PyTorch's `_load_csv` reads: a line for each rank."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows(schedule)
 
 
 def from_csv(path: str | Path) -> Schedule:
-    """Read a schedule as PyTorch's `_dump_csv` writes it, with messages or without."""
+    """Read a schedule from the CSV that PyTorch's `_dump_csv` writes; messages are left out."""
     with open(path, newline="") as file:
         return [words(cells) for cells in csv.reader(file)]
 
@@ -53,7 +53,7 @@ def from_csv(path: str | Path) -> Schedule:
 def words(cells: list) -> list[str]:
     """Select the actions that compute: no idle slots, messages, sharding or reducing.
 
-    An action in two halves, "(0F1;3B0)OVERLAP_F_B", is one after the other.
+    An overlapped action, e.g. "(0F1;3B0)OVERLAP_F_B", becomes two, one after the other.
     """
     found = []
     for cell in cells:
@@ -63,7 +63,7 @@ def words(cells: list) -> list[str]:
 
 
 def pytorchs_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """Return PyTorch's own schedule of that name, one of NAMES, in our words.
+    """Return PyTorch's own schedule of that name, one of NAMES, in ddpkit's words.
 
     ValueError: PyTorch has none for these numbers.
     """
@@ -80,7 +80,7 @@ def pytorchs_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
 
 
 def pytorch_validates(schedule: Schedule) -> None:
-    """Run PyTorch's own check of a schedule. ValueError: its objection."""
+    """Run PyTorch's own check of a schedule. ValueError: PyTorch rejects it."""
     try:
         private("_validate_schedule")(_actions(schedule), len(schedule), *_sizes(schedule))
     except AssertionError as refusal:
@@ -93,14 +93,14 @@ def _actions(schedule: Schedule) -> dict[int, list]:
 
 
 def _sizes(schedule: Schedule) -> tuple[int, int]:
-    """Count stages and micro-batches."""
+    """Return the numbers of stages and of micro-batches."""
     numbers = re.findall(r"(\d+)[FBIW](\d+)", " ".join(map(str, chain(*schedule))))
     stages, micro_batches = zip(*numbers, strict=True)
     return 1 + max(map(int, stages)), 1 + max(map(int, micro_batches))
 
 
 class PyTorchPipeline:
-    """PyTorch's engine, `_PipelineScheduleRuntime`, on any schedule, as ours: `ddpkit.pipeline`.
+    """PyTorch's `_PipelineScheduleRuntime` on any schedule, used like `ddpkit.pipeline`.
 
     modules: {stage: layers} of this rank. After `step` the gradients are in their `.grad`.
     """
@@ -122,7 +122,7 @@ class PyTorchPipeline:
         self.engine._prepare_schedule_with_comms(_actions(schedule))
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Run forward and backward of a batch; return its mean loss on the last stage's rank."""
+        """Run forward and backward; return the mean loss on the last stage's rank, else None."""
         losses: list[Tensor] = []
         whole = [inputs.contiguous()]  # torch 2.11 needs them contiguous
         first = whole if any(stage.is_first for stage in self.own) else []

@@ -1,14 +1,14 @@
-"""A counter of the numbers that a function reads from memory and writes to it. Notebook 08."""
+"""Count the numbers that a function reads from and writes to memory. Notebook 08."""
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
 class Traffic(TorchFunctionMode):
-    """Count, inside `with Traffic() as traffic:`, the numbers that tensors are indexed for.
+    """Count the elements read and written by indexing inside `with Traffic() as traffic:`.
 
-    x[..., i] reads as many numbers as it returns, a[..., i] = y writes them. A tensor that is used
-    without an index counts as held in registers, or in fast memory.
+    x[..., i] counts the elements it returns as reads; a[..., i] = y counts those it sets as writes.
+    Using a tensor without an index counts nothing, as if it were in registers or fast memory.
     """
 
     def __init__(self):

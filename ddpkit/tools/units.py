@@ -1,4 +1,4 @@
-"""Numbers for people: three digits and a unit. MB is 10^6 bytes, MiB is 2^20.
+"""Format numbers for people: three digits and a unit. MB is 10^6 bytes, MiB is 2^20.
 
 >>> size(1_500_000), binary_size(65536), duration(31e-6), rate(1.17e9), count(2, "hop")
 ('1.5 MB', '64 KiB', '31 µs', '1.17 GB/s', '2 hops')
@@ -12,7 +12,7 @@ DECIMAL = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 COLUMNS = 72  # of printed text: half a window of JupyterLab
 BINARY = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
-MANY_RANKS = 3  # more are named by those that are left out, if these are few
+MANY_RANKS = 3  # above which ranks are named by those that are left out, if these are few
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "bytes/s": 1.0}
 
 
@@ -27,28 +27,28 @@ def binary_size(nbytes: float) -> str:
 
 
 def round_size(nbytes: int) -> str:
-    """Write bytes in the unit that makes them round: '25 MiB', '100 MB'."""
+    """Write bytes in binary units if they are a whole number of them, else decimal: '25 MiB'."""
     whole = any(nbytes % unit == 0 for name, unit in BINARY.items() if name != "B")
     return binary_size(nbytes) if whole else size(nbytes)
 
 
 def duration(seconds: float) -> str:
-    """'1.2 s', '31 µs'."""
+    """Write seconds: '1.2 s', '31 µs'."""
     return with_unit(seconds, SECONDS)
 
 
 def rate(bytes_per_s: float) -> str:
-    """'1.17 GB/s'."""
+    """Write bytes per second: '1.17 GB/s'."""
     return with_unit(bytes_per_s, RATES)
 
 
 def count(many: int, word: str) -> str:
-    """'1 hop', '2 hops'."""
+    """Write a number of things: '1 hop', '2 hops'."""
     return f"{many} {word}" if many == 1 else f"{many} {word}s"
 
 
 def with_unit(value: float, units: dict[str, float]) -> str:
-    """Write `value`, to three digits, in the first unit that makes it 1 or more, else in the last.
+    """Write `value`, to three digits, in the first unit that makes it 1 or more, or in the last.
 
     units: {name: its size}, from the largest to the smallest.
     """
@@ -77,7 +77,7 @@ def number(value) -> str:
 
 
 def numbers(values: Sequence | None, most: int = 16) -> str:
-    """'[1, 10, 100]', with no more than `most` values; None is 'nothing'."""
+    """Write '[1, 10, 100]', with no more than `most` values; None is 'nothing'."""
     if values is None:
         return "nothing"
     shown = [number(value) for value in values[:most]]
@@ -87,7 +87,7 @@ def numbers(values: Sequence | None, most: int = 16) -> str:
 
 
 def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
-    """'rank 2', 'ranks 0, 1 and 3', 'ranks 0 to 5 and 7'; 'every rank' of `world_size`."""
+    """Name ranks: 'rank 2', 'ranks 0, 1 and 3', 'ranks 0 to 5 and 7'; 'every rank' of all."""
     ranks = list(ranks)
     if len(ranks) == world_size:
         return "every rank"
@@ -110,7 +110,7 @@ def name_some(ranks: Sequence[int], world_size: int) -> str:
 
 
 def _runs(ranks: list[int]) -> list[str]:
-    """['0 to 6', '8'] for 0, 1, 2, 3, 4, 5, 6 and 8."""
+    """Write runs of ranks: ['0 to 6', '8'] for 0, 1, 2, 3, 4, 5, 6 and 8."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -129,7 +129,7 @@ def _and(parts: list[str]) -> str:
 
 
 def wrap(text: str) -> str:
-    """`text` with no line over `COLUMNS`; what is wrapped is indented by two more spaces."""
+    """Wrap the lines of `text` at `COLUMNS`, continuing an indented line two spaces further."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]

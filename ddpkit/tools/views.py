@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def views(flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """View the parts of `flat` in the shapes of `tensors`, which lie in it end to end.
+    """Return views of consecutive parts of `flat`, in the shapes of `tensors`.
 
-    flat: 1-D; what is left after the last part is padding. Writing to a view writes to `flat`.
+    flat: 1-D; elements after the last part are padding. Writing to a view writes to `flat`.
     """
     found = []
     start = 0

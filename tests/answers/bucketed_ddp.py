@@ -234,12 +234,6 @@ def plan_by_the_size_of_a_number(sizes, cap_bytes):
     return ddp.plan_buckets([(n, d) for (n, _), d in zip(sizes, numbers, strict=True)], cap_bytes)
 
 
-class BucketOfJunk(ddp.Bucket):
-    def __init__(self, parameters):
-        super().__init__(parameters)
-        self.flat.fill_(float("nan"))
-
-
 @contextlib.contextmanager
 def no_sync_unless_stopped(model):
     before, model.syncing = model.syncing, False
@@ -253,7 +247,6 @@ def no_sync_unless_stopped(model):
 
 WRONG = [
     ("plan_buckets", plan_by_the_size_of_a_number, "2.0: float16"),
-    ("Bucket", BucketOfJunk, "flat at first"),
     ("no_sync", no_sync_unless_stopped, "an exception inside"),
     ("plan_buckets", plan_that_empties_its_list, "`sizes` isn't what it was"),
     ("plan_buckets", plan_that_remembers, "once more in the same process"),

@@ -94,6 +94,6 @@ def flash_forward_with_one_maximum(q, k, v, tile, causal=False):
 
 
 WRONG = [
-    ("flash_forward", flash_forward_with_a_whole_mask, "causal: numbers alive at once"),
+    ("flash_forward", flash_forward_with_a_whole_mask, "numbers alive at once"),
     ("flash_forward", flash_forward_with_one_maximum, "scores of one query far above the others"),
 ]

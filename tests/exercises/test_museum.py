@@ -106,8 +106,9 @@ def test_a_piece_is_short_and_its_source_is_named(piece):
 
 
 def test_exactly_one_choice_is_right(tried):
-    right = [name for name in (SOUND, *tried.repairs) if not tried.wrong_with(name)]
-    assert len(right) == 1
+    wrong = {name: tried.wrong_with(name) for name in (SOUND, *tried.repairs)}
+    right = [name for name in wrong if not wrong[name]]
+    assert len(right) == 1, wrong
     assert (right == [SOUND]) == (tried.name in SOUNDS)
 
 
@@ -209,14 +210,14 @@ def test_the_solution_is_the_repaired_code_and_the_source(tied):
 
 def test_a_repair_that_fails_is_wrong(tied):
     tied.choices = "a: loss.backward() → raise ValueError⏎loss.backward()\n    It raises."
-    assert tied.wrong_with("a") == "it fails"
+    assert "ValueError" in tied.wrong_with("a")
 
 
 def test_the_score_counts_first_answers():
     assert re.fullmatch(
         r"\d+ mechanisms and \d+ numbers of \d+ pieces at the first attempt, \d+ false alarms\. "
         rf"There are {len(PIECES)}\.",
-        museum.score(),
+        museum.score().replace("\n", " "),
     )
 
 
