@@ -52,11 +52,7 @@ class Reduction:
         """Wait for this rank's part of the sum; add the mean."""
         if self.work is not None:
             self.work.wait()
-<<<<<<< HEAD
-        # A tensor of this rank's part alone: a view would keep the message alive.
-=======
         # The mean in the reduce dtype, then cast, then added: PyTorch's order of roundings.
->>>>>>> main
         own = torchs.shard(self.flat, self.unit.group) / self.after
         own = own.to(self.unit.shard_dtype)
         self.flat.untyped_storage().resize_(0)  # now: a backend may let go of it later

@@ -74,11 +74,7 @@ class FSDP(nn.Module):
         self.module = module
         self.group = group
         check_same_on_all_ranks("module", module.named_parameters(), group)
-<<<<<<< HEAD
-        # Every rank cuts its parameters, one after the other: no rank need hold the model.
-=======
         # Who travels with whom; then each parameter is cut, unit by unit on the meta device.
->>>>>>> main
         plan = plan_units(module, wrap)
         sharded = shard_parameters(module, group)
         broadcast(module.buffers(), group)
@@ -88,11 +84,7 @@ class FSDP(nn.Module):
             parameters = [sharded[each] for each in inside]
             how = compute_dtype, reduce_dtype, group, transport
             unit = Unit(name or "the root", submodule, parameters, *how)
-<<<<<<< HEAD
-            # The root ends forward and begins backward: to drop it would be to gather it at once.
-=======
             # The root stays whole by default: backward begins with it.
->>>>>>> main
             unit.reshard = reshard_after_forward
             if reshard_after_forward is None:
                 unit.reshard = name != ""
@@ -134,11 +126,7 @@ class FSDP(nn.Module):
         if not self.conductor.syncing:
             return
         self.conductor.synchronize()
-<<<<<<< HEAD
-        # Zeros were sent for what had no gradient, so all ranks have come here.
-=======
         # Every trained parameter must have been used in this step, or its shard would stand still.
->>>>>>> main
         unused = []
         for unit in self.units:
             unused += [each.name for each in unit.trained if not each.used]
@@ -174,12 +162,8 @@ class FSDP(nn.Module):
         Cost: as an all-gather of each unit, and the memory of the whole model.
         RuntimeError: a rank calls alone (on Gloo).
         """
-<<<<<<< HEAD
-        check_all_call("full_parameters", self.group)  # alone, a rank would wait for ever
-=======
         # A rank that calls alone is told so, before it can hang in the first gather.
         check_all_call("full_parameters", self.group)
->>>>>>> main
         self.drop()
         found = {}
         for unit in self.units:
