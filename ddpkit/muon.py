@@ -63,7 +63,7 @@ def numels_by_rank(shape: torch.Size, world_size: int) -> list[int]:
     rows, columns = shape
     full = -(-rows // world_size)
     found = []
-    for rank in range(world_size):
+    for rank in range(world_size):  # as torch.chunk cuts, the last ranks have fewer or none
         own = min(rows, (rank + 1) * full) - min(rows, rank * full)
         found.append(own * columns)
     return found
@@ -76,7 +76,7 @@ def exchange(
 
     parts: 1-D, of any lengths. Returns 1-D tensors.
     """
-    sent = torch.cat(parts)
+    sent = torch.cat(parts)  # ranks may have nothing for each other: still every rank calls
     arrived = sent.new_empty(sum(numels))
     lengths = [len(part) for part in parts]
     dist.all_to_all_single(arrived, sent, numels, lengths, group=group)

@@ -61,15 +61,18 @@ def sharded_step(
     Backward computes each block again from its input (notebook 06): nothing whole is kept.
     Cost: two all-gathers and a reduce-scatter for each block.
     """
+    # Forward: a weight is whole for one line, and goes with it.
     inputs = []
     with torch.no_grad():
         for block, shard, length in zip(blocks, shards, lengths, strict=True):
             inputs.append(x)
             x = block(x, gather_rows(shard, length))
+    # Between: the loss needs a graph from y on only.
     y = x.requires_grad_()
     value = loss(y)
     value.backward()
     gradient = y.grad
+    # Backward: new leaves, so that each block has a graph of its own.
     for number in reversed(range(len(blocks))):
         x = inputs[number].detach().requires_grad_()
         weight = gather_rows(shards[number].detach(), lengths[number]).requires_grad_()

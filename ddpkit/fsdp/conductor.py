@@ -65,6 +65,7 @@ class Conductor:
         if self.compute_dtype is not None:
             args, kwargs = cast((args, kwargs), self.compute_dtype)
         if torch.is_grad_enabled() and not unit.in_backward:
+            # Backward comes to a unit's inputs when it has left the unit.
             act = partial(self.after_backward, unit)
             args, kwargs = led_through(act, (args, kwargs))
         return args, kwargs
@@ -73,6 +74,7 @@ class Conductor:
         """Drop the weights; see to it that backward begins with `before_backward(unit)`."""
         if unit.in_backward:  # a checkpoint calls the unit again: its weights are needed now
             return output
+        # No backward will follow, so nobody needs the weights: the root's go, too.
         if not torch.is_grad_enabled():
             if not self.in_backward:
                 unit.drop()
@@ -105,6 +107,7 @@ class Conductor:
 
     def before_backward(self, unit: Unit) -> None:
         """Gather the weights again, and start with those that backward needs next."""
+        # The first unit that backward enters: autograd calls `end_backward` after everything.
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -113,6 +116,7 @@ class Conductor:
         unit.in_backward = True
         unit.done = False
         self.gather(unit)
+        # A unit that is used twice is entered twice: the last use first.
         if unit.uses:
             place = unit.uses.pop()
             if place > 0:
@@ -124,6 +128,7 @@ class Conductor:
         """Drop the weights, and start to reduce the gradients."""
         unit.in_backward = False
         unit.done = True
+        # Weights first, so that they and the message aren't whole at the same time.
         unit.take_gradients()
         if not self.keeping:
             unit.drop()
@@ -143,6 +148,7 @@ class Conductor:
 
     def end_backward(self) -> None:
         """Finish what backward didn't come to: units whose inputs need no gradient; root first."""
+        # Token ids need no gradient, so backward never comes to the inputs of what they feed.
         for unit in self.units:
             if not unit.done:
                 self.after_backward(unit)

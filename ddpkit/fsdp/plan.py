@@ -47,7 +47,7 @@ def are_within(names: list[str], unit: str) -> bool:
 
 def places_of(module: nn.Module) -> dict[str, list[str]]:
     """{name of a parameter: all its names}: several if it is tied."""
-    first_names = {}
+    first_names = {}  # of each parameter: `named_parameters` keeps only these
     places = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(parameter, name)
@@ -76,6 +76,7 @@ def materialise(module: nn.Module, name: str) -> None:
         kind = type(module).__name__
         got = f"{kind} {name!r} on the meta device, which has no reset_parameters()"
         raise ValueError(f"expected modules that can draw their values, got {got}: give it one.")
+    # One parameter at a time, so that ties and an optimizer's references hold.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for parameter in module.parameters(recurse=False):
         if parameter.is_meta:

@@ -21,6 +21,7 @@ class Reduction:
         self.trained = unit.trained
         world_size = dist.get_world_size(unit.group)
         before, self.after = divisors(unit.reduce_dtype, world_size)
+        # Gradients go into one message, whole, and only then are divided.
         self.flat = self.pack()
         if before != 1:
             self.flat /= before

@@ -36,6 +36,7 @@ class Sharded:
         self.own = slice(first, first + self.rows)  # Python cuts what goes beyond the end
         self.used = False
         self.pending: Tensor | None = None
+        # The object stays, its insides change.
         self.shard = parameter
         parameter.grad = None
         parameter.data = whole[self.own].clone()
@@ -60,6 +61,7 @@ class Sharded:
         if gradient is None:
             return
         self.used = True
+        # Backward may come again: it must find no gradient to add to.
         self.whole.grad = None
         if self.pending is None:
             self.pending = gradient.to(dtype)

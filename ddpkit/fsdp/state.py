@@ -32,7 +32,7 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     "options": of the optimizer's groups}, each value a DTensor where ranks have shards of it.
     """
     if isinstance(model, FSDP):
-        model.drop()
+        model.drop()  # the modules show the shards
     whole = shard_viewer(model)
     parameters = parameters_of(model)
     module = model.module if isinstance(model, FSDP) else model
@@ -47,6 +47,7 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
         name = names[parameter]
         state["optimizer"][name] = {}
         for key, value in kept.items():
+            # Moments are shards as their parameter is; a counter of steps is the same everywhere.
             if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
                 value = whole(name, value)
             state["optimizer"][name][key] = value
@@ -108,16 +109,19 @@ def load(
     """
     import torch.distributed.checkpoint as dcp
 
+    # Phase 1: what is to be filled must be there.
     sharded = isinstance(model, FSDP)
     # First the places to read into, then the reading.
     if optimizer is not None:
         make_state(optimizer)
     state = checkpoint_of(model, optimizer)
     check_fits(dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata, state)
+    # Phase 2: each rank reads its rows, whoever wrote them.
     group = model.group if sharded else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # for a plain module
         dcp.load(state, checkpoint_id=str(folder), process_group=group, no_dist=not sharded)
+    # Phase 3: options, and what isn't a tensor.
     if optimizer is not None:
         for mine, saved in zip(optimizer.param_groups, state["options"], strict=True):
             mine.update(saved)
