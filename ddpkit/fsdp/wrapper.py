@@ -74,7 +74,7 @@ class FSDP(nn.Module):
         self.module = module
         self.group = group
         check_same_on_all_ranks("module", module.named_parameters(), group)
-        # Which parameters travel together; then each parameter is cut, unit by unit on the meta device.
+        # Which parameters travel together; then each is cut, on the meta device unit by unit.
         plan = plan_units(module, wrap)
         sharded = shard_parameters(module, group)
         broadcast(module.buffers(), group)

@@ -125,7 +125,7 @@ class Look:
         return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
 
     def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the members that `call` of `rank` waits for; at a standstill, queued ones as well."""
+        """Return the members that `call` of `rank` waits for; at a standstill also queued ones."""
         missing = self.missing(call, rank)
         if not self._standstill:
             return missing

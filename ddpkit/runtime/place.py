@@ -120,7 +120,7 @@ def describe_place(place: tuple) -> str:
 
 
 def short_path(file: str) -> str:
-    """Shorten a path: from the package's folder on if it is installed, otherwise to the file name."""
+    """Shorten a path: to the package's folder and below if it is installed, or the file name."""
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
     for folder in (*folders, *site.getsitepackages()):
         if file.startswith(folder + os.sep):

@@ -122,7 +122,7 @@ class PyTorchPipeline:
         self.engine._prepare_schedule_with_comms(_actions(schedule))
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Run forward and backward; return the mean loss on the last stage's rank, None elsewhere."""
+        """Run forward and backward; return the mean loss on the last stage's rank, or None."""
         losses: list[Tensor] = []
         whole = [inputs.contiguous()]  # torch 2.11 needs them contiguous
         first = whole if any(stage.is_first for stage in self.own) else []

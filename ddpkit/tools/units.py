@@ -27,7 +27,7 @@ def binary_size(nbytes: float) -> str:
 
 
 def round_size(nbytes: int) -> str:
-    """Write bytes in binary units if they are a whole number of them, otherwise decimal: '25 MiB'."""
+    """Write bytes in binary units if it is a whole number of them, or decimal: '25 MiB'."""
     whole = any(nbytes % unit == 0 for name, unit in BINARY.items() if name != "B")
     return binary_size(nbytes) if whole else size(nbytes)
 
