@@ -110,7 +110,7 @@ def by_owners(
     for r in ranks:
         parts.append(end_to_end([shards[m] for m in owned_by[r]], shards[0]))
         expected.append([numels[m][r] for m in mine])
-    arrived = exchange(parts, [sum(each) for each in expected], group)
+    arrived = exchange(parts, [sum(part) for part in expected], group)
     cut = [arrived[r].split(expected[r]) for r in ranks]
     # The owner's work: matrix by matrix, and the result cut as the matrix was.
     results = [[] for _ in ranks]
@@ -132,7 +132,7 @@ def by_owners(
 
 def end_to_end(tensors: list[Tensor], like: Tensor) -> Tensor:
     """Lay tensors end to end, as one flat one; none as an empty one of the dtype of `like`."""
-    return torch.cat([*(each.flatten() for each in tensors), like.new_empty(0)])
+    return torch.cat([*(part.flatten() for part in tensors), like.new_empty(0)])
 
 
 class Muon(torch.optim.Optimizer):

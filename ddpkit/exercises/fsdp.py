@@ -339,10 +339,10 @@ def _run_accumulate(answer):
     seen = {}
     for late in (False, True):
         shard = nn.Parameter(_mine(torch.zeros(3, 2)))
-        scaled = [world_size * each for each in _micro_gradients(dist.get_rank())]
+        scaled = [world_size * entry for entry in _micro_gradients(dist.get_rank())]
         for step in (1, 2):  # the second adds to the first: zero_grad wasn't called
             begun = len(recorder().records)
-            answer(shard, [each.clone() for each in scaled], late)
+            answer(shard, [entry.clone() for entry in scaled], late)
             what = f"{'late' if late else 'each as it comes'}, step {step}"
             grad = shard.grad
             seen[f"gradient, {what}"] = None if grad is None else (grad.tolist(), str(grad.dtype))
@@ -353,7 +353,7 @@ def _run_accumulate(answer):
 def _accumulated(world_size: int) -> list[dict]:
     """The specification: floats."""
     ranks = range(world_size)
-    parts = [each.float() for rank in ranks for each in _micro_gradients(rank)]
+    parts = [entry.float() for rank in ranks for entry in _micro_gradients(rank)]
     rows = -(-3 // world_size)
     right = []
     for rank in ranks:
@@ -426,9 +426,9 @@ def _run_clip(answer):
     for half in (False, True):
         for what, limit in LIMITS.items():
             numbers, copy = _clip_parts(dist.get_rank(), world_size)
-            shards = [torch.tensor(each) for each in numbers]
+            shards = [torch.tensor(entry) for entry in numbers]
             if half:  # 600² is more than 65504
-                shards = [each.half() for each in shards]
+                shards = [entry.half() for entry in shards]
             else:
                 shards[1].zero_()
             copies = [torch.tensor(copy)]
@@ -436,7 +436,7 @@ def _run_clip(answer):
             norm = answer(shards, copies, limit)
             name = f"{what}{', fp16' if half else ''}"
             seen[f"length, {name}"] = None if norm is None else round(float(norm), 2)
-            seen[f"shards, {name}"] = [_rounded(each) for each in shards]
+            seen[f"shards, {name}"] = [_rounded(entry) for entry in shards]
             seen[f"copies, {name}"] = _rounded(copies[0])
             seen[f"bytes sent, {name}"] = max(_sent(begun), 16)
     return seen
@@ -461,19 +461,19 @@ def _clipped(world_size: int) -> list[dict]:
             for seen, (shards, copy) in zip(right, parts, strict=True):
                 kept = shards[1] if half else [0.0 for _ in shards[1]]
                 seen[f"length, {name}"] = round(norm, 2)
-                clipped = [torch.tensor(each) * factor for each in (shards[0], kept)]
-                seen[f"shards, {name}"] = [_rounded(each) for each in clipped]
+                clipped = [torch.tensor(entry) * factor for entry in (shards[0], kept)]
+                seen[f"shards, {name}"] = [_rounded(entry) for entry in clipped]
                 seen[f"copies, {name}"] = _rounded(torch.tensor(copy) * factor)
                 seen[f"bytes sent, {name}"] = 16
     return right
 
 
 def _counts_copies_on_each_rank(shards, copies, max_norm):
-    squared = sum(each.double().square().sum() for each in [*shards, *copies])
+    squared = sum(entry.double().square().sum() for entry in [*shards, *copies])
     dist.all_reduce(squared)
     norm = squared.sqrt()
-    for each in [*shards, *copies]:
-        each *= (max_norm / (norm + 1e-6)).clamp(max=1)
+    for entry in [*shards, *copies]:
+        entry *= (max_norm / (norm + 1e-6)).clamp(max=1)
     return norm
 
 
@@ -624,7 +624,7 @@ def _of_whole(matrix: torch.Tensor) -> torch.Tensor:  # every row needs all rows
 def _run_owners(answer):
     world_size = dist.get_world_size()
     matrices = [_matrix(number) for number in range(len(SHAPES))]
-    numels = [muon.numels_by_rank(each.shape, world_size) for each in matrices]
+    numels = [muon.numels_by_rank(entry.shape, world_size) for entry in matrices]
     owners = [number % world_size for number in range(len(SHAPES))]
     worked = []
 
@@ -633,10 +633,10 @@ def _run_owners(answer):
         return _of_whole(matrix)
 
     begun = len(recorder().records)
-    got = answer([_mine(each) for each in matrices], numels, owners, function)
+    got = answer([_mine(entry) for entry in matrices], numels, owners, function)
     seen = {"shapes that this rank worked on": worked}
-    for number, each in enumerate(got):
-        seen[f"rows of matrix {number}"] = each.tolist()
+    for number, entry in enumerate(got):
+        seen[f"rows of matrix {number}"] = entry.tolist()
     return seen | {"calls": _calls(begun)}
 
 

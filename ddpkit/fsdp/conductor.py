@@ -23,9 +23,8 @@ class Conductor:
 
     units: the root's first. compute_dtype: floating inputs are converted to it; None: they aren't.
     overlap: forward also fetches one unit ahead, in the order of the last step; and a reduction may
-    last until the next one begins, so two units' gradients are held. Without it only backward
-    fetches ahead, and a reduction ends before the next unit computes. The calls and their order are
-    alike.
+    last until the next one begins, so two units' gradients are held. Otherwise only backward
+    fetches ahead, and a reduction ends before the next unit computes. Calls and order are alike.
 
     syncing: gradients are reduced after backward. keeping: whole weights stay after backward.
     order: units as forward used them. last_order: as it was in the last step. agreed: ranks are

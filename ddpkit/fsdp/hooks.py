@@ -28,7 +28,7 @@ class Then(torch.autograd.Function):
 def cast(values, dtype: torch.dtype):
     """Convert every floating tensor in nested tuples, lists and dicts."""
     return tree_map_only(
-        Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values
+        Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
     )
 
 

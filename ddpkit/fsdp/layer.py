@@ -77,5 +77,5 @@ class ShardedLinear(nn.Module):
 
     def flatten(self, tensors: list[Tensor]) -> Tensor:
         """Lay the tensors end to end, and pad with zeros so that W divides the length."""
-        flat = torch.cat([each.flatten() for each in tensors[: len(self.shapes)]])  # bias or none
+        flat = torch.cat([part.flatten() for part in tensors[: len(self.shapes)]])  # bias or none
         return nn.functional.pad(flat, (0, -len(flat) % dist.get_world_size(self.group)))

@@ -70,7 +70,7 @@ def materialise(module: nn.Module, name: str) -> None:
     ValueError: the module has no reset_parameters.
     """
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if not any(each.is_meta for each in own):
+    if not any(tensor.is_meta for tensor in own):
         return
     if not hasattr(module, "reset_parameters"):
         kind = type(module).__name__
@@ -105,7 +105,7 @@ def shard_parameters(module: nn.Module, group: ProcessGroup | None) -> dict[str,
             if prefix + attribute == tied[first][-1]:  # all modules that show it have been here
                 parameter = parameters[first]
                 broadcast([parameter], group)
-                places = [place(module, each) for each in tied[first]]
+                places = [place(module, alias) for alias in tied[first]]
                 sharded[first] = Sharded(first, parameter, places, group)
     return sharded
 

@@ -32,20 +32,20 @@ class Reduction:
 
     @property
     def numels(self) -> list[int]:
-        return [each.numel for each in self.trained]
+        return [entry.numel for entry in self.trained]
 
     def pack(self) -> Tensor:
         """Move pending gradients into one message; zeros for padding, and where none came."""
         unit = self.unit
         numel = unit.world_size * sum(self.numels)
         flat = torch.zeros(numel, dtype=unit.reduce_dtype, device=unit.device)
-        for each, parts in zip(self.trained, unit.by_rank(flat, self.numels), strict=True):
-            if each.pending is None:
+        for entry, parts in zip(self.trained, unit.by_rank(flat, self.numels), strict=True):
+            if entry.pending is None:
                 continue
             # Whose rows: the last ranks may have fewer, or none.
-            for part, rows in zip(parts, as_rows(each.pending).split(each.rows), strict=False):
+            for part, rows in zip(parts, as_rows(entry.pending).split(entry.rows), strict=False):
                 part[: rows.numel()].copy_(rows.flatten())
-            each.pending = None
+            entry.pending = None
         return flat
 
     def finish(self) -> None:
@@ -56,8 +56,8 @@ class Reduction:
         own = torchs.shard(self.flat, self.unit.group) / self.after
         own = own.to(self.unit.shard_dtype)
         self.flat.untyped_storage().resize_(0)  # now: a backend may let go of it later
-        for part, each in zip(own.split(self.numels), self.trained, strict=True):
-            each.add(part)
+        for part, entry in zip(own.split(self.numels), self.trained, strict=True):
+            entry.add(part)
 
 
 def divisors(dtype: torch.dtype, world_size: int) -> tuple[float, float]:

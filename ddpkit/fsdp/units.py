@@ -49,16 +49,16 @@ class Unit:
         self.shard_dtype, self.device = one_dtype_of(name, sharded)
         self.dtype = compute_dtype or self.shard_dtype
         self.reduce_dtype = reduce_dtype or self.dtype
-        self.numels = [each.numel for each in sharded]
+        self.numels = [entry.numel for entry in sharded]
         # The whole weights are views of one memory, which comes and goes with its size.
         self.memory = self.new_flat(self.dtype)
         self.nbytes = self.memory.nbytes
         self.padded = self.memory.split([self.world_size * numel for numel in self.numels])
-        for each, padded in zip(sharded, self.padded, strict=True):
-            whole = padded[: each.shape.numel()].view(each.shape)
+        for entry, padded in zip(sharded, self.padded, strict=True):
+            whole = padded[: entry.shape.numel()].view(entry.shape)
             # `.data`: a gather that writes into the memory doesn't count as changing `whole`,
             # which autograd would refuse.
-            each.whole = nn.Parameter(whole.data, requires_grad=each.shard.requires_grad)
+            entry.whole = nn.Parameter(whole.data, requires_grad=entry.shard.requires_grad)
         self.is_whole = True
         self.versions = []
         self.gathering: tuple[Tensor, dist.Work | None] | None = None
@@ -83,15 +83,15 @@ class Unit:
         return bool(self.sharded) and not self.is_whole and self.gathering is None
 
     def start_gather(self) -> None:
-        self.versions = [each.shard._version for each in self.sharded]
+        self.versions = [entry.shard._version for entry in self.sharded]
         self.gathering = self.send_shards(self.dtype)
 
     def send_shards(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work | None]:
         """Start an all-gather of the shards; return the message and its handle."""
         flat = self.new_flat(dtype)
         own = torchs.shard(flat, self.group).zero_()  # and the padding
-        for part, each in zip(own.split(self.numels), self.sharded, strict=True):
-            shard = each.shard.detach().flatten()
+        for part, entry in zip(own.split(self.numels), self.sharded, strict=True):
+            shard = entry.shard.detach().flatten()
             part[: shard.numel()].copy_(shard)
         if self.world_size == 1:
             return flat, None
@@ -110,14 +110,14 @@ class Unit:
         for padded, parts in zip(self.padded, self.by_rank(flat, self.numels), strict=True):
             padded.view(self.world_size, -1).copy_(parts)
         flat.untyped_storage().resize_(0)  # now: a backend may let go of it later
-        for each in self.sharded:
-            each.whole.requires_grad_(each.shard.requires_grad)
-            each.show(each.whole)
+        for entry in self.sharded:
+            entry.whole.requires_grad_(entry.shard.requires_grad)
+            entry.show(entry.whole)
         self.is_whole = True
 
     def check_fresh(self) -> None:
         """Raise RuntimeError if the shards were updated since they were gathered."""
-        now = [each.shard._version for each in self.sharded]
+        now = [entry.shard._version for entry in self.sharded]
         if self.is_whole and self.sharded and self.versions != now:
             raise RuntimeError(
                 f"rank {dist.get_rank()} updated the shards of {self.name} while the whole weights "
@@ -132,8 +132,8 @@ class Unit:
             if work is not None:
                 work.wait()
         if self.is_whole:
-            for each in self.sharded:
-                each.show(each.shard)
+            for entry in self.sharded:
+                entry.show(entry.shard)
             self.memory.untyped_storage().resize_(0)  # saved tensors keep pointing to it
             self.is_whole = False
 
@@ -145,32 +145,33 @@ class Unit:
         if work is not None:
             work.wait()
         found = {}
-        for each, parts in zip(self.sharded, self.by_rank(flat, self.numels), strict=True):
-            rows = parts.reshape(-1)[: each.shape.numel()]  # a copy: parts lie apart
-            found[each.name] = rows.clone().view(each.shape)
+        for entry, parts in zip(self.sharded, self.by_rank(flat, self.numels), strict=True):
+            rows = parts.reshape(-1)[: entry.shape.numel()]  # a copy: parts lie apart
+            found[entry.name] = rows.clone().view(entry.shape)
         return found
 
     # Gradients
 
     @property
     def trained(self) -> list[Sharded]:
-        return [each for each in self.sharded if each.shard.requires_grad]
+        return [entry for entry in self.sharded if entry.shard.requires_grad]
 
     def take_gradients(self) -> None:
-        for each in self.trained:
-            each.take_gradient(self.reduce_dtype)
+        for entry in self.trained:
+            entry.take_gradient(self.reduce_dtype)
 
     @property
     def has_gradients(self) -> bool:
-        return any(each.pending is not None for each in self.trained)
+        return any(entry.pending is not None for entry in self.trained)
 
 
 def one_dtype_of(name: str, sharded: list[Sharded]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype and device that all have, or torch's defaults if there are none."""
-    tensors = [each.shard for each in sharded] or [torch.empty(0)]
-    for each in sharded:
-        if each.shard.dtype != tensors[0].dtype:
-            got = f"{sharded[0].name} in {tensors[0].dtype} and {each.name} in {each.shard.dtype}"
+    tensors = [entry.shard for entry in sharded] or [torch.empty(0)]
+    for entry in sharded:
+        if entry.shard.dtype != tensors[0].dtype:
+            other = f"{entry.name} in {entry.shard.dtype}"
+            got = f"{sharded[0].name} in {tensors[0].dtype} and {other}"
             remedy = "Convert one of them, or name its module in `wrap`."
             raise ValueError(f"expected one dtype in the unit {name}, got {got}. {remedy}")
     return tensors[0].dtype, tensors[0].device

@@ -69,19 +69,19 @@ class FSDP(nn.Module):
     ):
         super().__init__()
         check_in_group("FSDP", group)
-        if any(isinstance(each, FSDP) for each in module.modules()):
+        if any(isinstance(inner, FSDP) for inner in module.modules()):
             raise ValueError("expected a plain module, got FSDP inside: name its units in `wrap`")
         self.module = module
         self.group = group
         check_same_on_all_ranks("module", module.named_parameters(), group)
-        # Which parameters travel together; then each is cut, on the meta device unit by unit.
+        # Plan what travels together; then cut each parameter, as it is made on the meta device.
         plan = plan_units(module, wrap)
         sharded = shard_parameters(module, group)
         broadcast(module.buffers(), group)
         self.units: list[Unit] = []  # the root's first
         for name, inside in plan.items():
             submodule = module.get_submodule(name)
-            parameters = [sharded[each] for each in inside]
+            parameters = [sharded[member] for member in inside]
             how = compute_dtype, reduce_dtype, group, transport
             unit = Unit(name or "the root", submodule, parameters, *how)
             # The root stays whole by default: backward begins with it.
@@ -129,9 +129,9 @@ class FSDP(nn.Module):
         # Every trained parameter must have been used in this step, or its shard would stand still.
         unused = []
         for unit in self.units:
-            unused += [each.name for each in unit.trained if not each.used]
-            for each in unit.trained:
-                each.used = False
+            unused += [entry.name for entry in unit.trained if not entry.used]
+            for entry in unit.trained:
+                entry.used = False
         if unused:
             got = f"rank {dist.get_rank()} has no gradient for {', '.join(unused)} after backward"
             remedy = "Does the loss depend on it? Freeze it, on every rank, if not."
@@ -153,7 +153,7 @@ class FSDP(nn.Module):
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return {name: shape of the whole parameter}, as the plain module's `named_parameters`."""
-        found = {each.name: each.shape for unit in self.units for each in unit.sharded}
+        found = {entry.name: entry.shape for unit in self.units for entry in unit.sharded}
         return {name: found[name] for name, _ in self.module.named_parameters()}
 
     def full_parameters(self) -> dict[str, Tensor]:
@@ -181,8 +181,8 @@ class FSDP(nn.Module):
         check_same_shapes("values", theirs, mine)
         self.drop()
         for unit in self.units:
-            for each in unit.sharded:
-                each.load(values[each.name])
+            for entry in unit.sharded:
+                entry.load(values[entry.name])
 
     def state_dict(self, *args, **kwargs) -> dict:
         """Refuse: it would hold 1/W of the model."""

@@ -19,7 +19,7 @@ class Layers(nn.Module):
         super().__init__()
         parts = [nn.Linear(width, width) for _ in range(layers)]
         groups = [[Sleeps(sleeps), *parts[n : n + group]] for n in range(0, layers, group)]
-        self.blocks = nn.ModuleList(nn.Sequential(*each) for each in groups)
+        self.blocks = nn.ModuleList(nn.Sequential(*members) for members in groups)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
