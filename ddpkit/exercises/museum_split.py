@@ -212,20 +212,23 @@ c: mse_loss(model(x), y).backward() → (mse_loss(model(x), y) / case.ranks).bac
 )
 
 
+class Gain(nn.Module):
+    """Multiply by a norm's weight, a number for each column."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width).double())
+
+    def forward(self, x):
+        return x * self.weight
+
+
 def norm_of_my_tokens(case):
-    class Gain(nn.Module):  # a norm's weight, one number a column
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(case.ranks).double())
-
-        def forward(self, x):
-            return x * self.weight
-
     torch.manual_seed(case.seed)
     width = case.ranks
     linear = nn.Linear(width, width * 2, bias=False).double()
     split = ColumnParallelLinear(linear, enter=GatherTokens)
-    model = nn.Sequential(Gain(), split)
+    model = nn.Sequential(Gain(width), split)
     optimizer = sgd(model)
     tokens = torch.eye(width).double().expand(2, -1, -1)
     mine = tokens[:, dist.get_rank() :][:, :1]
@@ -236,17 +239,12 @@ def norm_of_my_tokens(case):
 
 def serial_gain(case):
     torch.manual_seed(case.seed)
-    linear = nn.Linear(case.ranks, case.ranks * 2, bias=False).double()
-    model = nn.Module()
-    model.register_parameter("0_weight", nn.Parameter(torch.ones(case.ranks).double()))
-    gain = getattr(model, "0_weight")
-    tokens = torch.eye(case.ranks).double().expand(2, -1, -1)
-    linear(tokens * gain).square().sum().backward()
-    found = {"0.weight": gain, "gradient of 0.weight": gain.grad}
-    found |= {"1.weight": linear.weight, "gradient of 1.weight": linear.weight.grad}
-    for name in ("0.weight", "1.weight"):
-        found[name] = found[name].detach() - 0.5 * found[f"gradient of {name}"]
-    return found
+    width = case.ranks
+    model = nn.Sequential(nn.Linear(width, width * 2, bias=False).double())
+    model.insert(0, Gain(width))
+    model(torch.eye(width).double().expand(2, -1, -1)).square().sum().backward()
+    sgd(model).step()
+    return model
 
 
 norm_of_my_tokens = Piece(
@@ -359,25 +357,25 @@ def changed(got):
 
 
 class Lengths(nn.Module):
-    """Compute a loss whose gradients are 3, 4, 12 on ranks 0, 1, 2 for `split`, `copied` for all.
+    """Compute a loss whose gradients are 3, 4, 12 on ranks 0, 1, 2 for `mine`, `copied` for all.
 
-    split: (1,), this rank's part. copied: (1,), alike on all.
+    mine: (1,), this rank's part. copied: (1,), alike on all.
     """
 
     def __init__(self, copied: float, seed: int):
         super().__init__()
         torch.manual_seed(seed)
-        self.split = nn.Parameter(torch.rand(1).double())
+        self.mine = nn.Parameter(torch.rand(1).double())
         self.copied = nn.Parameter(torch.rand(1).double())
         self.of_copied = copied
 
     def forward(self):
         lengths = 3.0, 4.0, 12.0, 84.0
-        return lengths[dist.get_rank()] * self.split.sum() + self.of_copied * self.copied.sum()
+        return lengths[dist.get_rank()] * self.mine.sum() + self.of_copied * self.copied.sum()
 
 
 def copied_counted_each(case):
-    model = Lengths(copied=12, seed=case.seed)  # split: 3, 4
+    model = Lengths(copied=12, seed=case.seed)  # mine: 3, 4
     optimizer = sgd(model)
     model().backward()
     gradients = [p.grad for p in model.parameters()]
@@ -424,7 +422,7 @@ c: sum(g.square().sum() for g in gradients) → (
 
 
 def norm_of_my_part(case):
-    model = Lengths(copied=4, seed=case.seed)  # split: 3, 4, 12
+    model = Lengths(copied=4, seed=case.seed)  # mine: 3, 4, 12
     optimizer = sgd(model)
     model().backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -446,7 +444,7 @@ norm_of_my_part = Piece(
 a: norm = nn → dist.all_reduce(model.copied.grad)⏎norm = nn
     What all ranks hold isn't summed over them.
 b: norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0) →
-    ⏎norm = model.split.grad.square().sum()
+    ⏎norm = model.mine.grad.square().sum()
     ⏎dist.all_reduce(norm)
     ⏎norm = (norm + model.copied.grad.square().sum()).sqrt()
     ⏎for parameter in model.parameters():⏎    parameter.grad /= norm
@@ -462,7 +460,7 @@ def one_norm(case):
     model = Lengths(copied=4, seed=case.seed)
     optimizer = sgd(model)
     model().backward()
-    squares = model.split.grad.square().sum()
+    squares = model.mine.grad.square().sum()
     if dist.get_rank() == case.ranks - 1:  # what all hold, once
         squares += model.copied.grad.square().sum()
     dist.all_reduce(squares)

@@ -13,33 +13,29 @@ from .museum_piece import Piece, counted, factor, factor_of, value
 # Pipelines of a layer a rank
 
 
-def layer_of(case, rank):
+class Stages(nn.ModuleDict):
+    """Compute layers in turn, with tanh between: a whole model, or a rank's stage."""
+
+    def forward(self, x):
+        first, *others = self.values()
+        x = first(x)
+        for layer in others:
+            x = layer(torch.tanh(x))
+        return x
+
+
+def stage_of(case, rank):
     torch.manual_seed(1000 * case.seed + rank)
     width = case.ranks * case.micro_batches
     linear = nn.Linear(width, width if rank < case.ranks - 1 else 3)
-    return nn.ModuleDict({f"stage{rank}": linear}).double()
+    return Stages({f"stage{rank}": linear}).double()
 
 
 def serial_pipeline(case):
-    layers = nn.ModuleDict()
+    stages = Stages()
     for rank in range(case.ranks):
-        layers.update(layer_of(case, rank))
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x):
-            for number, layer in enumerate(self.layers.values()):
-                x = layer(torch.tanh(x) if number else x)
-            return x
-
-    whole = Whole()
-    batches = batches_of(case, 0)  # the first stage's
-    xs, ys = zip(*batches, strict=True)
-    step_on(whole, torch.cat(xs), torch.cat(ys))
-    return layers
+        stages.update(stage_of(case, rank))
+    return step_on(stages, *joined(batches_of(case, 0)))  # the first stage's
 
 
 def receive(like, rank):
@@ -50,13 +46,13 @@ def receive(like, rank):
 
 def undivided(case):
     rank = dist.get_rank()
-    model = layer_of(case, rank)
+    model = stage_of(case, rank)
     optimizer = sgd(model)
     log = 0.0
     for x, y in batches_of(case, 0):
         if rank > 0:
             x = torch.tanh(receive(x, rank - 1)).requires_grad_()
-        out = model[f"stage{rank}"](x)
+        out = model(x)
         if rank < case.ranks - 1:
             dist.send(out.detach(), rank + 1)
             out.backward(receive(out, rank + 1))
@@ -410,20 +406,28 @@ def tokens_for(case, rank, expert):
     return x[expert :: case.inner], y[expert :: case.inner]
 
 
+class Experts(nn.ModuleDict):
+    """Compute each expert's tokens, given as a list: all experts, or a rank's one."""
+
+    def forward(self, tokens):
+        return [expert(x) for expert, x in zip(self.values(), tokens, strict=True)]
+
+
 def expert_of(case, number):
     torch.manual_seed(1000 * case.seed + number)
-    return nn.ModuleDict({f"expert{number}": nn.Linear(3, 3)}).double()
+    return Experts({f"expert{number}": nn.Linear(3, 3)}).double()
 
 
 def serial_experts(case):
-    experts = nn.ModuleDict()
-    loss = 0.0
+    experts = Experts()
+    tokens = []
     for number in range(case.inner):
         experts.update(expert_of(case, number))
-        x, y = joined([tokens_for(case, rank, number) for rank in range(case.ranks)])
-        errors = experts[f"expert{number}"](x) - y
-        loss = loss + errors.square().sum() / (TOKENS * case.ranks)
-    loss.backward()
+        tokens.append(joined([tokens_for(case, rank, number) for rank in range(case.ranks)]))
+    outputs = experts([x for x, _ in tokens])
+    errors = [out - y for out, (_, y) in zip(outputs, tokens, strict=True)]
+    squares = sum(error.square().sum() for error in errors)
+    (squares / (TOKENS * case.ranks)).backward()
     sgd(experts).step()
     return experts
 
@@ -438,8 +442,8 @@ def expert_gradients(case):
     senders = range(start, start + group.size())
     # What an all-to-all brings: tokens of all ranks of the group
     x, y = joined([tokens_for(case, r, number) for r in senders])
-    errors = model[f"expert{number}"](x) - y
-    loss = errors.square().sum() / TOKENS  # each sender's mean
+    (out,) = model([x])
+    loss = (out - y).square().sum() / TOKENS  # each sender's mean
     loss.backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=copies.get_group())
@@ -472,7 +476,7 @@ c: group=copies.get_group()) → group=group.get_group())
 
 
 def shared_expert(case):
-    class Experts(nn.Module):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             torch.manual_seed(case.seed)
@@ -485,7 +489,7 @@ def shared_expert(case):
             part = self.shared(x) + routed(x) * here[:, None]
             return SumOverRanks.apply(part, None)
 
-    model = Experts()
+    model = Layer()
     x, y = tokens_for(Case(1, seed=case.seed), 0, 0)
     out = model(x)
     mse_loss(out, y).backward()
