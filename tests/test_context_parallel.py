@@ -34,6 +34,7 @@ from ddpkit.context_parallel import (
 )
 from ddpkit.context_parallel.deal import NO_TARGET
 from ddpkit.ddp import BucketedDDP
+from ddpkit.fsdp import FSDP
 from ddpkit.models import mean_loss
 from ddpkit.runtime.errors import LaunchError
 from ddpkit.tensor_parallel import CopyToRanks, SumOverRanks
@@ -337,6 +338,56 @@ def test_a_gpt_trains_as_in_one_process(check, world_size):
 def test_data_and_context_parallel_on_unequal_axes(check):
     like_one_process(check, "zigzag", data=2)
     like_one_process(check, "zigzag", data=3)
+
+
+@on_ranks(2, 4)
+def test_with_fsdp(check, world_size):
+    """Parameters are sharded over all ranks, sequences over the ranks of a row."""
+    for data in {1, world_size // 2}:
+        mesh = init_device_mesh(
+            "cpu", (data, world_size // data), mesh_dim_names=("data", "context")
+        )
+        group, row = mesh["context"].get_group(), mesh.get_local_rank("data")
+        model = small_gpt(context=12, heads=4, width=8, kv_heads=2)
+        share_sequence(model, partial(zigzag_attention, group=group))
+        sharded = FSDP(model)
+        cut = zigzag(dist.get_world_size(group)), dist.get_rank(group)
+        inputs, targets, mine = share_tokens(batch_of(0, 0, row), *cut)
+        loss = summed_loss(sharded(inputs, mine), targets)
+        loss.backward()
+        sharded.synchronize()
+        twin = small_gpt(context=12, heads=4, width=8, kv_heads=2)
+        tokens = torch.cat([batch_of(0, 0, each) for each in range(data)])
+        right = mean_loss(twin(tokens[:, :-1]), tokens[:, 1:])
+        right.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        check.close(total / world_size, right, HALF_THE_DIGITS, data, "loss")
+        torch.optim.SGD(sharded.parameters(), lr=0.1).step()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        ours = sharded.full_parameters()
+        for name, parameter in twin.named_parameters():
+            check.close(ours[name], parameter, HALF_THE_DIGITS, data, name)
+
+
+# PyTorch's
+
+
+@on_ranks(2, 3, 4)
+def test_pytorchs_ring_gives_the_same(check, rank, world_size):
+    """Its template takes any attention with a log-sum-exp: here a CPU's, on its own zigzag."""
+    name = "torch.distributed.tensor.experimental._context_parallel._attention"
+    pytorchs = importlib.import_module(name)
+    mine = places(zigzag(world_size), rank, 8 * world_size)
+    q, k, v = randn(3, 1, 2, 8 * world_size, 4, dtype=torch.float32)[..., mine, :]
+
+    def on_cpu(q, k, v, is_causal=False, **_):
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return attend(q, k, v, 0.0, is_causal)
+
+    ring = partial(pytorchs._templated_ring_attention, dist.group.WORLD, 2)
+    theirs, _ = ring(on_cpu, q, k, v, is_causal=True)
+    check.close(zigzag_attention(q, k, v, True), theirs, 1e-5)
 
 
 # Mistakes, each with what it does

@@ -1,11 +1,10 @@
 """Player and charts of notebook 13: the score matrix by hop, bytes by kv heads, experts' loads.
 
-What the player shows was computed: ranks run the ring with sequences whose numbers say which chunk
-they are from, and note each block.
+What the player shows was computed, by ranks that note each block of their ring.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from unittest.mock import patch
 
 import torch
@@ -36,10 +35,9 @@ Seen = tuple[int, int, int, bool]  # hop, chunk of queries, chunk of keys, wheth
 def blocks_computed(
     deal: Deal, causal: bool = True, seconds: float = 0.0
 ) -> tuple[list[Seen], float]:
-    """Run ring attention with a deal on this rank; return its blocks, and its share of time busy.
+    """Run a ring with a deal on this rank; return its blocks, and the share of time it was busy.
 
-    seconds: how long a block sleeps, one on the diagonal half as long, instead of computing longer.
-    Launched on as many ranks as the deal has.
+    seconds: how long a block sleeps, one on the diagonal half as long. Launch it on all ranks.
     """
     rank = dist.get_rank()
     seen, forward = [], blocks.flash_forward
@@ -90,28 +88,21 @@ def sent(run) -> tuple[int, int, int]:
     """Count rank 0's bytes before its barrier, after it, and its calls."""
     others = len(run.wire) - 1
     times = {"send": 1, "all_gather": others}  # of the bytes in a record
-    parts = [0.0, 0.0]
-    after = calls = 0
+    parts = [[]]
     for record in run.wire[0]:
         if record.op == "barrier":
-            after = 1
+            parts.append([])
         elif record.op != "recv":
-            parts[after] += record.bytes * times.get(record.op, others / (others + 1))
-            calls += 1
-    return int(parts[0]), int(parts[1]), calls
+            parts[-1].append(record.bytes * times.get(record.op, others / (others + 1)))
+    there, back = parts
+    return int(sum(there)), int(sum(back)), len(there + back)
 
 
-def learn(
-    model: nn.Module,
-    loss_of: Callable[[], Tensor],
-    optimizer_cls: type,
-    synchronize: Callable = lambda: None,
-    steps: int = 3,
-) -> Tensor:
-    """Train some steps, `synchronize` after backward; return the losses."""
+def learn(model: nn.Module, loss_of, optimizer_cls, synchronize=lambda: None) -> Tensor:
+    """Train three steps, `synchronize` after backward; return the losses."""
     optimizer = optimizer_cls(model.parameters(), lr=0.1)
     losses = []
-    for _ in range(steps):
+    for _ in range(3):
         optimizer.zero_grad()
         losses.append(loss_of())
         losses[-1].backward()
@@ -145,8 +136,7 @@ def describe(by_deal: Mapping[str, list[list[Seen]]], hop: int) -> str:
     """Say how many blocks each rank computes in a hop; one on the diagonal is a half."""
     said = []
     for name, ranks in by_deal.items():
-        work = " ".join(f"{computed(seen, hop):g}" for seen in ranks)
-        said.append(f"{name} {work}")
+        said.append(" ".join([name, *(f"{computed(seen, hop):g}" for seen in ranks)]))
     return "; ".join(said)
 
 
@@ -168,15 +158,7 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
             canvas.text(left - 14, TOP + (row + 0.5) * CELL, str(row))
             canvas.text(left + (row + 0.5) * CELL, TOP - 12, str(row))
         canvas.box(left, TOP, side, side, page.FAINT, page.GREY)
-        for rank, seen in enumerate(seen_by):
-            for at, query, key, diagonal in seen:
-                now = at == hop
-                fill = page.colour(rank) if at <= hop else page.EMPTY
-                x, y = left + key * CELL, TOP + query * CELL
-                canvas.box(x, y, CELL, CELL, fill, "black" if now else page.GREY, 4 if now else 1)
-                if at <= hop:
-                    said = f"{at}½" if diagonal else str(at)
-                    canvas.text(x + CELL / 2, y + CELL / 2, said, ink=page.ink(fill), bold=now)
+        _draw_blocks(canvas, left, seen_by, hop)
     for rank in range(ranks):
         canvas.badge(40 + 96 * rank, TOP + side + 32, rank)
     canvas.text(
@@ -188,15 +170,26 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
     return canvas.picture(text)
 
 
+def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: int) -> None:
+    found = [(block, rank) for rank, seen in enumerate(seen_by) for block in seen]
+    # This hop's last, so that nothing covers their frames.
+    for (at, query, key, diagonal), rank in sorted(found, key=lambda each: each[0][0] == hop):
+        now = at == hop
+        fill = page.colour(rank) if at <= hop else page.EMPTY
+        x, y = left + key * CELL, TOP + query * CELL
+        canvas.box(x, y, CELL, CELL, fill, "black" if now else page.GREY, 4 if now else 1)
+        if at <= hop:
+            said = f"{at}½" if diagonal else str(at)
+            canvas.text(x + CELL / 2, y + CELL / 2, said, ink=page.ink(fill), bold=now)
+
+
 # Charts
 
 
 def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> float:
     """Count the numbers that a rank sends, forward, for a token and a number of a head."""
-    others = world_size - 1
-    if scheme == "ring":
-        return 2 * others * kv_heads
-    return 2 * others / world_size * (heads + kv_heads)
+    heads_sent = world_size * kv_heads if scheme == "ring" else heads + kv_heads
+    return 2 * (world_size - 1) / world_size * heads_sent
 
 
 LOOKS = {"ring": (page.ORANGE, "o"), "all-to-all": (page.BLUE, "s")}
@@ -205,20 +198,20 @@ LOOKS = {"ring": (page.ORANGE, "o"), "all-to-all": (page.BLUE, "s")}
 def crossing(
     measured: Mapping[str, Mapping[int, float]], heads: int, world_size: int, unit: float
 ) -> Picture:
-    """Draw the bytes sent by a rank, forward, by heads of keys and values: formula and wire.
+    """Draw the bytes that a rank sends forward, by heads of keys and values: formula and wire.
 
     measured: {"ring" or "all-to-all": {kv heads: bytes}}. unit: bytes of n · D numbers.
     """
     title = f"Sent by each of {world_size} ranks in forward, {heads} heads"
     figure, (axes,) = chart(title, 460)
     for scheme, (fill, marker) in LOOKS.items():
-        counts = list(range(1, heads + 1))
+        counts = range(1, heads + 1)
         line = [unit * sent_for_a_key(scheme, heads, kv, world_size) for kv in counts]
         axes.plot(counts, line, color=fill, lw=3, label=f"{scheme}: formula")
         found = measured[scheme]
         style = {"color": fill, "mec": "black", "ms": 12, "lw": 0, "label": f"{scheme}: the wire"}
         axes.plot(list(found), list(found.values()), marker, **style)
-    even = heads / (world_size - 1)
+    even = heads / (world_size - 1)  # W · kv heads = heads + kv heads
     axes.axvline(even, color="black", lw=2.5, ls=page.DASHES)
     axes.set(xlabel="heads of keys and values", ylabel="bytes", ylim=(0, None))
     page.with_units(axes.yaxis, "B")
@@ -227,25 +220,28 @@ def crossing(
     return Picture(figure, f"{title}: equal at {even:.3g} heads of k and v; at most {size(most)}.")
 
 
-def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
-    """Draw, panel by panel, each expert's share of the choices by step.
+EVERY = 8  # steps
 
-    shares: {name: by step, the shares of all experts}.
-    """
+
+def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
+    """Draw each expert's share of the choices. shares: {name: by step, those of all experts}."""
     figure, panels = chart("Share of all choices, by expert", 420, columns=len(shares), sharey=True)
     said = []
     for axes, (name, steps) in zip(panels, shares.items(), strict=True):
-        bands = list(zip(*steps, strict=True))
+        means = torch.tensor(steps).unflatten(0, (-1, EVERY)).mean(1)
+        bands = means.T.tolist()
         fills = [page.colour(expert % 8) for expert in range(len(bands))]
-        axes.stackplot(range(len(steps)), *bands, colors=fills, edgecolor="white")
+        axes.stackplot(range(len(means)), *bands, colors=fills, edgecolor="white")
         below = 0.0
         for expert, band in enumerate(bands):  # named where there is room
             if band[-1] > 0.06:
-                axes.text(len(steps), below + band[-1] / 2, str(expert), fontsize=page.SMALL)
+                axes.text(len(means) - 0.9, below + band[-1] / 2, str(expert), fontsize=page.SMALL)
             below += band[-1]
         axes.set_title(name, fontsize=page.NORMAL)
-        axes.set(xlabel="step", ylim=(0, 1), xlim=(0, len(steps) - 1))
-        said.append(f"{name}: in the end the fullest has {fullest(steps[-1]):.1f} fair shares")
+        axes.set_xticks(range(0, len(means), 3))
+        axes.set(xlabel=f"{EVERY} steps each", ylim=(0, 1), xlim=(0, len(means) - 1))
+        last = fullest(means[-1].tolist())
+        said.append(f"{name}: in the end the fullest has {last:.1f} fair shares")
     return Picture(figure, "\n".join(said))
 
 
