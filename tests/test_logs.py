@@ -1,4 +1,4 @@
-"""`python -m ddpkit.explain LOGS`: what torchrun wrote, read again, names the rank that fell first."""
+"""`python -m ddpkit.explain LOGS`: torchrun's logs, read again, name the rank that fell first."""
 
 import os
 import re
@@ -38,9 +38,9 @@ TOLD = {
     f'batch is empty") {FOLLOWED}',
     "kill": "rank 1 was killed by SIGKILL. Something outside killed it; most often the machine had "
     f"no memory left. {FOLLOWED}",
-    "leave": "rank 1 isn't among the ranks that fell, and the others lost it. Did it leave with "
-    "code 0 while they still waited? Or is it on another machine? The ranks in this log: Rank 0 "
-    f"lost its connection to another rank, {CALL}",
+    "leave": "no rank in this log fell by itself. A rank that isn't listed left with code 0 while "
+    "these still waited for it, or the log of another machine has the cause. The ranks in this log: "
+    f"Rank 0 lost its connection to another rank, {CALL}",
     "early": "rank 1 raised RuntimeError: no such file: tokens.bin train.py:8: raise "
     'RuntimeError("no such file: tokens.bin") The others fell because of it: Rank 0 was ended by '
     "torchrun, by SIGTERM, because of rank 1.",
@@ -117,15 +117,18 @@ WATCHDOG = (
     "caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=2, "
     "NumelOut=2, Timeout(ms)=600000) ran for 600013 milliseconds before timing out.\n"
 )
-KEYS = '[rank1]: Traceback (most recent call last):\n[rank1]:   File "{}", line 3, in f\n[rank1]: '
+KEYS = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in f
+[rank1]: KeyError: 'x'
+"""
 
 
-def test_ncclss_watchdog_ends_those_that_waited(tmp_path):
+def test_nccls_watchdog_ends_those_that_waited(tmp_path):
     """Its lines as ProcessGroupNCCL.cpp writes them: there is no GPU to write them here."""
     path = tmp_path / "log.txt"
-    path.write_text(WATCHDOG.format(0) + "".join(KEYS.format("train.py")) + "KeyError: 'x'\n")
-    said = "rank 1 raised KeyError: 'x' train.py:3 in f"
-    assert explain(path) == said
+    path.write_text(WATCHDOG.format(0) + KEYS)
+    assert explain(path) == "rank 1 raised KeyError: 'x' train.py:3 in f"
     path.write_text(WATCHDOG.format(0) + WATCHDOG.format(1))
     assert explain(path).startswith("every rank in this log waited in allreduce, until NCCL's")
 
