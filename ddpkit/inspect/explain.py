@@ -1,6 +1,8 @@
-"""Explain a hang from PyTorch's flight recorder dumps: `python -m ddpkit.explain FOLDER`.
+"""Explain a run that has ended: `python -m ddpkit.explain FOLDER`, or a log of torchrun's.
 
-The dumps are ddpkit's (`run.flight_recorder`), or torch's own: NCCL's from a cluster, or Gloo's.
+A folder of a flight recorder's dumps shows who waits for whom. The dumps are ours
+(`run.flight_recorder`), or torch's own: NCCL's from a cluster, or Gloo's. A log of torchrun's, or
+the folder of `torchrun --log-dir`, shows which rank fell first.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from ..runtime.look import Look, Situation
 from ..runtime.report import explain_deadlock, explain_mismatch, report
 from ..tools.units import name_ranks, name_some, wrap
 from .dumps import members_of, read_dumps, records_of
+from .logs import explain_log, find_logs, read_log
 
 MOST_RANKS = 100_000  # a larger number is no rank: another file's name may end in a number
 
@@ -167,9 +170,12 @@ def _who(ranks: list[int], verb: str, of_many: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ddpkit.explain", description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("path", type=Path, help="a folder of dumps, a log file, a folder of logs")
+    path = parser.parse_args(arguments).path
     try:
-        print(wrap(explain(read_dumps(parser.parse_args(arguments).folder))), flush=True)
+        logs = find_logs(path)
+        said = explain_log(read_log(logs)) if logs else explain(read_dumps(path))
+        print(wrap(said), flush=True)
     except BrokenPipeError:  # `| head` has read enough; Python must not flush again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:

@@ -24,9 +24,17 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..runtime import exits
 from ..runtime.board import DISAGREES, RETURNED, RUNNING, Board, Record
-from ..runtime.falls import failure, how_it_fell, lines_of, lost_peer, what_became_of
+from ..runtime.falls import (
+    explain_rendezvous,
+    failure,
+    how_it_fell,
+    lines_of,
+    lost_peer,
+    what_became_of,
+)
 from ..runtime.link import Link
 from ..runtime.look import INSIDE, Look
+from ..runtime.machine import FreeMemory
 from ..runtime.place import describe_place, place_in
 from ..runtime.processes import cpu_ticks, locked, sweep
 from ..runtime.recorder import TIMED_OUT, Recorder
@@ -49,6 +57,7 @@ LOOK_S = 0.25  # between two reads of the board
 SLEEPS_S = 1.0  # without CPU time, after which a rank counts as asleep
 NEWS_S = 3.0  # for which a rank whose connection broke waits for the report of the cause
 STANDSTILL_S = 30.0  # without a call, after which one message says who waits for whom
+EXITS_S = 0.05  # for the thread that catches a dead rank's exit code
 TOGETHER_S = 0.3  # within which waits that time out share one message
 WORDS_S = 10.0  # between two messages: what follows a timeout is mostly its consequence
 WATCHER_ENDS_S = 5.0  # to wait for the watcher, which may wait for rank 0's dead machine
@@ -90,6 +99,8 @@ class Session:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit watch")
         self._burned: dict[int, tuple[int | None, float]] = {}  # {rank: (CPU ticks, since when)}
         self._sleepers: set[int] = set()
+        self._codes: dict[int, int] = {}  # exit codes of this machine's ranks, where caught
+        self._memory = FreeMemory()
         self._clocks: dict[int, float] = {}  # clock_s of ranks on other machines
         self._looked_at: list[int] | None = None  # the board's events at the last look
         self._different: dict[int, Record] | None = None  # the mismatch that it found
@@ -112,6 +123,8 @@ class Session:
         original = c10d.init_process_group
         exits.note_exits(self.folder, self.rank)
         exits.answer_sigterm(self._terminated)
+        peers = (rank for rank in self.here if rank != self.rank)
+        exits.watch_exits(peers, self._pid, self._codes.__setitem__)
 
         def init_process_group(*args, **kwargs):
             given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -156,6 +169,7 @@ class Session:
                 self.board.set_place(self.rank, place_in(sys._current_frames()[main_thread]))
                 self.recorder.count_callers(look=True)
                 self.recorder.release()
+                self._memory.look()
                 if not self.leads:
                     continue
                 self._note_sleepers()
@@ -266,9 +280,12 @@ class Session:
         if sys.platform != "linux" or not pid or self.board.state(rank) == RETURNED:
             return False
         try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+            code = exits.exit_code(pid)
         except OSError:
             return True
+        if code is not None:
+            self._codes[rank] = code
+        return code is not None
 
     def _exchange_pages(self) -> None:
         """Send this machine's pages of the board to the others; on rank 0, take theirs."""
@@ -344,6 +361,8 @@ class Session:
         else:
             lines = [how_it_fell(self.rank, how)]
         lines += lines_of(how.frames)
+        if meeting := explain_rendezvous(how.message):
+            lines.append(meeting)
         look = Look(self.board)
         if TIMED_OUT.search(how.message):
             for hidden in reversed([*look.unseen()]):  # of several waits in C++, show the first
@@ -371,7 +390,14 @@ class Session:
         if noted is not None:
             code, place = noted
             return f"rank {rank} called os._exit({code})\n  {describe_place(place)}"
-        said = f"rank {rank} died without a word; torchrun says how."
+        time.sleep(EXITS_S)
+        code = self._codes.get(rank)
+        if code:
+            said = how_it_fell(rank, code, self._memory.shortage())
+        else:
+            said = f"rank {rank} died without a word; torchrun says how."
+        if code == -signal.SIGKILL and not self._memory.shortage():
+            said += f"\n  Memory wasn't short{self._memory.in_words()}."
         for call in self.board.records(rank)[-1:]:
             where = "in" if call.done is None else "after"
             said += f"\n  {where} {call.call}, {describe_place(call.place)}"

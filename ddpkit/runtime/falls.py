@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..tools.units import name_ranks
 from .look import Look
@@ -22,10 +23,29 @@ LOST_PEER = re.compile(
 NETWORK = "RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError"
 FAULT = re.compile("CUDA error|Assertion")
 SIGNALS = {
+    "SIGBUS": "It touched a mapped file beyond its end: is the disk, or /dev/shm, full?",
     "SIGKILL": "Something outside killed it; most often the machine had no memory left.",
     "SIGSEGV": "It touched memory that isn't its own: a fault in compiled code.",
     "SIGABRT": "Compiled code gave up; its last output says why.",
+    "SIGTERM": "Another process ended it: a scheduler at a time limit, or somebody's kill.",
 }
+RENDEZVOUS = [  # (pattern of an error, what happened, what to check)
+    (
+        r"Timed out after (\d+) seconds waiting for clients. (\d+)/(\d+) clients joined",
+        "after {} s, {} of {} ranks had come to init_process_group.",
+        "Is every rank started, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT?",
+    ),
+    (
+        r"client socket has timed out after (\w+) while trying to connect to \((.*?)\)",
+        "in {}, nothing answered at {}.",
+        "Is rank 0 started, is MASTER_ADDR its address, and does no firewall block the port?",
+    ),
+    (
+        r"Rendezvous(Timeout|Connection)Error",
+        "torchrun didn't find its other machines ({}).",
+        "Does it run on all --nnodes machines, with one --rdzv-id and one --rdzv-endpoint?",
+    ),
+]
 JOINED = "Both are done for you: leave out init_process_group and destroy_process_group."
 MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
     "name 'rank' is not defined": "A rank asks for its number: rank = dist.get_rank().",
@@ -124,25 +144,28 @@ def _anonymous(message: str) -> str:
 # The text of a report.
 
 
-def explain_fall(
-    fallen: dict[int, Fall],
-    look: Look,
-    noted: Callable[[int], tuple | None],
-    printed: Callable[[int], str],
-    place: Callable[[int], tuple | None],
-) -> tuple[int, str]:
-    """Return (the rank that failed first, the text of what happened to it and to the others).
+class Witness(Protocol):
+    """A `Watch`, and the facts about ranks that only it has."""
 
-    fallen: {rank: how it fell}. noted(rank): the result of `exits.noted_exit`. printed(rank): the
-    rank's output. place(rank): the line at which it computes.
+    def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...  # as in `exits`
+    def printed(self, rank: int) -> str: ...
+    def place(self, rank: int) -> tuple | None: ...  # the line at which it computes
+    def shortage(self) -> str: ...  # of memory, as in `FreeMemory`
+
+
+def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple[int, str]:
+    """Return (the rank that fell first, what happened to it and to the others).
+
+    fallen: {rank: how it fell}.
     """
     culprit, alike = first_to_fall(fallen)
     how = fallen[culprit]
-    lines = [how_it_fell(culprit, how)]
-    if noted(culprit) is not None:
-        lines.append(f"  {describe_place(noted(culprit)[1])}")
+    lines = [how_it_fell(culprit, how, witness.shortage())]
+    noted = witness.noted_exit(culprit)
+    if noted is not None:
+        lines.append(f"  {describe_place(noted[1])}")
     if how == -signal.SIGABRT:  # each thread of a kernel says so, and hundreds of lines follow
-        faults = [line for line in printed(culprit).splitlines() if FAULT.search(line)]
+        faults = [line for line in witness.printed(culprit).splitlines() if FAULT.search(line)]
         lines += [f"  {line.strip()}" for line in faults[:1]]
     if isinstance(how, Failure):
         lines += lines_of(how.frames)
@@ -151,25 +174,38 @@ def explain_fall(
     if isinstance(how, Failure):
         lines += [means for says, means in MEANS.items() if says in how.message]
     others = (s.rank for s in look.now if s.rank not in (culprit, *alike) and s.state != "idle")
-    said = [what_became_of(rank, look, fallen.get(rank), place) for rank in others]
+    said = [what_became_of(rank, look, fallen.get(rank), witness.place) for rank in others]
     if said:
         lines += ["The others were ended:", *said]
-    last = printed(culprit).strip().splitlines()[-LAST_LINES:]
+    last = witness.printed(culprit).strip().splitlines()[-LAST_LINES:]
     if last:
         lines += [f"Rank {culprit}'s last output:", *(f"  {line}" for line in last)]
     return culprit, "\n".join(lines)
 
 
-def how_it_fell(rank: int, how: Fall) -> str:
-    """Say how a rank failed: 'rank 2 raised ValueError: ...', 'rank 2 was killed by SIGKILL.'"""
+def how_it_fell(rank: int, how: Fall, shortage: str = "") -> str:
+    """Say how a rank fell: 'rank 2 raised ValueError: ...', 'rank 2 was killed by SIGKILL.'
+
+    shortage: of memory, in words, if there was one.
+    """
     if isinstance(how, Failure):
         message = "lost its connection to another rank" if lost_peer(how) else how.message
         return f"rank {rank} raised {how.kind}: {message}".removesuffix(": ")
     if how >= 0:
         return f"rank {rank} exited with code {how}, in the middle of its work."
     name = signal.Signals(-how).name if -how in iter(signal.Signals) else f"signal {-how}"
-    hint = f"\n  {SIGNALS[name]}" if name in SIGNALS else ""
-    return f"rank {rank} was killed by {name}.{hint}"
+    hint = SIGNALS.get(name, "")
+    if name == "SIGKILL":
+        hint = shortage or hint
+    return f"rank {rank} was killed by {name}." + (f"\n  {hint}" if hint else "")
+
+
+def explain_rendezvous(message: str) -> str | None:
+    """Explain an error of ranks, or of torchrun's agents, that didn't find each other; or None."""
+    for pattern, happened, check in RENDEZVOUS:
+        if found := re.search(pattern, message):
+            return f"rendezvous: {happened.format(*found.groups())}\n  {check}"
+    return None
 
 
 def lines_of(frames: list[tuple[str, int, str]]) -> list[str]:
@@ -199,8 +235,9 @@ def what_became_of(
         where = f"\n  {lines_of(frames)[-1]}" if frames else ""
         return f"  R{how_it_fell(rank, how)[1:]}{where}"
     s = look.now[rank]
-    if s.state == "returned":
-        return f"  Rank {rank} had returned."
+    if s.state in ("returned", "starting"):
+        had = "had returned" if s.state == "returned" else "hadn't joined the world"
+        return f"  Rank {rank} {had}."
     for record in reversed(look.records[rank]):
         if record.done is None:
             return f"  Rank {rank} was in {record.call}, {describe_place(record.place)}"

@@ -5,10 +5,16 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections import deque
 from pathlib import Path
+
+from ..tools.units import binary_size
 
 # Versions of torch, as in pyproject.toml: ddpkit was tried with these and all between.
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+EVERY_S = 0.25  # between two samples of the free memory
+SHORT = 0.1  # a part of all memory, below which memory is short
 
 
 def torch_requirement() -> str:
@@ -49,6 +55,46 @@ def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
         limit, used = (int((cgroup / f"memory.{what}").read_text()) for what in ("max", "current"))
         total, free = min(total, limit), min(free, limit - used)
     return total, free
+
+
+class FreeMemory:
+    """The free memory of the last seconds, to explain why a process was killed."""
+
+    def __init__(self):
+        self._looked = 0.0
+        self._lowest = deque(maxlen=8)  # (free, total), one each `EVERY_S`
+        self._killed = oom_kills()
+        self.look()
+
+    def look(self) -> None:
+        """Take a sample, unless one has just been taken."""
+        now = time.monotonic()
+        if now - self._looked > EVERY_S:
+            self._looked = now
+            total, free = memory_bytes()
+            self._lowest.append((free, total))
+
+    def shortage(self) -> str:
+        """Say that memory ran out, if the kernel counts a kill for it or little was free; or ''."""
+        free, total = min(self._lowest, default=(0, 0))
+        if oom_kills() > self._killed:
+            return f"The kernel killed it because memory ran out{self.in_words()}."
+        if total and free < SHORT * total:
+            return f"Something outside killed it, most likely for memory{self.in_words()}."
+        return ""
+
+    def in_words(self) -> str:
+        """Write ': 120 MiB of 7.8 GiB were free shortly before', '' where that isn't known."""
+        free, total = min(self._lowest, default=(0, 0))
+        before = f": {binary_size(free)} of {binary_size(total)} were free shortly before"
+        return before if total else ""
+
+
+def oom_kills(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Count the processes that the kernel has killed for memory in this container, 0 if unknown."""
+    with contextlib.suppress(OSError, AttributeError):
+        return int(re.search(r"oom_kill (\d+)", (cgroup / "memory.events").read_text())[1])
+    return 0
 
 
 LOOK = """

@@ -11,6 +11,7 @@ from .board import MESSAGES, STARTING, Board
 from .errors import HangError, LaunchError, NoGpu, RankError, shown
 from .falls import Failure, Fall, explain_fall, lost_peer
 from .look import INSIDE, ON_STREAM, Look
+from .machine import FreeMemory
 from .output import Output, label, shorten
 from .place import is_installed, is_library, is_pythons
 from .report import ends_by_itself, explain_deadlock, explain_mismatch, let_go, report
@@ -42,6 +43,7 @@ class Watch:
         self.pending: list[processes.Rank] = []
         self.quiet_since = time.perf_counter()  # the moment when a rank last made or ended a call
         self.connecting_since = math.inf  # seconds from the start until all ranks were connecting
+        self._memory = FreeMemory()
         self.output = [Output(rank.assignment.path("output"), fresh) for rank in ranks]
 
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
@@ -80,6 +82,7 @@ class Watch:
                 self._show_new_lines()
             for text in self.output:
                 text.trim()
+            self._memory.look()
             now = time.perf_counter()
             before, events = events, self.board.events()
             if events != before:
@@ -210,11 +213,11 @@ class Watch:
         """Return the report, with the current lines of computing ranks. stuck: as in `report`."""
         for s in look.now:
             if s.state in ("computing", "starting"):
-                s.place = s.place or self._place(s.rank)
+                s.place = s.place or self.place(s.rank)
         return report(headline, advice, look, stuck)
 
-    def _place(self, rank: int) -> tuple[str, int, str] | None:
-        """Return the line of the user's code that a rank's main thread is at, or None."""
+    def place(self, rank: int) -> tuple[str, int, str] | None:
+        """Return the line of the reader's own code that a rank's main thread is at."""
         stack = self.ranks[rank].ask_stack()
         outside_torch = [frame for frame in stack if not is_library(frame[0])]
         own = (frame for frame in outside_torch if not is_installed(frame[0]))
@@ -271,15 +274,19 @@ class Watch:
         if different:
             self._raise_hang(*explain_mismatch(different), look)
         fallen = {r: how for r, how in sorted(fallen.items()) if how is not None}
-        told = self._noted_exit, self._printed, self._place
-        culprit, text = explain_fall(fallen, look, *told)
+        culprit, text = explain_fall(fallen, look, self)
         self.fail(RankError, text, rank=culprit)
 
-    def _noted_exit(self, rank: int):
+    # The witness of `explain_fall`.
+
+    def noted_exit(self, rank: int) -> tuple[int, tuple] | None:
         return exits.noted_exit(self.ranks[rank].assignment.path("exit").parent, rank)
 
-    def _printed(self, rank: int) -> str:
+    def printed(self, rank: int) -> str:
         return self.output[rank].read()
+
+    def shortage(self) -> str:
+        return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):
         """Raise a LaunchError with the ranks' output and records."""

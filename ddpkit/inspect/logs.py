@@ -1,0 +1,197 @@
+"""Explain torchrun's logs: which rank fell first and why, and which ranks only followed.
+
+torchrun's own summary, `ChildFailedError`, names the rank whose exit it noticed first, which is
+often a rank that only lost its connection. Here tracebacks, exit codes and torchrun's messages are
+read together, from the text of a terminal or from the files of `torchrun --log-dir`.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..runtime.falls import (
+    FAULT,
+    Failure,
+    explain_rendezvous,
+    first_to_fall,
+    how_it_fell,
+    lost_peer,
+)
+from ..runtime.place import is_installed, is_library, short_path
+from ..tools.units import name_ranks
+from .dumps import LIBRARY
+
+MOST_BYTES = 50_000_000  # of a log file that are read, from its end
+TORCHRUN = re.compile(r"torch.distributed.elastic|ChildFailedError|^Traceback|\[rank\d+\]", re.M)
+PREFIX = re.compile(r"\[(?:rank|[A-Za-z_]+)(\d+)\]:\s?")  # torch's own, and that of --tee
+FRAME = re.compile(r'\s+File "(.*?)", line (\d+), in (.*)')
+ERROR = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?$")
+SUMMARY = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\n.*?exitcode +: (-?\d+) \(pid")
+WATCHDOG = re.compile(r"\[Rank (\d+)\].*Watchdog caught collective operation timeout.*OpType=(\w+)")
+BY_TORCHRUN = -15  # SIGTERM, by which torchrun ends the ranks that are left
+
+
+@dataclass
+class Log:
+    """The evidence in a log, each by rank. failures: its last traceback; codes: its exit code, as
+    torchrun tells it; waited: the op in which NCCL's watchdog ended it.
+
+    unnamed: tracebacks without a rank. source: {(file, line): the text of the line}.
+    """
+
+    text: str
+    failures: dict[int, Failure] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
+    waited: dict[int, str] = field(default_factory=dict)
+    unnamed: list[Failure] = field(default_factory=list)
+    source: dict[tuple[str, int], str] = field(default_factory=dict)
+
+
+def find_logs(path: Path) -> list[Path]:
+    """List the log files of a path: itself, or those of torchrun's last attempt in a folder."""
+    if path.is_file():
+        return [path]
+    found = sorted(path.rglob("std*.log")) or sorted(path.glob("*.log"))
+    attempts = [re.search(r"attempt_(\d+)", str(file)) for file in found]
+    last = max((int(attempt[1]) for attempt in attempts if attempt), default=None)
+    return [f for f, a in zip(found, attempts, strict=True) if not a or int(a[1]) == last]
+
+
+def read_log(files: list[Path]) -> Log:
+    """Read log files. ValueError: nothing in them is torchrun's, or a traceback."""
+    log = Log("")
+    for file in files:
+        with open(file, "rb") as opened:
+            opened.seek(max(0, file.stat().st_size - MOST_BYTES))
+            text = opened.read().decode(errors="replace")
+        local = file.parent.name if file.name.startswith("std") else ""
+        owner = int(local) if local.isdigit() else None
+        _read_tracebacks(log, text, owner)
+        log.text += text
+    if not TORCHRUN.search(log.text):
+        names = ", ".join(file.name for file in files) or "no log"
+        raise ValueError(f"expected a log of torchrun's, or a folder of dumps, got {names}")
+    log.codes = {int(rank): int(code) for rank, code in SUMMARY.findall(log.text)}
+    log.waited = {int(rank): op.lower() for rank, op in WATCHDOG.findall(log.text)}
+    return log
+
+
+def _read_tracebacks(log: Log, text: str, owner: int | None) -> None:
+    """Collect tracebacks. Ranks write at the same time, so each rank's lines are read apart.
+
+    owner: the rank of lines without a prefix, where known.
+    """
+    lines_of: dict[int | None, list[tuple[int, str]]] = {}
+    for number, line in enumerate(text.splitlines()):
+        rank = owner
+        while prefix := PREFIX.match(line):  # --tee's prefix, then torch's
+            rank = int(prefix[1])
+            line = line[prefix.end() :]
+        lines_of.setdefault(rank, []).append((number, line))
+    for rank, lines in lines_of.items():
+        for failure in _tracebacks(lines, log.source):
+            if rank is not None:
+                log.failures[rank] = failure
+            elif failure.kind != "ChildFailedError":  # torchrun's own
+                log.unnamed.append(failure)
+
+
+def _tracebacks(lines: list[tuple[int, str]], source: dict) -> Iterator[Failure]:
+    frames = None
+    for number, line in lines:
+        if line.startswith("Traceback (most recent call last)"):
+            frames = []
+        elif frames is None:
+            continue
+        elif frame := FRAME.match(line):
+            frames.append((frame[1], int(frame[2]), frame[3]))
+        elif line.startswith(" "):
+            if frames and line.strip(" ^~"):
+                source.setdefault(frames[-1][:2], line.strip())
+        else:
+            if error := ERROR.match(line):
+                kind = error[1].rpartition(".")[2]
+                yield Failure(kind, error[2] or "", frames, float(number))
+            frames = None
+
+
+def explain_log(log: Log) -> str:
+    """Say which rank fell first, how and on which line, and what became of the others."""
+    fallen = {**log.codes, **log.failures}
+    own = {rank: how for rank, how in fallen.items() if not _only_followed(log, rank, how)}
+    meeting = explain_rendezvous(log.text)
+    raised = [how.message for how in own.values() if isinstance(how, Failure)]
+    if meeting and all(map(explain_rendezvous, raised)):
+        return meeting
+    if own:
+        culprit, alike = first_to_fall(own)
+        lines = list(_how_it_fell(log, culprit, own[culprit]))
+        if alike:
+            lines.append(f"{name_ranks(alike).capitalize()} failed in the same way.")
+    else:
+        culprit, alike = None, []
+        lines = list(_no_culprit(log, fallen))
+    others = [rank for rank in sorted(fallen) if rank not in (culprit, *alike)]
+    if others:
+        lines.append("The others fell because of it:" if own else "The ranks in this log:")
+    for rank in others:
+        lines.append(f"  {_how_it_followed(log, rank, fallen[rank], culprit)}")
+    return "\n".join(lines)
+
+
+def _only_followed(log: Log, rank: int, how: Failure | int) -> bool:
+    """Tell whether a rank lost its connection, was ended by torchrun, or by NCCL's watchdog."""
+    return lost_peer(how) or how == BY_TORCHRUN or rank in log.waited
+
+
+def _how_it_fell(log: Log, rank: int, how: Failure | int) -> Iterator[str]:
+    code = log.codes.get(rank)
+    if how == 1 and log.unnamed:  # its traceback has no prefix: it failed before it joined
+        how = log.unnamed[0]
+    yield how_it_fell(rank, how)
+    if isinstance(how, Failure):
+        yield from (f"  {line}" for line in _lines(log, how))
+    if code is not None and code < 0 and isinstance(how, Failure):
+        yield f"  Then {how_it_fell(rank, code)}"
+    if code == -6:
+        faults = [line.strip() for line in log.text.splitlines() if FAULT.search(line)]
+        yield from (f"  {line}" for line in faults[:1])
+
+
+def _how_it_followed(log: Log, rank: int, how: Failure | int, culprit: int | None) -> str:
+    because = "" if culprit is None else f", because of rank {culprit}"
+    if rank in log.waited:
+        return f"Rank {rank} waited in {log.waited[rank]} until NCCL's watchdog ended it."
+    if how == BY_TORCHRUN:
+        return f"Rank {rank} was ended by torchrun, by SIGTERM{because}."
+    if lost_peer(how):
+        *_, line = _lines(log, how) or ["?"]
+        return f"Rank {rank} lost its connection to another rank, {line}"
+    return f"R{how_it_fell(rank, how)[1:]}"
+
+
+def _no_culprit(log: Log, fallen: dict) -> Iterator[str]:
+    """Say what is known where every rank in the log only followed."""
+    if log.waited:
+        ops = " and ".join(sorted(set(log.waited.values())))
+        yield f"every rank in this log waited in {ops}, until NCCL's watchdog ended it."
+        yield "  Write dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000), and explain their folder."
+        return
+    silent = sorted(set(range(max(fallen, default=-1) + 1)).difference(fallen))
+    names = f", perhaps {name_ranks(silent)}," if silent else ""
+    yield "no rank in this log fell by itself."
+    yield f"  A rank that isn't listed{names} left with code 0 while these still waited for it, or"
+    yield "  the log of another machine has the cause."
+
+
+def _lines(log: Log, how: Failure) -> list[str]:
+    """Trace the reader's own lines of a failure, with the text that the log has of them."""
+    own = [f for f in how.frames if not is_library(f[0]) and not LIBRARY.search(f[0])]
+    own = [f for f in own if not is_installed(f[0])] or own or how.frames[-1:]
+    lines = []
+    for file, line, function in own:
+        where = f"{short_path(file)}:{line}" + ("" if function == "<module>" else f" in {function}")
+        text = log.source.get((file, line))
+        lines.append(f"{where}: {text}" if text else where)
+    return lines

@@ -1,0 +1,142 @@
+"""`python -m ddpkit.explain LOGS`: torchrun's logs, read again, name the rank that fell first."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from outside import FREEZE_S
+
+from ddpkit.inspect.explain import main
+from ddpkit.inspect.logs import explain_log, find_logs, read_log
+
+SCRIPT = """\
+import os, signal, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+how = sys.argv[1]
+if how == "early" and os.environ["RANK"] == "1":
+    raise RuntimeError("no such file: tokens.bin")
+dist.init_process_group("gloo", timeout=timedelta(seconds=9 if how == "early" else 99))
+if dist.get_rank() == 1:
+    if how == "raise":
+        raise ValueError("the batch is empty")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "leave":
+        os._exit(0)
+dist.all_reduce(torch.ones(2))
+"""
+CALL = "train.py:17: dist.all_reduce(torch.ones(2))"
+FOLLOWED = f"The others fell because of it: Rank 0 lost its connection to another rank, {CALL}"
+TOLD = {
+    "raise": 'rank 1 raised ValueError: the batch is empty train.py:12: raise ValueError("the '
+    f'batch is empty") {FOLLOWED}',
+    "kill": "rank 1 was killed by SIGKILL. Something outside killed it; most often the machine had "
+    f"no memory left. {FOLLOWED}",
+    "leave": "no rank in this log fell by itself. A rank that isn't listed left with code 0 while "
+    "these still waited for it, or the log of another machine has the cause. The ranks in this log: "
+    f"Rank 0 lost its connection to another rank, {CALL}",
+    "early": "rank 1 raised RuntimeError: no such file: tokens.bin train.py:8: raise "
+    'RuntimeError("no such file: tokens.bin") The others fell because of it: Rank 0 was ended by '
+    "torchrun, by SIGTERM, because of rank 1.",
+}
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory) -> dict[str, Path]:
+    """Run the script once for each way to fall, all at the same time, under torchrun itself."""
+    folder = tmp_path_factory.mktemp("logs")
+    (folder / "train.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    running = {}
+    for how in TOLD:
+        more = [f"--log-dir={folder / 'each'}", "--redirects=3"] if how == "raise" else []
+        command = [*torchrun, *more, str(folder / "train.py"), how]
+        with open(folder / f"{how}.txt", "w") as file:
+            environ = os.environ | {"OMP_NUM_THREADS": "1"}
+            running[how] = subprocess.Popen(command, stdout=file, stderr=file, env=environ)
+    for process in running.values():
+        assert process.wait(FREEZE_S) == 1
+    return {how: folder / f"{how}.txt" for how in TOLD} | {"each": folder / "each"}
+
+
+def explain(path: Path) -> str:
+    return " ".join(explain_log(read_log(find_logs(path))).split())
+
+
+@pytest.mark.parametrize("how", ["kill", "leave", "early"])
+def test_the_first_to_fall_is_named_and_those_that_followed(how, logs):
+    assert explain(logs[how]) == TOLD[how]
+
+
+def test_a_folder_of_logs_is_read_as_one(logs, tmp_path):
+    """The ranks' own files have the tracebacks, the terminal's has the exit codes."""
+    assert explain(logs["each"]) == TOLD["raise"]
+    codes = read_log(find_logs(logs["raise"])).codes
+    assert codes[1] == 1
+    assert set(codes) <= {0, 1}
+
+
+def test_the_command_explains_a_log(logs, capsys):
+    assert main([str(logs["kill"])]) == 0
+    assert capsys.readouterr().out.startswith("rank 1 was killed by SIGKILL.\n  Something outside")
+
+
+MEET = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+dist.init_process_group(
+    "gloo", "tcp://127.0.0.1:" + sys.argv[1], timedelta(seconds=1), 2, int(sys.argv[2])
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "says"),
+    [
+        ("0", r"rendezvous: after \d s, 1 of 2 ranks had come to init_process_group\."),
+        ("1", r"rendezvous: in 1000ms, nothing answered at 127.0.0.1, \d+\. Is rank 0 started"),
+    ],
+)
+def test_ranks_that_did_not_meet(rank, says, tmp_path):
+    port = str(21_000 + os.getpid() % 10_000)
+    command = [sys.executable, "-c", MEET, port, rank]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=FREEZE_S)
+    (tmp_path / "log.txt").write_text(run.stderr)
+    assert re.match(says, explain(tmp_path / "log.txt"))
+
+
+WATCHDOG = (
+    "[rank{0}]:[E1124 torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:683] [Rank {0}] Watchdog "
+    "caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=2, "
+    "NumelOut=2, Timeout(ms)=600000) ran for 600013 milliseconds before timing out.\n"
+)
+KEYS = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in f
+[rank1]: KeyError: 'x'
+"""
+
+
+def test_nccls_watchdog_ends_those_that_waited(tmp_path):
+    """Its lines as ProcessGroupNCCL.cpp writes them: there is no GPU to write them here."""
+    path = tmp_path / "log.txt"
+    path.write_text(WATCHDOG.format(0) + KEYS)
+    assert explain(path) == "rank 1 raised KeyError: 'x' train.py:3 in f"
+    path.write_text(WATCHDOG.format(0) + WATCHDOG.format(1))
+    assert explain(path).startswith("every rank in this log waited in allreduce, until NCCL's")
+
+
+@pytest.mark.parametrize("text", ["", "epoch 1, loss 2.3\n", "\x00\xff"])
+def test_what_is_no_log_of_torchruns(text, tmp_path, capsys):
+    (tmp_path / "log.txt").write_text(text)
+    assert main([str(tmp_path / "log.txt")]) == 1
+    assert "expected a log of torchrun's, or a folder of dumps, got log.txt" in (
+        capsys.readouterr().err
+    )
