@@ -249,7 +249,7 @@ def test_a_rank_takes_its_gpu_before_it_loads_the_call(monkeypatch, tmp_path):
     recorder = SimpleNamespace(settle=lambda: None, records=[], board=SimpleNamespace())
     recorder.board.set_state = lambda *_: None
     monkeypatch.setattr(worker, "become_rank", lambda *_: recorder)
-    monkeypatch.setattr(worker, "join", lambda *_: note("joins"))
+    monkeypatch.setattr(worker, "join_world", lambda *_: note("joins"))
     monkeypatch.setattr(worker, "wait_to_be_ended", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: note(str(device)))
     SAID.clear()

@@ -315,7 +315,7 @@ except OSError:
 
 
 def test_ranks_that_load_the_call_for_long_have_all_the_time_to_connect():
-    loads, connects = [(worker.__file__, 1, "main")], [(worker.__file__, 2, "join")]
+    loads, connects = [(worker.__file__, 1, "main")], [(worker.__file__, 2, "join_world")]
     stacks = {20: loads, 35: connects, 40: loads, 70: connects, 99: connects, 101: connects}
     asked, told = [], []
     rank = types.SimpleNamespace(rank=0, is_stopped=False, ask_stack=lambda: asked[-1])

@@ -39,7 +39,8 @@ TOLD = {
     "kill": "rank 1 was killed by SIGKILL. Something outside killed it; most often the machine had "
     f"no memory left. {FOLLOWED}",
     "leave": "no rank in this log fell by itself. A rank that isn't listed left with code 0 while "
-    "these still waited for it, or the log of another machine has the cause. The ranks in this log: "
+    "these still waited for it, or the log of another machine has the cause. The ranks in this log"
+    ": "
     f"Rank 0 lost its connection to another rank, {CALL}",
     "early": "rank 1 raised RuntimeError: no such file: tokens.bin train.py:8: raise "
     'RuntimeError("no such file: tokens.bin") The others fell because of it: Rank 0 was ended by '

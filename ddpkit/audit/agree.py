@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from ..tensor_parallel.split import SplitLayer
+
 
 def agree(
     module: nn.Module,
@@ -54,7 +56,8 @@ def replicated(
     names = {}
     for path, parameter in module.named_parameters():
         owner, _, name = path.rpartition(".")
-        shard = name in getattr(module.get_submodule(owner), "split", {})
+        layer = module.get_submodule(owner)
+        shard = isinstance(layer, SplitLayer) and name in layer.split
         if shard or hasattr(parameter, "full_tensor"):
             continue
         names[parameter] = path

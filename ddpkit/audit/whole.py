@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..fsdp import FSDP
 from ..fsdp.by_hand import gather_rows
-from ..tensor_parallel.split import join
+from ..tensor_parallel.split import SplitLayer, join
 from ..zero import Bucket, ZeroOptimizer
 
 
@@ -20,7 +20,7 @@ def whole_tensor(root: nn.Module, path: str, value: Tensor | None) -> Tensor | N
         return None
     owner, _, name = path.rpartition(".")
     layer = root.get_submodule(owner)
-    if name in getattr(layer, "split", {}):  # ddpkit.tensor_parallel
+    if isinstance(layer, SplitLayer) and name in layer.split:
         dim, hands = layer.split[name]
         return join(value, dim, hands, layer.group)
     if isinstance(root, FSDP):

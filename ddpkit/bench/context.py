@@ -79,7 +79,7 @@ def counted(name: str, tokens: int, world_size: int) -> dict[str, str]:
 
 
 def experts_contest(rows: int, group: ProcessGroup) -> Contest:
-    """Make the contest of ours and a loop over all experts with masks, both on one process."""
+    """Make the contest between ours and a loop over all experts with masks, both on one process."""
     torch.manual_seed(0)
     layer, x = MixtureOfExperts(128, 256), torch.randn(rows, 128)
 

@@ -74,7 +74,7 @@ class Conductor:
         """Drop the weights; see to it that backward begins with `before_backward(unit)`."""
         if unit.in_backward:  # a checkpoint calls the unit again: its weights are needed now
             return output
-        # No backward will follow, so nobody needs the weights: the root's go, too.
+        # No backward will follow, so the weights aren't needed: the root's also go.
         if not torch.is_grad_enabled():
             if not self.in_backward:
                 unit.drop()

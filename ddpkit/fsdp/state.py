@@ -116,7 +116,7 @@ def load(
         make_state(optimizer)
     state = checkpoint_of(model, optimizer)
     check_fits(dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata, state)
-    # Phase 2: each rank reads its rows, whoever wrote them.
+    # Phase 2: each rank reads its rows, whichever rank wrote them.
     group = model.group if sharded else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # for a plain module

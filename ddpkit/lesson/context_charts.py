@@ -121,7 +121,9 @@ def score_player(runs: Mapping[str, Iterable[tuple[list[Seen], float]]]) -> Step
 
     runs: {name of the deal: what `blocks_computed` returned, by rank}.
     """
-    by_deal = {name: [seen for seen, _ in run] for name, run in runs.items()}
+    by_deal = {}
+    for name, run in runs.items():
+        by_deal[name] = [seen for seen, _ in run]
     hops = len(next(iter(by_deal.values())))
 
     def look(hop: int) -> tuple[str, Picture]:
