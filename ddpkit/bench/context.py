@@ -31,7 +31,7 @@ GOALS = [Goal(ZIGZAG, RING, 1.0, "2 ranks"), Goal(OURS, PLAIN, 1.0)]
 HEADS, KV_HEADS, WIDTH = 8, 4, 64
 LEGEND = f"""\
 Time: the median, causal, {HEADS} heads, {KV_HEADS} of keys and values, {WIDTH} wide.
-Sent: bytes of a rank. Scores: of a head, the idlest and the busiest rank.
+Sent: bytes of a rank. Scores: of a head, the idlest and busiest rank.
 Plain torch: a loop over experts with masks, on one process, as ours.
 {SPEED}"""
 
