@@ -399,3 +399,10 @@ def test_the_budget_counts_calls_by_rank():
     )
     assert unchanged(run, launch(step, 0, world_size=2))
     assert not unchanged(run, more)
+
+
+def test_a_parameter_that_no_rank_has_is_told():
+    alone = tape_of()
+    alone.begin["head"] = alone.begin["w"]
+    told = str(compare(alone, [tape_of(), tape_of()]))
+    assert "at the start, parameter of head: ×0, on every rank" in told

@@ -163,6 +163,12 @@ def judge(
     found: dict[tuple, Difference] = {}
     for name, x in expected.items():
         holders = [rank for rank, tensors in enumerate(of) if name in tensors]
+        if not holders:  # the parallel model lacks it, on every rank
+            key = "missing", what
+            everyone = tuple(range(len(of)))
+            lost = Difference(step, what, [], everyone, True, 0.0, 1.0, of=there)
+            found.setdefault(key, lost).names.append(name)
+            continue
         values = {rank: of[rank][name] for rank in holders}
         wrong = {}
         for rank, value in values.items():

@@ -105,7 +105,7 @@ class Tape:
                 if not self.steps:
                     self.begin = self.whole(lambda parameter: parameter)
                 self.steps.append(Step())
-            if not self.updated and first is not None and first.numel() == 1:
+            if not self.updated and isinstance(first, Tensor) and first.numel() == 1:
                 self.steps[-1].losses.append(first.item())
             return backward(tensors, *args, **kwargs)
 
