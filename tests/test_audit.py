@@ -406,3 +406,11 @@ def test_a_parameter_that_no_rank_has_is_told():
     alone.begin["head"] = alone.begin["w"]
     told = str(compare(alone, [tape_of(), tape_of()]))
     assert "at the start, parameter of head: ×0, on every rank" in told
+
+
+def test_an_update_more_or_less_is_told():
+    longer = tape_of()
+    longer.steps.append(longer.steps[0])
+    report = compare(tape_of(), [tape_of(), longer])
+    assert not report.fine
+    assert "rank 1 made 2 updates, the serial run 1" in str(report)

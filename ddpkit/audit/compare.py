@@ -76,7 +76,7 @@ class Report:
 
     @property
     def fine(self) -> bool:
-        return not self.differences and self.steps > 0
+        return not self.differences and not self.causes and self.steps > 0
 
     def __str__(self) -> str:
         if self.steps == 0:
@@ -130,7 +130,16 @@ def compare(
         if differing(step, "parameter", ours.parameters, [each.parameters for each in theirs]):
             report.causes.append("gradients agree: look at the update (state, rate, who skips)")
             break
+    else:
+        report.causes += unequal_steps(serial, parallel)
     return report
+
+
+def unequal_steps(serial: Tape, parallel: list[Tape]) -> list[str]:
+    """Name the ranks that made fewer or more updates than the serial run, of those recorded."""
+    due = len(serial.steps)
+    counts = [(rank, len(tape.steps)) for rank, tape in enumerate(parallel)]
+    return [f"rank {rank} made {n} updates, the serial run {due}" for rank, n in counts if n != due]
 
 
 def with_names(tensors: dict, rename: dict[str, str]) -> dict:
