@@ -414,3 +414,19 @@ def test_an_update_more_or_less_is_told():
     report = compare(tape_of(), [tape_of(), longer])
     assert not report.fine
     assert "rank 1 made 2 updates, the serial run 1" in str(report)
+
+
+def test_two_optimizers_make_one_update():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model]
+    full = []
+    with Tape(2, when_full=full.append) as tape:
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if len(tape.steps) == 2 and not full:
+                after = [parameter.detach().clone() for parameter in model.parameters()]
+    assert [len(step.gradients) for step in tape.steps] == [4, 4]
+    assert all(map(torch.equal, tape.steps[-1].parameters.values(), after))
+    assert full == [tape]

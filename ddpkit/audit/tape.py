@@ -64,6 +64,7 @@ class Tape:
         self.calls = 0  # modules that are being called, one inside the other
         self.stepping = 0  # optimizers that are stepping, likewise
         self.updated = True  # since the last backward
+        self.full = False  # all steps are recorded
         self.listening = contextlib.ExitStack()
         for handle in (
             modules.register_module_forward_pre_hook(self.on_call),
@@ -100,11 +101,14 @@ class Tape:
 
         def heard(tensors, *args, **kwargs):
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-            if self.stepping == 0 and self.updated and len(self.steps) < self.most:
-                self.updated = False
-                if not self.steps:
-                    self.begin = self.whole(lambda parameter: parameter)
-                self.steps.append(Step())
+            if self.stepping == 0 and self.updated and not self.full:
+                if len(self.steps) < self.most:
+                    self.updated = False
+                    if not self.steps:
+                        self.begin = self.whole(lambda parameter: parameter)
+                    self.steps.append(Step())
+                else:
+                    self.fill()
             if not self.updated and isinstance(first, Tensor) and first.numel() == 1:
                 self.steps[-1].losses.append(first.item())
             return backward(tensors, *args, **kwargs)
@@ -122,12 +126,16 @@ class Tape:
 
     def on_stepped(self, *_) -> None:
         self.stepping -= 1
-        if self.stepping == 0 and self.steps and self.steps[-1].gradients:
-            if not self.updated or not self.steps[-1].parameters:
-                self.steps[-1].parameters = self.whole(lambda parameter: parameter)
+        # Of several optimizers the last one's step leaves the parameters of the whole update.
+        if self.stepping == 0 and self.steps and self.steps[-1].gradients and not self.full:
+            self.steps[-1].parameters = self.whole(lambda parameter: parameter)
             self.updated = True
-            if len(self.steps) == self.most and self.when_full:
-                self.when_full(self)
+
+    def fill(self) -> None:
+        """Record nothing more: the last update is over, since another backward begins."""
+        self.full = True
+        if self.when_full:
+            self.when_full(self)
 
     # Whole tensors, by the serial model's names
 
