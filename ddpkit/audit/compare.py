@@ -4,9 +4,11 @@ A factor names its cause: W is a sum where a mean is due, m a loss that wasn't d
 of micro-batches. So the report says the ratio where it is one number, and else that there is none.
 
 Tolerance. A sum of n numbers is off by at most (n-1)·ε/2 of its terms' sizes, whatever the order
-(Higham 2002, 4.2), and each of the d layers above hands its error on: to first order, gradients of
-two right runs differ by no more than ε·n·d of their length. An update adds a step's error to those
-before it. ε is that of the narrowest dtype. Where numbers are integers (`exact`), it is 0.
+(Higham 2002, 4.2); roundings that don't conspire stay within 6·√n·ε (Higham and Mary 2019). The
+smaller of the two is taken, or a long sum would hide a factor. Each of the d layers above hands its
+error on: to first order, gradients of two right runs differ by no more than d times that. An update
+adds a step's error to those before it. ε is that of the narrowest dtype. Where numbers are integers
+(`exact`), the tolerance is 0.
 """
 
 from dataclasses import dataclass, field
@@ -156,7 +158,8 @@ def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
 def first_tolerance(serial: Tape) -> float:
     floats = [x.dtype for x in serial.begin.values() if x.is_floating_point()]
     eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
-    return eps * serial.longest * max(1, serial.depth)
+    terms = min(serial.longest, 6 * serial.longest**0.5)
+    return eps * terms * max(1, serial.depth)
 
 
 # One kind of tensor, in one step

@@ -49,15 +49,15 @@ def finite(module: nn.Module) -> Iterator[None]:
 
 
 def complain(told: str, results: list[Tensor], causes: list[Tensor], verb: str) -> None:
+    """Raise NotFinite if a result isn't finite, and say what it was made of."""
     for result in results:
-        if not result.isfinite().all():
-            kind = "NaN" if result.isnan().any() else "inf"
-            largest = max((x.abs().max().item() for x in causes if x.numel()), default=0.0)
-            raise (
-                NotFinite(f"{told} has {kind}; {verb} finite, at most {largest:.3g}")
-                if all(bool(x.isfinite().all()) for x in causes)
-                else NotFinite(f"{told} has {kind}, and {verb} not finite either")
-            )
+        if result.isfinite().all():
+            continue
+        kind = "NaN" if result.isnan().any() else "inf"
+        if not all(bool(cause.isfinite().all()) for cause in causes):
+            raise NotFinite(f"{told} has {kind}, and {verb} not finite either")
+        largest = max((cause.abs().max().item() for cause in causes if cause.numel()), default=0.0)
+        raise NotFinite(f"{told} has {kind}; {verb} finite, at most {largest:.3g}")
 
 
 def tensors(values: object) -> list[Tensor]:
