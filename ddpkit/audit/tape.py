@@ -57,7 +57,7 @@ class Tape:
         self.rank = 0
         self.world_size = 1
 
-    # What is heard
+    # Listening
 
     def __enter__(self) -> "Tape":
         self.roots: list[nn.Module] = []  # outermost modules, as they are called

@@ -51,7 +51,7 @@ def record(train: Callable[[], object], steps: int, with_sgd: bool) -> Tape:
 
 @contextlib.contextmanager
 def plain_sgd() -> Iterator[None]:
-    """Make `torch.optim.AdamW(...)` and its like plain SGD of the same rate, while inside."""
+    """Replace `torch.optim.AdamW` and its like by plain SGD of the same learning rate."""
     before = {name: getattr(torch.optim, name) for name in ADAPTIVE}
     for name in ADAPTIVE:
         setattr(torch.optim, name, _Plain)
