@@ -72,7 +72,10 @@ def explain(path: Path) -> str:
 
 @pytest.mark.parametrize("how", ["kill", "leave", "early"])
 def test_the_first_to_fall_is_named_and_those_that_followed(how, logs):
-    assert explain(logs[how]) == TOLD[how]
+    # Whether rank 0 sees the lost connection first or torchrun's SIGTERM is a race.
+    ended = "Rank 0 was ended by torchrun, by SIGTERM, because of rank 1."
+    lost = f"Rank 0 lost its connection to another rank, {CALL}"
+    assert explain(logs[how]) in (TOLD[how], TOLD[how].replace(lost, ended))
 
 
 def test_a_folder_of_logs_is_read_as_one(logs, tmp_path):
