@@ -1,0 +1,32 @@
+"""The ranks as a grid of axes, and the groups of ranks along each."""
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+from .config import AXES, TrainConfig
+
+
+class Mesh:
+    """groups: {axis: the ranks along it}, and "replicas": those along data and context together.
+
+    Ranks along the last axis, tensor, are neighbours: they talk most.
+    """
+
+    def __init__(self, config: TrainConfig, device: str):
+        shape = tuple(getattr(config, axis) for axis in AXES)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=AXES)
+        self.groups: dict[str, ProcessGroup] = {axis: mesh[axis].get_group() for axis in AXES}
+        # Data and context are neighbours in the grid, so one axis of both is the same grid.
+        if 1 in (config.data, config.context):
+            both = "context" if config.data == 1 else "data"
+            self.groups["replicas"] = self.groups[both]
+        else:
+            shape = config.pipeline, config.replicas, config.tensor
+            names = "pipeline", "replicas", "tensor"
+            flat = init_device_mesh(device, shape, mesh_dim_names=names)
+            self.groups["replicas"] = flat["replicas"].get_group()
+
+    def rank(self, axis: str) -> int:
+        """Return this rank's place along an axis."""
+        return dist.get_rank(self.groups[axis])

@@ -1,0 +1,160 @@
+"""This rank's part of a GPT: some of its layers, and of each of these its share among tensor ranks.
+
+Layer 0 is the embedding, layers 1 to L are the blocks, layer L+1 is norm and head. Parameters have
+the names that they have in the whole GPT, wherever they are.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .. import context_parallel
+from ..checkpointing import checkpoint
+from ..context_parallel.deal import NO_TARGET, contiguous, places, zigzag
+from ..experts import make_sparse
+from ..models import GPT
+from ..pipeline.stages import cut_layers, gpt_layers
+from ..tensor_parallel import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    vocabulary_cross_entropy,
+)
+from ..tensor_parallel.sequence import split_block
+from . import twin
+from .config import TrainConfig
+from .mesh import Mesh
+
+ATTENTION = {
+    "zigzag": context_parallel.zigzag_attention,
+    "ring": context_parallel.ring_attention,
+    "gathered": context_parallel.gathered_attention,
+    "all_to_all": context_parallel.all_to_all_attention,
+}
+
+
+def make_gpt(config: TrainConfig) -> GPT:
+    """Make the whole model, alike on every rank."""
+    torch.manual_seed(config.seed)
+    gpt = GPT(256, config.length, config.width, config.heads, config.layers, config.dropout)
+    if config.experts:
+        make_sparse(gpt, config.experts, config.top_k)
+    if config.exact:
+        twin.make_exact(gpt, config.seed)
+    return gpt
+
+
+def layers_of(config: TrainConfig, gpt: GPT, stage: int) -> range:
+    """Return the numbers of the layers of a stage, such that stages cost alike."""
+    ends = [0]
+    for layers in cut_layers(gpt_layers(gpt), config.pipeline):
+        ends.append(ends[-1] + len(layers))
+    return range(ends[stage], ends[stage + 1])
+
+
+def share(config: TrainConfig, mesh: Mesh, tokens: Tensor, padding: int = 0) -> Tensor:
+    """Return this context rank's tokens of whole sequences: (n, length) to (n, this rank's).
+
+    Where two chunks a rank don't divide the length, the end is filled with `padding`.
+    """
+    deal = zigzag if config.attention in ("zigzag", "gathered") else contiguous
+    chunks = deal(config.context)
+    filled = F.pad(tokens, (0, -config.length % (2 * config.context)), value=padding)
+    return filled[:, places(chunks, mesh.rank("context"), filled.shape[1])]
+
+
+class Part(nn.Module):
+    """Compute this rank's layers: tokens or the layer before in, logits or the next layer's out.
+
+    step, sample: what the random numbers of dropout follow from, with the seed and the layer: they
+    are then alike on tensor ranks, and on any mesh that cuts the batch alike.
+    """
+
+    def __init__(self, config: TrainConfig, gpt: GPT, mesh: Mesh):
+        super().__init__()
+        self.config = config
+        self.layers = layers_of(config, gpt, mesh.rank("pipeline"))
+        self.first = 0 in self.layers
+        self.last = config.layers + 1 in self.layers
+        self.tensor: ProcessGroup | None = None
+        self.step = self.sample = 0
+        self.places = torch.arange(config.length)
+        self.dropout = gpt.dropout
+        if self.first:
+            self.tokens = gpt.tokens
+            self.positions = gpt.positions
+        blocks = {str(n): gpt.blocks[n] for n in range(config.layers) if n + 1 in self.layers}
+        self.blocks = nn.ModuleDict(blocks)
+        if self.last:
+            self.norm = gpt.norm
+            self.head = gpt.head
+        if config.tensor > 1:
+            self.deal_out(gpt, mesh.groups["tensor"])
+        if config.context > 1:
+            self.share_sequence(mesh)
+
+    def deal_out(self, gpt: GPT, group: ProcessGroup) -> None:
+        """Replace layers by this rank's parts of them."""
+        self.tensor = group
+        if self.first:
+            self.tokens = VocabParallelEmbedding(gpt.tokens, group)
+        for name, block in self.blocks.items():
+            self.blocks[name] = split_block(block, group)
+        if self.last:
+            self.head = ColumnParallelLinear(gpt.head, group)
+        if self.first and self.last:  # one weight under two names, as in the model
+            self.head.weight = self.tokens.weight
+
+    def share_sequence(self, mesh: Mesh) -> None:
+        """Attend across the context ranks, whose keys and values aren't here."""
+        attention = partial(ATTENTION[self.config.attention], group=mesh.groups["context"])
+        for block in self.blocks.values():
+            block.attention = attention
+            block.repeats = 1
+        self.places = share(self.config, mesh, self.places[None], self.config.length - 1)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: tokens (n, length), int64, in the first stage; (n, length, width) in others."""
+        c = self.config
+        half = c.dtype != "float32" and c.sharding != "fsdp"  # FSDP converts by itself
+        dtype = getattr(torch, c.dtype) if half else torch.bfloat16
+        with torch.autocast(x.device.type, dtype, enabled=half):
+            if self.first:
+                self.draw(0)
+                x = self.dropout(self.tokens(x) + self.positions[self.places])
+            for name, block in self.blocks.items():
+                self.draw(1 + int(name))
+                # The state of the random numbers is part of what `checkpoint` keeps.
+                x = checkpoint(block, x) if c.recompute else block(x)
+            if self.last:
+                x = self.head(self.norm(x))
+        return x
+
+    def draw(self, layer: int) -> None:
+        """Let the random numbers of a layer begin where seed, step, sample and layer say."""
+        if self.config.dropout and self.training:
+            numbers = self.config.seed, self.step, self.sample, layer
+            torch.manual_seed(hash(numbers) % 2**63)
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Compute each target's cross-entropy in nats; NO_TARGET's is 0. (n, length) and so out."""
+        known = targets != NO_TARGET
+        targets = targets.where(known, 0)
+        if self.config.exact:
+            losses = twin.squares(logits, targets, self.start(), self.tensor)
+        elif self.tensor is not None:
+            losses = vocabulary_cross_entropy(logits, targets, self.start(), self.tensor)
+        else:
+            flat = logits.flatten(0, 1).float()
+            losses = F.cross_entropy(flat, targets.flatten(), reduction="none").view_as(targets)
+        return losses.where(known, 0)
+
+    def start(self) -> int:
+        """Return the first token of the vocabulary whose logits are here."""
+        if self.tensor is None:
+            return 0
+        _, hands = self.head.split["weight"]
+        return int(hands[dist.get_rank(self.tensor)][0])

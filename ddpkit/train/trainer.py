@@ -1,0 +1,249 @@
+"""One step of a training on a mesh: forward, backward, gradients averaged, clipped, applied."""
+
+import contextlib
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import experts
+from ..context_parallel.deal import NO_TARGET
+from ..fast.buckets import BucketedDDP
+from ..fast.fsdp import FSDP
+from ..fast.zero import ZeroOptimizer
+from ..mixed_precision import LossScaler
+from ..pipeline import Pipeline, PipelineStage, gpipe, one_f_one_b, zero_bubble
+from ..tensor_parallel import clip_grad_norm, count_copies
+from .config import TrainConfig
+from .data import Sequences, read
+from .mesh import Mesh
+from .part import Part, make_gpt, share
+from .twin import Sign
+
+SCHEDULES = {"1f1b": one_f_one_b, "gpipe": gpipe, "zero_bubble": zero_bubble}
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "sign": (Sign, {}),
+}
+
+
+class Trainer:
+    """This rank of a training: its part of the model, its optimizer, its sequences.
+
+    `step(n)` takes step n, which depends on the parameters, the optimizer's state and n alone:
+    saved and loaded, they go on where they were. Made and called on every rank.
+    """
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        self.mesh = Mesh(config, self.device.type)
+        self.sequences = Sequences(read(config.text), config.length, config.seed)
+        self.part = Part(config, make_gpt(config), self.mesh).to(self.device)
+        self.part.places = self.part.places.to(self.device)
+        # Who else has a parameter is known before FSDP or ZeRO cut it.
+        self.copies = self.count_copies()
+        self.wrap()
+        self.optimizer = self.make_optimizer()
+        self.scaler = LossScaler(dynamic=True) if config.dtype == "float16" else None
+        self.pipeline = self.make_pipeline() if config.pipeline > 1 else None
+        self.used: list[int] = []  # the sequences of this rank in the last step
+
+    def count_copies(self) -> dict[nn.Parameter, int]:
+        """{parameter: how many ranks hold it alike}, data and context ranks not counted."""
+        c = self.config
+        copies = dict.fromkeys(self.part.parameters(), 1)
+        if c.tensor > 1:
+            copies = count_copies(self.part, self.mesh.groups["tensor"])
+        if c.pipeline > 1 and (self.part.first or self.part.last):
+            copies[self.tied()] *= 2  # on the first and on the last stage
+        return copies
+
+    def tied(self) -> nn.Parameter | None:
+        """Return the weight that embedding and head share, if it is here."""
+        if self.part.first:
+            return self.part.tokens.weight
+        return self.part.head.weight if self.part.last else None
+
+    def wrap(self) -> None:
+        """Join what the replicas hold alike: whole in DDP, in shards in FSDP."""
+        c, replicas = self.config, self.mesh.groups["replicas"]
+        self.model: nn.Module = self.part
+        self.synced = contextlib.nullcontext  # what leaves the sending to the last micro-batch
+        if c.experts and c.share_experts:
+            experts.share_experts(self.part, self.mesh.groups["data"], self.mesh.groups["data"])
+            self.copies = dict.fromkeys(self.part.parameters(), 1)
+        elif c.sharding == "ddp":
+            self.model = BucketedDDP(self.part, group=replicas)
+            self.synced = self.model.no_sync
+        elif c.sharding == "fsdp":
+            dtype = None if c.dtype == "float32" else getattr(torch, c.dtype)
+            reduce_dtype = None if dtype is None else torch.float32
+            units = [f"blocks.{name}" for name in self.part.blocks]
+            self.model = FSDP(self.part, dtype, reduce_dtype, group=replicas, wrap=units)
+            self.synced = self.model.no_sync
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Make the optimizer, with weight decay for matrices only."""
+        c = self.config
+        kind, options = OPTIMIZERS[c.optimizer]
+        # A bucket of ZeRO has one group's parameters: they must be on equally many ranks.
+        groups: dict[tuple, list] = {}
+        for parameter, copies in self.copies.items():
+            if parameter.requires_grad:
+                decay = c.weight_decay if parameter.dim() > 1 else 0.0
+                groups.setdefault((decay, copies), []).append(parameter)
+        dealt = [{"params": found} for found in groups.values()]
+        if c.optimizer != "sign":
+            for group, (decay, _) in zip(dealt, groups, strict=True):
+                group["weight_decay"] = decay
+        if c.sharding == "zero1":
+            made = ZeroOptimizer(dealt, kind, group=self.mesh.groups["replicas"], lr=c.lr, **options)
+            self.synced = made.no_sync
+            return made
+        return kind(dealt, lr=c.lr, **options)
+
+    def make_pipeline(self) -> Pipeline:
+        c = self.config
+        rows = c.batch // (c.data * c.micro_batches)
+        dtype = torch.float64 if c.exact else torch.float32
+        receives = torch.empty(rows, len(self.part.places), c.width, dtype=dtype, device=self.device)
+        stage = Stage(self.model, self.mesh.rank("pipeline"), receives)
+        stage.trainer = self
+        schedule = SCHEDULES[c.schedule](c.pipeline, c.micro_batches)
+        group = self.mesh.groups["pipeline"]
+        return Pipeline([stage], schedule, self.pipelined_loss, self.tied(), group)
+
+    # A step
+
+    def step(self, number: int) -> dict[str, float]:
+        """Take step `number`, from 0; return {"loss", "norm", "lr"}, the same on every rank."""
+        c = self.config
+        rate = learning_rate(c, number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        loss = self.backward(number)
+        self.average()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        norm = self.clip()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if c.experts:
+            experts.balance(self.part, 1e-3, self.mesh.groups["data"])
+        return {"loss": loss, "norm": norm, "lr": rate}
+
+    def backward(self, number: int) -> float:
+        """Compute gradients of the batch; return its mean loss, over all ranks."""
+        c = self.config
+        batch = self.sequences.of_step(number, c.batch)
+        shares = torch.tensor(batch).tensor_split(c.data)
+        self.used = shares[self.mesh.rank("data")].tolist()
+        self.begin(number)
+        rows = self.sequences.rows(self.used).to(self.device)
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if c.context > 1:  # shifted while whole: a chunk's last target is in the next one
+            inputs = share(c, self.mesh, inputs)
+            targets = share(c, self.mesh, targets, NO_TARGET)
+        if self.pipeline is None:
+            loss = self.accumulate(inputs, targets)
+        else:
+            with self.synced():
+                loss = self.pipeline.step(inputs, targets)
+            loss = loss / (self.scaler.get_scale() if self.scaler else 1.0)
+        loss = loss.double()
+        dist.all_reduce(loss, group=self.mesh.groups["replicas"])
+        return loss.item() / c.replicas
+
+    def begin(self, number: int) -> None:
+        """Note what the random numbers of this step follow from."""
+        self.part.step = number
+        split = torch.tensor(self.used).tensor_split(self.config.micro_batches)
+        self.first_samples = [int(part[0]) for part in split]
+
+    def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward of each micro-batch; gradients travel in the last backward."""
+        m = self.config.micro_batches
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        parts = zip(inputs.tensor_split(m), targets.tensor_split(m), strict=True)
+        for k, (x, y) in enumerate(parts):
+            self.part.sample = self.first_samples[k]
+            with self.synced() if k < m - 1 else contextlib.nullcontext():
+                loss = self.loss(self.model(x), y)
+                (self.scaler.scale(loss) if self.scaler else loss).backward()
+            total += loss.detach()
+        return total
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return this rank's part of the mean over the batch's targets, times the replicas.
+
+        Its gradients, averaged over the replicas, are those of the mean, however uneven the parts.
+        The twin's loss is a sum: its integers aren't divided.
+        """
+        c = self.config
+        counted = 1 if c.exact else c.batch * c.length
+        return self.part.losses(logits, targets).sum() * (c.replicas / counted)
+
+    def pipelined_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Undo the pipeline's division by the micro-batches: parts of a mean are added up."""
+        loss = self.loss(logits, targets) * self.config.micro_batches
+        return self.scaler.scale(loss) if self.scaler else loss
+
+    def average(self) -> None:
+        """Make gradients the means over the replicas, and sum those of a weight in two stages."""
+        c = self.config
+        if self.pipeline is not None:
+            self.pipeline.synchronize()
+        if c.experts and c.share_experts:
+            whole = dist.get_world_size(self.mesh.groups["data"])
+            alone = self.mesh.groups["tensor"]  # one rank: an expert has no replica
+            experts.average_gradients(self.part, alone, self.mesh.groups["data"])
+            assert whole == c.data
+        elif c.sharding == "zero1":
+            self.optimizer.synchronize()
+        else:
+            self.model.synchronize()
+
+    def clip(self) -> float:
+        """Make the whole model's gradient no longer than `clip`; return the length it had."""
+        limit = self.config.clip or math.inf
+        return float(clip_grad_norm(self.shares(), limit))
+
+    def shares(self) -> dict[nn.Parameter, int]:
+        """{what has a gradient here: how many of all ranks have the same}, for the norm."""
+        c = self.config
+        if c.experts and c.share_experts:
+            return experts.count_copies(self.part)
+        if c.sharding == "ddp":
+            return {p: copies * c.replicas for p, copies in self.copies.items()}
+        if c.sharding == "fsdp":
+            return self.copies
+        return {b.shard: self.copies[b.parameters[0]] for b in self.optimizer.buckets}
+
+
+class Stage(PipelineStage):
+    """A stage whose part knows which micro-batch it computes, for its random numbers."""
+
+    trainer: Trainer
+
+    def forward(self, k: int, x: Tensor, loss: partial | None = None) -> Tensor:
+        self.trainer.part.sample = self.trainer.first_samples[k]
+        return super().forward(k, x, loss)
+
+
+def learning_rate(c: TrainConfig, step: int) -> float:
+    """Rise to `lr` in `warmup` steps, then fall along a cosine; a function of the step alone."""
+    if c.exact:
+        return 1.0
+    if step < c.warmup:
+        return c.lr * (step + 1) / c.warmup
+    done = (step - c.warmup) / max(1, c.steps - 1 - c.warmup)
+    height = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return c.lr * (c.decay_to + (1 - c.decay_to) * height)

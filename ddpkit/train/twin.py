@@ -1,0 +1,66 @@
+"""The exact twin of a training: small integers in float64, equal to the last bit on any mesh.
+
+`ddpkit.audit.exact` makes parameters integers, and GELU ReLU. Here norms become limits and softmax
+becomes limited scores, so that numbers stay small; the loss is a sum of squares; and the optimizer
+moves each parameter by 1, so that integers stay integers for as many steps as one likes.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ..audit.exact import exact
+from ..models import GPT
+from ..tensor_parallel import SumOverRanks
+from ..tensor_parallel.layers import among
+
+LIMIT = 8.0  # of what enters a layer
+LARGEST = 2.0**52  # float64 has every integer up to here, and twice as far
+
+
+def make_exact(gpt: GPT, seed: int) -> None:
+    """Turn a GPT into its exact twin, in place."""
+    for path in exact(gpt, seed):
+        gpt.set_submodule(path, nn.Hardtanh(-LIMIT, LIMIT))
+    for block in gpt.blocks:
+        block.attention = limited_attention
+
+
+def limited_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Weigh values by scores between ±LIMIT, as they are; q, k, v: (..., N, D). Exact for integers."""
+    scores = (q @ k.transpose(-1, -2)).clamp(-LIMIT, LIMIT)
+    return (scores.tril() if causal else scores) @ v
+
+
+def squares(logits: Tensor, targets: Tensor, start: int, group: ProcessGroup | None) -> Tensor:
+    """Sum (logit - 1 for the target, else 0)² over the vocabulary, of which ranks have parts.
+
+    logits: (n, length, this rank's tokens, from `start` on). Returns (n, length).
+    """
+    mine, local = among(targets, start, logits.shape[-1])
+    wanted = torch.zeros_like(logits).scatter_(-1, local.unsqueeze(-1), 1.0)
+    wanted = wanted * mine.unsqueeze(-1)
+    total = (logits - wanted).square().sum(-1)
+    return total if group is None else SumOverRanks.apply(total, group)
+
+
+class Sign(Optimizer):
+    """Move each parameter by `lr` against the sign of all its gradients' sum. Integers stay so."""
+
+    def __init__(self, params, lr: float = 1.0):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["sum"] = torch.zeros_like(parameter)
+                state["sum"] += parameter.grad
+                if state["sum"].numel() and state["sum"].abs().max() > LARGEST:
+                    raise OverflowError("the twin's gradients passed 2⁵²: take a smaller model")
+                parameter -= group["lr"] * state["sum"].sign()
