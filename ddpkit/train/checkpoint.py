@@ -19,7 +19,6 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
@@ -28,6 +27,7 @@ from .state import counters, make_state, set_counters, state_of
 from .trainer import Trainer
 
 WRITING = ".writing"
+LEAVING = ".leaving"
 CHECKSUMS = "checksums.json"
 RUN = "run.json"
 
@@ -48,7 +48,7 @@ class Checkpoints:
         self.saving: Future | None = None
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(f"*{WRITING}"):  # of a run that died while it saved
+            for left in self.folder.glob("step-*.*"):  # of a run that died while it saved
                 shutil.rmtree(left)
         dist.barrier(group=self.group)
 
@@ -70,15 +70,19 @@ class Checkpoints:
         if dist.get_rank() == 0:
             shutil.rmtree(writing, ignore_errors=True)
         dist.barrier(group=self.group)
-        # Returns on rank 0 when every rank's file is on the disk: then .metadata is there.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(staged, checkpoint_id=str(writing), process_group=self.group)
-        if dist.get_rank() == 0:
-            publish(writing, folder, run)
-            for old in checkpoints(self.folder)[self.keep :]:
-                shutil.rmtree(old)
-        dist.barrier(group=self.group)
+        try:
+            # Returns on rank 0 when every rank's file is on the disk; raises on all or on none.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.save(staged, checkpoint_id=str(writing), process_group=self.group)
+            if dist.get_rank() == 0:
+                publish(writing, folder, run)
+                for old in checkpoints(self.folder)[self.keep :]:
+                    remove(old)
+        except BaseException:
+            if dist.get_rank() == 0:
+                shutil.rmtree(writing, ignore_errors=True)  # a full disk needs the room
+            raise
 
     def wait(self) -> None:
         """Wait until what is being saved is published. OSError and others: what went wrong."""
@@ -136,10 +140,18 @@ def publish(writing: Path, folder: Path, run: dict) -> None:
     sums = {path.name: checksum(path) for path in sorted(writing.iterdir())}
     write_durably(writing / CHECKSUMS, json.dumps(sums, indent=1))
     sync_folder(writing)
-    if folder.exists():  # saved before, by the run that was resumed: it is replaced by an equal one
-        shutil.rmtree(folder)
+    if folder.exists():  # damaged, and passed over by the resumed run, which has come here again
+        remove(folder)
     os.rename(writing, folder)
     sync_folder(folder.parent)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint: by one rename it is none, whatever is still deleted when a rank dies."""
+    leaving = folder.with_name(folder.name + LEAVING)
+    shutil.rmtree(leaving, ignore_errors=True)
+    os.rename(folder, leaving)
+    shutil.rmtree(leaving)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -166,20 +178,21 @@ def checksum(path: Path) -> str:
 
 def checkpoints(folder: Path) -> list[Path]:
     """List the published checkpoints, the latest first."""
-    return sorted((f for f in folder.glob("step-*") if f.suffix != WRITING), reverse=True)
+    return sorted((f for f in folder.glob("step-*") if not f.suffix), reverse=True)
 
 
 def damage(folder: Path) -> str | None:
     """Say what is wrong with a checkpoint's files; None if every bit is as it was written."""
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text())
-    except (OSError, ValueError):
+        sums = dict(json.loads((folder / CHECKSUMS).read_text()))
+    except (OSError, ValueError, TypeError):
         return f"{CHECKSUMS} is missing or can't be read"
-    for name, expected in sums.items():
-        if not (folder / name).is_file():
+    files = {path.name for path in folder.iterdir()} - {CHECKSUMS}
+    for name in sorted(files | set(sums)):
+        if name not in files:
             return f"{name} is missing"
-        if checksum(folder / name) != expected:
-            return f"{name} has changed since it was written"
+        if checksum(folder / name) != sums.get(name):
+            return f"{name} isn't as it was written"
     return None
 
 

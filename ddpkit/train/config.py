@@ -14,7 +14,12 @@ CHOICES = {
     "dtype": ("float32", "bfloat16", "float16"),
     "optimizer": ("adamw", "sgd", "sign"),
 }
-AXES = "pipeline", "data", "context", "tensor"  # the mesh, from the outermost: neighbours share tensors
+AXES = (
+    "pipeline",
+    "data",
+    "context",
+    "tensor",
+)  # the mesh, from the outermost: neighbours share tensors
 SAME_MODEL = "layers", "width", "heads", "length", "experts", "exact", "optimizer"
 
 
@@ -211,7 +216,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 
 def read_toml(path: str) -> dict:
-    """Read a config's values. SystemExit: no such file, no TOML, a name or type that doesn't fit."""
+    """Read a config's values. SystemExit: no file, no TOML, a name or type that doesn't fit."""
     try:
         values = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -1,8 +1,8 @@
 """Where this rank's numbers stand in the whole tensors: boxes that a checkpoint can put together.
 
 A rank may hold rows of a part of a tensor: tensor parallelism cuts by heads, FSDP by rows, ZeRO
-anywhere in a flat bucket. Each is a range of the flattened part, and a range is a few boxes. PyTorch
-writes boxes, and reads whichever boxes of any other mesh overlap with its own.
+anywhere in a flat bucket. Each is a range of the flattened part, and a range is a few boxes.
+PyTorch writes boxes, and reads whichever boxes of any other mesh overlap with its own.
 """
 
 import math

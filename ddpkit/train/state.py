@@ -6,6 +6,7 @@ Names are the whole model's, on any mesh; each tensor is a `Pieces` of what this
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..fast.fsdp import FSDP
@@ -61,7 +62,7 @@ class Layout:
                 self.rows[name] = min(units[own].own.start, units[own].shape[0])
             if own in dealt:
                 dim, hands = dealt[own]
-                mine = hands[torch.distributed.get_rank(part.tensor)]
+                mine = hands[dist.get_rank(part.tensor)]
                 self.splits[name] = dim, sum(map(len, hands)), mine
 
     def first(self, name: str) -> int:
@@ -88,7 +89,7 @@ def kept(trainer: Trainer, layout: Layout) -> Iterator[tuple[str, str, Tensor, i
     # ZeRO: a shard is a range of a bucket, and holds the ends and middles of parameters.
     for bucket in optimizer.buckets:
         numel = bucket.shard.numel()
-        begin = torch.distributed.get_rank(bucket.group) * numel
+        begin = dist.get_rank(bucket.group) * numel
         for key, value in bucket.optimizer.state[bucket.shard].items():
             if not is_moment(key, value, bucket.shard):
                 continue
@@ -152,3 +153,25 @@ def set_counters(trainer: Trainer, values: dict[str, float]) -> None:
             for key, value in state.items():
                 if isinstance(value, Tensor) and not is_moment(key, value, parameter):
                     value.fill_(values[key])
+
+
+def whole_parameters(trainer: Trainer) -> dict[str, Tensor]:
+    """Put all parameters together, by the whole model's names, on the CPU of every rank.
+
+    Cost per rank: an all_gather_object of its part of the model, and the memory of the whole.
+    """
+    mine = {}
+    for name, found in state_of(trainer).items():
+        if name.startswith("parameters."):
+            boxes = found.staged().boxes
+            mine[name.removeprefix("parameters.")] = tuple(found.shape), boxes
+    everyones: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    whole: dict[str, Tensor] = {}
+    for part in everyones:
+        for name, (shape, boxes) in part.items():
+            for offsets, values in boxes:
+                whole.setdefault(name, values.new_empty(shape))
+                where = zip(offsets, values.shape, strict=True)
+                whole[name][tuple(slice(at, at + many) for at, many in where)] = values
+    return whole

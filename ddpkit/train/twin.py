@@ -28,7 +28,7 @@ def make_exact(gpt: GPT, seed: int) -> None:
 
 
 def limited_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Weigh values by scores between ±LIMIT, as they are; q, k, v: (..., N, D). Exact for integers."""
+    """Weigh values by scores between ±LIMIT, as they are. q, k, v: (..., N, D)."""
     scores = (q @ k.transpose(-1, -2)).clamp(-LIMIT, LIMIT)
     return (scores.tril() if causal else scores) @ v
 

@@ -1,0 +1,68 @@
+"""`python -m ddpkit.train`: alone, on ranks of its own, or under torchrun."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..runtime.errors import LaunchError
+from ..runtime.launch import launch
+from .config import TrainConfig, parse, problems
+from .data import Sequences, read
+from .report import draw_curve
+from .run import read_log, sample_text, train
+
+
+def main(arguments: list[str]) -> int:
+    """Check the config, then train; return the exit code, 2 for a config that can't work."""
+    config = parse(arguments)
+    under_torchrun = dist.is_torchelastic_launched()
+    world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else None
+    found = problems(config, world_size)
+    if not found:
+        try:
+            Sequences(read(config.text), config.length, config.seed)
+        except (OSError, ValueError, ModuleNotFoundError) as error:
+            found = [str(error)]
+    if found:
+        if not under_torchrun or os.environ["RANK"] == "0":
+            print("\n".join(["This can't be trained:", *found]), file=sys.stderr)
+        return 2
+    if under_torchrun:
+        join_torchruns_world()
+        train_and_finish(config)
+        dist.destroy_process_group()
+        return 0
+    try:
+        launch(train_and_finish, config, world_size=config.world_size, live=True)
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def join_torchruns_world() -> None:
+    """Join the ranks that torchrun started: NCCL where each has a GPU, Gloo otherwise."""
+    local = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.cuda.set_device(local)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+
+
+def train_and_finish(config: TrainConfig) -> None:
+    """Train; print a sample of text, and leave the figure of the curve in the folder."""
+    trainer, _ = train(config)
+    sample = "" if config.exact else sample_text(trainer)
+    if dist.get_rank() == 0:
+        print(sample, flush=True)
+        if config.folder:
+            draw_curve(read_log(config.folder), Path(config.folder) / "loss.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

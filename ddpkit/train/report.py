@@ -1,0 +1,88 @@
+"""What a step has cost: tokens a second, the share of the machine's arithmetic, waits; a figure."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..tools.units import duration
+from .config import TrainConfig
+from .trainer import Trainer
+
+MEASURED_S = 0.1  # spent on products, to know what this machine can
+
+
+class Progress:
+    """Rates of a training: {"tokens_per_s", "mfu"} from the seconds of a step.
+
+    MFU, model FLOP utilisation: tokens/s · (6Ψ + 12 · layers · width · length) over what the ranks
+    reach in products of the model's own shape, all at the same time. Chowdhery et al. 2022 (PaLM),
+    appendix B.
+    """
+
+    def __init__(self, trainer: Trainer):
+        c = trainer.config
+        self.tokens = c.batch * c.length
+        self.flops_a_token = flops_a_token(c)
+        self.peak = measure_products(c, trainer.device)
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        a_second = self.tokens / seconds
+        return {"tokens_per_s": a_second, "mfu": a_second * self.flops_a_token / self.peak}
+
+
+def flops_a_token(c: TrainConfig) -> float:
+    """Count forward's and backward's FLOPs for a token: 6 a weight, and attention's scores."""
+    weights = c.layers * 12 * c.width**2 + 256 * c.width
+    if c.experts:
+        weights += c.layers * (c.top_k - 1) * 8 * c.width**2
+    return 6 * weights + 12 * c.layers * c.width * c.length
+
+
+def measure_products(c: TrainConfig, device: torch.device) -> float:
+    """Return the FLOP/s of all ranks together, in products as the model's MLPs make them."""
+    rows = max(1, c.batch * c.length // (c.replicas * c.micro_batches))
+    x = torch.randn(rows, c.width, device=device)
+    weight = torch.randn(c.width, 4 * c.width, device=device)
+    dist.barrier()
+    begun = time.perf_counter()
+    products = 0
+    while time.perf_counter() - begun < MEASURED_S:
+        for _ in range(8):
+            x @ weight
+        products += 8
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    mine = products * 2 * rows * c.width * 4 * c.width / seconds
+    everyones = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(everyones)
+    return everyones.item()
+
+
+def progress_line(c: TrainConfig, step: dict) -> str:
+    """Write a step as a line: step, loss, tokens a second, MFU, exposed communication."""
+    loss = f"{step['loss']:.0f}" if c.exact else f"{step['loss']:.3f}"
+    line = (
+        f"step {step['step'] + 1:>{len(str(c.steps))}} of {c.steps}  loss {loss}  "
+        f"{step['tokens_per_s']:,.0f} tokens/s  MFU {step['mfu']:.0%}  "
+        f"{duration(step['seconds'])} a step"
+    )
+    if "exposed" in step:  # calls are recorded under `launch`
+        line += f", {step['exposed'] / step['seconds']:.0%} of it waiting"
+    return line
+
+
+def draw_curve(steps: list[dict], path: str | Path) -> None:
+    """Write the loss by step as a picture. Without matplotlib nothing: the log has the numbers."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([step["step"] + 1 for step in steps], [step["loss"] for step in steps])
+    axes.set(xlabel="step", ylabel="loss, nats a byte")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

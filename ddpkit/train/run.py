@@ -1,0 +1,159 @@
+"""A whole training: resume, step, log, save, and at the end a sample of text."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from ..runtime.wire import recorder
+from . import data
+from .checkpoint import Checkpoints
+from .config import TrainConfig
+from .part import make_gpt
+from .report import Progress, progress_line
+from .state import whole_parameters
+from .trainer import Trainer
+
+
+def train(config: TrainConfig) -> tuple[Trainer, list[dict]]:
+    """Train on the ranks that are there; return the trainer, and the log of its steps by this rank.
+
+    With a folder it goes on from the latest whole checkpoint. Under `launch`, under torchrun, or
+    with a world of one rank. A failed save is said, and training goes on.
+    """
+    trainer = Trainer(config)
+    log = Log(config)
+    first = 0
+    checkpoints = None
+    if config.folder:
+        checkpoints = Checkpoints(trainer, config.folder, config.keep)
+        first = checkpoints.load()
+        say(f"resumed after step {first}" if first else "", log)
+    done = []
+    progress = Progress(trainer)
+    for number in range(first, config.steps):
+        with exposed() as waited:
+            begun = time.perf_counter()
+            step = trainer.step(number)
+            step["seconds"] = time.perf_counter() - begun
+        step |= {"step": number, **progress.rates(step["seconds"])}
+        if recorder() is not None:
+            step["exposed"] = sum(waited)
+        done.append(step)
+        if config.folder:
+            log.write(step | {"samples": samples(trainer)})
+        if number % config.log_every == 0 or number == config.steps - 1:
+            say(progress_line(config, step), log)
+        if checkpoints is not None and due(config, number + 1):
+            attempt(checkpoints.save, number + 1, log)
+    if checkpoints is not None:
+        attempt(checkpoints.close, None, log)
+    return trainer, done
+
+
+def due(config: TrainConfig, steps: int) -> bool:
+    """Tell whether to save after this many steps."""
+    every = config.save_every
+    return steps == config.steps or (every > 0 and steps % every == 0)
+
+
+def attempt(save, step: int | None, log: "Log") -> None:
+    """Call `save`; a disk that is full costs a checkpoint, not the training."""
+    try:
+        save() if step is None else save(step)
+    except CheckpointException as error:  # on every rank, with what each has met
+        for rank, (found, _) in error.failures.items():
+            say(f"a checkpoint wasn't saved: rank {rank}: {type(found).__name__}: {found}", log)
+    except OSError as error:
+        say(f"a checkpoint wasn't saved: {type(error).__name__}: {error}", log)
+
+
+def samples(trainer: Trainer) -> list[int]:
+    """Gather the sequences that the step used, from all data ranks: each once."""
+    used: list = [None] * trainer.config.data
+    dist.all_gather_object(used, trainer.used, group=trainer.mesh.groups["data"])
+    return [sample for rank in used for sample in rank]
+
+
+@contextmanager
+def exposed() -> Iterator[list[float]]:
+    """Collect the seconds of each wait of this rank inside, where its calls are recorded."""
+    waits: list[float] = []
+    records = recorder().records if recorder() else []
+    before = len(records)
+    yield waits
+    for record in records[before:]:
+        if record.waited is not None and record.done is not None:
+            waits.append(max(0.0, record.done - record.waited))
+
+
+def say(text: str, log: "Log") -> None:
+    if text and log.rank == 0:
+        print(text, flush=True)
+
+
+class Log:
+    """A line of JSON for each step, written by rank 0 into the folder, if there is one.
+
+    After a resume, steps that come again stand again: of two lines the later one counts.
+    """
+
+    def __init__(self, config: TrainConfig):
+        self.rank = dist.get_rank()
+        self.path = Path(config.folder) / "log.jsonl" if config.folder else None
+        if self.path and self.rank == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            end_line(self.path)
+
+    def write(self, step: dict) -> None:
+        if self.path and self.rank == 0:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(step) + "\n")
+
+
+def end_line(path: Path) -> None:
+    """End a line that a killed rank left half-written; `read_log` leaves it out."""
+    if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        with open(path, "a") as file:
+            file.write("\n")
+
+
+def read_log(folder: str | Path) -> list[dict]:
+    """Read the steps of a log in order, each as it was last taken."""
+    steps = {}
+    for line in (Path(folder) / "log.jsonl").read_text().splitlines():
+        try:
+            step = json.loads(line)
+        except ValueError:
+            continue  # half-written by a rank that was killed
+        steps[step["step"]] = step
+    return [steps[number] for number in sorted(steps)]
+
+
+def audit_samples(folder: str | Path, number: int) -> list[str]:
+    """Say what is wrong with the samples of a training's log: see `data.ledger`."""
+    return data.ledger({step["step"]: step["samples"] for step in read_log(folder)}, number)
+
+
+@torch.no_grad()
+def sample_text(trainer: Trainer, prompt: str = "The ", count: int = 300) -> str:
+    """Continue `prompt` by `count` bytes, drawn as the model finds them likely. On every rank.
+
+    The whole model is put together for it, on whatever mesh it was trained.
+    """
+    c = trainer.config
+    gpt = make_gpt(c)
+    gpt.load_state_dict(whole_parameters(trainer), strict=False)
+    gpt.eval()
+    generator = torch.Generator().manual_seed(c.seed)
+    tokens = list(prompt.encode())
+    for _ in range(count):
+        seen = torch.tensor([tokens[-c.length :]])
+        likely = (gpt(seen)[0, -1] / 0.8).softmax(-1)  # a little less daring than the model
+        tokens.append(int(torch.multinomial(likely, 1, generator=generator)))
+    return bytes(tokens).decode(errors="replace")
