@@ -156,15 +156,20 @@ def set_counters(trainer: Trainer, values: dict[str, float]) -> None:
 
 
 def whole_parameters(trainer: Trainer) -> dict[str, Tensor]:
-    """Put all parameters together, by the whole model's names, on the CPU of every rank.
+    """Put all parameters together, by the whole model's names, on the CPU of every rank."""
+    whole = whole_state(trainer, "parameters.")
+    return {name.removeprefix("parameters."): value for name, value in whole.items()}
 
-    Cost per rank: an all_gather_object of its part of the model, and the memory of the whole.
+
+def whole_state(trainer: Trainer, prefix: str = "") -> dict[str, Tensor]:
+    """Put together what `state_of` names, if the names begin with `prefix`, on every rank.
+
+    Cost per rank: an all_gather_object of its part, and the memory of the whole.
     """
     mine = {}
     for name, found in state_of(trainer).items():
-        if name.startswith("parameters."):
-            boxes = found.staged().boxes
-            mine[name.removeprefix("parameters.")] = tuple(found.shape), boxes
+        if name.startswith(prefix):
+            mine[name] = tuple(found.shape), found.staged().boxes
     everyones: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     whole: dict[str, Tensor] = {}

@@ -1,0 +1,421 @@
+"""`ddpkit.train`: every mesh trains as one process does; what can't work is said beforehand."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from outside import FREEZE_S
+
+from ddpkit import launch
+from ddpkit.train import TrainConfig, Trainer, problems
+from ddpkit.train.checkpoint import Checkpoints
+from ddpkit.train.config import AXES, CHOICES, parse
+from ddpkit.train.data import Sequences, ledger
+from ddpkit.train.state import whole_parameters, whole_state
+from ddpkit.train.trainer import learning_rate
+
+TINY = {"layers": 2, "width": 32, "heads": 4, "length": 16, "batch": 12, "steps": 6, "warmup": 2}
+STEPS = 3
+# Two right runs differ by roundings, which don't conspire: ε · √(the longest sum), for each step.
+ROUNDING = 2.0**-23 * math.sqrt(TINY["batch"] * TINY["length"] * TINY["width"])
+
+MESHES = {  # by world size; axes of unequal sizes where there are two
+    1: [
+        {"micro_batches": 3},
+        {"recompute": True},
+    ],
+    2: [
+        {"data": 2, "sharding": "zero1", "micro_batches": 2, "recompute": True},
+        {"context": 2, "sharding": "fsdp", "attention": "ring"},
+        {"context": 2, "attention": "gathered", "micro_batches": 3},
+        {"tensor": 2, "micro_batches": 2},
+        {"pipeline": 2, "micro_batches": 3, "schedule": "gpipe"},
+    ],
+    3: [
+        {"data": 3, "sharding": "fsdp", "micro_batches": 2, "batch": 11},
+        {"data": 3, "sharding": "zero1", "batch": 11},
+        {"pipeline": 3, "micro_batches": 2},
+    ],
+    4: [
+        {"data": 4},
+        {"data": 4, "sharding": "fsdp", "micro_batches": 3},
+        {"data": 2, "tensor": 2, "sharding": "zero1", "micro_batches": 2},
+        {"data": 2, "tensor": 2, "sharding": "fsdp", "recompute": True},
+        {"data": 2, "pipeline": 2, "micro_batches": 3, "sharding": "zero1"},
+        {"data": 2, "pipeline": 2, "micro_batches": 6, "schedule": "zero_bubble"},
+        {"data": 2, "context": 2, "sharding": "zero1", "attention": "all_to_all"},
+        {"data": 2, "context": 2, "sharding": "fsdp"},
+        {"tensor": 4, "recompute": True},
+        {"tensor": 2, "pipeline": 2, "micro_batches": 2, "recompute": True},
+        {"tensor": 2, "context": 2, "attention": "ring"},
+        {"pipeline": 4, "micro_batches": 4, "recompute": True},
+        {"pipeline": 2, "context": 2, "micro_batches": 2, "attention": "gathered"},
+        {"context": 4, "length": 14},  # two chunks a rank don't divide it
+    ],
+    8: [
+        {"data": 4, "tensor": 2, "sharding": "fsdp"},
+        {"data": 2, "tensor": 4, "sharding": "zero1", "micro_batches": 2},
+        {"data": 4, "pipeline": 2, "micro_batches": 3, "sharding": "zero1"},
+        {"data": 2, "tensor": 2, "pipeline": 2, "micro_batches": 2, "recompute": True},
+        {"data": 2, "tensor": 2, "context": 2, "sharding": "fsdp"},
+        {"context": 2, "tensor": 2, "pipeline": 2, "micro_batches": 2},
+        {"context": 4, "pipeline": 2, "micro_batches": 2, "sharding": "zero1"},
+    ],
+}
+
+
+def outcomes(configs: list[TrainConfig]) -> list[tuple]:
+    """Losses and norms of three steps, and all parameters, of each training; on every rank."""
+    found = []
+    for config in configs:
+        trainer = Trainer(config)
+        before = whole_parameters(trainer)
+        steps = [trainer.step(number) for number in range(STEPS)]
+        after = whole_parameters(trainer)
+        found.append((steps, before, after))
+    return found
+
+
+def configs(meshes: list[dict], **options) -> list[TrainConfig]:
+    made = [TrainConfig(**(TINY | options | mesh)) for mesh in meshes]
+    assert [problems(config) for config in made] == [[]] * len(made)
+    return made
+
+
+def alone(config: TrainConfig) -> TrainConfig:
+    """The same training on one rank, in one micro-batch."""
+    return dataclasses.replace(
+        config, **dict.fromkeys(AXES, 1), sharding="ddp", micro_batches=1, recompute=False
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_mesh_trains_as_one_process(world_size, optimizer):
+    # SGD's update is the gradient: a wrong factor shows in it. AdamW divides by the gradient's
+    # size, so that roundings of the smallest grow; a factor would hide in it, but not in norms.
+    bound = {"sgd": STEPS * ROUNDING, "adamw": 0.02}[optimizer]
+    rate = {"sgd": 0.1, "adamw": 0.003}[optimizer]
+    made = configs(MESHES[world_size], optimizer=optimizer, lr=rate)
+    (serial,) = launch(outcomes, [alone(config) for config in made], world_size=1)
+    ranks = list(launch(outcomes, made, world_size=world_size))
+    for case, config in enumerate(made):
+        steps, _, right = serial[case]
+        for rank, found in enumerate(ranks):
+            mine, before, after = found[case]
+            where = f"rank {rank} of {MESHES[world_size][case]}"
+            for one, other in zip(steps, mine, strict=True):
+                assert other["loss"] == pytest.approx(one["loss"], rel=STEPS * ROUNDING), where
+                assert other["norm"] == pytest.approx(one["norm"], rel=STEPS * ROUNDING), where
+            assert after.keys() == right.keys(), where
+            for name, value in after.items():
+                moved = (right[name] - before[name]).norm()
+                apart = (value - right[name]).norm()
+                # What is smaller than the parameter's own last digits isn't held against it.
+                least = 2.0**-23 * right[name].norm()
+                assert apart <= bound * moved + STEPS * least, f"{where}: {name} in {config}"
+
+
+EXACT = {"optimizer": "sign", "exact": True, "clip": 0.0, "width": 16, "length": 8}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_exact_twin_is_equal_to_the_last_bit(world_size):
+    meshes = [mesh for mesh in MESHES[world_size] if "context" not in mesh]
+    made = configs(meshes, **EXACT)
+    (serial,) = launch(outcomes, [alone(config) for config in made], world_size=1)
+    for found in launch(outcomes, made, world_size=world_size):
+        for case, mesh in enumerate(meshes):
+            right, wrong = serial[case], found[case]
+            assert [s["loss"] for s in right[0]] == [s["loss"] for s in wrong[0]], mesh
+            assert all(torch.equal(right[2][name], wrong[2][name]) for name in right[2]), mesh
+
+
+def test_dropout_draws_alike_wherever_the_batch_is_cut_alike():
+    """Six micro-batches in all: over data ranks, over stages, recomputed, with split layers."""
+    options = {"dropout": 0.2, "optimizer": "sgd", "lr": 0.1}
+    meshes = [
+        {"data": 2, "micro_batches": 3, "recompute": True},
+        {"pipeline": 2, "micro_batches": 6},
+        {"tensor": 2, "micro_batches": 6},
+        {"data": 2, "micro_batches": 3, "sharding": "fsdp", "recompute": True},
+    ]
+    (serial,) = launch(outcomes, configs([{"micro_batches": 6}], **options), world_size=1)
+    losses = [step["loss"] for step in serial[0][0]]
+    (without,) = launch(outcomes, configs([{"micro_batches": 6}]), world_size=1)
+    assert losses != [step["loss"] for step in without[0][0]]
+    for found in launch(outcomes, configs(meshes, **options), world_size=2):
+        for case, (steps, _, _) in enumerate(found):
+            got = [step["loss"] for step in steps]
+            assert got == pytest.approx(losses, rel=STEPS * ROUNDING), meshes[case]
+
+
+def test_experts_that_ranks_share_train_as_on_one():
+    options = {"experts": 4, "optimizer": "sgd", "lr": 0.1, "clip": 0.0}
+    meshes = [{"data": 2}, {"data": 2, "share_experts": False, "micro_batches": 2}]
+    (serial,) = launch(outcomes, configs([{}], **options), world_size=1)
+    right = [(step["loss"], step["norm"]) for step in serial[0][0]]
+    for found in launch(outcomes, configs(meshes, **options), world_size=2):
+        for steps, _, _ in found:
+            for step, (loss, norm) in zip(steps, right, strict=True):
+                assert step["loss"] == pytest.approx(loss, rel=STEPS * ROUNDING)
+                assert step["norm"] == pytest.approx(norm, rel=STEPS * ROUNDING)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_computes_the_same_but_for_its_roundings(dtype):
+    meshes = [{"data": 2}, {"tensor": 2}, {"pipeline": 2, "micro_batches": 2}]
+    if dtype == "bfloat16":
+        meshes.append({"data": 2, "sharding": "fsdp"})
+    options = {"optimizer": "sgd", "lr": 0.1}
+    (serial,) = launch(outcomes, configs([{}], **options), world_size=1)
+    digits = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]  # of one rounding
+    for found in launch(outcomes, configs(meshes, dtype=dtype, **options), world_size=2):
+        for steps, _, _ in found:
+            for one, other in zip(serial[0][0], steps, strict=True):
+                assert 0 < abs(other["loss"] - one["loss"]) < digits * one["loss"]
+
+
+# Checkpoints: saved on one mesh, loaded on another
+
+
+TIED_AND_UNEVEN = {"layers": 11, "width": 12, "heads": 4, "length": 8, "batch": 4, "steps": 4}
+SAVED_ON = [
+    {},
+    {"data": 2, "sharding": "fsdp"},
+    {"data": 2, "sharding": "zero1"},
+    {"tensor": 2},
+    {"pipeline": 2, "micro_batches": 2},
+    {"data": 4, "sharding": "fsdp"},
+    {"data": 4, "sharding": "zero1"},
+    {"data": 2, "tensor": 2, "sharding": "zero1"},
+    {"data": 2, "tensor": 2, "sharding": "fsdp"},
+    {"tensor": 2, "pipeline": 2, "micro_batches": 2, "sharding": "zero1"},
+    {"context": 2, "data": 2, "sharding": "zero1"},
+]
+
+
+def save_on(config: TrainConfig, folder: str) -> dict:
+    trainer = Trainer(config)
+    checkpoints = Checkpoints(trainer, folder)
+    for number in range(2):
+        trainer.step(number)
+    checkpoints.save(2)
+    trainer.step(2)  # while the save goes on: what it saves is staged
+    checkpoints.close()
+    fresh = Trainer(config)
+    assert Checkpoints(fresh, folder).load() == 2
+    return whole_state(fresh)
+
+
+def load_on(config: TrainConfig, folders: list[str]) -> list[dict]:
+    found = []
+    for folder in folders:
+        trainer = Trainer(config)
+        assert Checkpoints(trainer, folder).load() == 2
+        found.append(whole_state(trainer))
+    return found
+
+
+def load_everywhere(meshes: list[dict], tmp_path) -> int:
+    """Save on each mesh, load on each; the number of pairs whose tensors had all bits."""
+    made = [TrainConfig(**(TIED_AND_UNEVEN | mesh)) for mesh in meshes]
+    folders = [str(tmp_path / str(number)) for number in range(len(made))]
+    saved = []
+    for config, folder in zip(made, folders, strict=True):
+        saved.append(launch(save_on, config, folder, world_size=config.world_size)[0])
+    pairs = 0
+    for config in made:
+        for found in launch(load_on, config, folders, world_size=config.world_size):
+            for here, there in zip(found, saved, strict=True):
+                assert here.keys() == there.keys()
+                assert all(torch.equal(here[name], there[name]) for name in here), config
+        pairs += len(folders)
+    return pairs
+
+
+def test_any_mesh_loads_what_another_has_saved(tmp_path):
+    assert load_everywhere([SAVED_ON[at] for at in (0, 1, 4, 7)], tmp_path) == 16
+
+
+@pytest.mark.slow
+def test_all_pairs_of_meshes(tmp_path):
+    assert load_everywhere(SAVED_ON, tmp_path) == 121
+
+
+def test_a_state_has_every_tensor_of_the_model_and_its_optimizer():
+    def names(config):
+        trainer = Trainer(config)
+        trainer.step(0)
+        return sorted(whole_state(trainer))
+
+    (found,) = launch(names, TrainConfig(**TINY), world_size=1)
+    model = [name for name in found if name.startswith("parameters.")]
+    assert "parameters.tokens.weight" in model
+    assert "parameters.head.weight" not in model  # the same weight
+    trained = [name.removeprefix("parameters.") for name in model if "positions" not in name]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert [name for name in found if name.startswith(f"optimizer.{moment}.")] == [
+            f"optimizer.{moment}.{name}" for name in trained
+        ]
+
+
+# What can't be trained
+
+
+BAD = [
+    ({"layers": 0}, "layers = 0: give a whole number from 1."),
+    ({"sharding": "zero4"}, "sharding = 'zero4': choose one of ddp, zero1, fsdp."),
+    ({"lr": 0.0}, "lr = 0.0: give a number above 0."),
+    ({"width": 30}, "width 30 can't be shared by 4 heads: make it a multiple."),
+    ({"tensor": 3}, "4 heads can't be dealt to 3 tensor ranks: choose heads that are a multiple."),
+    ({"pipeline": 5, "micro_batches": 5}, "2 blocks, embedding and head can't make 5 stages"),
+    ({"data": 5, "micro_batches": 3}, "leaves some of 5 data ranks × 3 micro-batches without any"),
+    ({"pipeline": 2, "micro_batches": 5}, "equally long: choose 15."),
+    ({"pipeline": 2, "sharding": "fsdp"}, "each micro-batch would gather every weight anew"),
+    ({"dtype": "float16", "sharding": "fsdp"}, "choose sharding = 'ddp', or dtype = 'bfloat16'"),
+    ({"exact": True}, "choose clip = 0"),
+    ({"experts": 4, "tensor": 2}, "experts share the data axis with data parallelism alone"),
+    ({"experts": 3, "data": 2}, "3 experts can't be dealt to 2 data ranks"),
+    ({"experts": 2, "top_k": 3}, "top_k = 3 of 2 experts: choose from 1 to 2."),
+    ({"context": 3, "attention": "all_to_all"}, "4 heads a rank can't be dealt to 3 context ranks"),
+    ({"context": 2, "dropout": 0.1}, "context ranks would draw alike"),
+    ({"text": "no/such/file"}, "there is no such file"),
+    ({"pipeline": 2, "micro_batches": 2, "recompute": True, "schedule": "zero_bubble"}, "1f1b"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), BAD, ids=[str(values) for values, _ in BAD])
+def test_what_cannot_be_trained_is_said(values, says):
+    assert says in "\n".join(problems(TrainConfig(**(TINY | values))))
+
+
+def test_every_combination_of_settings_is_allowed_or_has_a_sentence():
+    """None is let through that the trainer doesn't know: it is built and steps, or it is said."""
+    allowed = []
+    for sharding, schedule, dtype in itertools.product(
+        CHOICES["sharding"], CHOICES["schedule"], CHOICES["dtype"]
+    ):
+        mesh = {"data": 2, "pipeline": 2, "micro_batches": 2, "recompute": True}
+        values = TINY | mesh | {"sharding": sharding, "schedule": schedule, "dtype": dtype}
+        if not problems(TrainConfig(**values)):
+            allowed.append(TrainConfig(**values))
+    assert len(allowed) == 2 * 3 + 2 * 2  # 1f1b and gpipe: ddp with three dtypes, zero1 with two
+    for found in launch(outcomes, allowed, world_size=4):
+        assert all(math.isfinite(step["loss"]) for steps, _, _ in found for step in steps)
+
+
+def test_a_world_that_does_not_fit_is_told_which_would():
+    config = TrainConfig(**(TINY | {"data": 2, "tensor": 2}))
+    (said,) = problems(config, world_size=6)
+    assert "= 4 ranks, but 6 were started: start 4, or choose data = 3." in said
+    (said,) = problems(config, world_size=3)
+    assert "choose axes whose product is 3" in said
+
+
+# Settings from a file and flags
+
+
+def test_flags_win_over_the_file(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text('layers = 3\nlr = 1\nsharding = "zero1"\nrecompute = true\n')
+    config = parse([str(file), "--layers", "5", "--no-recompute"])
+    assert (config.layers, config.lr, config.sharding) == (5, 1.0, "zero1")
+    assert config.recompute is False
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("layer = 3", "'layer' is no setting. There are: layers, width"),
+        ("layers = 2.5", "layers = 2.5, expected a value of type int"),
+        ("layers = true", "layers = True, expected a value of type int"),
+        ("layers =", "can't be read as TOML"),
+    ],
+)
+def test_a_wrong_file_is_a_sentence(text, says, tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    with pytest.raises(SystemExit, match=says):
+        parse([str(file)])
+
+
+# The data and the schedule
+
+
+def test_an_epoch_has_each_sequence_once_wherever_batches_end():
+    sequences = Sequences(torch.arange(101, dtype=torch.uint8), 10, seed=1)
+    assert sequences.number == 10
+    used = [sample for step in range(5) for sample in sequences.of_step(step, 4)]
+    assert sorted(used[:10]) == sorted(used[10:]) == list(range(10))
+    assert used[:10] != used[10:]  # another order
+    rows = sequences.rows([3])
+    assert rows.tolist() == [list(range(30, 41))]
+
+
+def test_the_ledger_sees_what_came_twice_or_not_at_all():
+    fine = {0: [0, 1, 2], 1: [3, 0, 2], 2: [1, 3]}
+    assert ledger(fine, number=4) == []
+    assert ledger(fine | {1: [3, 0, 0]}, number=4) == ["epoch 1: 1 of 4 sequences came again"]
+    assert "step 1 is missing" in ledger({0: [0], 2: [1]}, number=4)
+
+
+def test_the_rate_rises_and_falls():
+    config = TrainConfig(warmup=4, steps=11, lr=1.0, decay_to=0.1)
+    rates = [learning_rate(config, step) for step in range(11)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+# The command
+
+
+def command(*flags: str, torchrun: int = 0, cwd=None) -> subprocess.CompletedProcess:
+    start = ["-m", "torch.distributed.run", f"--nproc-per-node={torchrun}"] if torchrun else []
+    values = [f"--{name}={value}" for name, value in TINY.items()]
+    whole = [sys.executable, *start, "-m", "ddpkit.train", *values, *flags]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        whole, capture_output=True, text=True, timeout=FREEZE_S, cwd=cwd, env=environ, check=False
+    )
+
+
+def test_the_command_trains_resumes_and_leaves_a_log_a_curve_and_a_sample(tmp_path):
+    folder = tmp_path / "run"
+    first = command("--data=2", f"--folder={folder}", "--steps=3", "--decay-to=1", "--warmup=0")
+    assert first.returncode == 0, first.stderr
+    assert "step 1 of 3  loss 5." in first.stdout
+    assert "The " in first.stdout
+    # Resumed under torchrun, on another mesh.
+    second = command("--tensor=2", f"--folder={folder}", "--decay-to=1", "--warmup=0", torchrun=2)
+    assert second.returncode == 0, second.stderr
+    assert "resumed after step 3" in second.stdout
+    steps = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(6))
+    assert ledger({step["step"]: step["samples"] for step in steps}, 10**4) == []
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "log.jsonl",
+        "loss.png",
+        "step-00000003",
+        "step-00000006",
+    ]
+
+
+def test_a_bad_config_starts_no_rank(tmp_path):
+    found = command("--tensor=3", "--pipeline=2")
+    assert found.returncode == 2
+    assert "4 heads can't be dealt to 3 tensor ranks" in found.stderr
+    assert found.stdout == ""
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    found = command(f"--text={short}")
+    assert found.returncode == 2
+    assert "expected a text of more than 16 bytes, got 9" in found.stderr
