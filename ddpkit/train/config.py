@@ -65,7 +65,7 @@ class TrainConfig:
     folder: str = ""  # empty: nothing is saved
     save_every: int = 0  # steps; 0: only after the last one
     keep: int = 3  # checkpoints; older ones are deleted
-    log_every: int = 10
+    log_every: int = 10  # steps a printed line; 0: none
 
     @property
     def world_size(self) -> int:
@@ -95,7 +95,8 @@ def problems(config: TrainConfig, world_size: int | None = None) -> list[str]:
     for name in ("lr",):
         if not getattr(c, name) > 0:
             found.append(f"{name} = {getattr(c, name)!r}: give a number above 0.")
-    for name in ("clip", "weight_decay", "warmup", "decay_to", "save_every", "experts", "dropout"):
+    more = "clip weight_decay warmup decay_to save_every log_every experts dropout"
+    for name in more.split():
         if not getattr(c, name) >= 0:
             found.append(f"{name} = {getattr(c, name)!r}: give 0 or more.")
     if found:

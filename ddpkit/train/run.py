@@ -47,7 +47,7 @@ def train(config: TrainConfig) -> tuple[Trainer, list[dict]]:
         done.append(step)
         if config.folder:
             log.write(step | {"samples": samples(trainer)})
-        if number % config.log_every == 0 or number == config.steps - 1:
+        if config.log_every and (number % config.log_every == 0 or number == config.steps - 1):
             say(progress_line(config, step), log)
         if checkpoints is not None and due(config, number + 1):
             attempt(checkpoints.save, number + 1, log)
