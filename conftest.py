@@ -70,13 +70,14 @@ def is_numeric(item: pytest.Item) -> bool:
 
 
 LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
-# Notebooks 03 and 05 train on Python's manual, of which each version has its own edition.
+# Notebooks 03, 05 and 15 train on Python's manual, of which each version has its own edition.
 STORED_BY = 3, 11
 OF_THE_TEXT = r"\d\.\d(?= bits per byte)", r"(?<=off by )0\.\d+"
+OF_THE_TEXT += r"(?<=norm )\d\.\d{4}", r"(?<=by counting: )\d\.\d\d"
 
 # No worker shall end long after the others.
 LONG = ["test_stuck_scripts", "test_foreign", "test_browser", "test_debug", "test_training"]
-LONG += ["test_processes", "test_launch"]
+LONG += ["test_processes", "test_launch", "test_train", "test_train_survival"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
