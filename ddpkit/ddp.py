@@ -101,7 +101,7 @@ def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> 
     for number, (_, dtype) in enumerate(sizes):
         bucket = filling.setdefault(dtype, [])
         bucket.append(number)
-        if sum(sizes[each][0] for each in bucket) >= cap_bytes:
+        if sum(sizes[member][0] for member in bucket) >= cap_bytes:
             full.append(filling.pop(dtype))
     return sorted(full + list(filling.values()), key=lambda bucket: bucket[-1])
 

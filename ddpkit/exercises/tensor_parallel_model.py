@@ -217,7 +217,7 @@ def _copies(world_size: int, size: int) -> list[dict]:
     right = []
     for rank in range(world_size):
         first = rank - rank % size
-        tally = sum(10.0**each for each in range(first, first + size))
+        tally = sum(10.0**member for member in range(first, first + size))
         right.append(
             {
                 "gradient of a norm's weight": [tally, 2 * tally],
@@ -302,17 +302,17 @@ def _clipped(world_size: int, size: int) -> list[dict]:
     seen = [{} for _ in range(world_size)]
     for what, max_norm in CASES.items():
         ranks = [_gradients(rank, what) for rank in range(world_size)]
-        for rank, each in enumerate(ranks):
+        for rank, gradients in enumerate(ranks):
             first = rank - rank % size
-            numbers = list(each["norm"][0])
+            numbers = list(gradients["norm"][0])
             for other in ranks[first : first + size]:
                 numbers += other["weight"][0]
             length = math.hypot(*numbers)
             factor = min(1.0, max_norm / (length + 1e-6))
-            mine = each["weight"][0] + each["norm"][0]
+            mine = gradients["weight"][0] + gradients["norm"][0]
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"gradients, {what}"] = Rounded([factor * x for x in mine], 3)
-    return [each | {SPARE: "few"} for each in seen]
+    return [right | {SPARE: "few"} for right in seen]
 
 
 clip_grad_norm = Exercise(

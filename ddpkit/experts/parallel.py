@@ -49,9 +49,9 @@ def share_experts(
             got = f"{layer.number} experts for {ranks} ranks"
             raise misuse("share_experts", got, "a multiple", "Use fewer ranks, or more experts.")
         # Rank r keeps experts r·E/e and the next, under the numbers that they had.
-        each = layer.number // ranks
-        first = dist.get_rank(group) * each
-        mine = {str(number): layer.experts[str(number)] for number in range(first, first + each)}
+        count = layer.number // ranks
+        first = dist.get_rank(group) * count
+        mine = {str(number): layer.experts[str(number)] for number in range(first, first + count)}
         layer.experts = nn.ModuleDict(mine)
         layer.ranks = ranks
         layer.group = group

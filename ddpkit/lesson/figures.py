@@ -147,7 +147,7 @@ def traffic(run_or_runs) -> Picture:
         dark = [colour(rank) for rank in ranks]
         pale = [(fill, page.PALER) for fill in dark]
         for nbytes, side, fills in ((sent, -0.2, dark), (received, 0.2, pale)):
-            places, values = [rank + side for rank in ranks], [each / factor for each in nbytes]
+            places, values = [rank + side for rank in ranks], [amount / factor for amount in nbytes]
             axes.bar(places, values, 0.4, color=fills, ec="black")
         for rank, pair in enumerate(zip(sent, received, strict=True)):
             numbers = " ".join(f"{nbytes / factor:.3g}" for nbytes in dict.fromkeys(pair))

@@ -34,24 +34,24 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
     Notebook 06.
     """
     title = "Bytes alive during a step"
-    used = [kind for each in watched.values() for kind in KINDS if any(each.by_kind[kind])]
+    used = [kind for timeline in watched.values() for kind in KINDS if any(timeline.by_kind[kind])]
     kinds = [kind for kind in KINDS if kind in used]
     height = min(page.TALLEST, 150 + 200 * len(watched))
     figure, panels = chart(title, height, len(watched), sharex=True, sharey=True)
     said = [f"{title}."]
-    longest = max(len(each.ops) for each in watched.values())
-    for axes, (name, each) in zip(panels, watched.items(), strict=True):
-        entries = range(len(each.ops))
-        amounts = [each.by_kind[kind] for kind in kinds]
+    longest = max(len(timeline.ops) for timeline in watched.values())
+    for axes, (name, timeline) in zip(panels, watched.items(), strict=True):
+        entries = range(len(timeline.ops))
+        amounts = [timeline.by_kind[kind] for kind in kinds]
         colours = [KIND_COLOURS[kind] for kind in kinds]
         areas = axes.stackplot(entries, amounts, colors=colours, ec="black", lw=0.6, step="post")
         for kind, area in zip(kinds, areas, strict=True):
             if kind == "other":  # so short-lived that only its edges would show
                 area.set_linewidth(0)
-        axes.plot([each.peak], [max(each.totals)], clip_on=False, **PEAK)
-        _draw_marks(axes, each.marks, longest)
+        axes.plot([timeline.peak], [max(timeline.totals)], clip_on=False, **PEAK)
+        _draw_marks(axes, timeline.marks, longest)
         axes.set_ylabel(name)
-        said.append(_said_peak(name, each))
+        said.append(_said_peak(name, timeline))
     panels[0].set_xlim(0, longest)
     panels[0].set_ylim(bottom=0)
     page.with_units(panels[0].yaxis, "B")
@@ -163,7 +163,7 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
     axes.axhline(50, color="black", lw=1.5, ls=page.DASHES)
     page.by_tokens(axes, lengths)
     axes.set(xlim=(lengths[0], lengths[-1]), ylim=(0, 100), ylabel="share of the bytes (%)")
-    legend(figure, [patch(*each) for each in colours.items()])
+    legend(figure, [patch(*pair) for pair in colours.items()])
     said = [f"{title}."]
     for at in (0, -1):
         whole = f"{lengths[at]:,} tokens, {size(totals[at])}"

@@ -78,7 +78,7 @@ class Picture:
         figure.add_artist(Rectangle((0, 0), 1, 1, zorder=9, **style))
         for artist in figure.findobj():
             if isinstance(artist, LineCollection):
-                artist.set_color([dark(each) for each in artist.get_color()])
+                artist.set_color([dark(edge) for edge in artist.get_color()])
             elif isinstance(artist, Line2D):
                 artist.set_color(dark(artist.get_color()))
             elif isinstance(artist, FancyArrowPatch):

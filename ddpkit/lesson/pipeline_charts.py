@@ -112,7 +112,7 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
 def _number(action: str, row: Spans) -> str:
     """Write the micro-batch, with one stroke for each earlier stage of the same rank."""
     stage, _, micro_batch = schedules.parse(action)
-    stages = sorted({schedules.parse(each)[0] for each in row})
+    stages = sorted({schedules.parse(other)[0] for other in row})
     return f"{micro_batch}{'′' * stages.index(stage)}"
 
 
@@ -192,6 +192,6 @@ def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
     most = held_by_rank(made, stages_a_rank=2 if thin else 1)
     caption = (
         f"{schedule}, {count(stages, 'rank')}, m = {micro_batches}: "
-        f"{picture.text} Held at most, by rank: {', '.join(f'{each:g}' for each in most)}."
+        f"{picture.text} Held at most, by rank: {', '.join(f'{number:g}' for number in most)}."
     )
     return caption, picture

@@ -196,17 +196,17 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
     change = stage.changes[step - 1]
     for rank in range(stage.world_size):
         _draw_rank(canvas, stage, frame, change, rank)
-    missing = [each for each in frame.wrong if each.rank is not None and each.peer is not None]
-    for src, dst in set(frame.flying) - {(each.rank, each.peer) for each in missing}:
+    missing = [wrong for wrong in frame.wrong if wrong.rank is not None and wrong.peer is not None]
+    for src, dst in set(frame.flying) - {(wrong.rank, wrong.peer) for wrong in missing}:
         _draw_way(canvas, stage, src, dst, colour(src), dashed=True)
-    for each in missing:
-        _draw_missing(canvas, stage, each)
-    messages = [each for each in frame.sent or [frame] if each.event.is_message]
-    for each in messages:
-        src, dst = each.event.rank, each.event.peer
+    for wrong in missing:
+        _draw_missing(canvas, stage, wrong)
+    messages = [message for message in frame.sent or [frame] if message.event.is_message]
+    for message in messages:
+        src, dst = message.event.rank, message.event.peer
         _draw_way(canvas, stage, src, dst, colour(src))
-    for each in messages:
-        _draw_message(canvas, stage, each, event.kind == "hop")
+    for message in messages:
+        _draw_message(canvas, stage, message, event.kind == "hop")
     owners = {owner for row in frame.memory for cells in row.values() for _, owner in cells}
     for _, _, theirs in change.by_rank.values() if change else ():
         owners.update(theirs)

@@ -122,15 +122,14 @@ class Predictions:
 
     def score(self) -> str:
         """Count the predictions that were right."""
-        judged = [each.right for each in self.made.values() if each.right is not None]
+        verdicts = [prediction.right for prediction in self.made.values()]
+        judged = [right for right in verdicts if right is not None]
         left = len(self.made) - len(judged)
         said = f"{sum(judged)} of {len(judged)} predictions right"
         said += f", {left} not entered." if left else "."
         if not judged:
             said = f"{left} predictions, none entered."
-        looks = [
-            each.right if each.right is not False else "surprise" for each in self.made.values()
-        ]
+        looks = ["surprise" if right is False else right for right in verdicts]
         return Answer(said, score_card(said, looks))
 
 

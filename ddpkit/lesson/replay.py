@@ -83,7 +83,7 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
         for what, record in _program(records):
             at = key(record)
             if what == LEAVE:
-                before += [(ENTER, each, at) for each in whole.get(at, ())]
+                before += [(ENTER, member, at) for member in whole.get(at, ())]
                 continue
             if what == RECEIVE and at in ends["send"]:
                 before.append((SEND, ends["send"][at][0], at))

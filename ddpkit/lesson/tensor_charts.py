@@ -93,7 +93,7 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
     title = f"Sent by each of {count(world_size, 'rank')} for a layer of width {width}, in a step"
     figure, (axes,) = chart(title, 480)
     for name, (fill, marker) in LOOKS.items():
-        wholes = [reduced_bytes(width, each)[name] for each in tokens]
+        wholes = [reduced_bytes(width, number)[name] for number in tokens]
         sent = [volume("ring_all_reduce", whole, world_size).in_turn for whole in wholes]
         axes.plot(tokens, sent, color=fill, lw=3, marker=marker, ms=10, label=name)
     even = WEIGHTS * width / CALLS

@@ -232,7 +232,7 @@ class Slider:
     def widget(self):
         import ipywidgets
 
-        options = [(self.say(each), each) for each in self.values]
+        options = [(self.say(value), value) for value in self.values]
         looks = named(self.label) | {"style": {"description_width": "8em"}, "value": self.value}
         looks |= {"options": options, "layout": {"width": "430px", "max_width": "100%"}}
         if len(options) < 5 and isinstance(self.values[0], str | bool):

@@ -74,7 +74,7 @@ def needs(action: str, actions: set[str]) -> list[str]:
     else:
         after = stage + 1
         before = [f"{stage}F{micro_batch}", f"{after}B{micro_batch}", f"{after}I{micro_batch}"]
-    return [each for each in before if each in actions]
+    return [need for need in before if need in actions]
 
 
 def all_actions(schedule: Schedule) -> list[str]:
@@ -144,7 +144,7 @@ def cycle(schedule: Schedule, done: set[str]) -> str:
     rank = min(first)
     said = {}
     while rank not in said:
-        missing = next(each for each in needs(first[rank], set(everything)) if each not in done)
+        missing = next(need for need in needs(first[rank], set(everything)) if need not in done)
         other = ranks[parse(missing)[0]]
         who = "it" if other == rank else f"rank {other}"
         waits = f"rank {rank} waits in {first[rank]} for {missing}"
@@ -172,7 +172,7 @@ def simulate(
     free = [0] * len(schedule)  # by rank, the tick at which its last action ended
     for rank, action in in_turn(schedule):
         # As soon as the rank is free and what the action needs has ended, on whatever rank.
-        start = max([free[rank], *(when[each][1] for each in needs(action, everything))])
+        start = max([free[rank], *(when[need][1] for need in needs(action, everything))])
         free[rank] = start + ticks[parse(action)[1]]
         when[action] = start, free[rank]
     return when

@@ -110,7 +110,7 @@ class ParallelGPT(nn.Module):
         self.positions = copy.deepcopy(gpt.positions)
         self.dropout = copy.deepcopy(gpt.dropout)
         self.norm = copy.deepcopy(gpt.norm)
-        self.blocks = nn.ModuleList(split_block(each, group, enter, leave) for each in gpt.blocks)
+        self.blocks = nn.ModuleList(split_block(block, group, enter, leave) for block in gpt.blocks)
         self.head = ColumnParallelLinear(gpt.head, group, enter=enter)
         if gpt.head.weight is gpt.tokens.weight:  # tied in the model, so tied in its parts
             self.head.weight = self.tokens.weight
