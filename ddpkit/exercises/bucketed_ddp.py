@@ -197,7 +197,7 @@ names_another: gradient.copy_(part.view_as(gradient)) → gradient = part.view_a
 keeps_the_first: flat = torch.cat( → self.flat = flat = getattr(self, "flat", None)
     ⏎if flat is None: flat = self.flat = torch.cat(
     What was sent in step 2 isn't what .grad was: copy the gradients in, in each step.
-one_part: flat.split([g.numel() for g in alike]) → [flat[: g.numel()] for g in alike]
+one_part: flat.split(sizes), → [flat[:size] for size in sizes],
     All got the first numbers: cut the flat tensor into parts that follow each other, flat.split(…).
 another_order: for gradient in alike]) → for gradient in alike[::-1]])
     It is another gradient's mean: cut in the order in which you put together.

@@ -92,7 +92,7 @@ split_block = Exercise(
 cuts_qkv_in_one: (block.qkv, group, [q, kv, kv], enter) → (block.qkv, group, enter=enter)
     qkv holds all rows of q, then those of k, then those of v: cut in one piece, rank 0 gets queries
     and the last rank values. Each of the three is dealt out by itself: [q, kv, kv].
-of_the_world: world_size, block = → group = None⏎world_size, block =
+of_the_world: world_size = → group = None⏎world_size =
     Who takes in all ranks?
 all_like_q: [q, kv, kv] → [q, q, q]
     With grouped heads, k and v have fewer rows than q: [q, kv, kv] are the rows of each.
@@ -176,15 +176,14 @@ no_maximum: logits.detach().amax(-1) → torch.zeros_like(logits[..., 0])
 one_maximum: logits.detach().amax(-1) → logits.detach().amax().expand(len(logits)).clone()
     That is one maximum for all targets. Each has its own logits, and its own maximum: .amax(-1),
     or a row far below the others has no powers left.
-its_own_powers: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
-    ⏎    shifted.exp().sum(-1), SumOverRanks.apply(own, group))
+its_own_powers: SumOverRanks.apply(both, group) → both[0], SumOverRanks.apply(own, group)
     Each rank divides by the powers of its own tokens, as if there were no others: sum them over
     the ranks.
 of_the_world: logits = widened(logits) → group = None⏎logits = widened(logits)
     Who takes in all ranks?
 counts_from_0: among(targets, start, → among(targets, 0,
     Rank 1's first token isn't token 0 of the vocabulary: subtract start.
-target_without_the_maximum: own = shifted.gather → own = logits.gather
+target_without_the_maximum: of_local = shifted.gather → of_local = logits.gather
     The maximum is subtracted from all logits but the target's: ln Σ e^(x - m) - (x of target - m).
 """),
 )
@@ -330,7 +329,7 @@ clip_grad_norm = Exercise(
     },
     praise="one length on all ranks, each number of the model in it once.",
     mistakes=mistakes("""
-counts_copies: widened(g).square().sum() / count → widened(g).square().sum()
+counts_copies: .square().sum() / count → .square().sum()
     What all ranks hold alike is in it W times: the gradient seems longer than it is, and is cut too
     short. Divide its squares by the number of copies.
 of_this_rank: dist.all_reduce(squared, group=group) → pass

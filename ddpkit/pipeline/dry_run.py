@@ -95,7 +95,7 @@ def in_turn(schedule: Schedule) -> Iterator[tuple[int, str]]:
         for rank, actions in enumerate(left):
             if actions and done.issuperset(needs(actions[0], everything)):
                 moved = True
-                done.add(actions[0])
+                done.add(actions[0])  # at once: later ranks may use it in the same round
                 yield rank, actions.pop(0)
 
 
@@ -124,6 +124,7 @@ def message(action: str, ranks: dict[int, int]) -> list[tuple[int, list[str]]]:
     way = "F" if kind == "F" else "B"
     to = {"F": stage + 1, "W": stage}.get(kind, stage - 1)
     rank = ranks[stage]
+    # The first and the last stage have no neighbour there, a weight part has none at all.
     other = ranks.get(to, ranks[stage])
     if other == rank:
         return [(rank, [action]), (rank, [])]
