@@ -245,16 +245,15 @@ def _merge_trials():
 MERGE = mistakes("""
 adds_the_sums: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b
     A sum is for its part's own maximum. Correct both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
-swapped: power(m_a, m) → power(m_b, m)
-    power(m_b, m) → power(m_a, m)
+swapped: power(m_a, m)⏎correct_b = power(m_b, m) → power(m_b, m)⏎correct_b = power(m_a, m)
     The corrections are swapped: ell_a goes with exp(m_a - m), ell_b with exp(m_b - m).
-wrong_sign: power(m_a, m) → torch.exp(m - m_a)
-    power(m_b, m) → torch.exp(m - m_b)
+wrong_sign: power(m_a, m)⏎correct_b = power(m_b, m) → torch.exp(m - m_a)
+    ⏎correct_b = torch.exp(m - m_b)
     The corrections have the wrong sign: for a larger maximum a sum is smaller, exp(m_a - m).
 larger_part_alone: ell_a * correct_a + ell_b * correct_b → torch.where(m_a < m_b, ell_b, ell_a)
     That is the part with the larger maximum alone: the other's numbers are missing from the sum.
-overflows: power(m_a, m) → m_a.exp() / m.exp()
-    power(m_b, m) → m_b.exp() / m.exp()
+overflows: power(m_a, m)⏎correct_b = power(m_b, m) → m_a.exp() / m.exp()
+    ⏎correct_b = m_b.exp() / m.exp()
     exp(1000) overflows, exp(-1000) is 0: use only differences, exp(m_a - m), never above 0.
 two_masked_parts_are_nan: m.masked_fill(m == -math.inf, 0) → m
     Both parts are all masked: m is -inf, and -inf - -inf is NaN. Together they are (-inf, 0).

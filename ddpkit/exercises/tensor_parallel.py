@@ -244,8 +244,8 @@ RowParallelLinear = Exercise(
     },
     praise="one all-reduce forward, none backward, and the bias counted once.",
     mistakes=mistakes("""
-bias_on_every_rank: F.linear(x, self.weight) → F.linear(x, self.weight, self.bias)
-    return out if self.bias is None else out + self.bias → return out
+bias_on_every_rank: self.weight), self.group)⏎return out if self.bias is None else out + self.bias →
+    ⏎self.weight, self.bias), self.group)⏎return out
     The bias is in the result W times: each rank added it to its summand. Add it once, to the sum.
 divides_the_bias: out + self.bias → self.leave.apply(
         ⏎F.linear(x, self.weight, self.bias / dist.get_world_size(self.group)), self.group)
@@ -253,11 +253,13 @@ divides_the_bias: out + self.bias → self.leave.apply(
     way. AdamW wouldn't notice, SGD does. Add the bias whole, to the sum.
 forgets_the_bias: out if self.bias is None else out + self.bias → out
     The bias is missing: add it to the sum.
-sums_nothing: self.leave.apply(summand, self.group) → summand
+sums_nothing: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
     That is this rank's summand, with the bias: the other ranks' inputs are missing. g sums.
-of_the_world: self.leave.apply(summand, self.group) → self.leave.apply(summand)
+of_the_world: self.leave.apply(F.linear(x, self.weight), self.group) → self.leave.apply(
+    ⏎    F.linear(x, self.weight))
     Who takes in all ranks?
-by_all_reduce: self.leave.apply(summand, self.group) → summand⏎dist.all_reduce(out)
+by_all_reduce: self.leave.apply(F.linear(x, self.weight), self.group) → F.linear(x, self.weight)
+    ⏎dist.all_reduce(out)
     SumOverRanks.apply(x, group) is the same sum, and backward knows it.
 with_f_before: F.linear(x, self.weight) → F.linear(CopyToRanks.apply(x, self.group), self.weight)
     The result is right, the gradient of x isn't: it is summed over ranks that have different x. f

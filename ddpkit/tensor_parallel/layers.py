@@ -81,8 +81,7 @@ class RowParallelLinear(SplitLayer):
         self.leave = leave
 
     def forward(self, x: Tensor) -> Tensor:
-        summand = F.linear(x, self.weight)
-        out = self.leave.apply(summand, self.group)
+        out = self.leave.apply(F.linear(x, self.weight), self.group)
         return out if self.bias is None else out + self.bias  # once, not in each summand
 
 
