@@ -33,10 +33,10 @@ class Look:
     """The board at one moment: each rank's last calls, and `now`, the situation of every rank.
 
     events: `board.events()` at the time when progress stopped; None: now. standstill: nothing has
-    moved for so long that the most cautious reading is dropped. Then a rank whose GPU waits counts
-    as waiting, and the calls of a group on a GPU as carried out one by one: a rank hasn't come to a
-    call while another one is queued before it. That is no proof, since NCCL's buffers may let a
-    short message overtake.
+    moved for a long time, so the most cautious reading is dropped. Then a rank whose GPU waits
+    counts as waiting, and the calls of a group on a GPU as carried out one by one: a rank hasn't
+    come to a call while another one is queued before it. That is no proof, since NCCL's buffers may
+    let a short message overtake.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):

@@ -53,7 +53,7 @@ class Cuda:
         """Record an event behind `work`, on a stream of our own, which no other work waits for.
 
         That stream waits for the future: `work.wait()` would free tensors that NCCL may still read.
-        Its priority is one that programs' streams don't have, so it is none of theirs.
+        It is from the pool of a priority that programs' streams don't have.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)

@@ -5,12 +5,10 @@ Everything used here is private in PyTorch: `_Action`, `_PipelineScheduleRuntime
 are lists of words for each rank, as in `ddpkit.pipeline.schedules`. Notebook 10.
 """
 
-import csv
 import importlib
 import re
 from collections.abc import Callable, Mapping
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -36,18 +34,6 @@ def private(name: str):
         has = f"torch {torch.__version__} has no {module.__name__}.{name}"
         raise ImportError(f"{has}, which ddpkit uses: python -m ddpkit.doctor says what to take")
     return getattr(module, name)
-
-
-def to_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule to the CSV that PyTorch's `_load_csv` reads: a line for each rank."""
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(schedule)
-
-
-def from_csv(path: str | Path) -> Schedule:
-    """Read a schedule from the CSV that PyTorch's `_dump_csv` writes; messages are left out."""
-    with open(path, newline="") as file:
-        return [words(cells) for cells in csv.reader(file)]
 
 
 def words(cells: list) -> list[str]:
