@@ -106,11 +106,11 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 
 
 def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) -> Picture:
-    """Draw the time of each variant's step, with a line at the time of computing alone.
+    """Draw how long a step takes in each variant, with a line at the time of computing alone.
 
-    seconds: {name: the times of its rounds}; the median and the middle half of them are drawn, or
-    the time itself if there is one. compute: the variant that sends
-    nothing. link: the emulated link, if there was one. Notebook 04.
+    seconds: {name: the times of its rounds}; drawn are their median and middle half, or the time
+    itself if there is one. compute: the variant that sends nothing. link: the emulated link, if
+    there was one. Notebook 04.
     """
     import numpy
 
@@ -388,7 +388,7 @@ def zero_grid(world_size: int) -> Picture:
 
 
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw the traffic of several ways to compute the same thing, between memory and processor.
+    """Draw how much several ways to compute the same thing read and write: bars from memory.
 
     counts: {name: (numbers read, numbers written)}, in multiples of N. Notebook 08.
     """
@@ -493,7 +493,10 @@ def crossing(
 def takeovers(
     model: cost.CostModel, algorithms: Sequence[str], world_size: int
 ) -> list[tuple[float, str, str]]:
-    """List (bytes, fastest up to there, fastest from there on), from small to large."""
+    """List where another algorithm becomes the fastest: (bytes, before, from there on).
+
+    In order of bytes, by the cost model.
+    """
     pairs = itertools.permutations(algorithms, 2)
     crossings = {cost.crossover(*pair, world_size, model) for pair in pairs}
     found = []

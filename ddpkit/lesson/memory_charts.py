@@ -90,10 +90,10 @@ HALVES = (  # operations: is the tensor before it kept, does it keep something o
 
 
 def stamped_block(terms: Sequence[Term] = ()) -> Picture:
-    """Draw a transformer block as a row of operations for each half; kept tensors are stamped.
+    """Draw a transformer block as two rows of operations, with a stamp on tensors it keeps.
 
-    terms: of `block_activations` for materialised attention and dropout, or none.
-    Notebook 06.
+    terms: of `block_activations` for materialised attention and dropout; none: no stamps. Notebook
+    06.
     """
     step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
@@ -132,7 +132,10 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
 
 
 def heaps(rows: Mapping[str, str]) -> Picture:
-    """Draw memory as a row of places: a capital, a small letter, or a dot if it is free."""
+    """Draw rows of memory, a place for each letter: the case tells two kinds apart, a dot is free.
+
+    rows: {name: letters}, each of which stands for a tensor.
+    """
     fills = {True: page.SKY, False: page.ORANGE}
     canvas = Canvas(266 + 28 * max(map(len, rows.values())), 20 + 60 * len(rows))
     for at, (name, row) in enumerate(rows.items()):
@@ -172,7 +175,7 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
 
 
 def attention_weights(terms: Iterable[Term]) -> list[Term]:
-    """Select the terms that attention keeps of its matrix: all of it, or one number a row."""
+    """Select the terms that depend on the attention matrix: whole ones, or one number a row."""
     names = re.compile("weights|their dropout|log-sum-exp")
     return [term for term in terms if names.search(term.name)]
 
@@ -201,7 +204,10 @@ def memory_calculator() -> Calculator:
 
 
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
-    """Make the caption and picture of `memory_calculator`. ValueError: the heads don't fit."""
+    """Return caption and picture of `memory_calculator` for one setting of its sliders.
+
+    batch: the other arguments of `training_bytes`. ValueError: the heads don't fit.
+    """
     if width % head_width:
         got = f"expected heads that divide the width {width}, got {head_width}"
         raise ValueError(f"{got}: choose other heads")
