@@ -97,7 +97,7 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
 def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
     """Run a step, and list this rank's calls in words: ["AG b0", ...].
 
-    A call is told by its bytes, so no two units may have the same size.
+    A unit is recognised by its bytes, so no two may have the same size.
     """
     names = {}
     for unit in model.units[1:]:

@@ -50,7 +50,11 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
 
 
 def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
-    """Draw a matrix, its parts in the colours of their ranks."""
+    """Draw a matrix to scale, its parts in the colours of their ranks.
+
+    x, y, tall, wide: in pixels. split: the axis that it is cut along, None, or "sum" or "blocks",
+    see `split_products`.
+    """
     if split is None:
         canvas.box(x, y, wide, tall, page.MIXED)
         return
@@ -117,7 +121,10 @@ def tensor_calculator() -> Calculator:
 
 
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
-    """Make the caption and picture of `tensor_calculator`: times by notebook 02's α–β model."""
+    """Return caption and picture of `tensor_calculator` for one setting: a layer's seconds.
+
+    By notebook 02's α–β model.
+    """
     wholes = reduced_bytes(width, tokens)
     computing = 6 * WEIGHTS * width**2 * tokens / world_size / FLOPS_PER_S
     figure, (axes,) = chart("A layer, forward and backward", 400)
