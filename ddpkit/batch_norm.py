@@ -70,8 +70,8 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         share = self.momentum
         if share is None:
             share = 1 / self.num_batches_tracked.item()
-        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
-            running.lerp_(now.to(running.dtype), share)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
     def _check_input_dim(self, input: Tensor) -> None:
         channels = input.shape[1] if input.dim() > 1 else None
@@ -90,7 +90,9 @@ def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[floa
     wide = x.detach().double()
     mine = wide.new_tensor([x.numel() / x.shape[1]])  # values of a channel on this rank
     # Three sums in one vector, one message. Counting is part of it: ranks may differ in rows.
-    sums = torch.cat([_sum(wide), _sum(wide.square()), mine])
+    total = _sum(wide)
+    squares = _sum(wide.square())
+    sums = torch.cat([total, squares, mine])
     dist.all_reduce(sums, group=group)
     count = sums[-1].item()
     if count < 2:
@@ -136,9 +138,10 @@ class Normalize(torch.autograd.Function):
             dist.all_reduce(sums, group=ctx.group)
             means = sums / ctx.count
             mean_grad, mean_product = means.chunk(2)
-            through_both = _along(mean_grad, x) + normalized * _along(mean_product, x)
+            through_mean = _along(mean_grad, x)
+            through_scale = normalized * _along(mean_product, x)
             slope = scale if weight is None else scale * weight
-            grad_x = (grad - through_both) * _along(slope, x)
+            grad_x = (grad - (through_mean + through_scale)) * _along(slope, x)
         if weight is None:
             grad_weight = grad_bias = None
         # mean, scale, count and group get none: their part is in grad_x.

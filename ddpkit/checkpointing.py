@@ -29,7 +29,8 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, fn, *inputs):
-        ctx.fn, ctx.autocast = fn, autocast_as_now(inputs)
+        ctx.fn = fn
+        ctx.autocast = autocast_as_now(inputs)
         ctx.save_for_backward(random_state(), *inputs)
         return fn(*inputs)  # without a graph: forward runs under no_grad
 
@@ -193,4 +194,5 @@ def sequential_bytes(functions: int, segments: int, input_bytes: int, function_b
     keeps, its input included. Left out: 5056 bytes a segment, of the random numbers' state.
     """
     last = cut(functions, segments)[-1]
-    return (segments - 1) * input_bytes + (last.stop - last.start) * function_bytes
+    in_last = last.stop - last.start
+    return (segments - 1) * input_bytes + in_last * function_bytes

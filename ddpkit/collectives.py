@@ -37,7 +37,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> None:
     if dist.get_rank() == src:
         for peer in ranks:
             if peer != src:
-                dist.send(tensor, peer, group)
+                dist.send(tensor, peer, group)  # one after the other: the root does all the work
     else:
         dist.recv(tensor, src, group)
 
@@ -89,6 +89,7 @@ def tree_reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = Non
 def all_reduce(tensor: Tensor, op: ReduceOp = SUM, group: Group = None) -> None:
     """Combine the `tensor` of all ranks in that of every rank, through the first of them."""
     first = members(group)[0]
+    # The first rank alone combines, so all ranks get the same bits.
     reduce(tensor, first, op, group)
     broadcast(tensor, first, group)
 
@@ -103,7 +104,7 @@ def gather(
         parts = by_rank(gather_list, group)
         parts.pop(dst).copy_(tensor)
         for peer, part in parts.items():
-            dist.recv(part, peer, group)
+            dist.recv(part, peer, group)  # straight into the caller's list
     else:
         dist.send(tensor, dst, group)
 
@@ -128,7 +129,7 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None) -
     """Copy the `tensor` of every rank into its place in the `tensor_list` of every rank."""
     parts = by_rank(tensor_list, group)
     parts.pop(dist.get_rank()).copy_(tensor)
-    exchange(dict.fromkeys(parts, tensor), parts, group)
+    exchange(dict.fromkeys(parts, tensor), parts, group)  # the same tensor to every other rank
 
 
 @torch.no_grad()
@@ -164,6 +165,7 @@ def barrier(group: Group = None) -> None:
     byte, heard = torch.zeros(2, dtype=torch.uint8, device=device).split(1)
     distance = 1
     while distance < len(ranks):
+        # No rank can finish a hop before the one `distance` to its left has begun it.
         exchange({ranks[distance]: byte}, {ranks[-distance]: heard}, group)
         distance *= 2
     heard.item()  # NCCL's wait() only orders kernels; reading the byte waits until it has arrived

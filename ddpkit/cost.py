@@ -186,7 +186,7 @@ def fit(measurements: Iterable[Measurement]) -> CostModel:
     per_hop, per_byte = hops / seconds, in_turn / seconds
     alone = per_hop.norm() * per_byte.norm()
     if (alone - per_hop @ per_byte).item() <= 1e-12 * alone:  # nearly parallel
-        sizes = count(len({each.nbytes for each in measurements}), "size")
+        sizes = count(len({measurement.nbytes for measurement in measurements}), "size")
         expected = "measurements that tell latency and bytes apart"
         got = f"{len(measurements)} of {sizes}"
         raise ValueError(f"fit expected {expected}, got {got}: measure at least 2 sizes")
@@ -200,8 +200,8 @@ def fit(measurements: Iterable[Measurement]) -> CostModel:
 
 def _checked(measurements: Iterable[Measurement]) -> list[Measurement]:
     measurements = list(measurements)
-    for each in measurements:
-        check_positive(f"Measure it again: {each}.", seconds=each.seconds)
+    for measurement in measurements:
+        check_positive(f"Measure it again: {measurement}.", seconds=measurement.seconds)
     return measurements
 
 

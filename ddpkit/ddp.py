@@ -51,7 +51,8 @@ class FlatDDP(DataParallel):
             dist.all_reduce(flat, group=self.group)
             flat /= dist.get_world_size(self.group)
             # And back, each part into its gradient.
-            for gradient, part in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
+            sizes = [gradient.numel() for gradient in alike]
+            for gradient, part in zip(alike, flat.split(sizes), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
 
@@ -101,9 +102,10 @@ def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> 
     for number, (_, dtype) in enumerate(sizes):
         bucket = filling.setdefault(dtype, [])
         bucket.append(number)
-        if sum(sizes[each][0] for each in bucket) >= cap_bytes:
+        if sum(sizes[member][0] for member in bucket) >= cap_bytes:
             full.append(filling.pop(dtype))
-    return sorted(full + list(filling.values()), key=lambda bucket: bucket[-1])
+    buckets = full + list(filling.values())
+    return sorted(buckets, key=lambda bucket: bucket[-1])
 
 
 class Bucket:

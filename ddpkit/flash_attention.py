@@ -33,9 +33,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     Cost: 4 Nq Nk D operations a head; memory for Nq Nk numbers three times, once for backward.
     """
     check_shapes(q, k, v)
-    s = q @ k.mT * q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5
+    s = q @ k.mT * scale
     if causal:
-        hidden = s.new_full(s.shape[-2:], -math.inf).triu(1)  # key j from query i: j > i
+        everywhere = s.new_full(s.shape[-2:], -math.inf)
+        hidden = everywhere.triu(1)  # key j from query i: j > i
         s = s + hidden
     return s.softmax(-1) @ v
 
@@ -63,7 +65,7 @@ class FlashAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):  # it would round scores to 16 bits
             o, lse = flash_forward(*in_fp32(q, k, v), TILE, causal)
         o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse)  # and no p
         ctx.causal = causal
         return o
 
@@ -72,12 +74,17 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            dq, dk, dv = flash_backward(*in_fp32(q, k, v, o, lse, do), ctx.causal)
+            wide = in_fp32(q, k, v, o, lse, do)
+            dq, dk, dv = flash_backward(*wide, ctx.causal)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, tile: int, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile: int,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return o, (..., Nq, D), and lse, (..., Nq), the log of each row's Σ e^s.
 
@@ -85,7 +92,8 @@ def flash_forward(
     queries at once.
     """
     m = torch.full_like(q[..., :1], -math.inf)  # a column: one number a query
-    ell, acc = torch.zeros_like(m), torch.zeros_like(q)
+    ell = torch.zeros_like(m)
+    acc = torch.zeros_like(q)
     for first in range(0, k.shape[-2], tile):
         keys = slice(first, first + tile)
         s = tile_scores(q, k[..., keys, :], first, causal)
@@ -97,13 +105,21 @@ def flash_forward(
         acc = acc * correction + p @ v[..., keys, :]
         m = m_new
     # Divided once, at the end: no tile knows the sum of the whole row.
-    return acc / ell, (m + ell.log()).squeeze(-1)
+    o = acc / ell
+    lse = (m + ell.log()).squeeze(-1)
+    return o, lse
 
 
 def flash_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    causal: bool = False,
     tile: int = TILE,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: p is computed again from q, k and lse, a tile of keys at a time.
 
     Softmax's derivative, ds = p ∘ (dp − delta), needs each row's Σ p ∘ dp. It equals Σ do ∘ o,
@@ -122,16 +138,18 @@ def flash_backward(
         # Through softmax, then to q and k.
         dp = do @ v[..., keys, :].mT
         ds = p * (dp - delta)
-        dq += ds @ k[..., keys, :] * scale
+        dq += ds @ k[..., keys, :] * scale  # every tile adds; dk and dv belong to this one alone
         dk[..., keys, :] = ds.mT @ q * scale
     return dq, dk, dv
 
 
 def tile_scores(q: Tensor, keys: Tensor, first: int, causal: bool) -> Tensor:
     """Return q·kᵀ/√D for a tile of keys, from key number `first` on; -inf where hidden."""
-    s = q @ keys.mT * q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5
+    s = q @ keys.mT * scale
     if causal:
-        hidden = torch.ones_like(s, dtype=torch.bool).triu(1 - first)  # key j from query i: j > i
+        everywhere = torch.ones_like(s, dtype=torch.bool)
+        hidden = everywhere.triu(1 - first)  # key j from query i: j > i
         s = s.masked_fill(hidden, -math.inf)
     return s
 

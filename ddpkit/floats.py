@@ -187,7 +187,7 @@ class Number:
         text = f"{self.format.name}: {self.bits} is {self.value}, {self.kind}"
         if self.spacing is None:
             return text
-        below, above = ("nothing" if each is None else each for each in (self.below, self.above))
+        below, above = ("nothing" if x is None else x for x in (self.below, self.above))
         return f"{text}; spacing {self.spacing}, between {below} and {above}"
 
 

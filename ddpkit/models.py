@@ -98,7 +98,8 @@ class GPT(nn.Module):
         if places is None:
             positions = first(self.positions, tokens.shape[1])
         else:
-            positions = first(self.positions, 1 + int(places.max()))[places]
+            needed = 1 + int(places.max())
+            positions = first(self.positions, needed)[places]
         x = self.dropout(self.tokens(tokens) + positions)
         for block in self.blocks:
             x = block(x)
@@ -138,13 +139,19 @@ class Block(nn.Module):
         self.out = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
         hidden = 4 * width
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, width),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         # Both halves normalize first, and add to x, which so passes through unchanged.
-        x = x + self.dropout(self.attend(self.attention_norm(x)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        attended = self.attend(self.attention_norm(x))
+        x = x + self.dropout(attended)
+        computed = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(computed)
 
     def attend(self, x: Tensor) -> Tensor:
         # One product gives all three; heads become an axis before the sequence.
@@ -156,7 +163,8 @@ class Block(nn.Module):
             v = v.repeat_interleave(self.repeats, dim=1)
         mixed = self.attention(q, k, v, causal=True)
         # Back to (n, length, width): the heads' outputs side by side.
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        side_by_side = mixed.transpose(1, 2).flatten(2)
+        return self.out(side_by_side)
 
 
 class MLP(nn.Sequential):
@@ -172,5 +180,8 @@ class MLP(nn.Sequential):
         modules = []
         for before, after in pairwise(widths):
             # No bias: batch norm would subtract it.
-            modules += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU()]
-        super().__init__(*modules, nn.Linear(widths[-1], outputs))
+            modules.append(nn.Linear(before, after, bias=False))
+            modules.append(nn.BatchNorm1d(after))
+            modules.append(nn.ReLU())
+        modules.append(nn.Linear(widths[-1], outputs))
+        super().__init__(*modules)

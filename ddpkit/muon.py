@@ -52,7 +52,7 @@ def deal(costs: list[int], world_size: int) -> list[int]:
     loads = [0] * world_size
     owners = [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        owner = loads.index(min(loads))
+        owner = loads.index(min(loads))  # no message: every rank computes the same deal
         owners[number] = owner
         loads[owner] += costs[number]
     return owners
@@ -110,6 +110,7 @@ def by_owners(
     for r in ranks:
         parts.append(end_to_end([shards[m] for m in owned_by[r]], shards[0]))
         expected.append([numels[m][r] for m in mine])
+    # From every rank one flat tensor: its rows of this rank's matrices, one after the other.
     arrived = exchange(parts, [sum(part) for part in expected], group)
     cut = [arrived[r].split(expected[r]) for r in ranks]
     # The owner's work: matrix by matrix, and the result cut as the matrix was.
@@ -118,7 +119,7 @@ def by_owners(
         whole = torch.cat([cut[r][place] for r in ranks]).view(-1, shards[m].shape[1])
         rows = function(whole).to(whole.dtype).flatten().split(numels[m])
         for r in ranks:
-            results[r].append(rows[r])
+            results[r].append(rows[r])  # views of the result, which lives until it is sent
     # Back: from each owner this rank's rows, in the order in which they went.
     answers = [end_to_end(results[r], shards[0]) for r in ranks]
     returned = exchange(answers, [len(part) for part in parts], group)

@@ -57,7 +57,7 @@ def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
         mine = chunks[(rank - hop - 1) % world_size]
         arrived = torch.empty_like(mine)
         send_right_receive_left(passed_on, arrived, group)
-        mine += arrived
+        mine += arrived  # one rank's summand more; in the next hop it is passed on
     return chunks[rank]
 
 
@@ -73,7 +73,7 @@ def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     chunks = flat(x, group).tensor_split(world_size)  # views: receiving into one changes x
     for hop in range(1, world_size):
         passed_on = chunks[(rank - hop + 1) % world_size]
-        place = chunks[(rank - hop) % world_size]
+        place = chunks[(rank - hop) % world_size]  # the one to pass on in the next hop
         send_right_receive_left(passed_on, place, group)
     return x
 
@@ -85,6 +85,7 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
     Cost per rank: 2(W-1)/W of `x` sent in 2(W-1) hops. Patarasuk and Yuan 2009. Notebook 02.
     """
+    # Between the two, chunk r is finished on rank r and nowhere else.
     ring_reduce_scatter(x, group)
     return ring_all_gather(x, group)
 

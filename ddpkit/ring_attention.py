@@ -21,7 +21,11 @@ from .tools.checks import check_in_group, misuse
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, group: ProcessGroup | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Return softmax(q·kᵀ/√D)·v for this rank's queries, over the keys and values of all ranks.
 
@@ -55,7 +59,8 @@ def ring_attention(
             works = dist.batch_isend_irecv([send, receive])
         if owner <= rank or not causal:  # computed while the next block is on its way
             keys, values = here
-            scores = tile_scores(*in_fp32(q, keys), 0, causal and owner == rank)
+            diagonal = causal and owner == rank
+            scores = tile_scores(*in_fp32(q, keys), 0, diagonal)
             part = summarize(scores, values)
             triple = part if triple is None else merge(triple, part)
         for work in works:

@@ -73,11 +73,13 @@ def online_softmax(x: Tensor) -> Tensor:
 
     When the maximum grows, the sum so far is corrected. Milakov and Gimelshein 2018, algorithm 3.
     """
-    (m, ell), a = start(x), torch.empty_like(x)
+    m, ell = start(x)
+    a = torch.empty_like(x)
     # First pass: both at once. Second pass: the result.
     for i in range(x.shape[-1]):
         x_i = x[..., i]
-        m_before, m = m, torch.maximum(m, x_i)
+        m_before = m
+        m = torch.maximum(m, x_i)
         ell = ell * power(m_before, m) + power(x_i, m)
     for i in range(x.shape[-1]):
         a[..., i] = normalize(power(x[..., i], m), ell)
@@ -95,11 +97,13 @@ def online_weighted_mean(x: Tensor, v: Tensor) -> Tensor:
     for i in range(x.shape[-1]):
         x_i = x[..., i]
         v_i = v[..., i, :]
-        m_before, m = m, torch.maximum(m, x_i)
+        m_before = m
+        m = torch.maximum(m, x_i)
         correction = power(m_before, m)
         weight = power(x_i, m)
         ell = ell * correction + weight
-        o = o * correction.unsqueeze(-1) + weight.unsqueeze(-1) * v_i
+        o = o * correction.unsqueeze(-1)
+        o = o + weight.unsqueeze(-1) * v_i
     mean = torch.empty_like(o, dtype=v.dtype)
     mean[...] = normalize(o, ell.unsqueeze(-1))
     return mean
@@ -122,7 +126,8 @@ def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
     ell = weights.sum(-1)
     if v is None:
         return m, ell
-    return m, ell, weights @ v.to(weights.dtype)
+    o = weights @ v.to(weights.dtype)
+    return m, ell, o
 
 
 def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -134,11 +139,13 @@ def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     m_a, ell_a, *o_a = a
     m_b, ell_b, *o_b = b
     m = torch.maximum(m_a, m_b)
-    correct_a, correct_b = power(m_a, m), power(m_b, m)
+    correct_a = power(m_a, m)
+    correct_b = power(m_b, m)
     ell = ell_a * correct_a + ell_b * correct_b
     if not o_a:
         return m, ell
-    return m, ell, o_a[0] * correct_a.unsqueeze(-1) + o_b[0] * correct_b.unsqueeze(-1)
+    o = o_a[0] * correct_a.unsqueeze(-1) + o_b[0] * correct_b.unsqueeze(-1)
+    return m, ell, o
 
 
 def fused_softmax(x: Tensor) -> Tensor:
@@ -153,7 +160,8 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
     """Softmax of rows that are read `block` numbers at a time: online, from block to block."""
     if block < 1:
         raise ValueError(f"expected a block of at least 1 number, got {block}. Try 128.")
-    a, pair = torch.empty_like(x), start(x)
+    a = torch.empty_like(x)
+    pair = start(x)
     blocks = [slice(first, first + block) for first in range(0, x.shape[-1], block)]
     # First pass: the pair of the whole row. Second: the softmax, block by block.
     for part in blocks:
@@ -178,7 +186,8 @@ def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor
     mine = torch.stack(summarize(x))  # two numbers a row: all that this rank sends
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
-    return finish(x, *functools.reduce(merge, everyones)).to(x.dtype)
+    pair = functools.reduce(merge, everyones)
+    return finish(x, *pair).to(x.dtype)
 
 
 # Arithmetic

@@ -16,7 +16,11 @@ from .blocks import check, for_heads
 
 
 def all_to_all_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, group: ProcessGroup | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Attention over the tokens of all ranks, of which rank r has the r-th part, by heads.
 
@@ -25,20 +29,26 @@ def all_to_all_attention(
     """
     check("all_to_all_attention", q, k, v, group, halves=False)
     world_size = dist.get_world_size(group)
-    heads, kv_heads = q.shape[-3], k.shape[-3]
+    heads = q.shape[-3]
+    kv_heads = k.shape[-3]
     if heads % world_size != 0 or kv_heads % world_size != 0:
         got = f"{heads} heads and {kv_heads} of keys and values"
         remedy = "Use fewer ranks, repeat keys and values, or take a ring."
         raise misuse("all_to_all_attention", got, f"multiples of {world_size} ranks", remedy)
     # One message for all three: next to each other what goes to the same rank.
     parts = [x.unflatten(-3, (world_size, -1)) for x in (q, k, v)]
-    qkv = torch.cat(parts, dim=-3).flatten(-4, -3)
+    by_rank = torch.cat(parts, dim=-3)
+    qkv = by_rank.flatten(-4, -3)
     qkv = HeadsForTokens.apply(qkv, group)
     # All tokens, in order; this rank's heads.
-    mine, mine_kv = heads // world_size, kv_heads // world_size
+    mine = heads // world_size
+    mine_kv = kv_heads // world_size
     q, k, v = qkv.split([mine, mine_kv, mine_kv], dim=-3)
     # From here on attention needs no other rank.
-    o = flash_attention(q, for_heads(k, mine), for_heads(v, mine), causal)
+    keys = for_heads(k, mine)
+    values = for_heads(v, mine)
+    o = flash_attention(q, keys, values, causal)
+    # And back: all heads of this rank's tokens.
     return TokensForHeads.apply(o, group)
 
 
@@ -75,6 +85,6 @@ def trade(x: Tensor, cut: int, join: int, group: ProcessGroup | None = None) -> 
     """
     # The wire takes contiguous parts, one for each rank, in their order.
     parts = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))
-    received = torch.empty_like(parts)
+    received = torch.empty_like(parts)  # part r is from rank r
     dist.all_to_all_single(received, parts, group=group)
     return torch.cat(received.unbind(), dim=join)

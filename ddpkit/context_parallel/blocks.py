@@ -29,9 +29,16 @@ class AttentionAcrossRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, fetch: Callable, send_home: Callable,
-        causal: bool, deal: Deal, group: ProcessGroup | None,
-    ) -> Tensor:  # fmt: skip
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        fetch: Callable,
+        send_home: Callable,
+        causal: bool,
+        deal: Deal,
+        group: ProcessGroup | None,
+    ) -> Tensor:
         ctx.how = causal, deal, group
         ctx.send_home = send_home
         kept, blocks = fetch(torch.stack((k, v)), group)  # one message for both
@@ -49,7 +56,11 @@ class AttentionAcrossRanks(torch.autograd.Function):
 
 
 def attend(
-    q: Tensor, blocks: Iterable[Tensor], deal: Deal, rank: int, causal: bool
+    q: Tensor,
+    blocks: Iterable[Tensor],
+    deal: Deal,
+    rank: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse of this rank's queries over all blocks, in float32 at least.
 
@@ -59,11 +70,15 @@ def attend(
     seen = {}  # by chunk of queries: o and lse over the keys so far
     for hop, block in enumerate(blocks):
         owner = (rank - hop) % len(deal)
-        keys, values = (chunks(x, deal[owner], q.shape[-3]) for x in block)
+        k, v = block
+        keys = chunks(k, deal[owner], q.shape[-3])
+        values = chunks(v, deal[owner], q.shape[-3])
         for query, key, diagonal in pairs_of_hop(deal, rank, hop, causal):
             with torch.autocast(q.device.type, enabled=False):  # it would round scores to 16 bits
                 part = flash_forward(queries[query], keys[key], values[key], TILE, diagonal)
-            seen[query] = merge(*seen[query], *part) if query in seen else part
+            if query in seen:
+                part = merge(*seen[query], *part)
+            seen[query] = part
     # From chunks back to this rank's tokens.
     parts = [seen[chunk] for chunk in deal[rank]]
     o = torch.cat([o for o, _ in parts], dim=-2)
@@ -84,7 +99,12 @@ def merge(o: Tensor, lse: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, T
 
 
 def gradients(
-    saved: tuple[Tensor, ...], block: Tensor, deal: Deal, rank: int, hop: int, causal: bool
+    saved: tuple[Tensor, ...],
+    block: Tensor,
+    deal: Deal,
+    rank: int,
+    hop: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return what a block adds to dq, and the block's dk and dv, stacked; in float32 at least.
 
@@ -92,22 +112,30 @@ def gradients(
     other ranks' queries have also seen this block.
     """
     q, o, lse, do = saved
+    k, v = block
+    kv_heads = k.shape[-3]
+    own = deal[rank]
     theirs = deal[(rank - hop) % len(deal)]
-    queries, outputs, sums, given = (chunks(x, deal[rank]) for x in (q, o, lse[..., None], do))
-    keys, values = (chunks(x, theirs, q.shape[-3]) for x in block)
+    queries = chunks(q, own)
+    outputs = chunks(o, own)
+    sums = chunks(lse.unsqueeze(-1), own)
+    given = chunks(do, own)
+    keys = chunks(k, theirs, q.shape[-3])
+    values = chunks(v, theirs, q.shape[-3])
     dq, dkv = (torch.zeros_like(x) for x in in_fp32(q, block))
     # Chunks are views: what is added to them is in dq and dkv.
-    dq_of = chunks(dq, deal[rank])
-    dk_of, dv_of = (chunks(x, theirs) for x in dkv)
+    dq_of = chunks(dq, own)
+    dk_of = chunks(dkv[0], theirs)
+    dv_of = chunks(dkv[1], theirs)
     for query, key, diagonal in pairs_of_hop(deal, rank, hop, causal):
+        # With the whole row's o and lse, p comes out as in the softmax of all keys.
         of_query = outputs[query], sums[query].squeeze(-1), given[query]
+        of_key = keys[key], values[key]
         with torch.autocast(q.device.type, enabled=False):
-            parts = flash_backward(
-                queries[query], keys[key], values[key], *of_query, causal=diagonal
-            )
+            parts = flash_backward(queries[query], *of_key, *of_query, causal=diagonal)
         dq_of[query] += parts[0]
-        dk_of[key] += for_kv_heads(parts[1], block.shape[-3])
-        dv_of[key] += for_kv_heads(parts[2], block.shape[-3])
+        dk_of[key] += for_kv_heads(parts[1], kv_heads)
+        dv_of[key] += for_kv_heads(parts[2], kv_heads)
     return dq, dkv
 
 
@@ -119,17 +147,20 @@ def chunks(x: Tensor, numbers: tuple[int, int], heads: int | None = None) -> dic
     (wide,) = in_fp32(x)
     if heads is not None:
         wide = for_heads(wide, heads)
-    return dict(zip(numbers, wide.chunk(2, dim=-2), strict=True))
+    halves = wide.chunk(2, dim=-2)
+    return dict(zip(numbers, halves, strict=True))
 
 
 def for_heads(kv: Tensor, heads: int) -> Tensor:
     """Repeat keys or values: (..., kv heads, n, D) to (..., heads, n, D)."""
-    return kv.repeat_interleave(heads // kv.shape[-3], dim=-3)
+    repeats = heads // kv.shape[-3]
+    return kv.repeat_interleave(repeats, dim=-3)
 
 
 def for_kv_heads(gradient: Tensor, kv_heads: int) -> Tensor:
     """Add up gradients of heads that share keys: (..., heads, n, D) to (..., kv heads, n, D)."""
-    return gradient.unflatten(-3, (kv_heads, -1)).sum(-3)
+    by_kv_head = gradient.unflatten(-3, (kv_heads, -1))
+    return by_kv_head.sum(-3)
 
 
 def check(

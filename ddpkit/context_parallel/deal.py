@@ -44,6 +44,7 @@ def pairs_of_hop(deal: Deal, rank: int, hop: int, causal: bool = True) -> list[P
     pairs = []
     for query in deal[rank]:
         for key in deal[owner]:
+            # Chunks are numbered along the sequence, so a smaller number is the past.
             if not causal or key < query:
                 pairs.append((query, key, False))
             elif key == query:
@@ -53,9 +54,11 @@ def pairs_of_hop(deal: Deal, rank: int, hop: int, causal: bool = True) -> list[P
 
 def scores_of_hop(deal: Deal, rank: int, hop: int, chunk: int, causal: bool = True) -> int:
     """Count the scores that are seen in a hop, by a head; `chunk` is the tokens in a chunk."""
+    whole = chunk * chunk
+    half = chunk * (chunk + 1) // 2  # with the diagonal itself
     count = 0
     for _, _, diagonal in pairs_of_hop(deal, rank, hop, causal):
-        count += chunk * (chunk + 1) // 2 if diagonal else chunk * chunk
+        count += half if diagonal else whole
     return count
 
 
@@ -80,11 +83,13 @@ def share_tokens(tokens: Tensor, deal: Deal, rank: int) -> tuple[Tensor, Tensor,
     with token 0, which no token before it sees if attention is causal, and with NO_TARGET.
     """
     # Shifted while whole: the last token of a chunk has its target in another one.
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
     length = inputs.shape[1]
     padding = -length % (2 * len(deal))
     inputs = F.pad(inputs, (0, padding), value=0)
     targets = F.pad(targets, (0, padding), value=NO_TARGET)
     mine = places(deal, rank, length + padding)
     # What is padded has no place of its own; that of the last token will do.
-    return inputs[:, mine], targets[:, mine], mine.clamp(max=max(0, length - 1))
+    last = max(0, length - 1)
+    return inputs[:, mine], targets[:, mine], mine.clamp(max=last)

@@ -15,9 +15,13 @@ from .deal import Deal, contiguous, zigzag
 
 
 def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, group: ProcessGroup | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    group: ProcessGroup | None = None,
     zigzagged: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention over the tokens of all ranks, whose keys and values are all-gathered.
 
     Arguments, result, errors and cost: see `ddpkit.context_parallel`; n must be even. zigzagged:
@@ -41,22 +45,28 @@ def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, list[T
 
 
 def gathered_backward(
-    q: Tensor, everyones: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-    causal: bool, deal: Deal, group: ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    everyones: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    causal: bool,
+    deal: Deal,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return dq, and dk and dv stacked, as `ring_backward` does, without a ring.
 
     everyones: k and v of all ranks, by rank. Cost: one reduce-scatter of dk and dv.
     """
     rank = dist.get_rank(group)
+    saved = q, o, lse, do
     dq = 0.0
     summands = list(everyones)  # replaced one by one
     for hop in range(len(deal)):
         owner = (rank - hop) % len(deal)
-        part, summands[owner] = gradients(
-            (q, o, lse, do), everyones[owner], deal, rank, hop, causal
-        )
+        part, summand = gradients(saved, everyones[owner], deal, rank, hop, causal)
         dq = dq + part
+        summands[owner] = summand
     # Every rank has a summand of everyone's dk and dv; each keeps the sum of its own.
     totals = torch.stack(summands)
     start_reduce_scatter(totals.view(-1), group).wait()

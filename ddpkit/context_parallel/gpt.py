@@ -27,7 +27,7 @@ def share_sequence(gpt: GPT, attention: Attention) -> None:
     """
     for block in gpt.blocks:
         block.attention = attention
-        block.repeats = 1
+        block.repeats = 1  # k and v travel as they are, and are repeated where they arrive
 
 
 def summed_loss(logits: Tensor, targets: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -41,6 +41,8 @@ def summed_loss(logits: Tensor, targets: Tensor, group: ProcessGroup | None = No
     """
     counted = (targets != NO_TARGET).sum()
     dist.all_reduce(counted, group=group)
-    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    # The ranks' counts make one divisor: a mean of the ranks' means would be wrong.
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    wide = logits.flatten(0, -2).to(dtype)
     total = F.cross_entropy(wide, targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
     return total * dist.get_world_size(group) / counted.clamp(min=1)

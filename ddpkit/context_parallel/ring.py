@@ -17,7 +17,11 @@ from .deal import Deal, contiguous, zigzag
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, group: ProcessGroup | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Attention over the tokens of all ranks, of which rank r has the r-th part.
 
@@ -31,7 +35,11 @@ def ring_attention(
 
 
 def zigzag_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, group: ProcessGroup | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Attention over the tokens of all ranks, of which rank r has chunks r and 2W−1−r of 2W.
 
@@ -45,13 +53,20 @@ def zigzag_attention(
 
 def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Iterator[Tensor]]:
     """Return the block that is kept for backward, this rank's own, and all blocks as they come."""
+    # Other ranks' blocks aren't kept: backward lets them travel again.
     return kv, travel(kv, group)
 
 
 def ring_backward(
-    q: Tensor, kv: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-    causal: bool, deal: Deal, group: ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    kv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    causal: bool,
+    deal: Deal,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return dq, and dk and dv stacked, of this rank's queries, keys and values.
 
     q, o, do: (..., heads, n, D). kv: k and v stacked. lse: (..., heads, n), of forward, over the
@@ -60,7 +75,9 @@ def ring_backward(
     rank = dist.get_rank(group)
     saved = q, o, lse, do
     dq = 0.0
-    coming, works = None, []
+    coming = None
+    works = []
+    # Two things travel: a block, and one hop behind it the sum of its gradients.
     for hop, block in enumerate(travel(kv, group)):
         dq_part, summand = gradients(saved, block, deal, rank, hop, causal)
         dq = dq + dq_part
@@ -81,10 +98,11 @@ def travel(x: Tensor, group: ProcessGroup | None = None) -> Iterator[Tensor]:
     """
     world_size = dist.get_world_size(group)
     for hop in range(world_size):
-        coming, works = x, []
+        coming = x
+        works = []
         if hop < world_size - 1:
             coming, works = pass_on(x, group)
-        yield x
+        yield x  # the caller computes with it while the next one travels
         for work in works:
             work.wait()  # only now may `coming` be read
         x = coming
@@ -99,8 +117,10 @@ def pass_on(x: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, list[
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return x, []
-    coming = torch.empty_like(x)
+    coming = torch.empty_like(x)  # never x itself, which is being sent
     # In one batch: if every rank sent first, all could wait for ever.
-    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world_size)
-    receive = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % world_size)
+    right = (rank + 1) % world_size
+    left = (rank - 1) % world_size
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=right)
+    receive = dist.P2POp(dist.irecv, coming, group=group, group_peer=left)
     return coming, dist.batch_isend_irecv([send, receive])

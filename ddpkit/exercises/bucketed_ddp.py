@@ -197,7 +197,7 @@ names_another: gradient.copy_(part.view_as(gradient)) → gradient = part.view_a
 keeps_the_first: flat = torch.cat( → self.flat = flat = getattr(self, "flat", None)
     ⏎if flat is None: flat = self.flat = torch.cat(
     What was sent in step 2 isn't what .grad was: copy the gradients in, in each step.
-one_part: flat.split([g.numel() for g in alike]) → [flat[: g.numel()] for g in alike]
+one_part: flat.split(sizes), → [flat[:size] for size in sizes],
     All got the first numbers: cut the flat tensor into parts that follow each other, flat.split(…).
 another_order: for gradient in alike]) → for gradient in alike[::-1]])
     It is another gradient's mean: cut in the order in which you put together.
@@ -260,9 +260,9 @@ def _plan_trials():
         ([], 8, []),
     ):
         sizes = []
-        for each in nbytes:
-            half = torch.float16 if isinstance(each, float) else torch.bfloat16
-            sizes.append((round(each), half if each == 2 else torch.float32))
+        for size in nbytes:
+            half = torch.float16 if isinstance(size, float) else torch.bfloat16
+            sizes.append((round(size), half if size == 2 else torch.float32))
         what = f"gradients of {nbytes} bytes (2: bfloat16, 2.0: float16), cap {cap_bytes}"
         yield Trial(1, _run_plan, (sizes, cap_bytes), [plan], what=what)
 
@@ -287,7 +287,7 @@ stays_below: >= cap_bytes → + sizes[min(number + 1, len(sizes) - 1)][0] > cap_
     It was closed below the cap. A bucket is closed once it has reached its cap, by however much.
 goes_over: >= cap_bytes → > cap_bytes
     A bucket that has reached its cap is closed: here another gradient came into it.
-counts_gradients: sum(sizes[each][0] for each in bucket) → len(bucket) * sizes[bucket[0]][0]
+counts_gradients: sum(sizes[member][0] for member in bucket) → len(bucket) * sizes[bucket[0]][0]
     Gradients of one dtype have different sizes: add up their bytes.
 mixes_dtypes: for number, (_, dtype) in enumerate(sizes): → dtype = None
     ⏎for number, _ in enumerate(sizes):

@@ -167,8 +167,8 @@ def _run_backward(answer, make, causal, dtype, size):
     whole_ones = _whole(size, dtype, dist.get_rank() // size)
     q, k, v, do = (x[..., mine, :] for x in whole_ones)
     everyones = []
-    for each in range(size):  # forward, without the wire: only backward is the answer's
-        theirs = library.places(deal, (rank - each) % size, EACH * size)
+    for hop in range(size):  # forward, without the wire: only backward is the answer's
+        theirs = library.places(deal, (rank - hop) % size, EACH * size)
         everyones.append(torch.stack([x[..., theirs, :] for x in whole_ones[1:3]]))
     o, lse = attend(q, everyones, deal, rank, causal)
     rank_1_comes_last()
@@ -282,7 +282,7 @@ def _run_heads(answer, size):
     if list(out.shape) == [1, 2, size * SHAPE[0], SHAPE[1]]:
         first = rank - rank % size
         mine = slice(2 * (rank % size), 2 * (rank % size) + 2)
-        parts = [_tokens(each, heads)[:, mine] for each in range(first, first + size)]
+        parts = [_tokens(other, heads)[:, mine] for other in range(first, first + size)]
         out.backward(torch.cat(parts, 2))  # the gradients are the numbers themselves
         seen |= {"gradient of x": whole(x.grad), "calls in backward": calls(then)}
     return seen | {"x afterwards": whole(x)}
@@ -294,8 +294,8 @@ def _heads(world_size: int, size: int) -> list[dict]:
     for rank in range(world_size):
         first, place = rank - rank % size, rank % size
         parts = [
-            _tokens(each, heads)[:, 2 * place : 2 * place + 2]
-            for each in range(first, first + size)
+            _tokens(other, heads)[:, 2 * place : 2 * place + 2]
+            for other in range(first, first + size)
         ]
         out = torch.cat(parts, 2)
         one = {"all_to_all": 1}

@@ -98,7 +98,7 @@ counts_of_the_chosen: minlength=experts) → minlength=0)
     minlength=experts.
 weights_as_they_come: weights.flatten()[by_expert] → weights.flatten()[: len(by_expert)]
     Results are sorted by expert, weights by token: bring the weights into the same order.
-not_weighed: results * weights.flatten()[by_expert].unsqueeze(-1) → results
+not_weighed: results * weight.unsqueeze(-1) → results
     The results are added up as they are: each counts by its weight.
 last_one_wins: .index_add(0, token, weighted) → .index_copy(0, token, weighted)
     A token visits k experts, and their results add up: index_copy keeps one of them, index_add all.

@@ -95,7 +95,7 @@ def _fitted(answer, points):
     """Return the answer's α and β to three digits."""
     found = answer(list(points))
     try:
-        alpha, beta = (f"{float(each):.3g}" for each in found)
+        alpha, beta = (f"{float(number):.3g}" for number in found)
     except (TypeError, ValueError):
         return {"two numbers": False}
     return {"two numbers": True, "α": alpha, "β": beta}

@@ -187,7 +187,7 @@ no_delta: (dp - delta) → dp
     dv is right. Softmax's derivative is p ∘ (dp - delta): delta = rowsum(do ∘ o) is missing.
 delta_as_a_row: .sum(-1, keepdim=True) → .sum(-1)
     delta is a number for each query: a column, (do * o).sum(1, keepdim=True).
-no_scale: scale = q.shape[-1] ** -0.5 → scale = 1.0
+no_scale: scale = q.shape[-1] ** -0.5⏎delta = → scale = 1.0⏎delta =
     dv is right. The scores were scaled by 1/√D, and so are dq and dk.
 dk_not_transposed: = ds.mT @ q → = ds @ q
     dk = dsᵀ·q: key j's gradient comes from column j of ds.

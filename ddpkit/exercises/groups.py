@@ -39,7 +39,7 @@ def _trials():
         expected = []
         for rank in range(world_size):
             ranks = list(range(rank % stages, world_size, stages))
-            expected.append({"members": ranks, "sum": sum(10**each for each in ranks)})
+            expected.append({"members": ranks, "sum": sum(10**member for member in ranks)})
         yield Trial(world_size, _run, (stages,), expected, what=f"{stages} stages")
 
 

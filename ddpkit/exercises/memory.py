@@ -86,7 +86,7 @@ def _measured() -> dict[tuple, int]:
         block.dropout = ByteDropout(0.1)
         x = torch.randn(batch, length, width, dtype=torch.bfloat16, requires_grad=True)
         saved = measure_saved(block, x)
-        found[batch, length, width, heads] = sum(each.nbytes for each in saved)
+        found[batch, length, width, heads] = sum(tensor.nbytes for tensor in saved)
     return found
 
 
@@ -102,7 +102,7 @@ def _predict(answer, measured):
 
 
 def _read_terms(_trial, _rank, _measured, seen):
-    if all(isinstance(each, int | float) for each in seen.values()):
+    if all(isinstance(nbytes, int | float) for nbytes in seen.values()):
         sizes = torch.tensor([(b * s * d, b * s * s * h) for b, s, d, h in seen]).double()
         found = torch.tensor(list(seen.values())).double()
         terms = torch.linalg.lstsq(sizes, found).solution
@@ -192,15 +192,15 @@ def _run_checkpoint(answer, functions):
     y, in_forward = forward(), len(calls)
     y.backward(torch.full_like(y, 10.0))
     tensors = {"y": y, "the gradient of x": x.grad, "the gradient of weight": weight.grad}
-    seen = {what: None if each is None else each.tolist() for what, each in tensors.items()}
+    seen = {what: None if tensor is None else tensor.tolist() for what, tensor in tensors.items()}
     seen["calls of fn in forward and in backward"] = [in_forward, len(calls) - in_forward]
     seen["the next random number"] = int(torch.randint(1000, (1,)))
     # Once more: hooks give backward other tensors, to which a forgotten detach does no harm.
     contexts.clear()
     saved = measure_saved(forward)
-    attributes = {id(each): each for each in tree_leaves(contexts) if torch.is_tensor(each)}
+    attributes = {id(tensor): tensor for tensor in tree_leaves(contexts) if torch.is_tensor(tensor)}
     for how, kept in {"by autograd": saved, "as attributes of ctx": attributes.values()}.items():
-        kept = [each.nbytes for each in kept if each.dtype != torch.uint8]  # generators' states
+        kept = [x.nbytes for x in kept if x.dtype != torch.uint8]  # uint8: generators' states
         seen[f"bytes kept {how}"] = sum(kept)
     return seen
 
@@ -279,7 +279,7 @@ def _run_products(answer):
     with torch.no_grad(), answer() as products:
         results = [_two_layers()[1].item()]
     kept = list(products.kept)
-    seen = {"sizes of what is kept": [list(each.shape) for each in kept]}
+    seen = {"sizes of what is kept": [list(product.shape) for product in kept]}
     for _ in range(2):
         with _Seen() as really, answer(kept):
             weights, loss = _two_layers()
@@ -289,7 +289,7 @@ def _run_products(answer):
     seen["computed again"] = {name: really.ops[name] for name in names}
     seen["results, the first time and twice again"] = results
     seen["gradients of the weights"] = [weight.grad.tolist() for weight in weights]
-    return seen | {"what was kept got a graph": any(each.requires_grad for each in kept)}
+    return seen | {"what was kept got a graph": any(product.requires_grad for product in kept)}
 
 
 def _products_trials():
@@ -365,7 +365,7 @@ def _run_sequential(answer, layers, segments):
         lengths[-1] += 1
     lengths.append(layers - len(calls))  # the last isn't computed again
     gradients = [x.grad, *(layer.weight.grad for layer in chain)]
-    gradients = [None if each is None else each.item() for each in gradients]
+    gradients = [None if gradient is None else gradient.item() for gradient in gradients]
     return {
         "calls in forward": in_forward,
         "lengths of the segments": sorted(lengths, reverse=True),

@@ -87,7 +87,7 @@ def frozen(x: object, place_only: bool) -> object:
     No tensor is allocated, for trials that watch memory, and a tensor that counts reads isn't read.
     """
     if isinstance(x, list | tuple):
-        return [type(x).__name__, *(frozen(each, place_only) for each in x)]
+        return [type(x).__name__, *(frozen(part, place_only) for part in x)]
     if type(x) in (Tensor, nn.Parameter):
         return id(x) if place_only else (x.dtype, tuple(x.shape), bits(x))
     if isinstance(x, dict):

@@ -53,7 +53,7 @@ def _run(answer, right: list[dict], cases):
 
 def _trials(rows_of, cases=CASES):
     right = [_seen(rows_of(*case), *case) for case in cases]
-    expected = {what: seen for each in right for what, seen in each.items()}
+    expected = {what: seen for case_seen in right for what, seen in case_seen.items()}
     return [Trial(1, _run, (right, cases), [expected], what="as a plan")]
 
 

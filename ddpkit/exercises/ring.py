@@ -167,7 +167,7 @@ def _plan_trials():
 
 def _with_plans(run: Run, expected: list[dict]) -> list[dict]:
     """Accept any plan that brings each sum to its rank."""
-    return [each | {"plan": got["plan"]} for each, got in zip(expected, run, strict=True)]
+    return [right | {"plan": got["plan"]} for right, got in zip(expected, run, strict=True)]
 
 
 def _explain_plan(trial: Trial, rank: int, expected: dict, got: dict):

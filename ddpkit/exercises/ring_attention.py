@@ -78,7 +78,7 @@ not_causal: if owner <= rank or not causal: → causal = False⏎if True:
 each_block_causal: causal and owner == rank → causal
     Every block was masked as if it stood on the diagonal. Only a rank's own does: the keys of
     ranks before it are all seen, those of ranks after it not at all.
-the_diagonal_is_seen_whole: 0, causal and owner == rank) → 0, False)
+the_diagonal_is_seen_whole: diagonal = causal and owner == rank → diagonal = False
     Keys of ranks after this one are hidden, but not those after each query in its own block.
 owner_to_the_right: (rank - hop) % world_size → (rank + hop) % world_size
     In hop h what is here came from h ranks to the left: it is that of rank - h.

@@ -50,8 +50,8 @@ def _right(world_size: int, size: int, gathers: bool) -> list[dict]:
     right = []
     for rank in range(world_size):
         ranks = list(range(rank - rank % size, rank - rank % size + size))
-        out = forward([_numbers(each, given) for each in ranks], rank % size)
-        gradient = backward([_numbers(each, returned) for each in ranks], rank % size)
+        out = forward([_numbers(member, given) for member in ranks], rank % size)
+        gradient = backward([_numbers(member, returned) for member in ranks], rank % size)
         seen = {
             "shape": [BATCH, returned, WIDTH],
             "out": whole(out),
@@ -179,7 +179,7 @@ def _sums(world_size: int, size: int) -> list[dict]:
     for rank in range(world_size):
         first, seen = rank - rank % size, {}
         for step in (1, 2):
-            total = sum(10.0**each for each in range(first, first + size))
+            total = sum(10.0**member for member in range(first, first + size))
             moved = size * LR * (step - 1)
             out = torch.tensor([total - 3 * moved, 2 * total - 4 * moved])
             seen[f"out in step {step}"] = whole(out)

@@ -175,7 +175,7 @@ without_a_correction: ell * power(m_before, m) + → ell +
     ell = ell * exp(m_before - m) + exp(x - m).
 wrong_sign: ell * power(m_before, m) → (ell * torch.exp(m - m_before)).nan_to_num(0)
     The correction has the wrong sign: a larger maximum makes the sum smaller, exp(m_before - m).
-from_0: (m, ell), a = start(x), → (_, ell), m, a = start(x), x.new_zeros(()),
+from_0: m, ell = start(x) → (_, ell), m = start(x), x.new_zeros(())
     exp(-1000) is 0, and so is ℓ. m starts at -inf: from 0 it stays 0 where all numbers are below.
 no_maximum: torch.maximum(m, x_i) → torch.zeros_like(m)
     exp(1000) overflows. Subtract m, the largest number, and no exponent is above 0: exp(x - m).
@@ -185,7 +185,7 @@ masked_row_is_nan: ell.masked_fill(ell == 0, 1) → ell
     A row of only -inf is all masked: ℓ stays 0. Give zeros, not 0/0.
 its_statistics: return a → return m, ell
     That is m and ℓ. Return a number for each of the row's: exp(x - m) / ell.
-of_a_copy: (m, ell), a = → x = x.clone()⏎(m, ell), a =
+of_a_copy: m, ell = start(x) → x = x.clone()⏎m, ell = start(x)
     Was the row kept somewhere? It may be longer than memory: read it again for the second pass.
 """)
 online_softmax = Exercise(
@@ -245,13 +245,15 @@ def _merge_trials():
 MERGE = mistakes("""
 adds_the_sums: ell_a * correct_a + ell_b * correct_b → ell_a + ell_b
     A sum is for its part's own maximum. Correct both: ell_a * exp(m_a - m) + ell_b * exp(m_b - m).
-swapped: power(m_a, m), power(m_b, m) → power(m_b, m), power(m_a, m)
+swapped: power(m_a, m)⏎correct_b = power(m_b, m) → power(m_b, m)⏎correct_b = power(m_a, m)
     The corrections are swapped: ell_a goes with exp(m_a - m), ell_b with exp(m_b - m).
-wrong_sign: power(m_a, m), power(m_b, m) → torch.exp(m - m_a), torch.exp(m - m_b)
+wrong_sign: power(m_a, m)⏎correct_b = power(m_b, m) → torch.exp(m - m_a)
+    ⏎correct_b = torch.exp(m - m_b)
     The corrections have the wrong sign: for a larger maximum a sum is smaller, exp(m_a - m).
 larger_part_alone: ell_a * correct_a + ell_b * correct_b → torch.where(m_a < m_b, ell_b, ell_a)
     That is the part with the larger maximum alone: the other's numbers are missing from the sum.
-overflows: power(m_a, m), power(m_b, m) → torch.exp(m_a) / m.exp(), m_b.exp() / m.exp()
+overflows: power(m_a, m)⏎correct_b = power(m_b, m) → m_a.exp() / m.exp()
+    ⏎correct_b = m_b.exp() / m.exp()
     exp(1000) overflows, exp(-1000) is 0: use only differences, exp(m_a - m), never above 0.
 two_masked_parts_are_nan: m.masked_fill(m == -math.inf, 0) → m
     Both parts are all masked: m is -inf, and -inf - -inf is NaN. Together they are (-inf, 0).

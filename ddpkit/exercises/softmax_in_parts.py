@@ -79,7 +79,7 @@ def _mean_trials():
 
 
 MEAN = mistakes("""
-o_as_it_was: o * correction.unsqueeze(-1) + → o +
+o_as_it_was: o = o * correction.unsqueeze(-1) → pass
     ℓ is corrected when the maximum grows, and the sum of values isn't: it needs the same factor.
 ell_as_it_was: ell * correction + → ell +
     The sum of values is corrected when the maximum grows, and ℓ isn't: it needs the same factor.
@@ -157,12 +157,12 @@ last_block_alone: merge(pair, summarize(x[..., part])) → summarize(x[..., part
 adds_the_sums: merge(pair, summarize(x[..., part])) → (
     ⏎    torch.maximum(pair[0], summarize(x[..., part])[0]), pair[1] + summarize(x[..., part])[1])
     A block's sum is for the block's own maximum: merge corrects it, + doesn't.
-all_at_once: a, pair = torch.empty_like(x) → block = max(block, 9)⏎a, pair = torch.empty_like(x)
+all_at_once: pair = start(x) → block = max(block, 9)⏎pair = start(x)
     The row was taken whole, or nearly: x[first : first + block] is one block, and the memory has
     room for no more.
-number_by_number: a, pair = torch.empty_like(x) → block = 1⏎a, pair = torch.empty_like(x)
+number_by_number: pair = start(x) → block = 1⏎pair = start(x)
     The row was read number by number. Take a block at once: its maximum, its sum, one merge.
-starts_with_floats: a, pair = torch.empty_like(x), start(x) → a, pair = x, (-math.inf, 0.0)
+starts_with_floats: pair = start(x) → pair = -math.inf, 0.0
     The library's merge takes tensors: begin with summarize(row[:0]), the pair of an empty part.
 masked_block_is_nan: m.masked_fill(m == -math.inf, 0) → m
     A block that is all masked has the pair (-inf, 0), and changes nothing: mind -inf - -inf.
@@ -235,16 +235,14 @@ def _pairs_only(trial: Trial, run: Run) -> str | None:
 ACROSS = mistakes("""
 own_part_alone: functools.reduce(merge, everyones) → summarize(x)
     Each rank divided by the sum of its own part. The sum is that of the whole row, of all ranks.
-sums_added: *functools.reduce(merge, everyones) → summarize(x)[0], sum(e[1] for e in everyones)
+sums_added: functools.reduce(merge, everyones) → summarize(x)[0], sum(e[1] for e in everyones)
     A rank's sum is for its own maximum: before it is added, it is corrected. That is merge.
-own_maximum: return finish(x, *functools.reduce(merge, everyones)) → m, _ = summarize(x)
-    ⏎return finish(x, m, functools.reduce(merge, everyones)[1])
+own_maximum: finish(x, *pair) → finish(x, summarize(x)[0], pair[1])
     The sum is right, for the maximum of the whole row: subtract that one, not your own part's.
 one_tensor_many_times: for _ in range(dist.get_world_size(group))] → ] * dist.get_world_size(group)
     `[tensor] * W` is one tensor W times, and what comes last is left in it. Make one for each rank:
     `[torch.empty_like(mine) for _ in range(W)]`.
-m_as_a_row: finish(x, *functools.reduce(merge, everyones)) → (
-    ⏎    x - functools.reduce(merge, everyones)[0])
+m_as_a_row: finish(x, *pair) → (x - pair[0])
     m and ℓ are one number a row. They meet `x` as columns, m[:, None] and ell[:, None].
 masked_is_nan: m.masked_fill(m == -math.inf, 0) → m
     A part that is all masked is (-inf, 0), and a row that is so everywhere has a softmax of zeros:

@@ -91,7 +91,7 @@ def _pair(world_size: int, size: int, sums_forward: bool) -> list[dict]:
     right, called = [], {"all_reduce": 1}
     for rank in range(world_size):
         first = rank - rank % size
-        tally = sum(10.0**each for each in range(first, first + size))
+        tally = sum(10.0**member for member in range(first, first + size))
         summed, own = (tally, 10.0**rank) if sums_forward else (10.0**rank, tally)
         passed, beside = (1.0, 1.0) if sums_forward else (own, 10.0**rank)
         right.append(
@@ -382,7 +382,7 @@ def _run_share(answer, shape):
     rows, seed = answer(torch.arange(4), mesh)
     seeds = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(seeds, torch.tensor(int(seed)))
-    alike = [rank for rank, each in enumerate(seeds) if each == seed]
+    alike = [rank for rank, other in enumerate(seeds) if other == seed]
     return {"rows": rows.tolist(), "ranks with its seed": alike}
 
 
@@ -390,9 +390,9 @@ def _shares(data: int, tensor: int) -> list[dict]:
     """The specification: ranks in rows of the mesh, each of which computes one batch together."""
     right = []
     for rank in range(data * tensor):
-        row, each = rank // tensor, 4 // data
+        row, rows_each = rank // tensor, 4 // data
         ranks = list(range(row * tensor, (row + 1) * tensor))
-        mine = list(range(row * each, (row + 1) * each))
+        mine = list(range(row * rows_each, (row + 1) * rows_each))
         right.append({"rows": mine, "ranks with its seed": ranks})
     return right
 

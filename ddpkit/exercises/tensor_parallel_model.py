@@ -92,7 +92,7 @@ split_block = Exercise(
 cuts_qkv_in_one: (block.qkv, group, [q, kv, kv], enter) → (block.qkv, group, enter=enter)
     qkv holds all rows of q, then those of k, then those of v: cut in one piece, rank 0 gets queries
     and the last rank values. Each of the three is dealt out by itself: [q, kv, kv].
-of_the_world: world_size, block = → group = None⏎world_size, block =
+of_the_world: world_size = → group = None⏎world_size =
     Who takes in all ranks?
 all_like_q: [q, kv, kv] → [q, q, q]
     With grouped heads, k and v have fewer rows than q: [q, kv, kv] are the rows of each.
@@ -176,15 +176,14 @@ no_maximum: logits.detach().amax(-1) → torch.zeros_like(logits[..., 0])
 one_maximum: logits.detach().amax(-1) → logits.detach().amax().expand(len(logits)).clone()
     That is one maximum for all targets. Each has its own logits, and its own maximum: .amax(-1),
     or a row far below the others has no powers left.
-its_own_powers: SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group) → (
-    ⏎    shifted.exp().sum(-1), SumOverRanks.apply(own, group))
+its_own_powers: SumOverRanks.apply(both, group) → both[0], SumOverRanks.apply(own, group)
     Each rank divides by the powers of its own tokens, as if there were no others: sum them over
     the ranks.
 of_the_world: logits = widened(logits) → group = None⏎logits = widened(logits)
     Who takes in all ranks?
 counts_from_0: among(targets, start, → among(targets, 0,
     Rank 1's first token isn't token 0 of the vocabulary: subtract start.
-target_without_the_maximum: own = shifted.gather → own = logits.gather
+target_without_the_maximum: of_local = shifted.gather → of_local = logits.gather
     The maximum is subtracted from all logits but the target's: ln Σ e^(x - m) - (x of target - m).
 """),
 )
@@ -217,7 +216,7 @@ def _copies(world_size: int, size: int) -> list[dict]:
     right = []
     for rank in range(world_size):
         first = rank - rank % size
-        tally = sum(10.0**each for each in range(first, first + size))
+        tally = sum(10.0**member for member in range(first, first + size))
         right.append(
             {
                 "gradient of a norm's weight": [tally, 2 * tally],
@@ -302,17 +301,17 @@ def _clipped(world_size: int, size: int) -> list[dict]:
     seen = [{} for _ in range(world_size)]
     for what, max_norm in CASES.items():
         ranks = [_gradients(rank, what) for rank in range(world_size)]
-        for rank, each in enumerate(ranks):
+        for rank, gradients in enumerate(ranks):
             first = rank - rank % size
-            numbers = list(each["norm"][0])
+            numbers = list(gradients["norm"][0])
             for other in ranks[first : first + size]:
                 numbers += other["weight"][0]
             length = math.hypot(*numbers)
             factor = min(1.0, max_norm / (length + 1e-6))
-            mine = each["weight"][0] + each["norm"][0]
+            mine = gradients["weight"][0] + gradients["norm"][0]
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"gradients, {what}"] = Rounded([factor * x for x in mine], 3)
-    return [each | {SPARE: "few"} for each in seen]
+    return [right | {SPARE: "few"} for right in seen]
 
 
 clip_grad_norm = Exercise(
@@ -330,7 +329,7 @@ clip_grad_norm = Exercise(
     },
     praise="one length on all ranks, each number of the model in it once.",
     mistakes=mistakes("""
-counts_copies: widened(g).square().sum() / count → widened(g).square().sum()
+counts_copies: .square().sum() / count → .square().sum()
     What all ranks hold alike is in it W times: the gradient seems longer than it is, and is cut too
     short. Divide its squares by the number of copies.
 of_this_rank: dist.all_reduce(squared, group=group) → pass

@@ -277,7 +277,7 @@ def _clipped(world_size: int) -> list[dict]:
         for rank in range(world_size):
             seen[rank][f"length, {what}"] = round(length, 3)
             seen[rank][f"shards, {what}"] = Rounded(clipped[rank].tolist(), 3)
-    return [each | {SPARE: "few"} for each in seen]
+    return [right | {SPARE: "few"} for right in seen]
 
 
 clip_grad_norm_ = Exercise(
@@ -327,7 +327,7 @@ class _Layer(fsdp.ShardedLinear):
     """The library's layer; it remembers whether the tensors it gathered are still in memory."""
 
     def gather(self):
-        whole = [each.clone() for each in super().gather()]  # a backend frees its own late
+        whole = [flat.clone() for flat in super().gather()]  # a backend frees its own late
         self.gathered.append(weakref.ref(whole[0].untyped_storage()))
         return whole
 

@@ -30,8 +30,10 @@ def through_experts(
         by_expert = by_expert[kept.flatten()[by_expert]]
     counts = torch.bincount(chosen.flatten()[by_expert], minlength=experts)
     token = by_expert // k  # choice number t·k + i is token t's
-    results = process(rows[token], counts)
-    weighted = results * weights.flatten()[by_expert].unsqueeze(-1)
+    results = process(rows[token], counts)  # here, or on the ranks that have the experts
+    weight = weights.flatten()[by_expert]
+    weighted = results * weight.unsqueeze(-1)
+    # A token's rows come back from several experts: added up where they left.
     total = weighted.new_zeros(rows.shape).index_add(0, token, weighted)
     return total.to(rows.dtype)
 
@@ -59,7 +61,8 @@ def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
     counts = torch.bincount(flat, minlength=experts)
     first = counts.cumsum(0) - counts  # where each expert's rows begin among the sorted
     place = torch.empty_like(flat)
-    place[by_expert] = torch.arange(len(flat), device=flat.device) - first[flat[by_expert]]
+    number = torch.arange(len(flat), device=flat.device)
+    place[by_expert] = number - first[flat[by_expert]]
     return (place < capacity).view_as(chosen)
 
 
@@ -74,6 +77,7 @@ def rows_between(
     ranks = len(tables)
     sent = []
     for rank, table in enumerate(tables):
+        # An expert's number says whose it is: its rank keeps experts / ranks of them.
         choices = table.flatten() if kept is None else table[kept[rank]]
         owners = choices // (experts // ranks)
         sent.append(torch.bincount(owners, minlength=ranks).tolist())

@@ -43,9 +43,12 @@ class MixtureOfExperts(nn.Module):
         self.capacity = capacity
         self.balance = balance
         # By number, not by place: a rank that has experts 6 and 7 calls them so in checkpoints.
-        self.experts = nn.ModuleDict({str(n): mlp(width, hidden) for n in range(experts)})
+        self.experts = nn.ModuleDict()
+        for number in range(experts):
+            self.experts[str(number)] = mlp(width, hidden)
         self.shared = mlp(width, shared) if shared else None
-        self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        nothing = torch.zeros(experts, dtype=torch.int64)
+        self.register_buffer("load", nothing, persistent=False)
         self.ranks = 1  # that share the experts
         self.group: ProcessGroup | None = None
         self.everyone: ProcessGroup | None = None
@@ -85,12 +88,14 @@ class MixtureOfExperts(nn.Module):
         # Counts first: no rank knows yet how many rows to expect.
         coming = exchange_counts(counts, self.group)
         # Rows for each rank, and from each: the splits of both exchanges.
-        send = counts.view(self.ranks, -1).sum(1).tolist()
+        going = counts.view(self.ranks, -1)
+        send = going.sum(1).tolist()
         receive = coming.sum(1).tolist()
         came = ExchangeRows.apply(rows, send, receive, self.group)
         # They came by rank, and of each rank by expert; the products need them by expert.
-        numbers = torch.arange(coming.shape[1], device=rows.device).repeat(self.ranks)
-        by_expert = numbers.repeat_interleave(coming.flatten()).argsort(stable=True)
+        own = torch.arange(coming.shape[1], device=rows.device)
+        numbers = own.repeat(self.ranks).repeat_interleave(coming.flatten())
+        by_expert = numbers.argsort(stable=True)
         results = self.here(came[by_expert], coming.sum(0))
         # And back, the same way.
         as_they_came = results[by_expert.argsort()]
@@ -99,13 +104,17 @@ class MixtureOfExperts(nn.Module):
 
 def mlp(width: int, hidden: int) -> nn.Sequential:
     """Make one expert."""
-    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+    return nn.Sequential(
+        nn.Linear(width, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, width),
+    )
 
 
 def exchange_counts(counts: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Give each rank its part of (E,), the rows for all experts; return (ranks, own experts)."""
     coming = torch.empty_like(counts)
-    dist.all_to_all_single(coming, counts, group=group)
+    dist.all_to_all_single(coming, counts, group=group)  # E / e counts for each rank
     return coming.view(dist.get_world_size(group), -1)
 
 
@@ -118,18 +127,26 @@ class ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup | None = None
+        ctx,
+        rows: Tensor,
+        send: list[int],
+        receive: list[int],
+        group: ProcessGroup | None = None,
     ) -> Tensor:
         ctx.way_back = receive, send, group
         return exchange(rows, send, receive, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return exchange(gradient, *ctx.way_back), None, None, None
+        returned = exchange(gradient, *ctx.way_back)  # the same splits, swapped
+        return returned, None, None, None
 
 
 def exchange(
-    rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup | None
+    rows: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: ProcessGroup | None,
 ) -> Tensor:
     """Call one all-to-all with uneven splits."""
     came = rows.new_empty(sum(receive), rows.shape[1])

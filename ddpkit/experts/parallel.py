@@ -49,10 +49,12 @@ def share_experts(
             got = f"{layer.number} experts for {ranks} ranks"
             raise misuse("share_experts", got, "a multiple", "Use fewer ranks, or more experts.")
         # Rank r keeps experts r·E/e and the next, under the numbers that they had.
-        each = layer.number // ranks
-        first = dist.get_rank(group) * each
-        mine = {str(number): layer.experts[str(number)] for number in range(first, first + each)}
-        layer.experts = nn.ModuleDict(mine)
+        count = layer.number // ranks
+        first = dist.get_rank(group) * count
+        mine = nn.ModuleDict()
+        for number in range(first, first + count):
+            mine[str(number)] = layer.experts[str(number)]
+        layer.experts = mine
         layer.ranks = ranks
         layer.group = group
         layer.everyone = everyone
@@ -104,7 +106,8 @@ def average_gradients(
 
 def balance_losses(module: nn.Module) -> Tensor:
     """Add up the balance losses of all layers in their last call: to be added to the loss."""
-    return sum((layer.balance_loss for layer in layers(module)), torch.zeros(()))
+    losses = [layer.balance_loss for layer in layers(module)]
+    return sum(losses, torch.zeros(()))
 
 
 def balance(module: nn.Module, speed: float, everyone: ProcessGroup | None = None) -> None:
@@ -113,6 +116,7 @@ def balance(module: nn.Module, speed: float, everyone: ProcessGroup | None = Non
     In place, so that what a checkpoint or an optimizer holds stays the model's.
     """
     for layer in layers(module):
+        # Summed over the ranks first: the routers must go on alike.
         move_bias(layer.router.bias, layer.load, speed, everyone)
         layer.load.zero_()
 

@@ -36,7 +36,11 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, width: int, experts: int, k: int, score: Callable[[Tensor], Tensor] = softmax
+        self,
+        width: int,
+        experts: int,
+        k: int,
+        score: Callable[[Tensor], Tensor] = softmax,
     ):
         super().__init__()
         check_counts(experts=experts, k=k)
@@ -57,13 +61,16 @@ class Router(nn.Module):
         # Not under autocast either: it would round the logits to 16 bits.
         wide = torch.promote_types(rows.dtype, torch.float32)
         with torch.autocast(rows.device.type, enabled=False):
-            scores = self.score(F.linear(rows.to(wide), self.weight.to(wide)))
-        if not scores.isfinite().all():
-            bad = int((~scores.isfinite().all(-1)).sum())
+            logits = F.linear(rows.to(wide), self.weight.to(wide))
+            scores = self.score(logits)
+        finite = scores.isfinite().all(-1)
+        if not finite.all():
+            bad = int((~finite).sum())
             remedy = "Look for the first layer that isn't finite; lower the learning rate, or clip."
             raise misuse("the router", f"scores not finite for {bad} tokens", "numbers", remedy)
         # The bias chooses; the scores alone weigh, and carry the gradient.
-        chosen = (scores.detach() + self.bias).topk(self.k, dim=-1).indices
+        biased = scores.detach() + self.bias
+        chosen = biased.topk(self.k, dim=-1).indices
         weights = scores.gather(-1, chosen)  # without the bias
         if self.k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -103,4 +110,5 @@ def move_bias(bias: Tensor, load: Tensor, speed: float, group: ProcessGroup | No
     """
     total = load.clone()
     dist.all_reduce(total, group=group)  # a rank's own tokens would move its own copy of the bias
-    bias += speed * torch.sign(total.double().mean() - total).to(bias.dtype)
+    direction = torch.sign(total.double().mean() - total)
+    bias += speed * direction.to(bias.dtype)

@@ -66,8 +66,8 @@ class Bucket(zero.Bucket):
                 torchs.shard(flat, self.group).copy_(value)
                 torchs.start_all_gather(flat, self.group).wait()
                 values = self.split(flat)
-            for state, each in zip(states, values, strict=True):
-                state[name] = each.clone()
+            for state, part in zip(states, values, strict=True):
+                state[name] = part.clone()
         return states
 
     def load_state(self, states: list[dict]) -> None:

@@ -51,7 +51,11 @@ def reduce_rows(gradient: Tensor) -> Tensor:
 
 
 def sharded_step(
-    blocks: Sequence[Block], shards: Sequence[Tensor], lengths: Sequence[int], x: Tensor, loss
+    blocks: Sequence[Block],
+    shards: Sequence[Tensor],
+    lengths: Sequence[int],
+    x: Tensor,
+    loss: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Run blocks forward and backward, each with its weight whole only while it computes.
 
@@ -75,7 +79,8 @@ def sharded_step(
     # Backward: new leaves, so that each block has a graph of its own.
     for number in reversed(range(len(blocks))):
         x = inputs[number].detach().requires_grad_()
-        weight = gather_rows(shards[number].detach(), lengths[number]).requires_grad_()
+        weight = gather_rows(shards[number].detach(), lengths[number])
+        weight.requires_grad_()
         blocks[number](x, weight).backward(gradient)
         shards[number].grad = reduce_rows(weight.grad)
         gradient = x.grad

@@ -28,7 +28,8 @@ class GatherUseFree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        (x,), layer = ctx.saved_tensors, ctx.layer
+        (x,) = ctx.saved_tensors
+        layer = ctx.layer
         weight = layer.gather()[0]  # once more: forward has freed it
         mean = gradient / dist.get_world_size(layer.group)  # summed over the ranks: the mean
         to_shard = layer.reduce_scatter([mean.T @ x, mean.sum(0)])
@@ -50,14 +51,17 @@ class ShardedLinear(nn.Module):
         super().__init__()
         self.group = group
         self.transport = transport
-        self.shapes = [parameter.shape for parameter in linear.parameters()]
-        flat = self.flatten([parameter.detach() for parameter in linear.parameters()])
+        values = [parameter.detach() for parameter in linear.parameters()]
+        self.shapes = [value.shape for value in values]
+        # The first rank's values, so that all shards are parts of one layer.
+        flat = self.flatten(values)
         dist.broadcast(flat, group=group, group_src=0)
         self.shard = nn.Parameter(torchs.shard(flat, group).clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., inputs). Returns (..., outputs)."""
-        out = GatherUseFree.apply(x.flatten(0, -2), self.shard, self)
+        rows = x.flatten(0, -2)
+        out = GatherUseFree.apply(rows, self.shard, self)
         return out.unflatten(0, x.shape[:-1])
 
     def gather(self) -> list[Tensor]:
@@ -77,5 +81,7 @@ class ShardedLinear(nn.Module):
 
     def flatten(self, tensors: list[Tensor]) -> Tensor:
         """Lay the tensors end to end, and pad with zeros so that W divides the length."""
-        flat = torch.cat([part.flatten() for part in tensors[: len(self.shapes)]])  # bias or none
-        return nn.functional.pad(flat, (0, -len(flat) % dist.get_world_size(self.group)))
+        tensors = tensors[: len(self.shapes)]  # a layer without bias has no gradient of one
+        flat = torch.cat([part.flatten() for part in tensors])
+        padding = -len(flat) % dist.get_world_size(self.group)
+        return nn.functional.pad(flat, (0, padding))

@@ -36,7 +36,9 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     whole = shard_viewer(model)
     parameters = parameters_of(model)
     module = model.module if isinstance(model, FSDP) else model
-    state = {"parameters": {name: whole(name, p.detach()) for name, p in parameters.items()}}
+    state = {"parameters": {}}
+    for name, parameter in parameters.items():
+        state["parameters"][name] = whole(name, parameter.detach())
     state["buffers"] = dict(module.named_buffers())
     if optimizer is None:
         return state
@@ -53,7 +55,8 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
             state["optimizer"][name][key] = value
     state["options"] = []
     for group in optimizer.param_groups:
-        state["options"].append({key: v for key, v in group.items() if key != "params"})
+        options = {key: value for key, value in group.items() if key != "params"}
+        state["options"].append(options)
     return state
 
 
@@ -99,7 +102,9 @@ def save(
 
 
 def load(
-    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Read a checkpoint into an FSDP model, on any number of ranks, or into a plain module.
 
@@ -115,7 +120,8 @@ def load(
     if optimizer is not None:
         make_state(optimizer)
     state = checkpoint_of(model, optimizer)
-    check_fits(dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata, state)
+    metadata = dcp.FileSystemReader(str(folder)).read_metadata()
+    check_fits(metadata.state_dict_metadata, state)
     # Phase 2: each rank reads its rows, whichever rank wrote them.
     group = model.group if sharded else None
     with warnings.catch_warnings():
@@ -139,8 +145,9 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     # A rate and a gradient of zero: weight decay also multiplies by the rate.
     before = []
     for options in optimizer.param_groups:
-        before.append(options["lr"])
-        options["lr"] = torch.zeros_like(before[-1]) if torch.is_tensor(before[-1]) else 0.0
+        lr = options["lr"]
+        before.append(lr)
+        options["lr"] = torch.zeros_like(lr) if torch.is_tensor(lr) else 0.0
         for parameter in options["params"]:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)

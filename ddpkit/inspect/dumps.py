@@ -38,7 +38,7 @@ class _DataOnly(pickle.Unpickler):
 
 
 def read_dumps(folder: str | Path) -> dict[int, dict]:
-    """Read the dumps in a folder: {rank: dump}.
+    """Read the dumps in a folder: {rank: dump}, each as the recorder pickled it.
 
     ValueError: no dumps there, or a file that is no dump, or of an unknown version.
     """
@@ -80,10 +80,11 @@ def members_of(group: dict) -> list[int]:
 
 
 def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
-    """Yield the calls of a dump.
+    """Yield the calls in a dump as records, in the order in which they were made.
 
-    Calls in a batch (batch_isend_irecv, coalescing managers) share one number. A further entry ends
-    the batch, and only this one has a state that says whether they are done.
+    everybody: the ranks of the world, for groups whose members the dump leaves out. Calls in a
+    batch (batch_isend_irecv, coalescing managers) share one number. A further entry ends the batch,
+    and only this one has a state that says whether they are done.
     """
     batches: dict[tuple, list[dict]] = {}
     for entry in dump["entries"]:

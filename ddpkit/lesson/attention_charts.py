@@ -39,7 +39,10 @@ def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) ->
 
 
 def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, float] | None = None):
-    """Draw the figure with the curves on it."""
+    """Draw curves over the length of sequences, both axes logarithmic; return the figure.
+
+    ceiling: {length: value} of a dashed line.
+    """
     figure, (axes,) = chart(title)
     looks = zip(page.RANK_COLOURS, page.MARKERS, strict=False)
     for (name, curve), (fill, marker) in zip(curves.items(), looks, strict=False):
@@ -55,9 +58,9 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
 
 
 def merge_tree(row: Sequence[float]) -> Picture:
-    """Draw the pairs of a row's numbers, merged two by two until one is left. Notebook 08.
+    """Draw the pairs (m, ℓ) of a row's numbers, merged two by two until one is left.
 
-    row: 2 to 8 numbers, -inf for a masked one.
+    row: 2 to 8 numbers, -inf for a masked one. Notebook 08.
     """
     values = torch.tensor(row).view(-1, 1)
     level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]
@@ -108,10 +111,10 @@ def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
 
 
 def roofline(roofs: Mapping[str, tuple[float, float]], programs: Sequence[tuple]) -> Picture:
-    """Draw the possible speed by operations for each byte, on several machines. Notebook 09.
+    """Draw how fast machines can compute, by operations per byte of traffic, and programs on it.
 
     roofs: {machine: (operations a second, bytes a second)}. programs: (name, machine, operations
-    for a byte). Speeds may be measured: the picture's words hold none of them.
+    per byte). Speeds may be measured, so the picture's text states none of them. Notebook 09.
     """
     figure, (axes,) = chart("What is possible, by operations for each byte of memory")
     looks = dict(zip(roofs, zip(page.RANK_COLOURS, page.MARKERS, strict=False), strict=False))

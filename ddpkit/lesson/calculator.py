@@ -80,7 +80,10 @@ def zero_calculator() -> Calculator:
 
 
 def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
-    """Make the caption and picture of `zero_calculator`: mixed precision, AdamW."""
+    """Return caption and picture of `zero_calculator` for one setting of its sliders.
+
+    For mixed precision with AdamW.
+    """
     parameters = MODELS[model]
     rows = {}
     for number in range(4):

@@ -17,7 +17,7 @@ CODE += "; white-space: pre-wrap"
 
 
 def frame(look: bool | str | None, inside: str) -> str:
-    """Set HTML on a card. look: one of LOOKS."""
+    """Wrap HTML in a card. look: a key of LOOKS, which gives the card its sign and colour."""
     _, ink, ground = LOOKS[look]
     style = f"background: {ground}; border: 1px solid {ink}; border-left-width: 8px"
     style += "; border-radius: 6px; padding: 8px 14px; margin: 4px 0; max-width: 100ex; color: #111"
@@ -25,9 +25,10 @@ def frame(look: bool | str | None, inside: str) -> str:
 
 
 def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] = NONE) -> str:
-    """Make a card in HTML. said: paragraphs, `code` in backticks, those of several lines verbatim.
+    """Make the HTML of a card with a title and paragraphs below it.
 
-    folds: {text to click on: text that then unfolds}.
+    said: the paragraphs; `code` in backticks, those of several lines verbatim. folds: {text to
+    click on: text that then unfolds}.
     """
     sign, ink, _ = LOOKS[passed]
     head = f'<b style="color: {ink}; font-size: 16px">{sign} {marked(title)}</b>'

@@ -51,15 +51,15 @@ def bandwidth(results) -> Picture:
 
 def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
     """Draw a bar for each result. value(result, seconds): the height if it had taken `seconds`."""
-    names = list(dict.fromkeys(each.variant for each in results.competing))
-    shown = sorted(results.competing, key=lambda each: (names.index(each.variant), each.world_size))
-    sizes = dict(sorted((each.nbytes, each.size) for each in shown))
-    worlds = sorted({each.world_size for each in shown})
-    operations = " and ".join(dict.fromkeys(each.operation for each in results.competing))
+    names = list(dict.fromkeys(result.variant for result in results.competing))
+    shown = sorted(results.competing, key=lambda r: (names.index(r.variant), r.world_size))
+    sizes = dict(sorted((result.nbytes, result.size) for result in shown))
+    worlds = sorted({result.world_size for result in shown})
+    operations = " and ".join(dict.fromkeys(result.operation for result in results.competing))
     title = f"{what} of {operations}"
     colours = colours_of(names)
     figure, (axes,) = chart(title)
-    width, ticks = 0.86 / max(Counter(each.nbytes for each in shown).values()), {}
+    width, ticks = 0.86 / max(Counter(result.nbytes for result in shown).values()), {}
     for place, nbytes in enumerate(sizes):
         group = [result for result in shown if result.nbytes == nbytes]
         for number, result in enumerate(group):
@@ -81,12 +81,12 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
     axes.set_yscale(scale)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(axis="y", color=page.FAINT, lw=0.6)
-    handles = [patch(*each) for each in colours.items()]
+    handles = [patch(*pair) for pair in colours.items()]
     said = (
         f"{title}. By size: {', '.join(sizes.values())}; by backend: {'; '.join(colours)}; "
         f"by number of processes: {', '.join(map(str, worlds))}."
     )
-    movers = sorted({each.ceiling for each in shown if results.fraction(each)})
+    movers = sorted({result.ceiling for result in shown if results.fraction(result)})
     if movers:
         marks = f"the same bytes just moved, by {' or '.join(movers)}"
         handles.append(stroke(marks, lw=3.5))
@@ -98,7 +98,7 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
 def colours_of(names: Sequence[str]) -> dict[str, str]:
     """Choose a colour for each name; the names in COLOURS have their own."""
     taken = {COLOURS.get(name) for name in names}
-    free = itertools.cycle([each for each in page.RANK_COLOURS if each not in taken])
+    free = itertools.cycle([fill for fill in page.RANK_COLOURS if fill not in taken])
     return {name: COLOURS.get(name) or next(free) for name in names}
 
 
@@ -106,16 +106,16 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 
 
 def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) -> Picture:
-    """Draw the time of each variant's step, with a line at the time of computing alone.
+    """Draw how long a step takes in each variant, with a line at the time of computing alone.
 
-    seconds: {name: the times of its rounds}; the median and the middle half of them are drawn, or
-    the time itself if there is one. compute: the variant that sends
-    nothing. link: the emulated link, if there was one. Notebook 04.
+    seconds: {name: the times of its rounds}; drawn are their median and middle half, or the time
+    itself if there is one. compute: the variant that sends nothing. link: the emulated link, if
+    there was one. Notebook 04.
     """
     import numpy
 
     quarters = 0.25, 0.5, 0.75
-    quartiles = {name: 1e3 * numpy.quantile(each, quarters) for name, each in seconds.items()}
+    quartiles = {name: 1e3 * numpy.quantile(times, quarters) for name, times in seconds.items()}
     alone = quartiles[compute][1]
     title = "Time of a training step"
     if link:
@@ -137,7 +137,7 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     axes.axvline(alone, color="black", lw=1.5, ls=page.DASHES)
     axes.set_xlabel("time of a step (ms)")
     axes.grid(axis="x", color=page.FAINT, lw=0.6)
-    handles = [patch(*each) for each in parts.items()]
+    handles = [patch(*pair) for pair in parts.items()]
     if several:
         handles.append(stroke("half of the rounds", lw=2.5, marker="|", ms=14, mew=2.5))
     legend(figure, handles)
@@ -347,7 +347,7 @@ def byte_bars(
         place = list(rows).index(chosen)
         axes.axhspan(place - 0.45, place + 0.45, fc=page.PALE, ec="black", lw=2, zorder=0)
     page.with_units(axes.xaxis, "B")
-    kinds = [patch(*each) for each in colours.items()]
+    kinds = [patch(*pair) for pair in colours.items()]
     legend(figure, [*kinds, stroke(f"a GPU of {size(GPU_BYTES)}", **dashed)])
     said = [f"{title}."]
     for name, row in rows.items():
@@ -388,7 +388,7 @@ def zero_grid(world_size: int) -> Picture:
 
 
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw the traffic of several ways to compute the same thing, between memory and processor.
+    """Draw how much several ways to compute the same thing read and write: bars from memory.
 
     counts: {name: (numbers read, numbers written)}, in multiples of N. Notebook 08.
     """
@@ -398,7 +398,7 @@ def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
     for name, total in zip(counts, _stacked_bars(axes, rows, colours), strict=True):
         page.write_after(axes, total, name, _times_n(total), weight="bold")
     axes.set_xlabel("multiples of N")
-    legend(figure, [patch(*each) for each in colours.items()])
+    legend(figure, [patch(*pair) for pair in colours.items()])
     said = [
         f"{name} reads {_times_n(read)}, writes {_times_n(written)}"
         for name, (read, written) in counts.items()
@@ -427,7 +427,7 @@ def fitted(
     algorithm, world_size, *_ = measured[0]
     name = f"{algorithm}, {world_size} ranks"
     style = {"color": colour(0), "marker": page.MARKERS[0]}
-    sizes = between([each.nbytes for each in (*measured, *held_out)])
+    sizes = between([measurement.nbytes for measurement in (*measured, *held_out)])
     figure, (axes,) = chart(title)
     _curve(axes, fit, algorithm, world_size, sizes, measured, label=name, **style)
     _points(axes, held_out, mfc="white", **style)
@@ -465,12 +465,12 @@ def crossing(
     """
     changes = takeovers(model, algorithms, world_size)
     around = [nbytes * factor for nbytes, _, _ in changes for factor in (1 / 30, 30)]
-    sizes = between([1e3, 1e7, *around, *(each.nbytes for each in measured)])
+    sizes = between([1e3, 1e7, *around, *(measurement.nbytes for measurement in measured)])
     figure, (axes,) = chart(title)
     looks = zip(colours_of(algorithms).items(), itertools.cycle(page.MARKERS), strict=False)
     for (algorithm, fill), marker in looks:
         style = {"color": fill, "marker": marker, "label": algorithm}
-        its = [each for each in measured if each.algorithm == algorithm]
+        its = [measurement for measurement in measured if measurement.algorithm == algorithm]
         _curve(axes, model, algorithm, world_size, sizes, its, **style)
     for number, (nbytes, _, after) in enumerate(changes):
         axes.axvline(nbytes, color="black", lw=1.5, ls=page.DASHES)
@@ -493,7 +493,10 @@ def crossing(
 def takeovers(
     model: cost.CostModel, algorithms: Sequence[str], world_size: int
 ) -> list[tuple[float, str, str]]:
-    """List (bytes, fastest up to there, fastest from there on), from small to large."""
+    """List where another algorithm becomes the fastest: (bytes, before, from there on).
+
+    In order of bytes, by the cost model.
+    """
     pairs = itertools.permutations(algorithms, 2)
     crossings = {cost.crossover(*pair, world_size, model) for pair in pairs}
     found = []
@@ -520,7 +523,8 @@ def _curve(axes, model, algorithm: str, world_size: int, sizes, measured, label:
 
 
 def _points(axes, measured: Sequence[cost.Measurement], **style):
-    x, y = [each.nbytes for each in measured], [each.seconds for each in measured]
+    x = [measurement.nbytes for measurement in measured]
+    y = [measurement.seconds for measurement in measured]
     axes.plot(x, y, ls="none", ms=11, mew=2.5, zorder=3, **style)
 
 

@@ -1,7 +1,7 @@
-"""A ring drawn round: its ranks on a circle, and stripes for the ranks whose numbers a cell holds.
+"""Draw a ring round: its ranks on a circle, each number a cell with stripes for its owners.
 
-Each cell has a slot for each rank, filled when that rank's numbers are in it: a finished sum has
-all colours, each in its place. Nothing needs a digit or a legend.
+A cell has a slot for each rank, filled in that rank's colour if its number is in the cell: a
+finished sum has all colours, each in its place. Nothing needs a digit or a legend.
 """
 
 import math
@@ -16,7 +16,10 @@ CELL, GAP, NODE_HEIGHT = 40, 6, 96
 
 
 def is_round(frames: list[Frame], world_size: int) -> bool:
-    """Return True if every message goes to the right neighbour, from the rank's first buffer."""
+    """Tell whether a run can be drawn round: every message goes to the right neighbour.
+
+    And it comes from the first buffer of its rank.
+    """
     *hops, end = frames
     if end.event.kind != "end" or not 3 <= world_size <= 8 or not hops:
         return False
@@ -41,12 +44,12 @@ def place(rank: float, world_size: int) -> tuple[float, float]:
 
 
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
-    """List the owners of the numbers in the rank's buffer."""
+    """List the owners of the numbers in a rank's buffer, a cell each."""
     return [owner for _, owner in next(iter(frame.memory[rank].values()))]
 
 
 def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[float, float]:
-    """Return the upper left corner of a cell of a rank."""
+    """Return the upper left corner, in pixels, of cell `index` of a rank that has `cells`."""
     x, y = place(rank, world_size)
     return x - (cells * (CELL + GAP) - GAP) / 2 + index * (CELL + GAP), y - 4
 

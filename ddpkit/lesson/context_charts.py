@@ -1,6 +1,7 @@
-"""Player and charts of notebook 13: the score matrix by hop, bytes by kv heads, experts' loads.
+"""The player and the charts of notebook 13, and what its ranks run.
 
-What the player shows was computed, by ranks that note each block of their ring.
+The score matrix by hop, bytes by heads of keys and values, loads of experts. What the player shows
+was computed: ranks note each block of their ring.
 """
 
 import time
@@ -35,9 +36,11 @@ Seen = tuple[int, int, int, bool]  # hop, chunk of queries, chunk of keys, wheth
 def blocks_computed(
     deal: Deal, causal: bool = True, seconds: float = 0.0
 ) -> tuple[list[Seen], float]:
-    """Run a ring with a deal on this rank; return its blocks, and the share of time it was busy.
+    """Run attention round a ring on this rank, and note which blocks of scores it computes.
 
-    seconds: how long a block sleeps, one on the diagonal half as long. Launch it on all ranks.
+    Returns the blocks, and the share of time in which the rank computed. deal: which chunks each
+    rank has. seconds: how long each block sleeps, to stand for computing; one on the diagonal half
+    as long. Call it on all ranks.
     """
     rank = dist.get_rank()
     seen, forward = [], blocks.flash_forward
@@ -76,7 +79,10 @@ SCHEMES = {
 
 
 def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8) -> None:
-    """Run attention to 8 tokens a rank, forward, barrier, backward: to be launched."""
+    """Run attention over 8 tokens a rank: forward, a barrier, backward. To be launched.
+
+    scheme: a key of SCHEMES. `sent` counts the bytes of the run.
+    """
     q = torch.ones(1, heads, 8, 16, dtype=dtype, requires_grad=True)
     k, v = torch.ones(2, 1, kv_heads, 8, 16, dtype=dtype, requires_grad=True)
     out = SCHEMES[scheme](q, k, v, True)
@@ -85,7 +91,7 @@ def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8
 
 
 def sent(run) -> tuple[int, int, int]:
-    """Count rank 0's bytes before its barrier, after it, and its calls."""
+    """Count what rank 0 sent in a run of `both_ways`: (bytes forward, bytes backward, calls)."""
     others = len(run.wire) - 1
     times = {"send": 1, "all_gather": others}  # of the bytes in a record
     parts = [[]]
@@ -99,7 +105,10 @@ def sent(run) -> tuple[int, int, int]:
 
 
 def learn(model: nn.Module, loss_of, optimizer_cls, synchronize=lambda: None) -> Tensor:
-    """Train three steps, `synchronize` after backward; return the losses."""
+    """Train a model for three steps; return their losses.
+
+    loss_of(): forward, returns the loss. synchronize: called after each backward.
+    """
     optimizer = optimizer_cls(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):
@@ -135,7 +144,7 @@ def score_player(runs: Mapping[str, Iterable[tuple[list[Seen], float]]]) -> Step
 
 
 def describe(by_deal: Mapping[str, list[list[Seen]]], hop: int) -> str:
-    """Say how many blocks each rank computes in a hop; one on the diagonal is a half."""
+    """Say how many blocks each rank computes in hop `hop`; one on the diagonal is a half."""
     said = []
     for name, ranks in by_deal.items():
         said.append(" ".join([name, *(f"{computed(seen, hop):g}" for seen in ranks)]))
@@ -143,7 +152,7 @@ def describe(by_deal: Mapping[str, list[list[Seen]]], hop: int) -> str:
 
 
 def computed(seen: list[Seen], hop: int) -> float:
-    """Count a rank's blocks in a hop."""
+    """Count the blocks that a rank computes in hop `hop`, those on the diagonal as halves."""
     return sum(0.5 if diagonal else 1.0 for at, *_, diagonal in seen if at == hop)
 
 
@@ -189,7 +198,7 @@ def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: in
 
 
 def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> float:
-    """Count the numbers that a rank sends, forward, for a token and a number of a head."""
+    """Compute what a rank sends forward, in numbers for each token and each number of a head."""
     heads_sent = world_size * kv_heads if scheme == "ring" else heads + kv_heads
     return 2 * (world_size - 1) / world_size * heads_sent
 
@@ -200,9 +209,10 @@ LOOKS = {"ring": (page.ORANGE, "o"), "all-to-all": (page.BLUE, "s")}
 def crossing(
     measured: Mapping[str, Mapping[int, float]], heads: int, world_size: int, unit: float
 ) -> Picture:
-    """Draw the bytes that a rank sends forward, by heads of keys and values: formula and wire.
+    """Draw the bytes that a rank sends forward, by the number of heads of keys and values.
 
-    measured: {"ring" or "all-to-all": {kv heads: bytes}}. unit: bytes of n · D numbers.
+    Lines are the formula, points the wire. measured: {"ring" or "all-to-all": {kv heads: bytes}}.
+    unit: bytes of one head's numbers for the tokens of a rank.
     """
     title = f"Sent by each of {world_size} ranks in forward, {heads} heads"
     figure, (axes,) = chart(title, 460)
@@ -226,7 +236,10 @@ EVERY = 8  # steps
 
 
 def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
-    """Draw each expert's share of the choices. shares: {name: by step, those of all experts}."""
+    """Draw each expert's share of the choices over time, a panel for each training.
+
+    shares: {name: for each step, the shares of all experts}.
+    """
     figure, panels = chart("Share of all choices, by expert", 420, columns=len(shares), sharey=True)
     said = []
     for axes, (name, steps) in zip(panels, shares.items(), strict=True):
@@ -248,5 +261,5 @@ def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
 
 
 def fullest(shares: Sequence[float]) -> float:
-    """Return the largest load, in fair shares."""
+    """Return how many fair shares the expert with the most has: 1 if all have the same."""
     return max(shares) * len(shares) / sum(shares)

@@ -42,7 +42,7 @@ def before_after(pairs: Iterable, title: str) -> Picture:
 
 
 class Change:
-    """The numbers that ranks hold before and after a call, with an arrow between.
+    """A drawing of what a call did: each rank's numbers before, an arrow, its numbers after.
 
     by_rank: {rank: (before, after, owners of the numbers after)}.
     """
@@ -60,7 +60,7 @@ class Change:
         self.middles = left / 2, left + self.ARROW + right / 2
 
     def lines(self, rank: int) -> int:
-        """Count the lines that its longer side takes."""
+        """Count the lines of cells that this rank's drawing needs."""
         sides = zip(self.by_rank[rank], self.per_line, strict=False)
         return max(math.ceil(len(row or " ") / per_line) for row, per_line in sides)
 
@@ -78,7 +78,7 @@ def longest_row(rows: Iterable[list | None]) -> int:
 
 
 def flat(values) -> list | None:
-    """List all numbers of a tensor, a list, or a list of these."""
+    """List all numbers of a tensor, a list, or a list of these, in order; None for None."""
     if values is None:
         return None
     if hasattr(values, "tolist"):
@@ -100,7 +100,10 @@ def _say_rows(rows: Sequence[list | None]) -> str:
 
 
 def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Group the ranks that have the same text: list (names of the ranks, text)."""
+    """Group ranks that have the same text: [(the ranks' names, the text)].
+
+    texts: by rank.
+    """
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         by_text.setdefault(text, []).append(rank)
@@ -112,7 +115,10 @@ def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
 def find_owners(
     before: Sequence[list | None], after: Sequence[list | None]
 ) -> list[list[int | None]]:
-    """Find the owner of each number after the call: this rank, the only one with it, or None."""
+    """Find out, by value, whose number each one after the call is: by rank, a list of ranks.
+
+    It is this rank's own if it was there before, that of the only rank that had it, or None.
+    """
     found = []
     for rank, row in enumerate(after):
         mine = before[rank] or ()
@@ -147,7 +153,7 @@ def traffic(run_or_runs) -> Picture:
         dark = [colour(rank) for rank in ranks]
         pale = [(fill, page.PALER) for fill in dark]
         for nbytes, side, fills in ((sent, -0.2, dark), (received, 0.2, pale)):
-            places, values = [rank + side for rank in ranks], [each / factor for each in nbytes]
+            places, values = [rank + side for rank in ranks], [amount / factor for amount in nbytes]
             axes.bar(places, values, 0.4, color=fills, ec="black")
         for rank, pair in enumerate(zip(sent, received, strict=True)):
             numbers = " ".join(f"{nbytes / factor:.3g}" for nbytes in dict.fromkeys(pair))
@@ -249,18 +255,18 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
 
 
 def in_words(text: str) -> Picture:
-    """Make a picture of text, where there is nothing to draw."""
+    """Make a picture of a text, to stand where there is nothing to draw."""
     canvas = Canvas(720, 60)
     canvas.text(canvas.width / 2, 30, text)
     return canvas.picture(text)
 
 
 class Part:
-    """The part of `run` after each rank's last call of `after`.
+    """The part of a run that `timeline` draws: from each rank's last call of `after` on.
 
-    wire: by rank, the records. begun: by rank, the end of that call, or the first call's begin.
-    start, end: of all ranks. link: the words for an emulated one. calls: by rank, how often each
-    kind was called, in the order of first use.
+    wire: by rank, the records. begun: by rank, the end of that call, or when its first call began.
+    start, end: of all ranks. link: words about an emulated one. calls: how often each rank made
+    each kind of call, in words.
     """
 
     def __init__(self, run, after: str | None):
@@ -278,11 +284,11 @@ class Part:
         self.calls = "; ".join(f"{who}: {text}" for who, text in said)
 
     def streams(self, rank: int) -> list[str]:
-        """List the streams that the rank's calls are on; on a CPU there is only ""."""
+        """List the GPU streams of a rank's calls, a lane each; on a CPU there is one, ""."""
         return list(dict.fromkeys(record.stream for record in self.wire[rank]))
 
     def spans(self, times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Convert (begin, end) to (begin, length) in milliseconds from the start."""
+        """Convert (begin, end) to (begin, length), both in milliseconds from the part's start."""
         return [(1e3 * (begin - self.start), 1e3 * (end - begin)) for begin, end in times]
 
 
@@ -292,7 +298,7 @@ def _say_calls(records: Sequence) -> str:
 
 
 def last_known(records: Sequence) -> float:
-    """Return the latest time that is known of these calls."""
+    """Return the latest time in these records: when something of them last happened."""
     return max(max(r.issued, r.done or 0.0, r.waited or 0.0) for r in records)
 
 

@@ -26,7 +26,10 @@ Cells = list[tuple[float | None, Owner]]
 
 
 def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
-    """Return the ranks whose numbers `cells` holds if `total` is their sum, or None."""
+    """Return the ranks whose numbers are added up in `total`, if it is the sum of `cells`.
+
+    None: it isn't, or an owner is unknown.
+    """
     values, ranks = [value for value, _ in cells], set()
     if None in values or not math.isclose(sum(values), total, rel_tol=1e-6):
         return None
@@ -39,7 +42,7 @@ def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
 
 @dataclass
 class Frame:
-    """The contents of one picture."""
+    """One picture of a film: an event, and every rank's numbers just after it."""
 
     event: Event
     memory: list[dict[object, Cells]]  # by rank and buffer
@@ -53,7 +56,10 @@ class Frame:
 
 
 class Holdings:
-    """The buffers of one rank, as far as its records show them."""
+    """The buffers of one rank, each number with its owner, kept up to date from record to record.
+
+    rank's records: in order. A buffer is known as far as records show it.
+    """
 
     def __init__(self, rank: int, records: list[Record]):
         self.rank, self.buffers, self.heard = rank, {}, False
@@ -63,7 +69,7 @@ class Holdings:
             self.look(record, record.issued)  # its contents before anything arrives
 
     def look(self, record: Record, moment: float) -> None:
-        """Update a buffer from `record`, except where a message may be arriving.
+        """Take the contents of a buffer from a record, except where a message may be arriving.
 
         moment: the record's time by this rank's clock. If a buffer is first seen when a message
         arrives, only that message's cells are known.
@@ -85,7 +91,11 @@ class Holdings:
         self.change(which, contents, hidden)
 
     def change(self, which: object, contents: list, hidden: Container[int] = ()) -> None:
-        """Put `contents` into a buffer, and find the owners of the numbers that change."""
+        """Put `contents` into buffer `which`, and find the owners of the numbers that changed.
+
+        A number that changed is a sum if what was there and what has arrived add up to it. hidden:
+        places that a message is being written into, left as they are.
+        """
         known = self.buffers[which]
         pairs = enumerate(zip(contents, known, strict=True))
         changed = [at for at, (now, (then, _)) in pairs if at not in hidden and _changed(now, then)]
@@ -100,7 +110,10 @@ class Holdings:
             self.arrived = []
 
     def take(self, record: Record, owners: list) -> None:
-        """Put an arrived message into its place."""
+        """Put a message that arrived into its place, with the owners that it brings.
+
+        record: the receive. owners: of the message's numbers.
+        """
         self.heard = True
         if record.memory is None:
             return
@@ -113,13 +126,16 @@ class Holdings:
         self.arrived.append((which, cells))
 
     def owners_of(self, record: Record) -> list:
-        """List the owners of a message that this rank sends."""
+        """Return the owners of the numbers in a message that this rank sends."""
         if record.memory is None:
             return [None if self.heard else self.rank] * len(record.values or ())
         return [owner for _, owner in self.buffers[record.memory[0]][slice_of(record)]]
 
     def share(self, record: Record, after: list | None, owners: list) -> None:
-        """Store what a collective leaves in this rank's buffer."""
+        """Put the result of a collective into this rank's buffer.
+
+        record: this rank's. after: its numbers after the call. owners: of these.
+        """
         if not after:
             return
         self.heard = True
@@ -138,7 +154,7 @@ def _changed(now, then) -> bool:
 
 
 def place(record: Record) -> range:
-    """Return the range of a message in its buffer."""
+    """Return the places of a message's numbers in its buffer."""
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 
 
@@ -147,7 +163,10 @@ def slice_of(record: Record) -> slice:
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
-    """Make one frame per event. wire: by rank, the records of its calls, in order."""
+    """Make one frame for each event of a replay.
+
+    events: in order. wire: by rank, the records of its calls, in order.
+    """
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
     on_the_way: dict[tuple, tuple[int, int]] = {}
     owners: dict[tuple, list] = {}  # of each message
@@ -183,9 +202,10 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
 
 
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
-    """Merge the messages of each hop into one frame; add a frame of the numbers at the end.
+    """Merge a film's frames, so that each shows all messages of one hop; add a last one.
 
-    A hop's frame shows its messages on their way, and those of earlier hops as arrived.
+    A hop's frame shows its messages on their way, and those of earlier hops as arrived; the last
+    frame what ranks hold in the end. run: the run of the film.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:
@@ -212,10 +232,10 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 
 
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
-    """Return what the ranks hold after the last message.
+    """Return each rank's buffers after the last message, as in `Frame.memory`.
 
-    If a rank returned as many numbers as its first buffer holds, they replace it: the last sum of
-    a reduce-scatter, for example, is in no message.
+    If a rank returned as many numbers as its first buffer holds, they replace that buffer's: the
+    last sum of a reduce-scatter, for example, is in no message.
     """
     returned = [] if isinstance(run, LaunchError) else run
     for holdings, result in zip(last.holdings, returned, strict=False):

@@ -1,7 +1,4 @@
-"""The first minute of the course: four processes introduce themselves, add up, and may be broken.
-
-Notebook 00.
-"""
+"""The widget of notebook 00: four processes introduce themselves, add up, and may be broken."""
 
 import html
 import linecache
@@ -43,7 +40,10 @@ BREAKS = {
 
 
 def written_by_a_reader(source: str) -> Callable[[], None]:
-    """Define the function in `source` as if it had been typed into a cell, its lines included."""
+    """Return the function that `source` defines, as if a reader had typed it into a cell.
+
+    So a report of its failure shows its lines.
+    """
     scope = {"os": os, "torch": torch, "dist": dist}
     name = "<below the button>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
@@ -52,9 +52,10 @@ def written_by_a_reader(source: str) -> Callable[[], None]:
 
 
 class FourRanks(Live):
-    """The ring of a run of `introduce_and_add`, played once, and two buttons that break a new run.
+    """Launch four ranks that add up round a ring, and show it; two buttons launch ranks that fail.
 
-    `box` holds the widgets; `report` is the HTML below the buttons.
+    The film of the run plays once. `report` is the HTML below the buttons: the code of the broken
+    function, and the error that `launch` raised.
     """
 
     def __init__(self):
@@ -79,7 +80,7 @@ class FourRanks(Live):
         )
 
     def break_it(self, label: str) -> None:
-        """Launch the function behind a button, which fails; show its code and the report."""
+        """Launch the broken function of the button `label`; show its code and the error."""
         from .lanes import lanes
 
         source = BREAKS[label]
@@ -92,7 +93,7 @@ class FourRanks(Live):
 
 
 def said(text: str) -> str:
-    """Make HTML of lines."""
+    """Make the HTML of preformatted text."""
     return f'<pre style="{SAID}">{html.escape(text)}</pre>'
 
 

@@ -86,7 +86,7 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
         said = describe(steps[step - 1])
         return f"Tile {step} of {len(steps)}: {said}", draw(scores, steps, step, said)
 
-    text = "\n".join(f"{step}. {describe(each)}" for step, each in enumerate(steps, 1))
+    text = "\n".join(f"{step}. {describe(tile)}" for step, tile in enumerate(steps, 1))
     telling = math.ceil(2 * len(steps) / 3)  # some rows are done, some not begun
     return StepThrough(look, "tile", range(1, len(steps) + 1), text=text, telling=telling)
 

@@ -17,10 +17,10 @@ FIELD_COLOURS = {"sign": page.PINK, "exponent": page.ORANGE, "fraction": page.SK
 
 
 class FloatExplorer(Live):
-    """A typed number in every format of `floats.FORMATS`, with bits to flip in one of them.
+    """Show a number, typed by the reader, in every format of `floats.FORMATS`, with bits to flip.
 
-    number: what the buttons show. `entry`, `choice` and `buttons` are the widgets.
-    ValueError: no number, or no such format.
+    The bits of one format, chosen by the reader, are buttons. number: what these show. `entry`,
+    `choice` and `buttons` are the widgets. ValueError: no number, or no such format.
     """
 
     def __init__(self, value: str = "0.1", format: str = "bf16"):
@@ -73,7 +73,10 @@ class FloatExplorer(Live):
         return asking(controls, self._shown)
 
     def _move(self, _, pattern: int | None = None) -> None:
-        """Update the other widgets and the picture after the reader has changed one widget."""
+        """Answer a click or a typed number: keep the new number, and show it everywhere.
+
+        pattern: the bits, if one was flipped.
+        """
 
         def changed() -> tuple[str, Picture]:
             self._set(self.entry.value, self.choice.value, pattern)
@@ -84,7 +87,7 @@ class FloatExplorer(Live):
             show(self._shown, changed)
 
     def _follow(self) -> None:
-        """Show the present number in all widgets."""
+        """Write the present number into all widgets."""
         self._following = True  # the widgets report these changes as well
         try:
             format = self.number.format
@@ -99,7 +102,7 @@ class FloatExplorer(Live):
             self._following = False
 
     def _button(self, place: int):
-        """Make a button that flips a bit."""
+        """Make the button of one bit, which flips it. place: of the bit, from the lowest."""
         import ipywidgets
 
         format = self.number.format

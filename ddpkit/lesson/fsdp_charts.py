@@ -74,7 +74,10 @@ MARKERS = {"data parallel": "s", "ZeRO-1": "D", "FSDP": "o", "tensor": "^", "pip
 
 
 def worth_calculator() -> Calculator:
-    """Sliders over a model, its ranks and their speed: sending beside computing, on three wires."""
+    """Make sliders over a model, its ranks and their speed: is sending shorter than computing?
+
+    On three wires, for each kind of parallelism of notebook 12.
+    """
     return Calculator(
         worth,
         tokens=Slider(
@@ -90,7 +93,10 @@ def worth_calculator() -> Calculator:
 def worth(
     tokens: int, width: int, world_size: int, layers: int, tflops: int
 ) -> tuple[str, Picture]:
-    """Make caption and picture of `worth_calculator`: seconds sent for a second computed."""
+    """Return caption and picture of `worth_calculator` for one setting of its sliders.
+
+    Drawn are the seconds on the wire for a second of computing.
+    """
     figure, (axes,) = chart("Sending, for a second of computing", 440)
     axes.axvline(1, color="black", lw=2.5, ls=page.DASHES)
     lines = []
@@ -119,7 +125,7 @@ def _fills() -> dict[str, str]:
 
 
 def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
-    """Draw a wire's marks; ZeRO-1 below data parallel, which sends as much."""
+    """Draw the marks of one wire, in row `place`, ZeRO-1 below data parallel, which is equal."""
     fills = _fills()
     for number, (name, ratio) in enumerate(ratios.items()):
         y = place - 0.24 + 0.12 * number

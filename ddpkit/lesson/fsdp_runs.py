@@ -1,4 +1,4 @@
-"""Models and steps that the ranks of notebook 12 run, where the page shows only what comes out."""
+"""Models and steps that the ranks of notebook 12 run, kept off its page."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,11 @@ from ..runtime.recorder import recorder
 
 
 class Layers(nn.Module):
-    """Linear layers, `group` a block; a block first sleeps `sleeps` seconds, twice in backward."""
+    """A model of Linear layers of one width, `group` of them in a block.
+
+    sleeps: seconds that each block sleeps in forward, and twice that in backward, to stand for
+    computing.
+    """
 
     def __init__(self, layers: int = 8, group: int = 1, width: int = 64, sleeps: float = 0.0):
         super().__init__()
@@ -52,7 +56,10 @@ class Sleep(torch.autograd.Function):
 
 
 class InPlace:
-    """A transport without scratch memory: Gloo's own reduce-scatter copies the message first."""
+    """A transport whose reduce-scatter needs no scratch memory, since it all-reduces in place.
+
+    Gloo's own reduce-scatter copies the message first, which would be counted as peak memory.
+    """
 
     start_all_gather = staticmethod(transport.start_all_gather)
 
@@ -62,7 +69,10 @@ class InPlace:
 
 
 def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | None = None) -> None:
-    """Run forward and backward of micro-batches, all but the last inside no_sync(**quiet)."""
+    """Run forward and backward of `number` micro-batches of `x`, then `synchronize`.
+
+    quiet: arguments of the `no_sync` in which all but the last run; None: outside of it.
+    """
     for left in reversed(range(number)):
         if left and quiet:
             with model.no_sync(**quiet):
@@ -73,7 +83,10 @@ def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | No
 
 
 def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
-    """Run two steps; return the records of the second, and the most bytes of tensors in it."""
+    """Run two steps; return the second one's records, and the most bytes that its tensors had.
+
+    options: as for `micro_batches`. The first step differs, as ranks compare their order in it.
+    """
     micro_batches(model, x, **options)  # the first also compares the ranks' order
     model.zero_grad()
     before = len(recorder().records)
@@ -82,7 +95,10 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
 
 
 def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
-    """Write a step's calls as words: ["AG b0", ...]. No two units may have one size."""
+    """Run a step, and list this rank's calls in words: ["AG b0", ...].
+
+    A unit is recognised by its bytes, so no two may have the same size.
+    """
     names = {}
     for unit in model.units[1:]:
         name = unit.name.replace("locks.", "")
@@ -92,7 +108,10 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
 
 
 def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
-    """Measure C: the fastest of some products of (rows, width) and (width, width)."""
+    """Measure this rank's speed: the fastest of `rounds` products, in FLOP/s.
+
+    Of matrices (rows, width) and (width, width).
+    """
     x = torch.randn(rows, width)
     weight = torch.randn(width, width)
     took = fastest(lambda: x @ weight, rounds)
@@ -100,21 +119,27 @@ def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
 
 
 def bytes_per_s(nbytes: int, rounds: int = 5) -> float:
-    """Measure b: what a rank sends in a second of gathering `nbytes` in all."""
+    """Measure the wire: the bytes that a rank sends in a second of an all-gather.
+
+    nbytes: of what is gathered, from all ranks.
+    """
     flat = torch.zeros(nbytes // 4)
     took = fastest(lambda: transport.start_all_gather(flat).wait(), rounds)
     return nbytes / took * (dist.get_world_size() - 1) / dist.get_world_size()
 
 
 def seconds_of_a_step(model: nn.Module, width: int, rounds: int = 5) -> float:
-    """Time forward and backward; the first one, in which ranks compare their order, isn't timed."""
+    """Measure forward and backward: the seconds of the shortest of some steps.
+
+    The first step, in which ranks compare their order, isn't timed.
+    """
     x = torch.ones(2, width, requires_grad=True)
     micro_batches(model, x)
     return fastest(lambda: micro_batches(model, x), rounds)
 
 
 def fastest(call: Callable[[], object], rounds: int) -> float:
-    """Call it some times, after a barrier each; return the seconds of the shortest."""
+    """Call a function `rounds` times, each after a barrier; return the seconds of the shortest."""
     took = []
     for _ in range(rounds):
         dist.barrier()

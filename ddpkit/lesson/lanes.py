@@ -13,9 +13,9 @@ PITCH, LANE, LEFT, NAMES = 46, 44, 110, 260  # pixels
 
 
 def lanes(error: LaunchError) -> Picture:
-    """Draw the last calls of each rank, in the order in which it made them.
+    """Draw the last calls of each rank of a failed launch, in the order in which it made them.
 
-    ValueError: the ranks made no call.
+    error: what `launch` raised. ValueError: the ranks made no call.
     """
     made = max(map(len, error.wire), default=0)
     if not made:

@@ -34,24 +34,24 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
     Notebook 06.
     """
     title = "Bytes alive during a step"
-    used = [kind for each in watched.values() for kind in KINDS if any(each.by_kind[kind])]
+    used = [kind for timeline in watched.values() for kind in KINDS if any(timeline.by_kind[kind])]
     kinds = [kind for kind in KINDS if kind in used]
     height = min(page.TALLEST, 150 + 200 * len(watched))
     figure, panels = chart(title, height, len(watched), sharex=True, sharey=True)
     said = [f"{title}."]
-    longest = max(len(each.ops) for each in watched.values())
-    for axes, (name, each) in zip(panels, watched.items(), strict=True):
-        entries = range(len(each.ops))
-        amounts = [each.by_kind[kind] for kind in kinds]
+    longest = max(len(timeline.ops) for timeline in watched.values())
+    for axes, (name, timeline) in zip(panels, watched.items(), strict=True):
+        entries = range(len(timeline.ops))
+        amounts = [timeline.by_kind[kind] for kind in kinds]
         colours = [KIND_COLOURS[kind] for kind in kinds]
         areas = axes.stackplot(entries, amounts, colors=colours, ec="black", lw=0.6, step="post")
         for kind, area in zip(kinds, areas, strict=True):
             if kind == "other":  # so short-lived that only its edges would show
                 area.set_linewidth(0)
-        axes.plot([each.peak], [max(each.totals)], clip_on=False, **PEAK)
-        _draw_marks(axes, each.marks, longest)
+        axes.plot([timeline.peak], [max(timeline.totals)], clip_on=False, **PEAK)
+        _draw_marks(axes, timeline.marks, longest)
         axes.set_ylabel(name)
-        said.append(_said_peak(name, each))
+        said.append(_said_peak(name, timeline))
     panels[0].set_xlim(0, longest)
     panels[0].set_ylim(bottom=0)
     page.with_units(panels[0].yaxis, "B")
@@ -90,10 +90,10 @@ HALVES = (  # operations: is the tensor before it kept, does it keep something o
 
 
 def stamped_block(terms: Sequence[Term] = ()) -> Picture:
-    """Draw a transformer block as a row of operations for each half; kept tensors are stamped.
+    """Draw a transformer block as two rows of operations, with a stamp on tensors it keeps.
 
-    terms: of `block_activations` for materialised attention and dropout, or none.
-    Notebook 06.
+    terms: of `block_activations` for materialised attention and dropout; none: no stamps. Notebook
+    06.
     """
     step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
@@ -132,7 +132,10 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
 
 
 def heaps(rows: Mapping[str, str]) -> Picture:
-    """Draw memory as a row of places: a capital, a small letter, or a dot if it is free."""
+    """Draw rows of memory, a place for each letter: the case tells two kinds apart, a dot is free.
+
+    rows: {name: letters}, each of which stands for a tensor.
+    """
     fills = {True: page.SKY, False: page.ORANGE}
     canvas = Canvas(266 + 28 * max(map(len, rows.values())), 20 + 60 * len(rows))
     for at, (name, row) in enumerate(rows.items()):
@@ -163,7 +166,7 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
     axes.axhline(50, color="black", lw=1.5, ls=page.DASHES)
     page.by_tokens(axes, lengths)
     axes.set(xlim=(lengths[0], lengths[-1]), ylim=(0, 100), ylabel="share of the bytes (%)")
-    legend(figure, [patch(*each) for each in colours.items()])
+    legend(figure, [patch(*pair) for pair in colours.items()])
     said = [f"{title}."]
     for at in (0, -1):
         whole = f"{lengths[at]:,} tokens, {size(totals[at])}"
@@ -172,7 +175,7 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
 
 
 def attention_weights(terms: Iterable[Term]) -> list[Term]:
-    """Select the terms that attention keeps of its matrix: all of it, or one number a row."""
+    """Select the terms that depend on the attention matrix: whole ones, or one number a row."""
     names = re.compile("weights|their dropout|log-sum-exp")
     return [term for term in terms if names.search(term.name)]
 
@@ -201,7 +204,10 @@ def memory_calculator() -> Calculator:
 
 
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
-    """Make the caption and picture of `memory_calculator`. ValueError: the heads don't fit."""
+    """Return caption and picture of `memory_calculator` for one setting of its sliders.
+
+    batch: the other arguments of `training_bytes`. ValueError: the heads don't fit.
+    """
     if width % head_width:
         got = f"expected heads that divide the width {width}, got {head_width}"
         raise ValueError(f"{got}: choose other heads")

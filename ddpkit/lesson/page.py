@@ -62,10 +62,10 @@ def ink(fill: str) -> str:
 
 
 class Picture:
-    """A drawn figure, on a white card that is legible in light and dark themes.
+    """A drawn figure and its text, shown on a white card, legible in light and dark themes.
 
-    `text` says what it shows. `png`, at twice the size for sharp screens, is shown in cells, where
-    it shrinks to any window; `svg` is for widgets, whose shapes may move.
+    text: what the figure shows, in words. `png`, at twice the size for sharp screens, is shown in
+    cells, where it shrinks to any window; `svg` is for widgets, whose shapes may move.
     """
 
     def __init__(self, figure, text: str):
@@ -78,7 +78,7 @@ class Picture:
         figure.add_artist(Rectangle((0, 0), 1, 1, zorder=9, **style))
         for artist in figure.findobj():
             if isinstance(artist, LineCollection):
-                artist.set_color([dark(each) for each in artist.get_color()])
+                artist.set_color([dark(edge) for edge in artist.get_color()])
             elif isinstance(artist, Line2D):
                 artist.set_color(dark(artist.get_color()))
             elif isinstance(artist, FancyArrowPatch):
@@ -96,7 +96,7 @@ class Picture:
 
     @property
     def html(self) -> str:
-        """The PNG as an image element: JupyterLab gives a plain PNG no text for screen readers."""
+        """Return an <img> with the PNG and an alt text, which JupyterLab's own PNG lacks."""
         width = self.size[0]
         source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
         style = f"width: {width}px; max-width: 100%; height: auto"
@@ -104,19 +104,19 @@ class Picture:
 
     @property
     def metadata(self) -> dict:
-        """The size at which the PNG is shown, and the text that stands for it."""
+        """Return for Jupyter the size at which the PNG is shown, and its alt text."""
         width, height = self.size
         return {"image/png": {"width": width, "height": height, "alt": self.text}}
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height in pixels of the page."""
+        """Return width and height in pixels, as shown."""
         width, height = self.figure.bbox.size
         return round(width), round(height)
 
     @cached_property
     def png(self) -> bytes:
-        """The page as PNG, its colours from a palette: a quarter of the size."""
+        """Return the figure as a PNG of 128 colours, a quarter of the bytes of full colour."""
         from PIL import Image
 
         raw, small = io.BytesIO(), io.BytesIO()
@@ -130,7 +130,7 @@ class Picture:
 
     @cached_property
     def svg(self) -> bytes:
-        """The page as SVG, sharp on every screen; the same bytes for the same figure."""
+        """Return the figure as SVG, the same bytes each time it is drawn."""
         import matplotlib
 
         page = io.BytesIO()
@@ -163,7 +163,7 @@ def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, *
 def legend(figure, handles: Sequence = ()) -> None:
     """Put a legend below the axes, in as many columns as fit.
 
-    handles: default: everything drawn with a label.
+    handles: what it explains; none: everything drawn with a label.
     """
     handles = handles or figure.axes[0].get_legend_handles_labels()[0]
     for columns in range(len(handles), 0, -1):
@@ -175,35 +175,38 @@ def legend(figure, handles: Sequence = ()) -> None:
 
 
 def patch(label: str, fill: str, edge: str = "black"):
-    """Make a box of a legend."""
+    """Make the legend's entry for a filled box."""
     from matplotlib.patches import Patch
 
     return Patch(fc=fill, ec=edge, label=label)
 
 
 def stroke(label: str, fill: str = "black", **style):
-    """Make a line of a legend."""
+    """Make the legend's entry for a line."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **({"color": fill, "lw": 3} | style))
 
 
 def with_units(axis, unit: str) -> None:
-    """Write the ticks of an axis as 10 µs or 25 MB. unit: s or B."""
+    """Let an axis write its ticks with units, as 10 µs or 25 MB. unit: s or B."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(unit))
 
 
 def write_on(axes, x: float, y: float, text: str, fill: str, **style) -> None:
-    """Write text centred on a shape of colour `fill`, which also hides what lies below the text."""
+    """Write text centred at (x, y), on a shape of colour `fill`, in black or white, as is legible.
+
+    It is backed by that colour, so lines below it don't show.
+    """
     under = {"fc": fill, "ec": "none", "pad": 1}
     style = {"ha": "center", "va": "center", "fontsize": SMALL, "bbox": under} | style
     axes.text(x, y, text, color=ink(fill), **style)
 
 
 def write_after(axes, x: float, y: float, text: str, **style) -> None:
-    """Write text to the right of the end of a bar."""
+    """Write text to the right of (x, y), the end of a bar."""
     style = {"va": "center", "fontsize": SMALL, "bbox": WHITE, "zorder": 4} | style
     axes.annotate(text, (x, y), (8, 0), textcoords="offset points", **style)
 
@@ -220,7 +223,7 @@ def log_y(axes, label: str, unit: str) -> None:
 
 
 def by_tokens(axes, lengths: Sequence[int]) -> None:
-    """Make a logarithmic axis of the lengths of sequences."""
+    """Make the x axis logarithmic, with a tick at each of the lengths of sequences."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
@@ -233,7 +236,10 @@ ROW = 36  # height in pixels of a line of numbers
 
 
 class Canvas:
-    """A white page measured in pixels from its upper left corner; later shapes cover earlier."""
+    """A white page to draw on, measured in pixels from its upper left corner.
+
+    What is drawn later covers what was drawn before. `picture` ends it.
+    """
 
     def __init__(self, width: float, height: float):
         from matplotlib.figure import Figure
@@ -278,7 +284,7 @@ class Canvas:
         self.figure.add_artist(arrow)
 
     def badge(self, x, y, rank):
-        """Draw the label of a rank, in its colour, 84 pixels wide."""
+        """Draw the label "rank 2" in the rank's colour, 84 pixels wide."""
         fill = colour(rank)
         self.box(x, y, 84, ROW, fill, round=6)
         self.text(x + 42, y + ROW / 2, f"rank {rank}", ink=ink(fill), bold=True)
@@ -289,13 +295,14 @@ class Canvas:
         self.text(x + 40, y + 10, text, align="left")
 
     def mixed_key(self):
-        """Explain grey cells at the foot of the page."""
+        """Explain, at the foot of the page, that grey cells hold data of several ranks."""
         self.key(16, self.height - 32, MIXED, "data of several ranks")
 
     def cells(self, x, y, values, owners, width, per_line=None, marked=()):
-        """Draw numbers side by side in their owners' colours; an empty box for None or no number.
+        """Draw numbers side by side, each in its owner's colour.
 
-        marked: the indices of the numbers to frame.
+        An owner that is a set of ranks gets stripes. None as a number is an empty box, and so are
+        no numbers at all. per_line: cells in a line. marked: the indices of the numbers to frame.
         """
         if not values:
             values, owners = [None], [None]
@@ -318,7 +325,7 @@ class Canvas:
             self.text(left + width / 2, middle, number(value), ink=ink(fill))
 
     def stripes(self, x, y, width, height, ranks, filled):
-        """Draw a slot for each of `ranks`, in its colour if it is among those `filled`."""
+        """Divide a box into a slot for each of `ranks`, and fill those of the ranks in `filled`."""
         wide = width / len(ranks)
         for place, rank in enumerate(ranks):
             if rank in filled:
@@ -326,14 +333,14 @@ class Canvas:
 
 
 def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
-    """Write a `Canvas.gid` for shapes that travel when their picture appears.
+    """Write the `Canvas.gid` of shapes that travel from `start` to `end` when they appear.
 
-    start, end: where they are then, from where they are drawn, in SVG's points.
+    start, end: offsets from where the shapes are drawn, in SVG's points.
     """
     return "from {:.1f} {:.1f} to {:.1f} {:.1f}".format(*start, *end).replace("-0.0", "0.0")
 
 
 def cell_width(*rows: Sequence | None) -> float:
-    """Return a width for the longest number in any of the rows."""
+    """Return the width of a cell, in pixels, that fits the longest number in any of the rows."""
     lengths = [len(number(value)) for row in rows for value in row or ()]
     return max(44, max(lengths, default=1) * DIGIT + 8)

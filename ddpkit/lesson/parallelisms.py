@@ -19,7 +19,10 @@ LIT = "background: #FFF3C4; color: #111; font-weight: bold"
 
 
 class Map:
-    """The table, with one row lit, or none: HTML in the browser, text elsewhere."""
+    """The table of parallelisms, with one row lit, or none: HTML in the browser, text elsewhere.
+
+    lit: what that row's parallelism cuts, a key of MAP.
+    """
 
     def __init__(self, lit: str | None):
         self.lit = lit
@@ -39,7 +42,10 @@ class Map:
 
 
 def where(lit: str | None = None) -> Map:
-    """Show the map with the row of what is cut lit. ValueError: no such row."""
+    """Return the map of the parallelisms, to be shown, with the row of `lit` lit; None: no row.
+
+    lit: "batch", "layers" or another thing that is cut. ValueError: no such row.
+    """
     if lit is not None and lit not in MAP:
         raise ValueError(f"expected one of {', '.join(MAP)}, got {lit!r}")
     return Map(lit)

@@ -45,12 +45,15 @@ def draw_run(spans: Sequence[Timed]) -> Picture:
 
 
 def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
-    """Compute the idle share of all ranks' time, by a dry run."""
+    """Compute the idle share of all ranks' time by a dry run: 0.25 is a quarter of it.
+
+    ticks: as for `dry_run.simulate`.
+    """
     return _idle(_planned(schedule, ticks))
 
 
 def bubble_of_run(spans: Sequence[Timed]) -> float:
-    """Compute the same share from a measured run. spans: as for `draw_run`."""
+    """Compute the idle share of all ranks' time in a measured run. spans: as for `draw_run`."""
     return _idle(_measured(spans))
 
 
@@ -62,7 +65,7 @@ def _planned(schedule: schedules.Schedule, ticks: Mapping[str, float]) -> list[S
 
 
 def _measured(spans: Sequence[Timed]) -> list[Spans]:
-    """Convert times to milliseconds from the first begin."""
+    """Convert measured spans to milliseconds, counted from the first begin on any rank."""
     start, rows = min(row[0][1] for row in spans), []
     for row in spans:
         rows.append({action: (1e3 * (a - start), 1e3 * (b - start)) for action, a, b in row})
@@ -110,9 +113,9 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
 
 
 def _number(action: str, row: Spans) -> str:
-    """Write the micro-batch, with one stroke for each earlier stage of the same rank."""
+    """Write an action's micro-batch, with a stroke for each earlier stage of its rank: 3′."""
     stage, _, micro_batch = schedules.parse(action)
-    stages = sorted({schedules.parse(each)[0] for each in row})
+    stages = sorted({schedules.parse(other)[0] for other in row})
     return f"{micro_batch}{'′' * stages.index(stage)}"
 
 
@@ -141,7 +144,7 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
 
 
 def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
-    """Name what a rank does in the tick that ends at `tick`."""
+    """Name the action that a rank does in the tick that ends at `tick`; "-": it is idle."""
     found = [action for action in actions if when[action][0] < tick <= when[action][1]]
     return found[0] if found else "-"
 
@@ -154,14 +157,14 @@ def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
 
 
 def _holds(action: str) -> int:
-    """Return the change that an action makes in the number of micro-batches held."""
+    """Return by how much an action changes the number of micro-batches that a rank holds."""
     return {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]]
 
 
 def held_by_rank(schedule: schedules.Schedule, stages_a_rank: int = 1) -> list[float]:
-    """Count the micro-batches that each rank holds at most, through all of its layers.
+    """Compute, by rank, the most micro-batches that it holds at a time, in all its layers.
 
-    A micro-batch in one of several stages of a rank counts as that part of one.
+    A micro-batch that is held in one of a rank's stages counts as that part of one.
     """
     return [max(itertools.accumulate(map(_holds, row))) / stages_a_rank for row in schedule]
 
@@ -185,13 +188,13 @@ def pipeline_calculator() -> Calculator:
 
 
 def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
-    """Make the caption and picture of `pipeline_calculator`."""
+    """Return caption and picture of `pipeline_calculator` for one setting of its sliders."""
     made = SCHEDULES[schedule](stages, micro_batches)
     thin = {"F": 0.5, "B": 1.0} if schedule == "interleaved" else {}  # two stages a rank
     picture = draw(made, **thin)
     most = held_by_rank(made, stages_a_rank=2 if thin else 1)
     caption = (
         f"{schedule}, {count(stages, 'rank')}, m = {micro_batches}: "
-        f"{picture.text} Held at most, by rank: {', '.join(f'{each:g}' for each in most)}."
+        f"{picture.text} Held at most, by rank: {', '.join(f'{number:g}' for number in most)}."
     )
     return caption, picture

@@ -77,7 +77,7 @@ def _numbered(event: Event, step: int) -> str:
 
 
 def _whence(event: Event) -> str:
-    """Name the line of the user's code that an event comes from."""
+    """Say from which line of the user's code an event comes."""
     record = event.records.get(event.peer if event.kind == "receive" else event.rank)
     record = record or next(iter(event.records.values()), None)
     if record is None:
@@ -104,9 +104,10 @@ PAD, GAP, FOOT = 10, 46, 36  # pixels around numbers, between two rows at most, 
 
 
 class Stage:
-    """The layout, the same for all frames of a film: a row for each rank.
+    """The places of everything in the player's pictures, the same for all frames of a film.
 
-    Buffers that don't fit on a page of `page.TALLEST` pixels are left out.
+    There is a row for each rank. Buffers that don't fit on a page of `page.TALLEST` pixels are left
+    out.
     """
 
     def __init__(self, frames: list[Frame], world_size: int):
@@ -131,7 +132,11 @@ class Stage:
         return math.ceil(length / self.per_line)
 
     def _place(self, lengths: dict[object, int], room: float) -> dict[object, tuple]:
-        """Return {buffer: (pixels from the left, from above, length)}, side by side if they fit."""
+        """Place a rank's buffers in its row, side by side if they fit.
+
+        lengths: {buffer: its numbers}. room: pixels in height. Returns {buffer: (pixels from the
+        left, from above, numbers shown)}.
+        """
         spots, x, y, below = {}, 0.0, 0, 0
         for which, length in lengths.items():
             wide = self.cell * min(length, self.per_line)
@@ -151,7 +156,7 @@ class Stage:
         return self.top(rank) + self.tall / 2
 
     def way(self, src: int, dst: int) -> float:
-        """Return the x of an arrow; arrows that would pass each other get different ones."""
+        """Return the x of the arrow from `src` to `dst`; no two that overlap share one."""
         far = max(1, abs(dst - src))
         place = far * (far - 1) + 2 * (min(src, dst) % far) + (dst < src)
         places = self.world_size * max(1, self.world_size - 1)
@@ -168,7 +173,7 @@ def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
 
 
 def _change(event: Event) -> figures.Change | None:
-    """Return what a collective changed, if its numbers were kept."""
+    """Return the drawing of a collective's numbers before and after, or None if none were kept."""
     kept = any(before for before, _, _ in event.change.values())
     return figures.Change(event.change) if kept else None
 
@@ -188,7 +193,10 @@ def _title(frame: Frame, step: int) -> list[str]:
 
 
 def draw(frame: Frame, stage: Stage, step: int) -> Picture:
-    """Draw one frame: ranks with their numbers, and the messages between them."""
+    """Draw a frame of the film: ranks with their numbers, and the messages between them.
+
+    step: of the film, from 1, shown in the title.
+    """
     canvas, event = Canvas(WIDTH, stage.height), frame.event
     for line, text in enumerate(_title(frame, step)):
         title = page.WRONG if event.status else "black"
@@ -196,17 +204,17 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
     change = stage.changes[step - 1]
     for rank in range(stage.world_size):
         _draw_rank(canvas, stage, frame, change, rank)
-    missing = [each for each in frame.wrong if each.rank is not None and each.peer is not None]
-    for src, dst in set(frame.flying) - {(each.rank, each.peer) for each in missing}:
+    missing = [wrong for wrong in frame.wrong if wrong.rank is not None and wrong.peer is not None]
+    for src, dst in set(frame.flying) - {(wrong.rank, wrong.peer) for wrong in missing}:
         _draw_way(canvas, stage, src, dst, colour(src), dashed=True)
-    for each in missing:
-        _draw_missing(canvas, stage, each)
-    messages = [each for each in frame.sent or [frame] if each.event.is_message]
-    for each in messages:
-        src, dst = each.event.rank, each.event.peer
+    for wrong in missing:
+        _draw_missing(canvas, stage, wrong)
+    messages = [message for message in frame.sent or [frame] if message.event.is_message]
+    for message in messages:
+        src, dst = message.event.rank, message.event.peer
         _draw_way(canvas, stage, src, dst, colour(src))
-    for each in messages:
-        _draw_message(canvas, stage, each, event.kind == "hop")
+    for message in messages:
+        _draw_message(canvas, stage, message, event.kind == "hop")
     owners = {owner for row in frame.memory for cells in row.values() for _, owner in cells}
     for _, _, theirs in change.by_rank.values() if change else ():
         owners.update(theirs)
@@ -235,7 +243,7 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
 
 
 def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed=False):
-    """Draw the arrow of a message, from row to row."""
+    """Draw the arrow of a message, from the sender's row to the receiver's."""
     x, half = stage.way(src, dst), math.copysign(page.ROW / 2 + 2, dst - src)
     if src != dst:
         ends = (x, stage.middle(src) + half), (x, stage.middle(dst) - half)
@@ -243,7 +251,7 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed
 
 
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
-    """Draw a message that a rank waits for but that is never sent."""
+    """Draw, on its way, a message that a rank waits for and that is never sent."""
     src, dst = event.rank, event.peer
     _draw_way(canvas, stage, src, dst, page.WRONG, dashed=True)
     x, y = stage.way(src, dst), (stage.middle(src) + stage.middle(dst)) / 2
@@ -253,9 +261,9 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
 
 
 def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
-    """Draw a message where it leaves, or where it arrives: its numbers, or their count.
+    """Draw a message's numbers, or how many they are, beside the rank that sends or has got it.
 
-    In the browser it travels from its sender, or, by hop, to its receiver.
+    In the browser they travel there: from the sender, or, by hop, to the receiver.
     """
     event, fill = frame.event, colour(frame.event.rank)
     at = event.peer if event.kind == "receive" else event.rank

@@ -43,7 +43,10 @@ def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
 
 
 def scale_steps(powers: Sequence[int], static: int = 16) -> Picture:
-    """Draw a dynamic scale's power of two in each step, beside a static one. Notebook 05."""
+    """Draw a dynamic loss scale step by step, as a power of two, beside a static one.
+
+    powers: of the dynamic scale. Notebook 05.
+    """
     title = "The loss scale, step by step"
     figure, (axes,) = chart(title)
     steps = range(1, len(powers) + 1)
@@ -107,7 +110,10 @@ def _nonzero(values: Tensor) -> Tensor:
 
 
 def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
-    """Count the gradients, zeros left out, that fp16 makes 0, subnormal, normal and infinite."""
+    """Count what fp16 makes of gradients times `scale`: 0, subnormal, normal or infinite.
+
+    Returns {each of ZONES: how many}. Gradients that are 0 before aren't counted.
+    """
     rounded = (_nonzero(gradients) * scale).half().abs()
     edges = torch.tensor([2.0**-24, FP16.smallest_normal, math.inf], dtype=torch.float16)
     zones = torch.bucketize(rounded, edges, right=True)

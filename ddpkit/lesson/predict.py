@@ -19,7 +19,10 @@ from .widgets import WRAPPED, Live, asking
 
 
 class Prediction(Live):
-    """A question; `guess` is what the reader entered, a number or a choice, or None."""
+    """A question to the reader, asked before the answer is known.
+
+    guess: a number or one of `choices`; None: nothing was entered.
+    """
 
     def __init__(self, question: str, choices: Sequence[str] = ()):
         super().__init__(f"Your prediction: {question}", None)
@@ -55,13 +58,13 @@ class Prediction(Live):
 
     @property
     def said(self) -> str:
-        """The guess as shown to the reader."""
+        """Return the guess as text for the reader."""
         return self.guess if self.choices else f"{self.guess:,.6g}"
 
     def enter(self, guess: float | str) -> str:
-        """Keep the reader's guess, unless a number is asked for and it is none, or it is too late.
+        """Take what the reader entered; return a sentence that says whether it counts.
 
-        Returns what to tell the reader.
+        It doesn't if a number is asked for and it is none, or if the answer has been shown.
         """
         if self.answered:
             return "Too late for this run: the answer is known. Run this cell again to guess anew."
@@ -74,7 +77,7 @@ class Prediction(Live):
         return "That is no number." if guess is None else f"Kept: {self.said}."
 
     def answer(self, value: float | str, within: float = 0.0) -> str:
-        """Return the answer beside the guess, as a card.
+        """Give the answer: return a card that shows it beside the guess.
 
         within: the error allowed in a guess, as a share of the number; 0.2 for measured ones.
         ValueError: a value that isn't among the choices.
@@ -95,7 +98,7 @@ class Prediction(Live):
 
 
 class Answer(str):
-    """Text that is a card in the browser."""
+    """A text that the browser shows as a card, made of `page`."""
 
     def __new__(cls, text: str, page: str):
         made = super().__new__(cls, text)
@@ -110,27 +113,29 @@ class Answer(str):
 
 
 class Predictions:
-    """`predict`: makes predictions, by their question, and counts those that came true."""
+    """A notebook's predictions by their questions; called to ask one: `predict(question)`."""
 
     def __init__(self):
         self.made: dict[str, Prediction] = {}
 
     def __call__(self, question: str, choices: Sequence[str] = ()) -> Prediction:
-        """Ask for a number, or for one of `choices`. Asking again discards the earlier guess."""
+        """Ask for a number, or for one of `choices`; return the `Prediction`, which a cell shows.
+
+        Asking again discards the earlier guess.
+        """
         self.made[question] = Prediction(question, choices)
         return self.made[question]
 
     def score(self) -> str:
-        """Count the predictions that were right."""
-        judged = [each.right for each in self.made.values() if each.right is not None]
+        """Return a card with how many of the predictions that were entered are right."""
+        verdicts = [prediction.right for prediction in self.made.values()]
+        judged = [right for right in verdicts if right is not None]
         left = len(self.made) - len(judged)
         said = f"{sum(judged)} of {len(judged)} predictions right"
         said += f", {left} not entered." if left else "."
         if not judged:
             said = f"{left} predictions, none entered."
-        looks = [
-            each.right if each.right is not False else "surprise" for each in self.made.values()
-        ]
+        looks = ["surprise" if right is False else right for right in verdicts]
         return Answer(said, score_card(said, looks))
 
 

@@ -19,21 +19,21 @@ RUNTIME = "ddpkit.runtime.launch"  # imported last
 
 
 class Progress:
-    """The line below one cell at a time; `display` is IPython's."""
+    """The progress line below the cell that is running. display: IPython's function."""
 
     def __init__(self, display):
         self.display = display
         self.done, self.thread = threading.Event(), None
 
     def begin(self, _info=None) -> None:
-        """Start the clock of a cell."""
+        """Begin with a cell: after a second, a thread shows the line and keeps it up to date."""
         self.done = threading.Event()
         show = contextvars.copy_context().run  # the cell to which the line belongs
         self.thread = threading.Thread(target=show, args=(self._show, self.done), daemon=True)
         self.thread.start()
 
     def end(self, _result=None) -> None:
-        """Stop the clock, and clear the line."""
+        """End with the cell: stop the thread and remove the line."""
         self.done.set()
         if self.thread:
             self.thread.join()
@@ -53,7 +53,7 @@ class Progress:
 
 
 def _what_is_done() -> str:
-    """Say what takes long: an import, the start of the ranks' server, or what the ranks do."""
+    """Say what takes this long: an import, the start of the server, or what ranks do."""
     if RUNTIME not in sys.modules:
         return "importing torch"
     from ..runtime.processes import is_starting
@@ -66,7 +66,10 @@ def _what_is_done() -> str:
 
 
 def show_lanes(result, display) -> None:
-    """Display the calls of the ranks below their report, if a launch failed in the cell."""
+    """Display the strip of the ranks' calls, if a launch failed in the cell that has just ended.
+
+    result: IPython's, of the cell.
+    """
     if not getattr(result.error_in_exec, "wire", None):
         return
     from .lanes import lanes
@@ -76,7 +79,10 @@ def show_lanes(result, display) -> None:
 
 
 def show_progress() -> None:
-    """Watch this kernel's cells from now on, the running one included; elsewhere do nothing."""
+    """Show the progress line for this kernel's cells from now on, also for the running one.
+
+    Outside of a notebook's kernel it does nothing.
+    """
     if "IPython" not in sys.modules:  # so in every rank, where importing it would take a while
         return
     from IPython import get_ipython

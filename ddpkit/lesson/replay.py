@@ -1,4 +1,4 @@
-"""The events of a run, in order: causes before effects, the same order for every run.
+"""Put the events of a run in order: causes before effects, the same order for every run.
 
 Wall time plays no part. If a run failed, the events that never happened come last.
 """
@@ -17,10 +17,11 @@ RECEIVE, SEND, ENTER, LEAVE = range(4)  # the order of events within a round
 
 @dataclass
 class Event:
-    """One step of the replay. kind: send, receive, hop, meet, stuck, lost, differ, failed or end.
+    """One step of the replay: a message leaves or arrives, ranks meet in a collective, or it fails.
 
-    records: by rank; of a message both ends, where both are known. A message goes from `rank` to
-    `peer`; otherwise `rank` is the one that fails. status: each rank's final state, if it is wrong.
+    kind: send, receive, hop, meet, stuck, lost, differ, failed or end. records: by rank; of a
+    message both ends, where both are known. A message goes from `rank` to `peer`; in other kinds
+    `rank` is the one that fails. status: {rank: what is wrong with it}.
     """
 
     kind: str
@@ -37,7 +38,7 @@ class Event:
 
 
 def key(record: Record) -> tuple:
-    """Return a key that is the same for both ends of a message, or all ranks of a collective."""
+    """Return a key that a message's two ends, or a collective's ranks, have in common."""
     return record.channel, record.seq
 
 
@@ -59,7 +60,10 @@ def replay(run) -> list[Event]:
 
 
 def _program(records: list[Record]) -> list[tuple[int, Record]]:
-    """List one rank's actions in order. A receive counts from the moment the message is there."""
+    """List what one rank did, in order, as (SEND, RECEIVE, ENTER or LEAVE; record).
+
+    A receive counts from the moment at which the message is there.
+    """
     steps = []
     for index, record in enumerate(records):
         ended = record.done if record.op == "recv" or record.waited is None else record.waited
@@ -83,7 +87,7 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
         for what, record in _program(records):
             at = key(record)
             if what == LEAVE:
-                before += [(ENTER, each, at) for each in whole.get(at, ())]
+                before += [(ENTER, member, at) for member in whole.get(at, ())]
                 continue
             if what == RECEIVE and at in ends["send"]:
                 before.append((SEND, ends["send"][at][0], at))
@@ -111,7 +115,10 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
 
 
 def _complete(records: dict[int, Record]) -> bool:
-    """Return True if all ranks of the group made the call, and the same call."""
+    """Tell whether a collective took place: all ranks of the group made the same call.
+
+    records: by rank.
+    """
     first = next(iter(records.values()))
     return len(records) == len(first.ranks) and _alike(records)
 
@@ -121,7 +128,7 @@ def _alike(records: dict[int, Record]) -> bool:
 
 
 def _shape(record: Record) -> str:
-    """Describe a record's tensor by element count and dtype, as '2 float32'."""
+    """Return a record's number of elements and dtype, as "2 float32"."""
     return record.detail.partition(",")[0]
 
 
@@ -153,9 +160,11 @@ def _met(records: dict[int, Record]) -> Event:
 
 
 def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
-    """Return {rank: (numbers brought to a collective, numbers received, owners of these)}.
+    """Return what a collective did to each rank, to be drawn.
 
-    None where a rank brings or receives none: the contents of its buffer mean nothing then.
+    records: by rank. Returns {rank: (numbers that it brought, numbers that it got, owners of
+    these)}; None for numbers of a rank that brings or gets none, since the contents of its buffer
+    mean nothing then.
     """
     before, found = {}, {}
     for rank, record in records.items():
@@ -237,7 +246,11 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
 
 
 def _not_received(rank: int, record: Record, sent: Record | None, ever: str, failed: bool):
-    """Return the event of a message that wasn't received; None if it was under way at the end."""
+    """Make the event of a receive that never ended, with the reason; None if it was under way.
+
+    sent: the record of its send, if there was one. ever: "for ever" or "in vain". failed: the run
+    raised an error.
+    """
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
     kind, status, text = "lost", {rank: waits}, f"rank {rank} {waits}: "

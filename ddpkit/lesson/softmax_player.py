@@ -19,9 +19,9 @@ READ, NEW = page.BLUE, page.ORANGE
 
 @dataclass(frozen=True)
 class Moment:
-    """The state after the first `read` numbers of `row` were read, and just before.
+    """The state of online softmax after `read` numbers of a row, and just before the last of them.
 
-    m: their maximum. ell: their sum of eˣ⁻ᵐ.
+    m: the maximum of these numbers. ell: their sum of eˣ⁻ᵐ.
     """
 
     row: tuple[float, ...]
@@ -33,17 +33,20 @@ class Moment:
 
     @property
     def correction(self) -> float:
-        """The factor of the sum before: e to the old maximum less the new one."""
+        """Return what the earlier sum is corrected by: e to the old maximum less the new."""
         return _share(self.m_before, self.m)
 
     def weights(self, before: bool = False) -> list[float]:
-        """List what each number adds to the sum, after the last one was read or `before` that."""
+        """List what each number that was read adds to the sum, for the present maximum.
+
+        before: as it was before the last number was read.
+        """
         m, read = (self.m_before, self.read - 1) if before else (self.m, self.read)
         return [_share(x, m) for x in self.row[: max(read, 0)]]
 
     @property
     def sum(self) -> str:
-        """Write out how the sum is computed."""
+        """Write out the arithmetic of the last step: "2 × 0.5 + 1 = 2"."""
         if self.m == -math.inf:
             return "0"
         before, factor = _rounded(self.ell_before), _rounded(self.correction)
@@ -81,7 +84,7 @@ def _rounded(value: float, digits: int = 3) -> str:
 
 
 def _exactly(x: float) -> str:
-    """Write a number of the row, or its maximum."""
+    """Write a number of the row, or its maximum, in full: it isn't rounded."""
     return _rounded(x, digits=6)
 
 

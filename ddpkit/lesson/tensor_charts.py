@@ -50,7 +50,11 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
 
 
 def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
-    """Draw a matrix, its parts in the colours of their ranks."""
+    """Draw a matrix to scale, its parts in the colours of their ranks.
+
+    x, y, tall, wide: in pixels. split: the axis that it is cut along, None, or "sum" or "blocks",
+    see `split_products`.
+    """
     if split is None:
         canvas.box(x, y, wide, tall, page.MIXED)
         return
@@ -93,7 +97,7 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
     title = f"Sent by each of {count(world_size, 'rank')} for a layer of width {width}, in a step"
     figure, (axes,) = chart(title, 480)
     for name, (fill, marker) in LOOKS.items():
-        wholes = [reduced_bytes(width, each)[name] for each in tokens]
+        wholes = [reduced_bytes(width, number)[name] for number in tokens]
         sent = [volume("ring_all_reduce", whole, world_size).in_turn for whole in wholes]
         axes.plot(tokens, sent, color=fill, lw=3, marker=marker, ms=10, label=name)
     even = WEIGHTS * width / CALLS
@@ -117,7 +121,10 @@ def tensor_calculator() -> Calculator:
 
 
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
-    """Make the caption and picture of `tensor_calculator`: times by notebook 02's α–β model."""
+    """Return caption and picture of `tensor_calculator` for one setting: a layer's seconds.
+
+    By notebook 02's α–β model.
+    """
     wholes = reduced_bytes(width, tokens)
     computing = 6 * WEIGHTS * width**2 * tokens / world_size / FLOPS_PER_S
     figure, (axes,) = chart("A layer, forward and backward", 400)

@@ -21,9 +21,10 @@ Look = tuple[str, Picture | None]  # a caption, and a picture if there is one
 
 
 class Live:
-    """Widgets, `box`, where ipywidgets can show them; a text and a picture for everywhere else.
+    """A thing to show: widgets, `box`, in a live notebook; a text and a picture everywhere else.
 
-    text and telling are stored, and tests compare the text, so it must state no measured number.
+    telling: the picture, or None. Text and picture are what a notebook stores, and tests compare
+    the text, so it must state no measured number.
     """
 
     def __init__(self, text: str, telling: Picture | None):
@@ -44,7 +45,7 @@ class Live:
 
 
 class Below(Live):
-    """A displayable of some HTML with a player below it. text: what a stored notebook keeps."""
+    """HTML with a player below it, to be shown. text: what a stored notebook keeps of both."""
 
     def __init__(self, text: str, page: str, player: "StepThrough"):
         super().__init__(text, None)
@@ -58,7 +59,7 @@ class Below(Live):
 
 
 def view(look: Callable[[], Look]):
-    """Make a caption above a picture, as `look` returns them."""
+    """Make a widget that shows a caption above a picture, as `look()` returns them."""
     import ipywidgets
 
     shown = ipywidgets.VBox([ipywidgets.HTML(), ipywidgets.HTML()])
@@ -67,7 +68,7 @@ def view(look: Callable[[], Look]):
 
 
 def show(shown, look: Callable[[], Look]) -> None:
-    """Update a `view` from `look()`, or show its error above the old picture."""
+    """Show in a `view` what `look()` returns now, or its error above the old picture."""
     caption, image = shown.children
     try:
         text, picture = look()
@@ -91,7 +92,7 @@ MOVING = """<style>
 
 
 def inline(picture: Picture) -> str:
-    """Make HTML of a picture with its size given, so that drawing it doesn't shift the page."""
+    """Return the picture as inline SVG with its size given, so that the page doesn't jump."""
     width, height = picture.size
     style = f"display: block; width: {width}px; max-width: 100%; aspect-ratio: {width} / {height}"
     head, _, body = picture.svg.decode().partition("</metadata>")
@@ -104,7 +105,7 @@ def inline(picture: Picture) -> str:
 
 
 def named(label: str) -> dict:
-    """Label a widget, beside it and in a tooltip."""
+    """Return a widget's options that label it, beside it and in a tooltip."""
     return {"description": label, "tooltip": label, "style": {"description_width": "initial"}}
 
 
@@ -135,9 +136,9 @@ use it.</div>"""
 
 
 def asking(controls, *shown):
-    """Stack `controls`, which need the kernel, above the widgets `shown`.
+    """Make a widget of `controls`, which need the kernel, above `shown`, which doesn't.
 
-    Without a kernel a note stands in the place of the controls.
+    Without a kernel a note takes the place of the controls.
     """
     import ipywidgets
 
@@ -232,7 +233,7 @@ class Slider:
     def widget(self):
         import ipywidgets
 
-        options = [(self.say(each), each) for each in self.values]
+        options = [(self.say(value), value) for value in self.values]
         looks = named(self.label) | {"style": {"description_width": "8em"}, "value": self.value}
         looks |= {"options": options, "layout": {"width": "430px", "max_width": "100%"}}
         if len(options) < 5 and isinstance(self.values[0], str | bool):

@@ -91,7 +91,7 @@ def block_activations(
         ("input of the MLP's second layer", 4 * itemsize, "sbd"),
         *mask,
     ]
-    return [Term(name, each, unit, each * units[unit]) for name, each, unit in kept]
+    return [Term(name, times, unit, times * units[unit]) for name, times, unit in kept]
 
 
 def checkpointed_activations(
@@ -109,8 +109,8 @@ def checkpointed_activations(
         kept += [("result of the MLP's first layer", 4), ("result of the MLP's second layer", 1)]
     terms = [Term("state of the random numbers", RANDOM_STATE_BYTES, "", RANDOM_STATE_BYTES)]
     for name, times in kept:
-        each = times * itemsize
-        terms.append(Term(name, each, "sbd", each * batch * length * width))
+        coefficient = times * itemsize
+        terms.append(Term(name, coefficient, "sbd", coefficient * batch * length * width))
     return terms
 
 

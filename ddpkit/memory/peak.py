@@ -93,9 +93,9 @@ class _Watcher(TorchDispatchMode):
         if op.namespace == "profiler":  # marks the begin and end of an optimizer's step
             return made
         self.timeline.ops.append(str(op))
-        for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, Tensor):
-                self.meet(each)
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor):
+                self.meet(tensor)
         return made
 
     def meet(self, tensor: Tensor, kind: str = "other", born: int | None = None) -> None:
@@ -163,7 +163,7 @@ def watch(
         watcher.meet(parameter.grad, "gradients")
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hooks = [each.register_post_accumulate_grad_hook(meet_gradient) for each in trained]
+    hooks = [parameter.register_post_accumulate_grad_hook(meet_gradient) for parameter in trained]
     try:
         with watcher, saved_tensors_hooks(keep, lambda x: x):
             yield timeline
@@ -179,7 +179,7 @@ class _Scale(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor]):
         super().__init__()
-        self.storages = weakref.WeakSet(each.untyped_storage() for each in known)
+        self.storages = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
         self.most = self.weigh()
 
     @classmethod
@@ -191,9 +191,9 @@ class _Scale(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         made = op(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, Tensor):
-                self.storages.add(each.untyped_storage())
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor):
+                self.storages.add(tensor.untyped_storage())
         self.most = max(self.most, self.weigh())
         return made
 

@@ -49,8 +49,8 @@ def model_states(
         raise ValueError(f"{expected}, got {stage!r} and {precision!r}: choose one of each")
     shard = -(-parameters // world_size)
     numbers = [shard if stage >= sharded_from else parameters for sharded_from in (3, 2, 1)]
-    each = PRECISIONS[precision]
-    return ModelStates(*(n * nbytes for n, nbytes in zip(numbers, each, strict=True)))
+    bytes_each = PRECISIONS[precision]
+    return ModelStates(*(n * nbytes for n, nbytes in zip(numbers, bytes_each, strict=True)))
 
 
 def count_states(model: nn.Module, optimizer: Optimizer | None = None) -> ModelStates:

@@ -74,7 +74,7 @@ def needs(action: str, actions: set[str]) -> list[str]:
     else:
         after = stage + 1
         before = [f"{stage}F{micro_batch}", f"{after}B{micro_batch}", f"{after}I{micro_batch}"]
-    return [each for each in before if each in actions]
+    return [need for need in before if need in actions]
 
 
 def all_actions(schedule: Schedule) -> list[str]:
@@ -95,7 +95,7 @@ def in_turn(schedule: Schedule) -> Iterator[tuple[int, str]]:
         for rank, actions in enumerate(left):
             if actions and done.issuperset(needs(actions[0], everything)):
                 moved = True
-                done.add(actions[0])
+                done.add(actions[0])  # at once: later ranks may use it in the same round
                 yield rank, actions.pop(0)
 
 
@@ -124,6 +124,7 @@ def message(action: str, ranks: dict[int, int]) -> list[tuple[int, list[str]]]:
     way = "F" if kind == "F" else "B"
     to = {"F": stage + 1, "W": stage}.get(kind, stage - 1)
     rank = ranks[stage]
+    # The first and the last stage have no neighbour there, a weight part has none at all.
     other = ranks.get(to, ranks[stage])
     if other == rank:
         return [(rank, [action]), (rank, [])]
@@ -144,7 +145,7 @@ def cycle(schedule: Schedule, done: set[str]) -> str:
     rank = min(first)
     said = {}
     while rank not in said:
-        missing = next(each for each in needs(first[rank], set(everything)) if each not in done)
+        missing = next(need for need in needs(first[rank], set(everything)) if need not in done)
         other = ranks[parse(missing)[0]]
         who = "it" if other == rank else f"rank {other}"
         waits = f"rank {rank} waits in {first[rank]} for {missing}"
@@ -172,7 +173,7 @@ def simulate(
     free = [0] * len(schedule)  # by rank, the tick at which its last action ended
     for rank, action in in_turn(schedule):
         # As soon as the rank is free and what the action needs has ended, on whatever rank.
-        start = max([free[rank], *(when[each][1] for each in needs(action, everything))])
+        start = max([free[rank], *(when[need][1] for need in needs(action, everything))])
         free[rank] = start + ticks[parse(action)[1]]
         when[action] = start, free[rank]
     return when

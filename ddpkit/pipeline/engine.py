@@ -42,6 +42,7 @@ class Pipeline:
     ):
         if validate:
             dry_run.validate(schedule)
+        # Which rank has which stage is written in the schedule, and nowhere else.
         self.stages = {stage.number: stage for stage in stages}
         self.loss = loss
         self.tied = tied
@@ -57,6 +58,7 @@ class Pipeline:
             got = f"rank {self.rank} of {world_size} has stages {here}"
             wanted = f"a schedule for {len(schedule)} ranks, in which it has {mine}"
             raise ValueError(f"{got}, and got {wanted}: expected the same")
+        # Sends and receives put in between, in one order that all ranks agree on.
         self.program = []
         for word in messages(schedule)[self.rank]:
             number, kind, k = re.fullmatch(r"(\d+)(\D+)(\d+)", word).groups()
@@ -125,7 +127,7 @@ class Pipeline:
     def forward(self, word: str, number: int, k: int) -> None:
         """Take micro-batch k through a stage, once its input is here, and hand on the output."""
         stage = self.stages[number]
-        last = number == max(self.ranks)
+        last = number == max(self.ranks)  # its output is the loss: no stage comes after
         x = self.inputs[k] if number == 0 else self.mail.take(number, "F", k)
         with self.timed(word):
             y = stage.forward(k, x, partial(self.share_of_loss, k) if last else None)
@@ -156,6 +158,7 @@ class Pipeline:
         if self.tied.grad is None:
             self.tied.grad = torch.zeros_like(self.tied)
         mine = self.tied.grad
+        # Both send what they have before either adds: the same two summands on both ranks.
         theirs = torch.empty_like(mine)
         send = P2POp(dist.isend, mine, group=self.group, group_peer=other)
         receive = P2POp(dist.irecv, theirs, group=self.group, group_peer=other)

@@ -16,7 +16,10 @@ class Mail:
     """
 
     def __init__(
-        self, stages: dict[int, PipelineStage], ranks: dict[int, int], group: ProcessGroup | None
+        self,
+        stages: dict[int, PipelineStage],
+        ranks: dict[int, int],
+        group: ProcessGroup | None,
     ):
         self.stages = stages
         self.ranks = ranks
@@ -29,6 +32,7 @@ class Mail:
         if to in self.stages:  # both stages are on this rank: no message
             self.arriving[to, way, k] = made, None
             return
+        # The send goes on while this rank computes; `wait` sees its end.
         made = made.contiguous()
         work = dist.isend(made, group=self.group, group_dst=self.ranks[to])
         self.sent.append((work, made))  # which must live until it has gone

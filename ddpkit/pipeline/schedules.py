@@ -94,12 +94,13 @@ def zero_bubble(stages: int, micro_batches: int) -> Schedule:
         forwards = each(stage, "F", micro_batches)
         inputs = each(stage, "I", micro_batches)
         actions = []
-        done = 0
+        done = 0  # weight parts so far
         for action in alternate(forwards, inputs, ahead=stages - 1 - stage):
             actions.append(action)
             if action in inputs[stage:]:  # the first `stage` input parts have none yet
                 actions.append(f"{stage}W{done}")
                 done += 1
+        # The weight parts that are left fill the time in which no gradient arrives.
         schedule.append(actions + each(stage, "W", micro_batches, done))
     return schedule
 

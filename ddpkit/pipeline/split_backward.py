@@ -33,7 +33,7 @@ class SplitBackward:
         trained = {weight for weight in weights if weight.requires_grad}
         self.branches = branches(y, x, trained)
         # A weight that hangs on two nodes would be counted by both: it goes with the input.
-        uses = Counter(weight for each in self.branches.values() for weight in each)
+        uses = Counter(weight for branch in self.branches.values() for weight in branch)
         self.at_once = [weight for weight in trained if uses[weight] != 1]
         for node, its in self.branches.items():
             self.branches[node] = [weight for weight in its if uses[weight] == 1]
@@ -95,7 +95,7 @@ def branches(y: Tensor, x: Tensor, weights: set[nn.Parameter]) -> dict[Node, lis
         todo.pop()
         if any(child in on_the_way for child in children):
             hanging = [below[child] for child in children if child not in on_the_way]
-            on_the_way[node] = [weight for each in hanging for weight in each]
+            on_the_way[node] = [weight for branch in hanging for weight in branch]
         else:  # beside the way: what lies below it is passed up
             own = getattr(node, "variable", None)  # a leaf's node names its tensor
             below[node] = {own} & weights

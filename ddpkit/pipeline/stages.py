@@ -59,7 +59,7 @@ class PipelineStage:
 
     def backward(self, k: int, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of the input. gradient: of the output; None for a loss."""
-        x, y = self.kept.pop(k)
+        x, y = self.kept.pop(k)  # the activations are free once backward has used them
         self.whole_backward(y, gradient)
         return x.grad
 
@@ -79,12 +79,15 @@ class PipelineStage:
         return split.input(gradient)
 
     def backward_weight(self, k: int) -> None:
+        # Only now may the graph go: until here the micro-batch counts as held.
         self.weight_parts.pop(k)()
         del self.kept[k]
 
 
 def cut_layers(
-    layers: Sequence[nn.Module], stages: int, costs: Sequence[float] | None = None
+    layers: Sequence[nn.Module],
+    stages: int,
+    costs: Sequence[float] | None = None,
 ) -> list[nn.Sequential]:
     """Cut the layers into `stages` runs such that the dearest run costs least.
 
@@ -112,8 +115,10 @@ def cut_layers(
         return min(options)
 
     _, sizes = cheapest(0, stages)
-    ends = accumulate(sizes, initial=0)
-    return [nn.Sequential(*layers[start:end]) for start, end in pairwise(ends)]
+    cut = []
+    for start, end in pairwise(accumulate(sizes, initial=0)):
+        cut.append(nn.Sequential(*layers[start:end]))
+    return cut
 
 
 def multiplications(layer: nn.Module) -> int:

@@ -42,10 +42,11 @@ class Choice:
 def start_on(
     start: Callable[[Choice], Result], backend: str, world_size: int, link: Link | None = None
 ) -> Result:
-    """Call `start` with the chosen backend, and again with Gloo if a GPU proves unusable.
+    """Start a world with the chosen backend, and again with Gloo if a rank can't use its GPU.
 
-    The choice is made without starting CUDA here, from the driver's count of GPUs. That may be
-    wrong, for example for a card in MIG mode, and only a rank finds out.
+    start: called with the `Choice`, starts the ranks; its result is returned. The choice relies on
+    the driver's count of GPUs, since CUDA mustn't start in this process. That count may be wrong,
+    as for a card in MIG mode, and only a rank finds out.
     """
     try:
         return start(choose_backend(backend, world_size, link))

@@ -34,7 +34,11 @@ _PAGE = _HEAD + SLOTS * _SLOT
 
 @dataclass(frozen=True)
 class Said:
-    """The description of a call, identical whenever the same line makes the same call."""
+    """The part of a record that is the same each time a line makes the same call.
+
+    It is made once and cached: the operation, its group, its arguments, its line. Times, numbers
+    and values are the record's.
+    """
 
     op: str  # torch.distributed's name: all_reduce, send, ...
     group: str  # "world", or the ranks of a sub-group
@@ -55,18 +59,18 @@ class Said:
 
     @cached_property
     def hashes(self) -> tuple[int, int]:
-        """Hash the channel and the fingerprint; return both hashes."""
+        """Return the hashes of channel and fingerprint, by which other ranks find a call."""
         return hash32(self.channel), hash32(self.fingerprint)
 
     @cached_property
     def text(self) -> bytes:
-        """Pickle the words as the board stores them, without values."""
+        """Return these fields pickled, as a slot of the board holds them."""
         return _pickled(self)
 
 
 @dataclass(slots=True, repr=False)
 class Record:
-    """One call of one rank. Times are this machine's `time.perf_counter()`, or None.
+    """One call of one rank. Times are this machine's `time.perf_counter()`; None: not yet.
 
     The attributes of `said` are attributes of the record as well: `record.op`. PyTorch's Flight
     Recorder keeps similar records for NCCL.
@@ -118,14 +122,15 @@ class Record:
 
     @property
     def whole_bytes(self) -> int:
-        """Return the `nbytes` of the call for `Link.seconds`, which counts all parts together."""
+        """Return the bytes of all ranks' parts together, the `nbytes` that `Link.seconds` takes."""
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
 
 def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
-    """Return (sender, receiver) for each part of an all_to_all whose length isn't the expected one.
+    """Find the pairs of ranks that disagree about an all_to_all: [(sender, receiver)].
 
-    by_rank: {rank: its record} of one call.
+    They disagree if the sender sends another number of elements than the receiver expects. by_rank:
+    {rank: its record} of one call, perhaps not of all ranks yet.
     """
     pairs = []
     for sender, sent in by_rank.items():
@@ -162,10 +167,10 @@ class Board:
     # Writing.
 
     def put(self, rank: int, index: int, record: Record):
-        """Write call number `index` of `rank`.
+        """Write call number `index` of `rank` into its slot, new or once more, with all its fields.
 
-        Readers see the complete call once the count of calls has passed it. The count of events
-        moves last, since it makes `records` read again.
+        Another process may read at any moment: it sees the call only once the count of calls has
+        passed it. The count of events moves last, since it makes `records` read again.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -185,7 +190,7 @@ class Board:
         words[rank * _PAGE + _EVENTS] += 1
 
     def update(self, rank: int, index: int, record: Record):
-        """Write again the parts of a call that change until it is over: times and handle."""
+        """Write the times and flags of a call again: all that changes until the call is over."""
         self._put_times(self._slot(rank, index), record)
         self._words[rank * _PAGE + _EVENTS] += 1
 
@@ -199,11 +204,14 @@ class Board:
         self._words[at + _BECAME] = sum(flag << bit for bit, flag in enumerate(flags))
 
     def set_waiting(self, rank: int, index: int | None, caller: int = 0):
-        """Mark the call `index` in which a thread of `rank` waits; None removes the mark."""
+        """Mark the call in which a thread of `rank` waits, for the report of a hang.
+
+        index: the number of the call; None removes the mark. caller: the thread's place, from 0.
+        """
         self._words[rank * _PAGE + _WAITING + caller] = 0 if index is None else index + 1
 
     def set_polled(self, rank: int, index: int, now: float):
-        """Note that `rank` has just polled its call `index`, which wasn't complete."""
+        """Note the time `now` at which `rank` polled call `index` and found it incomplete."""
         self._words[rank * _PAGE + _POLLED] = index + 1
         self._times[rank * _PAGE + _POLLED_AT] = now
 
@@ -212,24 +220,27 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def set_threads(self, rank: int, threads: int):
-        """Note how many threads of `rank` may make calls: a wait blocks only one of them."""
+        """Note how many threads of `rank` make calls: while one waits, another may go on."""
         self._words[rank * _PAGE + _THREADS] = threads
 
     def set_place(self, rank: int, place: tuple | None):
-        """Record where the main thread of `rank` is: (file, line, function, via)."""
+        """Note the line at which the main thread of `rank` is: (file, line, function, via).
+
+        via: as in `place.place_in`.
+        """
         self._set_note(rank, _PLACE, place)
 
     def set_destroyed(self, rank: int, places: dict[str, tuple]):
-        """Record which groups `rank` has destroyed: {group name: (file, line, function, via)}.
+        """Note which groups `rank` has destroyed: {name: (file, line, function, via)}.
 
-        The oldest are dropped where the note has no room for all.
+        If the note has no room for all, the oldest are left out.
         """
         while not self._set_note(rank, _DESTROYED, places):
             places = dict(list(places.items())[1:])
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _set_note(self, rank: int, at: int, note: object) -> bool:
-        """Write a note if it fits; return whether it does."""
+        """Pickle `note` into the page of `rank`, from word `at` on, if it fits; return whether."""
         blob = pickle.dumps(note, protocol=5)
         start = (rank * _PAGE + at) * _WORD
         if fits := len(blob) <= _NOTE * _WORD:
@@ -242,11 +253,11 @@ class Board:
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
-        """Return each rank's count of writes: while the counts stay the same, nothing moves."""
+        """Return each rank's count of writes: while all counts stay the same, no rank has moved."""
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
     def waiting(self, rank: int) -> list[int]:
-        """Return the numbers of the calls in which threads of `rank` wait; they may be done."""
+        """Return the numbers of the calls in which threads of `rank` wait, or have just waited."""
         marks = (self._get(rank, _WAITING + caller) for caller in range(CALLERS))
         return [mark - 1 for mark in marks if mark]
 
@@ -312,9 +323,9 @@ class Board:
         return list(self._read[rank][1])
 
     def find(self, rank: int, channel: int, seq: int) -> tuple[int, int] | None:
-        """Return (number, hash of the fingerprint) of call `seq` of `rank` on a channel, or None.
+        """Find call `seq` of `rank` on a channel: (its number, the hash of its fingerprint).
 
-        channel: the hash of its name.
+        channel: the hash of its name. None: not made yet, or overwritten.
         """
         words = self._words
         slots = rank * _PAGE + _HEAD
@@ -361,7 +372,11 @@ _SPARE = [
 
 
 def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
-    """Pickle the fields; if that is too long, without those that a report of a hang needs least."""
+    """Pickle the fields of a call so that they fit into a slot of the board.
+
+    kept: values, result and memory of the record. If all is too long, those are shortened or left
+    out that a report of a hang needs least.
+    """
     fields = [*_all_said(said), *kept]
     blob = pickle.dumps(fields, protocol=5)
     for spare in _SPARE:

@@ -41,7 +41,7 @@ class CheckedGroup(WireGroup):
         return CheckedWork(super()._collective(op, method, args, sent, arriving), check)
 
     def _reads(self, op: str, opts) -> bool:
-        """Tell whether this rank sends the tensor of a call in place, without a separate input."""
+        """Tell whether this rank sends the very tensor that takes the result: all_reduce."""
         return op in IN_PLACE or (op == "broadcast" and opts.rootRank == self.rank())
 
     def send(self, tensors, dst, tag):
@@ -51,7 +51,10 @@ class CheckedGroup(WireGroup):
 
 
 class _Check:
-    """The tensors of a call and their first checksum. result: tensors to copy into them."""
+    """The tensors that a call sends, with their checksum at the time of the call.
+
+    result: what an in-place call has received, to be copied into the tensors when it is over.
+    """
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
         self.rank = rank
@@ -61,7 +64,10 @@ class _Check:
         self._over = False
 
     def end(self, record: Record) -> None:
-        """Raise ValueError if the tensors have changed; else copy the result into them."""
+        """Compare the checksum, once the call is over: ValueError if the tensors were changed.
+
+        If not, copy the result into them. Further calls of `end` do nothing.
+        """
         if self._over:
             return
         self._over = True

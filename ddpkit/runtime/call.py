@@ -50,13 +50,13 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a tensor that came from a GPU to the current GPU, in place."""
+    """Move a tensor to the current GPU, in place, when it is unpickled in a rank."""
     tensor.data = tensor.data.cuda()
     return tensor
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickler for calls: tensors on a GPU arrive on the rank's own GPU.
+    """Pickler for a call: tensors that are on a GPU here arrive on the rank's own GPU there.
 
     Modules with a class of their own, such as torch.backends.cudnn, are pickled by name.
     """
@@ -77,7 +77,7 @@ def _dumps(value) -> bytes:
 
 
 def _used(fn) -> dict[str, object]:
-    """Collect the globals and closure variables pickled with `fn`, and what is bound to it."""
+    """Collect by name what is pickled along with `fn`: globals, closure variables, its `self`."""
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}
         bound |= {f"argument {name}= of partial": value for name, value in fn.keywords.items()}
@@ -91,7 +91,7 @@ def _used(fn) -> dict[str, object]:
 
 
 def _unpicklable(fn, arguments: dict[str, object]) -> str:
-    """Name the first part of the call that can't be pickled."""
+    """Say in words which part of a call can't be pickled: the first such argument or global."""
     used = {f"the variable {name!r} that the function uses": v for name, v in _used(fn).items()}
     for name, value in (arguments | used).items():
         try:

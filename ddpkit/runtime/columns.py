@@ -15,11 +15,12 @@ Columns = dict[int, dict[int, str]]  # {rank: {number of a call, from 1: its tex
 def last_calls(
     look: Look, ranks: Sequence[int], guilty: Record | None, stuck: bool
 ) -> Iterator[str]:
-    """Yield the lines of a table of the last calls, marked where they first differ.
+    """Yield the lines of a report's table of last calls, with a mark where ranks first differ.
 
-    guilty: the call at which ranks differ, or None. If given, the table holds the calls of its
-    group, numbered within the group. Other calls are listed below it, as they may rightly differ.
-    stuck: a rank that lacks a call will never make it; otherwise it may only be late.
+    guilty: the call to blame for the hang, if known. Then the table holds the calls of its group
+    only, numbered within the group; calls in other groups, which may rightly differ from rank to
+    rank, are listed below. stuck: a rank that lacks a call will never make it, so this counts as a
+    difference; otherwise the rank may only be late.
     """
     members = [rank for rank in ranks if guilty and rank in guilty.ranks]
     if len(members) < 2 or guilty.channel.endswith("?"):  # "?": any rank, nothing to put beside it
@@ -47,14 +48,14 @@ def last_calls(
 
 
 def _title(call: Record) -> str:
-    """Name the calls that a table holds, to tell them from the other calls."""
+    """Name the group of `call` for the table's title: 'calls in the world'."""
     if call.op in MESSAGES:
         return f"messages from rank {call.ranks[0]} to rank {call.ranks[1]}"
     return f"calls in {'the world' if call.group == 'world' else call.group}"
 
 
 def _without_group(record: Record) -> str:
-    """Write a call without its group, which the table's title names."""
+    """Write a call without its group, which stands in the table's title."""
     group = f"group {list(record.ranks)}"
     detail = record.detail.removesuffix(group).removesuffix(", ")
     return f"{record.op}({detail})"
@@ -93,7 +94,7 @@ def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
 
 
 def _oldest(texts: Columns) -> int:
-    """Return the first call number that is still on the board for every rank."""
+    """Return the first number for which every rank's call is still on the board."""
     return max(min(column, default=1) for column in texts.values())
 
 
@@ -113,7 +114,11 @@ def _first_difference(texts: Columns, stuck: bool) -> int | None:
 
 
 def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> Iterator[str]:
-    """Yield the last calls in columns, equal ranks sharing one; mark and show call `differs`."""
+    """Yield the lines of a table: a row for each call, a column for ranks that made the same calls.
+
+    what: the noun for the title. differs: the number of the call to mark, which is then shown even
+    if it isn't among the last.
+    """
     last = _newest(texts)
     if last == 0:
         yield "No rank has made a call."
@@ -142,7 +147,7 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 
 
 def numbered_calls(look: Look, rank: int) -> dict[int, str]:
-    """Return {number, from 1: call} of those calls of `rank` that are still on the board."""
+    """Return {number, from 1: its text} of the calls of `rank` that are still on the board."""
     records = look.records[rank]
     forgotten = look.board.calls(rank) - len(records)
     calls = (r.call for r in records if r.op != "new_group" or r.done is None)

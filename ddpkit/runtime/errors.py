@@ -19,7 +19,7 @@ class LaunchError(RuntimeError):
 
     @property
     def run(self):
-        """Return the unfinished run, without results, for its `trace` and `flight_recorder`."""
+        """Return what there is of the run, without results: `error.run.trace(path)` writes it."""
         from .run import Run
 
         return Run([None] * len(self.wire), self.output, self.wire, math.nan, "")
@@ -45,7 +45,7 @@ class NoGpu(RankError):
 
 
 class HangError(LaunchError):
-    """The ranks mismatch, deadlock, or give no result in time. The message is the report."""
+    """Ranks made different calls, wait for ever, or took too long. The message is the report."""
 
 
 def shown(report: str) -> list[str]:

@@ -17,7 +17,7 @@ exit_at_once = os._exit  # without a note
 
 
 def note_exits(folder: Path, rank: int) -> None:
-    """Make `os._exit` write down the line that calls it: after the exit it can't be found out.
+    """Replace `os._exit` in this rank by one that first writes down the line that called it.
 
     This holds in the calling process alone. Its children, such as a DataLoader's workers, exit as
     usual.
@@ -56,11 +56,12 @@ def exit_code(pid: int) -> int | None:
 def watch_exits(
     ranks: Iterable[int], pid_of: Callable[[int], int], note: Callable[[int, int], None]
 ) -> None:
-    """Call note(rank, exit code) whenever one of `ranks` ends; in a thread, on Linux only.
+    """Start a thread that calls note(rank, exit code) when one of `ranks` ends; on Linux only.
 
-    pid_of(rank): its process, 0 before it has one; not a child of this process. The kernel shows
-    the exit status in /proc only until the parent, torchrun, has reaped the process, which torchrun
-    does every 0.1 s. A pidfd wakes the thread in time, as a rule: a code may be missed.
+    pid_of(rank): the rank's process id, 0 before it has one. The ranks are children of torchrun,
+    not of this process, so their exit codes are read from /proc, where they stand until torchrun
+    collects them, at most 0.1 s later. A pidfd wakes the thread in time, as a rule: a code may be
+    missed.
     """
     if not hasattr(os, "pidfd_open"):
         return
@@ -100,7 +101,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Stop the main thread; the reading thread finds the signal in the pipe and answers it."""
+        """Hold the main thread: the other thread, woken by the same signal, calls `answer`."""
         threading.Event().wait()
 
     def hold():  # a child that is ended at once must not write into its parent's pipe

@@ -85,7 +85,10 @@ Fall = Failure | int  # an exit code; negative: the signal that ended the rank
 
 
 def failure(error: BaseException) -> Failure:
-    """Describe `error` as a `Failure`, without this folder's and `__tracebackhide__` frames."""
+    """Turn an exception into a `Failure`: class, message, and the frames of its traceback.
+
+    Left out are frames of ddpkit.runtime and of modules that set `__tracebackhide__`.
+    """
     try:
         message = str(error)
     except Exception as another:
@@ -123,7 +126,7 @@ def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
 
 
 def lost_peer(how: Fall | None) -> bool:
-    """Tell whether a rank failed only because another one did, which broke its connection."""
+    """Tell whether a rank failed only because its connection to another rank broke."""
     if not isinstance(how, Failure):
         return False
     return how.kind in NETWORK and LOST_PEER.search(how.message) is not None
@@ -145,7 +148,7 @@ def _anonymous(message: str) -> str:
 
 
 class Witness(Protocol):
-    """A `Watch`, and the facts about ranks that only it has."""
+    """The facts about ranks that `explain_fall` asks a `Watch` for."""
 
     def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...  # as in `exits`
     def printed(self, rank: int) -> str: ...
@@ -154,9 +157,10 @@ class Witness(Protocol):
 
 
 def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple[int, str]:
-    """Return (the rank that fell first, what happened to it and to the others).
+    """Return (the rank that failed first, the text of a RankError).
 
-    fallen: {rank: how it fell}.
+    The text says how and on which line that rank failed, what it printed last, and where the others
+    were. fallen: {rank: how it failed} of all that did, whether by themselves or not.
     """
     culprit, alike = first_to_fall(fallen)
     how = fallen[culprit]
@@ -201,7 +205,10 @@ def how_it_fell(rank: int, how: Fall, shortage: str = "") -> str:
 
 
 def explain_rendezvous(message: str) -> str | None:
-    """Explain an error of ranks, or of torchrun's agents, that didn't find each other; or None."""
+    """Explain the message of an error if ranks, or torchrun's agents, didn't find each other.
+
+    None: the message is about something else.
+    """
     for pattern, happened, check in RENDEZVOUS:
         if found := re.search(pattern, message):
             return f"rendezvous: {happened.format(*found.groups())}\n  {check}"
@@ -209,7 +216,10 @@ def explain_rendezvous(message: str) -> str | None:
 
 
 def lines_of(frames: list[tuple[str, int, str]]) -> list[str]:
-    """List an error's frames in the user's own code; leave out the middle of a long list."""
+    """Describe an error's frames in the user's own code, a line each, to put below the message.
+
+    frames: (file, line, function), outermost first. The middle of a long list is left out.
+    """
     outside_torch = [frame for frame in frames if not is_library(frame[0])]
     own = [frame for frame in outside_torch if not is_installed(frame[0])]
     if own and outside_torch[-1] is not own[-1]:  # the framework's line that raised it
@@ -229,7 +239,10 @@ def what_became_of(
     how: Fall | None = None,
     place: Callable[[int], tuple | None] | None = None,
 ) -> str:
-    """Say how a rank other than the culprit fell, or where it was when it was ended."""
+    """Say how a rank other than the culprit failed, or where it was when the launch ended it.
+
+    how: its own failure, if there was one. place(rank): the line at which it computes now.
+    """
     if how is not None and not lost_peer(how):
         frames = getattr(how, "frames", None)
         where = f"\n  {lines_of(frames)[-1]}" if frames else ""

@@ -109,7 +109,7 @@ def launch(
 
 @contextlib.contextmanager
 def _told_briefly():
-    """Make Jupyter show an error in the call of `launch` as one sentence and a line, no frames."""
+    """Context manager: let Jupyter show an error as one sentence and the line of `launch`."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -142,7 +142,7 @@ def _check_arguments(fn, world_size, backend, link):
 
 
 def _check_call(fn, args, kwargs):
-    """Raise TypeError if the signature of `fn`, where it has one, doesn't take these arguments."""
+    """Raise TypeError if `fn` can't take these arguments, as far as its signature is known."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # of builtins
@@ -188,7 +188,7 @@ def _torchruns_size() -> int:
 
 
 def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> Run:
-    """Call `fn` in this rank, which torchrun started; return a `Run` of all ranks' results."""
+    """Call `fn` in this rank, which torchrun started; return all ranks' results as a `Run`."""
     if not dist.is_initialized():
         _initialise_under_torchrun(link, check_buffers)
     mine = recorder()  # None: the script initialised torch.distributed itself
@@ -213,7 +213,11 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
 
 
 def _wait_till_all_return(mine: Recorder | None):
-    """Wait until every rank has returned: one still inside `fn` would look mismatched."""
+    """Wait until every rank has returned from `fn`, before the exchange of results begins.
+
+    A rank still inside `fn` would look as if it mismatched with that exchange. mine: this rank's
+    recorder.
+    """
     store = c10d._get_default_store()
     number = next(_launches)
     for state in (RETURNED, RUNNING):
@@ -223,7 +227,7 @@ def _wait_till_all_return(mine: Recorder | None):
 
 
 def _meet(store: dist.Store, key: str, world_size: int):
-    """Wait until all ranks have called this with the same key."""
+    """Wait until all ranks have called this with the same key: a barrier by way of the store."""
     store.add(key, 1)
     while store.add(key, 0) < world_size:
         time.sleep(0.005)

@@ -67,7 +67,7 @@ class Link:
         return cls(*PRESETS[name], name=name)
 
     def seconds(self, op: str, nbytes: int, world_size: int) -> float:
-        """Return the time of one call, by its usual algorithm (`USUAL`).
+        """Return how long one call takes on this link, by the usual algorithm (`USUAL`).
 
         nbytes: of the tensor of an all_reduce; of all parts together for a gather or scatter.
         """
@@ -95,7 +95,7 @@ class Link:
 
 @cache
 def _hops_and_share(op: str, world_size: int) -> tuple[int, float]:
-    """Return (hops one after another, bytes sent one after another as a multiple of the whole)."""
+    """Return (hops, bytes): what must pass one after another, bytes in multiples of the whole."""
     if op in ("send", "recv"):
         return 1, 1.0
     return cost.volume(USUAL.get(op, op), 1, world_size)

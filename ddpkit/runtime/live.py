@@ -54,10 +54,10 @@ class LiveWorld:
     ) -> tuple[dict[int, str], list[list[Record]]]:
         """Run a cell on the ranks `on` and print what they print.
 
-        Returns {rank: repr of its last expression, or None}, and each rank's records of the cell if
-        it is `traced`. Raises RankError and HangError as `launch` does. After an exception the
-        world stays open if all ranks are idle again and have made the same calls; otherwise it is
-        closed, and the message says so.
+        Returns ({rank: repr of its last expression, or None}, each rank's records of the cell);
+        there are no records unless `traced`. RankError and HangError: as for `launch`. After an
+        exception the world stays open if all ranks are idle again and have made the same calls;
+        otherwise it is closed, and the message says so.
         """
         file = f"<ranks {hashlib.sha1(source.encode()).hexdigest()[:8]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)

@@ -1,4 +1,4 @@
-"""Analyse the board: where each rank is, whom it waits for, and which ranks can never go on."""
+"""Read the board at one moment: where each rank is, whom it waits for, who can never go on."""
 
 import itertools
 import time
@@ -16,7 +16,7 @@ POLLS_S = 1.0  # a rank that last polled a call longer ago than this has moved o
 
 @dataclass
 class Situation:
-    """The state of one rank: where it is, and for which ranks it waits."""
+    """The state of one rank at the moment of a `Look`: where it is, for which ranks it waits."""
 
     rank: int
     state: str  # starting, computing, polling, waiting, its stream waiting, returned, idle
@@ -30,12 +30,13 @@ class Situation:
 
 
 class Look:
-    """A snapshot of the board: each rank's last calls, and `now`, the situation of every rank.
+    """The board at one moment: each rank's last calls, and `now`, the situation of every rank.
 
-    events: `board.events()` from when progress last stopped; by default it is read here.
-    standstill: there has been no progress for long. Then a rank whose GPU waits counts as waiting,
-    and a group's calls on a GPU count as run one by one: a rank hasn't reached a call while another
-    is queued before it. This is no proof, as NCCL's buffers may let a short message overtake.
+    events: `board.events()` at the time when progress stopped; None: now. standstill: nothing has
+    moved for a long time, so the most cautious reading is dropped. Then a rank whose GPU waits
+    counts as waiting, and the calls of a group on a GPU as carried out one by one: a rank hasn't
+    come to a call while another one is queued before it. That is no proof, since NCCL's buffers may
+    let a short message overtake.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
@@ -75,7 +76,7 @@ class Look:
         return Situation(rank, "computing", place=self.board.place(rank))
 
     def _waits(self, rank: int) -> Iterator[Situation]:
-        """Yield a `Situation` for each waiting thread of `rank`."""
+        """Yield a `Situation` for each thread of `rank` that waits in a call."""
         for index in self.board.waiting(rank):
             call = self.board.record(rank, index)
             if call is None or call.done is not None:
@@ -86,7 +87,10 @@ class Look:
             yield Situation(rank, "waiting", call, awaited, call.place, lost)
 
     def _wait_on_stream(self, rank: int) -> Situation | None:
-        """Return the call that the GPU of `rank` waits for while its program goes on, or None."""
+        """Return the situation of a rank whose GPU waits for a call while its program goes on.
+
+        None: its GPU waits for nothing.
+        """
         held = [record for record in self.records[rank] if record.on_stream and record.waited]
         if not held:
             return None
@@ -97,7 +101,7 @@ class Look:
         return Situation(rank, state, call, self._awaited(call, rank), call.place)
 
     def _polled(self, rank: int) -> Record | None:
-        """Return the open call that `rank` is polling by `is_completed()`, or None."""
+        """Return the open call that `rank` polls, again and again, by `is_completed()`, or None."""
         polled = self.board.polled(rank)
         if polled is None or not 0 <= time.perf_counter() - polled[1] < POLLS_S:
             return None
@@ -105,7 +109,10 @@ class Look:
         return call if call is not None and call.done is None else None
 
     def _put_hopeless_waits_first(self) -> None:
-        """Put a wait that can never end first among a rank's threads: it explains most."""
+        """Choose which thread's wait stands for a rank in `now`: one that can never end, if any.
+
+        The others stay in its `more`.
+        """
         for s in self.now:
             s.destroyed = self.board.destroyed(s.rank)
         for s in list(self.now):
@@ -120,12 +127,15 @@ class Look:
     # Ranks that are missing from a call.
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the other members of `call`, made by `rank`, that have not reached it yet."""
+        """Return the other members of the group that haven't come to `call` yet; `rank` made it."""
         others = (other for other in call.ranks if other != rank)
         return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
 
     def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the members that `call` of `rank` waits for; at a standstill also queued ones."""
+        """Return the members that `call` of `rank` waits for.
+
+        At a standstill these are also the members in whose queue it stands behind another call.
+        """
         missing = self.missing(call, rank)
         if not self._standstill:
             return missing
@@ -133,7 +143,7 @@ class Look:
         return tuple(r for r in others if r in missing or self._is_behind(call, r))
 
     def _in_front(self, call: Record, rank: int) -> Record:
-        """Return the call that blocks `call` of `rank`: itself or one queued before it."""
+        """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU."""
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
             line = _front(line)
@@ -141,18 +151,21 @@ class Look:
         return next((record for record in line if self._awaited(record, rank)), call)
 
     def _line(self, call: Record, rank: int) -> list[Record]:
-        """Return the open GPU calls of `rank` in the group of `call`, in order."""
+        """Return the open GPU calls of `rank` in the group of `call`, as queued."""
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]
 
     def _is_behind(self, call: Record, rank: int) -> bool:
-        """Tell whether `rank` has issued `call`, but queued behind one that isn't complete."""
+        """Tell whether `call` is queued on the GPU of `rank` behind one that isn't complete."""
         line = self._line(call, rank)
         behind = line[len(_front(line)) :]
         return _channel_and_seq(call) in map(_channel_and_seq, behind)
 
     def _lost(self, call: Record) -> Record | None:
-        """Return the other side of a message if its handle was deleted: it may never complete."""
+        """Return the other side's record of a message if its handle was deleted before a wait.
+
+        Such a message may never be delivered. None: the handle is there, or `call` is no message.
+        """
         if call.op not in MESSAGES or call.peer is None:
             return None
         for record in self.records[call.peer]:
@@ -163,10 +176,10 @@ class Look:
     # Ranks that can never go on.
 
     def gone(self, s: Situation) -> list[int]:
-        """Return the ranks that `s` waits for but that will never make the call.
+        """Return the ranks that `s` waits for though they will never make the call.
 
-        They have returned, ended the cell or destroyed the group. For a receive from any rank, the
-        result is [] until this holds for all of them.
+        They have returned, ended the cell or destroyed the group. A receive from any rank can be
+        answered by any: there the result is [] until this holds for all.
         """
         if s.call is None:
             return []
@@ -180,11 +193,11 @@ class Look:
         return s.state in ("returned", "idle") or group_of(call) in s.destroyed
 
     def deadlocked(self, states: tuple[str, ...] = ("waiting",)) -> list[int]:
-        """Return the ranks that can never go on: they wait only for gone ranks or for each other.
+        """Return the ranks that can never go on, since they wait for gone ranks or for each other.
 
-        A rank that computes may still come, also while its stream waits; so may a second thread. A
-        call to which all ranks have come goes on. No rank comes to a group that it has destroyed.
-        states: of the ranks that count as waiting.
+        states: a rank in one of these counts as waiting. A rank that computes may still come, also
+        while its GPU waits; so may a thread that isn't in a call. A call to which all ranks have
+        come will end. A rank doesn't come to a group that it has destroyed.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]
@@ -205,9 +218,9 @@ class Look:
         return free.issuperset(s.missing)
 
     def polled_in_vain(self) -> list[int]:
-        """Return the ranks that can never go on if polling counts as waiting.
+        """Return the ranks that can never go on if those that poll are taken for waiting ones.
 
-        Returns [] if no rank polls. These ranks may still go on: a polling loop may give up.
+        It isn't certain: a loop of polling may have an end of its own. []: no rank polls.
         """
         if all(s.state != "polling" for s in self.now):
             return []
@@ -216,10 +229,11 @@ class Look:
     # Waits that leave no mark.
 
     def unseen(self) -> Iterator[Situation]:
-        """Yield open collectives that members have not reached, made by ranks that seem to compute.
+        """Yield the collectives in which ranks may be waiting though they seem to compute.
 
-        If a call's future was taken, as DistributedDataParallel does, its rank may wait for it in
-        C++, which leaves no mark on the board.
+        When a call's future was taken, as DistributedDataParallel does, C++ may wait for it, which
+        leaves no mark on the board. So each is an open call whose future was taken, and to which
+        members of its group haven't come.
         """
         for s in self.now:
             for call in self.records[s.rank] if s.state == "computing" else ():
@@ -230,14 +244,14 @@ class Look:
                     yield Situation(s.rank, "waiting", call, missing, call.place, **destroyed)
 
     def abandoned(self) -> list[Situation]:
-        """Return each rank's first `unseen` wait for a member that will never make the call."""
+        """Return, of each rank, the first `unseen` wait for a member that will never come."""
         found = {s.rank: s for s in reversed([*self.unseen()]) if self.gone(s)}
         return [found[rank] for rank in sorted(found)]
 
     def show_abandoned(self, sleeps: Callable[[int], bool]) -> None:
-        """Set ranks that seem to compute, but sleep with an abandoned call open, to waiting.
+        """Change `now`: a rank that sleeps with an abandoned call open counts as waiting in it.
 
-        sleeps(rank) tells whether that rank uses no CPU.
+        sleeps(rank): whether its process uses no CPU.
         """
         for hidden in self.abandoned():
             if hidden.call.on_stream or sleeps(hidden.rank):
@@ -272,7 +286,7 @@ def group_of(call: Record) -> str:
 
 
 def _front(line: list[Record]) -> list[Record]:
-    """Return the queued calls that can run now: the first, or the whole batch that it begins."""
+    """Return the calls at the head of a GPU's queue: the first, with the rest of its batch."""
     rest = itertools.takewhile(lambda record: record.batched, line[1:])
     return [*line[:1], *rest]
 

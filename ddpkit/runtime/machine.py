@@ -58,7 +58,7 @@ def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 
 
 class FreeMemory:
-    """The free memory of the last seconds, to explain why a process was killed."""
+    """Samples of the free memory, of the last seconds: did a process die for lack of it?"""
 
     def __init__(self):
         self._looked = 0.0
@@ -75,7 +75,10 @@ class FreeMemory:
             self._lowest.append((free, total))
 
     def shortage(self) -> str:
-        """Say that memory ran out, if the kernel counts a kill for it or little was free; or ''."""
+        """Say in words that memory ran out; "" if nothing shows that.
+
+        It did if the kernel counts a process killed for memory, or little was free.
+        """
         free, total = min(self._lowest, default=(0, 0))
         if oom_kills() > self._killed:
             return f"The kernel killed it because memory ran out{self.in_words()}."
@@ -84,7 +87,7 @@ class FreeMemory:
         return ""
 
     def in_words(self) -> str:
-        """Write ': 120 MiB of 7.8 GiB were free shortly before', '' where that isn't known."""
+        """Write ": 120 MiB of 7.8 GiB were free shortly before", or "" if that is unknown."""
         free, total = min(self._lowest, default=(0, 0))
         before = f": {binary_size(free)} of {binary_size(total)} were free shortly before"
         return before if total else ""
@@ -108,7 +111,10 @@ for index in range(torch.cuda.device_count()):
 
 
 def look_at_gpus() -> list[str] | str:
-    """List names and sizes of the GPUs, or return what is wrong. CUDA starts in a child process."""
+    """List the GPUs, with their sizes, or return in words what is wrong with them.
+
+    A child process asks CUDA, so that it doesn't start in this one.
+    """
     code = [sys.executable, "-c", LOOK]
     try:
         child = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)

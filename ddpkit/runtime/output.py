@@ -19,7 +19,7 @@ GLOO_CHATTER = re.compile(
 
 
 class Output:
-    """The output of a rank from now on. fresh: from the rank's start on."""
+    """The file of a rank's output, read from now on; fresh: from the rank's start on."""
 
     def __init__(self, path: Path, fresh: bool = False):
         path.touch()  # the rank may not have created it yet
@@ -31,7 +31,7 @@ class Output:
         self._tail = b""  # the last of these bytes
 
     def read(self) -> str:
-        """Return the output; if it is longer than `KEPT_BYTES`, its beginning and its end."""
+        """Return the output so far; beyond `KEPT_BYTES`, its beginning and its end."""
         length = self._size() - self._start
         if self._lost == 0 and length <= KEPT_BYTES:
             return _clean(self._bytes(0, length))
@@ -48,9 +48,10 @@ class Output:
             os.truncate(self.path, self._start + HALF)
 
     def new_lines(self, last: bool = False) -> str:
-        """Return the whole lines since the previous call. last: and an unfinished one.
+        """Return the lines that have been completed since the previous call, to show them live.
 
-        Returns nothing more after `MOST_SHOWN` bytes or `MOST_LIVE` lines.
+        last: the unfinished one as well. After `MOST_SHOWN` bytes or `MOST_LIVE` lines, a note, and
+        from then on nothing.
         """
         if not self._is_shown:
             return ""
@@ -75,14 +76,14 @@ class Output:
 
 
 def _clean(data: bytes) -> str:
-    """Decode text, without Gloo's chatter; of a progress bar, keep the last state of the line."""
+    """Decode bytes, drop Gloo's chatter, and keep of a progress bar only its last state."""
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
     lines = GLOO_CHATTER.sub("", text).split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def shorten(text: str, where: str) -> str:
-    """Cut the middle out of a very long text. where: names the place of the whole text."""
+    """Cut the middle out of a very long text. where: words that say where all of it is."""
     lines = text.splitlines(keepends=True)
     half = MOST_LINES // 2
     if len(lines) > MOST_LINES:

@@ -51,10 +51,10 @@ def is_installed(file: str) -> bool:
 
 
 def call_site(skip: int = 1) -> tuple[str, int, str, str]:
-    """Return (file, line, function, via) of the innermost frame in the user's code.
+    """Return (file, line, function, via) of the innermost line of the user's code in this stack.
 
-    skip: the number of innermost frames known to be ddpkit's. Skipping them saves the time of
-    building a frame object for each.
+    skip: the number of innermost frames known to be ddpkit's: not looking at them saves time. via:
+    see `place_in`.
     """
     return place_in(sys._getframe(skip))
 
@@ -62,7 +62,8 @@ def call_site(skip: int = 1) -> tuple[str, int, str, str]:
 def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the innermost line of the user's code in a stack.
 
-    via: the innermost line of an installed framework called from there, or "" if there is none.
+    via: the line of an installed framework that the user's line called and that led here, as
+    "file:line:function"; "" if there is none.
     """
     outside_torch = innermost(frame, is_library)
     if outside_torch is None:
@@ -78,9 +79,9 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
 
 
 def _in_backward() -> types.FrameType | None:
-    """Return the user's frame that waits for autograd's engine in some thread, or None.
+    """Find the frame of the user's code that called backward, in whichever thread; or None.
 
-    On a GPU, hooks run on the engine's own threads, whose stacks hold no line of the user's code.
+    On a GPU, hooks run on threads of autograd's engine, whose stacks hold no line of the user's.
     """
     for frame in sys._current_frames().values():
         while frame is not None and frame.f_code.co_name != "_engine_run_backward":

@@ -45,9 +45,9 @@ _starting = threading.Lock()
 
 
 class Rank:
-    """A rank's process, seen from the parent: a pipe for messages, a lifeline, a sentinel.
+    """A rank's process, seen from the parent: a pipe for its messages, a lifeline, its exit.
 
-    The lifeline is a pipe that closes when the parent ends; the rank then ends itself.
+    The lifeline is a pipe that closes when the parent ends, however it ends; then the rank ends.
     """
 
     def __init__(self, assignment: worker.Assignment, target):
@@ -94,12 +94,18 @@ class Rank:
             self.process.close()
 
     def ask_stack(self) -> list[tuple[str, int, str]]:
-        """Return (file, line, function) of the main thread, innermost first; GIL held or not."""
+        """Return (file, line, function) of the rank's main thread, innermost first.
+
+        Answered even if C++ code holds the interpreter's lock.
+        """
         *_, main_thread = self.ask_stacks() or [[]]
         return main_thread
 
     def ask_stacks(self) -> list[list[tuple[str, int, str]]]:
-        """Return the stacks of all Python threads, the main thread's last; [] if unavailable."""
+        """Return the stacks of all Python threads of the rank, the main thread's last.
+
+        []: they can't be had.
+        """
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
             return []
@@ -128,7 +134,7 @@ def world(
     call: bytes = b"",
     check_buffers: bool = False,
 ):
-    """Start ranks that run `target`, yield (ranks, board), and end the ranks on leaving."""
+    """Context manager: start ranks that run `target`; give (ranks, board); end the ranks."""
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
     lock = contextlib.ExitStack()
@@ -172,7 +178,7 @@ def threads_of_a_rank(world_size: int) -> int:
 
 
 def _check_room(folder: Path, nbytes: int):
-    """Raise OSError on a full disk: a write to the board would kill this process by SIGBUS."""
+    """Raise OSError if the disk is full: writing to the board would kill this process by SIGBUS."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         needs = f"the ranks' files take {size(nbytes)}, and {size(free)} are free"
@@ -198,9 +204,10 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
 
 @contextlib.contextmanager
 def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
-    """Hold a lock on a folder, at most until this process ends; yield whether it was free.
+    """Context manager: hold a lock on a folder, and give whether it was free.
 
-    shared: several processes may hold a shared lock at once, as the ranks of a session do.
+    The lock ends with this process at the latest. shared: several processes may hold it at once, as
+    the ranks of a session do.
     """
     if os.name != "posix":
         yield False
@@ -219,14 +226,17 @@ def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
 
 
 def _cell_texts() -> dict[str, tuple]:
-    """Return the text of notebook cells, which are linecache's entries without a file time."""
+    """Return the source of the notebook's cells, which a rank needs to name a line of one."""
     entries = linecache.cache.copy()  # other threads add to it
     return {name: entry for name, entry in entries.items() if len(entry) == 4 and entry[1] is None}
 
 
 @contextlib.contextmanager
 def interrupts_deferred():
-    """Defer a Ctrl-C until the end, so that no rank is lost while it starts or ends."""
+    """Context manager: a Ctrl-C inside takes effect at its end.
+
+    So no rank is lost while it starts or ends.
+    """
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield
         return
@@ -244,9 +254,9 @@ def interrupts_deferred():
 
 
 def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
-    """Yield (rank, message) once ranks have sent any; ("exit", code) for a rank that has died.
+    """Yield (rank, message) of the ranks that have sent one; ("exit", code) for one that ended.
 
-    seconds: the longest wait.
+    Waits up to `seconds` for the first.
     """
     by_object = {rank.pipe: rank for rank in ranks}
     by_object |= {rank.process.sentinel: rank for rank in ranks}
@@ -287,20 +297,20 @@ def warm_up():
 
 
 def is_starting() -> bool:
-    """Tell whether a rank is being started; the first one waits for the server to import torch."""
+    """Tell whether a rank is being started: the first has to wait for the server's imports."""
     return _starting.locked()
 
 
 @functools.cache
 def _server() -> forkserver.ForkServer:
-    """Return our own fork server: multiprocessing's may already run, without torch preloaded."""
+    """Return ddpkit's own fork server: that of multiprocessing may run without torch in it."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload([*PRELOAD, LAST])
     return server
 
 
 def preload(modules: Iterable[str]):
-    """Import `modules` once for all later ranks; so far every rank imported them by itself.
+    """Let the fork server import `modules` from now on, so that ranks needn't do it each.
 
     A new fork server imports them in the background; a launch that comes soon waits for it. The old
     server ends with its last rank.
@@ -322,10 +332,10 @@ def preload(modules: Iterable[str]):
 
 @contextlib.contextmanager
 def _our_way():
-    """Make multiprocessing start a rank from our server, and start that if necessary.
+    """Context manager: multiprocessing starts a rank from our server, and not the user's script.
 
-    Also keep multiprocessing from running the user's script again in the rank. Both hold for this
-    thread only: a pool that the user starts in another thread at the same time gets its script.
+    By itself it would run that script again in the rank. Both hold for this thread alone: a pool
+    that the user starts in another one at the same time is as always.
     """
     prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process
     thread = threading.get_ident()

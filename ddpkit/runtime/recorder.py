@@ -31,12 +31,12 @@ TIMED_OUT = re.compile(
 
 
 class Recorder:
-    """The recorder of one rank's calls. In a rank, `recorder()` returns it.
+    """The recorder of one rank's calls: the wire tells it of each call, and of its end.
 
-    records: all calls so far. board: the board of all ranks; None where no memory is shared.
-    disagree: called with {rank: record} when another rank made a different call at the same place.
-    timed_out: called with (record, error) when a wait ends by its timeout, before the error is
-    raised.
+    records: all calls so far. board: the board of all ranks; None: no memory is shared. disagree:
+    called with {rank: record} if another rank has made a different call at the same place.
+    timed_out: called with (record, error) if a wait ends by its timeout, before the error is
+    raised. In a rank, `recorder()` returns it.
     """
 
     def __init__(
@@ -77,7 +77,11 @@ class Recorder:
         sent: Sequence[torch.Tensor] = (),
         buffer: torch.Tensor | None = None,
     ):
-        """Record a call that is about to be made, and compare it with the other ranks' calls."""
+        """Record a call just before it is made; report it if another rank's call differs.
+
+        sent: the tensors that it sends. buffer: the tensor whose storage is kept for replays. Both
+        are read only with keep_values.
+        """
         if self.keep_values:
             record.values = _values(sent)
             record.memory = self._memory(buffer)
@@ -98,9 +102,10 @@ class Recorder:
             self._disagree({self.rank: record, **differing})
 
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
-        """Return {rank: its record} for a rank whose call differs, or None.
+        """Look for a rank whose call at this place is another one: {rank: its record}, or None.
 
-        A rank writes before it reads: of two ranks that disagree, the later one always notices.
+        {}: there is one, but its record is already overwritten. A rank writes before it reads, so
+        of two ranks that disagree the later one always notices.
         """
         said = record.said
         seq = record.seq
@@ -119,14 +124,20 @@ class Recorder:
         return None
 
     def came_from(self, record: Record, peer: int, channel: str):
-        """Note that a receive from any rank got its message from `peer`, on `channel`."""
+        """Complete the record of a receive from any rank: its message came from `peer`.
+
+        channel: that of the messages from `peer` to this rank.
+        """
         with self._lock:
             record.said = replace(record.said, peer=peer, channel=channel)
             record.seq = next(self._seq[channel])
         self.write_again(record, whole=True)
 
     def wait(self, record: Record, until_done: Callable, arrived: Sequence[torch.Tensor] = ()):
-        """Block until `record` is complete, which is when `until_done` returns."""
+        """Wait for a call by `until_done()`, with this thread marked as waiting on the board.
+
+        arrived: the tensors that hold its result then.
+        """
         record.waited = time.perf_counter()
         self.stands_at(record)
         try:
@@ -139,34 +150,44 @@ class Recorder:
         self.done(record, arrived, arrived[0] if arrived else None)
 
     def stands_at(self, record: Record):
-        """Mark this thread as waiting until the call of `record` is done."""
+        """Mark this thread as waiting in the call of `record`, from now until it is done."""
         if self.board is not None and record.done is None:
             self.board.set_waiting(self.rank, record.number, self._caller())
 
     def waited(self):
-        """Note that this thread goes on without waiting for its call any longer."""
+        """Take away the mark of `stands_at`: this thread goes on, though the call isn't done."""
         if self.board is not None:
             self.board.set_waiting(self.rank, None, self._caller())
 
     def polled(self, record: Record):
-        """Note that the program polled `record`, which isn't complete: it may be waiting for it."""
+        """Note that the script asked whether `record` is complete, and it isn't.
+
+        A script that asks again and again may be waiting for it.
+        """
         if self.board is not None and record.done is None:
             self.board.set_polled(self.rank, record.number, time.perf_counter())
 
     def destroyed(self, group: str):
-        """Record that this rank has destroyed `group`, and on which line: no more calls follow."""
+        """Note on the board that this rank destroyed `group`, and on which line.
+
+        It will make no more calls in it.
+        """
         if self.board is not None:
             self._destroyed[group] = call_site(2)
             self.board.set_destroyed(self.rank, self._destroyed)
 
     def keep(self, group: object, name: str, ranks: tuple[int, ...]):
-        """Keep a destroyed group, with its connections, until all its members have destroyed it."""
+        """Keep a group that this rank has destroyed, until all its members have destroyed it.
+
+        Until then its connections stay open, so that no rank that still waits loses one. ranks: the
+        members.
+        """
         with self._lock:
             self._kept.append((group, name, ranks))
         self.release()
 
     def release(self):
-        """Let go of the groups that all their members have destroyed."""
+        """Let go of those groups of `keep` that all their members have destroyed by now."""
         let_go = []  # destructors wait for threads that may want the lock, so they run after it
         with self._lock:
             for kept in list(self._kept):
@@ -176,7 +197,7 @@ class Recorder:
                     let_go.append(kept)
 
     def _caller(self) -> int:
-        """Return this thread's place on the board, which it keeps for as long as it lives.
+        """Return this thread's place on the board, its own as long as the thread lives.
 
         A C++ thread, such as autograd's on a GPU, counts as alive only while it runs Python code.
         """
@@ -187,7 +208,10 @@ class Recorder:
             return caller.place
 
     def came(self) -> int:
-        """Give the calling thread a place on the board; the first is for the main thread."""
+        """Give this thread, which makes its first call, a place on the board; return it.
+
+        Place 0 is the main thread's.
+        """
         with self._lock:
             is_main = threading.get_ident() == threading.main_thread().ident
             free = set(range(not is_main, CALLERS)).difference(self._callers.values())
@@ -197,13 +221,16 @@ class Recorder:
             return place
 
     def left(self, thread: int):
-        """Record that a thread that had made calls has ended."""
+        """Free the place of a thread that has ended."""
         with self._lock:
             self._callers.pop(thread, None)
             self.count_callers()
 
     def count_callers(self, look: bool = False):
-        """Note how many threads may make calls. look: leave out threads that idle in a pool."""
+        """Note on the board how many threads of this rank may still make calls.
+
+        look: look at their stacks, and leave out those that wait for work in a pool.
+        """
         callers = len(self._callers)
         if look and callers > 1:
             frames = sys._current_frames()
@@ -221,10 +248,10 @@ class Recorder:
         buffer: torch.Tensor | None = None,
         at: float | None = None,
     ):
-        """Note that `record` is complete; only the first call counts.
+        """Note that a call is complete. A second note about the same call changes nothing.
 
-        buffer: the tensor that arrived, if no other call can be writing into its storage.
-        at: the time of completion; None means now.
+        arrived: the tensors that hold its result. buffer: the one whose storage is kept for
+        replays, if no other call can be writing into it. at: when it was complete; None: now.
         """
         if record.done is not None:
             return
@@ -238,15 +265,16 @@ class Recorder:
         arrived: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ):
-        """Keep the values that arrived, with keep_values. Reading them on a GPU waits for it."""
+        """Keep the numbers that a call brought, if keep_values; on a GPU, wait for them."""
         if self.keep_values and arrived:
             record.result = _values(arrived)
             record.memory = self._memory(buffer) or record.memory
 
     def settle(self):
-        """Wait for Gloo's threads to note completed calls: C++ code may return before they have.
+        """Wait, at most `SETTLE_S`, until completed calls are also noted as such.
 
-        On a GPU, block until all calls are done and their times are known.
+        C++ code may go on before Gloo's thread has noted them. On a GPU, wait for all calls and
+        their times, however long.
         """
         if self.streams:
             self.streams.settle()
@@ -257,24 +285,30 @@ class Recorder:
             time.sleep(0.001)
 
     def dropped(self, record: Record):
-        """Note that a message's handle was deleted before a wait: Gloo may never deliver it."""
+        """Note that the handle of a message was deleted before a wait: it may never arrive."""
         record.dropped = True
         self.write_again(record)
 
     def gave_future(self, record: Record):
-        """Note that the call's future was taken: from now on a wait for it may leave no mark."""
+        """Note that the call's future was taken: a wait for that may leave no mark on the board."""
         record.by_future = True
         self.write_again(record)
 
     def write_again(self, record: Record, whole: bool = False):
-        """Update a call on the board, if it still has its slot. whole: more than its times."""
+        """Bring a call on the board up to date, unless another call has taken its slot.
+
+        whole: all its fields; otherwise only times and flags, which costs less.
+        """
         with self._lock:
             if self.board is not None and record.number >= self._calls - SLOTS:
                 write = self.board.put if whole else self.board.update
                 write(self.rank, record.number, record)
 
     def latest_issue(self, record: Record) -> float:
-        """Return when the last rank came to the call of `record`, as far as the board shows."""
+        """Return when the last of the ranks came to this call, as far as the board shows.
+
+        For a receive this is when its message left the sender.
+        """
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():
             said = self.board.find(rank, hash32(record.channel), record.seq)
@@ -285,15 +319,18 @@ class Recorder:
         return max(times)
 
     def home(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return (buffer, offset) of a tensor, as in `Record.memory`; None if no record has it.
+        """Return (number of a buffer, offset in it) of a tensor, as in `Record.memory`.
 
-        Works with keep_values, for small buffers.
+        None: no record has its buffer. With keep_values only.
         """
         which = self._buffers.get(tensor.untyped_storage().data_ptr())
         return None if which is None else (which, tensor.storage_offset())
 
     def _memory(self, tensor: torch.Tensor | None) -> tuple[int, int, list] | None:
-        """Return the buffer that `tensor` is a part of as `Record.memory`, None if it is large."""
+        """Return what `Record.memory` holds for a tensor: (buffer, offset, all of its numbers).
+
+        None: the buffer is larger than `KEPT_ELEMENTS`.
+        """
         if tensor is None or tensor.numel() == 0:
             return None
         storage = tensor.untyped_storage()

@@ -38,8 +38,8 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
 def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) -> tuple[str, str]:
     """Return (what happened, what to do) for an all_to_all whose splits disagree.
 
-    pairs: each (sender, receiver) that disagrees. The rank in most of them is named first: a single
-    rank at fault is in all of them.
+    pairs: each (sender, receiver) that disagrees. The rank in most of them is named first: if one
+    rank is at fault, it is in all.
     """
     in_pairs = Counter(rank for pair in pairs for rank in pair)
     odd, times = in_pairs.most_common(1)[0]
@@ -80,7 +80,7 @@ def _how_to_agree(records: list[Record]) -> str:
 
 
 def _far_apart(sizes: set[int]) -> bool:
-    """Tell whether the sizes differ by more than a smaller last batch would explain."""
+    """Tell whether sizes differ by more than the last batch, if it is smaller, would explain."""
     return max(sizes) > 2 * min(sizes)
 
 
@@ -111,7 +111,10 @@ def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
 
 
 def ends_by_itself(look: Look, stuck: list[int]) -> bool:
-    """Tell whether the script's own timeout, which it may catch, soon ends a wait of `stuck`."""
+    """Tell whether a wait of the ranks in `stuck` will soon end by a timeout of the script's own.
+
+    The script may catch that, so its ranks aren't ended by us.
+    """
     for s in (look.now[rank] for rank in stuck):
         for wait in (s, *s.more):
             if wait.call.limit_s is not None and wait.call.limit_s <= PATIENCE_S:
@@ -144,7 +147,10 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
 
 
 def waited_s(record: Record | None, error: BaseException) -> float:
-    """Return for how many seconds a wait lasted before it timed out with `error`."""
+    """Return the seconds that a wait lasted before it timed out with `error`.
+
+    record: the call, if known.
+    """
     of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))  # it counts from the call on
     if of_gloo:
         return int(of_gloo[1]) / 1e3
@@ -154,7 +160,7 @@ def waited_s(record: Record | None, error: BaseException) -> float:
 
 
 def _how_gone(s: Situation, look: Look) -> str:
-    """Say what the first rank that `s` awaits in vain has done instead of making the call."""
+    """Say why a rank that `s` waits for won't come: "returned", or "destroyed its group ..."."""
     other = look.now[look.gone(s)[0]]
     where = other.destroyed.get(group_of(s.call))
     if where is not None:
@@ -163,7 +169,10 @@ def _how_gone(s: Situation, look: Look) -> str:
 
 
 def _circle(waiting: list[Situation]) -> list[Situation]:
-    """Select the ranks that wait for each other in a cycle; the rest only wait for these."""
+    """Select, of the ranks that wait, those that wait for each other in a cycle.
+
+    The rest wait for these, and would go on if the cycle were broken.
+    """
     awaited = {s.rank: set(s.missing) for s in waiting}
     before = -1
     found = 0
@@ -179,10 +188,11 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
 
 
 def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] | None:
-    """Find a skipped call in a cycle of waits: (call, rank that skipped it, an earlier call).
+    """Find the call that a rank in a cycle of waits seems to have left out.
 
-    None if there is no evidence. The evidence is the rank's history: the last time that it made the
-    same calls from the same lines, the earlier call came next.
+    Returns (the call that another rank waits in, the rank that left it out, the call that this rank
+    made there the time before). The evidence is its history: when it last made the same calls from
+    the same lines, that one came next. None: no evidence.
     """
     for s in circle:
         for rank in s.missing:
@@ -195,7 +205,10 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
 
 
 def _what_came_next(records: list[Record]) -> Record | None:
-    """Return the call that followed the longest earlier run of calls equal to the last ones."""
+    """Predict the next call from history: the one that followed when the calls were last alike.
+
+    Of several places with calls like the last ones, the longest such run counts.
+    """
     said = [(record.channel, record.place) for record in records]
     longest = 0
     following = None
@@ -221,7 +234,7 @@ def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
 
 
 def _others(s: Situation, look: Look, ranks: Sequence[int] | None = None) -> str:
-    """Name the ranks that `s` waits for, or `ranks`: "all others" if these are many."""
+    """Name the ranks that `s` waits for, or `ranks` instead; "all others" if these are many."""
     ranks = s.missing if ranks is None else ranks
     everybody_else = len(look.ranks) - 1
     if len(ranks) > MANY_RANKS and len(set(ranks) - {s.rank}) == everybody_else:
@@ -230,7 +243,7 @@ def _others(s: Situation, look: Look, ranks: Sequence[int] | None = None) -> str
 
 
 def _way_out(stuck: list[Situation], gone: bool) -> str:
-    """Return advice for a deadlock.
+    """Choose the advice for a deadlock by the operations in which ranks wait.
 
     stuck: the ranks in the cycle, or, if `gone`, those that wait for ranks that have ended.
     """
@@ -260,7 +273,10 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
 
 
 def let_go(look: Look) -> str | None:
-    """Name the first open message whose handle was deleted: it may block all that follow."""
+    """Say which open message has lost its handle, and on which line; None: none has.
+
+    It may hold up all later messages.
+    """
     for rank in look.ranks:
         for record in look.records[rank]:
             if record.dropped and record.done is None:
@@ -285,10 +301,10 @@ def report(
     stuck: bool = True,
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Return the whole report: what happened, where ranks are, their last calls, what to do.
+    """Put a report together: headline, where ranks are, a table of their last calls, advice.
 
-    stuck: a rank that lacks a call will never make it; otherwise it may only be late. ranks: the
-    ranks to show; None means all.
+    stuck: a rank that lacks a call will never make it; otherwise it may only be late. ranks: those
+    to show; None: all.
     """
     ranks = look.ranks if ranks is None else ranks
     ranks_by_place: dict[str, list[int]] = {}
@@ -300,7 +316,7 @@ def report(
 
 
 def _where(s: Situation, look: Look) -> str:
-    """Write state and line, e.g. "waiting in barrier()⏎  step, line 3: dist.barrier()"."""
+    """Write a rank's state, call and line: "waiting in barrier()", " step, line 3: ..."."""
     state = "waiting, by is_completed()," if s.state == "polling" else s.state
     missing = f" for {_others(s, look)}" if s.missing else ""
     call = f" in {s.call.call}" if s.call else ""
@@ -317,9 +333,9 @@ def _where(s: Situation, look: Look) -> str:
 
 
 def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
-    """Find the call at which ranks differ, or the first that waits for a rank which doesn't wait.
+    """Find the call to blame: where ranks differ, or in which one waits for a rank that doesn't.
 
-    If all wait in a cycle, it is the skipped call, or None: no other call is more to blame.
+    If all wait in a cycle it is the call that was left out, if that is known; otherwise None.
     """
     different = look.mismatch()
     if different:
@@ -334,7 +350,7 @@ def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
 
 
 def _loops(look: Look) -> list[str]:
-    """List ranks that may loop forever: they made many calls, and the last ones are all equal."""
+    """Warn of ranks that may loop for ever: many calls, the last of them all alike; [] if none."""
     found = []
     for rank in look.ranks:
         made = look.board.calls(rank)

@@ -9,7 +9,7 @@ from .link import Link
 
 
 def clock_s() -> float:
-    """Return the offset from `time.perf_counter()`, the records' clock, to the time of day."""
+    """Return what to add to `time.perf_counter()`, the records' clock, for the time of day."""
     return time.time() - time.perf_counter()
 
 
@@ -46,7 +46,7 @@ class Run:
         return iter(self.results)
 
     def trace(self, path: str | Path, profiles: dict[int, str] | None = None):
-        """Write a Chrome trace, for https://ui.perfetto.dev: `ddpkit.inspect.trace`.
+        """Write a Chrome trace, to be opened in https://ui.perfetto.dev: `ddpkit.inspect.trace`.
 
         profiles: {rank: file that torch.profiler exported on that rank}, to be merged into it.
         """
@@ -65,7 +65,7 @@ class Run:
 
 
 def show_by_rank(texts: dict[int, str]) -> str:
-    """Write "rank 2: " before each text, with its further lines indented."""
+    """Write each text behind "rank 2: ", with its further lines indented."""
     lines = []
     for rank, text in texts.items():
         start = f"rank {rank}: "

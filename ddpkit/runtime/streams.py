@@ -37,7 +37,7 @@ WITHOUT_FUTURE = "send", "recv", "gather", "scatter"
 
 
 class Cuda:
-    """The part of a GPU that `Streams` needs; tests replace it by an emulation."""
+    """The calls to CUDA that `Streams` makes; tests put an emulation in its place."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -50,10 +50,10 @@ class Cuda:
         return event
 
     def mark_end(self, work: Work, record: Record) -> torch.cuda.Event:
-        """Record an event behind `work`, on a separate stream, for which no other work waits.
+        """Record an event behind `work`, on a stream of our own, which no other work waits for.
 
-        The future is waited for, since `work.wait()` frees tensors that NCCL may still read.
-        Programs get their streams from the pool of another priority.
+        That stream waits for the future: `work.wait()` would free tensors that NCCL may still read.
+        It is from the pool of a priority that programs' streams don't have.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -65,7 +65,10 @@ class Cuda:
             return self.mark()
 
     def both_clocks(self) -> tuple[torch.cuda.Event, float]:
-        """Return a completed event and the host's clock at it. This waits for the GPU, once."""
+        """Return an event that is complete, and the host's time at it. Waits for the GPU.
+
+        Times of later events are counted from this one.
+        """
         torch.cuda.synchronize(self.device)
         begun = time.perf_counter()
         event = self.mark()
@@ -77,10 +80,10 @@ class Cuda:
         return torch.cuda.is_current_stream_capturing()
 
     def use(self):
-        """Prepare this thread to query events, also while another thread captures a graph.
+        """Prepare this thread for querying events, also while another thread captures a graph.
 
-        Such a query would be an error and spoil the graph unless this thread declares that only its
-        own captures concern it. That needs CUDA's library; without it the restriction remains.
+        Such a query would be an error and spoil the graph, unless the thread has declared that only
+        its own captures concern it. That needs CUDA's library; without it, it stays an error.
         """
         # Without this the thread would create a context on GPU 0.
         torch.cuda.set_device(self.device)
@@ -92,9 +95,9 @@ class Cuda:
 class StreamWork(Work):
     """The handle of a call on a GPU: `wait` makes the current stream wait for it, and returns.
 
-    With a timeout, `wait` blocks the program, as NCCL's does.
-    inner: None until a batch is complete. before: the event in front of the call; None if it is
-    captured in a graph.
+    With a timeout, `wait` blocks the program, as NCCL's does. inner: NCCL's own handle; None until
+    a batch is complete. before: the event in front of the call; None if it is captured in a graph.
+    arriving: the tensors that the call fills.
     """
 
     def __init__(self, inner: Work | None, record: Record, before, arriving, streams: "Streams"):
@@ -130,10 +133,10 @@ class StreamWork(Work):
 
 
 class Streams:
-    """The events of a rank's calls. gpu: a `Cuda`, which makes the events.
+    """The events of a rank's calls that aren't over yet, and the thread that reads them.
 
-    CUDA's times are float32 milliseconds: a quarter of an hour after the start, they are good to
-    0.06 ms.
+    gpu: a `Cuda`, which makes the events. Their times are float32 milliseconds: a quarter of an
+    hour after the start, they are good to 0.06 ms.
     """
 
     def __init__(self, recorder, gpu):
@@ -152,7 +155,7 @@ class Streams:
         self._watcher.start()
 
     def stop(self, timeout_s: float):
-        """End the thread within `timeout_s`. It runs C++ code: see `Session.leave`."""
+        """End the reading thread, within `timeout_s`; `Session.leave` says why it must end."""
         self._over.set()
         self._watcher.join(timeout_s)
 
@@ -172,9 +175,10 @@ class Streams:
         arriving: Sequence[Tensor],
         asynchronous: bool = True,
     ) -> StreamWork | None:
-        """Record a call, make it between events, and return its handle.
+        """Record a call, make it by `call()` between two events, and return its handle.
 
-        Returns None, as NCCL does, if the call isn't asynchronous: it is on the current stream.
+        sent, arriving: the tensors that it reads and fills. asynchronous: False for a call that
+        NCCL puts on the current stream; it has no handle, and None is returned.
         """
         record.stream = record.group if asynchronous else "current"
         record.started = None
@@ -195,7 +199,10 @@ class Streams:
         return None
 
     def make(self, record: Record, call: Callable[[], Work | None]) -> Work | None:
-        """Make a call, marked as a wait: NCCL blocks in it until it has connected its peers."""
+        """Make a call, with this thread marked as waiting in it until it returns.
+
+        The first call with a peer blocks until NCCL has connected to it, perhaps for ever.
+        """
         self.recorder.stands_at(record)
         try:
             return call()
@@ -203,7 +210,10 @@ class Streams:
             self.recorder.waited()
 
     def batch(self, works: Sequence[StreamWork], complete: Callable[[], Work]):
-        """Complete a batch: NCCL sends all its messages now, at once."""
+        """Let NCCL send a batch of messages, by `complete()`, and put an event behind all of them.
+
+        works: their handles, which get NCCL's one handle for the batch.
+        """
         for work in works[1:]:
             work.record.batched = True
             self.recorder.write_again(work.record)
@@ -215,7 +225,11 @@ class Streams:
         self.recorder.done(record, at=record.issued)
 
     def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
-        """Put an event behind `inner`, the handle of one work or of a whole batch of `works`."""
+        """Put an event behind a call, or behind a whole batch of `works`, once it was made.
+
+        inner: NCCL's handle of it. tensors: kept alive until the event is complete, where the
+        future doesn't hold them.
+        """
         records = [work.record for work in works]
         for work in works:
             work.inner = inner
@@ -230,7 +244,7 @@ class Streams:
         self._pending.append((records, events, kept))
 
     def wait(self, work: StreamWork):
-        """Make the current stream wait for `work`."""
+        """Make the current stream wait for a call, and note when this wait begins."""
         work.record.waits += 1
         if work.record.waits == 1 and not self._gpu.capturing():
             self._pending.append((work.together, {"waited": self._gpu.mark()}, ()))
@@ -238,7 +252,10 @@ class Streams:
         self.recorder.arrived(work.record, work.arriving)
 
     def read(self) -> list[Record]:
-        """Note calls that are over by now, without waiting; return the records of the others."""
+        """Note the times of all calls that are over by now; return the records of the others.
+
+        It waits for nothing.
+        """
         with self._reading:
             left = []
             try:
@@ -255,7 +272,10 @@ class Streams:
             return [record for records, *_ in left for record in records]
 
     def _look_whether_reached(self, records: list[Record], events: dict):
-        """Note if the GPU has reached a late call, and so isn't computing in front of it."""
+        """Note, for a call that is late, whether the GPU has come to it.
+
+        If it hasn't, it is still computing what stands in front of the call.
+        """
         is_late = time.perf_counter() - records[0].issued > LATE_S
         if is_late and not records[0].reached and "started" in events and events["started"].query():
             for record in records:
@@ -280,7 +300,10 @@ class Streams:
             self.recorder.done(record, at=max(times["done"], record.issued))
 
     def settle(self):
-        """Block until all calls are done, marked as waiting: one of them may never be done."""
+        """Wait until all calls are over, with this thread marked as waiting in the first of them.
+
+        One may never be over: then the mark is what the report of the hang needs.
+        """
         while left := self.read():
             self.recorder.stands_at(left[0])
             while (now := self.read()) and now[0] is left[0]:

@@ -25,7 +25,7 @@ LOST_PEER_S = 2.0  # the same, as long as all that fell say that another rank di
 
 
 class Watch:
-    """A watch on ranks until each has replied; it raises RankError or HangError if one fails.
+    """A watch on ranks until each has replied; RankError or HangError if one fails or all hang.
 
     timeout, hang_after, live: as in `launch`. fresh: the ranks were started for this watch, so all
     of their output belongs to it.
@@ -60,7 +60,7 @@ class Watch:
         return self.replies
 
     def status(self) -> str:
-        """Return a line on the ranks' progress: how many calls they made, or who waits for whom."""
+        """Say in a line how the ranks get on: their calls so far, or which waits for which."""
         quiet_s = time.perf_counter() - self.quiet_since
         if quiet_s < STANDSTILL_S:
             calls = sum(map(self.board.calls, range(len(self.ranks))))
@@ -99,7 +99,7 @@ class Watch:
                 self.fail(HangError, self._report(headline, advice, Look(self.board)))
 
     def check_all_live(self):
-        """Raise RankError if a rank has died since the last watch."""
+        """Raise RankError if a rank has died since the last reply, before it gets more work."""
         for rank in self.ranks:
             if rank.exit_code is not None:
                 self._raise_failure(rank, rank.exit_code)
@@ -118,7 +118,10 @@ class Watch:
     # Hangs.
 
     def _look_for_hang(self, quiet_s: float, events: list[int]):
-        """Raise HangError if ranks can never go on. events: the board's, the same for `quiet_s`."""
+        """Raise HangError if ranks can never go on; called now and then while nothing moves.
+
+        quiet_s: for how long. events: the board's, the same all that time.
+        """
         overdue = quiet_s > self.hang_after + self._emulated_s()
         look = Look(self.board, events, standstill=overdue)
         look.show_abandoned(self._sleeps)
@@ -143,9 +146,10 @@ class Watch:
             )
 
     def _look_at_start(self, seconds: float):
-        """Raise HangError after `START_S` if all ranks were connecting for the last half of it.
+        """Raise HangError if the ranks can't connect: `START_S` after the start, none has begun.
 
-        A rank that is still loading the call may take any time. seconds: since the start.
+        For the last half of that time all must have been connecting, since loading the call may
+        take any time. seconds: since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
         if not starting or seconds < START_S / 2:  # asking for its stack interrupts a rank
@@ -164,10 +168,10 @@ class Watch:
         self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
 
     def _waits_unseen(self, rank: int) -> bool:
-        """Tell whether a rank may wait in C++: it has an open collective and uses no CPU.
+        """Tell whether a rank seems to wait in C++, which leaves no mark on the board.
 
-        A rank that waits for its GPU does use CPU. There the test is that the GPU has reached the
-        call: before that, it still computes.
+        It does if it has an open collective and uses no CPU. A rank that waits for its GPU does use
+        CPU: there, if the GPU has come to the call; before that, it still computes.
         """
         records = self.board.records(rank)
         opened = [r for r in records if r.done is None and r.op not in MESSAGES]
@@ -183,7 +187,7 @@ class Watch:
         return before is not None and after == before
 
     def _other_threads_idle(self, rank: int) -> bool:
-        """Tell whether all threads but the main one wait for work, as a pool's threads do."""
+        """Tell whether every thread of a rank but the main one waits for work, as in a pool."""
         stacks = self.ranks[rank].ask_stacks()
         if not stacks:  # unknown: the threads may be busy
             return False
@@ -194,7 +198,10 @@ class Watch:
         return True
 
     def _emulated_s(self) -> float:
-        """Return the total seconds for which the emulated link may delay the open calls."""
+        """Add up the seconds for which the emulated link may still delay the open calls.
+
+        For that long, standing still is no hang.
+        """
         link = self.ranks[0].assignment.link
         if link is None:
             return 0.0
@@ -210,21 +217,24 @@ class Watch:
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
-        """Return the report, with the current lines of computing ranks. stuck: as in `report`."""
+        """Write the report, after asking the ranks that compute for the lines where they are.
+
+        stuck: as for `report.report`.
+        """
         for s in look.now:
             if s.state in ("computing", "starting"):
                 s.place = s.place or self.place(s.rank)
         return report(headline, advice, look, stuck)
 
     def place(self, rank: int) -> tuple[str, int, str] | None:
-        """Return the line of the reader's own code that a rank's main thread is at."""
+        """Ask a rank for its main thread's line in the user's own code: (file, line, function)."""
         stack = self.ranks[rank].ask_stack()
         outside_torch = [frame for frame in stack if not is_library(frame[0])]
         own = (frame for frame in outside_torch if not is_installed(frame[0]))
         return next(own, next(iter(outside_torch), None))
 
     def _interrupted(self) -> KeyboardInterrupt:
-        """End the ranks; return a KeyboardInterrupt with a report of where they were."""
+        """End the ranks after a Ctrl-C; return the KeyboardInterrupt that says where they were."""
         headline = "stopped. The ranks were here:"
         text = self._report(headline, "They were ended.", Look(self.board))
         for rank in self.ranks:  # before their output is read: one may print without end
@@ -237,10 +247,10 @@ class Watch:
     # Failures.
 
     def _settle(self, fallen: dict[int, Fall | None], cause_known: bool = False):
-        """Give the other ranks time to fail too, so that the report doesn't depend on timing.
+        """Wait for other failures after the first one, so that the report doesn't depend on timing.
 
-        fallen: {rank: how it fell, None if it returned} so far; extended in place. As long as all
-        of these only lost a peer, there is more time, for that peer to report.
+        fallen: {rank: how it failed, None if it returned}; those that follow are put into it. While
+        all of them only lost a connection it waits longer, for the rank at the other end to report.
         """
         begun = time.perf_counter()
         events = None
@@ -259,9 +269,9 @@ class Watch:
                 return
 
     def _raise_failure(self, rank: processes.Rank, how: Fall):
-        """Raise RankError for the rank that failed first; HangError if a mismatch is the cause.
+        """Raise RankError for the rank that failed first, or HangError if a mismatch is the cause.
 
-        rank, how: the first failure that was noticed.
+        rank, how: the failure that was noticed first, which need not be the first.
         """
         is_failure = isinstance(how, Failure)
         if is_failure and how.kind == NoGpu.__name__ and not how.frames:  # ours, not the user's
@@ -289,7 +299,7 @@ class Watch:
         return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):
-        """Raise a LaunchError with the ranks' output and records."""
+        """Raise a LaunchError of this kind, with the ranks' output and records in it."""
         wire = [self.board.records(rank.rank) for rank in self.ranks]
         output = self.show_output("the error's .output")
         raise kind(message, output=output, wire=wire, **details) from None
@@ -321,6 +331,6 @@ def _write(text: str):
 
 
 def _connects(rank: processes.Rank) -> bool:
-    """Tell whether a rank has loaded the call and is joining the world."""
+    """Tell whether a rank has loaded its call and is now connecting with the others."""
     frames = ((file, function) for file, _, function in rank.ask_stack())
     return (worker.__file__, worker.join_world.__name__) in frames

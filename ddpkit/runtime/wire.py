@@ -43,10 +43,11 @@ NEVER = timedelta(days=365)  # the timeout under `launch`, unless the reader giv
 
 
 class WireWork(Work):
-    """The handle of a call. `wait` marks the rank as waiting, so that a hang can be explained.
+    """The handle of a call on the wire. `wait` marks the rank as waiting, for the report of a hang.
 
-    inner: the handle of the real group. until_done: called by `wait` with the real handle's wait,
-    in place of it. delivered: the future of a collective on an emulated link.
+    inner: the real group's handle. arriving: the tensors that the call fills. until_done: called
+    with the real handle's wait, instead of that wait alone. delivered: on an emulated link, the
+    future that completes when the link would have delivered.
     """
 
     def __init__(
@@ -124,10 +125,10 @@ def _hold_back(recorder: Recorder, record: Record):
 
 
 def _recorded(op: str, method: str, sent: int = 0):
-    """Make a method of a process group that records the call and hands it to the real group.
+    """Make a method of `WireGroup`: it records the call, and hands it to the real group.
 
-    op: our name of the call. sent: the number of the argument with the input tensors; argument 0
-    holds the output.
+    op: ddpkit's name of the call. method: the real group's. sent: the number of the argument that
+    holds the input tensors; argument 0 holds the output.
     """
 
     def call(self, *args):
@@ -200,7 +201,7 @@ class WireGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def connecting(self):
-        """Record the connecting of a group as a call: it blocks until all members connect."""
+        """Context manager: record the connecting of a group as a call, since it blocks like one."""
         if not self.recorder.joined:  # the world itself, which the launcher watches
             yield
             self.recorder.joined = True
@@ -342,7 +343,10 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving, held_back)
 
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
-        """Make the record of a call. frames: the number of innermost frames that are ours."""
+        """Make the record of a call. words: a function of `wording`; what: its arguments.
+
+        frames: the number of innermost frames of this stack that are ours.
+        """
         said, now = words(self._member, call_site(frames), *what), time.perf_counter()
         return Record(said, 0, now, now, limit_s=self._limit_s)
 
@@ -408,7 +412,7 @@ class WireGroup(dist.ProcessGroup):
 
 
 def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.futures.Future):
-    """Note that a call is complete, unless it failed, for example by its timeout."""
+    """Note that a call is complete when its future is, unless it failed, as by a timeout."""
     try:
         future.value()
     except Exception:
@@ -522,13 +526,16 @@ def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, cal
 
 
 def _listen_on(interface: str):
-    """Make a device of Gloo's for an interface, as torch does; "": for the host name's address."""
+    """Make Gloo's device for a network interface, as torch does.
+
+    "": for the address of the host's name.
+    """
     gloo = dist.ProcessGroupGloo
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def _threads() -> set[str]:
-    """List the threads of this process, C++'s included, where the system has SCHED_BATCH."""
+    """List the threads of this process, C++'s as well; none where there is no SCHED_BATCH."""
     return set(os.listdir("/proc/self/task")) if hasattr(os, "SCHED_BATCH") else set()
 
 
@@ -588,7 +595,7 @@ def plain_group() -> dist.ProcessGroup:
 
 
 def _batched(p2p_op_list):
-    """Replace dist.batch_isend_irecv: batch NCCL's calls, which would deadlock one by one.
+    """Replace dist.batch_isend_irecv: a batch of NCCL's messages on the wire is sent as one.
 
     torch batches them only for its own class of group; one by one they would deadlock.
     """

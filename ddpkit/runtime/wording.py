@@ -22,7 +22,7 @@ once = lru_cache(4096)
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, which is quick
 class Member:
-    """A rank as a member of a group."""
+    """A rank as a member of a group: what describing its calls needs."""
 
     name: str  # the group's, on the board
     label: str  # the group's, for people
@@ -76,10 +76,10 @@ def collective(
     root: int | None,
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
 ) -> Said:
-    """Describe a collective.
+    """Describe a collective as a `Said`; the same arguments give the same object.
 
-    alike: the shapes that must be the same on all ranks. shapes: of this rank's input. splits: as
-    in `Said`.
+    alike: the shapes that must be the same on all ranks. shapes: of this rank's input. reduction,
+    root: of those that have one. splits: as in `Said`.
     """
     nbytes = sum(map(torch.Size.numel, shapes)) * dtype.itemsize if dtype else 0
     said = [f"{sum(map(torch.Size.numel, alike))} {_name(dtype)}"] if dtype else []
@@ -107,7 +107,7 @@ def message(
     dtype: torch.dtype,
     doing: str,
 ) -> Said:
-    """Describe a message.
+    """Describe a send or a receive as a `Said`; the same arguments give the same object.
 
     number: of the rank at the other end, in the group; None for a receive from any rank. doing: the
     action of the pipeline that sends it, or "".

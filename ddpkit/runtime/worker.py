@@ -41,7 +41,7 @@ MAKE_ROOM = "Make room there, or name another folder in TMPDIR and restart"
 
 @dataclass
 class Assignment:
-    """The orders of a new rank, as plain data: the rank unpickles it before any other import."""
+    """The orders of a new rank: plain data, unpickled before it imports anything else."""
 
     rank: int
     world_size: int
@@ -131,7 +131,10 @@ def run_cell(source: str, file: str, names: dict) -> str | None:
 
 
 def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) -> Recorder:
-    """Turn this process into a rank that can't outlive its parent, and capture its output."""
+    """Turn this new process into a rank: output into a file, a board, an end with its parent.
+
+    Returns its recorder.
+    """
     if os.name == "posix":
         os.setpgid(0, 0)  # so that its children can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; drops one that is pending
@@ -220,7 +223,10 @@ def flush():
 
 
 def take_gpu(assignment: Assignment):
-    """Make this rank's GPU, if it has one, the current device. NoGpu: CUDA can't use it."""
+    """Make this rank's GPU the current device, if it was assigned one.
+
+    NoGpu: CUDA can't use it.
+    """
     if assignment.choice.gpus:
         try:
             torch.cuda.set_device(assignment.device)
@@ -231,7 +237,7 @@ def take_gpu(assignment: Assignment):
 
 
 def join_world(assignment: Assignment, recorder: Recorder):
-    """Initialise torch.distributed over the wire.
+    """Initialise torch.distributed on the wire; returns when all ranks are connected.
 
     The store is a file, and Gloo and NCCL listen on the loopback interface only: no port is
     guessed, no host name resolved, and nothing is reachable from outside this machine.

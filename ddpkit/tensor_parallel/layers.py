@@ -15,7 +15,7 @@ class CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # no message: every rank has x already
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -58,6 +58,7 @@ class ColumnParallelLinear(SplitLayer):
         self.enter = enter
 
     def forward(self, x: Tensor) -> Tensor:
+        # Each rank's outputs depend on all of x, so x collects a gradient from every rank.
         x = self.enter.apply(x, self.group)
         return F.linear(x, self.weight, self.bias)
 
@@ -121,7 +122,10 @@ class VocabParallelEmbedding(SplitLayer):
 
 
 def vocabulary_cross_entropy(
-    logits: Tensor, targets: Tensor, start: int, group: ProcessGroup | None = None
+    logits: Tensor,
+    targets: Tensor,
+    start: int,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Compute the cross-entropy of each target, in nats, where no rank has all logits.
 
@@ -137,8 +141,11 @@ def vocabulary_cross_entropy(
     shifted = logits - largest.unsqueeze(-1)
     # Exactly one rank has the target's logit; the others add 0.
     mine, local = among(targets, start, logits.shape[-1])
-    own = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0)
-    ell, of_target = SumOverRanks.apply(torch.stack([shifted.exp().sum(-1), own]), group)
+    of_local = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    own = of_local.where(mine, 0)
+    # Both sums in one message.
+    both = torch.stack([shifted.exp().sum(-1), own])
+    ell, of_target = SumOverRanks.apply(both, group)
     return ell.log() - of_target
 
 
@@ -167,7 +174,8 @@ def clip_grad_norm(
     gradients = [(p.grad, count) for p, count in copies.items() if p.grad is not None]
     device = next((p.device for p in copies), None)
     nothing = torch.zeros((), dtype=torch.float64, device=device)
-    squared = sum((widened(g).square().sum() / count for g, count in gradients), nothing)
+    squares = [widened(gradient).square().sum() / count for gradient, count in gradients]
+    squared = sum(squares, nothing)
     dist.all_reduce(squared, group=group)
     norm = squared.sqrt()
     for gradient, _ in gradients:

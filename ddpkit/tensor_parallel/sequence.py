@@ -105,12 +105,14 @@ class ParallelGPT(nn.Module):
         self.group = group
         self.sequence = sequence
         # The split layers are the same in both forms; only their ends differ.
-        enter, leave = (GatherTokens, ScatterTokens) if sequence else (CopyToRanks, SumOverRanks)
+        enter = GatherTokens if sequence else CopyToRanks
+        leave = ScatterTokens if sequence else SumOverRanks
         self.tokens = VocabParallelEmbedding(gpt.tokens, group, leave)
         self.positions = copy.deepcopy(gpt.positions)
         self.dropout = copy.deepcopy(gpt.dropout)
         self.norm = copy.deepcopy(gpt.norm)
-        self.blocks = nn.ModuleList(split_block(each, group, enter, leave) for each in gpt.blocks)
+        blocks = [split_block(block, group, enter, leave) for block in gpt.blocks]
+        self.blocks = nn.ModuleList(blocks)
         self.head = ColumnParallelLinear(gpt.head, group, enter=enter)
         if gpt.head.weight is gpt.tokens.weight:  # tied in the model, so tied in its parts
             self.head.weight = self.tokens.weight
@@ -130,7 +132,8 @@ class ParallelGPT(nn.Module):
         x = self.dropout(x + positions)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
+        x = self.norm(x)
+        logits = self.head(x)
         # No rank ever has all logits; the loss needs three numbers a target from the others.
         losses = vocabulary_cross_entropy(logits, targets, self.tokens.start, self.group)
         return losses.sum() / max(1, losses.numel())
@@ -163,12 +166,14 @@ def sum_copies(copies: dict[nn.Parameter, int], group: ProcessGroup | None = Non
 
 def split_block(block: Block, group: ProcessGroup | None, enter=CopyToRanks, leave=SumOverRanks):
     """A Block like `block`, split by heads and by the MLP's hidden numbers."""
-    world_size, block = dist.get_world_size(group), copy.deepcopy(block)
+    world_size = dist.get_world_size(group)
+    block = copy.deepcopy(block)
     if block.heads % world_size != 0 or block.kv_heads % world_size != 0:
         heads = f"{block.heads} heads and {block.kv_heads} of keys and values"
         remedy = "choose numbers of heads that are multiples, or fewer ranks"
         raise ValueError(f"{heads} can't be split among {world_size} ranks: {remedy}")
-    q, kv = block.heads * block.head_width, block.kv_heads * block.head_width
+    q = block.heads * block.head_width
+    kv = block.kv_heads * block.head_width
     block.qkv = ColumnParallelLinear(block.qkv, group, [q, kv, kv], enter)
     block.out = RowParallelLinear(block.out, group, leave)
     block.mlp[0] = ColumnParallelLinear(block.mlp[0], group, enter=enter)

@@ -70,7 +70,10 @@ def count_copies(module: nn.Module, group: ProcessGroup | None = None) -> dict[n
     """{parameter: the number of ranks that hold it alike}: 1 where it is split, otherwise W."""
     split = splits(module)
     world_size = dist.get_world_size(group)
-    return {p: 1 if name in split else world_size for name, p in module.named_parameters()}
+    copies = {}
+    for name, parameter in module.named_parameters():
+        copies[parameter] = 1 if name in split else world_size
+    return copies
 
 
 def splits(module: nn.Module) -> dict[str, tuple[int, list[Tensor]]]:
@@ -83,7 +86,9 @@ def splits(module: nn.Module) -> dict[str, tuple[int, list[Tensor]]]:
 
 
 def gather(
-    values: dict[str, Tensor], module: nn.Module, group: ProcessGroup | None = None
+    values: dict[str, Tensor],
+    module: nn.Module,
+    group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """Put whole tensors together from the parts of all ranks, by name; the serial model takes them.
 
@@ -108,7 +113,7 @@ def join(mine: Tensor, dim: int, hands: list[Tensor], group: ProcessGroup | None
             shape = list(mine.shape)
             shape[dim] = len(hand)
             part = mine.new_empty(shape)
-        dist.broadcast(part, group=group, group_src=rank)
+        dist.broadcast(part, group=group, group_src=rank)  # each rank in turn is the source
         parts.append(part)
     # In rank order the rows are as dealt; sorted by their indices, as they were.
     order = torch.cat(hands).argsort().to(mine.device)

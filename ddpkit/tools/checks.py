@@ -32,10 +32,11 @@ def check_same(
     group: ProcessGroup | None,
     remedy: str = "Build it alike on all.",
 ) -> None:
-    """Raise the same ValueError on every rank of `group` unless all pass the same `mine`.
+    """Raise ValueError on every rank of `group` unless all bring the same `mine`.
 
-    what: the user's word for what is compared, e.g. "module". mine: this rank's parts of it,
-    described in order. Cost: one all_gather_object, so every rank of the group must call.
+    what: the user's word for what is compared, e.g. "module". mine: descriptions of this rank's
+    parts of it, in order; the error shows the first that differ. remedy: the advice at its end.
+    Cost: one all_gather_object, so every rank of the group must call.
     """
     ranks = dist.get_process_group_ranks(group)
     everyones: list = [None] * len(ranks)
@@ -51,7 +52,10 @@ def check_same(
 def check_same_on_all_ranks(
     what: str, tensors: Iterable[tuple[str, Tensor]], group: ProcessGroup | None
 ) -> None:
-    """Run `check_same` on tensors' names, dtypes, shapes and requires_grad, not on values."""
+    """Run `check_same` on the names, dtypes, shapes and requires_grad of tensors.
+
+    tensors: (name, tensor) in order. Their values may differ.
+    """
     mine = []
     for name, x in tensors:
         trained = "trained" if x.requires_grad else "not trained"
@@ -72,7 +76,8 @@ def check_same_shapes(what: str, theirs: Mapping, mine: Mapping) -> None:
 def check_all_call(name: str, group: ProcessGroup | None, patience_s: float = 10.0) -> None:
     """Raise RuntimeError unless all ranks of the group call `name` within `patience_s`.
 
-    Otherwise a rank that calls alone waits forever in the first collective. Checks on Gloo only.
+    A rank that calls alone would otherwise wait for ever in the first collective. It checks on Gloo
+    only, and does nothing on NCCL.
     """
     if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return

@@ -2,12 +2,12 @@
 
 
 def sent_bytes(run) -> list[int]:
-    """Count the bytes of each rank's sends; those inside torch's collectives aren't included."""
+    """Return, by rank, the bytes of its sends; those inside torch's collectives aren't included."""
     return _bytes(run, "send")
 
 
 def received_bytes(run) -> list[int]:
-    """Count the bytes of each rank's receives, except those inside torch's collectives."""
+    """Return, by rank, the bytes of its receives, except those inside torch's collectives."""
     return _bytes(run, "recv")
 
 
@@ -37,7 +37,10 @@ def hop_numbers(run) -> dict[tuple, int]:
 
 
 def _push_later(records: list, depth: dict[tuple, int]) -> bool:
-    """Move a rank's messages to hops after those finished before; return whether any moved."""
+    """Move the messages of a rank to later hops, where one had to be finished before it.
+
+    depth: the hop of each message so far; changed in place. Returns whether any was moved.
+    """
     moved, so_far = False, 0
     steps = [(record.issued, 1, record) for record in records]
     steps += [(record.done, 0, record) for record in records if record.done is not None]

@@ -9,7 +9,10 @@ from .units import size
 
 
 def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Run barrier, forward, barrier, backward of out.square().sum(); return [out, x.grad]."""
+    """Run a model forward and backward, each after a barrier; return [its output, x.grad].
+
+    The loss is out.square().sum(). The barriers let `between_barriers` tell the passes apart.
+    """
     dist.barrier()
     out = model(x)
     dist.barrier()
@@ -18,7 +21,7 @@ def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def between_barriers(run) -> list[str]:
-    """List rank 0's calls after each of its barriers, e.g. '2 × all_reduce of 96 B'."""
+    """List, for each barrier of rank 0, the calls that follow it: '2 × all_reduce of 96 B'."""
     sections: list[Counter] = []
     for record in run.wire[0]:
         if record.op == "barrier":
@@ -32,14 +35,14 @@ def between_barriers(run) -> list[str]:
 
 
 def ring_bytes(run) -> float:
-    """Count the bytes that rank 0 sends after its first barrier, if collectives use a ring."""
+    """Compute the bytes that rank 0 sends after its first barrier, as if all calls were rings."""
     records = run.wire[0]
     first = next(at for at, record in enumerate(records) if record.op == "barrier")
     return sum(sent_by_all(record, 0, len(run.wire)) for record in records[first:])
 
 
 def sent_by_all(record, rank: int, world_size: int) -> float:
-    """Return this rank's part of the bytes that all ranks send in a call, if it uses a ring.
+    """Compute this rank's share of the bytes that all ranks send in a call, done as a ring.
 
     record: one of `run.wire[rank]`; for an all_gather, its bytes are those of the rank's own part.
     """

@@ -1,4 +1,4 @@
-"""Name what a program is doing, such as a pipeline's "1F0", for the report of a hang."""
+"""Name what a program is doing, such as a pipeline's "1F0", so that reports can show it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _doing: ContextVar[str] = ContextVar("doing", default="")
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Label messages that begin inside this context by `what`, such as a pipeline's "1F0"."""
+    """Context manager: messages that begin inside are labelled by `what`, say "1F0"."""
     token = _doing.set(what)
     try:
         yield
@@ -18,5 +18,5 @@ def doing(what: str) -> Iterator[None]:
 
 
 def now_doing() -> str:
-    """Return the innermost active `doing` name of this context, or "" if there is none."""
+    """Return the label of the innermost `doing` around this line, or "" outside of any."""
     return _doing.get()

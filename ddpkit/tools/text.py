@@ -101,6 +101,9 @@ class Batches:
             yield self._inputs[share].long(), self._targets[share].long()
 
     def _order(self) -> Tensor:
-        """Return a random order of the sequences in this epoch, without using torch's generator."""
+        """Return the order of the sequences in this epoch: random by seed and epoch alone.
+
+        torch's own generator isn't used, so a model draws the same numbers.
+        """
         seed = 1_000_003 * self._seed + self.epoch  # not the sum: seed 1 would run an epoch ahead
         return torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))

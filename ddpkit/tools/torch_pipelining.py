@@ -5,12 +5,10 @@ Everything used here is private in PyTorch: `_Action`, `_PipelineScheduleRuntime
 are lists of words for each rank, as in `ddpkit.pipeline.schedules`. Notebook 10.
 """
 
-import csv
 import importlib
 import re
 from collections.abc import Callable, Mapping
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -38,22 +36,11 @@ def private(name: str):
     return getattr(module, name)
 
 
-def to_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule to the CSV that PyTorch's `_load_csv` reads: a line for each rank."""
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(schedule)
-
-
-def from_csv(path: str | Path) -> Schedule:
-    """Read a schedule from the CSV that PyTorch's `_dump_csv` writes; messages are left out."""
-    with open(path, newline="") as file:
-        return [words(cells) for cells in csv.reader(file)]
-
-
 def words(cells: list) -> list[str]:
-    """Select the actions that compute: no idle slots, messages, sharding or reducing.
+    """Select, from PyTorch's cells of a rank, the actions that compute, as words.
 
-    An overlapped action, e.g. "(0F1;3B0)OVERLAP_F_B", becomes two, one after the other.
+    Left out are idle slots, messages, sharding and reducing. An overlapped action, e.g.
+    "(0F1;3B0)OVERLAP_F_B", becomes two, one after the other.
     """
     found = []
     for cell in cells:
@@ -100,9 +87,10 @@ def _sizes(schedule: Schedule) -> tuple[int, int]:
 
 
 class PyTorchPipeline:
-    """PyTorch's `_PipelineScheduleRuntime` on any schedule, used like `ddpkit.pipeline`.
+    """PyTorch's engine, `_PipelineScheduleRuntime`, run on any schedule; used like `Pipeline`.
 
-    modules: {stage: layers} of this rank. After `step` the gradients are in their `.grad`.
+    modules: {stage: layers} of this rank. loss: of the last stage's output and the targets. After
+    `step` the gradients are in the parameters' `.grad`.
     """
 
     def __init__(
@@ -122,7 +110,10 @@ class PyTorchPipeline:
         self.engine._prepare_schedule_with_comms(_actions(schedule))
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Run forward and backward; return the mean loss on the last stage's rank, or None."""
+        """Run forward and backward of a batch; return its mean loss on the last stage's rank.
+
+        None on the others.
+        """
         losses: list[Tensor] = []
         whole = [inputs.contiguous()]  # torch 2.11 needs them contiguous
         first = whole if any(stage.is_first for stage in self.own) else []

@@ -27,7 +27,7 @@ def binary_size(nbytes: float) -> str:
 
 
 def round_size(nbytes: int) -> str:
-    """Write bytes in binary units if it is a whole number of them, or decimal: '25 MiB'."""
+    """Write bytes in binary units if they are a whole number of them, or in decimal: '25 MiB'."""
     whole = any(nbytes % unit == 0 for name, unit in BINARY.items() if name != "B")
     return binary_size(nbytes) if whole else size(nbytes)
 
@@ -48,9 +48,9 @@ def count(many: int, word: str) -> str:
 
 
 def with_unit(value: float, units: dict[str, float]) -> str:
-    """Write `value`, to three digits, in the first unit that makes it 1 or more, or in the last.
+    """Write `value` to three digits, in the largest unit of which it is at least one.
 
-    units: {name: its size}, from the largest to the smallest.
+    units: {name: its size}, from the largest to the smallest; the last one is for all below.
     """
     for name, unit in units.items():
         number = float(f"{value / unit:.3g}")
@@ -110,7 +110,7 @@ def name_some(ranks: Sequence[int], world_size: int) -> str:
 
 
 def _runs(ranks: list[int]) -> list[str]:
-    """Write runs of ranks: ['0 to 6', '8'] for 0, 1, 2, 3, 4, 5, 6 and 8."""
+    """Write numbers in runs: ['0 to 6', '8'] for 0, 1, 2, 3, 4, 5, 6 and 8."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -29,7 +29,8 @@ def zero_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
 
     Both are flat, of a length that W divides. state: {} at first; keeps the shard's momentum.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     gradient = ring_reduce_scatter(gradients) / world_size  # the mean, of this rank's shard
     shard = parameters.chunk(world_size)[rank]
     if not state:
