@@ -42,7 +42,7 @@ def spent(shape: Shape, machine: Machine, plan: Plan) -> list[Spent]:
 
     A stage that is done before the last one waits for its pipeline. ValueError: as in `programs`.
     """
-    shared: dict = {"sent": {}, "meeting": []}
+    shared: dict = defaultdict(list, sent={})
     ranks = []
     for program in programs(shape, plan):
         ranks.append(Rank(machine, plan, shared))
@@ -59,7 +59,7 @@ def spent(shape: Shape, machine: Machine, plan: Plan) -> list[Spent]:
 class Rank:
     """A rank of one stage, its wire, and the time it has come to.
 
-    shared: {"sent": {message: when it began}, "meeting": when each stage came to the broadcast}.
+    shared: {"sent": {message: when it began}, call of all stages: when each came to it}.
     """
 
     def __init__(self, machine: Machine, plan: Plan, shared: dict):
@@ -82,7 +82,7 @@ class Rank:
             if isinstance(step, Compute):
                 self.compute(step)
             elif isinstance(step, Call):
-                if step.axis == "pipeline":
+                if step.axis == "pipeline" or (self.plan.pipeline > 1 and step.axis == "ranks"):
                     yield from self.meet(step)
                 else:
                     self.queues[step.axis].append((self.now, step))
@@ -141,15 +141,15 @@ class Rank:
             pass
 
     def meet(self, call: Call) -> Iterator[str]:
-        """Wait for all stages, then for the broadcast."""
-        meeting = self.shared["meeting"]
+        """Wait for all stages, then for the call."""
+        meeting = self.shared[call.axis]
         meeting.append(self.now)
         while len(meeting) < self.plan.pipeline:
             yield "waiting"
         self.catch_up()
         start = max(*meeting, self.out, self.into)
         self.out = self.into = start + self.seconds(call)
-        self.done[call.key] = self.out, "pipeline"
+        self.done[call.key] = self.out, call.axis
 
     # Messages between stages
 

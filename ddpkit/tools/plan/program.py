@@ -1,9 +1,9 @@
 """Write down what a rank does in a step: computing, calls and messages, in their order.
 
-The engines are those of ddpkit: `BucketedDDP`, `ZeroOptimizer` or `fast.fsdp.FSDP` on the data
-axis, the layers of `ParallelGPT` on the tensor axis, `Pipeline` with 1F1B. A weight that first and
-last stage share has its gradient summed after the data axis has done its part: whole by DDP, this
-rank's shard by the others.
+The engines are those of ddpkit: `fast.buckets.BucketedDDP`, `fast.zero.ZeroOptimizer` or
+`fast.fsdp.FSDP` on the data axis, the layers of `tensor_parallel`, `Pipeline` with 1F1B. With a
+pipeline the data axis comes after it, since a weight that first and last stage share is summed in
+between. FSDP's units are the blocks and the rest; it reduces after the last micro-batch.
 
 All ranks of a stage do the same, so one of them stands for all.
 """
@@ -15,9 +15,9 @@ from typing import NamedTuple
 from ...ddp import plan_buckets
 from ...pipeline.dry_run import messages
 from ...pipeline.schedules import one_f_one_b, parse
-from .shape import EMBEDDING, HEAD, MLP, NORM, Plan, Shape, Stage, Weight, stages, tokens
+from .shape import EMBEDDING, HEAD, Plan, Shape, Stage, Weight, stages, tokens
 
-SCALAR_BYTES = 8  # the loss that a pipeline broadcasts, float64
+SCALAR_BYTES = 8  # a loss or a norm, float64
 COMPUTING, AGAIN, UPDATE = "computing", "computing again", "update"
 
 
@@ -79,7 +79,7 @@ def programs(shape: Shape, plan: Plan) -> list[Program]:
     """
     schedule = one_f_one_b(plan.pipeline, plan.micro_batches)
     words = messages(schedule)
-    return [Writer(shape, plan, stage).steps(words[stage.number]) for stage in stages(shape, plan)]
+    return [Writer(shape, plan, stage).step(words[stage.number]) for stage in stages(shape, plan)]
 
 
 class Writer:
@@ -96,14 +96,7 @@ class Writer:
         self.by_name = {weight.name: weight for weight in stage.weights}
         self.data_axis = AXES[plan.sharded](self)
 
-    def steps(self, words: list[str]) -> Program:
-        """Write two steps and return the second: engines remember the order of the first."""
-        for _ in range(2):
-            self.program = []
-            self.step(words)
-        return self.program
-
-    def step(self, words: list[str]) -> None:
+    def step(self, words: list[str]) -> Program:
         sent = []
         for word in words:
             if "SEND" in word:
@@ -116,28 +109,25 @@ class Writer:
         self.program += [Sent(key) for key in sent]
         if self.plan.pipeline > 1:
             self.collective("pipeline", "broadcast", SCALAR_BYTES)
-        self.data_axis.synchronize()
+        self.collective("data", "all_reduce", SCALAR_BYTES)  # the loss of all replicas
         self.sum_tied()
+        self.data_axis.synchronize()
+        self.collective("ranks", "all_reduce", SCALAR_BYTES)  # the norm, for clipping
         self.data_axis.update()
+        return self.program
 
     # Parts of a step
 
     def forward(self, k: int) -> None:
         self.receive("F", k, needed=not self.stage.first)
-        self.data_axis.before_forward("")
         for unit, works in groupby(self.stage.works, attrgetter("unit")):
-            if unit:
-                self.data_axis.before_forward(unit)
+            self.data_axis.before_forward(unit)
             for work in works:
                 self.forward_work(work)
-            if unit:
-                self.data_axis.after_forward(unit)
-        self.data_axis.after_forward("")
+            self.data_axis.after_forward(unit)
 
     def forward_work(self, work, what: str = COMPUTING) -> None:
         self.compute(work.flops, what)
-        if work.kind == NORM:
-            return
         if work.kind == HEAD:  # the largest logit, then two sums a target
             self.collective("tensor", "all_reduce", 4 * self.tokens)
             self.collective("tensor", "all_reduce", 8 * self.tokens)
@@ -147,21 +137,15 @@ class Writer:
     def backward(self, k: int) -> None:
         self.receive("B", k, needed=not self.stage.last)
         self.data_axis.begin_backward(last=k == self.plan.micro_batches - 1)
-        self.data_axis.before_backward("")
-        for unit, group in groupby(self.stage.works[::-1], attrgetter("unit")):
-            works = list(group)
-            if unit:
-                self.data_axis.before_backward(unit)
-            if self.plan.checkpoint and works[0].kind == MLP:
+        for unit, works in groupby(self.stage.works[::-1], attrgetter("unit")):
+            self.data_axis.before_backward(unit)
+            works = list(works)
+            if self.plan.checkpoint and unit:
                 for work in reversed(works):
                     self.forward_work(work, AGAIN)
             for work in works:
                 self.backward_work(work)
-            # Token ids need no gradient, so backward never leaves what they feed.
-            if unit and works[-1].kind != EMBEDDING:
-                self.data_axis.after_backward(unit)
-        if not self.stage.first:
-            self.data_axis.after_backward("")
+            self.data_axis.after_backward(unit)
         self.data_axis.end_backward()
 
     def backward_work(self, work) -> None:
@@ -169,14 +153,15 @@ class Writer:
         self.compute(2 * work.flops)
         names = [name for name in work.weights if self.by_name[name].trained]
         self.data_axis.gradients([self.by_name[name] for name in reversed(names)])
-        if work.kind not in (EMBEDDING, NORM):
+        if work.kind != EMBEDDING:
             self.collective("tensor", "all_reduce", self.boundary_bytes)
 
     def sum_tied(self) -> None:
         """Exchange the gradient of the table between first and last stage."""
         if not self.stage.tied:
             return
-        nbytes = self.data_axis.shard_bytes(self.by_name[self.stage.tied])
+        table = self.by_name[self.stage.tied]
+        nbytes = table.numel * self.shape.states.gradients
         mine, theirs = ("first", "last") if self.stage.first else ("last", "first")
         self.program += [Send((mine, "tied", 0), nbytes), Post((theirs, "tied", 0))]
         self.program += [Sent((mine, "tied", 0)), Receive((theirs, "tied", 0), nbytes)]
@@ -221,30 +206,30 @@ class Writer:
 
 
 class Ddp:
-    """Replicas: buckets of gradients are all-reduced in the last micro-batch's backward."""
+    """Replicas: buckets of gradients are all-reduced, in the last micro-batch's backward."""
 
     op = "all_reduce"
 
     def __init__(self, writer: Writer):
         self.writer = writer
-        self.ranks = writer.plan.data
         self.buckets = self.deal(writer.stage, writer.shape, writer.plan)
-        self.ready: set[str] = set()
+        self.arrived: set[str] = set()
         self.under_way: list[int | None] = []
         self.sending = False
 
     @classmethod
     def deal(cls, stage: Stage, shape: Shape, plan: Plan) -> list[list[Weight]]:
-        """Deal the weights into buckets, in the order of backward."""
-        backwards = stage.trained[::-1]
+        """Deal the weights into buckets, in the order in which gradients are sent."""
+        order = cls.order(stage, plan)
         nbytes = shape.states.gradients
-        sizes = [(weight.numel * nbytes, cls.kind(stage, weight)) for weight in backwards]
+        sizes = [(weight.numel * nbytes, weight.trained) for weight in order]
         plans = plan_buckets(sizes, plan.bucket_cap_mb * 2**20)
-        return [[backwards[number] for number in numbers] for numbers in plans]
+        return [[order[number] for number in numbers] for numbers in plans]
 
     @classmethod
-    def kind(cls, stage: Stage, weight: Weight) -> str:
-        return "any"
+    def order(cls, stage: Stage, plan: Plan) -> list[Weight]:
+        # After a pipeline all gradients are there: it is the modules' order that is learned.
+        return stage.trained if plan.pipeline > 1 else stage.trained[::-1]
 
     @classmethod
     def padded(cls, bucket: list[Weight], plan: Plan) -> int:
@@ -255,30 +240,30 @@ class Ddp:
         return self.padded(bucket, self.writer.plan)
 
     def begin_backward(self, last: bool) -> None:
-        self.sending = last
+        self.sending = last and self.writer.plan.pipeline == 1
 
     def gradients(self, weights: list[Weight]) -> None:
         """Start what is full, in the plan's order."""
         if not self.sending:
             return
-        self.ready |= {weight.name for weight in weights}
+        self.arrived |= {weight.name for weight in weights}
         for bucket in self.buckets[len(self.under_way) :]:
-            if not self.ready.issuperset(weight.name for weight in bucket):
+            if not self.arrived.issuperset(weight.name for weight in bucket):
                 break
             nbytes = self.numel(bucket) * self.writer.shape.states.gradients
             self.under_way.append(self.writer.start("data", self.op, nbytes))
 
     def synchronize(self) -> None:
+        """Send what isn't under way, and wait for all."""
+        self.sending = True
+        self.gradients(self.writer.stage.trained)
         for key in self.under_way:
             self.writer.wait(key)
         self.under_way = []
-        self.ready = set()
+        self.arrived = set()
 
     def update(self) -> None:
         self.writer.compute(sum(map(self.numel, self.buckets)), UPDATE)
-
-    def shard_bytes(self, weight: Weight) -> int:
-        return weight.numel * self.writer.shape.states.gradients
 
     # Weights are always whole.
 
@@ -295,8 +280,8 @@ class Zero1(Ddp):
     op = "reduce_scatter"
 
     @classmethod
-    def kind(cls, stage: Stage, weight: Weight) -> str:
-        return "tied" if weight.name == stage.tied else "any"  # a bucket of its own: shards match
+    def order(cls, stage: Stage, plan: Plan) -> list[Weight]:
+        return stage.trained[::-1]
 
     @classmethod
     def padded(cls, bucket: list[Weight], plan: Plan) -> int:
@@ -307,116 +292,96 @@ class Zero1(Ddp):
         writer = self.writer
         gathers = []
         for bucket in self.buckets:
-            shard = self.numel(bucket) // self.ranks
+            shard = self.numel(bucket) // writer.plan.data
             writer.compute(shard, UPDATE)
             nbytes = shard * writer.shape.states.parameters
             gathers.append(writer.start("data", "all_gather", nbytes))
         for key in gathers:
             writer.wait(key)
 
-    def shard_bytes(self, weight: Weight) -> int:
-        return self.numel([weight]) // self.ranks * self.writer.shape.states.gradients
-
 
 class Fsdp(Ddp):
-    """Shards: units are gathered one ahead, dropped and reduced, as by `ddpkit.fsdp.Conductor`."""
+    """Shards: blocks are gathered one ahead, dropped and reduced, as by `ddpkit.fsdp.Conductor`.
+
+    A checkpointed block isn't fetched ahead: its forward runs without autograd, which the order is
+    learned from.
+    """
 
     def __init__(self, writer: Writer):
         self.writer = writer
-        self.ranks = writer.plan.data
         self.units = writer.stage.units
+        self.blocks = [unit for unit in self.units if unit]
         self.whole: set[str] = set()
-        self.gathering: dict[str, int] = {}
-        self.order: list[str] = []
-        self.last_order: list[str] = []
-        self.uses: dict[str, list[int]] = {unit: [] for unit in self.units}
-        self.done: set[str] = set()
+        self.gathering: dict[str, int | None] = {}
         self.reduction: int | None = None
+        self.last = False  # micro-batch of the step
+        self.in_backward = False
 
     def shard(self, weights: list[Weight]) -> int:
-        return sum(weight.shard(self.ranks) for weight in weights)
-
-    # Weights
+        return sum(weight.shard(self.writer.plan.data) for weight in weights)
 
     def start_gather(self, unit: str) -> None:
-        weights = self.units[unit]
-        if weights and unit not in self.whole and unit not in self.gathering:
-            nbytes = self.shard(weights) * self.writer.shape.states.parameters
+        if unit not in self.whole and unit not in self.gathering:
+            nbytes = self.shard(self.units[unit]) * self.writer.shape.states.parameters
             self.gathering[unit] = self.writer.start("data", "all_gather", nbytes)
 
-    def gather(self, unit: str) -> None:
+    def gather(self, unit: str, step: int) -> None:
+        """Wait for a unit's weights, and start to gather its neighbour's."""
         self.start_gather(unit)
         if unit in self.gathering:
             self.writer.wait(self.gathering.pop(unit))
             self.whole.add(unit)
-
-    def drop(self, unit: str) -> None:
-        if unit in self.gathering:
-            self.writer.wait(self.gathering.pop(unit))
-        self.whole.discard(unit)
+        # The root's weights are here before any block's forward, and again before its backward.
+        place = self.blocks.index(unit) + step if unit else len(self.blocks) - 1
+        fetches = bool(unit) or (step < 0 and not self.in_backward)
+        if fetches and place in range(len(self.blocks)) and not self.writer.plan.checkpoint:
+            self.start_gather(self.blocks[place])
 
     def before_forward(self, unit: str) -> None:
-        self.gather(unit)
-        pair = self.last_order[len(self.order) : len(self.order) + 2]
-        if len(pair) == 2 and pair[0] == unit:
-            self.start_gather(pair[1])
+        self.gather(unit, step=1)
 
     def after_forward(self, unit: str) -> None:
-        if unit:
-            self.drop(unit)
-        if self.units[unit]:
-            self.uses[unit].append(len(self.order))
-            self.order.append(unit)
+        if unit:  # the root's weights stay
+            self.whole.discard(unit)
 
-    def before_backward(self, unit: str) -> None:
-        self.gather(unit)
-        if self.uses[unit]:
-            place = self.uses[unit].pop()
-            if place > 0:
-                self.start_gather(self.order[place - 1])
-
-    # Gradients
-
-    def begin_backward(self, last: bool) -> None: ...
+    def begin_backward(self, last: bool) -> None:
+        self.last = last
+        self.in_backward = False
 
     def gradients(self, weights: list[Weight]) -> None: ...
 
+    def before_backward(self, unit: str) -> None:
+        self.gather(unit, step=-1)
+        self.in_backward = True
+
     def after_backward(self, unit: str) -> None:
-        self.done.add(unit)
-        self.drop(unit)
+        if unit:  # the root's come last, after those of what it feeds
+            self.whole.discard(unit)
+            self.reduce(unit)
+
+    def end_backward(self) -> None:
+        self.whole.clear()
+        self.reduce("")
+        self.finish_reduction()
+
+    def reduce(self, unit: str) -> None:
+        """Start to reduce a unit's gradients, after the reduction before is done."""
+        if not self.last:
+            return
         self.finish_reduction()
         trained = [weight for weight in self.units[unit] if weight.trained]
-        if trained:
-            numel = self.shard(trained) * self.ranks
-            nbytes = numel * self.writer.shape.states.gradients
-            self.reduction = self.writer.start("data", "reduce_scatter", nbytes)
+        numel = self.shard(trained) * self.writer.plan.data
+        nbytes = numel * self.writer.shape.states.gradients
+        self.reduction = self.writer.start("data", "reduce_scatter", nbytes)
 
     def finish_reduction(self) -> None:
         self.writer.wait(self.reduction)
         self.reduction = None
 
-    def end_backward(self) -> None:
-        for unit in self.units:
-            if unit not in self.done:
-                self.after_backward(unit)
-            self.uses[unit].clear()
-        self.done = set()
-        self.finish_reduction()
-        self.last_order = self.order
-        self.order = []
-
-    def synchronize(self) -> None:
-        for unit in self.units:
-            self.drop(unit)
+    def synchronize(self) -> None: ...
 
     def update(self) -> None:
-        for weights in self.units.values():
-            trained = [weight for weight in weights if weight.trained]
-            self.writer.compute(self.shard(trained), UPDATE)
-
-    def shard_bytes(self, weight: Weight) -> int:
-        # Shards aren't padded in memory: the first rank has as many rows as a part.
-        return weight.shard(self.ranks) * self.writer.shape.states.gradients
+        self.writer.compute(self.shard(self.writer.stage.trained), UPDATE)
 
 
 AXES = {"ddp": Ddp, "zero1": Zero1, "fsdp": Fsdp}

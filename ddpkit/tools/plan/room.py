@@ -1,8 +1,9 @@
 """Predict the memory of a rank: model states, activations, and what is whole for a moment.
 
-States are exact for the engines that `program` names, but for AdamW's counters of steps. Activations
-are `ddpkit.memory`'s terms without dropout, with attention that keeps no matrix. Working memory is
-FSDP's whole units, a checkpointed block's activations, the gradient of the logits: an upper bound.
+States are exact for the engines that `program` names, but for AdamW's counters of steps.
+Activations are `ddpkit.memory`'s terms without dropout, with attention that keeps no matrix.
+Working memory is what FSDP has whole, a checkpointed block's activations, the gradient of the
+logits: an upper bound.
 """
 
 from typing import NamedTuple
@@ -129,6 +130,8 @@ def working_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
         for unit, weights in stage.units.items():
             numel = plan.data * sum(weight.shard(plan.data) for weight in weights)
             sizes[unit] = numel * shape.states.parameters
+        # Several micro-batches add up whole gradients; otherwise few units have any at a time.
+        gradients = sum(sizes.values()) if plan.micro_batches > 1 else 0
         # The root's weights stay whole; of the others a few are at a time.
-        whole = 2 * sizes.pop("") + UNITS_AT_A_TIME * max(sizes.values(), default=0)
+        whole = gradients + 2 * sizes.pop("") + UNITS_AT_A_TIME * max(sizes.values(), default=0)
     return whole + max(moments)

@@ -1,7 +1,6 @@
 """A model, a machine and a plan in numbers; and what each stage of the plan holds and computes."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from ..checks import check_counts, check_positive
 from ..units import count
 
 SHARDINGS = {"ddp": "DDP", "zero1": "ZeRO-1", "fsdp": "FSDP"}
-EMBEDDING, ATTENTION, MLP, NORM, HEAD = "embedding", "attention", "MLP", "norm", "head"
+EMBEDDING, ATTENTION, MLP, HEAD = "embedding", "attention", "MLP", "head"
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,9 @@ class Machine:
     def wire_of(self, plan: "Plan", axis: str) -> CostModel:
         """Return the wire of an axis; ranks of a tensor group are next to each other, then data."""
         span = plan.tensor
-        if axis in ("data", "pipeline"):
+        if axis != "tensor":
             span *= plan.data
-        if axis == "pipeline":
+        if axis in ("pipeline", "ranks"):
             span *= plan.pipeline
         outside = span > (self.ranks_per_node or self.ranks)
         return self.between if outside and self.between else self.wire
@@ -118,6 +117,7 @@ class Plan:
         return self.sharding if self.data > 1 else "ddp"
 
     def size(self, axis: str) -> int:
+        """Return the ranks along an axis: "data", "tensor", "pipeline", or "ranks" for all."""
         return getattr(self, axis)
 
     def __str__(self):
@@ -134,6 +134,8 @@ def refusal(shape: Shape, plan: Plan) -> str:
         return f"{count(shape.heads, 'head')} can't be shared by tensor={plan.tensor}"
     if plan.pipeline > shape.layers:
         return f"{count(shape.layers, 'layer')} can't make pipeline={plan.pipeline} stages"
+    if plan.pipeline > 1 and plan.sharded == "fsdp":
+        return "FSDP would gather a stage's weights again for each micro-batch of the pipeline"
     if shape.batch % plan.data != 0:
         return f"a batch of {shape.batch} can't be dealt out to data={plan.data}"
     if shape.batch // plan.data % plan.micro_batches != 0:
@@ -148,7 +150,7 @@ def refusal(shape: Shape, plan: Plan) -> str:
 class Weight(NamedTuple):
     """A parameter, or the part of it that the first rank of a tensor group has.
 
-    unit: of FSDP that it travels in; "" is the root's.
+    unit: of FSDP that it travels in, a block; "" is the root's.
     """
 
     name: str
@@ -199,17 +201,11 @@ class Stage:
 
     @property
     def units(self) -> dict[str, list[Weight]]:
-        """{unit: its weights}, in the order of forward, the root's first."""
+        """{unit: its weights}, the root's first, the others in the order of forward."""
         found: dict[str, list[Weight]] = {"": []}
         for weight in self.weights:
-            if weight.unit:
-                found.setdefault(weight.unit, [])
-            found[weight.unit].append(weight)
-        return dict(sorted(found.items(), key=lambda item: self.place(item[0])))
-
-    def place(self, unit: str) -> int:
-        used = [work.unit for work in self.works]
-        return -1 if not unit else used.index(unit) if unit in used else len(used)
+            found.setdefault(weight.unit, []).append(weight)
+        return found
 
     @property
     def flops(self) -> float:
@@ -250,41 +246,33 @@ def _stages(shape: Shape, plan: Plan) -> tuple[Stage, ...]:
 
 def _stage(shape: Shape, plan: Plan, number: int, layers: list) -> Stage:
     """Make a stage of these layers: EMBEDDING, numbers of blocks, HEAD."""
-    alone = plan.pipeline == 1
     n = tokens(shape, plan)
+    first = EMBEDDING in layers
+    last = HEAD in layers
     rows = -(-shape.vocabulary // plan.tensor)  # of the vocabulary, on the first rank
     table = rows, shape.width
     weights = []
     works = []
-    for place, layer in enumerate(layers):
-        unit = str(place)  # in a stage each layer is a unit; a whole model has names
+    for layer in layers:
         if layer == EMBEDDING:
-            unit = "" if alone else unit
-            weights.append(Weight("positions", (shape.length, shape.width), unit, trained=False))
-            weights.append(Weight("tokens.weight", table, unit))
-            works.append(Work(EMBEDDING, unit, 0.0, ("tokens.weight",)))
+            weights.append(Weight("positions", (shape.length, shape.width), "", trained=False))
+            weights.append(Weight("tokens.weight", table, ""))
+            works.append(Work(EMBEDDING, "", 0.0, ("tokens.weight",)))
         elif layer == HEAD:
-            unit = "norm" if alone else unit
-            norm = [Weight(f"norm.{name}", (shape.width,), unit) for name in ("weight", "bias")]
-            works.append(Work(NORM, unit, 0.0, tuple(weight.name for weight in norm)))
-            # ParallelGPT makes its norm before its blocks.
-            weights[2:2] = norm if alone and plan.tensor > 1 else []
-            weights += [] if alone and plan.tensor > 1 else norm
-            # A whole model's head is its embedding's table, which is ready after the embedding.
-            if not alone:
-                weights.append(Weight("head.weight", table, unit))
-            names = () if alone else ("head.weight",)
+            names = ["norm.weight", "norm.bias"]
+            weights += [Weight(name, (shape.width,), "") for name in names]
+            if not first:  # otherwise it is the embedding's table, whose gradient comes later
+                weights.append(Weight("head.weight", table, ""))
+                names.append("head.weight")
             flops = 2.0 * n * shape.vocabulary * shape.width / plan.tensor
-            works.append(Work(HEAD, "" if alone else unit, flops, names))
+            works.append(Work(HEAD, "", flops, tuple(names)))
         else:
-            unit = f"blocks.{layer}" if alone else unit
+            unit = f"blocks.{layer}"
             for half in (ATTENTION, MLP):
-                mine = _half(half, f"blocks.{layer}.", unit, shape, plan.tensor)
+                mine = _half(half, unit, shape, plan.tensor)
                 weights += mine
                 names = tuple(weight.name for weight in mine)
                 works.append(Work(half, unit, half_flops(half, shape, n) / plan.tensor, names))
-    first = EMBEDDING in layers
-    last = HEAD in layers
     tied = "" if first == last else "tokens.weight" if first else "head.weight"
     return Stage(number, tuple(weights), tuple(works), first, last, tied)
 
@@ -297,7 +285,7 @@ def half_flops(half: str, shape: Shape, n: int) -> float:
     return 8.0 * n * shape.width**2 + 4.0 * n * shape.length * shape.width
 
 
-def _half(half: str, prefix: str, unit: str, shape: Shape, tensor: int) -> Iterator[Weight]:
+def _half(half: str, unit: str, shape: Shape, tensor: int) -> list[Weight]:
     """List the weights of half a block, in the order of `models.Block`."""
     d = shape.width
     if half == ATTENTION:
@@ -317,4 +305,4 @@ def _half(half: str, prefix: str, unit: str, shape: Shape, tensor: int) -> Itera
             "mlp.2.weight": (d, 4 * d // tensor),
             "mlp.2.bias": (d,),
         }
-    return [Weight(prefix + name, numbers, unit) for name, numbers in shapes.items()]
+    return [Weight(f"{unit}.{name}", numbers, unit) for name, numbers in shapes.items()]
