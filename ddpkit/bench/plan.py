@@ -33,14 +33,13 @@ from ..tools.plan.search import plans
 from ..tools.plan.shape import EMBEDDING, HEAD, Machine, Plan, Shape, Stage, Work, stages
 from ..tools.units import duration
 from .interleave import until_the_last
-from .results import save, table
 
 AXES = "pipeline", "data", "tensor"  # from the outermost: ranks of a tensor group are neighbours
-SHAPE = Shape(layers=6, width=96, heads=4, vocabulary=256, length=64, batch=16)
-LINK = Link(300e-6, 40e6)
-FLOPS_PER_S, UPDATES_PER_S = 8e9, 20e6
-ROUNDS = 3
-WARM_UP = 2  # steps in which ranks agree, and DDP learns the order of gradients
+SHAPE = Shape(layers=4, width=96, heads=4, vocabulary=256, length=64, batch=16)
+LINK = Link(1e-3, 10e6)
+FLOPS_PER_S, UPDATES_PER_S = 1.2e9, 4e6
+ROUNDS = 2
+WARM_UP = 1  # step in which ranks agree, and DDP learns the order of gradients
 PLANS = 48
 
 
@@ -146,7 +145,9 @@ class Sleep(torch.autograd.Function):
 class SleepingLayer(nn.Module):
     """Some works of a stage, one after the other, each between f and g if tensor ranks share it."""
 
-    def __init__(self, stage: Stage, works: Sequence[Work], flops_per_s: float, group: ProcessGroup):
+    def __init__(
+        self, stage: Stage, works: Sequence[Work], flops_per_s: float, group: ProcessGroup
+    ):
         super().__init__()
         self.works = works
         self.flops_per_s = flops_per_s
