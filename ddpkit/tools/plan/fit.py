@@ -27,8 +27,8 @@ def fit(shape: Shape, ranks: int = 2) -> Machine:
     """Measure, in at most 20 s, what this machine does with so many ranks at a time.
 
     All ranks compute at once, so those that share a core are as slow as in training. memory_bytes:
-    of a rank, what is free now by the number of ranks. `error` is the median of those of all-reduces
-    and of a block that weren't used to fit.
+    of a rank, what is free now by the number of ranks. `error` is the median of those of a block
+    and of all-reduces that weren't used to fit.
     """
     run = launch(measure, shape, world_size=ranks)
     slowest = max(run, key=lambda found: found["block"])

@@ -2,8 +2,8 @@
 
 States are exact for the engines that `program` names, but for AdamW's counters of steps.
 Activations are `ddpkit.memory`'s terms without dropout, with attention that keeps no matrix.
-Working memory is what FSDP has whole, a checkpointed block's activations, the gradient of the
-logits: an upper bound.
+Working memory is what comes and goes: what FSDP has whole, a checkpointed block's activations,
+gradients of logits and weights, a pipeline's messages, which are kept until the step ends.
 """
 
 from typing import NamedTuple
@@ -90,15 +90,18 @@ def owned(shape: tuple[int, ...], ranks: int) -> int:
 def activation_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
     """Count what a micro-batch keeps for backward in this stage."""
     n = tokens(shape, plan)
-    total = 0
+    split = plan.tensor > 1
+    total = stage.blocks * block_bytes(shape, plan)
     if stage.first:
         total += TOKEN_BYTES * n
-    total += stage.blocks * block_bytes(shape, plan)
+        total += n if split else 0  # which tokens are this rank's
     if stage.last:
         # Norm: its input, and two numbers a token. Head: its input, probabilities, targets.
         itemsize = shape.states.parameters
         total += 2 * itemsize * n * shape.width + 2 * 4 * n + logit_bytes(shape, plan)
         total += TOKEN_BYTES * n
+        # The vocabulary's cross-entropy: powers too, whose targets are this rank's, two sums.
+        total += logit_bytes(shape, plan) + n + 8 * n if split else 0
     return total
 
 
@@ -118,12 +121,16 @@ def logit_bytes(shape: Shape, plan: Plan) -> int:
 
 
 def working_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
-    """Bound what comes and goes in a step, beyond what is kept."""
+    """Count what comes and goes in a step, beyond what is kept; an upper bound for FSDP."""
     moments = [0]
     if plan.checkpoint and stage.blocks:
         moments.append(block_bytes(shape, plan, checkpoint=False))
     if stage.last:
-        moments.append(logit_bytes(shape, plan))
+        moments.append(2 * logit_bytes(shape, plan))
+    neighbours = (not stage.first) + (not stage.last)
+    boundary = tokens(shape, plan) * shape.width * shape.states.parameters
+    sent = neighbours * plan.micro_batches * boundary
+    largest = max(weight.numel for weight in stage.trained) * shape.states.gradients
     whole = 0
     if plan.sharded == "fsdp":
         sizes = {}
@@ -134,4 +141,4 @@ def working_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
         gradients = sum(sizes.values()) if plan.micro_batches > 1 else 0
         # The root's weights stay whole; of the others a few are at a time.
         whole = gradients + 2 * sizes.pop("") + UNITS_AT_A_TIME * max(sizes.values(), default=0)
-    return whole + max(moments)
+    return whole + sent + largest + max(moments)

@@ -124,8 +124,13 @@ class Plan:
         name = SHARDINGS[self.sharding] if self.data > 1 else ""
         parts = [f"data={self.data}{f' ({name})' if name else ''}"]
         parts += [f"tensor={self.tensor}", f"pipeline={self.pipeline}"]
-        parts.append(count(self.micro_batches, "micro-batch").replace("batchs", "batches"))
+        parts.append(micro_batches(self.micro_batches))
         return ", ".join(parts + ["checkpoints"] * self.checkpoint)
+
+
+def micro_batches(many: int) -> str:
+    """Write their number: '1 micro-batch', '2 micro-batches'."""
+    return "1 micro-batch" if many == 1 else f"{many} micro-batches"
 
 
 def refusal(shape: Shape, plan: Plan) -> str:
@@ -139,8 +144,8 @@ def refusal(shape: Shape, plan: Plan) -> str:
     if shape.batch % plan.data != 0:
         return f"a batch of {shape.batch} can't be dealt out to data={plan.data}"
     if shape.batch // plan.data % plan.micro_batches != 0:
-        each = f"{shape.batch // plan.data} sequences a rank"
-        return f"{each} can't make {plan.micro_batches} micro-batches"
+        rows = f"{shape.batch // plan.data} sequences a rank"
+        return f"{rows} can't make {micro_batches(plan.micro_batches)}"
     return ""
 
 

@@ -1,17 +1,16 @@
 """Say in sentences why the best plan is the best, or why there is none."""
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from ...pipeline import idle, one_f_one_b
 from ..units import count, duration, size
 from .program import AGAIN, COMPUTING, UPDATE
 from .search import Prediction, Search, meshes
-from .shape import SHARDINGS, Plan, refusal
+from .shape import SHARDINGS, Plan, micro_batches, refusal
 
 TIE = 0.005  # a share of the step below which two plans take equally long
 EMULATED_ERROR = 0.05  # the median over 54 plans on the emulated cluster: docs/measurements.md
 FIELDS = "tensor", "pipeline", "sharding", "micro_batches", "checkpoint"
-LESS_FIRST = {"sharding": list(SHARDINGS)}  # of other fields, smaller values are less
 
 
 def explain(search: Search) -> str:
@@ -43,9 +42,9 @@ def no_mesh(search: Search) -> str:
     reasons = {}
     for mesh in meshes(ranks):
         data, _, pipeline = mesh
-        micro_batches = pipeline if shape.batch % (data * pipeline) == 0 else 1
-        plan = Plan(*mesh, micro_batches=micro_batches)
-        few = f"{shape.batch // data} sequences a rank can't make {pipeline} micro-batches"
+        m = pipeline if shape.batch % (data * pipeline) == 0 else 1
+        plan = Plan(*mesh, micro_batches=m)
+        few = f"{shape.batch // data} sequences a rank can't make {micro_batches(pipeline)}"
         reasons[refusal(shape, plan) or few] = None
     return f"No mesh of {count(ranks, 'rank')} suits this model: {'; '.join(reasons)}."
 
@@ -74,68 +73,71 @@ def too_large(search: Search) -> str:
     )
 
 
-# Each number of the best plan
+# Each choice of the best plan
 
 
 def reason(search: Search, best: Prediction, name: str) -> list[str]:
-    """Compare the best plan with the best of those that have less of `name`, or, if none, more."""
-    value = getattr(best.plan, name)
+    """Compare the best plan with one that has less of `name`, or, if there is none, more."""
     if name == "sharding" and best.plan.data == 1:
         return []
-
-    def amount(plan: Plan):
-        other = getattr(plan, name)
-        return LESS_FIRST[name].index(other) if name in LESS_FIRST else other
-
-    def less(plan: Plan) -> bool:
-        # Without replicas nothing is sharded: such a plan says nothing about sharding.
-        comparable = name != "sharding" or plan.data > 1
-        return comparable and amount(plan) < amount(best.plan)
-
-    def more(plan: Plan) -> bool:
-        return amount(plan) > amount(best.plan)
-
-    for where in (less, more):
-        if any(map(where, search.plans)):
-            return [f"{said(name, value)} because {against(search, best, name, where)}."]
+    rivals = others(search, best.plan, name)
+    mine = amount(name, getattr(best.plan, name))
+    less = [plan for plan in rivals if amount(name, getattr(plan, name)) < mine]
+    for some in (less, [plan for plan in rivals if plan not in less]):
+        if some:
+            return [f"{said(name, best.plan)} because {against(search, best, name, some)}."]
     return []
 
 
-def said(name: str, value) -> str:
+def others(search: Search, plan: Plan, name: str) -> list[Plan]:
+    """List the plans with another value: all of them for an axis of the mesh, else alike in all."""
+    found = []
+    for other in search.plans:
+        differs = getattr(other, name) != getattr(plan, name)
+        axis = name in ("tensor", "pipeline")
+        if differs and (axis or replace(other, **{name: getattr(plan, name)}) == plan):
+            found.append(other)
+    return found
+
+
+def amount(name: str, value) -> int:
+    """Say how much of a choice a value is: FSDP is more sharding than ZeRO-1."""
+    return list(SHARDINGS).index(value) if name == "sharding" else value
+
+
+def said(name: str, plan: Plan) -> str:
+    value = getattr(plan, name)
     if name == "checkpoint":
         return "Checkpoints" if value else "No checkpoints"
     if name == "sharding":
         return SHARDINGS[value]
-    if name == "micro_batches":
-        return count(value, "micro-batch").replace("batchs", "batches")
-    return f"{name}={value}"
+    return micro_batches(value) if name == "micro_batches" else f"{name}={value}"
 
 
-def against(search: Search, best: Prediction, name: str, where: Callable[[Plan], bool]) -> str:
-    """Say why none of the plans `where` is better: memory, or what they lose time with."""
-    rivals = search.best(where=where)
-    if not rivals:
-        plan = search.leanest(where)
+def within(name: str, plan: Plan) -> str:
+    """Write a choice after "with"."""
+    word = said(name, plan)
+    lower = word if name == "sharding" else word.lower()
+    return f"with {lower}".replace("with no ", "without ")
+
+
+def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> str:
+    """Say why none of these plans is better: memory, or what the best of them loses time with."""
+    found = search.best(where=set(rivals).__contains__)
+    if not found:
+        plan = search.leanest(set(rivals).__contains__)
         room = search.rooms[plan]
-        other = said(name, getattr(plan, name)).lower() if name != "sharding" else None
-        other = other or SHARDINGS[plan.sharding]
-        missing = room.total - search.machine.memory_bytes
-        heaviest = max(("states", room.states), ("activations", room.activations), key=by_bytes)
-        what = f"{heaviest[0]} of {size(heaviest[1])}"
-        return f"with {other} {what} don't fit: {size(missing)} are missing"
-    (rival,) = rivals
-    other = said(name, getattr(rival.plan, name))
-    other = other if name == "sharding" else other.lower()
+        parts = f"{size(room.states)} of states, {size(room.activations)} of activations"
+        missing = size(room.total - search.machine.memory_bytes)
+        needs = f"a rank needs {size(room.total)} ({parts}), {missing} more than it has"
+        return f"{within(name, plan)} {needs}"
+    (rival,) = found
     more_s = rival.seconds - best.seconds
     if more_s <= TIE * best.seconds:
         saved = rival.room.total - best.room.total
         needs = f"needs {size(saved)} more" if saved > 0 else "gains nothing"
-        return f"{other} takes equally long and {needs}"
-    return f"{other} takes {duration(rival.seconds)}: {loss(best, rival)}"
-
-
-def by_bytes(part: tuple[str, int]) -> int:
-    return part[1]
+        return f"{within(name, rival.plan)} a step takes as long and {needs}"
+    return f"{within(name, rival.plan)} a step takes {duration(rival.seconds)}: {loss(best, rival)}"
 
 
 def loss(best: Prediction, rival: Prediction) -> str:
