@@ -1,7 +1,6 @@
 """A real GPT trained by a plan: the stage's layers, as `ddpkit.bench.plan.Training` takes them."""
 
 import time
-from collections import Counter
 from functools import partial
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from ddpkit.bench.plan import Training
 from ddpkit.checkpointing import checkpoint
-from ddpkit.memory import count_states
+from ddpkit.memory import count_states, measure_saved, most_bytes
 from ddpkit.models import GPT, mean_loss
 from ddpkit.pipeline import cut_layers, gpt_layers
 from ddpkit.tensor_parallel import (
@@ -98,19 +97,54 @@ class Part(nn.Module):
 
 
 def train(shape, plan, steps=3):
-    """What this rank has, says and sends: its losses, parameters, states, and when step 2 began."""
+    """What this rank has, says and keeps: losses, shapes, bytes, and when the last step was."""
     training = Training(shape, plan, partial(Part, shape, plan), AdamW)
     shapes = {name: tuple(p.shape) for name, p in training.part.named_parameters()}
     torch.manual_seed(1)
-    inputs, targets = batch(shape)
     place = dist.get_rank(training.data)
-    mine = [rows.chunk(plan.data)[place] for rows in (inputs, targets)]
+    mine = [rows.chunk(plan.data)[place] for rows in batch(shape)]
     losses = []
     for _ in range(steps):
-        dist.barrier()
         begun = time.perf_counter()
         losses.append(training.step(*mine))
-    return {"shapes": shapes, "states": states(training), "losses": losses, "begun": begun}
+    ended = time.perf_counter()
+    counted = states(training)
+    return {
+        "losses": losses,
+        "shapes": shapes,
+        "states": counted,
+        "last": (begun, ended),
+        "most": most_bytes(partial(training.step, *mine), tensors(training)),
+        "saved": saved(training, *mine),
+    }
+
+
+def train_all(shape, plans):
+    return [train(shape, plan) for plan in plans]
+
+
+def saved(training, inputs, targets):
+    """The bytes that a micro-batch keeps, where no wrapper and no other stage has a part in it."""
+    if training.plan.pipeline > 1 or training.plan.sharded == "fsdp":
+        return None
+    rows = len(inputs) // training.plan.micro_batches
+    part = training.part
+    x, y = inputs[:rows].clone(), targets[:rows].clone()  # no views of the whole batch
+    kept = measure_saved(lambda: part.losses(part(x), y).mean())
+    return sum(piece.nbytes for piece in kept)
+
+
+def tensors(training):
+    """All that stays from step to step."""
+    found = [*training.part.parameters()]
+    found += [bucket.flat for bucket in getattr(training.model, "buckets", ())]
+    optimizers = [training.optimizer]
+    if training.plan.sharded == "zero1":
+        optimizers = [bucket.optimizer for bucket in training.optimizer.buckets]
+        found += [bucket.gradients for bucket in training.optimizer.buckets]
+    for optimizer in optimizers:
+        found += [value for state in optimizer.state.values() for value in state.values()]
+    return found
 
 
 def states(training):
@@ -141,7 +175,8 @@ def alone(shape=SHAPE, steps=3):
     return losses
 
 
-def said(records, begun):
-    """{(op, bytes): how often} of what a rank said to others since then; receives not counted."""
-    found = [r for r in records if r.issued >= begun and len(r.ranks) > 1 and r.op != "recv"]
-    return Counter((record.op, record.bytes) for record in found)
+def said(records, begun, ended):
+    """[(op, bytes)] that a rank said to others between two moments, in order; no receives."""
+    found = [r for r in records if begun <= r.issued <= ended and len(r.ranks) > 1]
+    found.sort(key=lambda record: record.issued)
+    return [(record.op, record.bytes) for record in found if record.op != "recv"]
