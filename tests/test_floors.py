@@ -21,9 +21,10 @@ ORDER = """
 SUBJECTS = ORDER.split()
 # What stands beside the subjects and belongs to another floor
 ELSEWHERE = {"cost": "tools", "floats": "tools", "memory": "tools", "flash_triton": "fast"}
-BELOW = {"runtime", "inspect", "subjects", "fast", "tools"}
+BELOW = {"runtime", "inspect", "subjects", "fast", "tools", "tools.plan"}
 MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "tools": set(),
+    "tools.plan": {"subjects", "runtime", "tools"},  # it predicts the subjects' steps
     "subjects": {"tools"},
     "fast": {"subjects", "tools", "triton"},
     "runtime": {"tools", "inspect", "cloudpickle", "IPython"},
@@ -44,7 +45,10 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 def floor(name: str) -> str:
     """The floor of ddpkit.`name`: 'runtime', 'lesson', ... or 'subjects'."""
-    return "subjects" if name in SUBJECTS else ELSEWHERE.get(name, name)
+    top, *inner = name.split(".")
+    if inner and f"{top}.{inner[0]}" in MAY_IMPORT:
+        return f"{top}.{inner[0]}"
+    return "subjects" if top in SUBJECTS else ELSEWHERE.get(top, top)
 
 
 def imports(tree: ast.Module, package: list[str]) -> list[tuple[str, bool]]:
@@ -70,8 +74,7 @@ def imports(tree: ast.Module, package: list[str]) -> list[tuple[str, bool]]:
 
 def complaints(path: Path) -> list[str]:
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
-    own = floor(parts[1])
-    own = ".".join(parts[1:]) if ".".join(parts[1:]) in MAY_IMPORT else own
+    own = floor(".".join(parts[1:]))
     if own not in MAY_IMPORT:
         return [f"ddpkit.{parts[1]} has no floor: add it to SUBJECTS or to MAY_IMPORT"]
     wrong = []
@@ -80,7 +83,7 @@ def complaints(path: Path) -> list[str]:
         if top == "ddpkit":
             other = rest.split(".")[0]
             if (ROOT / "ddpkit" / f"{other}.py").exists() or (ROOT / "ddpkit" / other).is_dir():
-                other_floor = floor(other)
+                other_floor = floor(rest)
             else:
                 other_floor = "runtime"  # a name of the package itself: launch, Link, ...
             if other_floor == own and own == "subjects":

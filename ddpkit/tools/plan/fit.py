@@ -1,0 +1,98 @@
+"""Measure this machine: α and β of its wire, FLOP/s at a model's own shapes, updates a second."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ... import cost
+from ...models import Block, torch_attention
+from ...runtime.launch import launch
+from ...runtime.machine import memory_bytes
+from .shape import ATTENTION, MLP, Machine, Shape, half_flops
+
+SIZES = 2**12, 2**15, 2**18, 2**21  # bytes of all-reduces that α and β are fitted to
+HELD_BACK = 2**13, 2**17, 2**20  # and of others, which show the error
+ROUNDS = 7
+LARGEST_FLOPS = 1e9  # of a forward that is timed: a larger model is measured with fewer tokens
+WIDEST = 2048  # and a wider one with a narrower block
+UPDATED = 2**20  # parameters
+
+
+def fit(shape: Shape, ranks: int = 2) -> Machine:
+    """Measure, in at most 20 s, what this machine does with so many ranks at a time.
+
+    All ranks compute at once, so those that share a core are as slow as in training. memory_bytes:
+    of a rank, what is free now by the number of ranks. `error` is the median of those of a block
+    and of all-reduces that weren't used to fit.
+    """
+    run = launch(measure, shape, world_size=ranks)
+    slowest = max(run, key=lambda found: found["block"])
+    model = cost.fit(slowest["fitted"]) if ranks > 1 else cost.CostModel(0.0, float("inf"))
+    flops_per_s = slowest["flops"] / slowest["block"]
+    again = abs(slowest["block again"] - slowest["block"]) / slowest["block again"]
+    wire = [model.error([held_back]) for held_back in slowest["held back"]]
+    _, free = memory_bytes()
+    return Machine(
+        ranks,
+        free / ranks,
+        flops_per_s,
+        model,
+        updates_per_s=UPDATED / slowest["update"],
+        error=statistics.median([*wire, again]),
+    )
+
+
+def measure(shape: Shape) -> dict:
+    """Time this rank's all-reduces, a block and an update, beside the other ranks."""
+    torch.set_num_threads(1)
+    block, flops = make_block(shape)
+    found = {"flops": flops, "block": median_s(block)}
+    weights = nn.Parameter(torch.zeros(UPDATED))
+    weights.grad = torch.zeros(UPDATED)
+    found["update"] = median_s(torch.optim.AdamW([weights]).step)
+    ranks = dist.get_world_size()
+    for name, sizes in {"fitted": SIZES, "held back": HELD_BACK}.items():
+        measured = []
+        for nbytes in sizes if ranks > 1 else ():
+            tensor = torch.zeros(nbytes // 4)
+            seconds = median_s(partial(dist.all_reduce, tensor))
+            measured.append(cost.Measurement("ring_all_reduce", ranks, nbytes, seconds))
+        found[name] = measured
+    found["block again"] = median_s(block)
+    return found
+
+
+def make_block(shape: Shape) -> tuple[Callable[[], None], float]:
+    """Make a block of the model's width, or of `WIDEST`; return what trains it, and its FLOPs."""
+    head = shape.width // shape.heads
+    heads = max(1, min(shape.width, WIDEST) // head)
+    width = heads * head
+    like = Shape(1, width, heads, shape.vocabulary, shape.length, 1)
+    per_token = half_flops(ATTENTION, like, 1) + half_flops(MLP, like, 1)
+    length = max(1, min(shape.length, int(LARGEST_FLOPS / per_token)))
+    rows = max(1, min(shape.batch, int(LARGEST_FLOPS / (per_token * length))))
+    block = Block(width, heads, 0.0, torch_attention)
+    x = torch.zeros(rows, length, width, requires_grad=True)
+
+    def train() -> None:
+        block(x).sum().backward()
+
+    same = Shape(1, width, heads, shape.vocabulary, length, 1)
+    forward = half_flops(ATTENTION, same, rows * length) + half_flops(MLP, same, rows * length)
+    return train, 3 * forward
+
+
+def median_s(call: Callable[[], object]) -> float:
+    """Time a call that all ranks make at the same time; the first one warms up."""
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        dist.barrier()
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])

@@ -1,0 +1,387 @@
+"""Write down what a rank does in a step: computing, calls and messages, in their order.
+
+The engines are those of ddpkit: `fast.buckets.BucketedDDP`, `fast.zero.ZeroOptimizer` or
+`fast.fsdp.FSDP` on the data axis, the layers of `tensor_parallel`, `Pipeline` with 1F1B. With a
+pipeline the data axis comes after it, since a weight that first and last stage share is summed in
+between. FSDP's units are the blocks and the rest; it reduces after the last micro-batch.
+
+All ranks of a stage do the same, so one of them stands for all.
+"""
+
+from itertools import count, groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+from ...ddp import plan_buckets
+from ...pipeline.dry_run import messages
+from ...pipeline.schedules import one_f_one_b, parse
+from .shape import EMBEDDING, HEAD, Plan, Shape, Stage, Weight, stages, tokens
+
+SCALAR_BYTES = 8  # a loss or a norm, float64
+COMPUTING, AGAIN, UPDATE = "computing", "computing again", "update"
+
+
+class Compute(NamedTuple):
+    """Computing: FLOPs, or for an update the parameters."""
+
+    what: str
+    amount: float
+
+
+class Call(NamedTuple):
+    """A collective that begins. nbytes: as a record on the wire has them, handed in by a rank."""
+
+    key: int
+    axis: str
+    op: str
+    nbytes: int
+
+
+class Wait(NamedTuple):
+    """Wait for a collective."""
+
+    key: int
+
+
+class Send(NamedTuple):
+    """A message to another stage, which begins."""
+
+    key: tuple
+    nbytes: int
+
+
+class Post(NamedTuple):
+    """A receive that begins."""
+
+    key: tuple
+
+
+class Receive(NamedTuple):
+    """Wait for a message."""
+
+    key: tuple
+    nbytes: int
+
+
+class Sent(NamedTuple):
+    """Wait until a message of this rank has arrived."""
+
+    key: tuple
+
+
+Program = list[Compute | Call | Wait | Send | Post | Receive | Sent]
+
+
+def programs(shape: Shape, plan: Plan) -> list[Program]:
+    """Write the program of a rank of each stage, in a step that isn't the first.
+
+    ValueError: the model can't be cut so.
+    """
+    schedule = one_f_one_b(plan.pipeline, plan.micro_batches)
+    words = messages(schedule)
+    return [Writer(shape, plan, stage).step(words[stage.number]) for stage in stages(shape, plan)]
+
+
+class Writer:
+    """The program of a rank of one stage, as it is written."""
+
+    def __init__(self, shape: Shape, plan: Plan, stage: Stage):
+        self.shape = shape
+        self.plan = plan
+        self.stage = stage
+        self.tokens = tokens(shape, plan)
+        self.boundary_bytes = self.tokens * shape.width * shape.states.parameters
+        self.program: Program = []
+        self.keys = count()
+        self.by_name = {weight.name: weight for weight in stage.weights}
+        self.data_axis = AXES[plan.sharded](self)
+
+    def step(self, words: list[str]) -> Program:
+        sent = []
+        for word in words:
+            if "SEND" in word:
+                sent.append(self.send(word))
+            elif "RECV" in word:
+                self.program.append(Post(parse(word.replace("RECV_", ""))))
+            else:
+                _, kind, k = parse(word)
+                self.forward(k) if kind == "F" else self.backward(k)
+        self.program += [Sent(key) for key in sent]
+        if self.plan.pipeline > 1:
+            self.collective("pipeline", "broadcast", SCALAR_BYTES)
+        self.collective("data", "all_reduce", SCALAR_BYTES)  # the loss of all replicas
+        self.sum_tied()
+        self.data_axis.synchronize()
+        self.collective("ranks", "all_reduce", SCALAR_BYTES)  # the norm, for clipping
+        self.data_axis.update()
+        return self.program
+
+    # Parts of a step
+
+    def forward(self, k: int) -> None:
+        self.receive("F", k, needed=not self.stage.first)
+        for unit, works in groupby(self.stage.works, attrgetter("unit")):
+            self.data_axis.before_forward(unit)
+            for work in works:
+                self.forward_work(work)
+            self.data_axis.after_forward(unit)
+
+    def forward_work(self, work, what: str = COMPUTING) -> None:
+        self.compute(work.flops, what)
+        if work.kind == HEAD:  # the largest logit, then two sums a target
+            self.collective("tensor", "all_reduce", 4 * self.tokens)
+            self.collective("tensor", "all_reduce", 8 * self.tokens)
+        else:
+            self.collective("tensor", "all_reduce", self.boundary_bytes)
+
+    def backward(self, k: int) -> None:
+        self.receive("B", k, needed=not self.stage.last)
+        self.data_axis.begin_backward(last=k == self.plan.micro_batches - 1)
+        for unit, works in groupby(self.stage.works[::-1], attrgetter("unit")):
+            self.data_axis.before_backward(unit)
+            works = list(works)
+            if self.plan.checkpoint and unit:
+                for work in reversed(works):
+                    self.forward_work(work, AGAIN)
+            for work in works:
+                self.backward_work(work)
+            self.data_axis.after_backward(unit)
+        self.data_axis.end_backward()
+
+    def backward_work(self, work) -> None:
+        """Write gradients of inputs and of weights, which are ready before f's all-reduce."""
+        self.compute(2 * work.flops)
+        names = [name for name in work.weights if self.by_name[name].trained]
+        self.data_axis.gradients([self.by_name[name] for name in reversed(names)])
+        if work.kind != EMBEDDING:
+            self.collective("tensor", "all_reduce", self.boundary_bytes)
+
+    def sum_tied(self) -> None:
+        """Exchange the gradient of the table between first and last stage."""
+        if not self.stage.tied:
+            return
+        table = self.by_name[self.stage.tied]
+        nbytes = table.numel * self.shape.states.gradients
+        mine, theirs = ("first", "last") if self.stage.first else ("last", "first")
+        self.program += [Send((mine, "tied", 0), nbytes), Post((theirs, "tied", 0))]
+        self.program += [Sent((mine, "tied", 0)), Receive((theirs, "tied", 0), nbytes)]
+
+    # Words of the program
+
+    def send(self, word: str) -> tuple:
+        stage, way, k = parse(word.replace("SEND_", ""))
+        key = (stage + 1 if way == "F" else stage - 1, way, k)
+        self.program.append(Send(key, self.boundary_bytes))
+        return key
+
+    def receive(self, way: str, k: int, needed: bool) -> None:
+        if needed:
+            self.program.append(Receive((self.stage.number, way, k), self.boundary_bytes))
+
+    def compute(self, amount: float, what: str = COMPUTING) -> None:
+        """Add to the computing before, if nothing came between."""
+        last = self.program[-1] if self.program else None
+        if isinstance(last, Compute) and last.what == what:
+            self.program[-1] = Compute(what, last.amount + amount)
+        elif amount:
+            self.program.append(Compute(what, amount))
+
+    def start(self, axis: str, op: str, nbytes: int) -> int | None:
+        """Begin a call; None on an axis of one rank, which sends nothing."""
+        if self.plan.size(axis) == 1:
+            return None
+        key = next(self.keys)
+        self.program.append(Call(key, axis, op, nbytes))
+        return key
+
+    def wait(self, key: int | None) -> None:
+        if key is not None:
+            self.program.append(Wait(key))
+
+    def collective(self, axis: str, op: str, nbytes: int) -> None:
+        self.wait(self.start(axis, op, nbytes))
+
+
+# The data axis
+
+
+class Ddp:
+    """Replicas: buckets of gradients are all-reduced, in the last micro-batch's backward."""
+
+    op = "all_reduce"
+
+    def __init__(self, writer: Writer):
+        self.writer = writer
+        self.buckets = self.deal(writer.stage, writer.shape, writer.plan)
+        self.arrived: set[str] = set()
+        self.under_way: list[int | None] = []
+        self.sending = False
+
+    @classmethod
+    def deal(cls, stage: Stage, shape: Shape, plan: Plan) -> list[list[Weight]]:
+        """Deal the weights into buckets, in the order in which gradients are sent."""
+        order = cls.order(stage, plan)
+        nbytes = shape.states.gradients
+        sizes = [(weight.numel * nbytes, weight.trained) for weight in order]
+        plans = plan_buckets(sizes, plan.bucket_cap_mb * 2**20)
+        return [[order[number] for number in numbers] for numbers in plans]
+
+    @classmethod
+    def order(cls, stage: Stage, plan: Plan) -> list[Weight]:
+        # After a pipeline all gradients are there: it is the modules' order that is learned.
+        return stage.trained if plan.pipeline > 1 else stage.trained[::-1]
+
+    @classmethod
+    def padded(cls, bucket: list[Weight], plan: Plan) -> int:
+        """Count the numbers of a bucket, padding included."""
+        return sum(weight.numel for weight in bucket)
+
+    def numel(self, bucket: list[Weight]) -> int:
+        return self.padded(bucket, self.writer.plan)
+
+    def begin_backward(self, last: bool) -> None:
+        self.sending = last and self.writer.plan.pipeline == 1
+
+    def gradients(self, weights: list[Weight]) -> None:
+        """Start what is full, in the plan's order."""
+        if not self.sending:
+            return
+        self.arrived |= {weight.name for weight in weights}
+        for bucket in self.buckets[len(self.under_way) :]:
+            if not self.arrived.issuperset(weight.name for weight in bucket):
+                break
+            nbytes = self.numel(bucket) * self.writer.shape.states.gradients
+            self.under_way.append(self.writer.start("data", self.op, nbytes))
+
+    def synchronize(self) -> None:
+        """Send what isn't under way, and wait for all."""
+        self.sending = True
+        self.gradients(self.writer.stage.trained)
+        for key in self.under_way:
+            self.writer.wait(key)
+        self.under_way = []
+        self.arrived = set()
+
+    def update(self) -> None:
+        self.writer.compute(sum(map(self.numel, self.buckets)), UPDATE)
+
+    # Weights are always whole.
+
+    def before_forward(self, unit: str) -> None: ...
+    def after_forward(self, unit: str) -> None: ...
+    def before_backward(self, unit: str) -> None: ...
+    def after_backward(self, unit: str) -> None: ...
+    def end_backward(self) -> None: ...
+
+
+class Zero1(Ddp):
+    """Buckets are reduce-scattered instead; each rank updates its shards, and all gather them."""
+
+    op = "reduce_scatter"
+
+    @classmethod
+    def order(cls, stage: Stage, plan: Plan) -> list[Weight]:
+        return stage.trained[::-1]
+
+    @classmethod
+    def padded(cls, bucket: list[Weight], plan: Plan) -> int:
+        numel = sum(weight.numel for weight in bucket)
+        return numel + -numel % plan.data
+
+    def update(self) -> None:
+        writer = self.writer
+        gathers = []
+        for bucket in self.buckets:
+            shard = self.numel(bucket) // writer.plan.data
+            writer.compute(shard, UPDATE)
+            nbytes = shard * writer.shape.states.parameters
+            gathers.append(writer.start("data", "all_gather", nbytes))
+        for key in gathers:
+            writer.wait(key)
+
+
+class Fsdp(Ddp):
+    """Shards: blocks are gathered one ahead, dropped and reduced, as by `ddpkit.fsdp.Conductor`.
+
+    A checkpointed block isn't fetched ahead: its forward runs without autograd, which the order is
+    learned from.
+    """
+
+    def __init__(self, writer: Writer):
+        self.writer = writer
+        self.units = writer.stage.units
+        self.blocks = [unit for unit in self.units if unit]
+        self.whole: set[str] = set()
+        self.gathering: dict[str, int | None] = {}
+        self.reduction: int | None = None
+        self.last = False  # micro-batch of the step
+        self.in_backward = False
+
+    def shard(self, weights: list[Weight]) -> int:
+        return sum(weight.shard(self.writer.plan.data) for weight in weights)
+
+    def start_gather(self, unit: str) -> None:
+        if unit not in self.whole and unit not in self.gathering:
+            nbytes = self.shard(self.units[unit]) * self.writer.shape.states.parameters
+            self.gathering[unit] = self.writer.start("data", "all_gather", nbytes)
+
+    def gather(self, unit: str, step: int) -> None:
+        """Wait for a unit's weights, and start to gather its neighbour's."""
+        self.start_gather(unit)
+        if unit in self.gathering:
+            self.writer.wait(self.gathering.pop(unit))
+            self.whole.add(unit)
+        # The root's weights are here before any block's forward, and again before its backward.
+        place = self.blocks.index(unit) + step if unit else len(self.blocks) - 1
+        fetches = bool(unit) or (step < 0 and not self.in_backward)
+        if fetches and place in range(len(self.blocks)) and not self.writer.plan.checkpoint:
+            self.start_gather(self.blocks[place])
+
+    def before_forward(self, unit: str) -> None:
+        self.gather(unit, step=1)
+
+    def after_forward(self, unit: str) -> None:
+        if unit:  # the root's weights stay
+            self.whole.discard(unit)
+
+    def begin_backward(self, last: bool) -> None:
+        self.last = last
+        self.in_backward = False
+
+    def gradients(self, weights: list[Weight]) -> None: ...
+
+    def before_backward(self, unit: str) -> None:
+        self.gather(unit, step=-1)
+        self.in_backward = True
+
+    def after_backward(self, unit: str) -> None:
+        if unit:  # the root's come last, after those of what it feeds
+            self.whole.discard(unit)
+            self.reduce(unit)
+
+    def end_backward(self) -> None:
+        self.whole.clear()
+        self.reduce("")
+        self.finish_reduction()
+
+    def reduce(self, unit: str) -> None:
+        """Start to reduce a unit's gradients, after the reduction before is done."""
+        if not self.last:
+            return
+        self.finish_reduction()
+        trained = [weight for weight in self.units[unit] if weight.trained]
+        numel = self.shard(trained) * self.writer.plan.data
+        nbytes = numel * self.writer.shape.states.gradients
+        self.reduction = self.writer.start("data", "reduce_scatter", nbytes)
+
+    def finish_reduction(self) -> None:
+        self.writer.wait(self.reduction)
+        self.reduction = None
+
+    def synchronize(self) -> None: ...
+
+    def update(self) -> None:
+        self.writer.compute(self.shard(self.writer.stage.trained), UPDATE)
+
+
+AXES = {"ddp": Ddp, "zero1": Zero1, "fsdp": Fsdp}

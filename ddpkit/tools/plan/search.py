@@ -1,0 +1,113 @@
+"""Find the best plans: all meshes, cut and sharded in every way, in the order of predicted time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+
+from .clock import Spent, spent
+from .room import Room, peak
+from .shape import SHARDINGS, Machine, Plan, Shape, refusal, stages
+
+MOST_MICRO_BATCHES = 64
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan, the seconds of its step and what they go to, and the bytes of its fullest rank."""
+
+    plan: Plan
+    room: Room
+    stages: list[Spent] = field(repr=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.stages[0].seconds
+
+    def mean(self, what: str) -> float:
+        """Average over the ranks the seconds of computing, of an axis' waits, ..., by name."""
+        found = [spent.busy[what] + spent.waits[what] for spent in self.stages]
+        return sum(found) / len(found)
+
+    def sending(self, axis: str) -> float:
+        """Average over the ranks the seconds of an axis' calls, hidden or not."""
+        return sum(spent.sending[axis] for spent in self.stages) / len(self.stages)
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def meshes(ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield every (data, tensor, pipeline) with so many ranks."""
+    for data in divisors(ranks):
+        for tensor in divisors(ranks // data):
+            yield data, tensor, ranks // (data * tensor)
+
+
+def plans(shape: Shape, ranks: int, **fixed) -> Iterator[Plan]:
+    """Yield every plan by which these ranks can train the model.
+
+    fixed: fields of `Plan` that are given, as tensor=1. A pipeline has at least as many
+    micro-batches as stages.
+    """
+    for data, tensor, pipeline in meshes(ranks):
+        if shape.batch % data != 0:
+            continue
+        shardings = list(SHARDINGS) if data > 1 else ["ddp"]
+        counts = [m for m in divisors(shape.batch // data) if pipeline <= m or pipeline == 1]
+        counts = [m for m in counts if m <= MOST_MICRO_BATCHES]
+        for sharding, micro_batches, again in product(shardings, counts, (False, True)):
+            plan = Plan(data, tensor, pipeline, sharding, micro_batches, again)
+            given = all(getattr(plan, name) == value for name, value in fixed.items())
+            if given and not refusal(shape, plan):
+                yield plan
+
+
+class Search:
+    """All plans of a machine for a model; a plan's time is predicted when it is asked for."""
+
+    def __init__(self, shape: Shape, machine: Machine, **fixed):
+        self.shape = shape
+        self.machine = machine
+        self.plans = list(plans(shape, machine.ranks, **fixed))
+        self.rooms = {plan: peak(shape, plan) for plan in self.plans}
+        self.fitting = [plan for plan in self.plans if self.fits(plan)]
+        self.bounds = {plan: self.at_least(plan) for plan in self.fitting}
+        self.fitting.sort(key=self.bounds.get)
+        self.found: dict[Plan, Prediction] = {}
+
+    def fits(self, plan: Plan) -> bool:
+        return self.rooms[plan].total <= self.machine.memory_bytes
+
+    def at_least(self, plan: Plan) -> float:
+        """Bound the time of a step from below: the computing of the slowest stage."""
+        slowest = 0.0
+        for stage in stages(self.shape, plan):
+            again = sum(work.flops for work in stage.works if work.unit and plan.checkpoint)
+            slowest = max(slowest, 3 * stage.flops + again)
+        return plan.micro_batches * slowest / self.machine.flops_per_s
+
+    def predict(self, plan: Plan) -> Prediction:
+        if plan not in self.found:
+            parts = spent(self.shape, self.machine, plan)
+            self.found[plan] = Prediction(plan, self.rooms[plan], parts)
+        return self.found[plan]
+
+    def best(self, most: int = 1, where: Callable[[Plan], bool] = bool) -> list[Prediction]:
+        """Return the fastest plans that fit and for which `where` holds, the fastest first.
+
+        Of equally fast ones the one that needs less memory comes first.
+        """
+        best: list[Prediction] = []
+        for plan in filter(where, self.fitting):
+            # The others need longer for computing alone.
+            if len(best) == most and self.bounds[plan] > best[-1].seconds:
+                break
+            best.append(self.predict(plan))
+            best.sort(key=lambda found: (found.seconds, found.room.total))
+            del best[most:]
+        return best
+
+    def leanest(self, where: Callable[[Plan], bool] = bool) -> Plan | None:
+        """Return the plan that needs the least memory, whether it fits or not."""
+        return min(filter(where, self.plans), key=lambda p: self.rooms[p].total, default=None)

@@ -1,0 +1,197 @@
+"""Say in sentences why the best plan is the best, or why there is none."""
+
+from dataclasses import replace
+
+from ...pipeline import idle, one_f_one_b
+from ..units import count, duration, size
+from .program import AGAIN, COMPUTING, UPDATE
+from .search import Prediction, Search, meshes
+from .shape import SHARDINGS, Plan, micro_batches, refusal
+
+TIE = 0.005  # a share of the step below which two plans take equally long
+EMULATED_ERROR = 0.05  # the median over 54 plans on the emulated cluster: docs/measurements.md
+FIELDS = "tensor", "pipeline", "sharding", "micro_batches", "checkpoint"
+
+
+def explain(search: Search) -> str:
+    """Write a paragraph: the best plan, the reason for each of its numbers, the error to expect.
+
+    If no plan fits, it says what is missing.
+    """
+    if not search.plans:
+        return no_mesh(search)
+    if not search.fitting:
+        return too_large(search)
+    (best,) = search.best()
+    room = best.room
+    has = f"{size(room.total)} of {size(search.machine.memory_bytes)} on the fullest rank"
+    sentences = [f"Best: {best.plan}: {duration(best.seconds)} a step, {has}."]
+    for name in FIELDS:
+        sentences += reason(search, best, name)
+    sentences += data_axis(best) + idle_share(best) + [error(search)]
+    return " ".join(sentences)
+
+
+# No plan
+
+
+def no_mesh(search: Search) -> str:
+    """Say why the model can't be cut among so many ranks."""
+    shape = search.shape
+    ranks = search.machine.ranks
+    reasons = {}
+    for mesh in meshes(ranks):
+        data, _, pipeline = mesh
+        m = pipeline if shape.batch % (data * pipeline) == 0 else 1
+        plan = Plan(*mesh, micro_batches=m)
+        few = f"{shape.batch // data} sequences a rank can't make {micro_batches(pipeline)}"
+        reasons[refusal(shape, plan) or few] = None
+    return f"No mesh of {count(ranks, 'rank')} suits this model: {'; '.join(reasons)}."
+
+
+def too_large(search: Search) -> str:
+    """Say which plan needs least, how many bytes are missing, and what takes most."""
+    plan = search.leanest()
+    room = search.rooms[plan]
+    memory_bytes = int(search.machine.memory_bytes)
+    missing = room.total - memory_bytes
+    parts = {"model states": room.states, "activations": room.activations}
+    parts["whole for a moment"] = room.working
+    listed = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
+    most = max(parts, key=parts.get)
+    remedy = {
+        "model states": "more ranks share the states out",
+        "activations": "a shorter length or more ranks leave fewer activations on each",
+        "whole for a moment": "a smaller vocabulary or width makes the largest piece smaller",
+    }
+    fits = f"fits in {size(memory_bytes)} a rank"
+    needs = f"the leanest, {plan}, needs {size(room.total)} on its fullest rank ({listed})"
+    short = f"{size(missing)} more than there is ({missing:,} bytes)"
+    return (
+        f"No mesh of {count(search.machine.ranks, 'rank')} {fits}: {needs}, {short}. "
+        f"Most is {most}: {remedy[most]}."
+    )
+
+
+# Each choice of the best plan
+
+
+def reason(search: Search, best: Prediction, name: str) -> list[str]:
+    """Compare the best plan with one that has less of `name`, or, if there is none, more."""
+    if name == "sharding" and best.plan.data == 1:
+        return []
+    rivals = others(search, best.plan, name)
+    mine = amount(name, getattr(best.plan, name))
+    less = [plan for plan in rivals if amount(name, getattr(plan, name)) < mine]
+    for some in (less, [plan for plan in rivals if plan not in less]):
+        if some:
+            return [f"{said(name, best.plan)} because {against(search, best, name, some)}."]
+    return []
+
+
+def others(search: Search, plan: Plan, name: str) -> list[Plan]:
+    """List the plans with another value: all of them for an axis of the mesh, else alike in all."""
+    found = []
+    for other in search.plans:
+        differs = getattr(other, name) != getattr(plan, name)
+        axis = name in ("tensor", "pipeline")
+        if differs and (axis or replace(other, **{name: getattr(plan, name)}) == plan):
+            found.append(other)
+    return found
+
+
+def amount(name: str, value) -> int:
+    """Say how much of a choice a value is: FSDP is more sharding than ZeRO-1."""
+    return list(SHARDINGS).index(value) if name == "sharding" else value
+
+
+def said(name: str, plan: Plan) -> str:
+    value = getattr(plan, name)
+    if name == "checkpoint":
+        return "Checkpoints" if value else "No checkpoints"
+    if name == "sharding":
+        return SHARDINGS[value]
+    return micro_batches(value) if name == "micro_batches" else f"{name}={value}"
+
+
+def within(name: str, plan: Plan) -> str:
+    """Write a choice after "with"."""
+    word = said(name, plan)
+    lower = word if name == "sharding" else word.lower()
+    return f"with {lower}".replace("with no ", "without ")
+
+
+def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> str:
+    """Say why none of these plans is better: memory, or what the best of them loses time with."""
+    found = search.best(where=set(rivals).__contains__)
+    if not found:
+        plan = search.leanest(set(rivals).__contains__)
+        room = search.rooms[plan]
+        parts = f"{size(room.states)} of states, {size(room.activations)} of activations"
+        missing = size(room.total - search.machine.memory_bytes)
+        needs = f"a rank needs {size(room.total)} ({parts}), {missing} more than it has"
+        return f"{within(name, plan)} {needs}"
+    (rival,) = found
+    more_s = rival.seconds - best.seconds
+    if more_s <= TIE * best.seconds:
+        saved = rival.room.total - best.room.total
+        needs = f"needs {size(saved)} more" if saved > 0 else "gains nothing"
+        return f"{within(name, rival.plan)} a step takes as long and {needs}"
+    return f"{within(name, rival.plan)} a step takes {duration(rival.seconds)}: {loss(best, rival)}"
+
+
+def loss(best: Prediction, rival: Prediction) -> str:
+    """Say in what a slower plan loses most, beside the best."""
+    share = f"{rival.mean('pipeline') / rival.seconds:.0%}"
+    words = {
+        COMPUTING: "of more computing",
+        AGAIN: "of computing activations again",
+        UPDATE: "of updating parameters that others update as well",
+        "tensor": "of waiting for activations between tensor ranks, which nothing hides",
+        "data": "of waiting for gradients and weights that computing doesn't hide",
+        "pipeline": f"of idle ranks, {share} of its step",
+        "ranks": "of waiting for the last rank",
+    }
+    losses = {what: rival.mean(what) - best.mean(what) for what in words}
+    most = max(losses, key=losses.get)
+    return f"{duration(losses[most])} more {words[most]}"
+
+
+# What the best plan itself loses
+
+
+def data_axis(best: Prediction) -> list[str]:
+    """Say how much of the data axis' sending is hidden behind computing."""
+    sending_s = best.sending("data")
+    if best.plan.data == 1 or not sending_s:
+        return []
+    hidden = max(0.0, 1 - best.mean("data") / sending_s)
+    what = {
+        "ddp": "Its all-reduce of gradients takes",
+        "zero1": "Its reduce-scatter of gradients and all-gather of weights take",
+        "fsdp": "Gathering weights and reducing gradients take",
+    }
+    begun = f"{what[best.plan.sharding]} {duration(sending_s)} on the wire"
+    return [f"{begun}, {hidden:.0%} of it hidden behind computing."]
+
+
+def idle_share(best: Prediction) -> list[str]:
+    """Say how long ranks of a pipeline are idle, by the schedule alone and by the prediction."""
+    plan = best.plan
+    if plan.pipeline == 1:
+        return []
+    ticks = idle(one_f_one_b(plan.pipeline, plan.micro_batches))
+    whole = ticks[0] + 3 * plan.micro_batches  # a forward is a tick, a backward two
+    by_schedule = f"{ticks[0] / whole:.0%} by the schedule alone"
+    waiting = best.mean("pipeline") / best.seconds
+    said = f"The pipeline's ranks are idle {waiting:.0%} of the step, {by_schedule}"
+    return [f"{said}; the rest are uneven stages and messages."]
+
+
+def error(search: Search) -> str:
+    """Say how far off predictions are."""
+    if search.machine.error is not None:
+        known = f"by {search.machine.error:.0%} on this machine, the median of what `fit` held back"
+        return f"Times may be off {known}."
+    known = f"{EMULATED_ERROR:.0%} on an emulated cluster with known figures, the median"
+    return f"Times were off by {known}; the machine's figures are as you gave them."
