@@ -306,13 +306,17 @@ def sending_over_computing(
     width: int,
     world_size: int,
     layers: int = 4,
+    heads_per_kv: int = 1,
+    expert_width: int = 2048,
 ) -> dict[str, float]:
     """{kind of parallelism: seconds on the wire for a second of computing}, for a transformer.
 
-    tokens: of a rank's batch. layers: of a pipeline's stage. Under 1, sending can hide behind the
-    computing that goes on meanwhile; but tensor parallelism's forward and a pipeline's boundary
-    leave nothing to hide behind. A layer has 12·width² weights, each computes 2 FLOPs a token in
-    forward and 4 in backward. No latency. Notebook 12.
+    tokens: of a rank's batch; for a ring, of one sequence. layers: of a pipeline's stage.
+    heads_per_kv: heads of queries that share one of keys and values. expert_width: the hidden
+    numbers of an expert. Under 1, sending can hide behind the computing that goes on meanwhile; but
+    tensor parallelism's forward, a pipeline's boundary and experts' rows leave nothing to hide
+    behind. A layer has 12·width² weights, each computes 2 FLOPs a token in forward and 4 in
+    backward. No latency. Notebooks 12 and 13.
     """
     ratio = flops_per_s / bytes_per_s
     others = (world_size - 1) / world_size
@@ -327,6 +331,12 @@ def sending_over_computing(
         "tensor": (world_size - 1) * ratio / (4.5 * width),
         # A stage's forward: 24·width² FLOPs a layer and token; width numbers to the next stage.
         "pipeline": ratio / (12 * width * layers),
+        # A hop: k and v, 4 bytes a token and number of a kv head; meanwhile two products, by half
+        # where the mask is causal: 2·tokens FLOPs a token and number of a head. Backward is 12
+        # bytes (dk and dv in 32 bits) for five products: 1.2 times this.
+        "ring": (world_size > 1) * 2 * ratio / (tokens * heads_per_kv),
+        # Forward: a row there and back, 4·width bytes; an expert with a gate, three products.
+        "experts": others * ratio * 4 / (6 * expert_width),
     }
 
 

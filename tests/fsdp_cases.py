@@ -79,13 +79,50 @@ SETTINGS = {  # reshard_after_forward; what no_sync leaves out for all micro-bat
 }
 
 
+QUIET = [  # all that no_sync can leave out
+    None,
+    {"gradients": True},
+    {"gradients": False, "weights": True},
+    {"gradients": True, "weights": True},
+]
+
+
+class Folded(torch.optim.Optimizer):
+    """SGD with momentum, folded: weights and momenta become -1, 1 or 2 by their remainder modulo 3.
+
+    So numbers stay whole and small for any number of steps. SGD itself can't: Odd multiplies
+    weights up to eleven times, its loss squares that, and whatever bits a step adds to the weights
+    the next one multiplies by 22: of 53 nothing is left in the second. None is 0, or the scale
+    would stop all gradients.
+    """
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                kept = self.state[p]
+                kept["momentum"] = fold(kept.get("momentum", 0) + p.grad)
+                p.copy_(fold(p - kept["momentum"]))
+
+
+def fold(x):
+    return torch.tensor([-1.0, 1.0, 2.0], dtype=x.dtype)[torch.remainder(x, 3).long()]
+
+
 def backward(model, step, micro_batches=1, quiet=None, factor=1, loss=loss_of, batch=batch):
-    """All micro-batches, and `synchronize`."""
+    """All micro-batches, and `synchronize`; return the sum of this rank's losses."""
+    total = 0
     for number in range(micro_batches):
         inside = quiet is not None and number < micro_batches - 1
         with model.no_sync(**quiet) if inside else contextlib.nullcontext():
-            (factor * loss(model, batch(step, number, dist.get_rank()))).backward()
+            part = loss(model, batch(step, number, dist.get_rank()))
+            (factor * part).backward()
+        total += part.detach()
     model.synchronize()
+    return total
 
 
 def said():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attention_cases import complaint, exact, output_and_gradients, randn
 from on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import get_total_norm, parameters_to_vector
 from training_cases import ADAMW, HALF_THE_DIGITS, SGD, sent_by, small_gpt, weights_of
 
 import ddpkit.softmax
@@ -289,8 +289,8 @@ def one_process(make, rows):
     return torch.cat([weights_of(model), torch.stack(norms)])
 
 
-def on_a_mesh(name, make, data):
-    """The same on data × context ranks."""
+def on_a_mesh(name, make, data, wrapper):
+    """The same on data × context ranks; `wrapper`, of all of them, averages gradients."""
     attention, deal = SCHEMES[name]
     mesh = init_device_mesh(
         "cpu", (data, dist.get_world_size() // data), mesh_dim_names=("data", "context")
@@ -298,7 +298,7 @@ def on_a_mesh(name, make, data):
     group, row = mesh["context"].get_group(), mesh.get_local_rank("data")
     model = small_gpt(context=12, heads=4, width=8, kv_heads=2)
     share_sequence(model, partial(attention, group=group))
-    replica = BucketedDDP(model)
+    replica = wrapper(model)
     optimizer, norms = make(model.parameters()), []
     for step in range(3):
         optimizer.zero_grad()
@@ -312,14 +312,23 @@ def on_a_mesh(name, make, data):
             else:
                 loss.backward()
         replica.synchronize()
-        norms.append(get_total_norm([p.grad for p in model.parameters() if p.requires_grad]))
+        norms.append(norm_of(replica))
         optimizer.step()
-    return torch.cat([weights_of(model), torch.stack(norms)])
+    whole = weights_of(model)
+    if wrapper is FSDP:
+        whole = parameters_to_vector(replica.full_parameters().values())
+    return torch.cat([whole, torch.stack(norms)])
 
 
-def like_one_process(check, name, data):
+def norm_of(replica):
+    if isinstance(replica, FSDP):
+        return replica.clip_grad_norm(float("inf"))
+    return get_total_norm([p.grad for p in replica.parameters() if p.requires_grad])
+
+
+def like_one_process(check, name, data, wrapper=BucketedDDP):
     for make in (SGD, ADAMW):
-        ours = on_a_mesh(name, make, data)
+        ours = on_a_mesh(name, make, data, wrapper)
         check.close(ours, one_process(make, data), HALF_THE_DIGITS, name, data, make.func.__name__)
         check.same_on_all(ours, name)
 
@@ -340,34 +349,11 @@ def test_data_and_context_parallel_on_unequal_axes(check):
     like_one_process(check, "zigzag", data=3)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, 3, 4, 6)
 def test_with_fsdp(check, world_size):
     """Parameters are sharded over all ranks, sequences over the ranks of a row."""
-    for data in {1, world_size // 2}:
-        mesh = init_device_mesh(
-            "cpu", (data, world_size // data), mesh_dim_names=("data", "context")
-        )
-        group, row = mesh["context"].get_group(), mesh.get_local_rank("data")
-        model = small_gpt(context=12, heads=4, width=8, kv_heads=2)
-        share_sequence(model, partial(zigzag_attention, group=group))
-        sharded = FSDP(model)
-        cut = zigzag(dist.get_world_size(group)), dist.get_rank(group)
-        inputs, targets, mine = share_tokens(batch_of(0, 0, row), *cut)
-        loss = summed_loss(sharded(inputs, mine), targets)
-        loss.backward()
-        sharded.synchronize()
-        twin = small_gpt(context=12, heads=4, width=8, kv_heads=2)
-        tokens = torch.cat([batch_of(0, 0, each) for each in range(data)])
-        right = mean_loss(twin(tokens[:, :-1]), tokens[:, 1:])
-        right.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        check.close(total / world_size, right, HALF_THE_DIGITS, data, "loss")
-        torch.optim.SGD(sharded.parameters(), lr=0.1).step()
-        torch.optim.SGD(twin.parameters(), lr=0.1).step()
-        ours = sharded.full_parameters()
-        for name, parameter in twin.named_parameters():
-            check.close(ours[name], parameter, HALF_THE_DIGITS, data, name)
+    for data in {2: [1], 3: [1], 4: [1, 2], 6: [2, 3]}[world_size]:
+        like_one_process(check, "zigzag", data, FSDP)
 
 
 # PyTorch's
@@ -451,6 +437,48 @@ def test_backward_with_the_keys_of_one_hop_is_seen(check):
     with patch.object(RING, "gradients", of_the_first_hop):
         told = complaint(on_whole_sequences("zigzag"), q, k, v, do, True)
     check.unless(told is not None and told.startswith("dq"), "it was not seen", told)
+
+
+def without_exp(o, lse, o_b, lse_b):
+    """Weighs by the sums' logarithms."""
+    total = torch.logaddexp(lse, lse_b)
+    share = (lse / total).unsqueeze(-1)
+    return o * share + o_b * (1 - share), total
+
+
+def alike(o, lse, o_b, lse_b):
+    """Takes both blocks as equally heavy."""
+    return (o + o_b) / 2, torch.logaddexp(lse, lse_b)
+
+
+def with_only_the_first_max(o, lse, o_b, lse_b):
+    """Subtracts the first block's maximum from both: overflows where the second's is larger."""
+    weight = torch.exp(lse_b - lse).unsqueeze(-1)
+    return (o + o_b * weight) / (1 + weight), lse + weight.squeeze(-1).log1p()
+
+
+def with_the_max_for_lse(o, lse, o_b, lse_b):
+    """Hands on the larger sum, not the sum: forward of two blocks is right, backward isn't."""
+    merged, _ = MERGE(o, lse, o_b, lse_b)
+    return merged, torch.maximum(lse, lse_b)
+
+
+MERGE = blocks.merge
+WRONG_MERGES = {without_exp: 1, alike: 1, with_the_max_for_lse: 1, with_only_the_first_max: 3000}
+
+
+@on_ranks(2, 3)
+def test_a_wrong_merge_is_seen(check, world_size):
+    """Published: e^lse overflowed in one (ring-flash-attention)."""
+    for merge, scale in WRONG_MERGES.items():
+        shape = 1, world_size, 1, 8 * world_size, 3
+        q, k, v, do = (randn(*shape, seed=seed, dtype=torch.float32) for seed in range(4))
+        for name in ("ring", "zigzag", "gathered"):
+            given = on_whole_sequences(name), scale * q, k, v, do, name == "zigzag"
+            check.same(complaint(*given), None, name, scale, "the right one")
+            with patch.object(blocks, "merge", merge):
+                told = complaint(*given)
+            check.unless(told is not None, name, merge.__name__, "was not seen")
 
 
 @on_ranks(4)

@@ -289,6 +289,27 @@ def test_when_it_is_worth_it():
     assert 1 / ratio("tensor", 370e9, world_size=2) == pytest.approx(34, abs=0.2)  # other ranks
     assert 1 / ratio("tensor", 50e9, world_size=2) == pytest.approx(4.6, abs=0.1)
     assert ratio("pipeline", 50e9, width=4096, layers=4) == pytest.approx(0.04, abs=0.001)
+    assert ratio("ring", 370e9) == pytest.approx(2 * 1081, abs=1)  # causal
+    assert ratio("ring", 50e9, heads_per_kv=8, tokens=2000) == pytest.approx(1)
+    assert ratio("experts", 370e9) == pytest.approx(0.35, abs=0.005)
+    assert ratio("experts", 50e9, expert_width=2048) == pytest.approx(2.6, abs=0.005)
+
+
+def test_a_ring_and_experts_from_their_bytes():
+    """By counting: a hop of causal attention, and rows that one of 4 ranks sends to experts."""
+    n, heads, kv_heads, D, C, b = 1000, 8, 2, 64, 1e12, 1e9
+    sent_s = 2 * n * kv_heads * D * 2 / b
+    scores = n * n / 2
+    computed_s = heads * scores * (2 * D + 2 * D) / C  # q·k, p·v
+    sizes = {"width": heads * D, "world_size": 4, "heads_per_kv": heads // kv_heads}
+    found = cost.sending_over_computing(C, b, n, **sizes, expert_width=100)
+    assert found["ring"] == pytest.approx(sent_s / computed_s)
+    rows, width = 2 * n, heads * D
+    sent_s = 2 * rows * 3 / 4 * width * 2 / b  # there, and back; a quarter stays
+    computed_s = rows * 3 * 2 * width * 100 / C
+    assert found["experts"] == pytest.approx(sent_s / computed_s)
+    alone = cost.sending_over_computing(C, b, n, width, 1)
+    assert {kind for kind, ratio in alone.items() if ratio > 0} == {"pipeline"}
 
 
 def test_a_step_of_fsdp():

@@ -48,7 +48,13 @@ from ddpkit.experts import (
 from ddpkit.experts.router import sigmoid, softmax
 from ddpkit.models import mean_loss
 from ddpkit.runtime.errors import LaunchError
-from ddpkit.tensor_parallel import clip_grad_norm
+from ddpkit.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    clip_grad_norm,
+    splits,
+)
+from ddpkit.tensor_parallel import count_copies as tensor_copies
 
 MESHES = {1: [1], 2: [1, 2], 3: [1, 3], 4: [1, 2, 4], 6: [2, 3]}  # ranks: those that share experts
 
@@ -201,6 +207,80 @@ def test_capacity_drops_by_rank(check, rank, world_size):
     right = dict(model.named_parameters())
     for name, p in ours.named_parameters():
         check.same(p.grad + 0.0, right[name].grad + 0.0, name)
+
+
+@on_ranks(2, 3, 4)
+def test_ranks_without_tokens_take_part_forward_and_backward(check, rank, world_size):
+    """Only the last rank has any: the others' experts still work, and learn from its tokens."""
+    last = world_size - 1
+    _, right, _ = exact_step(whole_model(shared=3), rows_of([3]), 1)
+    model = whole_model(shared=3)
+    share_experts(model)
+    rows = rows_of([3]) if rank == last else whole_numbers(0, WIDTH, seed=0)
+    out = []
+    forward = sent_by(lambda: out.append(model(rows)))
+    backward = sent_by(lambda: (squares(out[0]) * world_size).backward())
+    check.same(out[0].shape, rows.shape, "out")
+    check.same([record.op for record in forward], ["all_to_all"] * 6, "forward")
+    check.same([record.op for record in backward], ["all_to_all"] * 4, "backward")
+    came = [sum(record.splits[1]) for record in forward]
+    check.unless(rank == last or came[1] + came[4] > 0, "no rows came", came)
+    average_gradients(model, dist.new_subgroups(1)[0])
+    for name, p in model.named_parameters():
+        check.same(p.grad + 0.0, right[name], name)
+
+
+def test_a_rank_without_tokens_that_skips_backward_is_named():
+    def skips():
+        layer = whole_layer()
+        share_experts(layer)
+        x = rows_of([dist.get_rank()]).requires_grad_()
+        out = layer(x)
+        if len(x) > 0:
+            squares(out).backward()
+
+    says = "rank 0 waits in all_to_all for rank 1, which has returned"
+    with pytest.raises(LaunchError, match=says):
+        launch(skips, world_size=2, timeout=60)
+
+
+# With tensor parallelism
+
+
+def split_experts(model, group):
+    """Cut each expert, and the shared one, by its hidden numbers."""
+    for layer in layers(model):
+        for mlp in [*layer.experts.values(), *filter(None, [layer.shared])]:
+            mlp[0] = ColumnParallelLinear(mlp[0], group)
+            mlp[2] = RowParallelLinear(mlp[2], group)
+
+
+@on_ranks(4, 6, 8)
+def test_the_exact_twin_with_tensor_parallelism(check, rank, world_size):
+    """Data × experts × tensor, never all equal: ranks of a tensor group have the same tokens.
+
+    Nothing in either is for the other: numbers of copies multiply.
+    """
+    for shape in {4: [(1, 2, 2)], 6: [(1, 2, 3), (1, 3, 2)], 8: [(2, 2, 2), (1, 4, 2)]}[world_size]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "experts", "tensor"))
+        group, tensor = mesh["experts"].get_group(), mesh["tensor"].get_group()
+        everyone = mesh["data", "experts"]._flatten("everyone").get_group()  # who has other tokens
+        parts = dist.get_world_size(everyone)
+        norm, right, _ = exact_step(whole_model(shared=3), rows_of(range(parts)), 1)
+        model = whole_model(shared=3)
+        share_experts(model, group, everyone)
+        split_experts(model, tensor)
+        (squares(model(rows_of([dist.get_rank(everyone)]))) * parts).backward()
+        average_gradients(model, mesh["data"].get_group(), everyone)
+        for name, (dim, hands) in splits(model).items():
+            mine = hands[dist.get_rank(tensor)]
+            right[name] = right[name].index_select(dim, mine)
+        for name, p in model.named_parameters():
+            check.same(p.grad + 0.0, right[name], shape, name)
+        of_experts, of_tensor = count_copies(model, everyone), tensor_copies(model, tensor)
+        copies = {p: n * of_tensor[p] for p, n in of_experts.items()}
+        ours = clip_grad_norm(copies, float("inf"))
+        check.close(ours, norm, 1000 * torch.finfo(torch.float64).eps * norm, shape, "norm")
 
 
 # The wire
@@ -411,23 +491,33 @@ def test_dividing_by_the_replicas_makes_gradients_of_experts_e_times_too_large(
         check.same(told, {"experts": {float(ranks)}, "rest": {1.0}}, "by the replicas")
 
 
-@on_ranks(4)
-def test_norms_without_experts_or_with_each_rank_s_own(check, rank):
-    """A norm without experts clips too little, and an average of the ranks' own isn't theirs."""
+@on_ranks(4, 6)
+def test_norms_without_experts_or_with_each_rank_s_own(check, rank, world_size):
+    """A norm without experts clips too little, and an average of the ranks' own isn't theirs.
+
+    On 6 ranks as 3 × 2 and 2 × 3: where both axes are 2, copies of experts and their ranks are one
+    number.
+    """
     right, grads, _ = twin()
-    group, replicas = groups_of(2)
-    model = whole_model()
-    share_experts(model, group)
-    (squares(model(rows_of([rank]))) * 4).backward()
-    average_gradients(model, replicas)
-    copies = count_copies(model)
-    check.unless(torch.isclose(clip_grad_norm(copies, 1e30), right), "one norm")
-    rest = {p: n for p, n in copies.items() if n == 4}
     without = get_total_norm([g for n, g in grads.items() if ".experts." not in n])
-    check.unless(torch.isclose(clip_grad_norm(rest, 1e30), without), "without experts")
-    own = get_total_norm([p.grad for p in model.parameters()])
-    dist.all_reduce(own)
-    check.unless(without < own / 4 < right, "an average of norms", own / 4, right)
+    for ranks in (2,) if world_size == 4 else (2, 3):
+        group, replicas = groups_of(ranks)
+        model = whole_model()
+        share_experts(model, group)
+        (squares(model(rows_of([rank]))) * world_size).backward()
+        average_gradients(model, replicas)
+        copies = count_copies(model)
+        check.unless(torch.isclose(clip_grad_norm(copies, 1e30), right), ranks, "one norm")
+        rest = {p: n for p, n in copies.items() if n == world_size}
+        check.unless(torch.isclose(clip_grad_norm(rest, 1e30), without), ranks, "without experts")
+        own = get_total_norm([p.grad for p in model.parameters()])
+        dist.all_reduce(own)
+        own /= world_size
+        check.unless(without < own < right, ranks, "an average of norms", own, right)
+        # Clipped, all ranks' gradients are the twin's, shortened by one factor.
+        clip_grad_norm(copies, 1.0)
+        for name, p in model.named_parameters():
+            check.close(p.grad, grads[name] / (right + 1e-6), HALF_THE_DIGITS, ranks, name)
 
 
 @on_ranks(2)

@@ -16,9 +16,11 @@ def test_peaks_by_the_size_of_a_unit():
 
 def test_worth_at_the_published_figures():
     """8,000 tokens hide on 400 Gbit, 1,081 on NVLink 4, up to the (W-1)/W that W ranks save."""
-    caption, picture = fsdp_charts.worth(8192, 8192, 64, 4, 400)
+    caption, picture = fsdp_charts.worth(8192, 8192, 64, 4, 8, 2048, 400)
     assert "64 ranks, 8,192 tokens each" in caption
     nvlink, wire, _ = repr(picture).splitlines()[1:4]
     assert nvlink.startswith("NVLink 4: data parallel 0.13, FSDP 0.13, tensor 1.8")
+    assert nvlink.endswith("ring 0.033, experts 0.35")
+    assert wire.endswith("ring 0.24, experts 2.6")
     assert wire.startswith("400 Gbit: data parallel 0.96, FSDP 0.96, tensor 14")
     assert repr(fsdp_charts.worth_calculator()).startswith("8 ranks, 8,192 tokens each")

@@ -1,6 +1,7 @@
 """FSDP's whole parameters and checkpoints, modules made on the meta device, and all it refuses."""
 
 import copy
+import re
 from functools import partial
 
 import fsdp_cases as cases
@@ -224,18 +225,54 @@ def test_a_group_that_this_rank_is_not_in(check, rank):
         check.same(model.module.weight.grad, torch.ones(2, 2), "the mean of 0 and 2")
 
 
-def use_in_order(order):
+def use_in_order(orders, own):
+    """A step in each order; in the last one, rank 1 has its own."""
     model = cases.wrapped(dtype=torch.float32)
-    tokens = cases.batch(0, 0, 0)
-    model(tokens, order[dist.get_rank()]).sum().backward()
-    model.synchronize()
+    model.conductor.agreement.patience_s = 1.0
+    for number, order in enumerate(orders):
+        mine = own if dist.get_rank() == 1 and number == len(orders) - 1 else order
+        cases.backward(model, number, loss=lambda model, x, mine=mine: model(x, mine).sum())
 
 
-@pytest.mark.parametrize("second", [(1, 0, 2), (0, 1)], ids=["another order", "fewer"])
-def test_ranks_that_use_different_parameters(second):
+OWN_ORDERS = {  # what rank 1 does alone, and its first call that isn't the others'
+    "another order": ((1, 0, 2), "gather blocks.1"),
+    "fewer": ((0, 1), "gather blocks.1"),  # its backward begins where the others go on
+    "one twice": ((0, 1, 2, 1), "gather blocks.1"),
+}
+
+
+@pytest.mark.parametrize("which", OWN_ORDERS)
+def test_ranks_that_use_different_parameters(which):
+    own, _ = OWN_ORDERS[which]
     says = r"same next call on every rank, got (gather|reduce) .* on rank 1, (gather|reduce) .* on"
     with pytest.raises(RankError, match=says):
-        launch(use_in_order, [(0, 1, 2), second], world_size=2)
+        launch(use_in_order, [(0, 1, 2)], own, world_size=2)
+
+
+@pytest.mark.parametrize("which", OWN_ORDERS)
+def test_ranks_that_use_different_parameters_in_the_third_step(which):
+    """Blocks are alike, so that one rank's weights would serve the other's."""
+    own, call = OWN_ORDERS[which]
+    named = re.escape(f"{call} ({call.split()[1]}.up.weight ...)")
+    says = rf"rank 1 came to '{named}' after 'gather .*', which is new, and rank 0 to nothing new"
+    with pytest.raises(RankError, match=says):
+        launch(use_in_order, [(0, 1, 2)] * 3, own, world_size=2)
+
+
+@on_ranks(2)
+def test_an_order_that_is_new_on_all_ranks_is_fine(check):
+    """As where layers are left out by lot: the same lot on all ranks. An evaluation, too."""
+    model = cases.wrapped(dtype=torch.float32)
+    for step, use in enumerate([(0, 1, 2), (1, 0, 2), (0, 1, 2, 2), (0, 1, 2)]):
+        cases.backward(model, step, loss=lambda model, x, use=use: model(x, use).sum())
+        with torch.no_grad():
+            for _ in range(1 + step):
+                model(cases.batch(0, 0, 0))
+    before = len(cases.said())
+    cases.backward(model, 0, loss=lambda model, x: model(x, (1, 0, 2)).sum())
+    ops = {record.op for record in cases.said()[before:]}
+    check.same(ops, {"all_gather", "reduce_scatter"}, "ranks agree only once")
+    check.same(len(cases.said()) - before, 4 + 3 + 4, "calls")
 
 
 @on_ranks(2)

@@ -167,7 +167,7 @@ def _run_blocks(answer):
     x = _input(dist.get_rank())
     begun = len(recorder().records)
     value = answer([watched] * len(shards), shards, lengths, x, _loss)
-    seen = {"loss": None if value is None else float(value)}
+    seen = {"loss": None if value is None else torch.as_tensor(value).item()}
     for number, shard in enumerate(shards):
         seen[f"gradient of shard {number}"] = None if shard.grad is None else shard.grad.tolist()
     seen[ALIVE] = max(most, default=0) if max(most, default=0) > 2 else 2

@@ -11,6 +11,10 @@ ranks alike. An expert is on W/e ranks, its replicas: the groups of a mesh of (d
     optimizer.step()
     balance(model, 0.001)
 
+Each expert may be tensor-parallel besides: cut its Linears in a group of ranks that have the same
+tokens. Then `everyone` is one rank of each such group, and the numbers of copies multiply: these
+times `tensor_parallel.count_copies`.
+
 Notebook 13.
 """
 

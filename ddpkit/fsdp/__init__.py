@@ -8,7 +8,8 @@
 
 `layer`: one layer, gathered by hand. `wrapper`: FSDP, for any module. Its parts, from the small to
 the large: `shards` (a parameter), `units` (what travels together), `reduce`, `plan`, `hooks`,
-`conductor` (the order of calls). `state`: checkpoints. `clip`: one norm of all shards.
+`agreement` (of ranks, on the order of calls), `conductor` (who keeps it). `state`: checkpoints.
+`clip`: one norm of all shards.
 
 PyTorch's `fully_shard`; DeepSpeed's stage 3. Rajbhandari et al. 2020. Notebooks 07 and 12.
 """

@@ -9,10 +9,9 @@ AG gathers a unit's weights, RS reduce-scatters its gradients: PyTorch's order. 
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..tools.checks import check_same
+from .agreement import Agreement
 from .hooks import cast, led_through, with_hooks
 from .reduce import Reduction
 from .units import Unit
@@ -27,8 +26,8 @@ class Conductor:
     fetches ahead, and a reduction ends before the next unit computes. Calls and order are alike.
 
     syncing: gradients are reduced after backward. keeping: whole weights stay after backward.
-    order: units as forward used them. last_order: as it was in the last step. agreed: ranks are
-    known to use them in the same order.
+    order: units as forward used them. last_order: as it was in the last step. agreement: of all
+    ranks, on what is gathered and reduced next.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Conductor:
         self.order: list[Unit] = []
         self.last_order: list[Unit] = []
         self.reduction: Reduction | None = None  # on its way
-        self.agreed = dist.get_world_size(group) == 1
+        self.agreement = Agreement(group)
         for unit in units:
             before = partial(self.before_forward, unit)
             after = partial(self.after_forward, unit)
@@ -100,7 +99,7 @@ class Conductor:
 
     def start_gather(self, unit: Unit) -> None:
         if unit.needs_gather:
-            self.agree(f"gather {unit.name}")
+            self.agreement.check(f"gather {unit.label}")
             unit.start_gather()
 
     # Backward
@@ -138,7 +137,7 @@ class Conductor:
     def reduce(self, unit: Unit) -> None:
         self.finish_reduction()
         if unit.has_gradients:
-            self.agree(f"reduce {unit.name}")
+            self.agreement.check(f"reduce {unit.label}")
             self.reduction = Reduction(unit)
 
     def finish_reduction(self) -> None:
@@ -162,23 +161,13 @@ class Conductor:
     # Between backward and the optimizer's step
 
     def synchronize(self) -> None:
-        """Reduce what is left, drop all weights; from now on ranks are known to agree."""
+        """Reduce what is left, drop all weights."""
         self.drop()
         for unit in self.units:
             self.reduce(unit)
         self.finish_reduction()
-        self.agree("synchronize")
-        self.agreed = True
+        self.agreement.end_step()
 
     def drop(self) -> None:
         for unit in self.units:
             unit.drop()
-
-    def agree(self, event: str) -> None:
-        """Compare what ranks do next, in the first step.
-
-        Two units of one size look alike to a collective: one rank's weights would serve another's.
-        """
-        if not self.agreed:
-            remedy = "All ranks must use the same modules in the same order, in every step."
-            check_same("next call", [event], self.group, remedy)

@@ -41,6 +41,8 @@ class Unit:
         transport,
     ):
         self.name = name
+        members = [entry.name for entry in sharded]
+        self.label = f"{name} ({', '.join(members[:1])}{' ...' * (len(members) > 1)})"
         self.module = module
         self.sharded = sharded
         self.group = group

@@ -49,8 +49,9 @@ class FSDP(nn.Module):
     `.module` has the shards under the original names, along the first axis; all begin with the
     values of the group's first rank. A module on the meta device is made unit by unit, by the
     `reset_parameters` of its modules. Call modules, never their methods: hooks do the work.
-    ValueError: this rank isn't in `group`; modules differ between ranks; a wrong name in `wrap`.
-    RuntimeError: in the first step, ranks use units in different order; a shard was computed with.
+    ValueError: this rank isn't in `group`; modules differ between ranks; a wrong name in `wrap`; in
+    the first step, ranks use units in different order.
+    RuntimeError: a shard was computed with; later, a rank alone leaves the order it had so far.
 
     Cost per rank: 3(W-1)/W of the parameters sent in a step, two units whole at a time.
     """

@@ -70,7 +70,15 @@ def unit_peaks(peaks: Mapping[int, int], kept: int, unit_bytes: Mapping[int, int
 # When is it worth it?
 
 WIRES = {"NVLink 4": 370e9, "400 Gbit": 50e9, "100 Gbit": 11.7e9}
-MARKERS = {"data parallel": "s", "ZeRO-1": "D", "FSDP": "o", "tensor": "^", "pipeline": "v"}
+MARKERS = {
+    "data parallel": "s",
+    "ZeRO-1": "D",
+    "FSDP": "o",
+    "tensor": "^",
+    "pipeline": "v",
+    "ring": "P",
+    "experts": "X",
+}
 
 
 def worth_calculator() -> Calculator:
@@ -86,12 +94,20 @@ def worth_calculator() -> Calculator:
         width=Slider("width", [1024, 2048, 4096, 8192, 16384], 4096),
         world_size=Slider("ranks", [2, 4, 8, 16, 32, 64], 8),
         layers=Slider("layers of a stage", [1, 2, 4, 8, 16], 4),
+        heads_per_kv=Slider("heads to a kv head", [1, 2, 4, 8, 16], 4),
+        expert_width=Slider("width of an expert", [1024, 2048, 4096, 8192, 16384], 2048),
         tflops=Slider("TFLOP/s of a rank", [50, 100, 200, 400, 800], 400),
     )
 
 
 def worth(
-    tokens: int, width: int, world_size: int, layers: int, tflops: int
+    tokens: int,
+    width: int,
+    world_size: int,
+    layers: int,
+    heads_per_kv: int,
+    expert_width: int,
+    tflops: int,
 ) -> tuple[str, Picture]:
     """Return caption and picture of `worth_calculator` for one setting of its sliders.
 
@@ -101,7 +117,7 @@ def worth(
     axes.axvline(1, color="black", lw=2.5, ls=page.DASHES)
     lines = []
     for place, (wire, bytes_per_s) in enumerate(WIRES.items()):
-        sizes = tokens, width, world_size, layers
+        sizes = tokens, width, world_size, layers, heads_per_kv, expert_width
         ratios = sending_over_computing(tflops * 1e12, bytes_per_s, *sizes)
         _draw_ratios(axes, place, ratios)
         told = [f"{name} {ratio:.2g}" for name, ratio in ratios.items() if name != "ZeRO-1"]
@@ -128,5 +144,5 @@ def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
     """Draw the marks of one wire, in row `place`, ZeRO-1 below data parallel, which is equal."""
     fills = _fills()
     for number, (name, ratio) in enumerate(ratios.items()):
-        y = place - 0.24 + 0.12 * number
+        y = place - 0.3 + 0.1 * number
         axes.plot([ratio], [y], MARKERS[name], color=fills[name], ms=13, mec="black")
