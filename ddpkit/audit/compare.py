@@ -17,6 +17,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from .samples import other_samples
 from .tape import Step, Tape
 
 FLOOR = 1e-3  # of the whole gradient: a tensor that is shorter is judged as if it had this length
@@ -67,6 +68,7 @@ class Report:
     """The differences between a serial and a parallel training; `fine` if there are none.
 
     steps: that were compared. tensors: in each. tolerance: of a gradient in the first step.
+    undecided: the runs had no sample in common, so other gradients mean nothing.
     """
 
     steps: int
@@ -75,6 +77,7 @@ class Report:
     differences: list[Difference] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     optimizer: str = ""
+    undecided: bool = False
 
     @property
     def fine(self) -> bool:
@@ -88,7 +91,8 @@ class Report:
             compared = f"{self.steps} steps, {self.tensors} gradients and parameters in each"
             return f"the same training: {compared}, equal {within}"
         with_it = f" (with {self.optimizer})" if self.optimizer else ""
-        lines = [f"not the same training{with_it}; it begins here:"]
+        verdict = "it can't be told" if self.undecided else "not the same training"
+        lines = [f"{verdict}{with_it}; it begins here:"]
         lines += [f"  {difference}" for difference in self.differences]
         return "\n".join(lines + [f"  {cause}" for cause in self.causes])
 
@@ -126,7 +130,10 @@ def compare(
         ours = serial.steps[step]
         theirs = [tape.steps[step] for tape in parallel]
         if differing(step, "gradient", ours.gradients, [each.gradients for each in theirs]):
-            report.causes += explained(report.differences, ranks, ours, theirs)
+            of_ranks = [taken.samples for taken in theirs]
+            others, report.undecided = other_samples(ours.samples, of_ranks)
+            report.causes += [others] if others else []
+            report.causes += [] if others else explained(report.differences, ranks, ours, theirs)
             break
         # Gradients agree here, so what differs now comes from the update alone.
         if differing(step, "parameter", ours.parameters, [each.parameters for each in theirs]):

@@ -32,7 +32,7 @@ class Kind:
     dim: int | None = None
 
     @property
-    def cut(self) -> bool:
+    def is_part(self) -> bool:
         return self.name in ("sharded", "varying")
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def of_partial(name: str, args: tuple, kinds: list[Kind | None]) -> Kind:
 def common(name: str, kinds: list[Kind | None]) -> Kind | None:
     """Return the one kind that these have in common, constants aside."""
     found = list(dict.fromkeys(kind for kind in kinds if kind is not None))
-    parts = [kind for kind in found if kind.cut]
+    parts = [kind for kind in found if kind.is_part]
     if REPLICATED in found and OPEN in found:
         raise Untyped(
             f"{name} of one whose gradient ranks have as a whole and one whose gradient is summed "
