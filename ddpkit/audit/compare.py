@@ -68,7 +68,7 @@ class Report:
     """The differences between a serial and a parallel training; `fine` if there are none.
 
     steps: that were compared. tensors: in each. tolerance: of a gradient in the first step.
-    undecided: the runs had no sample in common, so other gradients mean nothing.
+    undecided: ranks used samples that the serial run didn't, or all gradients are 0.
     """
 
     steps: int
@@ -91,8 +91,9 @@ class Report:
             compared = f"{self.steps} steps, {self.tensors} gradients and parameters in each"
             return f"the same training: {compared}, equal {within}"
         with_it = f" (with {self.optimizer})" if self.optimizer else ""
-        verdict = "it can't be told" if self.undecided else "not the same training"
-        lines = [f"{verdict}{with_it}; it begins here:"]
+        begins = f"not the same training{with_it}; it begins here:"
+        lines = [f"whether it is the same training can't be told{with_it}:"]
+        lines = lines if self.undecided else [begins]
         lines += [f"  {difference}" for difference in self.differences]
         return "\n".join(lines + [f"  {cause}" for cause in self.causes])
 
@@ -124,7 +125,10 @@ def compare(
         return bool(report.differences)
 
     if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel]):
-        report.causes.append("the runs don't begin alike: other seeds, or nobody broadcasts")
+        report.causes.append(
+            "the runs don't begin alike: other seeds (--seed), nobody broadcasts, or one loads "
+            "what another has saved (--apart)"
+        )
         return report
     for step in range(steps):
         ours = serial.steps[step]
@@ -141,7 +145,15 @@ def compare(
             break
     else:
         report.causes += unequal_steps(serial, parallel)
+        if steps and not any(moves(step) for step in serial.steps):
+            report.undecided = True
+            report.causes.append("every gradient is 0, in every step: nothing is trained")
     return report
+
+
+def moves(step: Step) -> bool:
+    """Tell whether a step has a gradient that isn't 0."""
+    return any(gradient is not None and gradient.any() for gradient in step.gradients.values())
 
 
 def unequal_steps(serial: Tape, parallel: list[Tape]) -> list[str]:

@@ -109,4 +109,8 @@ def other_samples(serial: Counter, by_rank: list[Counter]) -> tuple[str, bool]:
     due = serial.total()
     foreign = sum(count for name, count in together.items() if name not in serial)
     told = f"the ranks used {together.total()} samples together, the serial run {due}"
-    return f"{told}; {foreign} of theirs aren't among its own", foreign > 0
+    if together.total() != due and foreign:
+        return f"{told}: both must use as many in a step (--serial-args?)", True
+    if foreign == 0:
+        return f"{told}, each of them among its own", False
+    return f"{told}; {foreign} of theirs aren't among its own (--ranks-samples?)", True
