@@ -40,10 +40,10 @@ class Step:
     """
 
     losses: list[float] = field(default_factory=list)
-    samples: Counter = field(default_factory=Counter)
-    rows: Rows = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    samples: Counter = field(default_factory=Counter)
+    rows: Rows = field(default_factory=list)
 
 
 class Tape:
