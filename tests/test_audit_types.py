@@ -218,6 +218,31 @@ class Raw(RowParallelLinear):
         return nn.functional.linear(x, self.weight)
 
 
+class WithExperts(nn.Module):
+    """An expert on each rank, and one that all have; sglang#26845 sums the second as well."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+        self.shared = nn.Linear(4, 4)
+        self.mine = nn.Linear(4, 4)
+
+    def forward(self, x):
+        routed = self.mine(x)
+        if self.inside:
+            return SumOverRanks.apply(self.shared(x) + routed, None)
+        return self.shared(x) + SumOverRanks.apply(routed, None)
+
+
+def test_a_shared_expert_in_the_sum_of_experts():
+    x = torch.ones(3, 4)
+    options = {"given": None, "of": {"mine": VARYING}}
+    assert types(lambda: WithExperts(False), x, **options).fine
+    report = types(lambda: WithExperts(True), x, **options)
+    assert report.kinds == {"mine": VARYING, "shared": REPLICATED}
+    assert report.wrong.startswith("the module (WithExperts): add of one that is replicated and")
+
+
 MUTANTS = {
     "f": (CopyToRanks, "backward", lambda ctx, g: (g, None), "f is missing"),
     "g": (SumOverRanks, "forward", lambda ctx, x, group=None: x.clone(), "SumOverRanks of summ"),

@@ -141,7 +141,7 @@ def compare(
             break
         # Gradients agree here, so what differs now comes from the update alone.
         if differing(step, "parameter", ours.parameters, [each.parameters for each in theirs]):
-            report.causes.append("gradients agree: look at the update (state, rate, who skips)")
+            report.causes += of_the_update(ours, theirs)
             break
     else:
         report.causes += unequal_steps(serial, parallel)
@@ -149,6 +149,19 @@ def compare(
             report.undecided = True
             report.causes.append("every gradient is 0, in every step: nothing is trained")
     return report
+
+
+def of_the_update(ours: Step, theirs: list[Step]) -> list[str]:
+    """Say why parameters differ though gradients agree: another rate, or what else there is."""
+    causes = []
+    for rank, step in enumerate(theirs):
+        pairs = list(zip(step.rates, ours.rates, strict=False))
+        wrong = [(got, due) for got, due in pairs if not near(got, due)]
+        if wrong:
+            got, due = wrong[0]
+            ratio = f" (×{got / due:.4g})" if due else ""
+            causes.append(f"learning rate {got:.4g} on rank {rank}, {due:.4g} serially{ratio}")
+    return causes or ["gradients agree: look at the update (state, who skips, who clips)"]
 
 
 def moves(step: Step) -> bool:
@@ -287,7 +300,10 @@ def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) 
     if not found.all:
         return [f"other ranks are right: what does rank {found.ranks[0]} do alone?"]
     if found.factor is None:
-        return ["no one factor: other data, a stale or partial sum, a missing term"]
+        return [
+            "no one factor: the mean of unequal parts' means, other data, a stale or partial sum, "
+            "a missing term"
+        ]
     if near(found.factor, 1):
         return ["nearly the same: other roundings, another dtype on the way, or a small term"]
     if found.factor == 0:

@@ -36,7 +36,7 @@ class Step:
 
     losses: of each backward, a number. gradients: {name: as the optimizer finds it, None if there
     is none}. parameters: {name: after the update}. samples: names of the rows that went into the
-    model; rows: themselves, if they are kept.
+    model; rows: themselves, if they are kept. rates: the optimizer's learning rates.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -44,6 +44,7 @@ class Step:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     samples: Counter = field(default_factory=Counter)
     rows: Rows = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
 
 
 class Tape:
@@ -153,6 +154,7 @@ class Tape:
         if self.stepping == 1 and not self.updated and not self.steps[-1].gradients:
             self.rank = dist.get_rank() if dist.is_initialized() else 0
             self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+            self.steps[-1].rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
             sent = parts_of_optimizer(optimizer)
             self.steps[-1].gradients = self.whole(lambda p: sent.get(p, p.grad))
 

@@ -11,7 +11,7 @@ do a `torch.autograd.Function`'s forward and backward make?
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -75,18 +75,21 @@ def types(
     world_size: int = 2,
     given: Kind | None = REPLICATED,
     sums_copies: bool = False,
+    of: Mapping[str, Kind] | None = None,
 ) -> Types:
     """Type a module that ranks share, without processes; name the first operation that is wrong.
 
     make: returns the module, as rank 0 of `world_size` makes it. inputs: of its forward; they are
     `given`, a kind, or constants if they aren't floats. sums_copies: the gradients of parameters
-    that aren't split are summed after backward, as `ParallelGPT.synchronize` does.
+    that aren't split are summed after backward, as `ParallelGPT.synchronize` does. of: {a module's
+    path: the kind of its parameters}, of those that aren't `SplitLayer`s: experts that each rank
+    has alone are VARYING.
 
     Sees sums that are missing, doubled or at the wrong place; no factor, no order, no samples.
     """
     with group_of(world_size):
         module = make()
-        typing = Typing(module, OPEN if sums_copies else REPLICATED)
+        typing = Typing(module, OPEN if sums_copies else REPLICATED, of or {})
         inputs = tuple(leaf(x) for x in inputs)
         for x in inputs:
             typing.put(x, given if x.is_floating_point() else None)
@@ -130,7 +133,7 @@ class Calls(TorchDispatchMode):
 class Typing(TorchFunctionMode):
     """Give every tensor of a module's forward its kind."""
 
-    def __init__(self, module: nn.Module, copies: Kind):
+    def __init__(self, module: nn.Module, copies: Kind, given: Mapping[str, Kind]):
         super().__init__()
         self.module = module
         self.of: dict[int, tuple[Tensor, Kind | None]] = {}  # by id; held, so that ids stay theirs
@@ -141,7 +144,8 @@ class Typing(TorchFunctionMode):
         for path, parameter in module.named_parameters():
             owner, _, name = path.rpartition(".")
             layer = module.get_submodule(owner)
-            kind = copies if parameter.requires_grad else None
+            above = [k for name, k in given.items() if f"{path}.".startswith(f"{name}.")]
+            kind = [*above, copies][0] if parameter.requires_grad else None
             if isinstance(layer, SplitLayer) and name in layer.split:
                 kind = sharded(layer.split[name][0] - parameter.ndim)
             self.put(parameter, kind)
