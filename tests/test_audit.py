@@ -331,6 +331,7 @@ def test_agreement_names_tensor_and_rank(check, rank):
         "exp_avg of 0.bias: rank 1 differs",
     ]
     check.same(found, expected)
+    check.same(agree({"norm": torch.tensor(rank // 2), "scale": 2.0}), ["norm: rank 2 differs"])
     alone = dist.new_group([1, 2])
     if rank:
         check.same(agree(model, group=alone)[0], "parameter 0.weight: the two ranks differ")
@@ -414,6 +415,20 @@ def test_an_update_more_or_less_is_told():
     report = compare(tape_of(), [tape_of(), longer])
     assert not report.fine
     assert "rank 1 made 2 updates, the serial run 1" in str(report)
+
+
+def test_a_rate_that_differs_is_told():
+    serial = tape_of()
+    serial.steps[0].rates = [0.25]
+    others = [tape_of(parameter=4.0), tape_of(parameter=4.0)]
+    for tape in others:
+        tape.steps[0].rates = [0.5]
+    report = compare(serial, others)
+    assert report.causes[0] == "learning rate 0.5 on rank 0, 0.25 serially (×2)"
+    others[0].steps[0].rates = [0.25]
+    assert [cause[-30:] for cause in compare(serial, others).causes] == [
+        "5 on rank 1, 0.25 serially (×2)"[-30:]
+    ]
 
 
 def test_two_optimizers_make_one_update():

@@ -51,6 +51,52 @@ for step in range(4):
     (model(data[:, :8]) - data[:, 8:]).square().mean().backward()
     optimizer.step()
 """
+DRAWS = """\
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+# In the shape of nanoGPT's loop: micro-batches are drawn at random, by a seed of the rank's own
+late, micro_batches = sys.argv[1] == "late", int(sys.argv[2])
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+data = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 16), nn.GELU(), nn.Linear(16, 1))
+
+    def forward(self, x, targets=None):
+        return (self.layers(x).squeeze(1) - targets).square().mean()
+
+
+model = Model()
+if os.path.exists("snapshot.pt"):
+    model.load_state_dict(torch.load("snapshot.pt"))
+torch.manual_seed(1337 + rank)
+model = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(3):
+    for micro_step in range(micro_batches):
+        last = micro_step == micro_batches - 1
+        if not late:
+            model.require_backward_grad_sync = last
+        rows = data[torch.randint(64, (4,))]
+        loss = model(rows[:, :7], targets=rows[:, 7]) / micro_batches
+        model.require_backward_grad_sync = last
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if rank == 0:
+    torch.save(model.module.state_dict(), "snapshot.pt")
+dist.destroy_process_group()
+"""
 
 
 @pytest.fixture
@@ -102,6 +148,39 @@ def test_a_script_that_trains_for_ever_is_ended(script, capsys):
     assert "made no 3 steps in 8 s" in capsys.readouterr().err
     left = subprocess.run(["pgrep", "-f", script], capture_output=True, check=False)
     assert left.stdout == b""
+
+
+@pytest.fixture
+def drawing(tmp_path, monkeypatch):
+    """Return a script that draws its samples, in the present folder."""
+    (tmp_path / "draws.py").write_text(DRAWS)
+    monkeypatch.chdir(tmp_path)
+    return "draws.py"
+
+
+OPTIONS = "--world-size", "2", "--serial-args", "right 4"
+
+
+def test_a_script_that_draws_by_rank_with_the_ranks_samples(drawing, tmp_path, capsys):
+    more = "--seed", "0", "--apart", "--ranks-samples", "--steps", "2", "--no-sgd"
+    assert command.main([drawing, *OPTIONS, *more, "--", "right", "2"]) == 0
+    assert capsys.readouterr().out.startswith("the same training: 2 steps")
+    assert [path.name for path in tmp_path.iterdir()] == ["draws.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "loop", "code", "says"),
+    [
+        (["--seed", "0", "--apart"], "right", 2, "of theirs aren't among its own"),
+        (["--seed", "0", "--apart", "--ranks-samples"], "late", 1, "nobody averages them"),
+        (["--seed", "0", "--ranks-samples"], "right", 1, "loads what another has saved (--apart)"),
+        (["--apart", "--ranks-samples"], "right", 1, "other seeds (--seed)"),
+    ],
+)
+def test_what_a_script_that_draws_needs(drawing, capsys, options, loop, code, says):
+    assert command.main([drawing, *OPTIONS, *options, "--", loop, "2"]) == code
+    assert says in capsys.readouterr().out
 
 
 def test_bad_input_is_told_in_a_sentence(tmp_path, capsys):

@@ -10,7 +10,7 @@ from exercises.test_museum import NUMBERS, RIGHT
 from torch.distributed import init_device_mesh
 
 from ddpkit import launch
-from ddpkit.audit import Ledger, budget, same_training
+from ddpkit.audit import Ledger, agree, budget, same_training
 from ddpkit.exercises import museum
 from ddpkit.exercises.museum_piece import SOUND
 
@@ -108,3 +108,20 @@ def test_the_ledger_sees_the_same_order_twice():
     assert wrong == ["the same order as in an epoch before: does anybody call set_epoch?"]
     right = piece.repaired(RIGHT[piece.name])
     assert launch(orders, right, piece.case, world_size=3)[0] == []
+
+
+def parameters_of(train, case):
+    """Return what ranks disagree on of what the piece returns."""
+    return agree(dict(train(case)))
+
+
+DISAGREE = {"overflow_of_my_own": "first.weight: rank 1 differs", "norm_of_my_part": "norm: "}
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_agreement_of_ranks_sees_what_each_decides_alone(name):
+    piece = museum.pieces()[name]
+    found = launch(parameters_of, piece.code, piece.case, world_size=3)[0]
+    assert found[0].startswith(DISAGREE[name]), found
+    right = piece.repaired(RIGHT[name])
+    assert launch(parameters_of, right, piece.case, world_size=3)[0] == []

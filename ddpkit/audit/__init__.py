@@ -7,6 +7,7 @@
     with finite(model): ...     # the first NaN or inf: module, step, rank
     Ledger(loader)              # was every sample used once, on all ranks together?
     budget(run, {"all_reduce": 2})  # calls that a step makes, and those it needs
+    types(make, x)              # what is whole, a part, a summand; without processes
     exact(model)                # integers in float64: equal means equal to the last bit
 
 For scripts, unchanged: `python -m ddpkit.audit SERIAL.py PARALLEL.py --world-size 3`. Notebook 14.
@@ -20,6 +21,7 @@ from .finite import NotFinite, finite
 from .ledger import Ledger
 from .tape import Tape
 from .training import same_training
+from .typed import types
 
 __all__ = [
     "Ledger",
@@ -33,5 +35,6 @@ __all__ = [
     "exact_loss",
     "finite",
     "same_training",
+    "types",
     "unchanged",
 ]

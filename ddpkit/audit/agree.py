@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from ..tensor_parallel.split import SplitLayer
 
 
 def agree(
-    module: nn.Module,
+    module: nn.Module | Mapping[str, object],
     optimizer: Optimizer | None = None,
     group: ProcessGroup | None = None,
     random: bool = False,
@@ -24,7 +24,8 @@ def agree(
     Looks at parameters, buffers, gradients, the optimizer's state and rates; with `random`, also at
     the state of random numbers, which should differ where ranks draw dropout masks. Tensors whose
     shards ranks hold (DTensors, split layers) are left out. Each entry names the ranks that
-    disagree with the most: "parameter head.weight: rank 2 differs".
+    disagree with the most: "parameter head.weight: rank 2 differs". In a module's place, a mapping
+    of any values that ranks should have alike: a norm, a loss scale, a state_dict.
 
     Every rank of the group must call. Cost: an all_gather_object of 32 bytes a tensor.
     """
@@ -50,9 +51,12 @@ def disagreement(odd: list[int], count: int, ranks: int) -> str:
 
 
 def replicated(
-    module: nn.Module, optimizer: Optimizer | None, random: bool
+    module: nn.Module | Mapping[str, object], optimizer: Optimizer | None, random: bool
 ) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of all that should be the same on every rank."""
+    if isinstance(module, Mapping):
+        yield from module.items()
+        return
     names = {}
     for path, parameter in module.named_parameters():
         owner, _, name = path.rpartition(".")

@@ -3,25 +3,34 @@
     python -m ddpkit.audit train.py --world-size 3              # one script, on 1 and on 3 ranks
     python -m ddpkit.audit serial.py parallel.py --world-size 3 # two scripts
     python -m ddpkit.audit train.py --world-size 3 -- --lr 0.1  # after -- come the script's own
+    ... --serial-args "--batch 96" -- --batch 32    # and these in their place, for the run on one
 
-Both must begin alike (a seed) and use the same samples in each step, whatever the number of ranks.
+Both must begin alike and use the same samples in each step, whatever the number of ranks. For
+scripts that don't: --seed 0 seeds them, alike on all ranks; --ranks-samples gives the samples that
+the ranks drew to the run on one, if they are inputs of the model; --apart gives each run a folder
+of its own, with links to the files of this one, so that none loads what another has saved.
 On more than one rank the script runs under torchrun and `ddpkit.debug`, which explains a hang.
 Exit code: 0 the same training, 1 not the same, 2 undecided, for a reason that is printed.
 """
 
 import argparse
+import json
 import os
 import pickle
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 
 from . import script as runner
 from .compare import Report, compare
+from .samples import Rows
 from .tape import Tape
 
 LOOK_S = 0.1
@@ -47,6 +56,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="updates to compare")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run")
     parser.add_argument("--stop", action="store_true", help="end the runs after these steps")
+    parser.add_argument("--seed", type=int, help="of random numbers, before the script begins")
+    samples = "the run on one rank uses the samples of the ranks"
+    parser.add_argument("--ranks-samples", action="store_true", help=samples)
+    alone = "arguments of the run on one rank, if they aren't the same, in quotes"
+    parser.add_argument("--serial-args", type=shlex.split, metavar="ARGS", help=alone)
+    apart = "each run in a folder of its own, with links to what is here"
+    parser.add_argument("--apart", action="store_true", help=apart)
     parser.add_argument("--no-sgd", action="store_true", help="with the script's optimizer only")
     options = parser.parse_args(own)
     options.parallel = options.parallel or options.serial
@@ -63,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ddpkit.audit: {reason}", file=sys.stderr)
         return 2
     print(report)
+    if report.undecided:
+        return 2
     return 0 if report.fine else 1
 
 
@@ -78,25 +96,47 @@ def check(options: argparse.Namespace) -> None:
 def audit(options: argparse.Namespace) -> Report:
     """Run both, with the script's own optimizer and then with SGD; stop at the first difference."""
     report = Report(0, 0, 0.0)
-    for sgd in ("own",) if options.no_sgd else ("own", "sgd"):
-        (alone,) = tapes(options.serial, 1, sgd, options, alone=options.serial != options.parallel)
-        together = tapes(options.parallel, options.world_size, sgd, options)
+    two = options.serial != options.parallel
+    ours = options.arguments if options.serial_args is None else options.serial_args
+    for sgd in (False,) if options.no_sgd else (False, True):
+        together = tapes(options.parallel, options.arguments, options.world_size, sgd, options)
+        instead = samples_of(together) if options.ranks_samples else None
+        (alone,) = tapes(options.serial, ours, 1, sgd, options, alone=two, instead=instead)
         try:
             report = compare(alone, together)
         except ValueError as error:
             raise CannotTell(str(error)) from None
-        report.optimizer = "SGD in the optimizer's place" if sgd == "sgd" else ""
+        report.optimizer = "SGD in the optimizer's place" if sgd else ""
         if not report.fine:
             break
     return report
 
 
+def samples_of(together: list[Tape]) -> list[Rows]:
+    """Return the rows of each step, of all ranks."""
+    steps = min(len(tape.steps) for tape in together)
+    return [list(chain(*(tape.steps[step].rows for tape in together))) for step in range(steps)]
+
+
 def tapes(
-    script: str, ranks: int, sgd: str, options: argparse.Namespace, alone: bool = False
+    script: str,
+    arguments: list[str],
+    ranks: int,
+    sgd: bool,
+    options: argparse.Namespace,
+    alone: bool = False,
+    instead: list[Rows] | None = None,
 ) -> list[Tape]:
-    """Run a script, by torchrun or `alone`, and return each rank's tape."""
+    """Run a script, by torchrun or `alone`, and return each rank's tape.
+
+    instead: the samples of each step, in the place of the script's own.
+    """
     with tempfile.TemporaryDirectory(prefix="ddpkit-audit-") as folder:
-        command = [runner.__file__, folder, str(options.steps), sgd, script, *options.arguments]
+        if instead is not None:
+            Path(folder, "samples").write_bytes(pickle.dumps(instead))
+        keep = options.ranks_samples and instead is None
+        told = {"steps": options.steps, "sgd": sgd, "seed": options.seed, "keep": keep}
+        command = [runner.__file__, folder, json.dumps(told), script, *arguments]
         if alone:
             command = [sys.executable, *command]
         else:
@@ -106,7 +146,11 @@ def tapes(
         with output.open("w") as file:
             # A session of its own, so that all its processes can be ended together.
             process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=linked(Path(folder, "apart")) if options.apart else None,
             )
             try:
                 ended = wait(process, folder, ranks, options)
@@ -118,6 +162,12 @@ def tapes(
         if len(found) < ranks:
             raise CannotTell(f"{script} made no {options.steps} steps in {options.timeout:g} s")
         return [pickle.loads(path.read_bytes()) for path in found]
+
+
+def linked(folder: Path) -> Path:
+    """Make a folder with the folders of the present one, and links to its files; return it."""
+    hidden = shutil.ignore_patterns(".*")
+    return shutil.copytree(Path.cwd(), folder, ignore=hidden, copy_function=os.symlink)
 
 
 def wait(process, folder: str, ranks: int, options: argparse.Namespace) -> bool:

@@ -17,6 +17,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from .samples import other_samples
 from .tape import Step, Tape
 
 FLOOR = 1e-3  # of the whole gradient: a tensor that is shorter is judged as if it had this length
@@ -67,6 +68,7 @@ class Report:
     """The differences between a serial and a parallel training; `fine` if there are none.
 
     steps: that were compared. tensors: in each. tolerance: of a gradient in the first step.
+    undecided: ranks used samples that the serial run didn't, or all gradients are 0.
     """
 
     steps: int
@@ -75,6 +77,7 @@ class Report:
     differences: list[Difference] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     optimizer: str = ""
+    undecided: bool = False
 
     @property
     def fine(self) -> bool:
@@ -88,7 +91,9 @@ class Report:
             compared = f"{self.steps} steps, {self.tensors} gradients and parameters in each"
             return f"the same training: {compared}, equal {within}"
         with_it = f" (with {self.optimizer})" if self.optimizer else ""
-        lines = [f"not the same training{with_it}; it begins here:"]
+        begins = f"not the same training{with_it}; it begins here:"
+        lines = [f"whether it is the same training can't be told{with_it}:"]
+        lines = lines if self.undecided else [begins]
         lines += [f"  {difference}" for difference in self.differences]
         return "\n".join(lines + [f"  {cause}" for cause in self.causes])
 
@@ -120,21 +125,48 @@ def compare(
         return bool(report.differences)
 
     if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel]):
-        report.causes.append("the runs don't begin alike: other seeds, or nobody broadcasts")
+        report.causes.append(
+            "the runs don't begin alike: other seeds (--seed), nobody broadcasts, or one loads "
+            "what another has saved (--apart)"
+        )
         return report
     for step in range(steps):
         ours = serial.steps[step]
         theirs = [tape.steps[step] for tape in parallel]
         if differing(step, "gradient", ours.gradients, [each.gradients for each in theirs]):
-            report.causes += explained(report.differences, ranks, ours, theirs)
+            of_ranks = [taken.samples for taken in theirs]
+            others, report.undecided = other_samples(ours.samples, of_ranks)
+            report.causes += [others] if others else []
+            report.causes += [] if others else explained(report.differences, ranks, ours, theirs)
             break
         # Gradients agree here, so what differs now comes from the update alone.
         if differing(step, "parameter", ours.parameters, [each.parameters for each in theirs]):
-            report.causes.append("gradients agree: look at the update (state, rate, who skips)")
+            report.causes += of_the_update(ours, theirs)
             break
     else:
         report.causes += unequal_steps(serial, parallel)
+        if steps and not any(moves(step) for step in serial.steps):
+            report.undecided = True
+            report.causes.append("every gradient is 0, in every step: nothing is trained")
     return report
+
+
+def of_the_update(ours: Step, theirs: list[Step]) -> list[str]:
+    """Say why parameters differ though gradients agree: another rate, or what else there is."""
+    causes = []
+    for rank, step in enumerate(theirs):
+        pairs = list(zip(step.rates, ours.rates, strict=False))
+        wrong = [(got, due) for got, due in pairs if not near(got, due)]
+        if wrong:
+            got, due = wrong[0]
+            ratio = f" (×{got / due:.4g})" if due else ""
+            causes.append(f"learning rate {got:.4g} on rank {rank}, {due:.4g} serially{ratio}")
+    return causes or ["gradients agree: look at the update (state, who skips, who clips)"]
+
+
+def moves(step: Step) -> bool:
+    """Tell whether a step has a gradient that isn't 0."""
+    return any(gradient is not None and gradient.any() for gradient in step.gradients.values())
 
 
 def unequal_steps(serial: Tape, parallel: list[Tape]) -> list[str]:
@@ -268,7 +300,10 @@ def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) 
     if not found.all:
         return [f"other ranks are right: what does rank {found.ranks[0]} do alone?"]
     if found.factor is None:
-        return ["no one factor: other data, a stale or partial sum, a missing term"]
+        return [
+            "no one factor: the mean of unequal parts' means, other data, a stale or partial sum, "
+            "a missing term"
+        ]
     if near(found.factor, 1):
         return ["nearly the same: other roundings, another dtype on the way, or a small term"]
     if found.factor == 0:

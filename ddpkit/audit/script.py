@@ -1,30 +1,53 @@
 """Run a script with a tape on it; `ddpkit.audit.command` starts this file, by torchrun or alone.
 
-script.py FOLDER STEPS SGD SCRIPT ARGS: the tape goes to FOLDER, a file for each rank.
+script.py FOLDER OPTIONS SCRIPT ARGS: the tape goes to FOLDER, a file for each rank. OPTIONS, JSON:
+steps; sgd, in the optimizer's place; seed, or null; keep, the samples themselves. If FOLDER has
+`samples`, these are used in the place of the script's own.
 """
 
 import contextlib
+import importlib
+import json
 import os
 import pickle
+import random
 import runpy
 import sys
 from pathlib import Path
 
+import torch
+
+from ddpkit.audit.samples import Samples
 from ddpkit.audit.tape import Tape
 from ddpkit.audit.training import plain_sgd
 
 
-def main(folder: str, steps: str, sgd: str, script: str, *arguments: str) -> None:
+def main(folder: str, options: str, script: str, *arguments: str) -> None:
+    chosen = json.loads(options)
     path = Path(folder, f"{os.environ.get('RANK', '0')}.tape")
-    tape = Tape(int(steps), when_full=lambda tape: save(tape, path))
+    theirs = Path(folder, "samples")
+    samples = Samples(
+        chosen["keep"], pickle.loads(theirs.read_bytes()) if theirs.exists() else None
+    )
+    tape = Tape(chosen["steps"], when_full=lambda tape: save(tape, path), samples=samples)
+    if chosen["seed"] is not None:
+        begin_with(chosen["seed"])
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
-        with plain_sgd() if sgd == "sgd" else contextlib.nullcontext(), tape:
+        with plain_sgd() if chosen["sgd"] else contextlib.nullcontext(), tape:
             runpy.run_path(script, run_name="__main__")
     finally:
         if not path.exists():  # the script has fewer steps
             save(tape, path)
+
+
+def begin_with(seed: int) -> None:
+    """Seed what scripts draw from, alike on all ranks."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("numpy").random.seed(seed)
 
 
 def save(tape: Tape, path: Path) -> None:

@@ -5,13 +5,16 @@
     tape.steps[0].gradients["blocks.0.out.weight"]
 
 The tape listens at three places of PyTorch: outermost modules when they are called (their names are
-the parameters' names), `backward` (the loss), and optimizers' `step`. A tensor of which ranks hold
-parts is put together first, which takes messages: the ranks that share it must step alike.
+the parameters' names, their inputs the samples), `backward` (the loss), and optimizers' `step`. A
+tensor of which ranks hold parts is put together first, which takes messages: the ranks that share
+it must step alike.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from ..fsdp import FSDP
+from .samples import Rows, Samples
 from .whole import parts_of_optimizer, whole_tensor
 
 WRAPPERS = "module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
@@ -31,12 +35,16 @@ class Step:
     """One update: what it began from, and what it led to; tensors are whole, and on the CPU.
 
     losses: of each backward, a number. gradients: {name: as the optimizer finds it, None if there
-    is none}. parameters: {name: after the update}.
+    is none}. parameters: {name: after the update}. samples: names of the rows that went into the
+    model; rows: themselves, if they are kept. rates: the optimizer's learning rates.
     """
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    samples: Counter = field(default_factory=Counter)
+    rows: Rows = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
 
 
 class Tape:
@@ -44,12 +52,19 @@ class Tape:
 
     begin: {name: parameter before the first update}. longest: the most numbers that one sum of the
     training adds up: a width, or the values of a micro-batch. depth: the layers with parameters.
-    when_full: called with the tape once all steps are on it, while the training goes on.
+    when_full: called with the tape once all steps are on it, while the training goes on. samples:
+    what notes them.
     """
 
-    def __init__(self, steps: int = 3, when_full: Callable[["Tape"], None] | None = None):
+    def __init__(
+        self,
+        steps: int = 3,
+        when_full: Callable[["Tape"], None] | None = None,
+        samples: Samples | None = None,
+    ):
         self.most = steps
         self.when_full = when_full
+        self.samples = samples or Samples()
         self.steps: list[Step] = []
         self.begin: dict[str, Tensor] = {}
         self.longest = 1
@@ -73,9 +88,11 @@ class Tape:
             optimizers.register_optimizer_step_post_hook(self.on_stepped),
         ):
             self.listening.callback(handle.remove)
-        backward = torch.autograd.backward
-        torch.autograd.backward = self.hearing(backward)
-        self.listening.callback(setattr, torch.autograd, "backward", backward)
+        for context in (
+            patch.object(torch.autograd, "backward", self.hearing(torch.autograd.backward)),
+            patch.object(nn.Module, "__call__", self.calling(nn.Module.__call__)),
+        ):
+            self.listening.enter_context(context)
         return self
 
     def __exit__(self, *error) -> None:
@@ -96,6 +113,18 @@ class Tape:
     def on_return(self, *_) -> None:
         self.calls -= 1
 
+    def calling(self, call: Callable) -> Callable:
+        """Return `Module.__call__` that first notes the samples, of outermost modules."""
+
+        def called(module, *args, **kwargs):
+            outermost = self.calls == 0 and any(True for _ in module.parameters())
+            if outermost and not self.full and torch.is_grad_enabled():
+                step = len(self.steps) - (not self.updated)
+                args, kwargs = self.samples.of_call(step, args, kwargs)
+            return call(module, *args, **kwargs)
+
+        return called
+
     def hearing(self, backward: Callable) -> Callable:
         """Return `backward` that first notes the loss it begins from."""
 
@@ -109,6 +138,10 @@ class Tape:
                     self.steps.append(Step())
                 else:
                     self.fill()
+            if not self.updated:
+                names, rows = self.samples.take()
+                self.steps[-1].samples += names
+                self.steps[-1].rows += rows
             if not self.updated and isinstance(first, Tensor) and first.numel() == 1:
                 self.steps[-1].losses.append(first.item())
             return backward(tensors, *args, **kwargs)
@@ -121,6 +154,7 @@ class Tape:
         if self.stepping == 1 and not self.updated and not self.steps[-1].gradients:
             self.rank = dist.get_rank() if dist.is_initialized() else 0
             self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+            self.steps[-1].rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
             sent = parts_of_optimizer(optimizer)
             self.steps[-1].gradients = self.whole(lambda p: sent.get(p, p.grad))
 

@@ -1,0 +1,264 @@
+"""Kinds of tensors on ranks, and what each operation makes of them: the rules of `types`.
+
+    kind                            on a rank             its gradient there
+    replicated                      the whole             the whole
+    replicated, gradient partial    the whole             a summand: a sum is due
+    partial                         a summand             the whole
+    sharded along d                 a part along d        a part along d
+    varying                         anything else
+    None                            a constant, alike on all ranks: it has no gradient
+
+f leads from the first to the second, g from the third to the first. Dimensions count from the end.
+
+The first two are "invariant" and "replicate" in torchtitan's spmd_types; in DTensor both are
+Replicate(), since it adds a missing sum by itself. Notebook 14.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class Untyped(Exception):
+    """An operation that no kind allows."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of a tensor; dim: of one that is sharded, from the end."""
+
+    name: str
+    dim: int | None = None
+
+    @property
+    def is_part(self) -> bool:
+        return self.name in ("sharded", "varying")
+
+    def __str__(self) -> str:
+        return self.name if self.dim is None else f"{self.name} along {self.dim}"
+
+
+REPLICATED = Kind("replicated")
+OPEN = Kind("replicated, gradient partial")
+PARTIAL = Kind("partial")
+VARYING = Kind("varying")
+Known = Callable[[object], Kind | None]
+
+
+def sharded(dim: int) -> Kind:
+    """Return the kind of a part along `dim`, which counts from the end: -1, -2, ..."""
+    return Kind("sharded", dim)
+
+
+# Functions f with f(a + b) = f(a) + f(b): of a sum's parts they make parts of the result
+VIEWS = {
+    *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze"),
+    *("split", "chunk", "unbind", "__getitem__", "__iter__", "contiguous", "clone", "detach"),
+    *("expand", "repeat_interleave", "cat", "stack", "to", "double", "float", "__get__", "t"),
+}
+LINEAR = VIEWS | {"neg", "__neg__", "sum"}
+SUMS = {"add", "sub", "__add__", "__sub__", "__radd__", "__iadd__", "add_", "iadd"}
+SCALES = {"mul", "div", "__mul__", "__truediv__", "__rmul__", "mul_", "div_"}
+
+
+def result(name: str, args: tuple, kwargs: dict, known: Known) -> Kind | None:
+    """Return the kind of what an operation makes. Untyped: of no kind, with the reason."""
+    rule = RULES.get(name)
+    return rule(args, kwargs, known) if rule else combined(name, args, known)
+
+
+def tensors_in(values: object) -> Iterator[Tensor]:
+    """Yield the tensors in a call's arguments, lists of them included."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+
+
+def combined(name: str, args: tuple, known: Known) -> Kind | None:
+    """Return the kind of an operation that acts on each number, or each place, alone."""
+    kinds = [known(x) for x in tensors_in(args)]
+    if PARTIAL in kinds:
+        return of_partial(name, args, kinds)
+    return common(name, kinds)
+
+
+def of_partial(name: str, args: tuple, kinds: list[Kind | None]) -> Kind:
+    if name in LINEAR or (name == "where" and args[-1] == 0):
+        return PARTIAL
+    if name in SUMS:
+        other = next((str(kind or "a constant") for kind in kinds if kind != PARTIAL), "a number")
+        if len(kinds) > 1 and set(kinds) == {PARTIAL}:
+            return PARTIAL
+        raise Untyped(f"partial + {other} is of no kind: every rank adds it; add it behind the sum")
+    if name in SCALES and kinds[1:] in ([], [None]):
+        return PARTIAL
+    raise Untyped(f"{name} of summands isn't a summand of {name}: the sum over ranks is due first")
+
+
+def common(name: str, kinds: list[Kind | None]) -> Kind | None:
+    """Return the one kind that these have in common, constants aside."""
+    found = list(dict.fromkeys(kind for kind in kinds if kind is not None))
+    parts = [kind for kind in found if kind.is_part]
+    if REPLICATED in found and OPEN in found:
+        raise Untyped(
+            f"{name} of one whose gradient ranks have as a whole and one whose gradient is summed "
+            "over them: one of the two is W times too large"
+        )
+    if REPLICATED in found and len(found) > 1:
+        other = next(kind for kind in found if kind != REPLICATED)
+        raise Untyped(
+            f"{name} of one that is replicated and one that is {other}: the gradient of the first "
+            "is a summand on each rank, and no one adds them up"
+        )
+    if len(parts) > 1 and VARYING not in parts:
+        cut = " and ".join(f"along {kind.dim}" for kind in parts)
+        raise Untyped(f"{name} of parts that are cut {cut}")
+    if len(parts) > 1:
+        return VARYING
+    return parts[0] if parts else next(iter(found), None)
+
+
+def argument(args: tuple, kwargs: dict, place: int, name: str, default: object = None) -> object:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def from_end(dim: int, ndim: int) -> int:
+    return dim if dim < 0 else dim - ndim
+
+
+# Operations that look along a dimension
+
+
+def linear(args: tuple, kwargs: dict, known: Known) -> Kind | None:
+    x, weight = args[:2]
+    of_x, of_weight = known(x), known(weight)
+    bias = argument(args, kwargs, 2, "bias")
+    if of_weight == sharded(-2):
+        return column(of_x, known(bias))
+    if of_weight == sharded(-1):
+        if of_x not in (None, VARYING, sharded(-1)):
+            raise Untyped(f"a weight of some inputs, row-parallel, got an input that is {of_x}")
+        return of_partial("add", args, [PARTIAL, known(bias)]) if bias is not None else PARTIAL
+    if of_x == sharded(-1):
+        raise Untyped("a whole weight got some of the inputs only: gather them first")
+    if of_x == PARTIAL:
+        if bias is not None:
+            return of_partial("add", args, [PARTIAL, known(bias)])
+        if of_weight == REPLICATED:
+            raise Untyped("linear of summands: the weight's gradient is partial; sum first")
+        return PARTIAL
+    return common("linear", [of_x, of_weight, known(bias)])
+
+
+def column(of_x: Kind | None, of_bias: Kind | None) -> Kind:
+    """Return the kind of what a column-parallel weight makes."""
+    if of_x == REPLICATED:
+        raise Untyped(
+            "a weight of some outputs, column-parallel, got an input that is replicated: the "
+            "input's gradient is a summand on each rank, and no one adds them up; f is missing"
+        )
+    if of_x not in (None, OPEN):
+        raise Untyped(f"a weight of some outputs, column-parallel, got an input that is {of_x}")
+    return common("bias", [sharded(-1), of_bias])
+
+
+def embedding(args: tuple, kwargs: dict, known: Known) -> Kind | None:
+    """Look up rows: a rank that has some of them has zeros for the others, once masked."""
+    of_weight = known(args[1])
+    return PARTIAL if of_weight == sharded(-2) else of_weight
+
+
+def gathered(args: tuple, kwargs: dict, known: Known) -> Kind | None:
+    """Pick numbers along a dimension: if it is cut, a rank has some, and zeros once masked."""
+    x, dim = args[0], argument(args, kwargs, 1, "dim")
+    kind = known(x)
+    along = kind is not None and kind.dim == from_end(dim, x.ndim)
+    return PARTIAL if along else combined("gather", args, known)
+
+
+def normalised(args: tuple, kwargs: dict, known: Known) -> Kind | None:
+    """Apply a norm over the last dimensions, or a softmax over the last one."""
+    x = args[0]
+    sizes = argument(args, kwargs, 1, "normalized_shape", 1)
+    dims = range(-len(sizes), 0) if isinstance(sizes, tuple | list | type(x.shape)) else [-1]
+    kind = known(x)
+    if kind is not None and kind.dim in dims:
+        raise Untyped(f"a norm over dimension {kind.dim}, of which each rank has a part")
+    more = argument(args, kwargs, 2, "weight"), argument(args, kwargs, 3, "bias")
+    return combined("a norm", (x, *more), known)
+
+
+def summed(args: tuple, kwargs: dict, known: Known) -> Kind | None:
+    """Sum along a dimension, or all: of parts that makes a summand."""
+    x = args[0]
+    kind = known(x)
+    if kind is None or kind.dim is None:
+        return kind
+    dim = argument(args, kwargs, 1, "dim")
+    if dim is None:
+        return PARTIAL
+    dims = [from_end(d, x.ndim) for d in (dim if isinstance(dim, tuple | list) else [dim])]
+    if kind.dim in dims:
+        return PARTIAL
+    return sharded(kind.dim + sum(d > kind.dim for d in dims))
+
+
+def dropped(args: tuple, kwargs: dict, known: Known) -> Kind | None:
+    """Drop numbers, by a mask of this rank: of a summand only if none is dropped."""
+    p = argument(args, kwargs, 1, "p", 0.5)
+    training = argument(args, kwargs, 2, "training", True)
+    return combined("dropout" if p and training else "clone", args, known)
+
+
+def moved(where: Callable) -> Callable:
+    """Make the rule of a view that moves dimensions; where: (dim, args) to the dim's new place."""
+
+    def rule(args: tuple, kwargs: dict, known: Known) -> Kind | None:
+        kind = known(args[0])
+        if kind is None or kind.dim is None or kwargs:
+            return VARYING if kind is not None and kind.dim is not None else kind
+        dim = where(kind.dim, args)
+        return VARYING if dim is None else sharded(dim)
+
+    return rule
+
+
+def after_transpose(dim: int, args: tuple) -> int:
+    a, b = (from_end(d, args[0].ndim) for d in args[1:3])
+    return {a: b, b: a}.get(dim, dim)
+
+
+def after_unflatten(dim: int, args: tuple) -> int:
+    x, at, sizes = args
+    more = len(sizes) - 1
+    return dim - more if dim <= from_end(at, x.ndim) else dim  # of the new ones the first is cut
+
+
+def after_flatten(dim: int, args: tuple) -> int | None:
+    x = args[0]
+    start, end = (*args[1:], *(0, -1)[len(args) - 1 :])
+    start, end = from_end(start, x.ndim), from_end(end, x.ndim)
+    if dim > end:
+        return dim
+    if dim < start:
+        return dim + end - start
+    return end if dim == start else None
+
+
+RULES = {
+    "linear": linear,
+    "embedding": embedding,
+    "gather": gathered,
+    "layer_norm": normalised,
+    "rms_norm": normalised,
+    "softmax": normalised,
+    "log_softmax": normalised,
+    "sum": summed,
+    "dropout": dropped,
+    "transpose": moved(after_transpose),
+    "unflatten": moved(after_unflatten),
+    "flatten": moved(after_flatten),
+}

@@ -1,0 +1,116 @@
+"""The samples of a training: which rows went into the model, on which rank?
+
+Two runs that use other samples have other gradients, and no bug. So the tape notes a hash of each
+row, and the comparison says if it is only that. A script that draws its samples by rank can be
+compared all the same: the serial run's rows are replaced by those that the ranks had (`instead`).
+"""
+
+import hashlib
+from collections import Counter
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+Rows = list[tuple[Tensor, ...]]  # of each call: its tensors of data, rows along the first axis
+
+
+class Samples:
+    """What the outermost modules of a training are called with.
+
+    keep: hold the rows themselves, not only their hashes. instead: for each step, the rows of all
+    ranks; those of a call are replaced by the next of them.
+    """
+
+    def __init__(self, keep: bool = False, instead: list[Rows] | None = None):
+        self.keep = keep
+        self.instead = instead
+        self.taken = Counter()  # {step: rows that were replaced}
+        self.names: Counter = Counter()  # since the last `take`, as is `rows`
+        self.rows: Rows = []
+
+    def of_call(self, step: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Note the rows of a call in this step; return its arguments, replaced if need be."""
+        found = data_in([*args, *kwargs.values()])
+        if not found:
+            return args, kwargs
+        if self.instead is not None and step < len(self.instead):
+            found = self.next_rows(step, found)
+            new = iter(found)
+            args = tuple(next(new) if is_data(x, found) else x for x in args)
+            kwargs = {key: next(new) if is_data(x, found) else x for key, x in kwargs.items()}
+        self.names.update(names_of(found))
+        if self.keep:
+            self.rows.append(tuple(x.detach().cpu().clone() for x in found))
+        return args, kwargs
+
+    def next_rows(self, step: int, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return as many rows as `data` has, the next of those that the ranks had in this step."""
+        columns = [torch.cat(column) for column in zip(*self.instead[step], strict=True)]
+        count = len(data[0])
+        begin = self.taken[step]
+        there = len(columns[0]) if columns else 0
+        if begin + count > there:
+            more = f"expected {begin + count} samples or more in step {step} of the parallel run"
+            raise ValueError(f"{more}, got {there}: both must use as many in a step")
+        self.taken[step] += count
+        return tuple(
+            column[begin : begin + count].to(x.device)
+            for column, x in zip(columns, data, strict=True)
+        )
+
+    def take(self) -> tuple[Counter, Rows]:
+        """Return what was noted since the last call."""
+        names, rows = self.names, self.rows
+        self.names, self.rows = Counter(), []
+        return names, rows
+
+
+def data_in(values: list) -> tuple[Tensor, ...]:
+    """Return the tensors that hold rows of data: they want no gradient, and are equally long."""
+    found = [x for x in values if isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad]
+    return tuple(x for x in found if len(x) == len(found[0]))
+
+
+def is_data(x: object, data: tuple[Tensor, ...]) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad and len(x) == len(data[0])
+
+
+def names_of(data: tuple[Tensor, ...]) -> list[tuple]:
+    """Name each row by its shape and a hash of its bytes, all of its tensors together."""
+    shape = tuple(tuple(x.shape[1:]) for x in data)
+    columns = [x.detach().cpu().contiguous().view(len(x), -1) for x in data]
+    return [
+        (shape, hashlib.sha256(b"".join(map(raw, row))).digest()[:16])
+        for row in zip(*columns, strict=True)
+    ]
+
+
+def raw(row: Tensor) -> bytes:
+    return row.contiguous().view(torch.uint8).numpy().tobytes() if row.numel() else b""
+
+
+def other_samples(serial: Counter, by_rank: list[Counter]) -> tuple[str, bool]:
+    """Say how ranks' samples in a step differ from the serial run's, "" if they don't or can't.
+
+    Also tell whether ranks used samples that the serial run didn't: then nothing follows from other
+    gradients. Ranks that see no data, a pipeline's, are left out, and rows of another shape can't
+    be compared.
+    """
+    ranks = [names for names in by_rank if names]
+    together = sum(ranks, Counter())
+    shapes = {shape for shape, _ in chain(serial, together)}
+    if not serial or len(shapes) > 1 or all(names == serial for names in ranks):
+        return "", False
+    if together == serial:
+        return "", False
+    if len(ranks) > 1 and all(names == ranks[0] for names in ranks):
+        return "all ranks used the same samples: no sampler deals them out", False
+    due = serial.total()
+    foreign = sum(count for name, count in together.items() if name not in serial)
+    told = f"the ranks used {together.total()} samples together, the serial run {due}"
+    if together.total() != due and foreign:
+        return f"{told}: both must use as many in a step (--serial-args?)", True
+    if foreign == 0:
+        return f"{told}, each of them among its own", False
+    return f"{told}; {foreign} of theirs aren't among its own (--ranks-samples?)", True
