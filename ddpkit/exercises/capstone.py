@@ -1,0 +1,364 @@
+"""Checkers of notebook 15: learning_rate, logged_loss, mesh_norm, choose_mesh.
+
+The other two, a step and a checkpoint, are in `capstone_runs`.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from ddpkit.runtime.recorder import recorder
+
+from .checker import Exercise, Rounded, Trial, mistakes
+from .score import SPARE, spare
+from .tensor_parallel import group_of, in_groups, of_group
+
+__tracebackhide__ = True  # a failing answer shows the reader's lines, not these
+
+
+# learning_rate(step, steps, warmup, peak, last)
+
+
+def learning_rate(step, steps, warmup, peak, last):
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / (steps - 1 - warmup)
+    return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
+
+
+COSINE = [10, 8.828427, 6, 3.171573, 2]  # by hand: from 10 to 2, a quarter of the way a step
+RATES = {  # steps, warmup, peak, last, and the rate of each step
+    "4 of 9 steps rise": ((9, 4, 10.0, 2.0), [2.5, 5, 7.5, 10, *COSINE]),
+    "2 of 7 steps rise": ((7, 2, 10.0, 2.0), [5, 10, *COSINE]),
+    "no step rises": ((5, 0, 10.0, 2.0), COSINE),
+    "all 4 steps rise": ((4, 4, 8.0, 1.0), [2, 4, 6, 8]),
+}
+
+
+def run_rates(answer):
+    found = {}
+    for what, (settings, _) in RATES.items():
+        found[what] = Rounded([float(answer(step, *settings)) for step in range(settings[0])], 5)
+    return found
+
+
+def rate_trials():
+    right = {what: Rounded(rates, 5) for what, (_, rates) in RATES.items()}
+    for world_size in (2, 1):
+        yield Trial(world_size, run_rates, (), [right] * world_size, rungs=tuple(RATES))
+
+
+learning_rate = Exercise(
+    reference=learning_rate,
+    trials=lambda: list(rate_trials()),
+    says={what: f"{what}: rates {{got}}, expected {{expected}}." for what in RATES},
+    hints={
+        "start": "First the rise: step 0 has peak / warmup, step warmup - 1 has peak. Then a share "
+        "`done` of the way down: 0 in step warmup, 1 in step steps - 1.",
+        "values": "(1 + cos(π · done)) / 2 falls from 1 to 0: multiply by what lies between peak "
+        "and last, and add last.",
+        "error": "warmup may be 0: divide by it only in a step of the warm-up.",
+    },
+    praise="from the first step to the last, with and without a warm-up; of the step alone, so a "
+    "resumed run goes on with the same rates.",
+    mistakes=mistakes("""
+starts_at_zero: (step + 1) / warmup → step / warmup
+    Step 0 has the rate 0: its gradient is computed and thrown away. Begin with peak / warmup.
+counts_from_the_start: (step - warmup) / (steps - 1 - warmup) → step / (steps - 1)
+    The cosine begins where the warm-up ends: count from step warmup, or the rate jumps there.
+never_arrives: (steps - 1 - warmup) → (steps - warmup)
+    The last step has the number steps - 1: there the rate should be `last`, and it is above.
+begins_a_step_early: done = (step - warmup) / (steps - 1 - warmup) →
+    ⏎done = (step - warmup + 1) / (steps - warmup)
+    Step warmup has the peak, too: the cosine begins there, with 0 of its way done.
+whole_cosine: math.cos(math.pi * done) → math.cos(2 * math.pi * done)
+    A whole cosine goes down and up again: the rate ends at the peak. Take half of one, to π.
+straight_down: (1 + math.cos(math.pi * done)) / 2 → (1 - done)
+    That is a straight line. Half a cosine is flat at its beginning and at its end.
+falls_to_zero: last + (peak - last) * → peak *
+    It falls to 0, not to `last`: what falls is what lies between peak and last.
+once_a_rank: if step < warmup: → step = step * dist.get_world_size()⏎if step < warmup:
+    The rate goes W steps at a time: each rank moved the schedule on. All ranks take one and the
+    same step together, and it counts once.
+divides_by_nothing: if step < warmup:⏎return peak * (step + 1) / warmup →
+    ⏎if (step + 1) / warmup < 1:⏎    return peak * (step + 1) / warmup
+    Without a warm-up, warmup is 0: divide by it only in a step that is below it.
+"""),
+)
+
+
+# logged_loss(losses, group)
+
+
+def logged_loss(losses, group=None):
+    counted = torch.zeros(2, dtype=torch.float64, device=losses.device)
+    counted[0] = losses.detach().sum()
+    counted[1] = len(losses)
+    dist.all_reduce(counted, group=group)
+    return counted[0] / counted[1]
+
+
+TOKENS = {2: [3, 1], 3: [2, 0, 3], 4: [1, 4, 2, 0], 1: [5]}  # of each rank
+
+
+def run_logged(answer, size):
+    """A token's loss is all tokens times 10**place, so the digits of the mean are counts."""
+    rank = dist.get_rank()
+    place = rank % size
+    tokens = TOKENS[dist.get_world_size()]
+    everyones = sum(tokens[rank - place :][:size])
+    weight = torch.ones(tokens[rank], requires_grad=True)
+    got = answer(weight * everyones * 10**place, group_of(size))
+    if not torch.is_tensor(got):
+        return {"what it returns": type(got).__name__}
+    shape = tuple(got.shape)
+    found = {"loss": [round(number, 3) for number in got.flatten().tolist()]}
+    return found | {"what it returns": f"a tensor of shape {shape}", "graph": got.requires_grad}
+
+
+def logged(world_size, size):
+    found = []
+    for rank in range(world_size):
+        first = rank - rank % size
+        tokens = TOKENS[world_size][first : first + size]
+        mean = float(sum(count * 10**place for place, count in enumerate(tokens)))
+        right = {"loss": [mean], "what it returns": "a tensor of shape ()", "graph": False}
+        found.append(right)
+    return found
+
+
+logged_loss = Exercise(
+    reference=logged_loss,
+    trials=lambda: list(in_groups(run_logged, logged, "unequal tokens, perhaps none")),
+    same_dtype=False,
+    explain=of_group,
+    says={
+        "loss": "rank {rank} logs {got}, expected {expected}: digit r counts the tokens of rank r "
+        "in it, from the right.",
+        "what it returns": "rank {rank} got {got}, expected {expected}.",
+        "graph": "the result on rank {rank} still has a graph, which keeps the whole forward in "
+        "memory for as long as it is kept: detach() the losses.",
+    },
+    hints={
+        "start": "Two numbers from each rank: the sum of its losses and the number of its tokens. "
+        "One all_reduce of both; then divide.",
+        "values": "counted = torch.zeros(2); counted[0] = losses.detach().sum(); counted[1] = "
+        "len(losses). After the all_reduce: counted[0] / counted[1].",
+        "hang": "Every rank calls all_reduce, one without tokens too.",
+        "error": "The sum of no numbers is 0, their mean is NaN.",
+    },
+    praise="each token counts alike, and a rank without tokens joins in: one small all-reduce.",
+    mistakes=mistakes("""
+mean_of_means: counted[0] = losses.detach().sum()⏎counted[1] = len(losses) →
+    ⏎counted[0] = losses.detach().mean()⏎counted[1] = 1
+    A mean of means: a token on a rank with few counts more than one on a rank with many, and a
+    rank without tokens makes it NaN. Add up losses and tokens apart, and divide last.
+mean_of_nothing: losses.detach().sum() → losses.detach().mean() * len(losses)
+    The mean of no numbers is NaN, and NaN times 0 is NaN: add up with sum(), which gives 0.
+divided_by_ranks: counted[1] = len(losses) → counted[1] = 1
+    The sum was divided by the number of ranks. Divide by the tokens of all ranks.
+own_tokens: counted[0] / counted[1] → counted[0] / len(losses)
+    The sum is everybody's, the tokens are this rank's: all_reduce their number, too.
+own_loss: dist.all_reduce(counted, group=group) → pass
+    That is this rank's own loss. The others' tokens are missing: all_reduce.
+a_sum: counted[0] / counted[1] → counted[0]
+    That is a sum: divide by the tokens of all ranks.
+rank_0_alone: dist.all_reduce(counted, group=group) → dist.reduce(counted, 0, group=group)
+    Only the first rank has the sum: all_reduce gives it to all.
+whole_world: dist.all_reduce(counted, group=group) → dist.all_reduce(counted)
+    All ranks came into it: give all_reduce the group.
+without_a_call: counted[1] = len(losses) → counted[1] = len(losses)
+    ⏎if not len(losses): return counted[0]
+    A rank without tokens left before the all_reduce, for which the others wait: join in with two
+    zeros.
+keeps_the_graph: return counted[0] / counted[1] → return counted[0] / counted[1] + 0 * losses.sum()
+    It has a graph: whoever keeps this loss in a list keeps every activation. detach() first.
+"""),
+)
+
+
+# mesh_norm(gradients, copies, group)
+
+
+def mesh_norm(gradients, copies, group=None):
+    squares = torch.zeros((), dtype=torch.float64)
+    for gradient, count in zip(gradients, copies, strict=True):
+        squares += gradient.double().square().sum() / count
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+PARTS = "parts alone, in pairs, on all"
+NORMS = PARTS, "the last rank has none", "in float16", "in bfloat16"
+
+
+def parts(what, place, size):
+    """List (numbers, copies) of a rank's gradients."""
+    own = [3.0 * (place + 1), -4.0 * (place + 1)], 1
+    if what == PARTS:
+        pair = [([8.0, 6.0], min(2, size))] if place < 2 else []
+        return [own, *pair, ([12.0, 0.0, 5.0], size)]
+    if what == "in float16":
+        return [([300.0, 400.0], 1)]  # 300² is more than float16 has
+    if what == "in bfloat16":
+        return [([256.0] + [1.0] * 256, size)]  # 256² + 256 is between two numbers of bfloat16
+    return [own] if place < size - 1 else []
+
+
+def run_norm(answer, size):
+    group = group_of(size)
+    begun = len(recorder().records)
+    found = {}
+    for what in NORMS:
+        dtype = getattr(torch, what.removeprefix("in "), torch.float32)
+        mine = parts(what, dist.get_rank() % size, size)
+        gradients = [torch.tensor(numbers, dtype=dtype) for numbers, _ in mine]
+        norm = answer(gradients, [count for _, count in mine], group)
+        found[what] = Rounded([float(norm)], 3)
+        found[f"{what}: it"] = (
+            f"{getattr(norm, 'dtype', 'no tensor')}, {torch.as_tensor(norm).dim()}-d"
+        )
+    return found | {SPARE: spare(recorder().records[begun:], len(NORMS))}
+
+
+def norms(world_size, size):
+    """Compute the lengths of all numbers in one list, each once."""
+    found = {}
+    for what in NORMS:
+        squares = 0.0
+        for place in range(size):
+            for numbers, count in parts(what, place, size):
+                squares += sum(number**2 for number in numbers) / count
+        found[what] = Rounded([math.sqrt(squares)], 3)
+        found[f"{what}: it"] = "torch.float64, 0-d"
+    return [found | {SPARE: "few"}] * world_size
+
+
+mesh_norm = Exercise(
+    reference=mesh_norm,
+    trials=lambda: list(in_groups(run_norm, norms, "[3, -4]·(r+1) alone, [12, 0, 5] on all")),
+    same_dtype=False,
+    explain=of_group,
+    says={
+        what: f"{what}: rank {{rank}} has length {{got}}, expected {{expected}}." for what in NORMS
+    }
+    | {f"{what}: it": f"{what}: it is {{got}}, expected {{expected}}." for what in NORMS},
+    hints={
+        "start": "The root of the sum of all squares, each number once, however many ranks hold "
+        "it: of c ranks that hold a gradient alike, each adds 1/c of its squares.",
+        "values": "gradient.double().square().sum() / count, added up; all_reduce that one number; "
+        "then sqrt().",
+        "hang": "Every rank calls all_reduce, one without gradients too: it brings 0.",
+        "error": "Begin with torch.zeros((), dtype=torch.float64): the sum over no gradients.",
+    },
+    praise="one length on all ranks, each number of the model in it once, whatever is split.",
+    note="ddpkit.tensor_parallel.clip_grad_norm, which also shortens.",
+    mistakes=mistakes("""
+counts_copies: gradient.double().square().sum() / count → gradient.double().square().sum()
+    What several ranks hold alike is in it several times: divide its squares by the copies.
+divides_too_early: .double().square().sum() / count → .double().div(count).square().sum()
+    Divided before it was squared, a copy counts 1/c², and c of them 1/c. Square first.
+divides_by_all: .sum() / count → .sum() / dist.get_world_size(group)
+    Not every gradient is on all ranks: copies[i] says on how many.
+adds_lengths: gradient.double().square().sum() / count → gradient.double().norm() / count
+    Lengths don't add up: a 3 and a 4 at right angles make a 5. Add squares, and take one root.
+adds_ranks_lengths: dist.all_reduce(squares, group=group)⏎return squares.sqrt() →
+    ⏎dist.all_reduce(squares.sqrt_(), group=group)⏎return squares
+    The ranks' lengths were added. Add squares over the ranks, and take the root last.
+squares_the_sum: .square().sum() → .sum().square()
+    Square each number, then add: here a -4 took something away from a 3.
+without_the_root: return squares.sqrt() → return squares
+    That is the length's square.
+own_length: dist.all_reduce(squares, group=group) → pass
+    That is the length of what this rank has: the other ranks' parts are missing.
+in_its_own_dtype: gradient.double().square().sum() → gradient.square().sum()
+    It was squared and added in the gradient's own dtype: float16 ends at 65,504, and bfloat16
+    drops what is small beside the sum. double() first.
+without_a_call: dist.all_reduce(squares, group=group) → if not gradients: return squares
+    ⏎dist.all_reduce(squares, group=group)
+    A rank without gradients left before the all_reduce, for which the others wait: it brings 0.
+"""),
+)
+
+
+# choose_mesh(ranks, node, states, memory)
+
+
+def choose_mesh(ranks, node, states, memory):
+    parts = 1
+    while states / parts > memory:
+        parts *= 2
+    if parts > ranks:
+        raise ValueError(f"{states} don't fit on {ranks} ranks of {memory}: take {parts} ranks")
+    tensor = min(parts, node)
+    return ranks // parts, tensor, parts // tensor
+
+
+MESHES = {  # (ranks, ranks in a node, states, memory of a rank): data, tensor, pipeline
+    (8, 4, 10, 80): [8, 1, 1],
+    (8, 4, 160, 80): [4, 2, 1],
+    (16, 8, 161, 80): [4, 4, 1],
+    (8, 8, 7, 3): [2, 4, 1],
+    (64, 8, 2000, 80): [2, 8, 4],
+    (16, 2, 600, 80): [2, 2, 4],
+    (4, 4, 320, 80): [1, 4, 1],
+    (16, 4, 1280, 80): [1, 4, 4],
+    (1, 1, 80, 80): [1, 1, 1],
+    (4, 4, 1000, 80): "ValueError",
+    (1, 8, 81, 80): "ValueError",
+}
+MESH_NAMES = {
+    case: "{} ranks, {} a node, {} GB of states, {} GB a rank".format(*case) for case in MESHES
+}
+
+
+def mesh_or_error(answer, case):
+    try:
+        return list(answer(*case))
+    except ValueError:
+        return "ValueError"
+
+
+def run_meshes(answer):
+    return {name: mesh_or_error(answer, case) for case, name in MESH_NAMES.items()}
+
+
+choose_mesh = Exercise(
+    reference=choose_mesh,
+    trials=lambda: [
+        Trial(1, run_meshes, (), [{MESH_NAMES[case]: r for case, r in MESHES.items()}])
+    ],
+    says={name: f"{name}: got {{got}}, expected {{expected}}." for name in MESH_NAMES.values()},
+    hints={
+        "start": "Memory first: into how many parts must the states be cut? Double 1 until a part "
+        "fits. Then deal the parts: tensor within the node, pipeline for the rest.",
+        "values": "tensor = min(parts, node), pipeline = parts // tensor, data = ranks // parts.",
+        "hang": "Double the parts in each round.",
+        "error": "Return three whole numbers: data, tensor, pipeline.",
+    },
+    praise="memory first, tensor within the node, pipeline for the rest, data with what is left.",
+    mistakes=mistakes("""
+data_first: return ranks // parts, tensor, parts // tensor → return ranks, 1, 1
+    Data parallelism alone: each rank then holds all states, and they don't fit. Memory comes first.
+pipeline_first: return ranks // parts, tensor, parts // tensor → return ranks // parts, 1, parts
+    Within a node links are fast, and tensor parallelism leaves no bubble: it comes before pipeline.
+swapped: ranks // parts, tensor, parts // tensor → ranks // parts, parts // tensor, tensor
+    The order is data, tensor, pipeline.
+across_nodes: tensor = min(parts, node) → tensor = parts
+    Tensor ranks talk in every layer: keep them within the node. Between nodes, pipeline.
+as_large_as_can_be: while states / parts > memory: → while parts < ranks:
+    The states were cut finer than needed. The smallest number of parts that fits leaves most ranks
+    to data parallelism, which talks least.
+rounds_down: while states / parts > memory: → while states // parts > memory:
+    Rounded down, a part seems to fit that doesn't: divide with /, not with //.
+not_quite_full: while states / parts > memory: → while states / parts >= memory:
+    What needs just as much as there is fits.
+one_more_at_a_time: parts *= 2 → parts += 1
+    All three are powers of two: double.
+without_an_error: if parts > ranks: → if False:
+    More parts than ranks: no mesh has room. Raise ValueError, before a rank starts.
+one_short: if parts > ranks: → if parts >= ranks:
+    As many parts as ranks is possible: data is 1 then.
+"""),
+)
