@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 from ..runtime.errors import LaunchError
 from ..runtime.launch import launch
+from .checkpoint import problems_of_the_folder
 from .config import TrainConfig, parse, problems
 from .data import Sequences, read
 from .report import draw_curve
@@ -26,6 +29,7 @@ def main(arguments: list[str]) -> int:
             Sequences(read(config.text), config.length, config.seed)
         except (OSError, ValueError, ModuleNotFoundError) as error:
             found = [str(error)]
+    found = found or problems_of_the_folder(config)
     if found:
         if not under_torchrun or os.environ["RANK"] == "0":
             print("\n".join(["This can't be trained:", *found]), file=sys.stderr)
@@ -45,6 +49,7 @@ def main(arguments: list[str]) -> int:
 
 def join_torchruns_world() -> None:
     """Join the ranks that torchrun started: NCCL where each has a GPU, Gloo otherwise."""
+    end_with_the_agent()
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.cuda.set_device(local)
@@ -52,6 +57,18 @@ def join_torchruns_world() -> None:
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
+
+
+def end_with_the_agent() -> None:
+    """End this rank when torchrun's agent is killed: it would train on, beside the next run."""
+    agent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def train_and_finish(config: TrainConfig) -> None:
