@@ -2,7 +2,7 @@
 
     python tests/kill_points.py --all            every point of every scenario, and a table
     python tests/kill_points.py --random 300     a soak: anywhere, at any time
-    python tests/kill_points.py --every 20       each 20th point; prints a line of JSON for each
+    python tests/kill_points.py --some 4         four points of each scenario
 
 Ranks are forked from one process that has imported everything, so that a run takes a second. They
 die by SIGKILL, before a file operation or a collective, or in the middle of a write.
@@ -425,13 +425,19 @@ def without_middles(points: list[Point]) -> list[Point]:
     return kept
 
 
+def spread(points: list[Point], number: int) -> list[Point]:
+    """Choose points evenly, from the first to the last."""
+    points = without_middles(points)
+    return [points[turn * (len(points) - 1) // (number - 1)] for turn in range(number)]
+
+
 # The command
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every point of every scenario")
-    parser.add_argument("--every", type=int, help="every n-th point of every scenario")
+    parser.add_argument("--some", type=int, help="so many points of every scenario")
     parser.add_argument("--random", type=int, help="so many kills at random times")
     parser.add_argument("--meshes", default=",".join(MESHES), help=f"of {', '.join(MESHES)}")
     parser.add_argument("--seed", type=int, default=0)
@@ -440,11 +446,10 @@ def main(arguments: list[str]) -> int:
     meshes = given.meshes.split(",")
     results = []
     with tempfile.TemporaryDirectory(prefix="kill-points-") as place:
-        if given.all or given.every:
-            every = given.every or 1
+        if given.all or given.some:
             for scenario in scenarios(Path(place), meshes):
-                for point in scenario.points[::every]:
-                    results.append(tried(scenario, point))
+                chosen = scenario.points if given.all else spread(scenario.points, given.some)
+                results += [tried(scenario, point) for point in chosen]
         if given.random:
             results += soak(Path(place), meshes, given.random, given.seed)
     print(table(results), file=sys.stderr)

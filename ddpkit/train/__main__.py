@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..runtime.errors import LaunchError
 from ..runtime.launch import launch
-from .checkpoint import problems_of_the_folder
+from .checkpoint import FolderError, problems_of_the_folder
 from .config import TrainConfig, parse, problems
 from .data import Sequences, read
 from .report import draw_curve
@@ -31,12 +31,13 @@ def main(arguments: list[str]) -> int:
             found = [str(error)]
     found = found or problems_of_the_folder(config)
     if found:
-        if not under_torchrun or os.environ["RANK"] == "0":
-            print("\n".join(["This can't be trained:", *found]), file=sys.stderr)
-        return 2
+        return refuse(found)
     if under_torchrun:
         join_torchruns_world()
-        train_and_finish(config)
+        try:
+            train_and_finish(config)
+        except FolderError as error:
+            return refuse([str(error)])
         dist.destroy_process_group()
         return 0
     try:
@@ -45,6 +46,13 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def refuse(found: list[str]) -> int:
+    """Say once, on one of torchrun's ranks, what can't work; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(["This can't be trained:", *found]), file=sys.stderr)
+    return 2
 
 
 def join_torchruns_world() -> None:
@@ -78,7 +86,10 @@ def train_and_finish(config: TrainConfig) -> None:
     if dist.get_rank() == 0:
         print(sample, flush=True)
         if config.folder:
-            draw_curve(read_log(config.folder), Path(config.folder) / "loss.png")
+            try:
+                draw_curve(read_log(config.folder), Path(config.folder) / "loss.png")
+            except OSError as error:  # the disk is full; the training isn't worse for it
+                print(f"loss.png can't be written: {error.strerror}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,10 @@ class SaveError(Exception):
     """A checkpoint couldn't be saved, or an old one deleted; training may go on."""
 
 
+class FolderError(ValueError):
+    """A folder that this training can't use: it belongs to another."""
+
+
 class Checkpoints:
     """The checkpoints of one training, in `folder`; the last `keep` of them stay.
 
@@ -60,11 +64,14 @@ class Checkpoints:
                     shutil.rmtree(left)
         dist.barrier(group=self.group)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, unlogged: OSError | None = None) -> None:
         """Begin to save: `step` steps are done. Returns once the values are copied.
 
         A save that is still being written is waited for first. SaveError: it failed; the new one
         has begun nevertheless.
+
+        unlogged: on rank 0, why the log doesn't have the steps that are to be saved. Then nothing
+        is published: the samples of these steps would stand nowhere.
         """
         failed = None
         try:
@@ -73,11 +80,11 @@ class Checkpoints:
             failed = error
         staged = {name: found.staged() for name, found in state_of(self.trainer).items()}
         run = describe(self.trainer, step)
-        self.saving = self.thread.submit(self.write, step, staged, run)
+        self.saving = self.thread.submit(self.write, step, staged, run, unlogged)
         if failed is not None:
             raise failed
 
-    def write(self, step: int, staged: dict, run: dict) -> None:
+    def write(self, step: int, staged: dict, run: dict, unlogged: OSError | None = None) -> None:
         """Write the checkpoint and publish it; in the thread, on every rank."""
         folder = self.folder / f"step-{step:08}"
         writing = folder.with_name(folder.name + WRITING)
@@ -87,6 +94,8 @@ class Checkpoints:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 dcp.save(staged, checkpoint_id=str(writing), process_group=self.group)
+            if unlogged is not None:
+                raise unlogged
             if dist.get_rank() == 0:
                 publish(writing, folder, run)
         except CheckpointException as error:
@@ -126,7 +135,7 @@ class Checkpoints:
     def load(self) -> int:
         """Read the latest checkpoint that is whole; return its step, 0 if there is none.
 
-        Says on rank 0 which were passed over and why. ValueError: it is another model's.
+        Says on rank 0 which were passed over and why. FolderError: it is another model's.
         """
         found: list = [None]
         if dist.get_rank() == 0:
@@ -136,7 +145,7 @@ class Checkpoints:
             return 0
         folder, run = found[0]
         if wrong := misfit(self.trainer.config, run["config"], folder):
-            raise ValueError(wrong)
+            raise FolderError(wrong)
         make_state(self.trainer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -261,11 +270,14 @@ def problems_of_the_folder(config: TrainConfig) -> list[str]:
         return [f"folder = {config.folder!r} can't be written: {error.strerror}. Choose another."]
     for path in checkpoints(folder):
         try:
-            saved = json.loads((path / RUN).read_text())["config"]
+            saved = dict(json.loads((path / RUN).read_text())["config"])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged: `load` will say it
         wrong = misfit(config, saved, path)
-        return [wrong] if wrong else []
+        if wrong is None:
+            break
+        if damage(path) is None:
+            return [wrong]
     return []
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..runtime.wire import recorder
 from . import data
-from .checkpoint import Checkpoints, SaveError
+from .checkpoint import Checkpoints, FolderError, SaveError
 from .config import TrainConfig
 from .part import make_gpt
 from .report import Progress, progress_line
@@ -27,7 +27,7 @@ def train(config: TrainConfig) -> tuple[Trainer, list[dict]]:
     """Train on the ranks that are there; return the trainer, and the log of its steps by this rank.
 
     With a folder it goes on from the latest whole checkpoint. Under `launch`, under torchrun, or
-    with a world of one rank. A failed save is said, and training goes on. ValueError: another run
+    with a world of one rank. A failed save is said, and training goes on. FolderError: another run
     trains in the folder.
     """
     with alone_in(config.folder):
@@ -59,7 +59,7 @@ def train_alone(config: TrainConfig) -> tuple[Trainer, list[dict]]:
         if number % config.log_every == 0 or number == config.steps - 1:
             say(progress_line(config, step), log)
         if checkpoints is not None and due(config, number + 1):
-            attempt(partial(checkpoints.save, number + 1), log)
+            attempt(partial(checkpoints.save, number + 1, log.error), log)
     if checkpoints is not None:
         attempt(checkpoints.close, log)
     return trainer, done
@@ -69,7 +69,7 @@ def train_alone(config: TrainConfig) -> tuple[Trainer, list[dict]]:
 def alone_in(folder: str) -> Iterator[None]:
     """Hold a lock on the folder: each of two trainings would delete what the other writes.
 
-    The lock is rank 0's, and goes with it, however it dies. ValueError on every rank: it is taken.
+    The lock is rank 0's, and goes with it, however it dies. FolderError on every rank: it is taken.
     """
     handle, taken = None, [False]
     if folder and dist.get_rank() == 0 and os.name == "posix":
@@ -80,7 +80,7 @@ def alone_in(folder: str) -> Iterator[None]:
     if folder:
         dist.broadcast_object_list(taken, src=0)
     if taken[0]:
-        raise ValueError(f"another run trains in {folder}: end it, or choose another folder.")
+        raise FolderError(f"another run trains in {folder}: end it, or choose another folder.")
     try:
         yield
     finally:
@@ -149,20 +149,34 @@ def say(text: str, log: "Log") -> None:
 class Log:
     """A line of JSON for each step, written by rank 0 into the folder, if there is one.
 
-    After a resume, steps that come again stand again: of two lines the later one counts.
+    After a resume, steps that come again stand again: of two lines the later one counts. Lines that
+    a full disk doesn't take wait for the next step's turn; `error` says why.
     """
 
     def __init__(self, config: TrainConfig):
         self.rank = dist.get_rank()
         self.path = Path(config.folder) / "log.jsonl" if config.folder else None
+        self.waiting: list[str] = []
+        self.torn = True  # the last line may be half a line
+        self.error: OSError | None = None
         if self.path and self.rank == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            end_line(self.path)
 
     def write(self, step: dict) -> None:
-        if self.path and self.rank == 0:
+        if not self.path or self.rank != 0:
+            return
+        self.waiting.append(json.dumps(step) + "\n")
+        try:
+            if self.torn:
+                end_line(self.path)
+            self.torn = True
             with open(self.path, "a") as file:
-                file.write(json.dumps(step) + "\n")
+                file.writelines(self.waiting)
+        except OSError as error:
+            self.error = error
+        else:
+            self.waiting.clear()
+            self.torn, self.error = False, None
 
 
 def end_line(path: Path) -> None:
@@ -175,7 +189,7 @@ def end_line(path: Path) -> None:
 def read_log(folder: str | Path) -> list[dict]:
     """Read the steps of a log in order, each as it was last taken."""
     steps = {}
-    for line in (Path(folder) / "log.jsonl").read_text().splitlines():
+    for line in (Path(folder) / "log.jsonl").read_text(errors="replace").splitlines():
         try:
             step = json.loads(line)
         except ValueError:
