@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 from ..runtime.errors import LaunchError
 from ..runtime.launch import launch
+from .checkpoint import FolderError, problems_of_the_folder
 from .config import TrainConfig, parse, problems
 from .data import Sequences, read
 from .report import draw_curve
@@ -26,13 +29,15 @@ def main(arguments: list[str]) -> int:
             Sequences(read(config.text), config.length, config.seed)
         except (OSError, ValueError, ModuleNotFoundError) as error:
             found = [str(error)]
+    found = found or problems_of_the_folder(config)
     if found:
-        if not under_torchrun or os.environ["RANK"] == "0":
-            print("\n".join(["This can't be trained:", *found]), file=sys.stderr)
-        return 2
+        return refuse(found)
     if under_torchrun:
         join_torchruns_world()
-        train_and_finish(config)
+        try:
+            train_and_finish(config)
+        except FolderError as error:
+            return refuse([str(error)])
         dist.destroy_process_group()
         return 0
     try:
@@ -43,8 +48,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def refuse(found: list[str]) -> int:
+    """Say once, on one of torchrun's ranks, what can't work; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(["This can't be trained:", *found]), file=sys.stderr)
+    return 2
+
+
 def join_torchruns_world() -> None:
     """Join the ranks that torchrun started: NCCL where each has a GPU, Gloo otherwise."""
+    end_with_the_agent()
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.cuda.set_device(local)
@@ -54,6 +67,18 @@ def join_torchruns_world() -> None:
         dist.init_process_group("gloo")
 
 
+def end_with_the_agent() -> None:
+    """End this rank when torchrun's agent is killed: it would train on, beside the next run."""
+    agent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def train_and_finish(config: TrainConfig) -> None:
     """Train; print a sample of text, and leave the figure of the curve in the folder."""
     trainer, _ = train(config)
@@ -61,7 +86,10 @@ def train_and_finish(config: TrainConfig) -> None:
     if dist.get_rank() == 0:
         print(sample, flush=True)
         if config.folder:
-            draw_curve(read_log(config.folder), Path(config.folder) / "loss.png")
+            try:
+                draw_curve(read_log(config.folder), Path(config.folder) / "loss.png")
+            except OSError as error:  # the disk is full; the training isn't worse for it
+                print(f"loss.png can't be written: {error.strerror}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,40 @@
 """A whole training: resume, step, log, save, and at the end a sample of text."""
 
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from ..runtime.wire import recorder
 from . import data
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, FolderError, SaveError
 from .config import TrainConfig
 from .part import make_gpt
 from .report import Progress, progress_line
 from .state import whole_parameters
 from .trainer import Trainer
 
+LEAVING_S = 5.0  # ranks whose launcher was killed are given to end
+
 
 def train(config: TrainConfig) -> tuple[Trainer, list[dict]]:
     """Train on the ranks that are there; return the trainer, and the log of its steps by this rank.
 
     With a folder it goes on from the latest whole checkpoint. Under `launch`, under torchrun, or
-    with a world of one rank. A failed save is said, and training goes on.
+    with a world of one rank. A failed save is said, and training goes on. FolderError: another run
+    trains in the folder.
     """
+    with alone_in(config.folder):
+        return train_alone(config)
+
+
+def train_alone(config: TrainConfig) -> tuple[Trainer, list[dict]]:
     trainer = Trainer(config)
     log = Log(config)
     first = 0
@@ -50,10 +59,53 @@ def train(config: TrainConfig) -> tuple[Trainer, list[dict]]:
         if config.log_every and (number % config.log_every == 0 or number == config.steps - 1):
             say(progress_line(config, step), log)
         if checkpoints is not None and due(config, number + 1):
-            attempt(checkpoints.save, number + 1, log)
+            attempt(partial(checkpoints.save, number + 1, log.error), log)
     if checkpoints is not None:
-        attempt(checkpoints.close, None, log)
+        attempt(checkpoints.close, log)
     return trainer, done
+
+
+@contextmanager
+def alone_in(folder: str) -> Iterator[None]:
+    """Hold a lock on the folder: each of two trainings would delete what the other writes.
+
+    The lock is rank 0's, and goes with it, however it dies. FolderError on every rank: it is taken.
+    """
+    handle, taken = None, [False]
+    if folder and dist.get_rank() == 0 and os.name == "posix":
+        try:
+            handle = lock(folder)
+        except BlockingIOError:
+            taken = [True]
+    if folder:
+        dist.broadcast_object_list(taken, src=0)
+    if taken[0]:
+        raise FolderError(f"another run trains in {folder}: end it, or choose another folder.")
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def lock(folder: str) -> int:
+    """Return a handle that has the folder's lock. BlockingIOError: another process keeps it."""
+    import fcntl
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    until = time.monotonic() + LEAVING_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(handle)
+                raise
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return handle
 
 
 def due(config: TrainConfig, steps: int) -> bool:
@@ -62,15 +114,12 @@ def due(config: TrainConfig, steps: int) -> bool:
     return steps == config.steps or (every > 0 and steps % every == 0)
 
 
-def attempt(save, step: int | None, log: "Log") -> None:
+def attempt(save: Callable, log: "Log") -> None:
     """Call `save`; a disk that is full costs a checkpoint, not the training."""
     try:
-        save() if step is None else save(step)
-    except CheckpointException as error:  # on every rank, with what each has met
-        for rank, (found, _) in error.failures.items():
-            say(f"a checkpoint wasn't saved: rank {rank}: {type(found).__name__}: {found}", log)
-    except OSError as error:
-        say(f"a checkpoint wasn't saved: {type(error).__name__}: {error}", log)
+        save()
+    except SaveError as error:
+        say(f"{error}. Training goes on.", log)
 
 
 def samples(trainer: Trainer) -> list[int]:
@@ -100,20 +149,34 @@ def say(text: str, log: "Log") -> None:
 class Log:
     """A line of JSON for each step, written by rank 0 into the folder, if there is one.
 
-    After a resume, steps that come again stand again: of two lines the later one counts.
+    After a resume, steps that come again stand again: of two lines the later one counts. Lines that
+    a full disk doesn't take wait for the next step's turn; `error` says why.
     """
 
     def __init__(self, config: TrainConfig):
         self.rank = dist.get_rank()
         self.path = Path(config.folder) / "log.jsonl" if config.folder else None
+        self.waiting: list[str] = []
+        self.torn = True  # the last line may be half a line
+        self.error: OSError | None = None
         if self.path and self.rank == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            end_line(self.path)
 
     def write(self, step: dict) -> None:
-        if self.path and self.rank == 0:
+        if not self.path or self.rank != 0:
+            return
+        self.waiting.append(json.dumps(step) + "\n")
+        try:
+            if self.torn:
+                end_line(self.path)
+            self.torn = True
             with open(self.path, "a") as file:
-                file.write(json.dumps(step) + "\n")
+                file.writelines(self.waiting)
+        except OSError as error:
+            self.error = error
+        else:
+            self.waiting.clear()
+            self.torn, self.error = False, None
 
 
 def end_line(path: Path) -> None:
@@ -126,7 +189,7 @@ def end_line(path: Path) -> None:
 def read_log(folder: str | Path) -> list[dict]:
     """Read the steps of a log in order, each as it was last taken."""
     steps = {}
-    for line in (Path(folder) / "log.jsonl").read_text().splitlines():
+    for line in (Path(folder) / "log.jsonl").read_text(errors="replace").splitlines():
         try:
             step = json.loads(line)
         except ValueError:
