@@ -37,7 +37,7 @@ class BreakIt(Exercise):
         return super()._problem(trials, outcome, noticed)
 
     def _score(self, answer: Callable, trial: Trial, run: Run) -> str:
-        """Return nothing: a message that nobody took has no bytes to compare."""
+        """Leave the score out: a message that no rank took has no bytes to compare."""
         return ""
 
 

@@ -332,6 +332,7 @@ def _run_accumulate(answer, cuts):
     return {
         "gradient": None if gradient is None else round(gradient.item(), 3),
         "returned": logged if logged is None else round(torch.as_tensor(logged).item(), 3),
+        "graph": torch.is_tensor(logged) and logged.requires_grad,
         "rows": model.most,
     }
 
@@ -339,7 +340,7 @@ def _run_accumulate(answer, cuts):
 def _accumulate_trials():
     total = float("1" * ROWS)
     for what, cuts in CUTS.items():
-        right = {"gradient": total, "returned": total, "rows": max(cuts)}
+        right = {"gradient": total, "returned": total, "graph": False, "rows": max(cuts)}
         yield Trial(1, _run_accumulate, (cuts,), [right], what=what)
 
 
@@ -366,6 +367,8 @@ accumulate = Exercise(
         "gradient": "the gradient is {got}, expected {expected}: each digit is a row, which "
         "counts once.",
         "returned": "the gradient is right, but the loss returned is {got}, not {expected}.",
+        "graph": "gradient and loss are right, but the loss drags its graph along, micro-batch "
+        "after micro-batch: log a number, share.item(), or share.detach().",
         "rows": "gradient and loss are right, but {got} rows were in memory at a time, between "
         "forward and backward; a micro-batch has {expected} at most.",
     },

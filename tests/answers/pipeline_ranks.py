@@ -109,6 +109,16 @@ def run_stage_keeps_every_graph(module, actions, inputs, loss):
         work.wait()
 
 
+def accumulate_and_drag_graphs(model, micro_batches, loss):
+    rows = sum(len(inputs) for inputs, _ in micro_batches)
+    logged = 0.0
+    for inputs, targets in micro_batches:
+        share = loss(model(inputs), targets) * len(inputs) / rows
+        share.backward()
+        logged += share
+    return logged
+
+
 def run_forwards_twice(module, actions, inputs, loss):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     held = {}
@@ -127,4 +137,5 @@ def run_forwards_twice(module, actions, inputs, loss):
 WRONG = [
     ("run_forwards", run_forwards_twice, "sent 48 bytes, expected 24"),
     ("run_stage", run_stage_keeps_every_graph, "the graphs of 4 micro-batches"),
+    ("accumulate", accumulate_and_drag_graphs, "the loss drags its graph along"),
 ]
