@@ -103,6 +103,7 @@ def one_gives_way():
 
 wait_in_a_circle = BreakIt(
     reference=wait_in_a_circle,
+    plays=True,
     trials=_trials,
     hints={
         "start": "One dist.recv is enough. From whom, so that nobody can be the first to send?",

@@ -91,6 +91,7 @@ def _forward_trials():
 
 run_forwards = Exercise(
     reference=run_forwards,
+    plays=True,
     writes=("inputs",),
     trials=_forward_trials,
     hints={
@@ -239,6 +240,7 @@ def _stage_trials():
 
 run_stage = Exercise(
     reference=run_stage,
+    plays=True,
     writes=("inputs",),
     trials=_stage_trials,
     hints={
