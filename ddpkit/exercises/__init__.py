@@ -1,6 +1,7 @@
 """Checks of the reader's answers: `check.broadcast(broadcast)`. A file a topic, a checker each."""
 
 from .beat import beat_block, beat_lean_step, beat_schedule, beat_server
+from .break_it import wait_in_a_circle
 from .bucketed_ddp import Bucket, BucketedDDP, FlatDDP, OverlapDDP, no_sync, one_wire, plan_buckets
 from .capstone import choose_mesh, learning_rate, logged_loss, mesh_norm
 from .capstone_runs import publish, slow_step
@@ -33,7 +34,7 @@ from .groups import my_group
 from .memory import Checkpoint, Products, alive, block_bytes, checkpoint_sequential
 from .mixed_precision import LossScaler, master_step, nearest, predict_bytes, quantise
 from .pipeline import gpipe, one_f_one_b, published_1f1b, zero_bubble
-from .pipeline_ranks import accumulate, finish_step, run_stage
+from .pipeline_ranks import accumulate, finish_step, run_forwards, run_stage
 from .published_rings import published_ring, whole_ring
 from .ranks import neighbours, say_hello
 from .ring import ring_all_gather, ring_all_reduce, ring_cost, ring_plan, ring_reduce_scatter

@@ -8,6 +8,7 @@ tally, as in notebook 03.
 
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from ddpkit.runtime.wire import recorder
 
 from .checker import Exercise, Mistake, Trial, mistakes, rank_1_comes_last
 from .data_parallel import (
+    GRADIENTS,
     LAYERS,
     WEIGHT,
     Stack,
@@ -54,7 +56,8 @@ CROSSED = [
 def _train(answer, cap_bytes, between, by_rank):
     """Train a Stack on this rank; return its observations, the most telling first.
 
-    cap_bytes: None: a message for each; 0: one for all, of one dtype. by_rank: the layers, BEGUN.
+    cap_bytes: None: a message for each; 0: one for all, of one dtype. by_rank: the layers of the
+    last step, and BEGUN.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     stack = Stack(norm=torch.float32 if cap_bytes == 0 else torch.float64)
@@ -71,7 +74,8 @@ def _train(answer, cap_bytes, between, by_rank):
             begun.append(len(all_reduces()) - len(earlier))  # noqa: B023
 
         rank_1_comes_last()
-        model(times * world_size * 10**rank, layers, at_layer).backward()
+        through = LAYERS if between and times == 1 else layers
+        model(times * world_size * 10**rank, through, at_layer).backward()
         at_layer(None)
         sent = all_reduces()[len(earlier) :]
         waited = sum(record.waited is not None for record in sent)
@@ -85,7 +89,8 @@ def _train(answer, cap_bytes, between, by_rank):
     seen |= left_in(stack)
     seen["waits before backward was over"] = waited
     seen["waits in step 2 for handles of step 1"] = sum(r.waits for r in earlier) - waits
-    seen["bytes of each all_reduce"] = [r.bytes for r in all_reduces()[len(earlier) :]]
+    if through == layers == LAYERS or not between:
+        seen["bytes of each all_reduce"] = [r.bytes for r in all_reduces()[len(earlier) :]]
     if cap_bytes == 0 and not all_reduces():
         seen["bytes of each all_reduce"] = _of_a_ring(2 if between else 1)
     if cap_bytes:
@@ -125,6 +130,17 @@ def _gradients(stack: Stack, sent: list[Record]) -> tuple[list[str], list[str]]:
     return apart, changed
 
 
+def _left_out() -> Trial:
+    """Make a trial of OverlapDDP whose second step leaves a layer out, so that its mean stays."""
+    layers, begun = [layer for layer in LAYERS if layer != "first.bias"], [0, 0, 1, 2, 3, 4]
+    trial = _trial(2, None, KEPT)
+    for right in trial.expected:
+        right |= {BEGUN: begun, "first.bias.grad": tally(2) * GRADIENTS["first.bias"]}
+        del right["bytes of each all_reduce"]  # its mean may be averaged once more
+    args = None, KEPT, [(layers, begun)] * 2
+    return replace(trial, args=args, what=f"{trial.what}, and a layer left out in the second")
+
+
 def _trial(world_size: int, cap_bytes: int | None, between: str = "", crossed=False) -> Trial:
     what = f"2 steps, {between} between them" if between else "1 step"
     begun, nbytes = WIRE[cap_bytes]
@@ -145,6 +161,8 @@ def _trials(cap_bytes: int | None) -> Iterator[Trial]:
         yield _trial(2, cap_bytes, between)
     if cap_bytes:
         yield _trial(2, 12, crossed=True)
+    if cap_bytes is None:
+        yield _left_out()
     yield _trial(4, cap_bytes)
     yield _trial(1, cap_bytes)
 
@@ -201,6 +219,9 @@ one_part: flat.split(sizes), → [flat[:size] for size in sizes],
     All got the first numbers: cut the flat tensor into parts that follow each other, flat.split(…).
 another_order: for gradient in alike]) → for gradient in alike[::-1]])
     It is another gradient's mean: cut in the order in which you put together.
+in_a_set: in self.trained.values()] → in set(self.trained.values())]
+    A set has no order, or another one on each rank: what doesn't belong together was added up. Go
+    through self.trained, which is in one order on all ranks.
 of_parameters: [parameter.grad for → [parameter.data for
     What all_reduce was given are the parameters. Average the gradients: parameter.grad.
 """),
@@ -229,6 +250,9 @@ parameters: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.data
     What all_reduce was given is the parameter itself. Average the gradients: parameter.grad.
 of_a_copy: dist.all_reduce(parameter.grad → dist.all_reduce(parameter.grad.clone()
     Each rank still has its own gradients: the mean must end up in .grad itself, in place.
+keeps_the_handles: self.works.clear() → pass
+    A layer that is left out in a step still has the handle of the step before: once all are waited
+    for, self.works.clear().
 """),
 )
 

@@ -17,6 +17,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -243,6 +244,7 @@ class Exercise:
     wire: called with a trial and its run; says what is wrong on the wire though the values are
         right, or returns None.
     best: {"bytes", "calls" or "hops": the fewest known} in the last trial of the most ranks.
+    plays: below a right answer, play its run of that trial, hop by hop.
     """
 
     reference: Callable
@@ -259,6 +261,7 @@ class Exercise:
     explain: Callable[[Trial, int, object, object], str | None] = lambda *_: None
     wire: Callable[[Trial, Run], str | None] = lambda *_: None
     best: dict[str, int] = field(default_factory=dict)
+    plays: bool = False
     _failures: int = field(default=0, init=False)
     _stages: list[str] = field(default_factory=list, init=False)  # stages whose hints come next
     _outcome: Run | LaunchError | None = field(default=None, init=False)
@@ -312,7 +315,8 @@ class Exercise:
         self._failures = 0
         ran = of_trial(ran, 0)
         praise = self.praise(largest, ran) if callable(self.praise) else self.praise
-        return Verdict(True, f"✓ {self.name}: {praise}", self._score(answer, largest, ran))
+        told = f"✓ {self.name}: {praise}", self._score(answer, largest, ran)
+        return Verdict(True, *told, replay=partial(self._played, ran))
 
     def _try(self, answer: Callable, trials: list[Trial]) -> tuple[object, Problem | None]:
         """Run trials of one world size, in one launch; return its outcome, and the first problem.
@@ -383,6 +387,12 @@ class Exercise:
         records = [record for of_rank in self._outcome.wire for record in of_rank]
         kept = any(record.values is not None for record in records)  # else there is nothing to draw
         return self.replay() if kept and len(records) <= 16 else None
+
+    def _played(self, run: Run):
+        """Return the player of a right answer's run, which plays once; or None."""
+        from ddpkit.lesson.player import player
+
+        return player(run, by_hop=True, plays=True) if self.plays else None
 
     def known(self, number: int, problem: Problem) -> Mistake | None:
         """Find the mistake of the table that passes the trials before this one, and fails it alike.

@@ -127,6 +127,7 @@ all_receive: if dist.get_rank() == src: → dist.recv(tensor, src)
 
 tree_broadcast = Exercise(
     reference=collectives.tree_broadcast,
+    plays=True,
     writes=("tensor",),
     wire=_check_tree,
     helpers=(members, counted_from),
@@ -171,6 +172,7 @@ def _explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
 
 tree_reduce = Exercise(
     reference=collectives.tree_reduce,
+    plays=True,
     writes=("tensor",),
     wire=_check_tree,
     helpers=(members, counted_from),
@@ -211,6 +213,7 @@ def _all_reduce(rank, world_size, src):
 
 all_reduce = Exercise(
     reference=collectives.all_reduce,
+    plays=True,
     writes=("tensor",),
     wire=check_wire,
     helpers=(members, collectives.reduce, collectives.broadcast),

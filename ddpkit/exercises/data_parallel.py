@@ -29,11 +29,18 @@ LAYERS = tuple(FACTORS)  # in the order of forward
 LR = 1 / 16  # of SGD, which hides no factor
 
 
+class _InSets(nn.Parameter):
+    """A parameter whose place in a set is another one on even and on odd ranks."""
+
+    def __hash__(self):
+        return self.place
+
+
 class Stack(nn.Module):
     """Layers one after the other, to which backward comes from the last to the first.
 
     tokens.weight is also head.weight: its gradient is complete when backward has been through both.
-    positions isn't trained, nor used.
+    positions isn't trained, nor used. A set of parameters has another order on each rank.
     """
 
     def __init__(self, norm: torch.dtype = torch.float32):
@@ -44,8 +51,10 @@ class Stack(nn.Module):
         self.norm = nn.LayerNorm(2, bias=False, dtype=norm)
         self.head = nn.Linear(2, 2, bias=False)
         self.head.weight = self.tokens.weight
-        for parameter in self.parameters():
+        for number, parameter in enumerate(self.parameters()):
             nn.init.constant_(parameter, WEIGHT)
+            parameter.__class__ = _InSets
+            parameter.place = 7 - number if dist.get_rank() % 2 else number
 
     def forward(self, scale: int, layers=LAYERS, at_layer=lambda _: None) -> torch.Tensor:
         """Compute a loss with `scale` times GRADIENTS; backward calls `at_layer` before each."""
@@ -296,6 +305,9 @@ average_gradients = Exercise(
 averages_the_parameters: dist.all_reduce(parameter.grad, group=group)⏎parameter.grad /= →
     ⏎dist.all_reduce(parameter.data, group=group)⏎parameter.data /=
     What all_reduce was given is the parameter itself. Average the gradients: parameter.grad.
+in_a_set: in module.parameters(): → in set(module.parameters()):
+    A set has no order, or another one on each rank, so ranks bring different gradients to the same
+    call. Go through module.parameters(), which is in one order on all ranks.
 broadcasts: all_reduce(parameter.grad, group=group)⏎parameter.grad /= dist → broadcast(
         ⏎    parameter.grad, 0) or dist
     Rank 0's own: what the others learned is lost. A mean needs all of them: dist.all_reduce.

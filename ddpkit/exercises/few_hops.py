@@ -31,6 +31,7 @@ def _evenly(trial: Trial, run: Run) -> str | None:
 
 halving_doubling_all_reduce = Exercise(
     reference=doubling.halving_doubling_all_reduce,
+    plays=True,
     writes=("x",),
     helpers=(collectives.exchange,),
     trials=partial(

@@ -84,21 +84,21 @@ infinite_too_early: abs(rounded) > → abs(value) >
 # master_step(weights, masters, optimizer, scale)
 
 SCALE = 2.0**14
-LEARNING_RATE = 2.0**8
+LEARNING_RATE = 2.0**8  # of SGD; AdamW steps as far whatever the gradient's scale
 UPDATE = 2.0**-12  # of each step: 1 - 2**-12 is 1 in fp16, whose numbers below 1 are 2**-11 apart
 SMALL = UPDATE / LEARNING_RATE / 2**6  # the second weight's gradient: 2**-26, nothing in fp16
 STEPS = 8
 SAME = "the weights' dtype, whether they are the same tensors, and in the same memory"
 
 
-def _run_master_step(answer):
+def _run_master_step(answer, optimizer_cls, lr):
     """Update three weights: gradients are small, or too small for fp16 (once None), or None."""
     values = torch.tensor([1.0, 2.0**-6, 0.5], dtype=torch.float16)
     model = [nn.Parameter(value.view(1)) for value in values]
     masters = [weight.detach().float().requires_grad_() for weight in model]
     weights, places, seen = list(model), [weight.data_ptr() for weight in model], {SAME: None}
     decayed = {"params": masters[2:], "weight_decay": 2.0**-10}  # also of a gradient of zero
-    optimizer = torch.optim.SGD([{"params": masters[:2]}, decayed], lr=LEARNING_RATE)
+    optimizer = optimizer_cls([{"params": masters[:2]}, decayed], lr=lr)
     for step in range(1, STEPS + 1):
         for weight, gradient in zip(weights, (UPDATE / LEARNING_RATE, SMALL), strict=False):
             weight.grad = torch.tensor([gradient * SCALE], dtype=weight.dtype)
@@ -112,6 +112,17 @@ def _run_master_step(answer):
     return seen | {SAME: [str(weights[0].dtype), all(same), in_place]}
 
 
+def _in_float32(weights, masters, optimizer, scale):
+    """The specification, of no use to small gradients whose scale isn't a power of two."""
+    for weight, master in zip(weights, masters, strict=True):
+        master.grad = None
+        if weight.grad is not None:
+            master.grad = torch.tensor([number / scale for number in weight.grad.tolist()])
+    optimizer.step()
+    for weight, master in zip(weights, masters, strict=True):
+        weight.data[:] = master.data
+
+
 def _master_trials():
     right = {SAME: ["torch.float16", True, True]}
     for step in range(1, STEPS + 1):
@@ -119,7 +130,11 @@ def _master_trials():
         masters = torch.tensor([1 - step * UPDATE, 2.0**-6 - small, 0.5])
         numbers = {"masters": masters.tolist(), "weights": masters.half().tolist()}
         right[f"after step {step}"] = numbers
-    yield Trial(1, _run_master_step, (), [right], what=f"{STEPS} steps")
+    sgd = torch.optim.SGD, LEARNING_RATE
+    yield Trial(1, _run_master_step, sgd, [right], what=f"{STEPS} steps of SGD")
+    adamw = torch.optim.AdamW, 2.0**-6
+    right = _run_master_step(_in_float32, *adamw)
+    yield Trial(1, _run_master_step, adamw, [right], what=f"{STEPS} steps of AdamW")
 
 
 master_step = Exercise(

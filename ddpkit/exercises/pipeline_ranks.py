@@ -21,6 +21,123 @@ from .checker import Exercise, Mistake, Trial, mistakes
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
+# run_forwards(module, actions, inputs, loss)
+
+
+def run_forwards(module, actions, inputs, loss):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    held, sent = {}, []
+    for action in actions:
+        _, _, i = pipeline.parse(action)
+        x = inputs[i]
+        if rank > 0:
+            dist.recv(x, rank - 1)
+        y = module(x.requires_grad_())
+        if rank < last:
+            out = y.detach()
+            sent.append((out, dist.isend(out, rank + 1)))  # out must live until it has left
+        else:
+            y = loss(y, i) / len(inputs)
+        held[i] = x, y
+    for _, work in sent:
+        work.wait()
+    return held
+
+
+class _Triple(nn.Linear):
+    """A stage that multiplies by 3."""
+
+    def __init__(self):
+        super().__init__(1, 1, bias=False, dtype=torch.float64)
+        nn.init.constant_(self.weight, 3.0)
+
+
+def _run_forwards(answer, order):
+    rank = dist.get_rank()
+    inputs = [torch.full((1,), torch.nan, dtype=torch.float64) for _ in order]
+    for i, x in enumerate(inputs if rank == 0 else []):
+        x.fill_(10**i)
+    actions = [f"{rank}F{i}" for i in order]
+    held = answer(_Triple(), actions, inputs, lambda y, i: len(order) * (i + 1) * y.sum())
+    seen = {"returned": type(held).__name__}
+    if not isinstance(held, dict):
+        return seen
+    seen |= {"micro-batches": list(held), "x": {}, "y": {}, "requires": {}, "slope": {}}
+    for i, (x, y) in held.items():
+        seen["x"][i], seen["y"][i] = x.item(), y.item()
+        seen["requires"][i] = x.requires_grad
+        alive = y.requires_grad and x.requires_grad
+        slope = torch.autograd.grad(y, x, allow_unused=True)[0] if alive else None
+        seen["slope"][i] = None if slope is None else slope.item()
+    sent = sum(record.bytes for record in recorder().records if record.op == "send")
+    return seen | {"sent": sent}
+
+
+def _forward_trials():
+    for stages, order in ((2, (0, 1, 2)), (3, (2, 0, 1)), (4, (0, 1)), (1, (1, 0))):
+        expected = []
+        for rank in range(stages):
+            last = rank == stages - 1
+            right = {"returned": "dict", "micro-batches": list(order), "x": {}, "y": {}}
+            right |= {"requires": dict.fromkeys(order, True), "slope": {}}
+            for i in order:
+                times = 3.0 * (i + 1 if last else 1)
+                x = 10.0**i * 3**rank
+                right["x"][i], right["y"][i], right["slope"][i] = x, x * times, times
+            expected.append(right | {"sent": 0 if last else 8 * len(order)})
+        names = " ".join(f"F{i}" for i in order)
+        yield Trial(stages, _run_forwards, (order,), expected, what=names)
+
+
+run_forwards = Exercise(
+    reference=run_forwards,
+    plays=True,
+    writes=("inputs",),
+    trials=_forward_trials,
+    hints={
+        "start": "For each action: receive x into inputs[i], unless this is rank 0; "
+        "y = module(x.requires_grad_()); isend y.detach() to the next rank, or on the last rank "
+        "take the loss. Keep (x, y) under i.",
+        "values": "The list says which micro-batch comes next: pipeline.parse(action) is (stage, "
+        "kind, i). The last rank's y is loss(y, i) / len(inputs).",
+        "hang": "Rank 0 receives nothing, the last rank sends nothing.",
+        "error": "Receive into inputs[i] before x.requires_grad_(): what requires a gradient can't "
+        "be written into.",
+    },
+    praise="each micro-batch went through all stages, once, and each rank has what its backward "
+    "will need. (dist.send would have done, so far.)",
+    note="The forward half of run_stage.",
+    says={
+        "returned": "rank {rank} returned a {got}: expected {{i: (x, y)}}.",
+        "micro-batches": "rank {rank} returned micro-batches {got}, expected {expected}, in the "
+        "order of the list.",
+        "x": "x on rank {rank} is {got}, expected {expected}: each stage multiplies by 3.",
+        "y": "y on rank {rank} is {got}, expected {expected}.",
+        "requires": "x and y are right; but that x requires a gradient is on rank {rank} {got}.",
+        "slope": "x and y are right; but dy/dx on rank {rank} is {got}, expected {expected}: "
+        "backward will need the way from y to x.",
+        "sent": "all is right, but rank {rank} sent {got} bytes, expected {expected}: each y once, "
+        "to the next rank.",
+    },
+    mistakes=mistakes("""
+cuts_its_own_graph: held[i] = x, y → held[i] = x, y.detach()
+    y was kept without its history. What is *sent* has none; what is kept needs it for backward.
+needs_no_gradient: module(x.requires_grad_()) → module(x)
+    x has no gradient to leave: call x.requires_grad_() before its forward.
+never_divides: loss(y, i) / len(inputs) → loss(y, i)
+    The batch's loss is the *mean* of the micro-batches': each counts a 1/m.
+every_rank_takes_the_loss: held[i] = x, y → held[i] = x, loss(y, i) / len(inputs)
+    Only the last rank's y becomes a loss, once; the others hand theirs on.
+in_its_own_order: _, _, i = pipeline.parse(action) → i = len(held)
+    The list says which micro-batch comes next: pipeline.parse(action) has its number.
+sends_its_input: out = y.detach() → out = x.detach()
+    What goes on is what came out of the stage, y, without its history.
+keeps_the_last_only: held[i] = x, y → held = {i: (x, y)}
+    Several micro-batches wait for backward at a time: keep x and y of each, by its number.
+"""),
+)
+
+
 # run_stage(module, actions, inputs, loss)
 
 
@@ -123,6 +240,7 @@ def _stage_trials():
 
 run_stage = Exercise(
     reference=run_stage,
+    plays=True,
     writes=("inputs",),
     trials=_stage_trials,
     hints={
@@ -216,6 +334,7 @@ def _run_accumulate(answer, cuts):
     return {
         "gradient": None if gradient is None else round(gradient.item(), 3),
         "returned": logged if logged is None else round(torch.as_tensor(logged).item(), 3),
+        "graph": torch.is_tensor(logged) and logged.requires_grad,
         "rows": model.most,
     }
 
@@ -223,7 +342,7 @@ def _run_accumulate(answer, cuts):
 def _accumulate_trials():
     total = float("1" * ROWS)
     for what, cuts in CUTS.items():
-        right = {"gradient": total, "returned": total, "rows": max(cuts)}
+        right = {"gradient": total, "returned": total, "graph": False, "rows": max(cuts)}
         yield Trial(1, _run_accumulate, (cuts,), [right], what=what)
 
 
@@ -250,6 +369,8 @@ accumulate = Exercise(
         "gradient": "the gradient is {got}, expected {expected}: each digit is a row, which "
         "counts once.",
         "returned": "the gradient is right, but the loss returned is {got}, not {expected}.",
+        "graph": "gradient and loss are right, but the loss drags its graph along, micro-batch "
+        "after micro-batch: log a number, share.item(), or share.detach().",
         "rows": "gradient and loss are right, but {got} rows were in memory at a time, between "
         "forward and backward; a micro-batch has {expected} at most.",
     },

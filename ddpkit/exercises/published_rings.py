@@ -139,6 +139,7 @@ def zeros_go_round(send, recv):
 
 published_ring = Exercise(
     reference=published_ring,
+    plays=True,
     writes=("recv",),
     trials=lambda: _trials(_run_published, "recv"),
     hints={
@@ -185,6 +186,7 @@ def _waits_for_ever(trial: Trial, run: Run) -> str | None:
 
 whole_ring = Exercise(
     reference=whole_ring,
+    plays=True,
     writes=("x",),
     trials=lambda: _trials(_run_whole, "x"),
     hints={

@@ -251,6 +251,7 @@ def _whose(value: int, world_size: int) -> str:
 
 ring_reduce_scatter = Exercise(
     reference=ring.ring_reduce_scatter,
+    plays=True,
     writes=("x",),
     helpers=(ring.send_right_receive_left,),
     trials=partial(lengths_trials, sums=True, returns="chunk"),
@@ -292,6 +293,7 @@ returns_a_copy: chunks[rank] → chunks[rank].clone()
 
 ring_all_gather = Exercise(
     reference=ring.ring_all_gather,
+    plays=True,
     writes=("x",),
     helpers=(ring.send_right_receive_left,),
     trials=partial(lengths_trials, sums=False, returns="x"),
@@ -327,6 +329,7 @@ returns_its_chunk: return x → return chunks[rank]
 
 ring_all_reduce = Exercise(
     reference=ring.ring_all_reduce,
+    plays=True,
     writes=("x",),
     helpers=(ring.ring_reduce_scatter, ring.ring_all_gather, ring.send_right_receive_left),
     trials=partial(lengths_trials, sums=True, returns="x", halves=2),

@@ -105,18 +105,19 @@ keeps_all_heads: block.heads //= world_size⏎block.kv_heads //= world_size → 
 
 # vocabulary_cross_entropy(logits, targets, start)
 
-PER_RANK = 5  # tokens of the vocabulary
+PARTS = 5, 3, 6, 4  # tokens of the vocabulary, by rank
 SHAPE = "shape of the result"
 NUMBERS = "numbers that a rank gave away for each target, where 3 are enough,"
 
 
 def _scores(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Make whole logits; targets: each rank's first and last; e^x of the last rank's is inf."""
-    vocabulary = PER_RANK * world_size
-    targets = torch.arange(vocabulary).view(-1, PER_RANK)[:, :: PER_RANK - 1].flatten().flip(0)
+    parts = torch.arange(sum(PARTS[:world_size])).split(PARTS[:world_size])
+    vocabulary = sum(map(len, parts))
+    targets = torch.stack([part[at] for part in parts for at in (0, -1)]).flip(0)
     logits = torch.arange(float(len(targets) * vocabulary), dtype=torch.float64)
     logits = (7 * logits % 11 - 5).view(len(targets), vocabulary)
-    logits[:, -PER_RANK:] += 900
+    logits[:, parts[-1]] += 900
     logits[0] -= 1800  # here e to the power of each is 0
     return logits, targets
 
@@ -126,9 +127,9 @@ def _run_loss(answer, size):
     rank, group = dist.get_rank() % size, group_of(size)
     logits, targets = _scores(size)
     logits += 1e3 * (dist.get_rank() // size)  # other groups have other maxima, and equal losses
-    mine = logits.chunk(size, dim=-1)[rank].clone().requires_grad_()
+    mine = logits.split(PARTS[:size], dim=-1)[rank].clone().requires_grad_()
     begun = len(recorder().records)
-    losses = answer(mine, targets, PER_RANK * rank, group)
+    losses = answer(mine, targets, sum(PARTS[:rank]), group)
     given = 0
     for record in recorder().records[begun:]:
         given += record.bytes / (8 * len(targets))
@@ -144,14 +145,14 @@ def _losses(world_size: int, size: int) -> list[dict]:
     logits.requires_grad_()
     losses = logits.logsumexp(-1) - logits[range(len(targets)), targets]
     (losses * torch.arange(1.0, 1 + len(targets))).sum().backward()
-    parts = logits.grad.chunk(size, dim=-1) * (world_size // size)
+    parts = logits.grad.split(PARTS[:size], dim=-1) * (world_size // size)
     right = {SHAPE: list(losses.shape), "losses": whole(losses), NUMBERS: 3}
     return [right | {"gradient of this rank's logits": whole(part)} for part in parts]
 
 
 vocabulary_cross_entropy = Exercise(
     reference=tensor_parallel.vocabulary_cross_entropy,
-    trials=lambda: in_groups(_run_loss, _losses, f"{PER_RANK} tokens of the vocabulary on each"),
+    trials=lambda: in_groups(_run_loss, _losses, "5, 3, 6, 4 tokens of the vocabulary by rank"),
     says={
         SHAPE: "the result on rank {rank} has the shape {got}, not {expected}. One loss for each "
         "target: no mean, no sum."

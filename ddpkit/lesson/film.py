@@ -240,6 +240,7 @@ def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     returned = [] if isinstance(run, LaunchError) else run
     for holdings, result in zip(last.holdings, returned, strict=False):
         first, values = next(iter(holdings.buffers), None), flat(result)
-        if values and len(values) == len(holdings.buffers.get(first, ())):
+        numbers = values and all(isinstance(value, int | float) for value in values)
+        if numbers and len(values) == len(holdings.buffers.get(first, ())):
             holdings.change(first, values)
     return [holdings.buffers for holdings in last.holdings]

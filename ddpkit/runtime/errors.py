@@ -1,10 +1,13 @@
 """The errors of a launch, and their layout in Jupyter."""
 
 import math
+import re
 
 from ..tools.units import wrap
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[22m"
+RED, BLACK = "\x1b[31m", "\x1b[39m"
+DIFFERS = re.compile(r"\d+ ≠")  # a row of the table of calls
 
 
 class LaunchError(RuntimeError):
@@ -49,7 +52,7 @@ class HangError(LaunchError):
 
 
 def shown(report: str) -> list[str]:
-    """Return the lines of a report, wrapped, with headline and advice in bold."""
+    """Return the lines of a report, wrapped, with headline and advice in bold, what differs red."""
     first, *paragraphs = report.split("\n\n")
     headline, *rest = first.splitlines()
     parts = [[f"{BOLD}{wrap(headline)}{PLAIN}", *map(wrap, rest)]]
@@ -57,4 +60,5 @@ def shown(report: str) -> list[str]:
         parts.append(["", *wrap(paragraph).splitlines()])
     if paragraphs:
         parts[-1][1:] = [f"{BOLD}{wrap(paragraphs[-1])}{PLAIN}"]
-    return [line for part in parts for line in "\n".join(part).splitlines()]
+    lines = [line for part in parts for line in "\n".join(part).splitlines()]
+    return [f"{RED}{line}{BLACK}" if DIFFERS.match(line) else line for line in lines]

@@ -120,3 +120,40 @@ WRONG = [
     ("LossScaler", StepsWithZeros, "an inf on rank 1 in the second step"),
     ("quantise", quantise_with_a_floor, "[1e-07, -2e-07, 5e-08, 0.0]"),
 ]
+
+
+def master_step_by_the_learning_rate(weights, masters, optimizer, scale):
+    """With SGD it is the same: the rate is divided, not the gradients."""
+    for weight, master in zip(weights, masters, strict=True):
+        master.grad = None if weight.grad is None else weight.grad.float()
+    for group in optimizer.param_groups:
+        group["lr"] /= scale
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] *= scale
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            weight.copy_(master)
+
+
+class ScalesTheLearningRate(LossScaler):
+    def unscale_(self, optimizer):
+        factor, self.factor = self.factor, 1.0
+        super().unscale_(optimizer)
+        self.factor = factor
+
+    def step(self, optimizer):
+        if self.overflow is None:
+            self.unscale_(optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] /= self.factor
+        if not self.overflow:
+            optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= self.factor
+
+
+WRONG += [
+    ("master_step", master_step_by_the_learning_rate, "AdamW"),
+    ("LossScaler", ScalesTheLearningRate, "growth_interval 2"),
+]

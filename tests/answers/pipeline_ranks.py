@@ -3,6 +3,24 @@
 import torch
 import torch.distributed as dist
 
+from ddpkit import pipeline
+
+
+def run_forwards_by_send(module, actions, inputs, loss):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    held = {}
+    for i in map(int, (action.partition("F")[2] for action in actions)):
+        x = torch.empty_like(inputs[i]) if rank > 0 else inputs[i].clone()
+        if rank > 0:
+            dist.recv(x, rank - 1)
+        y = module(x.requires_grad_())
+        held[i] = [x, y]
+        if rank == last:
+            held[i][1] = loss(y, i) * (1 / len(inputs))
+        else:
+            dist.send(y.detach(), rank + 1)
+    return held
+
 
 def run_stage_posts_its_receives(module, actions, inputs, loss):
     """Every receive begun at the start, in the order in which they are needed."""
@@ -58,6 +76,7 @@ def finish_step_by_messages(parameters, tied, ends):
 
 
 RIGHT = [
+    ("run_forwards", run_forwards_by_send),
     ("run_stage", run_stage_posts_its_receives),
     ("accumulate", accumulate_by_sums),
     ("finish_step", finish_step_by_messages),
@@ -90,4 +109,33 @@ def run_stage_keeps_every_graph(module, actions, inputs, loss):
         work.wait()
 
 
-WRONG = [("run_stage", run_stage_keeps_every_graph, "the graphs of 4 micro-batches")]
+def accumulate_and_drag_graphs(model, micro_batches, loss):
+    rows = sum(len(inputs) for inputs, _ in micro_batches)
+    logged = 0.0
+    for inputs, targets in micro_batches:
+        share = loss(model(inputs), targets) * len(inputs) / rows
+        share.backward()
+        logged += share
+    return logged
+
+
+def run_forwards_twice(module, actions, inputs, loss):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    held = {}
+    for action in actions:
+        _, _, i = pipeline.parse(action)
+        for _ in range(2):
+            if rank > 0:
+                dist.recv(inputs[i].detach(), rank - 1)
+            y = module(inputs[i].requires_grad_())
+            if rank < last:
+                dist.send(y.detach(), rank + 1)
+        held[i] = inputs[i], loss(y, i) / len(inputs) if rank == last else y
+    return held
+
+
+WRONG = [
+    ("run_forwards", run_forwards_twice, "sent 48 bytes, expected 24"),
+    ("run_stage", run_stage_keeps_every_graph, "the graphs of 4 micro-batches"),
+    ("accumulate", accumulate_and_drag_graphs, "the loss drags its graph along"),
+]

@@ -67,3 +67,18 @@ RIGHT = [
     ("sum_copies", copies_one_by_one),
     ("clip_grad_norm", clip_alike_on_rank_0),
 ]
+
+
+def loss_of_equal_parts(logits, targets, start, group=None):
+    """Takes every rank's part to be as long as its own."""
+    largest = logits.detach().amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    shifted = logits - largest[:, None]
+    mine = targets // logits.shape[-1] == dist.get_rank(group)
+    local = torch.where(mine, targets % logits.shape[-1], 0)
+    own = torch.where(mine, shifted.gather(-1, local[:, None])[:, 0], 0)
+    powers = SumOverRanks.apply(shifted.exp().sum(-1), group)
+    return powers.log() - SumOverRanks.apply(own, group)
+
+
+WRONG = [("vocabulary_cross_entropy", loss_of_equal_parts, "5, 3, 6, 4 tokens of the vocabulary")]

@@ -1,5 +1,6 @@
 """What holds for every exercise. A topic's file imports all of it, and gets its own exercises."""
 
+import importlib.util
 import re
 
 
@@ -7,6 +8,10 @@ def test_reference_passes(exercise):
     verdict = exercise(exercise.reference)
     assert verdict.passed, verdict.text
     assert verdict.text.startswith("✓")
+    if exercise.plays and importlib.util.find_spec("ipywidgets"):
+        bundle = verdict._repr_mimebundle_()
+        assert bundle["text/plain"] == repr(verdict)
+        assert "application/vnd.jupyter.widget-view+json" in bundle
 
 
 def test_stub_is_not_written_yet(exercise):
