@@ -120,11 +120,13 @@ def find_start(whole: Attempt, attempts: list[Attempt], resumed: Attempt, verdic
         for number, record in enumerate(attempt.ranks[0]):
             states[attempt.start + number] = record["before"]
             states[attempt.start + number + 1] = record["after"]
-    latest = sorted(states, reverse=True)
-    for update in latest:
+    # Where updates leave the parameters as they are, the number of those that follow decides.
+    likely = whole.updates - resumed.updates
+    nearest = sorted(states, key=lambda update: abs(update - likely))
+    for update in nearest:
         if states[update] == begins:
             return update
-    for update in latest:
+    for update in nearest:
         if sorted(states[update].values()) == sorted(begins.values()):
             verdict.lost.append(misplaced(states[update], begins))
             return update
