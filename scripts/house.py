@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = "fast", "runtime", "inspect", "audit", "exercises", "lesson", "bench"  # folders
+PARTS += ("resume_check",)
 INSTRUMENTS = "tools", "memory", "cost", "floats"  # anything else is a subject
 NO_SUBJECTS = "__init__", "debug", "doctor", "explain", "train"
 LIMITS = {  # where the house is going
@@ -57,6 +58,7 @@ FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 NO_SYNTAX = "annotation", "returns", "ctx"
 NOT_OURS = {"_device_types", "_name"}  # of torch's process groups and Python's processes
 FLOORS_ABOVE = {"audit", "exercises", "lesson", "bench", "doctor", "explain", "train", "fast"}
+FLOORS_ABOVE |= {"resume_check"}
 SMALL = 30  # syntax nodes; below that, functions may be alike
 ALIKE = 0.75  # of the runs of four nodes that either of two functions has
 

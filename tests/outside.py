@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 import psutil
+import pytest
 
 FREEZE_S = 90  # no test waits longer for a process that should long be done
 cell_numbers = itertools.count()
@@ -117,6 +118,34 @@ def wait_until(condition, every_s=0.02):
         assert time.monotonic() < until, "it never came"
         time.sleep(every_s)
     return value
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def two_machines():
+    """Two network namespaces with a wire between them: [(name, interface), ...]."""
+    names = [f"ddpkit{os.getpid()}{end}" for end in "ab"]
+    ends = [f"dd{os.getpid()}{end}" for end in "ab"]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            there = ["peer", "name", ends[1], "netns", names[1]]
+            ip("link", "add", ends[0], "netns", names[0], "type", "veth", *there)
+            for place, (name, end) in enumerate(zip(names, ends, strict=True)):
+                ip("-n", name, "address", "add", f"10.77.0.{place + 1}/24", "dev", end)
+                ip("-n", name, "link", "set", end, "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces can't be made here: {error}")
+        yield list(zip(names, ends, strict=True))
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
 PREAMBLE = """

@@ -1,6 +1,5 @@
 """`ddpkit.debug`: unmodified scripts under torchrun, with their own init_process_group."""
 
-import contextlib
 import ctypes
 import functools
 import json
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from outside import FREEZE_S, run_script
+from outside import FREEZE_S, run_script, two_machines
 from pytorch_cases import CASES
 from test_board import call
 
@@ -440,29 +439,8 @@ dist.all_reduce(torch.ones(4 + (rank == 3)))
 
 @pytest.fixture
 def namespaces():
-    """Two network namespaces with a wire between them: [(name, interface), ...]."""
-    names = [f"ddpkit{os.getpid()}{end}" for end in "ab"]
-    ends = [f"dd{os.getpid()}{end}" for end in "ab"]
-
-    def ip(*words):
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        there = ["peer", "name", ends[1], "netns", names[1]]
-        ip("link", "add", ends[0], "netns", names[0], "type", "veth", *there)
-        for place, (name, end) in enumerate(zip(names, ends, strict=True)):
-            ip("-n", name, "address", "add", f"10.77.0.{place + 1}/24", "dev", end)
-            ip("-n", name, "link", "set", end, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield list(zip(names, ends, strict=True))
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces can't be made here: {error}")
-    finally:
-        for name in names:
-            with contextlib.suppress(OSError):
-                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    with two_machines() as machines:
+        yield machines
 
 
 def test_two_namespaces_are_two_machines(tmp_path, namespaces):

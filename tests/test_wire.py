@@ -174,6 +174,8 @@ def test_after_a_restart_nothing_of_the_first_attempt_is_read(monkeypatch):
     assert not of_this_attempt(store).check(["address"])
     of_this_attempt(store).set("address", "of its successor")
     assert of_this_attempt(store).get("address") == b"of its successor"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # rank 0 made a new one
+    assert of_this_attempt(store) is store
 
 
 def test_parts_of_an_all_to_all_as_tensors_as_rows_and_even():

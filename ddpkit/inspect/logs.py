@@ -28,6 +28,9 @@ PREFIX = re.compile(r"\[(?:rank|[A-Za-z_]+)(\d+)\]:\s?")  # torch's own, and tha
 FRAME = re.compile(r'\s+File "(.*?)", line (\d+), in (.*)')
 ERROR = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?$")
 SUMMARY = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\n.*?exitcode +: (-?\d+) \(pid")
+RESTARTED = re.compile(
+    r"failed \(exitcode: (-\d+)\) local_rank: (\d+) \(pid"
+)  # its log: no summary
 WATCHDOG = re.compile(r"\[Rank (\d+)\].*Watchdog caught collective operation timeout.*OpType=(\w+)")
 BY_TORCHRUN = -15  # SIGTERM, by which torchrun ends the ranks that are left
 
@@ -178,6 +181,12 @@ def _how_it_followed(log: Log, rank: int, how: Failure | int, culprit: int | Non
 
 def _no_culprit(log: Log, fallen: dict) -> Iterator[str]:
     """Yield what is known if no rank in the log fell by itself: all only followed another."""
+    killed = [(int(code), rank) for code, rank in RESTARTED.findall(log.text)]
+    killed = [(code, rank) for code, rank in killed if code != BY_TORCHRUN]
+    if killed and not log.codes:  # torchrun started its ranks again, and then sums up nothing
+        code, rank = killed[0]
+        yield how_it_fell(f"{rank} of this machine", code)
+        return
     if log.waited:
         ops = " and ".join(sorted(set(log.waited.values())))
         yield f"every rank in this log waited in {ops}, until NCCL's watchdog ended it."

@@ -42,6 +42,7 @@ from ..runtime.report import (
     ends_by_itself,
     explain_deadlock,
     explain_mismatch,
+    explain_silence,
     explain_standstill,
     explain_timeout,
     report,
@@ -103,6 +104,7 @@ class Session:
         self._codes: dict[int, int] = {}  # exit codes of this machine's ranks, where caught
         self._memory = FreeMemory()
         self._clocks: dict[int, float] = {}  # clock_s of ranks on other machines
+        self._silent: set[int] = set()  # ranks of other machines of which nothing is heard
         self._looked_at: list[int] | None = None  # the board's events at the last look
         self._different: dict[int, Record] | None = None  # the mismatch that it found
         self._words_at: set[tuple | None] = set()  # the lines that a message has named
@@ -220,11 +222,40 @@ class Session:
         """Say why a wait timed out, before the script gets the error: it may catch it and go on."""
         seconds = waited_s(record, error)
         time.sleep(TOGETHER_S)  # this rank stays marked as waiting: others time out just now
-        if not self.alone:
-            with contextlib.suppress(RuntimeError):
-                self._take_pages(set(range(self.world_size)).difference(self.here))
-        look = Look(self.board)
-        self._say(*explain_timeout(look, seconds), look)
+        self._note_silence()
+        self._say_why(Look(self.board), seconds)
+
+    def _say_why(self, look: Look, seconds: float) -> None:
+        if self._silent:
+            self._say(*explain_silence(sorted(self._silent), seconds), look)
+        else:
+            self._say(*explain_timeout(look, seconds), look)
+
+    def _note_silence(self) -> None:
+        """Note the ranks of other machines that send no new page within `NEWS_S`; take the others'.
+
+        A cut wire to the store blocks every question to it for minutes: then it is let go.
+        """
+        others = set(range(self.world_size)).difference(self.here)
+        silent = self._silent = set(others)
+
+        def listen() -> None:
+            before = {}
+            until = time.perf_counter() + NEWS_S
+            with contextlib.suppress(RuntimeError, AttributeError):
+                while silent and time.perf_counter() < until:
+                    self._take_pages(others)
+                    before = before or dict(self._clocks)
+                    silent.difference_update(
+                        rank for rank in others if self._clocks.get(rank) != before.get(rank)
+                    )
+                    time.sleep(0.05)
+
+        listener = threading.Thread(target=listen, daemon=True)
+        listener.start()
+        listener.join(NEWS_S + 1)
+        if listener.is_alive():
+            self.store = None
 
     def _say(self, headline: str, advice: str, look: Look) -> None:
         """Print a report and let the ranks go on: each line once, and at most every `WORDS_S`."""
@@ -296,6 +327,8 @@ class Session:
 
         So rank 0 sees all ranks, a little late.
         """
+        if self.store is None:  # it was let go: the wire to it is cut
+            return
         for rank in range(self.world_size):
             key = f"ddpkit/page/{rank}"
             if rank in self.here:
@@ -376,7 +409,9 @@ class Session:
             for hidden in reversed([*look.unseen()]):  # of several waits in C++, show the first
                 look.now[hidden.rank] = hidden
             seconds = waited_s(look.now[self.rank].call, error)
-            self._say(*explain_timeout(look, seconds), look)
+            if not self._silent:
+                self._note_silence()
+            self._say_why(look, seconds)
         else:
             lines += self._others(look, [self.rank, *lost])
         self.tell("\n".join(lines))

@@ -129,6 +129,14 @@ def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
     return explain_standstill(look, seconds)
 
 
+def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
+    """Return (what happened, what to do) where a wait timed out and another machine is silent."""
+    said = f"no progress for {seconds:.2g} s, and nothing is heard of {name_ranks(silent)}: "
+    said += "the wire between the machines is cut, or theirs is down."
+    advice = "Can the machines reach each other, and is the other one up? What is shown of "
+    return said, advice + f"{name_ranks(silent)} is the last that came through."
+
+
 def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
     """Return (what happened, what to do) for ranks that wait for ranks that may still come."""
     said = f"no progress for {seconds:.2g} s"

@@ -438,8 +438,12 @@ def of_this_attempt(store: dist.Store) -> dist.Store:
     """Return a part of `store` for this attempt, without keys from before torchrun's restart.
 
     torchrun keeps its store after a restart, with the addresses of dead processes: plain Gloo tries
-    to connect to them, and fails or waits (pytorch/pytorch#167288).
+    to connect to them, and fails or waits (pytorch/pytorch#167288). With
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 makes a new store for each attempt, which machines
+    need: torchrun counts its restarts on each machine by itself, and the counts may differ.
     """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+        return store
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store if attempt == "0" else dist.PrefixStore(f"attempt {attempt}", store)
 

@@ -1,0 +1,202 @@
+"""Does my script, killed and started again, go on as if nothing had happened? It isn't changed.
+
+    python -m ddpkit.resume_check -- torchrun --nproc-per-node 2 train.py --epochs 3
+    python -m ddpkit.resume_check --folder out -- python train.py
+    python -m ddpkit.resume_check --again "--resume last.pt" -- python train.py
+
+Runs it to its end, runs it again and kills it by SIGKILL, once after an update and once in the
+middle of a save, starts it again, and compares each update with the uninterrupted run. Every run
+has its own copy of the current folder. Exit code: 0 exact, 1 something is lost, 2 it can't be told.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from . import script as runner
+from .verdict import LINES, Attempt, CannotTell, Verdict, judge, read_attempt
+
+NOT_COPIED = ".git", ".venv", "__pycache__", "node_modules"
+MOST_BYTES = 2_000_000_000  # of a folder that is copied for each run
+STARTS = {"python", "python3"}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    says = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(
+        prog="python -m ddpkit.resume_check",
+        usage="%(prog)s [options] -- COMMAND",
+        description=says,
+    )
+    parser.add_argument("--kill-after-step", type=int, help="kill after this many updates, only")
+    parser.add_argument("--times", type=int, default=1, help="kills of one training, one by one")
+    folder = "where it saves; then only that is copied, and the rest is linked"
+    parser.add_argument("--folder", help=folder)
+    parser.add_argument("--again", default="", help="words that it takes when it is started again")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each start")
+    options = parser.parse_args(arguments[:at])
+    options.command = arguments[at + 1 :]
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options.command = with_witness(options.command)
+        check(options)
+        verdicts = check_resumes(options)
+    except CannotTell as reason:
+        print(f"ddpkit.resume_check: {reason}", file=sys.stderr)
+        return 2
+    print("\n".join(map(str, verdicts)))
+    return 1 if any(verdict.lost for verdict in verdicts) else 0
+
+
+def with_witness(command: list[str]) -> list[str]:
+    """Put our file before the script's, and the Python that runs us before both."""
+    if not command:
+        raise CannotTell("expected a command after --, such as: -- python train.py")
+    at = next((n for n, word in enumerate(command) if word.endswith(".py")), None)
+    if at is None or not Path(command[at]).is_file():
+        got = shlex.join(command) if at is None else f"{command[at]}, which isn't there"
+        raise CannotTell(f"expected a script in the command, a file that ends in .py, got {got}")
+    start, *rest = command
+    if start == "torchrun":
+        rest = ["-m", "torch.distributed.run", *rest]
+    elif Path(start).name not in STARTS and not Path(start).name.startswith("python3."):
+        raise CannotTell(f"expected a command that begins with torchrun or python, got {start}")
+    at += len(rest) - len(command)
+    return [sys.executable, *rest[:at], runner.__file__, *rest[at:]]
+
+
+def check(options: argparse.Namespace) -> None:
+    if options.times < 1:
+        raise CannotTell(f"expected --times of 1 or more, got {options.times}")
+    if options.kill_after_step is not None and options.kill_after_step < 1:
+        raise CannotTell(f"expected --kill-after-step of 1 or more, got {options.kill_after_step}")
+    if options.folder:
+        inside = Path(options.folder).resolve().is_relative_to(Path.cwd())
+        if not inside or Path(options.folder).resolve() == Path.cwd():
+            raise CannotTell(f"expected --folder inside the current folder, got {options.folder}")
+    else:
+        size = 0
+        for place, folders, files in os.walk("."):
+            folders[:] = [folder for folder in folders if folder not in NOT_COPIED]
+            size += sum(os.lstat(os.path.join(place, file)).st_size for file in files)
+        if size > MOST_BYTES:
+            raise CannotTell(
+                f"each run copies this folder, and it has {size / 1e9:.1f} GB: say where the script"
+                " saves, --folder out, then only that is copied"
+            )
+
+
+def check_resumes(options: argparse.Namespace) -> list[Verdict]:
+    with tempfile.TemporaryDirectory(prefix="ddpkit-resume-") as folder:
+        (whole,) = train(options, Path(folder, "whole"), [])
+        if whole.code:
+            tail = "\n".join(whole.output.splitlines()[-LINES:])
+            raise CannotTell(f"uninterrupted, it ends with exit code {whole.code}:\n{tail}")
+        if whole.updates < 2:
+            raise CannotTell(f"expected a training of 2 updates or more, got {whole.updates}")
+        verdicts = []
+        for number, (kill, says) in enumerate(plan(options, whole)):
+            kills = [kill] * options.times if kill.startswith("step") else [kill]
+            attempts = train(options, Path(folder, f"killed_{number}"), kills)
+            verdicts.append(judge(says, whole, attempts))
+        return verdicts
+
+
+def plan(options: argparse.Namespace, whole: Attempt) -> list[tuple[str, str]]:
+    """Choose the kills: just after the update that follows the last save, and in a later save."""
+    most = whole.updates - 1
+    if options.kill_after_step is not None:
+        if options.kill_after_step > most:
+            made = f"the script makes {whole.updates} updates"
+            raise CannotTell(f"expected --kill-after-step of at most {most}: {made}")
+        step = options.kill_after_step
+        return [(f"step {step}", f"after update {step}")]
+    saved = sorted({save["updates"] for save in whole.saves if save["updates"] < most})
+    if not whole.saves:
+        raise CannotTell("it never calls torch.save: say when to kill it, --kill-after-step 5")
+    step = (saved[(len(saved) - 1) // options.times] if saved else most - 1) + 1
+    again = f", {options.times} times" if options.times > 1 else ""
+    found = [(f"step {step}", f"after update {step}{again}")]
+    # Of the rank that saves first: of its saves the first that has a whole one before it.
+    rank = whole.saves[0]["rank"]
+    of_rank = [save for save in whole.saves if save["rank"] == rank]
+    later = [save for save in of_rank if save["updates"] > of_rank[0]["updates"]]
+    if later:
+        number, updates = later[0]["number"], later[0]["updates"]
+        found.append((f"save {number}", f"in the save after update {updates}"))
+    return found
+
+
+def train(options: argparse.Namespace, folder: Path, kills: list[str]) -> list[Attempt]:
+    """Run the script in a copy of this folder until it ends; start it again after each kill."""
+    copy = folder / "copy"
+    copy_here(copy, options.folder)
+    attempts = []
+    for number, kill in enumerate([*kills, ""]):
+        record = folder / f"start_{number}"
+        record.mkdir()
+        words = shlex.split(options.again) if number else []
+        attempts.append(start([*options.command, *words], copy, record, kill, options.timeout))
+        if attempts[-1].code != -signal.SIGKILL:  # it ended by itself
+            break
+    return attempts
+
+
+def copy_here(copy: Path, folder: str | None) -> None:
+    """Copy the current folder, or link all that is in it but `folder`, which is copied."""
+    if folder is None:
+        ignore = shutil.ignore_patterns(*NOT_COPIED)
+        shutil.copytree(".", copy, symlinks=True, ignore=ignore)
+        return
+    copy.mkdir(parents=True)
+    inside = Path(folder).resolve().relative_to(Path.cwd())
+    for entry in Path.cwd().iterdir():
+        if entry.name != inside.parts[0]:
+            (copy / entry.name).symlink_to(entry)
+    top = Path(inside.parts[0])
+    if top.exists():
+        shutil.copytree(top, copy / top, symlinks=True)
+
+
+def start(command: list[str], copy: Path, record: Path, kill: str, timeout: float) -> Attempt:
+    environ = os.environ | {"DDPKIT_RESUME_FOLDER": str(record), "DDPKIT_RESUME_KILL": kill}
+    output = record / "output"
+    with open(output, "w") as file:
+        options = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        process = subprocess.Popen(
+            command, cwd=copy, env=environ, start_new_session=True, **options
+        )
+    (record / "pid.torchrun").write_text(str(process.pid))
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise CannotTell(
+            f"it didn't end in {timeout:g} s: give it less to do, or --timeout"
+        ) from None
+    finally:
+        end_all(process, record)
+    return read_attempt(record, code, output.read_text(errors="replace"))
+
+
+def end_all(process: subprocess.Popen, record: Path) -> None:
+    """Kill what is left of a start: its process group, and the ranks, which torchrun sets apart."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for path in record.glob("pid.*"):
+        pid = int(path.read_text())
+        with contextlib.suppress(OSError):
+            if str(record).encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,23 @@
+"""Run a script with a witness; `ddpkit.resume_check.command` puts this file before the script.
+
+script.py SCRIPT ARGS: FOLDER and KILL are taken from the environment.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from ddpkit.resume_check.witness import Witness
+
+
+def main(script: str, *arguments: str) -> None:
+    witness = Witness(Path(os.environ["DDPKIT_RESUME_FOLDER"]), os.environ["DDPKIT_RESUME_KILL"])
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    with witness:
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,208 @@
+"""Note each update of a training: its state before, its samples, its loss; and kill it when asked.
+
+The witness listens at the places where `ddpkit.audit.tape` does, and at `torch.save`. It writes a
+line for each update at once, so that a kill loses none.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from ..audit.tape import plain_name
+
+
+class Witness:
+    """Write to `folder` what the training inside does on this rank, a JSON line for each event.
+
+    An update: {"losses", "rates", "samples", "before", "after", "moments", "counters", "buffers",
+    "random"}; states are digests. A save: {"save": path, "updates": made before it, "whole": bool}.
+    kill: "step 7" kills the run after 7 updates, "save 2" in the middle of this rank's second
+    torch.save, half of which is written; "" never.
+    """
+
+    def __init__(self, folder: Path, kill: str):
+        self.folder = folder
+        kind, _, number = kill.partition(" ")
+        self.kill_at = {kind: int(number)} if kill else {}
+        self.updates = 0
+        self.saves = 0
+        self.calls = 0  # modules that are being called, one inside the other
+        self.stepping = 0  # optimizers, likewise
+        self.roots: list[nn.Module] = []
+        self.losses: list[float] = []
+        self.samples: list[str] = []
+        self.now: dict = {}  # the update that is being made
+
+    # Listening
+
+    def __enter__(self) -> "Witness":
+        rank = os.environ.get("RANK", "0")
+        (self.folder / f"pid.{rank}").write_text(str(os.getpid()))
+        self.file = open(self.folder / f"{rank}.jsonl", "ab", buffering=0)
+        self.listening = contextlib.ExitStack()
+        self.listening.callback(self.file.close)
+        for handle in (
+            modules.register_module_forward_pre_hook(self.on_call),
+            modules.register_module_forward_hook(self.on_return, always_call=True),
+            optimizers.register_optimizer_step_pre_hook(self.on_step),
+            optimizers.register_optimizer_step_post_hook(self.on_stepped),
+        ):
+            self.listening.callback(handle.remove)
+        self.save, backward = torch.save, torch.autograd.backward
+        torch.save = self.saving
+        torch.autograd.backward = self.hearing(backward)
+        self.listening.callback(setattr, torch, "save", self.save)
+        self.listening.callback(setattr, torch.autograd, "backward", backward)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.listening.close()
+
+    def on_call(self, module: nn.Module, inputs: tuple) -> None:
+        if self.calls == 0:
+            known = any(module is root for root in self.roots)
+            if not known and any(True for _ in module.parameters()):
+                self.roots.append(module)
+            if module.training and torch.is_grad_enabled():
+                self.samples += rows(inputs)
+        self.calls += 1
+
+    def on_return(self, *_) -> None:
+        self.calls -= 1
+
+    def hearing(self, backward: Callable) -> Callable:
+        """Return `backward` that first notes the loss it begins from."""
+
+        def heard(tensors, *args, **kwargs):
+            first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+            if self.stepping == 0 and isinstance(first, Tensor) and first.numel() == 1:
+                self.losses.append(first.item())
+            self.calls += 1  # what an activation checkpoint computes again is no new sample
+            try:
+                return backward(tensors, *args, **kwargs)
+            finally:
+                self.calls -= 1
+
+        return heard
+
+    def on_step(self, optimizer: Optimizer, *_) -> None:
+        self.stepping += 1
+        if self.stepping == 1:
+            groups = optimizer.param_groups
+            self.now = {"losses": self.losses, "samples": self.samples, "random": random_states()}
+            self.now["rates"] = [float(group["lr"]) for group in groups]
+            self.now["before"] = self.parameters(optimizer)
+            self.now["moments"], self.now["counters"] = state_of(optimizer)
+            buffers = [buffer for root in self.roots for buffer in root.buffers()]
+            self.now["buffers"] = digest(*buffers)
+            self.losses = []
+            self.samples = []
+
+    def on_stepped(self, optimizer: Optimizer, *_) -> None:
+        self.stepping -= 1
+        if self.stepping == 0:
+            self.updates += 1
+            self.write(self.now | {"after": self.parameters(optimizer)})
+            if self.kill_at.get("step") == self.updates:
+                self.kill()
+
+    def saving(self, obj, f, *args, **kwargs):
+        """Save as torch.save does, unless the run is to be killed in the middle of it."""
+        self.saves += 1
+        path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", "a stream"))
+        event = {"save": path, "updates": self.updates, "number": self.saves}
+        if self.kill_at.get("save") == self.saves:
+            self.write(event | {"whole": False})
+            whole = io.BytesIO()
+            self.save(obj, whole, *args, **kwargs)
+            half = whole.getvalue()[: whole.tell() // 2]
+            if isinstance(f, str | os.PathLike):
+                Path(f).write_bytes(half)
+            else:
+                f.write(half)
+                f.flush()
+            self.kill()
+        self.save(obj, f, *args, **kwargs)
+        self.write(event | {"whole": True})
+
+    # What is noted
+
+    def parameters(self, optimizer: Optimizer) -> dict[str, str]:
+        """Return {name: digest} of all that the optimizer updates; without a name, its number."""
+        names = {}
+        for root in self.roots:
+            for path, parameter in root.named_parameters():
+                names.setdefault(parameter, plain_name(path))
+        found = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found[names.get(parameter, f"parameter {len(found)}")] = digest(parameter)
+        return found
+
+    def write(self, event: dict) -> None:
+        self.file.write(json.dumps(event).encode() + b"\n")
+
+    def kill(self) -> None:
+        """Kill torchrun and all ranks by SIGKILL, this one last."""
+        pids = [int(path.read_text()) for path in sorted(self.folder.glob("pid.*"), reverse=True)]
+        for pid in [*(pid for pid in pids if pid != os.getpid()), os.getpid()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def digest(*tensors: Tensor) -> str:
+    """Return a short hash of the tensors' bits; of a distributed one, of this rank's part."""
+    total = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        flat = local.detach().cpu().contiguous().flatten()
+        total.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return total.hexdigest()
+
+
+def rows(inputs: tuple) -> list[str]:
+    """Name the samples of a batch, rows of its tensors, by their bits."""
+    columns = [x for x in inputs if isinstance(x, Tensor) and x.dim()]
+    columns = [x for x in columns if len(x) == len(columns[0])]
+    return [digest(*row) for row in zip(*columns, strict=True)]
+
+
+def state_of(optimizer: Optimizer) -> tuple[str, list[float]]:
+    """Return a digest of an optimizer's moments, "" if it has none, and its step counters."""
+    moments = []
+    counters = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if name == "step":
+                    counters.add(float(value))
+                elif isinstance(value, Tensor):
+                    moments.append(value)
+    return digest(*moments) if moments else "", sorted(counters)
+
+
+def random_states() -> dict[str, str]:
+    states = {"torch": digest(torch.get_rng_state()), "python": name_of(random.getstate())}
+    if torch.cuda.is_initialized():
+        states["CUDA"] = digest(torch.cuda.get_rng_state())
+    if "numpy" in sys.modules:
+        states["numpy"] = name_of(sys.modules["numpy"].random.get_state())
+    return states
+
+
+def name_of(state: object) -> str:
+    return hashlib.blake2b(pickle.dumps(state), digest_size=8).hexdigest()
