@@ -172,10 +172,7 @@ class Conductor:
     # Between backward and the optimizer's step
 
     def synchronize(self) -> None:
-        """End a step: reduce what is left, and drop all weights.
-
-        From now on ranks are known to use the units in the same order.
-        """
+        """Reduce what is left, drop all weights."""
         self.drop()
         for unit in self.units:
             self.reduce(unit)
@@ -188,10 +185,9 @@ class Conductor:
             unit.drop()
 
     def agree(self, event: str) -> None:
-        """Raise RuntimeError unless all ranks do the same next; only in the first step.
+        """Compare what ranks do next, in the first step.
 
-        event: in words, what this rank is about to do. Without the check a rank's weights could
-        serve another unit of the same size.
+        Two units of one size look alike to a collective: one rank's weights would serve another's.
         """
         if not self.agreed:
             remedy = "All ranks must use the same modules in the same order, in every step."
