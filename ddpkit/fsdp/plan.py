@@ -53,7 +53,7 @@ def places_of(module: nn.Module) -> dict[str, list[str]]:
     first_names = {}  # of each parameter: `named_parameters` keeps only these
     places = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(parameter, name)
+        first = first_names.setdefault(parameter, name)  # by the object: a tie is one object
         places.setdefault(first, []).append(name)
     return places
 

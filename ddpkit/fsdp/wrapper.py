@@ -93,7 +93,7 @@ class FSDP(nn.Module):
         self.conductor = Conductor(self.units, group, compute_dtype, self.overlap)
 
     def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+        return self.module(*args, **kwargs)  # the hooks of its units do the rest
 
     # A step
 
@@ -107,6 +107,7 @@ class FSDP(nn.Module):
 
         PyTorch's `set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)`.
         """
+        # Both are put back afterwards, so that one may be used inside another.
         conductor = self.conductor
         syncing = conductor.syncing
         keeping = conductor.keeping
