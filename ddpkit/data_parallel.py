@@ -96,6 +96,7 @@ def average_gradients(module: nn.Module, group: ProcessGroup | None = None) -> N
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            # The n-th call of a rank meets the n-th of the others: same order, no exceptions.
             dist.all_reduce(parameter.grad, group=group)
             parameter.grad /= dist.get_world_size(group)
 

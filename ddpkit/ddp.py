@@ -167,7 +167,7 @@ class BucketedDDP(DataParallel):
         bucket = self.bucket_of[parameter]
         if parameter in bucket.arrived:
             raise RuntimeError(TWICE)
-        bucket.take(parameter)
+        bucket.take(parameter)  # also inside no_sync: the next micro-batch adds to the view
         if not self.syncing:
             return
         bucket.arrived.add(parameter)

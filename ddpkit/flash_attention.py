@@ -92,6 +92,7 @@ def flash_forward(
     queries at once.
     """
     m = torch.full_like(q[..., :1], -math.inf)  # a column: one number a query
+    # The state of each row after the tiles so far: all that a tile needs of those before it.
     ell = torch.zeros_like(m)
     acc = torch.zeros_like(q)
     for first in range(0, k.shape[-2], tile):
@@ -128,7 +129,7 @@ def flash_backward(
     scale = q.shape[-1] ** -0.5
     delta = (do * o).sum(-1, keepdim=True)
     dq = torch.zeros_like(q)
-    dk = torch.empty_like(k)
+    dk = torch.empty_like(k)  # empty: each tile fills its own rows
     dv = torch.empty_like(v)
     for first in range(0, k.shape[-2], tile):
         keys = slice(first, first + tile)

@@ -61,11 +61,12 @@ def ring_attention(
             keys, values = here
             diagonal = causal and owner == rank
             scores = tile_scores(*in_fp32(q, keys), 0, diagonal)
-            part = summarize(scores, values)
+            part = summarize(scores, values)  # the block's own maximum: no rank has the row's
             triple = part if triple is None else merge(triple, part)
         for work in works:
             work.wait()  # only now may `here` be overwritten and `arriving` be read
         here, arriving = arriving, here
+    # Now all keys have been here; what is left to do is each row's own.
     _, ell, o = triple
     return normalize(o, ell.unsqueeze(-1)).to(q.dtype)
 

@@ -186,7 +186,7 @@ def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor
     mine = torch.stack(summarize(x))  # two numbers a row: all that this rank sends
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
-    pair = functools.reduce(merge, everyones)
+    pair = functools.reduce(merge, everyones)  # alike on every rank: of the whole row
     return finish(x, *pair).to(x.dtype)
 
 

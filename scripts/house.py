@@ -31,12 +31,12 @@ LIMITS = {  # where the house is going
 }
 RATCHET = {"ddpkit": 36_763, "tests": 27_217}  # lines; lower it with every cut
 HELD = {  # today's figures: change one only for the better
-    "tokens a code line": 9.95,
-    "packed assignments in 1,000 lines": 3.4,
-    "comments in 100 lines": 5.5,
+    "tokens a code line": 9.5,
+    "packed assignments in 1,000 lines": 1,
+    "comments in 100 lines": 6,
     "docstrings that begin askew": 0,
     "words of dialect": 0,
-    "variables called each": 89,
+    "variables called each": 5,
 }
 LIMITS |= {"lines an exercise, all in": 90, "mistakes of an exercise, at most": 12}
 HELD_EXERCISES = {"lines an exercise, all in": 100.1, "mistakes of an exercise, at most": 10}

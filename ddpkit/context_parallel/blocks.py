@@ -50,6 +50,7 @@ class AttentionAcrossRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+        # What was kept is k and v of this rank, or of all: only the function that fetched it knows.
         dq, dkv = ctx.send_home(*ctx.saved_tensors, do, *ctx.how)
         dk, dv = dkv.to(do.dtype)
         return dq.to(do.dtype), dk, dv, None, None, None, None, None
@@ -70,7 +71,7 @@ def attend(
     seen = {}  # by chunk of queries: o and lse over the keys so far
     for hop, block in enumerate(blocks):
         owner = (rank - hop) % len(deal)
-        k, v = block
+        k, v = block  # as `owner` has them: its chunks, by number
         keys = chunks(k, deal[owner], q.shape[-3])
         values = chunks(v, deal[owner], q.shape[-3])
         for query, key, diagonal in pairs_of_hop(deal, rank, hop, causal):
@@ -114,6 +115,7 @@ def gradients(
     q, o, lse, do = saved
     k, v = block
     kv_heads = k.shape[-3]
+    # Queries and all that belongs to them are this rank's; keys and values are the owner's.
     own = deal[rank]
     theirs = deal[(rank - hop) % len(deal)]
     queries = chunks(q, own)

@@ -64,6 +64,7 @@ def gathered_backward(
     summands = list(everyones)  # replaced one by one
     for hop in range(len(deal)):
         owner = (rank - hop) % len(deal)
+        # Hops without a wire: every block is here, in the order in which a ring would bring them.
         part, summand = gradients(saved, everyones[owner], deal, rank, hop, causal)
         dq = dq + part
         summands[owner] = summand

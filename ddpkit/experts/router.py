@@ -50,7 +50,7 @@ class Router(nn.Module):
         self.score = score
         self.weight = nn.Parameter(torch.empty(experts, width))
         nn.init.normal_(self.weight, std=width**-0.5)
-        self.register_buffer("bias", torch.zeros(experts))
+        self.register_buffer("bias", torch.zeros(experts))  # in checkpoints, not in the optimizer
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """rows: (T, width). Returns scores (T, E), chosen experts (T, k), their weights (T, k).

@@ -1,4 +1,4 @@
-"""The moments at which units are gathered, dropped and reduced: FSDP's order of calls.
+"""The order of FSDP's calls: when units are gathered, dropped and reduced.
 
     forward     AG b0, AG b1, AG b2                        each dropped when it has computed
     backward    AG b2, AG b1, RS b2, AG b0, RS b1, RS b0   one unit is fetched ahead
@@ -57,7 +57,11 @@ class Conductor:
     # Forward
 
     def before_forward(self, unit: Unit, _, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Gather the weights; see to it that backward comes to `after_backward(unit)`."""
+        """Hook before a unit computes: gather its weights, and cast its floating inputs.
+
+        The inputs are also watched, so that backward calls `after_backward(unit)` when it leaves
+        them.
+        """
         self.gather(unit)
         if self.overlap and not self.in_backward:
             self.fetch_ahead(unit)
@@ -70,7 +74,10 @@ class Conductor:
         return args, kwargs
 
     def after_forward(self, unit: Unit, _, args: tuple, output):
-        """Drop the weights; see to it that backward begins with `before_backward(unit)`."""
+        """Hook after a unit has computed: drop its weights, if they aren't kept.
+
+        The output is watched, so that backward calls `before_backward(unit)` when it enters.
+        """
         if unit.in_backward:  # a checkpoint calls the unit again: its weights are needed now
             return output
         # No backward will follow, so the weights aren't needed: the root's also go.
@@ -87,7 +94,7 @@ class Conductor:
         return with_hooks(partial(self.before_backward, unit), output)
 
     def fetch_ahead(self, unit: Unit) -> None:
-        """Start to gather the unit that came after this one in the last step."""
+        """Begin to gather the unit that followed this one in the last step: only with `overlap`."""
         place = len(self.order)
         pair = self.last_order[place : place + 2]
         if len(pair) == 2 and pair[0] is unit:
@@ -105,7 +112,7 @@ class Conductor:
     # Backward
 
     def before_backward(self, unit: Unit) -> None:
-        """Gather the weights again, and start with those that backward needs next."""
+        """Hook before backward enters a unit: gather its weights again, fetch one unit ahead."""
         # The first unit that backward enters: autograd calls `end_backward` after everything.
         if not self.in_backward:
             self.in_backward = True
@@ -124,7 +131,7 @@ class Conductor:
             self.finish_reduction()
 
     def after_backward(self, unit: Unit) -> None:
-        """Drop the weights, and start to reduce the gradients."""
+        """Hook after backward has left a unit: drop its weights, and begin to reduce gradients."""
         unit.in_backward = False
         unit.done = True
         # Weights first, so that they and the message aren't whole at the same time.
@@ -146,7 +153,10 @@ class Conductor:
             self.reduction = None
 
     def end_backward(self) -> None:
-        """Finish what backward didn't come to: units whose inputs need no gradient; root first."""
+        """End backward: do what is left for units that it didn't leave by a hook, the root first.
+
+        Such are units whose inputs need no gradient.
+        """
         # Token ids need no gradient, so backward never comes to the inputs of what they feed.
         for unit in self.units:
             if not unit.done:

@@ -11,7 +11,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 
 class Then(torch.autograd.Function):
-    """apply(act, *tensors): the tensors; in backward, `act()` once all their gradients are here."""
+    """Pass tensors through, and call `act()` in backward once all their gradients are here.
+
+    apply(act, *tensors) returns the tensors.
+    """
 
     @staticmethod
     def forward(ctx, act, *tensors):
@@ -33,7 +36,10 @@ def cast(values, dtype: torch.dtype):
 
 
 def led_through(act: Callable[[], None], values):
-    """Lead all tensors in `values` that need a gradient through one `Then`."""
+    """Return `values` with all tensors that need a gradient led through one `Then` of `act`.
+
+    values: nested tuples, lists and dicts.
+    """
     # All through one node: autograd calls it once, when the last of their gradients is here.
     leaves, structure = tree_flatten(values)
     places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -45,7 +51,7 @@ def led_through(act: Callable[[], None], values):
 
 
 def with_hooks(act: Callable[[], None], values):
-    """Let backward call `act()` when the gradient of a tensor in `values` is here."""
+    """Return `values`; backward calls `act()` when the gradient of a tensor in it is here."""
 
     def hooked(x: Tensor) -> Tensor:
         if not x.requires_grad:

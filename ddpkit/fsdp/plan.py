@@ -11,7 +11,10 @@ from .shards import Place, Sharded
 
 
 def default_units(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names of the children with parameters; a ModuleList counts as its elements."""
+    """Yield the names of the children that have parameters: the units, unless they are named.
+
+    A ModuleList counts as its elements. prefix: of all names.
+    """
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList):
             yield from default_units(child, f"{prefix}{name}.")
@@ -50,7 +53,7 @@ def places_of(module: nn.Module) -> dict[str, list[str]]:
     first_names = {}  # of each parameter: `named_parameters` keeps only these
     places = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(parameter, name)
+        first = first_names.setdefault(parameter, name)  # by the object: a tie is one object
         places.setdefault(first, []).append(name)
     return places
 
@@ -64,10 +67,11 @@ def place(module: nn.Module, name: str) -> Place:
 
 
 def materialise(module: nn.Module, name: str) -> None:
-    """Give the module's own meta parameters and buffers memory and values: `reset_parameters()`.
+    """Give a module's own parameters and buffers memory and values, if they are on `meta`.
 
-    On the current GPU, or CPU. Tied ones stay tied, and an optimizer that holds them keeps them.
-    ValueError: the module has no reset_parameters.
+    The values are those of its `reset_parameters()`, on the current GPU, or CPU. Tied parameters
+    stay tied, and an optimizer that holds them keeps them. name: the module's. ValueError: it has
+    no reset_parameters.
     """
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if not any(tensor.is_meta for tensor in own):
@@ -90,9 +94,10 @@ def materialise(module: nn.Module, name: str) -> None:
 
 
 def shard_parameters(module: nn.Module, group: ProcessGroup | None) -> dict[str, Sharded]:
-    """Cut all parameters, each as soon as it has values: those of the group's first rank.
+    """Cut all parameters of a module: {name: `Sharded`}, with the values of the first rank.
 
-    Cost: a broadcast for each parameter. Memory: the shards and the parameters of one module.
+    Each is cut as soon as it has values, so no more than one module's are whole at a time. Cost: a
+    broadcast for each parameter.
     """
     parameters = dict(module.named_parameters())
     tied = places_of(module)
@@ -111,6 +116,6 @@ def shard_parameters(module: nn.Module, group: ProcessGroup | None) -> dict[str,
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup | None) -> None:
-    """Overwrite them with those of the group's first rank."""
+    """Overwrite these tensors with those of the group's first rank; all ranks must call."""
     for tensor in tensors:
         dist.broadcast(tensor.detach(), group=group, group_src=0)

@@ -14,7 +14,10 @@ from .units import Unit
 
 
 class Reduction:
-    """A unit's gradients on their way: the constructor sends, `finish` adds to `shard.grad`."""
+    """The gradients of a unit on their way to the shards.
+
+    Making one sends them; `finish` waits, and adds this rank's part of the mean to `shard.grad`.
+    """
 
     def __init__(self, unit: Unit):
         self.unit = unit
@@ -35,7 +38,10 @@ class Reduction:
         return [entry.numel for entry in self.trained]
 
     def pack(self) -> Tensor:
-        """Move pending gradients into one message; zeros for padding, and where none came."""
+        """Lay the unit's pending gradients into one message, in the order of the reduce-scatter.
+
+        Zeros are padding, and stand for parameters without a gradient.
+        """
         unit = self.unit
         numel = unit.world_size * sum(self.numels)
         flat = torch.zeros(numel, dtype=unit.reduce_dtype, device=unit.device)
@@ -49,7 +55,7 @@ class Reduction:
         return flat
 
     def finish(self) -> None:
-        """Wait for this rank's part of the sum; add the mean."""
+        """Wait for the sum, and add this rank's part of the mean to each `shard.grad`."""
         if self.work is not None:
             self.work.wait()
         # The mean in the reduce dtype, then cast, then added: PyTorch's order of roundings.
@@ -61,10 +67,11 @@ class Reduction:
 
 
 def divisors(dtype: torch.dtype, world_size: int) -> tuple[float, float]:
-    """Return the numbers to divide by before and after the sum over W ranks, for the mean.
+    """Return (before, after): the numbers to divide by before and after a sum over W ranks.
 
-    fp16 ends at 65504 and begins at 6e-8: dividing by about √W before, and by the rest after, keeps
-    away from both, as PyTorch does. Every other format divides the 1/W that it keeps.
+    Together they make it a mean. fp16 has numbers from 6e-8 to 65504: dividing by about √W before
+    the sum and by the rest afterwards stays away from both ends, as PyTorch does. In every other
+    dtype it is all done afterwards.
     """
     if dtype != torch.float16:
         return 1, world_size

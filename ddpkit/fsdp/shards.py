@@ -56,7 +56,7 @@ class Sharded:
             setattr(module, attribute, parameter)
 
     def take_gradient(self, dtype: torch.dtype) -> None:
-        """Move the gradient that backward has left in `whole` to `pending`; add, in `dtype`."""
+        """Take the gradient that backward has left in `whole`; add it, as `dtype`, to `pending`."""
         gradient = self.whole.grad
         if gradient is None:
             return
@@ -69,7 +69,7 @@ class Sharded:
             self.pending += gradient
 
     def add(self, part: Tensor) -> None:
-        """Add a padded part of the mean gradient to that of the shard."""
+        """Add this rank's part of a mean gradient, with its padding, to the shard's gradient."""
         gradient = part[: self.shard.numel()].view_as(self.shard)
         if self.shard.grad is None:
             self.shard.grad = gradient

@@ -26,7 +26,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
-    """Put together what is saved: views, into which `load` writes.
+    """Return all that a checkpoint holds, as views: saved as they are, written into by `load`.
 
     {"parameters": {name: value}, "buffers": {name: value}, "optimizer": {name: {key: value}},
     "options": of the optimizer's groups}, each value a DTensor where ranks have shards of it.
@@ -61,9 +61,9 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def shard_viewer(model: nn.Module):
-    """Return a function of a name and a local tensor: the DTensor of which it is this rank's part.
+    """Return a function of (name, this rank's tensor) that makes the DTensor it is a part of.
 
-    The tensor itself where the model is plain, or the world one rank.
+    If the model is plain it returns the tensor itself.
     """
     if not isinstance(model, FSDP):
         return lambda name, local: local if local.dim() else local[None]

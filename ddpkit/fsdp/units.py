@@ -89,7 +89,7 @@ class Unit:
         self.gathering = self.send_shards(self.dtype)
 
     def send_shards(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work | None]:
-        """Start an all-gather of the shards; return the message and its handle."""
+        """Begin to all-gather this rank's shards, in `dtype`; return the message and its handle."""
         flat = self.new_flat(dtype)
         own = torchs.shard(flat, self.group).zero_()  # and the padding
         for part, entry in zip(own.split(self.numels), self.sharded, strict=True):
@@ -100,7 +100,7 @@ class Unit:
         return flat, self.transport.start_all_gather(flat, self.group)
 
     def gather(self) -> None:
-        """Wait for the weights that are on their way, and show them in the modules."""
+        """Have the weights whole, from here on: wait for them, and show them in the modules."""
         self.check_fresh()
         if self.gathering is None:
             return
@@ -168,7 +168,10 @@ class Unit:
 
 
 def one_dtype_of(name: str, sharded: list[Sharded]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and device that all have, or torch's defaults if there are none."""
+    """Return the one dtype and device of these parameters; ValueError if there are several.
+
+    No parameters: torch's defaults. name: of the unit, for the error.
+    """
     tensors = [entry.shard for entry in sharded] or [torch.empty(0)]
     for entry in sharded:
         if entry.shard.dtype != tensors[0].dtype:

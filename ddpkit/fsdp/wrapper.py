@@ -94,7 +94,7 @@ class FSDP(nn.Module):
         self.conductor = Conductor(self.units, group, compute_dtype, self.overlap)
 
     def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+        return self.module(*args, **kwargs)  # the hooks of its units do the rest
 
     # A step
 
@@ -108,6 +108,7 @@ class FSDP(nn.Module):
 
         PyTorch's `set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)`.
         """
+        # Both are put back afterwards, so that one may be used inside another.
         conductor = self.conductor
         syncing = conductor.syncing
         keeping = conductor.keeping

@@ -55,7 +55,7 @@ def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[floa
 
 
 def draw(frame: Frame, world_size: int, title: str) -> Picture:
-    """Draw the ranks with their cells and, on its way, what each sends."""
+    """Draw the ranks on their circle, each with its cells and with what it is sending."""
     canvas = Canvas(WIDTH, HEIGHT)
     canvas.text(MIDDLE_X, 26, title, page.NORMAL)
     for rank in range(world_size):

@@ -261,7 +261,7 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
 
 
 def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
-    """Draw a message's numbers, or how many they are, beside the rank that sends or has got it.
+    """Draw a message's numbers, or how many they are, at the rank that sends or receives it.
 
     In the browser they travel there: from the sender, or, by hop, to the receiver.
     """

@@ -99,7 +99,7 @@ def _oldest(texts: Columns) -> int:
 
 
 def _newest(texts: Columns) -> int:
-    """Return the highest call number of any rank; 0 if there are no calls."""
+    """Return the number of the latest call that any rank has made; 0: there are no calls."""
     return max((number for column in texts.values() for number in column), default=0)
 
 

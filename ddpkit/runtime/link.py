@@ -95,7 +95,7 @@ class Link:
 
 @cache
 def _hops_and_share(op: str, world_size: int) -> tuple[int, float]:
-    """Return (hops, bytes): what must pass one after another, bytes in multiples of the whole."""
+    """Return what a collective does one after another: (hops, bytes as multiples of the whole)."""
     if op in ("send", "recv"):
         return 1, 1.0
     return cost.volume(USUAL.get(op, op), 1, world_size)
