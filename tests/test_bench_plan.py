@@ -42,6 +42,15 @@ def steps():
     return [step(plan) for plan in PLANS]
 
 
+def in_all(words):
+    """{op: (how often, bytes)}: buckets differ, since gradients of half a block come at once."""
+    found = {}
+    for op, nbytes in words:
+        often, total = found.get(op, (0, 0))
+        found[op] = often + 1, total + nbytes
+    return found
+
+
 @pytest.fixture(scope="module")
 def run():
     return launch(steps, world_size=4, backend="gloo")
@@ -55,7 +64,7 @@ def test_sleeping_layers_say_what_is_planned_and_sleep_as_long(run, number):
         begun, ended, slept = run[rank][number]
         planned = [(word.op, word.nbytes) for word in program if isinstance(word, Call)]
         planned += [("send", word.nbytes) for word in program if isinstance(word, Send)]
-        assert sorted(said(run.wire[rank], begun, ended)) == sorted(planned)
+        assert in_all(said(run.wire[rank], begun, ended)) == in_all(planned)
         again = sum(work.flops for work in stage.works if work.unit and plan.checkpoint)
         expected = plan.micro_batches * (3 * stage.flops + again)  # at one FLOP a second
         assert slept == pytest.approx(expected, rel=1e-3)

@@ -36,7 +36,7 @@ def explain(search: Search) -> str:
 
 
 def no_mesh(search: Search) -> str:
-    """Say why the model can't be cut among so many ranks."""
+    """Say why the model can't be cut among the machine's ranks."""
     shape = search.shape
     ranks = search.machine.ranks
     reasons = {}
@@ -90,7 +90,7 @@ def reason(search: Search, best: Prediction, name: str) -> list[str]:
 
 
 def others(search: Search, plan: Plan, name: str) -> list[Plan]:
-    """List the plans with another value: all of them for an axis of the mesh, else alike in all."""
+    """List plans with another value of `name`; unless it is an axis, they are alike in all others."""
     found = []
     for other in search.plans:
         differs = getattr(other, name) != getattr(plan, name)
