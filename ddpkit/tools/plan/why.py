@@ -90,7 +90,7 @@ def reason(search: Search, best: Prediction, name: str) -> list[str]:
 
 
 def others(search: Search, plan: Plan, name: str) -> list[Plan]:
-    """List plans with another value of `name`; unless it is an axis, they are alike in all others."""
+    """List plans with another value of `name`; unless it is an axis, all others are alike."""
     found = []
     for other in search.plans:
         differs = getattr(other, name) != getattr(plan, name)
