@@ -85,7 +85,7 @@ def reason(search: Search, best: Prediction, name: str) -> list[str]:
     less = [plan for plan in rivals if amount(name, getattr(plan, name)) < mine]
     for some in (less, [plan for plan in rivals if plan not in less]):
         if some:
-            return [f"{said(name, best.plan)} because {against(search, best, name, some)}."]
+            return [f"{said(name, best.plan)}{against(search, best, name, some)}."]
     return []
 
 
@@ -130,14 +130,17 @@ def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> 
         parts = f"{size(room.states)} of states, {size(room.activations)} of activations"
         missing = size(room.total - search.machine.memory_bytes)
         needs = f"a rank needs {size(room.total)} ({parts}), {missing} more than it has"
-        return f"{within(name, plan)} {needs}"
+        return f" because {within(name, plan)} {needs}"
     (rival,) = found
     more_s = rival.seconds - best.seconds
     if more_s <= TIE * best.seconds:
         saved = rival.room.total - best.room.total
-        needs = f"needs {size(saved)} more" if saved > 0 else "gains nothing"
-        return f"{within(name, rival.plan)} a step takes as long and {needs}"
-    return f"{within(name, rival.plan)} a step takes {duration(rival.seconds)}: {loss(best, rival)}"
+        alike = f"{within(name, rival.plan)} a step takes as long"
+        return (
+            f" because {alike} and needs {size(saved)} more" if saved > 0 else f", though {alike}"
+        )
+    takes = f"{within(name, rival.plan)} a step takes {duration(rival.seconds)}"
+    return f" because {takes}: {loss(best, rival)}"
 
 
 def loss(best: Prediction, rival: Prediction) -> str:
