@@ -26,10 +26,8 @@ def step(plan):
     slept = []
     bench.time = type("Clock", (), {"sleep": slept.append})
     make_part = partial(bench.SleepingPart, SHAPE.width, 1.0, plan.checkpoint)
-    update = partial(bench.SleepingUpdate, updates_per_s=float("inf"))
-    if plan.sharding == "zero1":
-        update = bench.SleepingUpdate
-    training = bench.Training(SHAPE, plan, make_part, update)
+    infinite = float("inf")
+    training = bench.Training(SHAPE, plan, make_part, bench.SleepingUpdate, updates_per_s=infinite)
     inputs = torch.zeros(SHAPE.batch // plan.data, SHAPE.length, dtype=torch.int64)
     training.step(inputs, inputs)
     slept.clear()
@@ -40,6 +38,15 @@ def step(plan):
 
 def steps():
     return [step(plan) for plan in PLANS]
+
+
+def in_all(words):
+    """{op: (how often, bytes)}: buckets differ, since gradients of half a block come at once."""
+    found = {}
+    for op, nbytes in words:
+        often, total = found.get(op, (0, 0))
+        found[op] = often + 1, total + nbytes
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +62,7 @@ def test_sleeping_layers_say_what_is_planned_and_sleep_as_long(run, number):
         begun, ended, slept = run[rank][number]
         planned = [(word.op, word.nbytes) for word in program if isinstance(word, Call)]
         planned += [("send", word.nbytes) for word in program if isinstance(word, Send)]
-        assert sorted(said(run.wire[rank], begun, ended)) == sorted(planned)
+        assert in_all(said(run.wire[rank], begun, ended)) == in_all(planned)
         again = sum(work.flops for work in stage.works if work.unit and plan.checkpoint)
         expected = plan.micro_batches * (3 * stage.flops + again)  # at one FLOP a second
         assert slept == pytest.approx(expected, rel=1e-3)
@@ -73,7 +80,8 @@ def test_summary():
     assert bench.rank_correlation(pairs) == pytest.approx(1.0)
     assert bench.rank_correlation([(1.0, 2.0), (2.0, 1.0)]) == pytest.approx(-1.0)
     text = bench.summary(pairs)
-    assert text.startswith("4 plans: rank correlation 1.000, median error 14.5%, largest 20%")
+    assert text.startswith("4 plans: rank correlation 1.000 (goal ≥ 0.9)\n")
+    assert "median error 14.5%, largest 20%" in text
 
 
 def test_a_real_measurement_is_not_shorter_than_its_sleeps():

@@ -185,6 +185,15 @@ def test_a_pipeline_is_idle_as_long_as_its_schedule():
         assert share == pytest.approx(3 / (m + 3), abs=0.005)
 
 
+def test_a_step_lasts_until_the_last_stage_is_done():
+    """The first stage of two has fewer parameters to update, and waits for the last."""
+    shape = replace(SMALL, layers=3)
+    parts = spent(shape, machine(2, updates_per_s=1e6), Plan(pipeline=2, micro_batches=2))
+    updates = [part.busy["update"] for part in parts]
+    assert updates[0] != updates[1]
+    assert parts[0].seconds == pytest.approx(parts[1].seconds)
+
+
 def test_wires_of_axes():
     """Tensor ranks are neighbours, then data: what crosses a node takes the wire between nodes."""
     near, far = CostModel(0, 1e9), CostModel(0, 1e6)
@@ -264,7 +273,9 @@ def test_every_choice_has_its_reason():
 def test_the_reason_changes_with_the_number_that_decides():
     roomy = replace(H100S, memory_bytes=640e9)
     assert "2 micro-batches because" in sentences(LARGE, H100S)
-    assert "1 micro-batch because with 2 micro-batches a step takes" in sentences(LARGE, roomy)
+    assert "1 micro-batch, though with 4 micro-batches a step takes as long." in sentences(
+        LARGE, roomy
+    )
     tight = sentences(LARGE, replace(H100S, memory_bytes=16e9))
     assert "Checkpoints because without checkpoints a rank needs " in tight
     assert "The pipeline's ranks are idle " in tight

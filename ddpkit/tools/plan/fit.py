@@ -24,7 +24,7 @@ UPDATED = 2**20  # parameters
 
 
 def fit(shape: Shape, ranks: int = 2) -> Machine:
-    """Measure, in at most 20 s, what this machine does with so many ranks at a time.
+    """Measure, in at most 20 s, what this machine does with `ranks` ranks at a time.
 
     All ranks compute at once, so those that share a core are as slow as in training. memory_bytes:
     of a rank, what is free now by the number of ranks. `error` is the median of those of a block

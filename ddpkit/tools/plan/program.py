@@ -223,8 +223,10 @@ class Ddp:
         order = cls.order(stage, plan)
         nbytes = shape.states.gradients
         sizes = [(weight.numel * nbytes, weight.trained) for weight in order]
-        plans = plan_buckets(sizes, plan.bucket_cap_mb * 2**20)
-        return [[order[number] for number in numbers] for numbers in plans]
+        buckets = []
+        for numbers in plan_buckets(sizes, plan.bucket_cap_mb * 2**20):
+            buckets.append([order[number] for number in numbers])
+        return buckets
 
     @classmethod
     def order(cls, stage: Stage, plan: Plan) -> list[Weight]:

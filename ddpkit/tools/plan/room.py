@@ -63,10 +63,10 @@ def peak(shape: Shape, plan: Plan) -> Room:
 
 def states(shape: Shape, plan: Plan, stage: Stage) -> ModelStates:
     """Count parameters, gradients and the optimizer's state, frozen parameters included."""
-    each = shape.states
+    number = shape.states  # bytes of one
     frozen = sum(weight.numel for weight in stage.weights if not weight.trained)
     if plan.sharded == "fsdp":  # shards are float32, in any precision
-        each = PRECISIONS["fp32"]
+        number = PRECISIONS["fp32"]
         frozen = sum(owned(w.shape, plan.data) for w in stage.weights if not w.trained)
         whole = owner = sum(owned(w.shape, plan.data) for w in stage.trained)
     else:
@@ -75,8 +75,8 @@ def states(shape: Shape, plan: Plan, stage: Stage) -> ModelStates:
         whole = owner = sum(axis.padded(bucket, plan) for bucket in buckets)
         if plan.sharded == "zero1":
             owner = whole // plan.data
-    parameters = (whole + frozen) * each.parameters
-    return ModelStates(parameters, whole * each.gradients, owner * each.optimizer)
+    parameters = (whole + frozen) * number.parameters
+    return ModelStates(parameters, whole * number.gradients, owner * number.optimizer)
 
 
 def owned(shape: tuple[int, ...], ranks: int) -> int:

@@ -38,7 +38,7 @@ def divisors(number: int) -> list[int]:
 
 
 def meshes(ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield every (data, tensor, pipeline) with so many ranks."""
+    """Yield every (data, tensor, pipeline) whose product is `ranks`."""
     for data in divisors(ranks):
         for tensor in divisors(ranks // data):
             yield data, tensor, ranks // (data * tensor)

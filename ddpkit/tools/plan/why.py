@@ -36,7 +36,7 @@ def explain(search: Search) -> str:
 
 
 def no_mesh(search: Search) -> str:
-    """Say why the model can't be cut among so many ranks."""
+    """Say why the model can't be cut among the machine's ranks."""
     shape = search.shape
     ranks = search.machine.ranks
     reasons = {}
@@ -85,12 +85,12 @@ def reason(search: Search, best: Prediction, name: str) -> list[str]:
     less = [plan for plan in rivals if amount(name, getattr(plan, name)) < mine]
     for some in (less, [plan for plan in rivals if plan not in less]):
         if some:
-            return [f"{said(name, best.plan)} because {against(search, best, name, some)}."]
+            return [f"{said(name, best.plan)}{against(search, best, name, some)}."]
     return []
 
 
 def others(search: Search, plan: Plan, name: str) -> list[Plan]:
-    """List the plans with another value: all of them for an axis of the mesh, else alike in all."""
+    """List plans with another value of `name`; unless it is an axis, all others are alike."""
     found = []
     for other in search.plans:
         differs = getattr(other, name) != getattr(plan, name)
@@ -130,14 +130,17 @@ def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> 
         parts = f"{size(room.states)} of states, {size(room.activations)} of activations"
         missing = size(room.total - search.machine.memory_bytes)
         needs = f"a rank needs {size(room.total)} ({parts}), {missing} more than it has"
-        return f"{within(name, plan)} {needs}"
+        return f" because {within(name, plan)} {needs}"
     (rival,) = found
     more_s = rival.seconds - best.seconds
     if more_s <= TIE * best.seconds:
         saved = rival.room.total - best.room.total
-        needs = f"needs {size(saved)} more" if saved > 0 else "gains nothing"
-        return f"{within(name, rival.plan)} a step takes as long and {needs}"
-    return f"{within(name, rival.plan)} a step takes {duration(rival.seconds)}: {loss(best, rival)}"
+        alike = f"{within(name, rival.plan)} a step takes as long"
+        return (
+            f" because {alike} and needs {size(saved)} more" if saved > 0 else f", though {alike}"
+        )
+    takes = f"{within(name, rival.plan)} a step takes {duration(rival.seconds)}"
+    return f" because {takes}: {loss(best, rival)}"
 
 
 def loss(best: Prediction, rival: Prediction) -> str:
