@@ -63,6 +63,24 @@ def test_points_and_exit_code(capsys, monkeypatch):
     )
 
 
+def test_pieces_of_the_museum_count(tmp_path):
+    sources = [
+        "from ddpkit.exercises import museum",
+        'museum.hook_averages(mechanism="b", number=3)',
+        "museum.undivided(mechanism=..., number=...)",
+        'museum.half_weights(mechanism="z", number=3)',
+        'museum.merged_by_powers(mechanism="a", number=0)',
+        'museum.sorted_as_words(mechanism="b", number=10)',
+    ]
+    found = command.verdicts(command.run(handed_in(tmp_path, *sources), seconds=120))
+    assert found.pop("museum.undivided") == "not written"
+    assert list(found) == [
+        f"museum.{n}" for n in ("half_weights", "merged_by_powers", "sorted_as_words")
+    ]
+    assert set(found.values()) <= {"right", "wrong"}
+    assert found["museum.half_weights"] == "wrong"
+
+
 def test_what_cant_be_run_is_said(tmp_path, capsys):
     assert command.main([str(tmp_path / "none.ipynb")]) == 2
     assert "none.ipynb couldn't be run: FileNotFoundError" in capsys.readouterr().err

@@ -13,6 +13,8 @@ is named once it is answered. For the curious, all pieces on all their meshes:
 import argparse
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 
 from ddpkit.tools.units import wrap
 
@@ -63,26 +65,40 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [name for name in options.names if name not in pieces()]
     if unknown:
         parser.error(f"expected names of pieces, got {unknown[0]}: {', '.join(pieces())}")
-    failures = 0
-    for name in options.names or pieces():
+    names = options.names or list(pieces())
+    print(row("piece", "runs", "detected", "missed", "sound runs", "false alarms", "seconds"))
+    all_of_them: Counter = Counter()
+    for name in names:
         begun = time.monotonic()
-        missed, alarms, runs = judge(pieces()[name], options.seeds, options.meshes)
-        failures += missed + alarms
-        took = f"{time.monotonic() - begun:.0f} s"
-        print(f"{name:24} {runs} runs, {missed} missed, {alarms} false alarms, {took}", flush=True)
-    return int(failures > 0)
+        found = judge(pieces()[name], options.seeds, options.meshes)
+        all_of_them.update(found)
+        print(row(name, *numbers(found), f"{time.monotonic() - begun:.0f}"), flush=True)
+    print(row(f"{len(names)} pieces", *numbers(all_of_them), ""))
+    missed = all_of_them["wrong"] - all_of_them["detected"]
+    return int(missed + all_of_them["false alarms"] > 0)
 
 
-def judge(piece: Piece, seeds: int, meshes: int) -> tuple[int, int, int]:
-    """(runs of wrong code that looked right, of right code that looked wrong, runs of each)."""
+def row(name: str, *cells: object) -> str:
+    return f"{name:24}" + "".join(f"{cell:>13}" for cell in cells)
+
+
+def numbers(found: Mapping[str, int]) -> list[int]:
+    """List the counts as they stand in the table."""
+    missed = found["wrong"] - found["detected"]
+    return [found["wrong"], found["detected"], missed, found["right"], found["false alarms"]]
+
+
+def judge(piece: Piece, seeds: int, meshes: int) -> Counter:
+    """Count runs of wrong code, those detected, runs of right code, and false alarms."""
     right = piece.right()
-    missed = alarms = runs = 0
+    found: Counter = Counter()
     for case in piece.meshes[:meshes]:
-        runs += seeds
-        alarms += caught(piece, right, case, seeds)
+        found["right"] += seeds
+        found["false alarms"] += caught(piece, right, case, seeds)
         if right != SOUND:
-            missed += seeds - caught(piece, SOUND, case, seeds)
-    return missed, alarms, runs
+            found["wrong"] += seeds
+            found["detected"] += caught(piece, SOUND, case, seeds)
+    return found
 
 
 if __name__ == "__main__":

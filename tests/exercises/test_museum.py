@@ -131,9 +131,10 @@ def test_the_number_is_what_one_finds_by_hand(tried):
 @pytest.mark.slow
 def test_all_meshes_tell_right_from_wrong(piece):
     """Two seeds here; the command takes as many as it is told."""
-    missed, alarms, runs = museum.judge(piece, seeds=2, meshes=12)
-    assert (missed, alarms) == (0, 0)
-    assert runs == 2 * len(piece.meshes)
+    found = museum.judge(piece, seeds=2, meshes=12)
+    assert found["detected"] == found["wrong"]
+    assert found["false alarms"] == 0
+    assert found["right"] == 2 * len(piece.meshes)
 
 
 # What a reader is told: a wrong piece, and a sound one
@@ -237,8 +238,17 @@ def test_the_command_runs_what_it_is_told(capsys):
     names = ["sorted_as_words", "dealt_by_turns"]
     assert museum.main([*names, "--seeds", "2", "--meshes", "2"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == names
-    assert all("4 runs, 0 missed, 0 false alarms" in line for line in told)
+    assert [line.split()[0] for line in told[1:3]] == names
+    # Runs of wrong code, detected, missed; runs of sound code, false alarms
+    assert told[1].split()[1:6] == ["4", "4", "0", "4", "0"]
+    assert told[2].split()[1:6] == ["0", "0", "0", "4", "0"]
+    assert told[3].split() == ["2", "pieces", "4", "4", "0", "8", "0"]
+
+
+def test_the_command_fails_where_a_wrong_piece_passes(monkeypatch, capsys):
+    monkeypatch.setattr(museum, "caught", lambda *args: 0)
+    assert museum.main(["sorted_as_words", "--seeds", "2", "--meshes", "2"]) == 1
+    assert capsys.readouterr().out.splitlines()[1].split()[1:6] == ["4", "0", "4", "4", "0"]
 
 
 def test_the_command_refuses_an_unknown_piece(capsys):
