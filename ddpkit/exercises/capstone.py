@@ -34,6 +34,7 @@ RATES = {  # steps, warmup, peak, last, and the rate of each step
     "no step rises": ((5, 0, 10.0, 2.0), COSINE),
     "all 4 steps rise": ((4, 4, 8.0, 1.0), [2, 4, 6, 8]),
 }
+RIGHT_RATES = {what: Rounded(rates, 5) for what, (_, rates) in RATES.items()}
 
 
 def run_rates(answer):
@@ -43,16 +44,9 @@ def run_rates(answer):
     return found
 
 
-def rate_trials():
-    right = {what: Rounded(rates, 5) for what, (_, rates) in RATES.items()}
-    for world_size in (2, 1):
-        yield Trial(world_size, run_rates, (), [right] * world_size, rungs=tuple(RATES))
-
-
 learning_rate = Exercise(
     reference=learning_rate,
-    trials=lambda: list(rate_trials()),
-    says={what: f"{what}: rates {{got}}, expected {{expected}}." for what in RATES},
+    trials=lambda: [Trial(W, run_rates, (), [RIGHT_RATES] * W) for W in (2, 1)],
     hints={
         "start": "First the rise: step 0 has peak / warmup, step warmup - 1 has peak. Then a share "
         "`done` of the way down: 0 in step warmup, 1 in step steps - 1.",
@@ -74,10 +68,6 @@ begins_a_step_early: done = (step - warmup) / (steps - 1 - warmup) →
     Step warmup has the peak, too: the cosine begins there, with 0 of its way done.
 whole_cosine: math.cos(math.pi * done) → math.cos(2 * math.pi * done)
     A whole cosine goes down and up again: the rate ends at the peak. Take half of one, to π.
-straight_down: (1 + math.cos(math.pi * done)) / 2 → (1 - done)
-    That is a straight line. Half a cosine is flat at its beginning and at its end.
-falls_to_zero: last + (peak - last) * → peak *
-    It falls to 0, not to `last`: what falls is what lies between peak and last.
 once_a_rank: if step < warmup: → step = step * dist.get_world_size()⏎if step < warmup:
     The rate goes W steps at a time: each rank moved the schedule on. All ranks take one and the
     same step together, and it counts once.
@@ -99,32 +89,30 @@ def logged_loss(losses, group=None):
     return counted[0] / counted[1]
 
 
+SHAPE = "shape of the tensor that it returns"
+GRAPH = "the result has a graph"
 TOKENS = {2: [3, 1], 3: [2, 0, 3], 4: [1, 4, 2, 0], 1: [5]}  # of each rank
 
 
 def run_logged(answer, size):
     """A token's loss is all tokens times 10**place, so the digits of the mean are counts."""
-    rank = dist.get_rank()
-    place = rank % size
+    place = dist.get_rank() % size
     tokens = TOKENS[dist.get_world_size()]
-    everyones = sum(tokens[rank - place :][:size])
-    weight = torch.ones(tokens[rank], requires_grad=True)
+    everyones = sum(tokens[dist.get_rank() - place :][:size])
+    weight = torch.ones(tokens[dist.get_rank()], requires_grad=True)
     got = answer(weight * everyones * 10**place, group_of(size))
     if not torch.is_tensor(got):
-        return {"what it returns": type(got).__name__}
-    shape = tuple(got.shape)
-    found = {"loss": [round(number, 3) for number in got.flatten().tolist()]}
-    return found | {"what it returns": f"a tensor of shape {shape}", "graph": got.requires_grad}
+        return {SHAPE: type(got).__name__}
+    mean = [round(number, 3) for number in got.flatten().tolist()]
+    return {SHAPE: tuple(got.shape), "loss": mean, GRAPH: got.requires_grad}
 
 
 def logged(world_size, size):
     found = []
     for rank in range(world_size):
-        first = rank - rank % size
-        tokens = TOKENS[world_size][first : first + size]
-        mean = float(sum(count * 10**place for place, count in enumerate(tokens)))
-        right = {"loss": [mean], "what it returns": "a tensor of shape ()", "graph": False}
-        found.append(right)
+        tokens = TOKENS[world_size][rank - rank % size :][:size]
+        mean = sum(count * 10**place for place, count in enumerate(tokens))
+        found.append({SHAPE: (), "loss": [float(mean)], GRAPH: False})
     return found
 
 
@@ -136,9 +124,6 @@ logged_loss = Exercise(
     says={
         "loss": "rank {rank} logs {got}, expected {expected}: digit r counts the tokens of rank r "
         "in it, from the right.",
-        "what it returns": "rank {rank} got {got}, expected {expected}.",
-        "graph": "the result on rank {rank} still has a graph, which keeps the whole forward in "
-        "memory for as long as it is kept: detach() the losses.",
     },
     hints={
         "start": "Two numbers from each rank: the sum of its losses and the number of its tokens. "
@@ -158,14 +143,8 @@ mean_of_nothing: losses.detach().sum() → losses.detach().mean() * len(losses)
     The mean of no numbers is NaN, and NaN times 0 is NaN: add up with sum(), which gives 0.
 divided_by_ranks: counted[1] = len(losses) → counted[1] = 1
     The sum was divided by the number of ranks. Divide by the tokens of all ranks.
-own_tokens: counted[0] / counted[1] → counted[0] / len(losses)
-    The sum is everybody's, the tokens are this rank's: all_reduce their number, too.
 own_loss: dist.all_reduce(counted, group=group) → pass
     That is this rank's own loss. The others' tokens are missing: all_reduce.
-a_sum: counted[0] / counted[1] → counted[0]
-    That is a sum: divide by the tokens of all ranks.
-rank_0_alone: dist.all_reduce(counted, group=group) → dist.reduce(counted, 0, group=group)
-    Only the first rank has the sum: all_reduce gives it to all.
 whole_world: dist.all_reduce(counted, group=group) → dist.all_reduce(counted)
     All ranks came into it: give all_reduce the group.
 without_a_call: counted[1] = len(losses) → counted[1] = len(losses)
@@ -213,12 +192,10 @@ def run_norm(answer, size):
     for what in NORMS:
         dtype = getattr(torch, what.removeprefix("in "), torch.float32)
         mine = parts(what, dist.get_rank() % size, size)
-        gradients = [torch.tensor(numbers, dtype=dtype) for numbers, _ in mine]
-        norm = answer(gradients, [count for _, count in mine], group)
-        found[what] = Rounded([float(norm)], 3)
-        found[f"{what}: it"] = (
-            f"{getattr(norm, 'dtype', 'no tensor')}, {torch.as_tensor(norm).dim()}-d"
-        )
+        copies = [count for _, count in mine]
+        norm = answer([torch.tensor(numbers, dtype=dtype) for numbers, _ in mine], copies, group)
+        kind = f"{norm.dtype}, {norm.dim()}-d" if torch.is_tensor(norm) else type(norm).__name__
+        found[what] = round(float(norm), 3), kind
     return found | {SPARE: spare(recorder().records[begun:], len(NORMS))}
 
 
@@ -230,8 +207,7 @@ def norms(world_size, size):
         for place in range(size):
             for numbers, count in parts(what, place, size):
                 squares += sum(number**2 for number in numbers) / count
-        found[what] = Rounded([math.sqrt(squares)], 3)
-        found[f"{what}: it"] = "torch.float64, 0-d"
+        found[what] = round(math.sqrt(squares), 3), "torch.float64, 0-d"
     return [found | {SPARE: "few"}] * world_size
 
 
@@ -240,10 +216,6 @@ mesh_norm = Exercise(
     trials=lambda: list(in_groups(run_norm, norms, "[3, -4]·(r+1) alone, [12, 0, 5] on all")),
     same_dtype=False,
     explain=of_group,
-    says={
-        what: f"{what}: rank {{rank}} has length {{got}}, expected {{expected}}." for what in NORMS
-    }
-    | {f"{what}: it": f"{what}: it is {{got}}, expected {{expected}}." for what in NORMS},
     hints={
         "start": "The root of the sum of all squares, each number once, however many ranks hold "
         "it: of c ranks that hold a gradient alike, each adds 1/c of its squares.",
@@ -259,17 +231,11 @@ counts_copies: gradient.double().square().sum() / count → gradient.double().sq
     What several ranks hold alike is in it several times: divide its squares by the copies.
 divides_too_early: .double().square().sum() / count → .double().div(count).square().sum()
     Divided before it was squared, a copy counts 1/c², and c of them 1/c. Square first.
-divides_by_all: .sum() / count → .sum() / dist.get_world_size(group)
-    Not every gradient is on all ranks: copies[i] says on how many.
 adds_lengths: gradient.double().square().sum() / count → gradient.double().norm() / count
     Lengths don't add up: a 3 and a 4 at right angles make a 5. Add squares, and take one root.
 adds_ranks_lengths: dist.all_reduce(squares, group=group)⏎return squares.sqrt() →
     ⏎dist.all_reduce(squares.sqrt_(), group=group)⏎return squares
     The ranks' lengths were added. Add squares over the ranks, and take the root last.
-squares_the_sum: .square().sum() → .sum().square()
-    Square each number, then add: here a -4 took something away from a 3.
-without_the_root: return squares.sqrt() → return squares
-    That is the length's square.
 own_length: dist.all_reduce(squares, group=group) → pass
     That is the length of what this rank has: the other ranks' parts are missing.
 in_its_own_dtype: gradient.double().square().sum() → gradient.square().sum()
@@ -295,7 +261,8 @@ def choose_mesh(ranks, node, states, memory):
     return ranks // parts, tensor, parts // tensor
 
 
-MESHES = {  # (ranks, ranks in a node, states, memory of a rank): data, tensor, pipeline
+TOLD = "{} ranks, {} a node, {} GB of states, {} GB a rank"
+MESHES = {  # ranks, ranks in a node, states, memory of a rank: data, tensor, pipeline
     (8, 4, 10, 80): [8, 1, 1],
     (8, 4, 160, 80): [4, 2, 1],
     (16, 8, 161, 80): [4, 4, 1],
@@ -308,34 +275,26 @@ MESHES = {  # (ranks, ranks in a node, states, memory of a rank): data, tensor, 
     (4, 4, 1000, 80): "ValueError",
     (1, 8, 81, 80): "ValueError",
 }
-MESH_NAMES = {
-    case: "{} ranks, {} a node, {} GB of states, {} GB a rank".format(*case) for case in MESHES
-}
-
-
-def mesh_or_error(answer, case):
-    try:
-        return list(answer(*case))
-    except ValueError:
-        return "ValueError"
 
 
 def run_meshes(answer):
-    return {name: mesh_or_error(answer, case) for case, name in MESH_NAMES.items()}
+    found = {}
+    for case in MESHES:
+        try:
+            found[TOLD.format(*case)] = list(answer(*case))
+        except ValueError:
+            found[TOLD.format(*case)] = "ValueError"
+    return found
 
 
 choose_mesh = Exercise(
     reference=choose_mesh,
-    trials=lambda: [
-        Trial(1, run_meshes, (), [{MESH_NAMES[case]: r for case, r in MESHES.items()}])
-    ],
-    says={name: f"{name}: got {{got}}, expected {{expected}}." for name in MESH_NAMES.values()},
+    trials=lambda: [Trial(1, run_meshes, (), [{TOLD.format(*c): r for c, r in MESHES.items()}])],
     hints={
         "start": "Memory first: into how many parts must the states be cut? Double 1 until a part "
         "fits. Then deal the parts: tensor within the node, pipeline for the rest.",
         "values": "tensor = min(parts, node), pipeline = parts // tensor, data = ranks // parts.",
         "hang": "Double the parts in each round.",
-        "error": "Return three whole numbers: data, tensor, pipeline.",
     },
     praise="memory first, tensor within the node, pipeline for the rest, data with what is left.",
     mistakes=mistakes("""
@@ -343,8 +302,6 @@ data_first: return ranks // parts, tensor, parts // tensor → return ranks, 1, 
     Data parallelism alone: each rank then holds all states, and they don't fit. Memory comes first.
 pipeline_first: return ranks // parts, tensor, parts // tensor → return ranks // parts, 1, parts
     Within a node links are fast, and tensor parallelism leaves no bubble: it comes before pipeline.
-swapped: ranks // parts, tensor, parts // tensor → ranks // parts, parts // tensor, tensor
-    The order is data, tensor, pipeline.
 across_nodes: tensor = min(parts, node) → tensor = parts
     Tensor ranks talk in every layer: keep them within the node. Between nodes, pipeline.
 as_large_as_can_be: while states / parts > memory: → while parts < ranks:
@@ -352,10 +309,6 @@ as_large_as_can_be: while states / parts > memory: → while parts < ranks:
     to data parallelism, which talks least.
 rounds_down: while states / parts > memory: → while states // parts > memory:
     Rounded down, a part seems to fit that doesn't: divide with /, not with //.
-not_quite_full: while states / parts > memory: → while states / parts >= memory:
-    What needs just as much as there is fits.
-one_more_at_a_time: parts *= 2 → parts += 1
-    All three are powers of two: double.
 without_an_error: if parts > ranks: → if False:
     More parts than ranks: no mesh has room. Raise ValueError, before a rank starts.
 one_short: if parts > ranks: → if parts >= ranks:

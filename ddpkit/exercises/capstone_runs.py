@@ -1,22 +1,18 @@
 """Checkers of notebook 15: slow_step, whose messages are counted, and publish, which is killed."""
 
 import contextlib
-import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddpkit.ddp import BucketedDDP
 from ddpkit.runtime.recorder import recorder
+from ddpkit.tools.kills import kill_before_each_change
 
 from .checker import Exercise, Mistake, Rounded, Trial, mistakes
 
@@ -147,6 +143,7 @@ EACH_TIME = (
 slow_step = Exercise(
     reference=slow_step,
     trials=lambda: list(step_trials()),
+    same_dtype=False,
     says={
         GRADIENTS: "the result is right, but rank {rank} all-reduced gradients {got} times in a "
         "step, where {expected} buckets are enough.",
@@ -185,8 +182,6 @@ a_step_each: logged += loss.detach() → logged += loss.detach()⏎if not last: 
     optimizer.step() in the loop: take one step, for all micro-batches together.
 own_loss: dist.all_reduce(logged) → logged *= dist.get_world_size()
     The loss is this rank's: all_reduce it, once.
-a_sum_of_losses: logged.item() / dist.get_world_size() → logged.item()
-    The logged loss is a sum over the ranks: divide by their number.
 """),
     ],
 )
@@ -215,25 +210,17 @@ CASES = "a clean folder", "a half-written attempt lies there"
 KILLED = "killed while it publishes"
 SYNCED = "bytes of each file fsynced before the rename"
 SIZES = {file_name: len(content) for file_name, content in FILES.items()}
-EXIT_CODE = 77
-CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link"}
-CHILD = (
-    f"import sys; sys.path[:] = {sys.path!r}; import pickle; "
-    "pickle.load(open('call', 'rb'))(int(sys.argv[1]))"
-)
 
 
-def make_folder(name, half_written):
+def make_folder(folder, half_written=True):
     """Make a folder with the checkpoint before, and perhaps what a killed save left."""
     entries = {BEFORE: OLD}
     if half_written:
         entries[f"{NAME}.writing"] = {"weights.bin": b"new w", "stale.bin": b"of another model"}
     for entry, files in entries.items():
-        folder = Path(name) / entry
-        folder.mkdir(parents=True)
+        (folder / entry).mkdir(parents=True)
         for file_name, content in files.items():
-            (folder / file_name).write_bytes(content)
-    return Path(name)
+            (folder / entry / file_name).write_bytes(content)
 
 
 def contents(folder):
@@ -241,62 +228,6 @@ def contents(folder):
     if not folder.exists():
         return None
     return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def die_at(number, pickled):
-    """Publish in this process, which ends before its n-th change of the disk, as by a kill.
-
-    Python's audit events come before what they announce. 0: end well, and print the events.
-    """
-    events = []
-
-    def happen(event, *details):
-        events.append((event, *details))
-        if len(events) == number:
-            os._exit(EXIT_CODE)
-
-    def listen(event, arguments):
-        writes = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if event in CHANGES and writes:
-            happen(event)
-
-    def fsync(file):  # Python announces none
-        found = os.fstat(file if isinstance(file, int) else file.fileno())
-        happen("os.fsync", found.st_ino, found.st_size)
-
-    sys.modules[os.fsync.__module__].fsync = fsync
-    os.fsync = fsync
-    answer, *arguments = cloudpickle.loads(pickled)
-    sys.addaudithook(listen)
-    answer(Path(str(number)), *arguments)
-    print(json.dumps(events))
-
-
-def write_call(answer):
-    """Write die_at to a file, by value, so that a process without ddpkit and torch can read it."""
-    modules = {sys.modules.get(function.__module__) for function in (answer, die_at)}
-    modules -= {None, sys.modules["__main__"]}
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    pickled = cloudpickle.dumps((answer, NAME, FILES))
-    Path("call").write_bytes(cloudpickle.dumps(partial(die_at, pickled=pickled)))
-    for module in modules:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def start(number):
-    """Start a process that publishes into a folder of this number, and dies at this change."""
-    make_folder(str(number), half_written=True)
-    command = [sys.executable, "-I", "-S", "-c", CHILD, str(number)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
-
-
-def end(process, exit_code):
-    out, told = process.communicate()
-    if process.returncode != exit_code:
-        raise RuntimeError(f"in a process of its own it ended with {process.returncode}: {told}")
-    return out
 
 
 def harm(folder):
@@ -312,54 +243,42 @@ def harm(folder):
     return None
 
 
-def kill_everywhere(answer):
-    """Kill the answer before each change that it makes on the disk."""
-    write_call(getattr(answer, "__wrapped__", answer))
-    events = json.loads(end(start(0), 0).splitlines()[-1])
-    numbers = range(1, len(events) + 1)
-    processes = [start(number) for number in numbers]
-    for process in processes:
-        end(process, EXIT_CODE)
-    harmed = None
-    for number in reversed(numbers):
-        found = harm(Path(str(number)))
-        if found:
-            harmed = f"before {events[number - 1][0]}: {found}"
-    renames = [place for place, (event, *_) in enumerate(events) if event == "os.rename"]
-    before = events[: max(renames, default=0)]
+def harm_and_sizes(changes):
+    """Look at what kills left; and count the bytes that were fsynced before the last rename."""
+    found = None
+    for number in range(len(changes), 0, -1):
+        harmed = harm(Path(str(number)))
+        found = f"before {changes[number - 1][0]}: {harmed}" if harmed else found
+    renames = [place for place, (event, *_) in enumerate(changes) if event == "os.rename"]
+    before = changes[: max(renames, default=0)]
     synced = dict(details for event, *details in before if event == "os.fsync")
-    sizes = {}
-    for path in (Path("0") / NAME).iterdir():
-        sizes[path.name] = synced.get(path.stat().st_ino)
-    return {KILLED: harmed, SYNCED: sizes}
+    sizes = {path.name: synced.get(path.stat().st_ino) for path in (Path("0") / NAME).iterdir()}
+    return {KILLED: found, SYNCED: sizes}
 
 
 def run_publish(answer):
     found = {}
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         for case in CASES:
-            folder = make_folder(case, half_written=case != CASES[0])
-            answer(folder, NAME, dict(FILES))
-            found[f"{case}: {NAME}"] = contents(folder / NAME)
-            found[f"{case}: {BEFORE}"] = contents(folder / BEFORE)
-        if found != PUBLISHED:
-            return found
-        return found | kill_everywhere(answer)
+            make_folder(Path(case), half_written=case != CASES[0])
+            answer(Path(case), NAME, dict(FILES))
+            found[f"{case}: {NAME}"] = contents(Path(case) / NAME)
+            found[f"{case}: {BEFORE}"] = contents(Path(case) / BEFORE)
+        if found == PUBLISHED:
+            bare = getattr(answer, "__wrapped__", answer)
+            changes = kill_before_each_change(bare, (NAME, FILES), make_folder, Path())
+            found |= harm_and_sizes(changes)
+        return found
 
 
 PUBLISHED = {f"{case}: {NAME}": FILES for case in CASES}
 PUBLISHED |= {f"{case}: {BEFORE}": OLD for case in CASES}
+RUNGS = *CASES, KILLED, SYNCED
 
 publish = Exercise(
     reference=publish,
     trials=lambda: [
-        Trial(
-            1,
-            run_publish,
-            (),
-            [PUBLISHED | {KILLED: None, SYNCED: SIZES}],
-            rungs=(*CASES, KILLED, SYNCED),
-        )
+        Trial(1, run_publish, (), [PUBLISHED | {KILLED: None, SYNCED: SIZES}], rungs=RUNGS)
     ],
     says={
         KILLED: f"a kill hurts. {KILLED}, {{got}}.",

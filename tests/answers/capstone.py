@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 
 def rate_by_the_middle(step, steps, warmup, peak, last):
-    middle, swing = (peak + last) / 2, (peak - last) / 2
-    fall = math.pi * (step - warmup) / max(1, steps - 1 - warmup)
-    return torch.tensor(min(peak * (step + 1) / max(1, warmup), middle + swing * math.cos(fall)))
+    middle = (peak + last) / 2
+    angle = math.pi * max(0, step - warmup) / max(1, steps - 1 - warmup)
+    rise = min(1, (step + 1) / max(1, warmup))
+    return torch.tensor(min(peak * rise, middle + (peak - last) / 2 * math.cos(angle)))
 
 
 def rate_as_a_table(step, steps, warmup, peak, last):
@@ -143,12 +144,12 @@ def tensor_everywhere(ranks, node, states, memory):
 
 
 WRONG = [
-    ("learning_rate", from_zero, "4 of 9 steps rise: rates [0.0, 2.5"),
+    ("learning_rate", from_zero, "4 of 9 steps rise on rank 0: [0.0, 2.5"),
     ("logged_loss", means_averaged, "logs [22.0], expected [13.0]"),
-    ("logged_loss", a_number, "expected 'a tensor of shape ()'"),
-    ("mesh_norm", lengths_of_ranks, "parts alone, in pairs, on all: rank 0 has length"),
-    ("mesh_norm", wider_too_late, "in float16: rank 0 has length [inf]"),
+    ("logged_loss", a_number, "returns on rank 0: 'float', not ()"),
+    ("mesh_norm", lengths_of_ranks, "parts alone, in pairs, on all on rank 0: ("),
+    ("mesh_norm", wider_too_late, "in float16 on rank 0: (inf"),
     ("mesh_norm", in_place, "`gradients` isn't what it was"),
     ("mesh_norm", one_number_each, "where one or two numbers do"),
-    ("choose_mesh", tensor_everywhere, "got [4, 4, 1], expected [4, 2, 2]"),
+    ("choose_mesh", tensor_everywhere, "80 GB a rank: [2, 32, 1], not [2, 8, 4]"),
 ]

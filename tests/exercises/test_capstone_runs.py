@@ -29,4 +29,3 @@ def test_a_kill_comes_before_every_change_on_the_disk(tmp_path, monkeypatch):
     assert set(left) == set(range(1, 10))
     assert left.pop(4) == ["step-1"]
     assert all(names == half_written for names in left.values())
-
