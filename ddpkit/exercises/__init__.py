@@ -3,8 +3,7 @@
 from .beat import beat_block, beat_lean_step, beat_schedule, beat_server
 from .break_it import wait_in_a_circle
 from .bucketed_ddp import Bucket, BucketedDDP, FlatDDP, OverlapDDP, no_sync, one_wire, plan_buckets
-from .capstone import choose_mesh, learning_rate, logged_loss, mesh_norm
-from .capstone_runs import publish, slow_step
+from .capstone import choose_mesh, learning_rate, logged_loss, mesh_norm, publish, slow_step
 from .checker import is_stub
 from .chunked_loss import chunked_cross_entropy
 from .collectives import (

@@ -1,16 +1,21 @@
-"""Checkers of notebook 15: learning_rate, logged_loss, mesh_norm, choose_mesh.
+"""Checkers of notebook 15: a schedule, a loss, a norm, a slow step, a mesh, a killed save."""
 
-The other two, a step and a checkpoint, are in `capstone_runs`.
-"""
-
+import contextlib
 import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ddpkit.ddp import BucketedDDP
 from ddpkit.runtime.recorder import recorder
+from ddpkit.tools.kills import kill_before_each_change
 
-from .checker import Exercise, Rounded, Trial, mistakes
+from .checker import Exercise, Mistake, Rounded, Trial, mistakes
 from .score import SPARE, spare
 from .tensor_parallel import group_of, in_groups, of_group
 
@@ -34,6 +39,7 @@ RATES = {  # steps, warmup, peak, last, and the rate of each step
     "no step rises": ((5, 0, 10.0, 2.0), COSINE),
     "all 4 steps rise": ((4, 4, 8.0, 1.0), [2, 4, 6, 8]),
 }
+RIGHT_RATES = {what: Rounded(rates, 5) for what, (_, rates) in RATES.items()}
 
 
 def run_rates(answer):
@@ -43,16 +49,9 @@ def run_rates(answer):
     return found
 
 
-def rate_trials():
-    right = {what: Rounded(rates, 5) for what, (_, rates) in RATES.items()}
-    for world_size in (2, 1):
-        yield Trial(world_size, run_rates, (), [right] * world_size, rungs=tuple(RATES))
-
-
 learning_rate = Exercise(
     reference=learning_rate,
-    trials=lambda: list(rate_trials()),
-    says={what: f"{what}: rates {{got}}, expected {{expected}}." for what in RATES},
+    trials=lambda: [Trial(W, run_rates, (), [RIGHT_RATES] * W) for W in (2, 1)],
     hints={
         "start": "First the rise: step 0 has peak / warmup, step warmup - 1 has peak. Then a share "
         "`done` of the way down: 0 in step warmup, 1 in step steps - 1.",
@@ -74,10 +73,6 @@ begins_a_step_early: done = (step - warmup) / (steps - 1 - warmup) →
     Step warmup has the peak, too: the cosine begins there, with 0 of its way done.
 whole_cosine: math.cos(math.pi * done) → math.cos(2 * math.pi * done)
     A whole cosine goes down and up again: the rate ends at the peak. Take half of one, to π.
-straight_down: (1 + math.cos(math.pi * done)) / 2 → (1 - done)
-    That is a straight line. Half a cosine is flat at its beginning and at its end.
-falls_to_zero: last + (peak - last) * → peak *
-    It falls to 0, not to `last`: what falls is what lies between peak and last.
 once_a_rank: if step < warmup: → step = step * dist.get_world_size()⏎if step < warmup:
     The rate goes W steps at a time: each rank moved the schedule on. All ranks take one and the
     same step together, and it counts once.
@@ -99,32 +94,30 @@ def logged_loss(losses, group=None):
     return counted[0] / counted[1]
 
 
+SHAPE = "shape of the tensor that it returns"
+GRAPH = "the result has a graph"
 TOKENS = {2: [3, 1], 3: [2, 0, 3], 4: [1, 4, 2, 0], 1: [5]}  # of each rank
 
 
 def run_logged(answer, size):
     """A token's loss is all tokens times 10**place, so the digits of the mean are counts."""
-    rank = dist.get_rank()
-    place = rank % size
+    place = dist.get_rank() % size
     tokens = TOKENS[dist.get_world_size()]
-    everyones = sum(tokens[rank - place :][:size])
-    weight = torch.ones(tokens[rank], requires_grad=True)
+    everyones = sum(tokens[dist.get_rank() - place :][:size])
+    weight = torch.ones(tokens[dist.get_rank()], requires_grad=True)
     got = answer(weight * everyones * 10**place, group_of(size))
     if not torch.is_tensor(got):
-        return {"what it returns": type(got).__name__}
-    shape = tuple(got.shape)
-    found = {"loss": [round(number, 3) for number in got.flatten().tolist()]}
-    return found | {"what it returns": f"a tensor of shape {shape}", "graph": got.requires_grad}
+        return {SHAPE: type(got).__name__}
+    mean = [round(number, 3) for number in got.flatten().tolist()]
+    return {SHAPE: tuple(got.shape), "loss": mean, GRAPH: got.requires_grad}
 
 
 def logged(world_size, size):
     found = []
     for rank in range(world_size):
-        first = rank - rank % size
-        tokens = TOKENS[world_size][first : first + size]
-        mean = float(sum(count * 10**place for place, count in enumerate(tokens)))
-        right = {"loss": [mean], "what it returns": "a tensor of shape ()", "graph": False}
-        found.append(right)
+        tokens = TOKENS[world_size][rank - rank % size :][:size]
+        mean = sum(count * 10**place for place, count in enumerate(tokens))
+        found.append({SHAPE: (), "loss": [float(mean)], GRAPH: False})
     return found
 
 
@@ -136,9 +129,6 @@ logged_loss = Exercise(
     says={
         "loss": "rank {rank} logs {got}, expected {expected}: digit r counts the tokens of rank r "
         "in it, from the right.",
-        "what it returns": "rank {rank} got {got}, expected {expected}.",
-        "graph": "the result on rank {rank} still has a graph, which keeps the whole forward in "
-        "memory for as long as it is kept: detach() the losses.",
     },
     hints={
         "start": "Two numbers from each rank: the sum of its losses and the number of its tokens. "
@@ -158,14 +148,8 @@ mean_of_nothing: losses.detach().sum() → losses.detach().mean() * len(losses)
     The mean of no numbers is NaN, and NaN times 0 is NaN: add up with sum(), which gives 0.
 divided_by_ranks: counted[1] = len(losses) → counted[1] = 1
     The sum was divided by the number of ranks. Divide by the tokens of all ranks.
-own_tokens: counted[0] / counted[1] → counted[0] / len(losses)
-    The sum is everybody's, the tokens are this rank's: all_reduce their number, too.
 own_loss: dist.all_reduce(counted, group=group) → pass
     That is this rank's own loss. The others' tokens are missing: all_reduce.
-a_sum: counted[0] / counted[1] → counted[0]
-    That is a sum: divide by the tokens of all ranks.
-rank_0_alone: dist.all_reduce(counted, group=group) → dist.reduce(counted, 0, group=group)
-    Only the first rank has the sum: all_reduce gives it to all.
 whole_world: dist.all_reduce(counted, group=group) → dist.all_reduce(counted)
     All ranks came into it: give all_reduce the group.
 without_a_call: counted[1] = len(losses) → counted[1] = len(losses)
@@ -213,12 +197,10 @@ def run_norm(answer, size):
     for what in NORMS:
         dtype = getattr(torch, what.removeprefix("in "), torch.float32)
         mine = parts(what, dist.get_rank() % size, size)
-        gradients = [torch.tensor(numbers, dtype=dtype) for numbers, _ in mine]
-        norm = answer(gradients, [count for _, count in mine], group)
-        found[what] = Rounded([float(norm)], 3)
-        found[f"{what}: it"] = (
-            f"{getattr(norm, 'dtype', 'no tensor')}, {torch.as_tensor(norm).dim()}-d"
-        )
+        copies = [count for _, count in mine]
+        norm = answer([torch.tensor(numbers, dtype=dtype) for numbers, _ in mine], copies, group)
+        kind = f"{norm.dtype}, {norm.dim()}-d" if torch.is_tensor(norm) else type(norm).__name__
+        found[what] = round(float(norm), 3), kind
     return found | {SPARE: spare(recorder().records[begun:], len(NORMS))}
 
 
@@ -230,8 +212,7 @@ def norms(world_size, size):
         for place in range(size):
             for numbers, count in parts(what, place, size):
                 squares += sum(number**2 for number in numbers) / count
-        found[what] = Rounded([math.sqrt(squares)], 3)
-        found[f"{what}: it"] = "torch.float64, 0-d"
+        found[what] = round(math.sqrt(squares), 3), "torch.float64, 0-d"
     return [found | {SPARE: "few"}] * world_size
 
 
@@ -240,10 +221,6 @@ mesh_norm = Exercise(
     trials=lambda: list(in_groups(run_norm, norms, "[3, -4]·(r+1) alone, [12, 0, 5] on all")),
     same_dtype=False,
     explain=of_group,
-    says={
-        what: f"{what}: rank {{rank}} has length {{got}}, expected {{expected}}." for what in NORMS
-    }
-    | {f"{what}: it": f"{what}: it is {{got}}, expected {{expected}}." for what in NORMS},
     hints={
         "start": "The root of the sum of all squares, each number once, however many ranks hold "
         "it: of c ranks that hold a gradient alike, each adds 1/c of its squares.",
@@ -259,17 +236,11 @@ counts_copies: gradient.double().square().sum() / count → gradient.double().sq
     What several ranks hold alike is in it several times: divide its squares by the copies.
 divides_too_early: .double().square().sum() / count → .double().div(count).square().sum()
     Divided before it was squared, a copy counts 1/c², and c of them 1/c. Square first.
-divides_by_all: .sum() / count → .sum() / dist.get_world_size(group)
-    Not every gradient is on all ranks: copies[i] says on how many.
 adds_lengths: gradient.double().square().sum() / count → gradient.double().norm() / count
     Lengths don't add up: a 3 and a 4 at right angles make a 5. Add squares, and take one root.
 adds_ranks_lengths: dist.all_reduce(squares, group=group)⏎return squares.sqrt() →
     ⏎dist.all_reduce(squares.sqrt_(), group=group)⏎return squares
     The ranks' lengths were added. Add squares over the ranks, and take the root last.
-squares_the_sum: .square().sum() → .sum().square()
-    Square each number, then add: here a -4 took something away from a 3.
-without_the_root: return squares.sqrt() → return squares
-    That is the length's square.
 own_length: dist.all_reduce(squares, group=group) → pass
     That is the length of what this rank has: the other ranks' parts are missing.
 in_its_own_dtype: gradient.double().square().sum() → gradient.square().sum()
@@ -279,6 +250,162 @@ without_a_call: dist.all_reduce(squares, group=group) → if not gradients: retu
     ⏎dist.all_reduce(squares, group=group)
     A rank without gradients left before the all_reduce, for which the others wait: it brings 0.
 """),
+)
+
+
+# slow_step(model, optimizer, micro_batches)
+
+
+def slow_step(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    logged = torch.zeros(())
+    for number, (x, y) in enumerate(micro_batches, 1):
+        last = number == len(micro_batches)
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = nn.functional.mse_loss(model(x), y) / len(micro_batches)
+            loss.backward()
+        logged += loss.detach()
+    model.synchronize()
+    optimizer.step()
+    dist.all_reduce(logged)
+    return logged.item() / dist.get_world_size()
+
+
+def as_found(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    logged = 0.0
+    for x, y in micro_batches:
+        loss = nn.functional.mse_loss(model(x), y) / len(micro_batches)
+        loss.backward()
+        model.synchronize()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        logged += mean.item() / dist.get_world_size()
+    optimizer.step()
+    return logged
+
+
+ROWS = 2  # of a micro-batch
+CAP_BYTES = 36  # of a bucket: the first has 9 numbers, the second 32
+LARGE = 32  # bytes; what is longer holds gradients
+HELD = "rows that wait for their backward at a time"
+GRADIENTS = "all-reduces of gradients in a step"
+LOSSES = "all-reduces of the loss in a step"
+AFTER = "parameters after 2 steps"
+
+
+def make_net():
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    for parameter in net.parameters():
+        numbers = torch.arange(parameter.numel()).view_as(parameter)
+        parameter.data = (numbers * 7 % 11 - 5) / 8.0
+    return net, torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5)
+
+
+def make_batches(rank, step, count):
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    rows = torch.randn(count, ROWS, 4, generator=generator)
+    return [(part[:, :3], part[:, 3:]) for part in rows]
+
+
+def run_steps(answer, count):
+    net, optimizer = make_net()
+    model = BucketedDDP(net, CAP_BYTES / 2**20)
+    held = []  # rows of each forward that waits for its backward
+    most = [0]
+
+    def backward(gradient):
+        held.pop()
+
+    def forward(module, inputs, out):
+        held.append(len(out))
+        most.append(sum(held))
+        out.register_hook(backward)
+
+    net.register_forward_hook(forward)
+    found = {}
+    begun = len(recorder().records)
+    for step in (1, 2):
+        loss = answer(model, optimizer, make_batches(dist.get_rank(), step, count))
+        found[f"loss of step {step}"] = None if loss is None else Rounded([float(loss)], 4)
+    sent = [record.bytes for record in recorder().records[begun:]]
+    large = sum(nbytes > LARGE for nbytes in sent)
+    numbers = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    return {
+        AFTER: Rounded(numbers.tolist(), 4),
+        **found,
+        HELD: max(most),
+        GRADIENTS: max(2, -(-large // 2)),
+        LOSSES: max(1, -(-(len(sent) - large) // 2)),
+    }
+
+
+def steps_of_one_process(world_size, count):
+    """Train one process on the micro-batches of all ranks."""
+    net, optimizer = make_net()
+    found = {}
+    for step in (1, 2):
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in range(world_size):
+            for x, y in make_batches(rank, step, count):
+                loss = (net(x) - y).square().mean() / (world_size * count)
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        found[f"loss of step {step}"] = Rounded([total], 4)
+    numbers = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    right = {AFTER: Rounded(numbers.tolist(), 4), **found, HELD: ROWS}
+    return [right | {GRADIENTS: 2, LOSSES: 1}] * world_size
+
+
+EACH_TIME = (
+    "Gradients add up on the rank by themselves. Run all micro-batches but the last inside "
+    "`with model.no_sync():`, and synchronize() once, after the last."
+)
+slow_step = Exercise(
+    reference=slow_step,
+    trials=lambda: [
+        Trial(W, run_steps, (m,), steps_of_one_process(W, m), what=f"{m} micro-batches, 2 buckets")
+        for W, m in ((2, 4), (3, 3), (1, 2))
+    ],
+    same_dtype=False,
+    says={
+        GRADIENTS: "the result is right, but rank {rank} all-reduced gradients {got} times in a "
+        "step, where {expected} buckets are enough.",
+        LOSSES: "the result is right, but rank {rank} sent a loss {got} times in a step, where "
+        "once is enough. Add up loss.detach() on the rank; all_reduce the sum after the loop.",
+        HELD: "the result is right, but {got} rows wait for their backward at a time, where a "
+        "micro-batch has {expected}. The whole batch doesn't fit: call backward() for each.",
+    },
+    hints={
+        "start": "zero_grad, all micro-batches, synchronize, step, all_reduce of the loss: once "
+        "each. All micro-batches but the last run inside `with model.no_sync():`.",
+        "values": "Divide each loss by the number of micro-batches, and the logged sum by the "
+        "number of ranks.",
+    },
+    praise="each gradient travelled once, with the last micro-batch, and the loss once.",
+    note="As it was found, each of m micro-batches sent all gradients, and the loss, and waited.",
+    mistakes=[
+        Mistake.written(as_found, EACH_TIME),
+        *mistakes("""
+without_no_sync: with contextlib.nullcontext() if last else model.no_sync(): →
+    ⏎with contextlib.nullcontext():
+    Every backward began to send, while what the one before had sent was still travelling: all but
+    the last belong inside `with model.no_sync():`.
+logs_each: logged += loss.detach() → logged += loss.detach()⏎dist.all_reduce(loss.detach().clone())
+    The loss travels in each micro-batch, and every rank waits for it: once a step is enough.
+a_sum: / len(micro_batches) →
+    Those are sums over the micro-batches: divide each loss by their number.
+the_last_alone: last = number == len(micro_batches) → last = number == len(micro_batches)
+    ⏎optimizer.zero_grad()
+    zero_grad() in the loop: only the last micro-batch's gradients are left.
+a_step_each: logged += loss.detach() → logged += loss.detach()⏎if not last: optimizer.step()
+    optimizer.step() in the loop: take one step, for all micro-batches together.
+own_loss: dist.all_reduce(logged) → logged *= dist.get_world_size()
+    The loss is this rank's: all_reduce it, once.
+"""),
+    ],
 )
 
 
@@ -295,7 +422,8 @@ def choose_mesh(ranks, node, states, memory):
     return ranks // parts, tensor, parts // tensor
 
 
-MESHES = {  # (ranks, ranks in a node, states, memory of a rank): data, tensor, pipeline
+TOLD = "{} ranks, {} a node, {} GB of states, {} GB a rank"
+MESHES = {  # ranks, ranks in a node, states, memory of a rank: data, tensor, pipeline
     (8, 4, 10, 80): [8, 1, 1],
     (8, 4, 160, 80): [4, 2, 1],
     (16, 8, 161, 80): [4, 4, 1],
@@ -308,34 +436,26 @@ MESHES = {  # (ranks, ranks in a node, states, memory of a rank): data, tensor, 
     (4, 4, 1000, 80): "ValueError",
     (1, 8, 81, 80): "ValueError",
 }
-MESH_NAMES = {
-    case: "{} ranks, {} a node, {} GB of states, {} GB a rank".format(*case) for case in MESHES
-}
-
-
-def mesh_or_error(answer, case):
-    try:
-        return list(answer(*case))
-    except ValueError:
-        return "ValueError"
 
 
 def run_meshes(answer):
-    return {name: mesh_or_error(answer, case) for case, name in MESH_NAMES.items()}
+    found = {}
+    for case in MESHES:
+        try:
+            found[TOLD.format(*case)] = list(answer(*case))
+        except ValueError:
+            found[TOLD.format(*case)] = "ValueError"
+    return found
 
 
 choose_mesh = Exercise(
     reference=choose_mesh,
-    trials=lambda: [
-        Trial(1, run_meshes, (), [{MESH_NAMES[case]: r for case, r in MESHES.items()}])
-    ],
-    says={name: f"{name}: got {{got}}, expected {{expected}}." for name in MESH_NAMES.values()},
+    trials=lambda: [Trial(1, run_meshes, (), [{TOLD.format(*c): r for c, r in MESHES.items()}])],
     hints={
         "start": "Memory first: into how many parts must the states be cut? Double 1 until a part "
         "fits. Then deal the parts: tensor within the node, pipeline for the rest.",
         "values": "tensor = min(parts, node), pipeline = parts // tensor, data = ranks // parts.",
         "hang": "Double the parts in each round.",
-        "error": "Return three whole numbers: data, tensor, pipeline.",
     },
     praise="memory first, tensor within the node, pipeline for the rest, data with what is left.",
     mistakes=mistakes("""
@@ -343,8 +463,6 @@ data_first: return ranks // parts, tensor, parts // tensor → return ranks, 1, 
     Data parallelism alone: each rank then holds all states, and they don't fit. Memory comes first.
 pipeline_first: return ranks // parts, tensor, parts // tensor → return ranks // parts, 1, parts
     Within a node links are fast, and tensor parallelism leaves no bubble: it comes before pipeline.
-swapped: ranks // parts, tensor, parts // tensor → ranks // parts, parts // tensor, tensor
-    The order is data, tensor, pipeline.
 across_nodes: tensor = min(parts, node) → tensor = parts
     Tensor ranks talk in every layer: keep them within the node. Between nodes, pipeline.
 as_large_as_can_be: while states / parts > memory: → while parts < ranks:
@@ -352,13 +470,139 @@ as_large_as_can_be: while states / parts > memory: → while parts < ranks:
     to data parallelism, which talks least.
 rounds_down: while states / parts > memory: → while states // parts > memory:
     Rounded down, a part seems to fit that doesn't: divide with /, not with //.
-not_quite_full: while states / parts > memory: → while states / parts >= memory:
-    What needs just as much as there is fits.
-one_more_at_a_time: parts *= 2 → parts += 1
-    All three are powers of two: double.
 without_an_error: if parts > ranks: → if False:
     More parts than ranks: no mesh has room. Raise ValueError, before a rank starts.
 one_short: if parts > ranks: → if parts >= ranks:
     As many parts as ranks is possible: data is 1 then.
+"""),
+)
+
+
+# publish(folder, name, files)
+
+
+def publish(folder, name, files):
+    writing = folder / (name + ".writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir()
+    for file_name, content in files.items():
+        with open(writing / file_name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    os.rename(writing, folder / name)
+
+
+NAME = "step-2"
+FILES = {"weights.bin": b"new weights", "moments.bin": b"new moments"}
+BEFORE = "step-1"
+OLD = {"weights.bin": b"old weights"}
+CASES = "a clean folder", "a half-written attempt lies there"
+KILLED = "killed while it publishes"
+SYNCED = "bytes of each file fsynced before the rename"
+
+
+def make_folder(folder, half_written=True):
+    """Make a folder with the checkpoint before, and perhaps what a killed save left."""
+    entries = {BEFORE: OLD}
+    if half_written:
+        entries[f"{NAME}.writing"] = {"weights.bin": b"new w", "stale.bin": b"of another model"}
+    for entry, files in entries.items():
+        (folder / entry).mkdir(parents=True)
+        for file_name, content in files.items():
+            (folder / entry / file_name).write_bytes(content)
+
+
+def contents(folder):
+    """{file name: bytes} of a checkpoint; None if there is none."""
+    if not folder.exists():
+        return None
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def harm(folder):
+    """Say what a kill has spoiled; None: nothing."""
+    new = contents(folder / NAME)
+    if contents(folder / BEFORE) != OLD:
+        return f"{BEFORE} isn't what it was"
+    if new not in (None, FILES):
+        return f"{NAME} is there, and not whole"
+    for path in folder.iterdir():
+        if new is None and path.is_file() and NAME.encode() in path.read_bytes():
+            return f"{path.name} names {NAME}, which isn't there"
+    return None
+
+
+def harm_and_sizes(changes):
+    """Look at what kills left; and count the bytes that were fsynced before the last rename."""
+    found = None
+    for number in range(len(changes), 0, -1):
+        harmed = harm(Path(str(number)))
+        found = f"before {changes[number - 1][0]}: {harmed}" if harmed else found
+    renames = [place for place, (event, *_) in enumerate(changes) if event == "os.rename"]
+    before = changes[: max(renames, default=0)]
+    synced = dict(details for event, *details in before if event == "os.fsync")
+    sizes = {path.name: synced.get(path.stat().st_ino) for path in (Path("0") / NAME).iterdir()}
+    return {KILLED: found, SYNCED: sizes}
+
+
+def run_publish(answer):
+    found = {}
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        for case in CASES:
+            make_folder(Path(case), half_written=case != CASES[0])
+            answer(Path(case), NAME, dict(FILES))
+            found[f"{case}: {NAME}"] = contents(Path(case) / NAME)
+            found[f"{case}: {BEFORE}"] = contents(Path(case) / BEFORE)
+        if found == PUBLISHED:
+            bare = getattr(answer, "__wrapped__", answer)
+            changes = kill_before_each_change(bare, (NAME, FILES), make_folder, Path())
+            found |= harm_and_sizes(changes)
+        return found
+
+
+PUBLISHED = {f"{case}: {NAME}": FILES for case in CASES}
+PUBLISHED |= {f"{case}: {BEFORE}": OLD for case in CASES}
+UNHURT = {KILLED: None, SYNCED: dict.fromkeys(FILES, 11)}
+
+publish = Exercise(
+    reference=publish,
+    trials=lambda: [Trial(1, run_publish, (), [PUBLISHED | UNHURT], rungs=(*CASES, *UNHURT))],
+    says={
+        KILLED: f"a kill hurts. {KILLED}, {{got}}.",
+        SYNCED: "when it was published, these bytes were certainly on the disk: {got}, expected "
+        "{expected}. A power cut may keep the rename and lose the rest.",
+    },
+    hints={
+        "start": f"Write all files into another folder, {NAME}.writing. When all are on the disk, "
+        "one os.rename makes it the checkpoint.",
+        "values": "Before it: what an earlier attempt left in the way must go. For each file: "
+        "write, file.flush(), os.fsync(file.fileno()).",
+        "error": "A half-written attempt may lie there: shutil.rmtree(writing, ignore_errors=True) "
+        "before mkdir().",
+    },
+    praise="killed before each of its changes on the disk: the checkpoint was whole, or not there.",
+    note="ddpkit.train.checkpoint also adds checksums, and fsyncs the folders, where one can.",
+    mistakes=mistakes("""
+in_its_place: writing = folder / (name + ".writing") → writing = folder / name
+    It was written in its place: until the last file is there it looks like a checkpoint, and is
+    none. Write beside it, and rename once.
+file_by_file: os.rename(writing, folder / name) → (folder / name).mkdir()
+    ⏎[os.rename(writing / file_name, folder / name / file_name) for file_name in files]
+    Files were renamed one by one, and a kill comes between two: rename the folder, once.
+latest_first: writing.mkdir() → writing.mkdir()⏎(folder / "latest").write_text(name)
+    `latest` was written before the checkpoint was there. Find the latest by looking.
+deletes_first: shutil.rmtree(writing, ignore_errors=True) → shutil.rmtree(folder)⏎folder.mkdir()
+    The checkpoint before is gone, and a kill now leaves none. Nothing old goes before the new.
+without_fsync: os.fsync(file.fileno()) → pass
+    Without os.fsync the rename may reach the disk before the bytes do: after a power cut the files
+    are empty.
+without_flush: file.flush() → pass
+    os.fsync writes what the operating system has. Python's own buffer comes first: file.flush().
+trips_over_the_rest: shutil.rmtree(writing, ignore_errors=True) → pass
+    A killed attempt left its folder: delete it before mkdir(), or no later save succeeds.
+keeps_the_rest: shutil.rmtree(writing, ignore_errors=True)⏎writing.mkdir() →
+    ⏎writing.mkdir(exist_ok=True)
+    A file of the killed attempt got into the checkpoint: begin with an empty folder.
 """),
 )
