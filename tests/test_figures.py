@@ -187,6 +187,17 @@ def test_a_timeline_shows_where_backward_begins():
     check_picture(picture, page.MIXED, page.FAINT)
 
 
+def test_a_short_call_has_its_initials():
+    times = {"stream": "", "waited": None}
+    calls = []
+    for op, begin, end in (("all_gather", 0.0, 1.0), ("reduce_scatter", 1.0, 1.05)):
+        calls.append(SimpleNamespace(op=op, issued=begin, begun=begin, done=end, **times))
+    figure = figures.timeline(SimpleNamespace(wire=[calls])).figure
+    assert {"all_gather", "rs"} <= {text.get_text() for text in figure.axes[0].texts}
+    legends = [text.get_text() for text in figure.legends[0].texts]
+    assert "its calls on the wire (rs: reduce_scatter), in its colour" in legends
+
+
 def test_lanes_are_drawn_to_scale():
     """Two calls at once, in which the rank computes, waits and computes again."""
     calls = [call(0, 2e-3, waited=1e-3), call(0, 4e-3, waited=3e-3)]
