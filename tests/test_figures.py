@@ -82,7 +82,7 @@ def test_a_picture_is_a_card_that_shrinks_and_speaks():
     bundle, metadata = picture._repr_mimebundle_()
     assert bundle["text/plain"] == metadata["image/png"]["alt"] == repr(picture)
     assert f'alt="{picture.text}"' in bundle["text/html"]
-    assert "max-width: 100%" in bundle["text/html"]
+    assert "max-width: min(100%, 960px)" in bundle["text/html"]
     assert "image/svg+xml" not in bundle  # JupyterLab shows it at its own size, in any window
     image = Image.open(io.BytesIO(bundle["image/png"])).convert("RGB")
     assert image.size == (2 * picture.size[0], 2 * picture.size[1])
