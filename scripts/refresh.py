@@ -68,7 +68,8 @@ def normalise(notebook: NotebookNode) -> None:
         language_info={"name": "python"},
     )
     for cell in notebook.cells:
-        kept = {key: cell.metadata[key] for key in ("slideshow", "tags") if cell.metadata.get(key)}
+        known = "slideshow", "tags", "jupyter"  # the last hides a source, such as imports
+        kept = {key: cell.metadata[key] for key in known if cell.metadata.get(key)}
         cell.metadata = NotebookNode(kept)
         for output in cell.get("outputs", []):
             for kind in LIVE:

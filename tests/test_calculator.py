@@ -117,13 +117,19 @@ def test_bucket_calculator():
     exposed_ms = 1e3 * model.seconds("ring_all_reduce", 4 * (4 + 1024 + 256) << 10, 4)
     said = f"bucket cap 8 MiB, latency 100 µs: 1 message, {exposed_ms:.1f} ms exposed"
     assert said in caption.value
-    pictures, scales = {image.value}, set()
-    for cap_bytes, latency_s, many in ((4096, 1e-4, 12), (4096, 10e-3, 12), (2**21, 3e-3, 3)):
+    pictures, scales = {image.value}, {}
+    for cap_bytes, latency_s, many in (
+        (4096, 1e-4, 12),
+        (2**21, 1e-4, 3),
+        (4096, 10e-3, 12),
+        (2**21, 10e-3, 3),
+    ):
         move(widget, cap_bytes=cap_bytes, latency_s=latency_s)
         assert f": {many} messages, " in caption.value
         pictures.add(image.value)
-        scales.add(widget.look()[1].figure.axes[0].get_xlim())
-    assert (len(pictures), len(scales)) == (4, 1)
+        xlim = widget.look()[1].figure.axes[0].get_xlim()
+        assert scales.setdefault(latency_s, xlim) == xlim  # all caps of a latency share one
+    assert (len(pictures), len(set(scales.values()))) == (5, 2)
 
 
 @pytest.mark.parametrize(

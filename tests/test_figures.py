@@ -82,7 +82,7 @@ def test_a_picture_is_a_card_that_shrinks_and_speaks():
     bundle, metadata = picture._repr_mimebundle_()
     assert bundle["text/plain"] == metadata["image/png"]["alt"] == repr(picture)
     assert f'alt="{picture.text}"' in bundle["text/html"]
-    assert "max-width: 100%" in bundle["text/html"]
+    assert "max-width: min(100%, 960px)" in bundle["text/html"]
     assert "image/svg+xml" not in bundle  # JupyterLab shows it at its own size, in any window
     image = Image.open(io.BytesIO(bundle["image/png"])).convert("RGB")
     assert image.size == (2 * picture.size[0], 2 * picture.size[1])
@@ -185,6 +185,17 @@ def test_a_timeline_shows_where_backward_begins():
     assert spans(picture.figure.axes[0], 1) == [(0, 1.5)]
     assert "light: forward, darker: backward" in repr(picture)
     check_picture(picture, page.MIXED, page.FAINT)
+
+
+def test_a_short_call_has_its_initials():
+    times = {"stream": "", "waited": None}
+    calls = []
+    for op, begin, end in (("all_gather", 0.0, 1.0), ("reduce_scatter", 1.0, 1.05)):
+        calls.append(SimpleNamespace(op=op, issued=begin, begun=begin, done=end, **times))
+    figure = figures.timeline(SimpleNamespace(wire=[calls])).figure
+    assert {"all_gather", "rs"} <= {text.get_text() for text in figure.axes[0].texts}
+    legends = [text.get_text() for text in figure.legends[0].texts]
+    assert "its calls on the wire (rs: reduce_scatter), in its colour" in legends
 
 
 def test_lanes_are_drawn_to_scale():

@@ -244,7 +244,7 @@ class Exercise:
     wire: called with a trial and its run; says what is wrong on the wire though the values are
         right, or returns None.
     best: {"bytes", "calls" or "hops": the fewest known} in the last trial of the most ranks.
-    plays: below a right answer, play its run of that trial, hop by hop.
+    plays: below a right answer, play its run of the first trial of 3 ranks or more, hop by hop.
     """
 
     reference: Callable
@@ -294,7 +294,7 @@ class Exercise:
         if returns_nothing(answer) and not returns_nothing(self.reference):
             return Verdict(False, f"✗ {self.name}: it returns nothing. Is a `return` missing?")
         trials = list(self.trials())
-        largest, ran = trials[0], None
+        largest, ran, played = trials[0], None, None
         for number, trial in enumerate(trials):
             outcome, problem = self._try(answer, [trial])
             if problem and mistake:  # keep it: it needn't run again to be compared with itself
@@ -303,6 +303,8 @@ class Exercise:
                 return self._refuse(trials, number, trial, problem, empty)
             if trial.world_size >= largest.world_size:
                 largest, ran = trial, outcome
+            if trial.world_size > 2:
+                played = played or outcome
         # Once more, in one process: an answer that remembers its first call may fail in the second.
         alike = [trial for trial in trials if trial.world_size == largest.world_size]
         again = alike if len(alike) > 1 else alike * 2
@@ -316,7 +318,7 @@ class Exercise:
         ran = of_trial(ran, 0)
         praise = self.praise(largest, ran) if callable(self.praise) else self.praise
         told = f"✓ {self.name}: {praise}", self._score(answer, largest, ran)
-        return Verdict(True, *told, replay=partial(self._played, ran))
+        return Verdict(True, *told, replay=partial(self._played, played))
 
     def _try(self, answer: Callable, trials: list[Trial]) -> tuple[object, Problem | None]:
         """Run trials of one world size, in one launch; return its outcome, and the first problem.

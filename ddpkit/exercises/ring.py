@@ -329,7 +329,6 @@ returns_its_chunk: return x → return chunks[rank]
 
 ring_all_reduce = Exercise(
     reference=ring.ring_all_reduce,
-    plays=True,
     writes=("x",),
     helpers=(ring.ring_reduce_scatter, ring.ring_all_gather, ring.send_right_receive_left),
     trials=partial(lengths_trials, sums=True, returns="x", halves=2),

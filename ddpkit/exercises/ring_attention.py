@@ -94,7 +94,6 @@ def _explain(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
 
 ring_attention = Exercise(
     reference=library.ring_attention,
-    plays=True,
     note="tile_scores is q·kᵀ/√D, with -inf where causal hides; `group` is all ranks here.",
     trials=_trials,
     hints={

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -24,25 +25,28 @@ def bucket_calculator(
 
     gradients: (bytes, dtype) of each, in the order in which they become ready. ready_s: when, in
     seconds after backward began. model, world_size: as in `cost.timeline`. The latency slider
-    offers the model's own and the larger ones of `LATENCIES_S`. All pictures share one scale. The
-    stored text states no times, because they were measured. Notebook 04.
+    offers the model's own and the larger ones of `LATENCIES_S`. All caps of a latency share one
+    scale. The stored text states no times, because they were measured. Notebook 04.
     """
     sizes = [nbytes for nbytes, _ in gradients]
     plans = bucket_plans(gradients)
     larger = [latency_s for latency_s in LATENCIES_S if latency_s > model.latency_s]
     latencies_s = [model.latency_s, *larger]
-    slowest = replace(model, latency_s=latencies_s[-1])
-    slow = [cost.timeline(plan, ready_s, sizes, slowest, world_size) for plan in plans.values()]
-    longest_s = max(line.done[-1] for line in slow)
+
+    @cache
+    def longest_s(wire: cost.CostModel) -> float:
+        lines = [cost.timeline(plan, ready_s, sizes, wire, world_size) for plan in plans.values()]
+        return max(line.done[-1] for line in lines)
 
     def step(cap_bytes: int, latency_s: float) -> tuple[str, Picture]:
         plan, wire = plans[cap_bytes], replace(model, latency_s=latency_s)
+        until_s = longest_s(wire)
         exposed_ms = 1e3 * cost.timeline(plan, ready_s, sizes, wire, world_size).exposed_s
         caption = (
             f"bucket cap {binary_size(cap_bytes)}, latency {duration(latency_s)}: "
             f"{count(len(plan), 'message')}, {exposed_ms:.1f} ms exposed"
         )
-        return caption, charts.bucket_timeline(plan, ready_s, sizes, wire, world_size, longest_s)
+        return caption, charts.bucket_timeline(plan, ready_s, sizes, wire, world_size, until_s)
 
     middle = list(plans)[len(plans) // 2]
     return Calculator(

@@ -10,6 +10,7 @@ LOOKS = {  # right, wrong, a surprise or none of them: the sign, its ink, the gr
     "surprise": ("≠", "#8A5A00", "#FFF6E0"),
     None: ("·", "#555555", "#F5F5F5"),
 }
+WIDEST = 960  # pixels of cards, players and charts: JupyterLab has them on a screen of 1400
 NONE: dict[str, str] = {}
 SANS = "font-family: var(--jp-ui-font-family, sans-serif)"  # JupyterLab's own, where it is
 CODE = "font-family: var(--jp-code-font-family, monospace); font-size: 13px; line-height: 1.4"
@@ -20,7 +21,8 @@ def frame(look: bool | str | None, inside: str) -> str:
     """Wrap HTML in a card. look: a key of LOOKS, which gives the card its sign and colour."""
     _, ink, ground = LOOKS[look]
     style = f"background: {ground}; border: 1px solid {ink}; border-left-width: 8px"
-    style += "; border-radius: 6px; padding: 8px 14px; margin: 4px 0; max-width: 100ex; color: #111"
+    style += "; border-radius: 6px; padding: 8px 14px; margin: 4px 0; color: #111"
+    style += f"; max-width: {WIDEST}px; box-sizing: border-box"  # as wide as charts
     return f'<div style="{style}; {SANS}; font-size: 15px; line-height: 1.45">{inside}</div>'
 
 

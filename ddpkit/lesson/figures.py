@@ -228,6 +228,7 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
     tall = min(64, (page.TALLEST - 110 - 36 * len(ranks)) / sum(ranks))  # pixels of a rank
     height = max(260, 110 + 36 * len(ranks) + tall * sum(ranks))
     figure, panels = chart("", height, len(ranks), sharex=True, height_ratios=ranks)
+    initials: dict[str, str] = {}
     for axes, (name, part) in zip(panels, shown.items(), strict=True):
         heading = ", ".join(filter(None, (name, part.link)))
         axes.set_title(heading, fontsize=page.NORMAL, weight="bold", loc="left")
@@ -239,12 +240,13 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
             label.set_bbox({"fc": colour(rank), "ec": "black", "boxstyle": "round,pad=0.15"})
             if part.wire[rank]:
                 _draw_program(axes, part, rank, part.run[rank] if backward else None)
-                _draw_wire(axes, part, rank, longest, named=tall > 48)
+                initials |= _draw_wire(axes, part, rank, longest, named=tall > 48)
         streams = max(map(part.streams, range(len(part.wire))), key=len)
         if any(streams):
             said.append(f"Lanes of streams: {', '.join(streams)}")
     panels[-1].set_xlabel("time (ms)")
-    wire = patch("its calls on the wire, in its colour", colour(0))
+    names = ", ".join(f"{short}: {op}" for short, op in sorted(initials.items()))
+    wire = patch(f"its calls on the wire{f' ({names})' * bool(names)}, in its colour", colour(0))
     waits = patch("it waits", page.EMPTY, page.GREY)
     computes = [patch("a rank computes", page.FAINT)]
     if backward:
@@ -321,15 +323,16 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
         axes.broken_barh(part.spans(times), (rank - 0.42, 0.4), fc=fill, ec=edge, lw=0.8)
 
 
-def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
+def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict[str, str]:
     """Draw the lower lane: a box for each call; on a GPU a lane per stream, the first on top.
 
     Of calls that overlap, the first to end lies in front, so the longer one stays visible after
-    it. named: write names where there is room.
+    it. named: write names where there is room, or at least their initials; returns these.
     """
     records, fill = part.wire[rank], page.dark(colour(rank))
     per_second = 780 / longest  # pixels, about
     last, streams = last_known(records), part.streams(rank)
+    initials = {}
     tall = 0.4 / len(streams)
     for lane, stream in enumerate(streams):
         found = ((r.done or last, r.begun, r.op) for r in records if r.stream == stream)
@@ -338,11 +341,16 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool):
         for end, begin, op in calls:
             edges.append("white" if (end - begin) * per_second > 6 else "none")
             seen, shown_from = max(begin, shown_from), end
-            if named and len(streams) == 1 and (end - seen) * per_second > 9 * len(op):
+            short = "".join(word[0] for word in op.split("_"))  # ag for all_gather
+            room = (end - seen) * per_second / 9  # letters
+            said = op if room > len(op) else short
+            if named and len(streams) == 1 and room > len(said):
                 middle = 1e3 * ((seen + end) / 2 - part.start)
-                page.write_on(axes, middle, y + tall / 2, op, fill)
+                page.write_on(axes, middle, y + tall / 2, said, fill)
+                initials |= {short: op} if said == short else {}
         bars = part.spans((begin, end) for end, begin, _ in reversed(calls))
         axes.broken_barh(bars, (y, tall), fc=fill, ec=edges[::-1], lw=0.8)
+    return initials
 
 
 # The places of ranks

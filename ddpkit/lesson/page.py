@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from ..tools.units import number
+from .card import WIDEST
 
 DPI = 96  # so a figure's pixel is a pixel of the page, and its 14 pt are 14 pt on the screen
-WIDEST = 960  # pixels that JupyterLab has room for on a screen of 1400
 TALLEST = 700
 HEIGHT = 560  # of a chart
 SMALL, NORMAL, LARGE = 14, 16, 18  # points
@@ -99,7 +99,7 @@ class Picture:
         """Return an <img> with the PNG and an alt text, which JupyterLab's own PNG lacks."""
         width = self.size[0]
         source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
-        style = f"width: {width}px; max-width: 100%; height: auto"
+        style = f"width: {width}px; max-width: min(100%, {WIDEST}px); height: auto"
         return f'<img alt="{html.escape(self.text)}" style="{style}" src="{source}">'
 
     @property

@@ -13,7 +13,7 @@ doesn't count until the question is asked again. A surprise is amber; red is for
 from collections.abc import Sequence
 from functools import cached_property
 
-from .card import answer_card, marked, score_card
+from .card import WIDEST, answer_card, marked, score_card
 from .page import BLUE
 from .widgets import WRAPPED, Live, asking
 
@@ -53,7 +53,7 @@ class Prediction(Live):
         box = asking(entry, asked)
         box.children = asked, *box.children[:-1]  # the question above its field
         layout = {"border": "1px solid #888", "border_left": f"8px solid {BLUE}"}
-        box.layout = layout | {"padding": "6px 14px", "margin": "4px 0", "max_width": "100ex"}
+        box.layout = layout | {"padding": "6px 14px", "margin": "4px 0", "max_width": f"{WIDEST}px"}
         return box
 
     @property

@@ -15,6 +15,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from . import page
+from .card import WIDEST
 from .page import Picture
 
 Look = tuple[str, Picture | None]  # a caption, and a picture if there is one
@@ -94,7 +95,8 @@ MOVING = """<style>
 def inline(picture: Picture) -> str:
     """Return the picture as inline SVG with its size given, so that the page doesn't jump."""
     width, height = picture.size
-    style = f"display: block; width: {width}px; max-width: 100%; aspect-ratio: {width} / {height}"
+    style = f"display: block; width: {width}px; max-width: min(100%, {WIDEST}px)"
+    style += f"; aspect-ratio: {width} / {height}"
     head, _, body = picture.svg.decode().partition("</metadata>")
     view = re.search(r'viewBox="[^"]*"', head)[0]
     body = re.sub("<style.*?</style>", "", body, count=1)  # it would apply to the whole page
