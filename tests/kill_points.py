@@ -62,6 +62,7 @@ FILE_EVENTS = {
     "os.listdir": "listdir",
 }
 A_SAVE = "a save and two steps"
+PATIENCE_S = 10  # of a launcher with ranks that are left
 STUCK_S = 60  # nothing here takes longer on the busiest machine
 
 
@@ -192,7 +193,7 @@ def run(config: TrainConfig, deadly: Point | None = None, random_after: float | 
     if random_after is not None:
         time.sleep(random_after)
         os.kill(random.choice(ranks), signal.SIGKILL)
-    codes = [until_ended(pid) for pid in ranks]
+    codes = until_ended(ranks)
     reports, said = [], ""
     for rank in range(config.world_size):
         path = place / f"report.{rank}"
@@ -202,16 +203,29 @@ def run(config: TrainConfig, deadly: Point | None = None, random_after: float | 
     return Ended(codes, reports, said, time.perf_counter() - begun)
 
 
-def until_ended(pid: int) -> int | None:
-    until = time.monotonic() + STUCK_S
-    while time.monotonic() < until:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+def until_ended(ranks: list[int]) -> list[int | None]:
+    """Return exit codes; None: SIGKILL was needed.
+
+    When one has died, the others are to end, too. Those that wait for its first connection can't
+    see it; after a while they get a SIGTERM, as from torchrun's agent.
+    """
+    codes: dict[int, int | None] = {}
+    last = time.monotonic() + STUCK_S
+    patience = None
+    while len(codes) < len(ranks) and time.monotonic() < last:
+        for pid in set(ranks) - set(codes):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif patience is not None and time.monotonic() > patience:
+                os.kill(pid, signal.SIGTERM)
+        if patience is None and any(codes.values()):
+            patience = time.monotonic() + PATIENCE_S
         time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
+    for pid in set(ranks) - set(codes):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [codes.get(pid) for pid in ranks]
 
 
 def fork(rank: int, config: TrainConfig, place: Path, deadly: Point | None) -> int:
@@ -342,7 +356,7 @@ def trial(scenario: Scenario, deadly: Point | None, random_after: float | None =
     if deadly is not None and killed.codes[deadly.rank] != -signal.SIGKILL:
         wrong.append(f"the rank wasn't killed: exit codes {killed.codes}")
     if None in killed.codes:
-        wrong.append("the other rank didn't end by itself")
+        wrong.append("the other rank didn't end")
     whole = published(scenario.folder)
     reached = max(whole, last_step(scenario.folder))
     again = run(scenario.config)
@@ -353,8 +367,13 @@ def trial(scenario: Scenario, deadly: Point | None, random_after: float | None =
     elif reached - first > 2 * scenario.config.save_every:  # an interval, and a save under way
         wrong.append(f"{reached - first} steps were done again")
     said = killed.said + again.said if wrong else ""
-    seconds = killed.seconds, again.seconds
-    return {"wrong": wrong, "lost": reached - whole, "seconds": seconds, "said": said}
+    return {
+        "wrong": wrong,
+        "lost": reached - whole,
+        "seconds": (killed.seconds, again.seconds),
+        "ended by the launcher": -signal.SIGTERM in killed.codes,
+        "said": said,
+    }
 
 
 def wrong_at_the_end(scenario: Scenario, ended: Ended) -> list[str]:
@@ -482,12 +501,22 @@ def table(results: list[dict]) -> str:
     for result in results:
         phase = result["phase"].split()[0]
         rows[result["scenario"], result["mesh"], phase].append(result)
-    lines = ["| scenario | mesh | killed in | points | wrong | steps lost, at most |"]
-    lines.append("|---|---|---|---|---|---|")
+    head = (
+        "scenario",
+        "mesh",
+        "killed in",
+        "points",
+        "wrong",
+        "steps lost, at most",
+        "needed SIGTERM",
+    )
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for (scenario, mesh, phase), found in rows.items():
         wrong = sum(bool(result["wrong"]) for result in found)
         lost = max(result["lost"] for result in found)
-        lines.append(f"| {scenario} | {mesh} | {phase} | {len(found)} | {wrong} | {lost} |")
+        waited = sum(result["ended by the launcher"] for result in found)
+        row = scenario, mesh, phase, len(found), wrong, lost, waited
+        lines.append("| " + " | ".join(map(str, row)) + " |")
     return "\n".join(lines)
 
 

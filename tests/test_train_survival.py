@@ -369,17 +369,16 @@ def step_of(config: TrainConfig) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-LONG = {"steps": 400, "save_every": 20, "log_every": 100, "warmup": 10}
+LONG = {"steps": 150, "save_every": 10, "log_every": 50}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_starts_a_killed_rank_again_and_it_ends_right(config, tmp_path, rank):
     made = config(**LONG)
-    right = launch(trained, config(**LONG, folder=str(tmp_path / "whole")), world_size=2)
-    assert len(right) == 2
+    launch(trained, config(**LONG, folder=str(tmp_path / "whole")), world_size=2)
     with torchruns(made, tmp_path, "--max-restarts=2") as script:
-        wait_until(lambda: step_of(made) > 50)
+        wait_until(lambda: step_of(made) > 30)
         ranks = ranks_of(script)
         assert len(ranks) == 2
         ranks[rank].send_signal(signal.SIGKILL)
@@ -401,7 +400,7 @@ def test_ranks_end_with_torchruns_agent_and_the_next_run_goes_on(config, tmp_pat
     made = config(**LONG)
     launch(trained, config(**LONG, folder=str(tmp_path / "whole")), world_size=2)
     with torchruns(made, tmp_path) as script:
-        wait_until(lambda: step_of(made) > 50)
+        wait_until(lambda: step_of(made) > 30)
         script.signal(signal.SIGKILL)
         assert script.left() == []
         assert step_of(made) < LONG["steps"]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..runtime.errors import LaunchError
 from ..runtime.launch import launch
+from ..runtime.wire import of_this_attempt
 from .checkpoint import FolderError, problems_of_the_folder
 from .config import TrainConfig, parse, problems
 from .data import Sequences, read
@@ -59,12 +60,20 @@ def join_torchruns_world() -> None:
     """Join the ranks that torchrun started: NCCL where each has a GPU, Gloo otherwise."""
     end_with_the_agent()
     local = int(os.environ["LOCAL_RANK"])
+    backend, device = "gloo", None
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.cuda.set_device(local)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", local)
     else:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        backend,
+        store=of_this_attempt(store),
+        rank=rank,
+        world_size=world_size,
+        device_id=device,
+    )
 
 
 def end_with_the_agent() -> None:
