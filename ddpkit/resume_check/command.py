@@ -2,7 +2,7 @@
 
     python -m ddpkit.resume_check -- torchrun --nproc-per-node 2 train.py --epochs 3
     python -m ddpkit.resume_check --folder out -- python train.py
-    python -m ddpkit.resume_check --again "--resume last.pt" -- python train.py
+    python -m ddpkit.resume_check --again="--resume last.pt" -- python train.py
 
 Runs it to its end, runs it again and kills it by SIGKILL, once after an update and once in the
 middle of a save, starts it again, and compares each update with the uninterrupted run. Every run

@@ -1,12 +1,14 @@
 """Compare a run that was killed and started again with the uninterrupted one, update by update."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 LINES = 12  # of a script that failed
+ERROR = re.compile(r"(\[rank\d+\]: )?(?!.*ChildFailedError)[\w.]+(Error|Exception)\b")
 
 
 class CannotTell(Exception):
@@ -82,7 +84,7 @@ def judge(kill: str, whole: Attempt, attempts: list[Attempt]) -> Verdict:
         else:  # it found that all is done
             resumed.start = whole.updates
         look_at_saves(killed, resumed, verdict)
-        look_at_first_update(whole, resumed, verdict)
+        look_at_first_update(whole, attempts[0], resumed, verdict)
     compare_rest(whole, attempts, verdict)
     keep_ledger(whole, attempts, verdict)
     return verdict
@@ -101,7 +103,6 @@ def check_alike(whole: Attempt, first: Attempt) -> None:
 
 
 def why_it_does_not_start(killed: Attempt, resumed: Attempt) -> str:
-    tail = "\n    ".join(resumed.output.splitlines()[-LINES:])
     said = f"everything: started again, it ends with exit code {resumed.code}"
     torn = [save["save"] for save in killed.saves if not save["whole"]]
     if torn:
@@ -109,7 +110,13 @@ def why_it_does_not_start(killed: Attempt, resumed: Attempt) -> str:
             f". It reads {Path(torn[0]).name}, which the kill cut short: a save must be written "
             "beside the one before and renamed when it is whole, and `latest` move only then"
         )
-    return f"{said}\n    {tail}"
+    return f"{said}\n    {what_it_raised(resumed.output)}"
+
+
+def what_it_raised(output: str) -> str:
+    """Return the first error in an output, or its last lines; torchrun's summary is no error."""
+    errors = [line for line in output.splitlines() if ERROR.match(line)]
+    return errors[0] if errors else "\n    ".join(output.splitlines()[-LINES:])
 
 
 def find_start(whole: Attempt, attempts: list[Attempt], resumed: Attempt, verdict: Verdict) -> int:
@@ -175,42 +182,44 @@ def look_at_saves(killed: Attempt, resumed: Attempt, verdict: Verdict) -> None:
         )
 
 
-def look_at_first_update(whole: Attempt, resumed: Attempt, verdict: Verdict) -> None:
-    """Find what is missing when the first update after a resume begins."""
+def look_at_first_update(
+    whole: Attempt, first: Attempt, resumed: Attempt, verdict: Verdict
+) -> None:
+    """Find what is missing when the first update after a resume begins. first: the killed start."""
     at = resumed.start
     if not resumed.updates or at >= whole.updates or verdict.lost:
         return
     for rank, (due, got) in enumerate(zip(whole.at(at), resumed.at(at), strict=False)):
-        found = missing(due, got, whole, rank, at)
+        once, twice = whole.ranks[rank][0]["random"], first.ranks[rank][0]["random"]
+        seeded = [name for name in once if once[name] == twice.get(name)]
+        found = missing(due, got, whole.ranks[rank], at, seeded)
         if found:
             verdict.lost += found
             return
 
 
-def missing(due: dict, got: dict, whole: Attempt, rank: int, at: int) -> list[str]:
-    """List what an update lacks, as sentences. due, got: a rank's record of it."""
+def missing(due: dict, got: dict, updates: list[dict], at: int, seeded: list[str]) -> list[str]:
+    """List what an update lacks, as sentences. due, got: a rank's record of it.
+
+    updates: all of that rank, uninterrupted. seeded: generators that are alike in every run.
+    """
     found = []
     if got["moments"] != due["moments"]:
         which = "others than it had" if got["moments"] else "it goes on without any"
         found.append(f"the optimizer's moments: {which}")
-    if got["counters"] != due["counters"] and got["moments"] == due["moments"]:
+    elif got["counters"] != due["counters"]:
         was, now = (" and ".join(f"{c:g}" for c in r["counters"]) or "none" for r in (due, got))
         found.append(f"the step counter: {now} where it was {was}, so the bias correction is wrong")
     if got["rates"] != due["rates"]:
         found.append(schedule(due, got, at))
-    same_samples = got["samples"] == due["samples"]
-    again = [n for n, r in enumerate(whole.ranks[rank]) if r["samples"] == got["samples"]]
-    if not same_samples and again:
-        found.append(place_in_data(again[0], at))
-    other = [name for name in due["random"] if got["random"].get(name) != due["random"][name]]
-    draws = got["losses"] != due["losses"] and got["before"] == due["before"]
-    if other and ((same_samples and draws) or (not same_samples and not again)):
-        what = "dropout draws other numbers" if same_samples else "samples come in another order"
-        found.append(f"the random state ({', '.join(other)}): {what}")
-    elif not same_samples and not again:
-        found.append(f"the place in the data: update {at + 1} gets samples of no update")
-    if same_samples and not draws and got["buffers"] != due["buffers"]:
-        found.append("buffers, such as a norm's running averages")
+    other = [name for name in seeded if got["random"].get(name) != due["random"][name]]
+    if got["samples"] != due["samples"]:
+        found.append(place_in_data(got, updates, at, other))
+    elif got["before"] == due["before"]:
+        if got["losses"] != due["losses"] and other:
+            found.append(f"the random state ({', '.join(other)}): dropout draws other numbers")
+        elif got["losses"] == due["losses"] and got["buffers"] != due["buffers"]:
+            found.append("buffers, such as a norm's running averages")
     return found
 
 
@@ -220,38 +229,52 @@ def schedule(due: dict, got: dict, at: int) -> str:
     return f"the schedule: a learning rate of {now:g} in update {at + 1} where it was {was:g}"
 
 
-def place_in_data(source: int, at: int) -> str:
+def place_in_data(got: dict, updates: list[dict], at: int, other: list[str]) -> str:
+    """Say whose samples an update gets. other: generators that aren't in the state they were in."""
+    source = next((n for n, r in enumerate(updates) if r["samples"] == got["samples"]), None)
+    if source is None and other:
+        return f"the random state ({', '.join(other)}): samples come in another order"
+    if source is None:
+        return f"the place in the data: update {at + 1} gets samples of no update"
+    again = [name for name in other if got["random"][name] == updates[source]["random"][name]]
+    if again:
+        said = f"the random state ({', '.join(again)}): it is seeded as at the start, and update"
+        return f"{said} {at + 1} draws what update {source + 1} drew"
+    said = f"the place in the data: update {at + 1} gets the samples of update {source + 1}"
     if source < at:
-        how = f"gets the samples of update {source + 1} again; is it the epoch's beginning?"
-    else:
-        how = f"gets those of update {source + 1}: what lies between is skipped"
-    return f"the place in the data: update {at + 1} {how}"
+        return f"{said} again; is it the epoch's beginning?"
+    return f"{said}: what lies between is skipped"
 
 
 def compare_rest(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> None:
     """Say where losses, rates or parameters differ first, and whether all updates were made."""
-    for resumed in attempts[1:]:
-        for update in resumed.made():
-            if update >= whole.updates:
-                break
-            pairs = list(zip(whole.at(update), resumed.at(update), strict=False))
-            unlike = next((p for p in pairs if any(p[0][k] != p[1][k] for k in KEYS)), None)
-            if unlike:
-                verdict.says.append(first_difference(*unlike, update))
-                due, got = unlike
-                if not verdict.lost and due["rates"] != got["rates"]:
-                    verdict.lost.append(schedule(due, got, update))
-                if not verdict.lost:
-                    verdict.lost.append("something that is none of moments, schedule, samples")
-                return
+    if unlike := first_unlike(whole, attempts[1:]):
+        update, due, got = unlike
+        verdict.says.append(first_difference(due, got, update))
+        if not verdict.lost and due["rates"] != got["rates"]:
+            verdict.lost.append(schedule(due, got, update))
+        if not verdict.lost:
+            verdict.lost.append("something that is none of moments, schedule, samples")
     last = attempts[-1]
+    made = last.start + last.updates
     if last.code:
         verdict.lost.append(f"its end: exit code {last.code} after {last.updates} updates")
-    made = last.start + last.updates
     if made != whole.updates:
         verdict.lost.append(f"the count: {made} updates in all, {whole.updates} uninterrupted")
-    elif not verdict.lost:
+    elif not unlike:
         verdict.says.append(f"losses and parameters of all {made} updates are equal to the bit")
+
+
+def first_unlike(whole: Attempt, resumed: list[Attempt]) -> tuple[int, dict, dict] | None:
+    """Find the first update of which a rank's record differs: its number, what is due, and it."""
+    for attempt in resumed:
+        for update in attempt.made():
+            if update >= whole.updates:
+                break
+            for due, got in zip(whole.at(update), attempt.at(update), strict=False):
+                if any(due[key] != got[key] for key in KEYS):
+                    return update, due, got
+    return None
 
 
 KEYS = "losses", "rates", "after"
@@ -280,7 +303,7 @@ def keep_ledger(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> No
     due = Counter(n for u in whole.made() for record in whole.at(u) for n in record["samples"])
     got = Counter(name for names in counted.values() for name in names)
     skipped, again = (due - got).total(), (got - due).total()
-    replays = f"{replayed} updates were replayed"
+    replays = f"updates replayed: {replayed}"
     if not due:
         verdict.says.append(f"ledger: no sample was seen, the model takes no tensors; {replays}")
     elif skipped or again:
@@ -289,4 +312,6 @@ def keep_ledger(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> No
         if not verdict.lost:
             verdict.lost.append("samples: see the ledger")
     else:
-        verdict.says.append(f"ledger: {due.total()} uses of samples, each as it should; {replays}")
+        verdict.says.append(
+            f"ledger: {due.total()} uses of samples, each as it should be; {replays}"
+        )
