@@ -138,10 +138,9 @@ class Normalize(torch.autograd.Function):
             dist.all_reduce(sums, group=ctx.group)
             means = sums / ctx.count
             mean_grad, mean_product = means.chunk(2)
-            through_mean = _along(mean_grad, x)
-            through_scale = normalized * _along(mean_product, x)
+            through_both = _along(mean_grad, x) + normalized * _along(mean_product, x)
             slope = scale if weight is None else scale * weight
-            grad_x = (grad - (through_mean + through_scale)) * _along(slope, x)
+            grad_x = (grad - through_both) * _along(slope, x)
         if weight is None:
             grad_weight = grad_bias = None
         # mean, scale, count and group get none: their part is in grad_x.

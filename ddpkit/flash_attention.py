@@ -36,8 +36,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     scale = q.shape[-1] ** -0.5
     s = q @ k.mT * scale
     if causal:
-        everywhere = s.new_full(s.shape[-2:], -math.inf)
-        hidden = everywhere.triu(1)  # key j from query i: j > i
+        hidden = s.new_full(s.shape[-2:], -math.inf).triu(1)  # key j from query i: j > i
         s = s + hidden
     return s.softmax(-1) @ v
 
@@ -74,8 +73,7 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            wide = in_fp32(q, k, v, o, lse, do)
-            dq, dk, dv = flash_backward(*wide, ctx.causal)
+            dq, dk, dv = flash_backward(*in_fp32(q, k, v, o, lse, do), ctx.causal)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
@@ -149,8 +147,7 @@ def tile_scores(q: Tensor, keys: Tensor, first: int, causal: bool) -> Tensor:
     scale = q.shape[-1] ** -0.5
     s = q @ keys.mT * scale
     if causal:
-        everywhere = torch.ones_like(s, dtype=torch.bool)
-        hidden = everywhere.triu(1 - first)  # key j from query i: j > i
+        hidden = torch.ones_like(s, dtype=torch.bool).triu(1 - first)  # key j from query i: j > i
         s = s.masked_fill(hidden, -math.inf)
     return s
 

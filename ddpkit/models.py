@@ -148,10 +148,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Both halves normalize first, and add to x, which so passes through unchanged.
-        attended = self.attend(self.attention_norm(x))
-        x = x + self.dropout(attended)
-        computed = self.mlp(self.mlp_norm(x))
-        return x + self.dropout(computed)
+        x = x + self.dropout(self.attend(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
     def attend(self, x: Tensor) -> Tensor:
         # One product gives all three; heads become an axis before the sequence.

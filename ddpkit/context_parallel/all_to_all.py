@@ -37,8 +37,7 @@ def all_to_all_attention(
         raise misuse("all_to_all_attention", got, f"multiples of {world_size} ranks", remedy)
     # One message for all three: next to each other what goes to the same rank.
     parts = [x.unflatten(-3, (world_size, -1)) for x in (q, k, v)]
-    by_rank = torch.cat(parts, dim=-3)
-    qkv = by_rank.flatten(-4, -3)
+    qkv = torch.cat(parts, dim=-3).flatten(-4, -3)
     qkv = HeadsForTokens.apply(qkv, group)
     # All tokens, in order; this rank's heads.
     mine = heads // world_size

@@ -74,7 +74,7 @@ class ShardedLinear(nn.Module):
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def reduce_scatter(self, gradients: list[Tensor]) -> Tensor:
-        """Sum the gradients of weight and bias over the ranks; return this rank's shard."""
+        """Sum the gradients of weight and bias over the ranks; return this rank's part of them."""
         flat = self.flatten(gradients)
         self.transport.start_reduce_scatter(flat, self.group).wait()
         return torchs.shard(flat, self.group)

@@ -245,10 +245,11 @@ def describe_buckets(plan: cost.Plan) -> str:
 def bucket_moments(
     parts: Mapping[str, int], moments: Mapping[str, tuple[Sequence[float], Sequence]]
 ) -> Picture:
-    """Draw what a bucket's flat tensor holds, and where each .grad is, from moment to moment.
+    """Draw a bucket at several moments: the numbers in its flat tensor, and where each .grad is.
 
-    parts: {name: numbers of its gradient}. moments: {name: (flat's numbers, for each part: None,
-    "view", or the numbers of a tensor of its own)}. Notebook 04.
+    parts: {parameter: how many numbers its gradient has}. moments: {name: (the flat tensor's
+    numbers, a list with each parameter's .grad: None, "view" for a view of it, or the numbers of a
+    tensor of its own)}. Notebook 04.
     """
     numels, length = list(parts.values()), sum(parts.values())
     fills = [colour(number) for number, numel in enumerate(numels) for _ in range(numel)]

@@ -115,9 +115,10 @@ def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
 def find_owners(
     before: Sequence[list | None], after: Sequence[list | None]
 ) -> list[list[int | None]]:
-    """Find out, by value, whose number each one after the call is: by rank, a list of ranks.
+    """Find, by its value, the rank that each number came from: by rank, a list with one for each.
 
-    It is this rank's own if it was there before, that of the only rank that had it, or None.
+    It is the rank itself if the number was in this place before, or the only rank that had it;
+    None: unknown.
     """
     found = []
     for rank, row in enumerate(after):

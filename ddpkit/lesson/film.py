@@ -163,7 +163,7 @@ def slice_of(record: Record) -> slice:
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
-    """Make one frame for each event of a replay.
+    """Turn a replay into a film: after each event, a frame with every rank's numbers.
 
     events: in order. wire: by rank, the records of its calls, in order.
     """
@@ -202,10 +202,10 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
 
 
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
-    """Merge a film's frames, so that each shows all messages of one hop; add a last one.
+    """Merge a film's frames into one for each hop, and a last one for the end. run: the film's.
 
     A hop's frame shows its messages on their way, and those of earlier hops as arrived; the last
-    frame what ranks hold in the end. run: the run of the film.
+    frame shows what ranks hold in the end.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:

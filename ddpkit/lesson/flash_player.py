@@ -112,7 +112,10 @@ def _typeset(value: float) -> str:
 
 
 def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
-    """Draw the matrix with its current tile, and beside it the state of each row."""
+    """Draw the matrix of scores with its current tile, and beside it the state of each row.
+
+    step: of the tile, from 1. text: the picture's.
+    """
     done, now = steps[:step], steps[step - 1]
     queries, keys = scores.shape
     canvas = Canvas(1040, TOP + TALL * queries + 70)

@@ -71,10 +71,9 @@ ZONES = {  # {zone of fp16: (lowest power, highest power, colour of the bars)}
 
 
 def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
-    """Draw the counts of gradients, times `scale`, by power of two, and what fp16 makes of them.
+    """Draw a histogram of gradients times `scale`, by power of two, with fp16's zones on it.
 
-    gradients: any shape, finite; zeros aren't counted. ValueError: all of them are 0.
-    Notebook 05.
+    gradients: any shape, finite; zeros aren't counted. ValueError: all of them are 0. Notebook 05.
     """
     zones = fp16_counts(gradients, scale)
     powers = torch.frexp(_nonzero(gradients) * scale).exponent.long() - 1

@@ -246,11 +246,12 @@ class Slider:
 
 
 class Calculator(Live):
-    """A slider or buttons for each argument of `function`; `widgets` has them by name.
+    """A function of sliders: its caption and picture follow when one is moved.
 
-    function: called with their values, by name; returns (caption, Picture or None). Its errors are
-    shown as the caption, except those of the first values. text: stands for the widget where
-    nothing is live; by default the caption.
+    function: called with the sliders' values, by name; returns (caption, Picture or None). widgets:
+    {argument: its slider or buttons}. An error is shown as the caption, except that of the first
+    call, which is raised. text: stands for the widget where nothing is live; by default the
+    caption.
     """
 
     def __init__(

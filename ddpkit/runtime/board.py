@@ -270,7 +270,10 @@ class Board:
         return (index, self._times[rank * _PAGE + _POLLED_AT]) if index >= 0 else None
 
     def place(self, rank: int) -> tuple | None:
-        """Return the main thread's last noted (file, line, function, via) in `rank`, or None."""
+        """Return the line at which the main thread of `rank` was last noted, or None.
+
+        As (file, line, function, via).
+        """
         return self._note(rank, _PLACE)
 
     def destroyed(self, rank: int) -> dict[str, tuple]:

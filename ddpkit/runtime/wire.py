@@ -570,10 +570,10 @@ def _named_backend(group=None):
 
 @functools.wraps(_new_group)
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
-    """Make a group as dist.new_group does, on the wire even if the script asks for "gloo".
+    """Replace dist.new_group: a group on the wire, even if the script asks for "gloo".
 
-    Programs that write checkpoints in a thread do so. A `device_id` is left out: with it, torch
-    would connect each group twice.
+    Scripts that write checkpoints in a thread ask for such a group. A `device_id` is left out: with
+    it, torch would connect each group twice.
     """
     world = c10d._get_default_group()
     wired = isinstance(world, WireGroup)

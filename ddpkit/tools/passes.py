@@ -42,9 +42,10 @@ def ring_bytes(run) -> float:
 
 
 def sent_by_all(record, rank: int, world_size: int) -> float:
-    """Compute this rank's share of the bytes that all ranks send in a call, done as a ring.
+    """Compute this rank's share of the bytes that all ranks send in a call, if it uses a ring.
 
-    record: one of `run.wire[rank]`; for an all_gather, its bytes are those of the rank's own part.
+    Only the sum over the ranks is meant: all of a broadcast is counted at its root. record: one of
+    `run.wire[rank]`; for an all_gather, its bytes are those of the rank's own part.
     """
     others = world_size - 1
     shares = {"send": 1, "recv": 0, "barrier": 0, "broadcast": others * (record.peer == rank)}
