@@ -80,17 +80,6 @@ def _trials():
         yield Trial(world_size, _run_circle, (), [right] * world_size)
 
 
-def only_the_others():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if rank > 0:
-        dist.recv(torch.empty(1), src=(rank + 1) % world_size)
-
-
-def in_a_barrier():
-    if dist.get_rank() > 0:
-        dist.barrier()
-
-
 def one_gives_way():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     going, coming = torch.zeros(1), torch.empty(1)
@@ -127,22 +116,17 @@ wait_in_a_circle = BreakIt(
             "One rank receives first, and that is the way out: nobody may be first, neither to "
             "send nor to receive.",
         ),
-        Mistake.written(
-            only_the_others,
-            "A rank has returned, so the others wait for one that is gone, and there is no circle: "
-            "that rank must wait, too.",
-        ),
-        Mistake.written(
-            in_a_barrier,
-            "A rank that never comes to a collective hangs the others, but itself goes home: here "
-            "all must wait.",
-        ),
         *mistakes("""
 in_pairs: (rank + 1) % world_size → rank ^ 1 if rank ^ 1 < world_size else 0
     Those are circles of two, or a rank that waits for a circle and is in none: one circle goes
     through all.
 to_the_first: (rank + 1) % world_size → 0 if rank else 1
     All wait for rank 0, which is in a circle with rank 1 alone: each rank waits for another one.
+one_goes_home: dist.recv( → if rank > 0: dist.recv(
+    A rank has returned, so the others wait for one that is gone, and there is no circle: that rank
+    must wait, too.
+in_a_barrier: dist.recv(torch.empty(1), src=(rank + 1) % world_size) → if rank > 0: dist.barrier()
+    A rank that never comes to a collective hangs the others, but itself goes home: all must wait.
 after_a_barrier: dist.recv( → dist.barrier()⏎dist.recv(
     A barrier before it is a call that ends, and helps nobody to hang.
 """),

@@ -20,5 +20,5 @@ def test_a_circle_that_a_rank_only_looks_into_is_not_its_own():
 
 
 def test_what_hung_can_be_replayed():
-    check.wait_in_a_circle(check.wait_in_a_circle.mistakes[1])
+    check.wait_in_a_circle(check.wait_in_a_circle.mistakes[3])
     assert "never" in repr(check.wait_in_a_circle.replay())
