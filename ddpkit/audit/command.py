@@ -115,7 +115,10 @@ def audit(options: argparse.Namespace) -> Report:
 def samples_of(together: list[Tape]) -> list[Rows]:
     """Return the rows of each step, of all ranks."""
     steps = min(len(tape.steps) for tape in together)
-    return [list(chain(*(tape.steps[step].rows for tape in together))) for step in range(steps)]
+    found = []
+    for step in range(steps):
+        found.append(list(chain.from_iterable(tape.steps[step].rows for tape in together)))
+    return found
 
 
 def tapes(

@@ -16,7 +16,7 @@ Rows = list[tuple[Tensor, ...]]  # of each call: its tensors of data, rows along
 
 
 class Samples:
-    """What the outermost modules of a training are called with.
+    """The inputs of the outermost modules of a training.
 
     keep: hold the rows themselves, not only their hashes. instead: for each step, the rows of all
     ranks; those of a call are replaced by the next of them.

@@ -6,7 +6,7 @@
 
 Runs it to its end, runs it again and kills it by SIGKILL, once after an update and once in the
 middle of a save, starts it again, and compares each update with the uninterrupted run. Every run
-has its own copy of the current folder. Exit code: 0 exact, 1 something is lost, 2 it can't be told.
+has its own copy of the current folder. Exit code: 0 exact, 1 something is lost, 2 unknown.
 """
 
 import argparse
@@ -48,16 +48,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Print a verdict for each kill; return the exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    code = 0
     try:
         options.command = with_witness(options.command)
         check(options)
-        verdicts = check_resumes(options)
+        for verdict in check_resumes(options):
+            print(verdict)
+            code = max(code, int(bool(verdict.lost)))
     except CannotTell as reason:
         print(f"ddpkit.resume_check: {reason}", file=sys.stderr)
-        return 2
-    print("\n".join(map(str, verdicts)))
-    return 1 if any(verdict.lost for verdict in verdicts) else 0
+        code = 2
+    return code
 
 
 def with_witness(command: list[str]) -> list[str]:

@@ -42,7 +42,7 @@ class Attempt:
 
 @dataclass
 class Verdict:
-    """What became of one kill. lost: sentences, each a cause; none: exact."""
+    """The outcome of one kill. lost: sentences, each a cause; none: exact."""
 
     kill: str
     lost: list[str] = field(default_factory=list)
@@ -137,7 +137,10 @@ def find_start(whole: Attempt, attempts: list[Attempt], resumed: Attempt, verdic
         if sorted(states[update].values()) == sorted(begins.values()):
             verdict.lost.append(misplaced(states[update], begins))
             return update
-    wrong = [name for name in begins if all(s.get(name) != begins[name] for s in states.values())]
+    wrong = []
+    for name, value in begins.items():
+        if all(state.get(name) != value for state in states.values()):
+            wrong.append(name)
     names = ", ".join(wrong[:3]) or "all of them"
     verdict.lost.append(f"parameters: those it begins with are of no update ({names})")
     return max(0, whole.updates - resumed.updates)
@@ -208,7 +211,8 @@ def missing(due: dict, got: dict, updates: list[dict], at: int, seeded: list[str
         which = "others than it had" if got["moments"] else "it goes on without any"
         found.append(f"the optimizer's moments: {which}")
     elif got["counters"] != due["counters"]:
-        was, now = (" and ".join(f"{c:g}" for c in r["counters"]) or "none" for r in (due, got))
+        was = spelled(due["counters"])
+        now = spelled(got["counters"])
         found.append(f"the step counter: {now} where it was {was}, so the bias correction is wrong")
     if got["rates"] != due["rates"]:
         found.append(schedule(due, got, at))
@@ -315,3 +319,8 @@ def keep_ledger(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> No
         verdict.says.append(
             f"ledger: {due.total()} uses of samples, each as it should be; {replays}"
         )
+
+
+def spelled(counters: list[float]) -> str:
+    """Write counters of steps as words: '3 and 4', or 'none'."""
+    return " and ".join(f"{count:g}" for count in counters) or "none"

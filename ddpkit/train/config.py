@@ -1,4 +1,4 @@
-"""What to train, and on which ranks: one dataclass, from a TOML file and flags."""
+"""The settings of a training: one dataclass, from a TOML file and flags, and what can't work."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which sequences a step uses: a function of the seed and the step, on any mesh.
+"""The sequences of a step: a function of the seed and the step, on any mesh.
 
 Epoch follows epoch without a seam: sample number s, counted from the first step on, is the
 (s mod N)-th of a random order of epoch s // N. So every batch is full, every sequence comes once an

@@ -1,4 +1,4 @@
-"""Where this rank's numbers stand in the whole tensors: boxes that a checkpoint can put together.
+"""The places of this rank's numbers in the whole tensors: boxes that a checkpoint puts together.
 
 A rank may hold rows of a part of a tensor: tensor parallelism cuts by heads, FSDP by rows, ZeRO
 anywhere in a flat bucket. Each is a range of the flattened part, and a range is a few boxes.

@@ -1,4 +1,4 @@
-"""What a step has cost: tokens a second, the share of the machine's arithmetic, waits; a figure."""
+"""The cost of a step: tokens a second, the share of the machine's arithmetic, waits; a figure."""
 
 import time
 from pathlib import Path

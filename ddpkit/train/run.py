@@ -23,18 +23,22 @@ from .trainer import Trainer
 LEAVING_S = 5.0  # ranks whose launcher was killed are given to end
 
 
-def train(config: TrainConfig) -> tuple[Trainer, list[dict]]:
+def train(
+    config: TrainConfig, before_step: Callable[[int], None] = lambda number: None
+) -> tuple[Trainer, list[dict]]:
     """Train on the ranks that are there; return the trainer, and the log of its steps by this rank.
 
     With a folder it goes on from the latest whole checkpoint. Under `launch`, under torchrun, or
     with a world of one rank. A failed save is said, and training goes on. FolderError: another run
     trains in the folder.
+
+    before_step: called on every rank with each step's number, from 0, before the step.
     """
     with alone_in(config.folder):
-        return train_alone(config)
+        return train_alone(config, before_step)
 
 
-def train_alone(config: TrainConfig) -> tuple[Trainer, list[dict]]:
+def train_alone(config: TrainConfig, before_step: Callable) -> tuple[Trainer, list[dict]]:
     trainer = Trainer(config)
     log = Log(config)
     first = 0
@@ -46,6 +50,7 @@ def train_alone(config: TrainConfig) -> tuple[Trainer, list[dict]]:
     done = []
     progress = Progress(trainer)
     for number in range(first, config.steps):
+        before_step(number)
         with exposed() as waited:
             begun = time.perf_counter()
             step = trainer.step(number)

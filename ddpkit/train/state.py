@@ -37,7 +37,7 @@ def state_of(trainer: Trainer) -> dict[str, Pieces]:
 
 
 class Layout:
-    """Where this rank's parameters stand in the whole ones.
+    """The places of this rank's parameters in the whole ones.
 
     names: {name in the whole model: the parameter, a shard of it in FSDP}.
     """

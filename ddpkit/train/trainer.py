@@ -44,7 +44,7 @@ class Trainer:
         self.sequences = Sequences(read(config.text), config.length, config.seed)
         self.part = Part(config, make_gpt(config), self.mesh).to(self.device)
         self.part.places = self.part.places.to(self.device)
-        # Who else has a parameter is known before FSDP or ZeRO cut it.
+        # Count the ranks that hold a parameter before FSDP or ZeRO cut it.
         self.copies = self.count_copies()
         self.wrap()
         self.optimizer = self.make_optimizer()

@@ -34,7 +34,7 @@ def limited_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> T
 
 
 def squares(logits: Tensor, targets: Tensor, start: int, group: ProcessGroup | None) -> Tensor:
-    """Sum (logit - 1 for the target, else 0)² over the vocabulary, of which ranks have parts.
+    """Sum (logit - 1 for the target, - 0 for others)² over the vocabulary, across tensor ranks.
 
     logits: (n, length, this rank's tokens, from `start` on). Returns (n, length).
     """
