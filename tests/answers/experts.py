@@ -16,6 +16,17 @@ def through_by_masks(rows, chosen, weights, experts, process):
     return total + 0 * results.sum()
 
 
+def through_in_reverse(rows, chosen, weights, experts, process):
+    """The rows of an expert come last token first: which comes first doesn't matter."""
+    k = chosen.shape[1]
+    choices = torch.arange(chosen.numel()).flip(0)
+    order = choices[chosen.flatten()[choices].argsort(stable=True)]
+    results = process(rows[order // k], torch.bincount(chosen.flatten(), minlength=experts))
+    back = torch.empty_like(results)
+    back[order] = results
+    return (back.view(*chosen.shape, rows.shape[1]) * weights.unsqueeze(-1)).sum(1)
+
+
 def capacity_by_one_hot(chosen, experts, capacity):
     one_hot = torch.nn.functional.one_hot(chosen.flatten(), experts)
     place = (one_hot.cumsum(0) * one_hot).sum(-1)  # from 1
@@ -38,6 +49,7 @@ def one_divisor(experts, rest, replicas):
 
 RIGHT = [
     ("through_experts", through_by_masks),
+    ("through_experts", through_in_reverse),
     ("within_capacity", capacity_by_one_hot),
     ("move_bias", bias_up_and_down),
     ("expert_gradients", one_divisor),
