@@ -42,7 +42,7 @@ class Attempt:
 
 @dataclass
 class Verdict:
-    """What became of one kill. lost: sentences, each a cause; none: exact."""
+    """The outcome of one kill. lost: sentences, each a cause; none: exact."""
 
     kill: str
     lost: list[str] = field(default_factory=list)
@@ -137,7 +137,8 @@ def find_start(whole: Attempt, attempts: list[Attempt], resumed: Attempt, verdic
         if sorted(states[update].values()) == sorted(begins.values()):
             verdict.lost.append(misplaced(states[update], begins))
             return update
-    wrong = [name for name in begins if all(s.get(name) != begins[name] for s in states.values())]
+    known = {pair for state in states.values() for pair in state.items()}
+    wrong = [name for name in begins if (name, begins[name]) not in known]
     names = ", ".join(wrong[:3]) or "all of them"
     verdict.lost.append(f"parameters: those it begins with are of no update ({names})")
     return max(0, whole.updates - resumed.updates)
@@ -208,7 +209,7 @@ def missing(due: dict, got: dict, updates: list[dict], at: int, seeded: list[str
         which = "others than it had" if got["moments"] else "it goes on without any"
         found.append(f"the optimizer's moments: {which}")
     elif got["counters"] != due["counters"]:
-        was, now = (" and ".join(f"{c:g}" for c in r["counters"]) or "none" for r in (due, got))
+        was, now = counted(due), counted(got)
         found.append(f"the step counter: {now} where it was {was}, so the bias correction is wrong")
     if got["rates"] != due["rates"]:
         found.append(schedule(due, got, at))
@@ -221,6 +222,10 @@ def missing(due: dict, got: dict, updates: list[dict], at: int, seeded: list[str
         elif got["losses"] == due["losses"] and got["buffers"] != due["buffers"]:
             found.append("buffers, such as a norm's running averages")
     return found
+
+
+def counted(record: dict) -> str:
+    return " and ".join(f"{counter:g}" for counter in record["counters"]) or "none"
 
 
 def schedule(due: dict, got: dict, at: int) -> str:
