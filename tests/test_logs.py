@@ -144,3 +144,18 @@ def test_what_is_no_log_of_torchruns(text, tmp_path, capsys):
     assert "expected a log of torchrun's, or a folder of dumps, got log.txt" in (
         capsys.readouterr().err
     )
+
+
+def test_a_rank_that_was_killed_and_started_again_is_named(tmp_path):
+    """torchrun sums up nothing then: one line of its log has the code, and the rank's number on
+    its machine."""
+    log = tmp_path / "agent.log"
+    line = (
+        "E1124 22:42:43 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: "
+    )
+    log.write_text(
+        f"{line}-15) local_rank: 0 (pid: 3)\n{line}-9) local_rank: 1 (pid: 4) of binary\n"
+    )
+    assert explain_log(read_log([log])).startswith("rank 1 of this machine was killed by SIGKILL.")
+    log.write_text(f"{line}-15) local_rank: 0 (pid: 3)\n")
+    assert explain_log(read_log([log])).startswith("no rank in this log fell by itself.")

@@ -6,7 +6,7 @@
 
 Runs it to its end, runs it again and kills it by SIGKILL, once after an update and once in the
 middle of a save, starts it again, and compares each update with the uninterrupted run. Every run
-has its own copy of the current folder. Exit code: 0 exact, 1 something is lost, 2 unknown.
+has its own copy of the current folder. Exit code: 0 exact, 1 something is lost, 2 undecided.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import script as runner
@@ -48,19 +49,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a verdict for each kill; return the exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    code = 0
+    lost = 0
     try:
-        options.command = with_witness(options.command)
-        check(options)
-        for verdict in check_resumes(options):
-            print(verdict)
-            code = max(code, int(bool(verdict.lost)))
+        for verdict in verdicts(options):
+            print(verdict, flush=True)
+            lost += len(verdict.lost)
     except CannotTell as reason:
         print(f"ddpkit.resume_check: {reason}", file=sys.stderr)
-        code = 2
-    return code
+        return 2
+    return 1 if lost else 0
 
 
 def with_witness(command: list[str]) -> list[str]:
@@ -101,7 +99,10 @@ def check(options: argparse.Namespace) -> None:
             )
 
 
-def check_resumes(options: argparse.Namespace) -> list[Verdict]:
+def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
+    """Run the script uninterrupted, then once for each kill, and judge each."""
+    options.command = with_witness(options.command)
+    check(options)
     with tempfile.TemporaryDirectory(prefix="ddpkit-resume-") as folder:
         (whole,) = train(options, Path(folder, "whole"), [])
         if whole.code:
@@ -109,12 +110,10 @@ def check_resumes(options: argparse.Namespace) -> list[Verdict]:
             raise CannotTell(f"uninterrupted, it ends with exit code {whole.code}:\n{tail}")
         if whole.updates < 2:
             raise CannotTell(f"expected a training of 2 updates or more, got {whole.updates}")
-        verdicts = []
         for number, (kill, says) in enumerate(plan(options, whole)):
             kills = [kill] * options.times if kill.startswith("step") else [kill]
             attempts = train(options, Path(folder, f"killed_{number}"), kills)
-            verdicts.append(judge(says, whole, attempts))
-        return verdicts
+            yield judge(says, whole, attempts)
 
 
 def plan(options: argparse.Namespace, whole: Attempt) -> list[tuple[str, str]]:

@@ -137,10 +137,8 @@ def find_start(whole: Attempt, attempts: list[Attempt], resumed: Attempt, verdic
         if sorted(states[update].values()) == sorted(begins.values()):
             verdict.lost.append(misplaced(states[update], begins))
             return update
-    wrong = []
-    for name, value in begins.items():
-        if all(state.get(name) != value for state in states.values()):
-            wrong.append(name)
+    known = {pair for state in states.values() for pair in state.items()}
+    wrong = [name for name in begins if (name, begins[name]) not in known]
     names = ", ".join(wrong[:3]) or "all of them"
     verdict.lost.append(f"parameters: those it begins with are of no update ({names})")
     return max(0, whole.updates - resumed.updates)
@@ -211,8 +209,7 @@ def missing(due: dict, got: dict, updates: list[dict], at: int, seeded: list[str
         which = "others than it had" if got["moments"] else "it goes on without any"
         found.append(f"the optimizer's moments: {which}")
     elif got["counters"] != due["counters"]:
-        was = spelled(due["counters"])
-        now = spelled(got["counters"])
+        was, now = counted(due), counted(got)
         found.append(f"the step counter: {now} where it was {was}, so the bias correction is wrong")
     if got["rates"] != due["rates"]:
         found.append(schedule(due, got, at))
@@ -225,6 +222,10 @@ def missing(due: dict, got: dict, updates: list[dict], at: int, seeded: list[str
         elif got["losses"] == due["losses"] and got["buffers"] != due["buffers"]:
             found.append("buffers, such as a norm's running averages")
     return found
+
+
+def counted(record: dict) -> str:
+    return " and ".join(f"{counter:g}" for counter in record["counters"]) or "none"
 
 
 def schedule(due: dict, got: dict, at: int) -> str:
@@ -319,8 +320,3 @@ def keep_ledger(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> No
         verdict.says.append(
             f"ledger: {due.total()} uses of samples, each as it should be; {replays}"
         )
-
-
-def spelled(counters: list[float]) -> str:
-    """Write counters of steps as words: '3 and 4', or 'none'."""
-    return " and ".join(f"{count:g}" for count in counters) or "none"
