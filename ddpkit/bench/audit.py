@@ -16,7 +16,7 @@ from ..audit.tape import Tape
 from ..data_parallel import average_gradients
 from ..models import GPT, mean_loss
 from .interleave import Contest, check_close, race
-from .results import AGAIN, SPEED, Goal, Results, report, results_of
+from .results import AGAIN, SPEED, Goal, Result, Results, report, results_of
 
 ROUNDS = 40
 WITHOUT, UNDER, AFTER = "without", "under the tape", "after the tape"
@@ -69,10 +69,14 @@ def measure(
 ) -> Results:
     """Time a step of each size in all three ways, by 2 ranks. ValueError: no round."""
     found = Results(legend=LEGEND)
-    for width, sequences in sizes:
-        seconds, _ = race(partial(contest, width, sequences, tape), rounds, 2)
-        found += results_of(f"GPT, width {width}, {sequences} sequences", seconds, 2)
+    found.extend(result for size in sizes for result in timed(*size, rounds, tape))
     return found
+
+
+def timed(width: int, sequences: int, rounds: int, tape: type[Tape]) -> list[Result]:
+    """Time a step of one size in all three ways."""
+    seconds, _ = race(partial(contest, width, sequences, tape), rounds, 2)
+    return results_of(f"GPT, width {width}, {sequences} sequences", seconds, 2)
 
 
 def main(name: str):
