@@ -1,11 +1,13 @@
 """Processes that die before each change of the disk."""
 
 import os
+import pickletools
 from pathlib import Path
 
 import pytest
 
-from ddpkit.tools.kills import kill_before_each_change
+from ddpkit.runtime.launch import launch
+from ddpkit.tools.kills import kill_before_each_change, write_call
 
 
 def save(folder, content):
@@ -68,3 +70,14 @@ def test_functions_of_a_shell_work_as_well(tmp_path):
     assert changes == [["os.rmdir"]]
     assert not (tmp_path / "0").exists()
     assert (tmp_path / "1").exists()
+
+
+def modules_in_a_call(folder):
+    write_call(lambda folder: folder.rmdir(), (), folder)
+    words = [word for _, word, _ in pickletools.genops((folder / "call").read_bytes())]
+    return {word for word in words if isinstance(word, str) and word.startswith("ddpkit")}
+
+
+def test_a_rank_sends_nothing_of_its_own_along(tmp_path):
+    (named,) = launch(modules_in_a_call, tmp_path, world_size=1, backend="gloo")
+    assert named == {"ddpkit.tools", "ddpkit.tools.kills"}  # where die_at says that it comes from
