@@ -36,7 +36,7 @@ HELD = {  # today's figures: change one only for the better
     "comments in 100 lines": 6,
     "docstrings that begin askew": 0,
     "words of dialect": 0,
-    "variables called each": 5,
+    "variables called each": 0,
 }
 LIMITS |= {"lines an exercise, all in": 90, "mistakes of an exercise, at most": 12}
 HELD_EXERCISES = {"lines an exercise, all in": 100.1, "mistakes of an exercise, at most": 10}

@@ -133,14 +133,14 @@ def compare(
     for step in range(steps):
         ours = serial.steps[step]
         theirs = [tape.steps[step] for tape in parallel]
-        if differing(step, "gradient", ours.gradients, [each.gradients for each in theirs]):
+        if differing(step, "gradient", ours.gradients, [taken.gradients for taken in theirs]):
             of_ranks = [taken.samples for taken in theirs]
             others, report.undecided = other_samples(ours.samples, of_ranks)
             report.causes += [others] if others else []
             report.causes += [] if others else explained(report.differences, ranks, ours, theirs)
             break
         # Gradients agree here, so what differs now comes from the update alone.
-        if differing(step, "parameter", ours.parameters, [each.parameters for each in theirs]):
+        if differing(step, "parameter", ours.parameters, [taken.parameters for taken in theirs]):
             report.causes += of_the_update(ours, theirs)
             break
     else:
@@ -287,8 +287,8 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
     """Say which causes these factors suggest, each once."""
     micro_batches = max(len(step.losses) for step in theirs) or 1
     causes = []
-    for each in found:
-        causes += suggestions(each, ranks, micro_batches, len(ours.losses) or 1)
+    for difference in found:
+        causes += suggestions(difference, ranks, micro_batches, len(ours.losses) or 1)
     return list(dict.fromkeys(causes))
 
 

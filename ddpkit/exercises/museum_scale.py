@@ -197,7 +197,7 @@ overflow_of_my_own = Piece(
     symptom="It learns. Once in a few hundred steps the loss has a small bump, and ranks are no "
     "longer alike.",
     asks="how many of the 3 ranks make this step?",
-    measure=lambda got, right: float(sum(bool(each["moved"]) for each in moved(got, right))),
+    measure=lambda got, right: float(sum(bool(rank["moved"]) for rank in moved(got, right))),
     choices="""
 a: loss = loss * float("inf")  # fp16 overflows on this rank → loss = loss * 0
     A rank that overflows has to take part with zeros.

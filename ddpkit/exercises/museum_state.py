@@ -134,8 +134,8 @@ def fresh_optimizer(case):
     saved = {0: dict(optimizer.state[weight])}
     again, resumed = made()  # a new process
     again.data.copy_(weight)
-    for number, each in enumerate(resumed.state.values()):
-        each.update(saved[number])
+    for number, kept in enumerate(resumed.state.values()):
+        kept.update(saved[number])
     step(again, resumed)
     return {"moved": weight - again}
 
@@ -153,7 +153,7 @@ fresh_optimizer = Piece(
     choices="""
 a: again.data.copy_(weight) → pass
     Weights are copied before the optimizer is filled.
-b: for number, each in enumerate(resumed.state.values()):⏎    each.update(saved[number]) →
+b: for number, kept in enumerate(resumed.state.values()):⏎    kept.update(saved[number]) →
     ⏎resumed.state[again] = saved[0]
     A fresh optimizer has no state that could be filled, so nothing is loaded.
 c: weight.grad = torch.ones_like(weight)⏎optimizer.step() →
