@@ -114,10 +114,9 @@ def audit(options: argparse.Namespace) -> Report:
 
 def samples_of(together: list[Tape]) -> list[Rows]:
     """Return the rows of each step, of all ranks."""
-    steps = min(len(tape.steps) for tape in together)
     found = []
-    for step in range(steps):
-        found.append(list(chain.from_iterable(tape.steps[step].rows for tape in together)))
+    for of_ranks in zip(*(tape.steps for tape in together), strict=False):
+        found.append(list(chain(*(step.rows for step in of_ranks))))
     return found
 
 

@@ -16,7 +16,7 @@ Rows = list[tuple[Tensor, ...]]  # of each call: its tensors of data, rows along
 
 
 class Samples:
-    """The inputs of the outermost modules of a training.
+    """Note what the outermost modules of a training are called with.
 
     keep: hold the rows themselves, not only their hashes. instead: for each step, the rows of all
     ranks; those of a call are replaced by the next of them.

@@ -7,6 +7,7 @@ samples. Once it is closed, nothing of it is left in PyTorch: the step must take
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -54,13 +55,13 @@ def contest(width: int, sequences: int, tape: type[Tape], group: ProcessGroup) -
 
     def found() -> None:
         for name, model in models.items():
-            check_close(name, flat(model), flat(models[WITHOUT]), 1e-6)
+            check_close(name, parameters_of(model), parameters_of(models[WITHOUT]), 1e-6)
 
     calls = {name: partial(recorded if name == UNDER else step, name) for name in models}
     return Contest(calls, before, found)
 
 
-def flat(model: nn.Module) -> torch.Tensor:
+def parameters_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -68,13 +69,11 @@ def measure(
     sizes: Sequence[tuple[int, int]] = SIZES, rounds: int = ROUNDS, tape: type[Tape] = Tape
 ) -> Results:
     """Time a step of each size in all three ways, by 2 ranks. ValueError: no round."""
-    found = Results(legend=LEGEND)
-    found.extend(result for size in sizes for result in timed(*size, rounds, tape))
-    return found
+    return Results(chain(*(raced(size, rounds, tape) for size in sizes)), legend=LEGEND)
 
 
-def timed(width: int, sequences: int, rounds: int, tape: type[Tape]) -> list[Result]:
-    """Time a step of one size in all three ways."""
+def raced(size: tuple[int, int], rounds: int, tape: type[Tape]) -> list[Result]:
+    width, sequences = size
     seconds, _ = race(partial(contest, width, sequences, tape), rounds, 2)
     return results_of(f"GPT, width {width}, {sequences} sequences", seconds, 2)
 
