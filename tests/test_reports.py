@@ -175,6 +175,6 @@ def test_a_rank_that_changes_what_it_sends_is_named(way, op, tmp_path):
 
 
 def test_the_row_that_differs_is_red_in_jupyter():
-    report = "mismatch: …\n\nTheir calls (≠: here they differ):\ncall  rank 0  rank 1\n1 ≠   a()     b()"
-    lines = shown(report)
+    table = "Their calls (≠: here they differ):\ncall  rank 0  rank 1\n1 ≠   a()     b()"
+    lines = shown(f"mismatch: …\n\n{table}\n\nWhat to do.")
     assert [line for line in lines if RED in line] == [f"{RED}1 ≠   a()     b(){BLACK}"]
