@@ -10,6 +10,7 @@ from outside import cell
 from test_debug import debug
 
 from ddpkit import LaunchError, launch
+from ddpkit.runtime.errors import BLACK, RED, shown
 
 BEGIN = """\
 rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -171,3 +172,9 @@ def test_a_rank_that_changes_what_it_sends_is_named(way, op, tmp_path):
     said = f"rank 0 raised ValueError: rank 0 changed what it sends before it was sent ({op}, "
     assert report.startswith(said)
     assert f": {CHANGED[op]}): call wait() on the handle first" in report
+
+
+def test_the_row_that_differs_is_red_in_jupyter():
+    table = "Their calls (≠: here they differ):\ncall  rank 0  rank 1\n1 ≠   a()     b()"
+    lines = shown(f"mismatch: …\n\n{table}\n\nWhat to do.")
+    assert [line for line in lines if RED in line] == [f"{RED}1 ≠   a()     b(){BLACK}"]
