@@ -1,6 +1,7 @@
 """`python -m ddpkit.train`: alone, on ranks of its own, or under torchrun."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -83,7 +84,7 @@ def end_with_the_agent() -> None:
     def watch() -> None:
         while os.getppid() == agent:
             time.sleep(0.2)
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
 
