@@ -177,7 +177,7 @@ class WatchedFile(io.FileIO):
 
 @dataclass
 class Ended:
-    """How a run of two ranks ended: exit codes by rank (None: it had to be killed), reports."""
+    """The end of a run of two ranks: exit codes by rank (None: it had to be killed), reports."""
 
     codes: list[int | None]
     reports: list[dict | None]
@@ -206,7 +206,7 @@ def run(config: TrainConfig, deadly: Point | None = None, random_after: float | 
 def until_ended(ranks: list[int]) -> list[int | None]:
     """Return exit codes; None: SIGKILL was needed.
 
-    When one has died, the others are to end, too. Those that wait for its first connection can't
+    When one has died, the others are to end. Those that wait for its first connection can't
     see it; after a while they get a SIGTERM, as from torchrun's agent.
     """
     codes: dict[int, int | None] = {}

@@ -173,7 +173,7 @@ def test_a_disk_that_is_really_full(config, small_disk):
 
 
 def test_no_checkpoint_runs_ahead_of_the_log(config):
-    """What can't be logged isn't saved: killed after it, a run wouldn't know its samples."""
+    """Steps that can't be logged aren't saved: killed after it, a run wouldn't know its samples."""
 
     def unlogged():
         run.Log.write = with_a_full_disk(run.Log.write, steps=(2, 3))
