@@ -16,15 +16,16 @@ MODULES = sorted((ROOT / "ddpkit").rglob("*.py"))
 ORDER = """
     transport softmax flash_attention collectives ring doubling ring_attention shared_memory
     data_parallel ddp batch_norm parameter_server mixed_precision checkpointing zero fsdp muon
-    models tensor_parallel pipeline context_parallel experts train
+    models tensor_parallel pipeline context_parallel experts
 """
 SUBJECTS = ORDER.split()
 # What stands beside the subjects and belongs to another floor
 ELSEWHERE = {"cost": "tools", "floats": "tools", "memory": "tools", "flash_triton": "fast"}
-BELOW = {"runtime", "inspect", "subjects", "fast", "tools", "tools.plan"}
+BELOW = {"runtime", "inspect", "subjects", "fast", "tools", "tools.plan", "tools.kills", "train"}
 MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "tools": set(),
     "tools.plan": {"subjects", "runtime", "tools"},  # it predicts the subjects' steps
+    "tools.kills": {"cloudpickle"},  # it runs a function in a process that dies
     "subjects": {"tools"},
     "fast": {"subjects", "tools", "triton"},
     "runtime": {"tools", "inspect", "cloudpickle", "IPython"},
@@ -32,8 +33,10 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "exercises": BELOW | {"lesson", "nbclient", "nbformat", "triton"},
     "lesson": BELOW | {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"},
     "lesson.check": {"exercises", "runtime"},  # their name in notebooks
-    "bench": BELOW | {"lesson", "numpy"},
+    "bench": BELOW | {"audit", "lesson", "numpy"},
     "audit": {"runtime", "inspect", "subjects", "tools"},
+    "train": {"subjects", "fast", "audit", "runtime", "tools", "matplotlib"},  # all of it together
+    "resume_check": {"audit", "inspect", "runtime", "subjects", "tools"},
     "debug": {"inspect"},
     "doctor": {"runtime"},
     "explain": {"inspect"},

@@ -24,8 +24,8 @@ WITHOUT, UNDER, AFTER = "without", "under the tape", "after the tape"
 GOALS = [Goal(UNDER, WITHOUT, 0.5), Goal(AFTER, WITHOUT, 0.9)]
 SIZES = (64, 4), (128, 8)  # width, sequences
 LEGEND = f"""\
-Time: the median of a step with AdamW. Goals: at most twice the step under
-the tape; afterwards the same, within what chance does.
+Time: the median of a step with AdamW. Goals: at most twice the step
+under the tape; afterwards the same, within what chance does.
 {SPEED}"""
 
 
