@@ -26,8 +26,10 @@ RIGHT = [
 
 def two_calls_each():
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.isend(torch.zeros(1), (rank + 1) % world_size)
-    dist.recv(torch.empty(1), (rank + 1) % world_size)
+    right = (rank + 1) % world_size
+    first = dist.irecv(torch.empty(1), right)
+    dist.recv(torch.empty(1), right)
+    first.wait()
 
 
 WRONG = [("wait_in_a_circle", two_calls_each, "made 2 calls; 1 is enough")]
