@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from .config import SAME_MODEL, TrainConfig
+from .config import SAME, TrainConfig
 from .state import counters, make_state, set_counters, state_of
 from .trainer import Trainer
 
@@ -282,8 +282,8 @@ def problems_of_the_folder(config: TrainConfig) -> list[str]:
 
 
 def misfit(config: TrainConfig, saved: dict, folder: Path) -> str | None:
-    """Say how a checkpoint's model or optimizer differs from this run's; None if it doesn't."""
-    for name in SAME_MODEL:
+    """Say how a checkpoint's model or samples differ from this run's; None if they don't."""
+    for name in SAME:
         mine = getattr(config, name)
         if saved.get(name) != mine:
             got = f"{folder} was saved with {name} = {saved.get(name)!r}, and this run has {mine!r}"

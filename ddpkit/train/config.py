@@ -20,7 +20,10 @@ AXES = (
     "context",
     "tensor",
 )  # the mesh, from the outermost: neighbours share tensors
-SAME_MODEL = "layers", "width", "heads", "length", "experts", "exact", "optimizer"
+# What a checkpoint and the run that goes on from it must share: the model, its optimizer's state,
+# and the samples of each step.
+SAME = "layers", "width", "heads", "length", "experts", "exact", "optimizer"
+SAME += "batch", "seed", "text"
 
 
 @dataclass(frozen=True)
