@@ -448,8 +448,8 @@ def test_another_models_checkpoint_is_refused_before_a_rank_starts(config, capfd
     folder = f"{config().folder}/step-00000006"
     assert f"{folder} was saved with width = 16, and this run has 32: choose the same" in said
     # Other samples in each step: the ledger would have some twice, and others never.
-    assert main(flags_of(config(seed=7))) == 2
-    assert "was saved with seed = 0, and this run has 7" in capfd.readouterr().err
+    assert main(flags_of(config(batch=8))) == 2
+    assert "was saved with batch = 4, and this run has 8" in capfd.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(config, capfd, tmp_path):
