@@ -484,3 +484,17 @@ def test_what_can_not_be_started(arguments, says, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match=says):
         main(arguments)
+
+
+def test_a_rank_that_comes_after_the_others_have_left_finds_the_board(tmp_path):
+    """A script that ends at once, and a rank whose imports take longer than the other's run."""
+    script = tmp_path / "short.py"
+    script.write_text("print('nothing')\n")
+    environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "late"}
+    for rank in ("0", "1"):
+        folder = tmp_path / "attempt" / rank
+        folder.mkdir(parents=True)
+        own = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": str(folder / "error")}
+        command = [sys.executable, "-m", "ddpkit.debug", str(script)]
+        subprocess.run(command, env=os.environ | environ | own, timeout=FREEZE_S, check=True)
+    assert not (tmp_path / "attempt" / "ddpkit").exists()  # the last one has removed it

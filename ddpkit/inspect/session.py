@@ -490,9 +490,15 @@ class Session:
             self._watcher.join(WATCHER_ENDS_S)
         if self.recorder.streams:
             self.recorder.streams.stop(WATCHER_ENDS_S)
-        (self.folder / f"pid.{self.rank}").unlink(missing_ok=True)
-        if all(not self._pid(rank) or self._dead(rank) for rank in self.here):
+        with contextlib.suppress(FileNotFoundError):  # removed after a report
+            (self.folder / f"pid.{self.rank}").write_text("")
+        if all(map(self._has_left, self.here)):
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _has_left(self, rank: int) -> bool:
+        """Tell whether a rank of this machine came and left: a late one still needs the board."""
+        came = (self.folder / f"pid.{rank}").exists()
+        return came and (not self._pid(rank) or self._dead(rank))
 
     def _all_have_ended(self) -> bool:
         for rank in self.here:
