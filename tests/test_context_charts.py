@@ -52,7 +52,7 @@ def test_loads_name_the_fullest():
     one = [[1.0, 0, 0, 0]] * 8
     picture = context_charts.loads({"even": even + even, "one": even + one})
     assert picture.text.splitlines() == [
-        "even: in the end the fullest has 1.0 fair shares",
-        "one: in the end the fullest has 4.0 fair shares",
+        "even: in the end the fullest has 1 times its fair share",
+        "one: in the end the fullest has 4 times its fair share",
     ]
     assert context_charts.fullest([3, 1]) == 1.5

@@ -256,7 +256,7 @@ def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
         axes.set_xticks(range(0, len(means), 3))
         axes.set(xlabel=f"{EVERY} steps each", ylim=(0, 1), xlim=(0, len(means) - 1))
         last = fullest(means[-1].tolist())
-        said.append(f"{name}: in the end the fullest has {last:.1f} fair shares")
+        said.append(f"{name}: in the end the fullest has {last:.0f} times its fair share")
     return Picture(figure, "\n".join(said))
 
 
