@@ -47,6 +47,20 @@ class Step:
     rates: list[float] = field(default_factory=list)
 
 
+def hook(listener, until: contextlib.ExitStack) -> None:
+    """Call a listener's on_call, on_return, on_step and on_stepped around all modules and updates.
+
+    They are called as torch's global hooks are, until `until` closes.
+    """
+    for handle in (
+        modules.register_module_forward_pre_hook(listener.on_call),
+        modules.register_module_forward_hook(listener.on_return, always_call=True),
+        optimizers.register_optimizer_step_pre_hook(listener.on_step),
+        optimizers.register_optimizer_step_post_hook(listener.on_stepped),
+    ):
+        until.callback(handle.remove)
+
+
 class Tape:
     """Record the first `steps` updates of the training inside, on this rank.
 
@@ -81,13 +95,7 @@ class Tape:
         self.updated = True  # since the last backward
         self.full = False  # all steps are recorded
         self.listening = contextlib.ExitStack()
-        for handle in (
-            modules.register_module_forward_pre_hook(self.on_call),
-            modules.register_module_forward_hook(self.on_return, always_call=True),
-            optimizers.register_optimizer_step_pre_hook(self.on_step),
-            optimizers.register_optimizer_step_post_hook(self.on_stepped),
-        ):
-            self.listening.callback(handle.remove)
+        hook(self, self.listening)
         for context in (
             patch.object(torch.autograd, "backward", self.hearing(torch.autograd.backward)),
             patch.object(nn.Module, "__call__", self.calling(nn.Module.__call__)),

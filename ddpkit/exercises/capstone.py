@@ -14,6 +14,7 @@ from torch import nn
 from ddpkit.ddp import BucketedDDP
 from ddpkit.runtime.recorder import recorder
 from ddpkit.tools.kills import kill_before_each_change
+from ddpkit.tools.rate import learning_rate
 
 from .checker import Exercise, Mistake, Rounded, Trial, mistakes
 from .score import SPARE, spare
@@ -23,13 +24,6 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
 # learning_rate(step, steps, warmup, peak, last)
-
-
-def learning_rate(step, steps, warmup, peak, last):
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / (steps - 1 - warmup)
-    return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
 
 
 COSINE = [10, 8.828427, 6, 3.171573, 2]  # by hand: from 10 to 2, a quarter of the way a step
@@ -64,11 +58,11 @@ learning_rate = Exercise(
     mistakes=mistakes("""
 starts_at_zero: (step + 1) / warmup → step / warmup
     Step 0 has the rate 0: its gradient is computed and thrown away. Begin with peak / warmup.
-counts_from_the_start: (step - warmup) / (steps - 1 - warmup) → step / (steps - 1)
+counts_from_the_start: (step - warmup) / max(1, steps - 1 - warmup) → step / (steps - 1)
     The cosine begins where the warm-up ends: count from step warmup, or the rate jumps there.
-never_arrives: (steps - 1 - warmup) → (steps - warmup)
+never_arrives: max(1, steps - 1 - warmup) → (steps - warmup)
     The last step has the number steps - 1: there the rate should be `last`, and it is above.
-begins_a_step_early: done = (step - warmup) / (steps - 1 - warmup) →
+begins_a_step_early: done = (step - warmup) / max(1, steps - 1 - warmup) →
     ⏎done = (step - warmup + 1) / (steps - warmup)
     Step warmup has the peak, too: the cosine begins there, with 0 of its way done.
 whole_cosine: math.cos(math.pi * done) → math.cos(2 * math.pi * done)

@@ -18,11 +18,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizers
 
-from ..audit.tape import plain_name
+from ..audit.tape import hook, plain_name
 
 
 class Witness:
@@ -55,13 +53,7 @@ class Witness:
         self.file = open(self.folder / f"{rank}.jsonl", "ab", buffering=0)
         self.listening = contextlib.ExitStack()
         self.listening.callback(self.file.close)
-        for handle in (
-            modules.register_module_forward_pre_hook(self.on_call),
-            modules.register_module_forward_hook(self.on_return, always_call=True),
-            optimizers.register_optimizer_step_pre_hook(self.on_step),
-            optimizers.register_optimizer_step_post_hook(self.on_stepped),
-        ):
-            self.listening.callback(handle.remove)
+        hook(self, self.listening)
         self.save, backward = torch.save, torch.autograd.backward
         torch.save = self.saving
         torch.autograd.backward = self.hearing(backward)

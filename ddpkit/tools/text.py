@@ -90,7 +90,7 @@ class Batches:
         return -(-len(self._inputs) // self._batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        epoch, order = self.epoch, self._order()
+        epoch, order = self.epoch, epoch_order(len(self._inputs), self._seed, self.epoch)
         while self.epoch == epoch:
             start = self.step * self._batch_size
             batch = order[start : start + self._batch_size]
@@ -100,10 +100,11 @@ class Batches:
             self.epoch, self.step = divmod(self.epoch * len(self) + self.step + 1, len(self))
             yield self._inputs[share].long(), self._targets[share].long()
 
-    def _order(self) -> Tensor:
-        """Return the order of the sequences in this epoch: random by seed and epoch alone.
 
-        torch's own generator isn't used, so a model draws the same numbers.
-        """
-        seed = 1_000_003 * self._seed + self.epoch  # not the sum: seed 1 would run an epoch ahead
-        return torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))
+def epoch_order(sequences: int, seed: int, epoch: int) -> Tensor:
+    """Return a random order of the sequences in an epoch, which follows from seed and epoch alone.
+
+    torch's own generator isn't used, so a model draws the same numbers.
+    """
+    seed = 1_000_003 * seed + epoch  # not the sum: seed 1 would run an epoch ahead
+    return torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))

@@ -23,7 +23,7 @@ AXES = (
 # What a checkpoint and the run that goes on from it must share: the model, its optimizer's state,
 # and the samples of each step.
 SAME = "layers", "width", "heads", "length", "experts", "exact", "optimizer"
-SAME += "batch", "seed", "text"
+SAME += "top_k", "batch", "seed", "text"
 
 
 @dataclass(frozen=True)

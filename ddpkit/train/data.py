@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..tools.text import encode, text
+from ..tools.text import encode, epoch_order, text
 
 
 class Sequences:
@@ -41,11 +41,7 @@ class Sequences:
         return self.tokens[starts + torch.arange(self.length + 1)].long()
 
 
-@lru_cache(maxsize=4)
-def order(number: int, seed: int, epoch: int) -> Tensor:
-    """Return a random order of `number` sequences, without using torch's own generator."""
-    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-    return torch.randperm(number, generator=generator)
+order = lru_cache(maxsize=4)(epoch_order)  # a step asks once for each of its samples
 
 
 def read(path: str) -> Tensor:

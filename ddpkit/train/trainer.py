@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from functools import partial
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from ..fast.zero import ZeroOptimizer
 from ..mixed_precision import LossScaler
 from ..pipeline import Pipeline, PipelineStage, gpipe, one_f_one_b, zero_bubble
 from ..tensor_parallel import clip_grad_norm, count_copies
+from ..tools.rate import learning_rate
 from .config import TrainConfig
 from .data import Sequences, read
 from .mesh import Mesh
@@ -126,7 +127,9 @@ class Trainer:
     def step(self, number: int) -> dict[str, float]:
         """Take step `number`, from 0; return {"loss", "norm", "lr"}, the same on every rank."""
         c = self.config
-        rate = learning_rate(c, number)
+        rate = learning_rate(number, c.steps, c.warmup, c.lr, c.decay_to * c.lr)
+        if c.exact:
+            rate = 1.0
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
@@ -219,7 +222,7 @@ class Trainer:
         return float(clip_grad_norm(self.shares(), limit))
 
     def shares(self) -> dict[nn.Parameter, int]:
-        """{what has a gradient here: how many of all ranks have the same}, for the norm."""
+        """{parameter or shard: the number of ranks, of all, that hold its gradient alike}."""
         c = self.config
         if c.experts and c.share_experts:
             return experts.count_copies(self.part)
@@ -235,17 +238,6 @@ class Stage(PipelineStage):
 
     trainer: Trainer
 
-    def forward(self, k: int, x: Tensor, loss: partial | None = None) -> Tensor:
+    def forward(self, k: int, x: Tensor, loss: Callable | None = None) -> Tensor:
         self.trainer.part.sample = self.trainer.first_samples[k]
         return super().forward(k, x, loss)
-
-
-def learning_rate(c: TrainConfig, step: int) -> float:
-    """Rise to `lr` in `warmup` steps, then fall along a cosine; a function of the step alone."""
-    if c.exact:
-        return 1.0
-    if step < c.warmup:
-        return c.lr * (step + 1) / c.warmup
-    done = (step - c.warmup) / max(1, c.steps - 1 - c.warmup)
-    height = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return c.lr * (c.decay_to + (1 - c.decay_to) * height)
