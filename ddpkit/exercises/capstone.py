@@ -67,7 +67,7 @@ begins_a_step_early: done = (step - warmup) / max(1, steps - 1 - warmup) →
     Step warmup has the peak, too: the cosine begins there, with 0 of its way done.
 whole_cosine: math.cos(math.pi * done) → math.cos(2 * math.pi * done)
     A whole cosine goes down and up again: the rate ends at the peak. Take half of one, to π.
-once_a_rank: if step < warmup: → step = step * dist.get_world_size()⏎if step < warmup:
+once_a_rank: if step < warmup: → step = step * 2⏎if step < warmup:
     The rate goes W steps at a time: each rank moved the schedule on. All ranks take one and the
     same step together, and it counts once.
 divides_by_nothing: if step < warmup:⏎return peak * (step + 1) / warmup →
