@@ -74,6 +74,7 @@ LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
 STORED_BY = 3, 11
 OF_THE_TEXT = r"\d\.\d(?= bits per byte)", r"(?<=off by )0\.\d+"
 OF_THE_TEXT += r"(?<=norm )\d\.\d{4}", r"(?<=by counting: )\d\.\d\d"
+OF_THE_TEXT += r"(?<=by counting pairs: )\d\.\d\d", r"(?<=Loss after training\? )\d\.\d"
 
 # No worker shall end long after the others.
 LONG = ["test_stuck_scripts", "test_foreign", "test_browser", "test_debug", "test_training"]
