@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..runtime.run import Run
+from ..tools.passes import sent_by_all
 from ..train import TrainConfig, Trainer, state_of, train, whole_parameters
 
 
@@ -46,13 +48,22 @@ def train_and_die(config: TrainConfig, at: int) -> None:
 
 
 def weigh(config: TrainConfig) -> int:
-    """Take a step; return the bytes of parameters and moments that this rank holds."""
+    """Take a step, a barrier, a step; return the bytes of parameters and moments held here."""
     trainer = Trainer(config)
-    trainer.step(0)
+    trainer.step(0)  # in which ranks agree on orders
+    dist.barrier()
+    trainer.step(1)
     held = 0
     for found in state_of(trainer).values():
         held += sum(box.nbytes for _, box in found.boxes)
     return held
+
+
+def sent(run: Run) -> float:
+    """Count the bytes that rank 0 sent after its barrier, if collectives use a ring."""
+    records = run.wire[0]
+    after = max(at for at, record in enumerate(records) if record.op == "barrier")
+    return sum(sent_by_all(record, 0, len(record.ranks)) for record in records[after + 1 :])
 
 
 def flip_a_bit(folder: str | Path) -> Path:
