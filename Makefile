@@ -45,7 +45,7 @@ bench: .venv/ready
 
 # With the Python that is there: a machine with a GPU has a torch of its own.
 gpu:
-	PYTHONPATH=. $(if $(wildcard .venv/ready),$(BIN)/python,$(PYTHON)) scripts/gpu.py
+	PYTHONPATH=$(CURDIR) $(if $(wildcard .venv/ready),$(BIN)/python,$(PYTHON)) scripts/gpu.py
 
 site: .venv/ready
 	$(BIN)/python scripts/pages.py

@@ -426,6 +426,13 @@ def distributed_data_parallel():
 
 
 @case
+def a_compiled_ddp():
+    """The compiler meets the calls of DDP's forward."""
+    module = nn.parallel.DistributedDataParallel(mlp())
+    return train(torch.compile(module, backend="eager")), gradients(module)
+
+
+@case
 def ddp_with_unused_parameters():
     module = mlp()
     module.unused = nn.Linear(2, 2)

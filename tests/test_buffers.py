@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import into_torchs_own_world
-from pytorch_cases import CALLS, results
+from pytorch_cases import CALLS, reduce_scatter_single, results
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import RankError, launch
@@ -38,7 +38,7 @@ def test_right_waits_in_all_ways_are_right():
         found.append(x.tolist())
         assert isinstance(handle, CheckedWork)
         parts = torch.arange(4.0)
-        handle = dist.reduce_scatter_single(parts[2 * rank : 2 * rank + 2], parts, async_op=True)
+        handle = reduce_scatter_single(parts[2 * rank : 2 * rank + 2], parts, async_op=True)
         handle.wait()  # into its own input
         found.append(parts[2 * rank : 2 * rank + 2].tolist())
         return found

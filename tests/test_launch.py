@@ -126,13 +126,29 @@ def test_trap_25_the_choice_of_backend_and_its_reason(monkeypatch, gpus, version
     choice = backends.choose_backend("auto", world_size)
     assert choice.line.startswith(line)
     assert choice.line.startswith(choice.backend)
-    assert choice.environ == (backends.sharing(4, version) if "share 1" in choice.line else {})
+    environ = {"gloo": backends.ON_CPU, "nccl": {}}[choice.backend]
+    assert choice.environ == (backends.sharing(4, version) if "share 1" in choice.line else environ)
     linked = backends.choose_backend("auto", world_size, Link.preset("NVLink 4")).line
     assert linked == "gloo on CPU: the emulated link (NVLink 4) works on its wire"
     assert backends.choose_backend("gloo", 2).line == "gloo on CPU: as asked"
     if not gpus:
         with pytest.raises(ValueError, match="expected a GPU, got no GPU that PyTorch can use"):
             backends.choose_backend("nccl", world_size)
+
+
+def test_ranks_on_the_cpu_see_no_gpu(monkeypatch):
+    """Else PyTorch's FSDP2 and DeviceMesh would take it, and fail beside tensors on the CPU."""
+    run = launch(lambda: os.environ["CUDA_VISIBLE_DEVICES"], world_size=2, backend="gloo")
+    assert list(run) == ["", ""]
+    layer = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sys.modules["ddpkit.runtime.call"]._on_gpu(layer.weight) is layer.weight
+    with pytest.raises(RankError, match=r"No CUDA GPUs[^\0]*These ranks are on the CPU"):
+        launch(asks_for_a_gpu, world_size=1, backend="gloo")
+
+
+def asks_for_a_gpu():
+    raise RuntimeError("No CUDA GPUs are available")  # as where CUDA's PyTorch finds none
 
 
 def test_trap_25_what_lets_ranks_share_a_gpu():
@@ -207,6 +223,7 @@ def test_tensors_on_a_gpu_arrive_on_the_ranks_own(monkeypatch):
     x, layer = on_gpu()
     call = pickle_call(print, (x, x, layer), {})
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor + 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     _, (first, second, layer), _ = pickle.loads(call)
     assert first is second
     assert (type(first), first.tolist()) == (torch.Tensor, [1, 1])
@@ -541,6 +558,29 @@ def test_what_is_printed_before_the_parent_listens_is_not_lost(monkeypatch):
     monkeypatch.setattr(sys.modules["ddpkit.runtime.launch"], "Watch", late)
     run = launch(lambda: print("here", flush=True), world_size=2)
     assert run.output == ["here\n"] * 2
+
+
+LEFT_ALONE = """\
+[rank0]:[E1125 23:23:48.752794166 ProcessGroupNCCL.cpp:612] [Rank 0] Collective WorkNCCL(SeqNum=1, \
+OpType=ALLREDUCE) raised the following async exception: NCCL error: remote process exited or there \
+was a network error, NCCL version 2.28.9
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting \
+prematurely.
+Last error:
+socketProgress: Connection closed by remote peer localhost<47728>
+Exception raised from checkForNCCLErrorsInternal at ProcessGroupNCCL.cpp:2770 (most recent first):
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7fbf0317305d in libc10.so)
+frame #7: <unknown function> + 0x129ecc (0x7fbf04729ecc in /lib/x86_64-linux-gnu/libc.so.6)
+
+[rank0]:[E1125 23:23:48.754213419 ProcessGroupNCCL.cpp:2303] [PG ID 0 PG GUID  Rank 0]  failure \
+detected by watchdog at work sequence id: 1 PG status: last enqueued work: 2, last completed: -1
+"""
+
+
+def test_what_nccl_prints_when_another_rank_is_gone_is_left_out():
+    """As H100 ranks with NCCL 2.28.9 printed it; the report names the rank that went."""
+    run = launch(lambda: print(f"before\n{LEFT_ALONE}after"), world_size=1)
+    assert run.output == ["before\nafter\n"]
 
 
 def test_trap_11_and_12_every_way_to_print_is_captured(capfd):

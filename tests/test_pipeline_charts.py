@@ -1,5 +1,6 @@
 """Pictures and widgets of notebook 10: what is drawn is what a dry run, or a run, did."""
 
+import pytest
 from test_figures import check_picture
 
 from ddpkit.lesson import pipeline_charts
@@ -28,6 +29,7 @@ def test_player_says_what_each_rank_does_and_holds():
 
 
 def test_calculator_says_what_is_held():
+    pytest.importorskip("ipywidgets", reason="ipywidgets isn't installed")
     calculator = pipeline_charts.pipeline_calculator()
     for schedule, held in (("GPipe", "8, 8, 8, 8"), ("interleaved", "5.5, 4.5, 3.5, 2.5")):
         calculator.widgets["schedule"].value = schedule

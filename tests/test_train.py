@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from outside import FREEZE_S
+from outside import FREEZE_S, run_script
 
 from ddpkit import launch
 from ddpkit.tools.rate import learning_rate
@@ -20,6 +20,7 @@ from ddpkit.train.checkpoint import Checkpoints
 from ddpkit.train.config import AXES, CHOICES, parse
 from ddpkit.train.data import Sequences, ledger
 from ddpkit.train.state import whole_parameters, whole_state
+from ddpkit.train.trainer import own_device
 
 TINY = {"layers": 2, "width": 32, "heads": 4, "length": 16, "batch": 12, "steps": 6, "warmup": 2}
 STEPS = 3
@@ -97,15 +98,23 @@ def alone(config: TrainConfig) -> TrainConfig:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_every_mesh_trains_as_one_process(world_size, optimizer):
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    [
+        *[(ranks, "gloo") for ranks in (1, 2, 3, 4)],
+        pytest.param(8, "gloo", marks=pytest.mark.slow),
+        *[pytest.param(ranks, "nccl", marks=pytest.mark.gpu) for ranks in (1, 2, 3, 4)],
+    ],
+)
+def test_every_mesh_trains_as_one_process(world_size, backend, optimizer):
     # SGD's update is the gradient: a wrong factor shows in it. AdamW divides by the gradient's
     # size, so that roundings of the smallest grow; a factor would hide in it, but not in norms.
     bound = {"sgd": STEPS * ROUNDING, "adamw": 0.02}[optimizer]
     rate = {"sgd": 0.1, "adamw": 0.003}[optimizer]
     made = configs(MESHES[world_size], optimizer=optimizer, lr=rate)
-    (serial,) = launch(outcomes, [alone(config) for config in made], world_size=1)
-    ranks = list(launch(outcomes, made, world_size=world_size))
+    twins = [alone(config) for config in made]
+    (serial,) = launch(outcomes, twins, world_size=1, backend="gloo")
+    ranks = list(launch(outcomes, made, world_size=world_size, backend=backend))
     for case, config in enumerate(made):
         steps, _, right = serial[case]
         for rank, found in enumerate(ranks):
@@ -147,7 +156,8 @@ def test_dropout_draws_alike_wherever_the_batch_is_cut_alike():
         {"tensor": 2, "micro_batches": 6},
         {"data": 2, "micro_batches": 3, "sharding": "fsdp", "recompute": True},
     ]
-    (serial,) = launch(outcomes, configs([{"micro_batches": 6}], **options), world_size=1)
+    in_six = configs([{"micro_batches": 6}], **options)
+    (serial,) = launch(outcomes, in_six, world_size=1, backend="gloo")  # a GPU draws other numbers
     losses = [step["loss"] for step in serial[0][0]]
     (without,) = launch(outcomes, configs([{"micro_batches": 6}]), world_size=1)
     assert losses != [step["loss"] for step in without[0][0]]
@@ -429,3 +439,30 @@ def test_a_bad_config_starts_no_rank(tmp_path):
     found = command(f"--text={short}")
     assert found.returncode == 2
     assert "expected a text of more than 16 bytes, got 9" in found.stderr
+
+
+def test_under_torchrun_ranks_with_a_gpu_each_train_on_it(monkeypatch):
+    """Its backend for GPUs has a name of two parts, one for the CPU."""
+    for backend, device in (("gloo", "cpu"), ("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda")):
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda name=backend: name)
+        assert own_device().type == device
+
+
+ON_GPU = """
+import torch.distributed as dist
+from ddpkit.train import TrainConfig, Trainer
+from ddpkit.train.__main__ import join_torchruns_world
+
+if __name__ == "__main__":
+    join_torchruns_world()
+    trainer = Trainer(TrainConfig(steps=2))
+    losses = [trainer.step(number)["loss"] for number in range(2)]
+    print(trainer.device, losses[1] < losses[0])
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu
+def test_under_torchrun_on_a_gpu(tmp_path):
+    torchrun = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"
+    assert run_script(tmp_path, ON_GPU, command=torchrun) == "cuda True\n"

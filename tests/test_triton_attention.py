@@ -23,11 +23,8 @@ from ddpkit.fast.triton_attention import INTERPRETED  # noqa: E402
 from ddpkit.flash_triton import flash_attention_triton  # noqa: E402
 
 ON_GPU = not INTERPRETED and torch.cuda.get_device_capability() >= (8, 0)
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-OLD = INTERPRETED and VERSION < (3, 7)  # converts arrays in ways that NumPy 2.4 forbids
 pytestmark = [
     pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="compute capability below 8.0"),
-    pytest.mark.skipif(OLD, reason="the interpreter of Triton 3.6 and NumPy disagree"),
 ]
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU of compute capability 8.0 or higher")
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="tiles of Triton's interpreter")

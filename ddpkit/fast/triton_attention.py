@@ -50,6 +50,17 @@ INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED and _imported_before:  # even tl.max is a kernel, defined without the interpreter
     importlib.reload(triton.language.standard)
     importlib.reload(triton.language)
+if INTERPRETED and triton.__version__.startswith("3.6."):
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_and_convert(tensor, scope):
+        """Convert a kernel's whole number as NumPy 2.4 wants it; Triton 3.7 does."""
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_and_convert
 
 LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = 2^(x·LOG2E), and a GPU has exp2
 DTYPES = torch.float16, torch.bfloat16, torch.float32

@@ -81,7 +81,7 @@ def materialise(module: nn.Module, name: str) -> None:
         got = f"{kind} {name!r} on the meta device, which has no reset_parameters()"
         raise ValueError(f"expected modules that can draw their values, got {got}: give it one.")
     # One parameter at a time, so that ties and an optimizer's references hold.
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     for parameter in module.parameters(recurse=False):
         if parameter.is_meta:
             made = torch.empty_like(parameter, device=device)

@@ -22,6 +22,9 @@ BY_DEFAULT = {
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
+# Of ranks on the CPU: PyTorch's FSDP2 and DeviceMesh would take a GPU unasked, and so does
+# `"cuda" if torch.cuda.is_available() else "cpu"`.
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 Result = TypeVar("Result")
 
 
@@ -53,7 +56,7 @@ def start_on(
     except NoGpu as error:
         if backend == "nccl":
             raise
-        return start(Choice("gloo", 0, f"gloo on CPU: {error}"))
+        return start(on_cpu(f"{error}"))
 
 
 def choose_backend(backend: str, world_size: int, link: Link | None = None) -> Choice:
@@ -62,9 +65,9 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
     ValueError: backend="nccl" without a GPU.
     """
     if backend == "gloo":
-        return Choice("gloo", 0, "gloo on CPU: as asked")
+        return on_cpu("as asked")
     if link is not None:
-        return Choice("gloo", 0, f"gloo on CPU: the emulated link ({link}) works on its wire")
+        return on_cpu(f"the emulated link ({link}) works on its wire")
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     version = nccl_version() if gpus else ()
     nccl = f"nccl {'.'.join(map(str, version))}"
@@ -80,7 +83,12 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
     if backend == "nccl":
         expected = f"backend='nccl' expected a GPU, got {reason}"
         raise ValueError(f"{expected}: use backend='auto'")
-    return Choice("gloo", 0, f"gloo on CPU: {reason}")
+    return on_cpu(reason)
+
+
+def on_cpu(reason: str) -> Choice:
+    """Choose Gloo, for ranks that see no GPU."""
+    return Choice("gloo", 0, f"gloo on CPU: {reason}", ON_CPU)
 
 
 def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:

@@ -14,12 +14,14 @@ from torch._C._distributed_c10d import Work
 
 from .board import Record
 from .place import describe_place
+from .uncompiled import uncompiled
 from .wire import WireGroup, WireWork
 
 IN_PLACE = "all_reduce", "reduce"  # the result overwrites the input
 AS_WRITTEN = {"send": "isend"}
 
 
+@uncompiled
 class CheckedGroup(WireGroup):
     """A `WireGroup` whose handles check that CPU tensors being sent were not changed."""
 
@@ -79,6 +81,7 @@ class _Check:
             tensor.data.copy_(result)  # .data: as in Gloo, autograd doesn't count it as a change
 
 
+@uncompiled
 class CheckedWork(Work):
     """The handle of a call whose tensors are checked when it is complete."""
 

@@ -50,8 +50,9 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a tensor to the current GPU, in place, when it is unpickled in a rank."""
-    tensor.data = tensor.data.cuda()
+    """Move a tensor to the current GPU, in place, when it is unpickled in a rank that has one."""
+    if torch.cuda.is_available():
+        tensor.data = tensor.data.cuda()
     return tensor
 
 

@@ -54,6 +54,11 @@ MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
     "process group has not been initialized": JOINED,
     "unhandled system error": "NCCL lacks something of the system's, in a container most often "
     "shared memory: start it with --shm-size=2g. NCCL_DEBUG=INFO says more.",
+    "ncclSocketInit: connecting to address": "Two ranks began with the same call, as a send to "
+    "one another: NCCL connects a send with a recv. Start messages in both directions together, "
+    "with dist.batch_isend_irecv.",
+    "No CUDA GPUs are available": "These ranks are on the CPU: `run.backend` says why, and "
+    "python -m ddpkit.doctor what would change it.",
     "'tuple' object does not support item assignment": "tensor_split gives a tuple of views: "
     "`chunks[i] += y` adds, and then tries to put the result into the tuple. Write "
     "`chunks[i].add_(y)`, or name it first: `chunk = chunks[i]; chunk += y`.",

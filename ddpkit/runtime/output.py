@@ -16,6 +16,12 @@ GLOO_CHATTER = re.compile(
     r"\[E\d+ .*Gloo connectFullMesh failed with ).*\n?",
     re.MULTILINE,
 )
+# Of NCCL's watchdog, in ranks that another rank has left: the report names that one.
+NCCL_CHATTER = re.compile(
+    r"^\[rank\d+\]:\[E.*ProcessGroupNCCL.*(remote process exited|failure detected by watchdog).*\n?"
+    r"(?:(?:ncclRemoteError|Last error|socketProgress|Exception raised from|frame #).*\n?|\n)*",
+    re.MULTILINE,
+)
 
 
 class Output:
@@ -76,9 +82,9 @@ class Output:
 
 
 def _clean(data: bytes) -> str:
-    """Decode bytes, drop Gloo's chatter, and keep of a progress bar only its last state."""
+    """Decode bytes, drop chatter, and keep of a progress bar only its last state."""
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
-    lines = GLOO_CHATTER.sub("", text).split("\n")
+    lines = NCCL_CHATTER.sub("", GLOO_CHATTER.sub("", text)).split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 

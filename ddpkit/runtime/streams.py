@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from .board import Record
+from .uncompiled import uncompiled
 
 LOOK_S = 0.05  # between two reads of the events
 LATE_S = 0.3  # after which an open call is late
@@ -92,6 +93,7 @@ class Cuda:
             ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(thread_local))
 
 
+@uncompiled
 class StreamWork(Work):
     """The handle of a call on a GPU: `wait` makes the current stream wait for it, and returns.
 

@@ -29,6 +29,7 @@ from .board import MESSAGES, Record, Said
 from .place import call_site
 from .recorder import Recorder, recorder
 from .streams import Cuda, Streams, StreamWork
+from .uncompiled import uncompiled
 
 __all__ = [
     "Recorder",
@@ -42,6 +43,7 @@ __all__ = [
 NEVER = timedelta(days=365)  # the timeout under `launch`, unless the reader gives one
 
 
+@uncompiled
 class WireWork(Work):
     """The handle of a call on the wire. `wait` marks the rank as waiting, for the report of a hang.
 
@@ -171,6 +173,7 @@ SHAPE = attrgetter("shape")
 OPTIONS = {"all_reduce": dist.AllreduceOptions, "all_gather": c10d.AllgatherOptions}
 
 
+@uncompiled
 class WireGroup(dist.ProcessGroup):
     """A process group around the real one that records every call and can delay it.
 
@@ -495,6 +498,8 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
             module.new_group, module.split_group = _wired_group, _wired_split
     if backend == "nccl":  # `WireGroup.barrier` names the device
         warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
+        # Of the thread of backward, whose first product on a stage of a pipeline this is.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA")
 
 
 def _nccl(options, device: torch.device, timeout: timedelta, given):

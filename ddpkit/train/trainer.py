@@ -31,6 +31,11 @@ OPTIMIZERS = {
 }
 
 
+def own_device() -> torch.device:
+    """Return the current GPU where the ranks talk over NCCL, alone or beside Gloo; else the CPU."""
+    return torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+
+
 class Trainer:
     """This rank of a training: its part of the model, its optimizer, its sequences.
 
@@ -40,7 +45,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig):
         self.config = config
-        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        self.device = own_device()
         self.mesh = Mesh(config, self.device.type)
         self.sequences = Sequences(read(config.text), config.length, config.seed)
         self.part = Part(config, make_gpt(config), self.mesh).to(self.device)
