@@ -4,6 +4,7 @@ Each is called on every rank, with the same seed, and returns plain data: `CALLS
 size, the others in one of 4. They know nothing of ddpkit, so that plain Gloo can be asked the same.
 """
 
+import contextlib
 import tempfile
 import warnings
 from functools import partial
@@ -52,6 +53,14 @@ def mine(*shape, dtype=torch.float32):
     """Other numbers on every rank; the order of a sum shows in its last bits."""
     generator = torch.Generator("cpu").manual_seed(dist.get_rank())
     return torch.randn(shape, generator=generator, device="cpu").mul(100).to(dtype).to(here())
+
+
+@contextlib.contextmanager
+def alike():
+    """Draw the same numbers for all, on the CPU: a GPU draws others from the same seed."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        yield
 
 
 def left():
@@ -330,16 +339,17 @@ def distributed_tensor():
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = grid()["tp"]
-    torch.manual_seed(0)
-    x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+    with alike():
+        first, second = torch.randn(4, 6), torch.randn(6, 2)
+    x = distribute_tensor(first.to(here()), mesh, [Shard(0)])
     y = x.redistribute(mesh, [Shard(1)])
-    z = y @ distribute_tensor(torch.randn(6, 2), mesh, [Shard(0)])
+    z = y @ distribute_tensor(second.to(here()), mesh, [Shard(0)])
     return listed(each.to_local() for each in (x, y, z.redistribute(mesh, [Replicate()])))
 
 
 def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    with alike():
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(here())
 
 
 def gradients(module):
@@ -401,9 +411,9 @@ def tensor_parallel():
 def sequence_parallel():
     from torch.distributed.tensor import Shard, parallel
 
-    torch.manual_seed(0)
-    norm, up, down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-    module = nn.Sequential(norm, up, nn.ReLU(), down)
+    with alike():
+        norm, up, down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+    module = nn.Sequential(norm, up, nn.ReLU(), down).to(here())
     plan = {
         "": parallel.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
         "0": parallel.SequenceParallel(),
@@ -471,9 +481,10 @@ def zero_redundancy_optimizer():
 def schedule(kind, stages_per_rank=1):
     from torch.distributed import pipelining
 
-    torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    layers = [nn.Linear(4, 4) for _ in range(world_size * stages_per_rank)]
+    with alike():
+        layers = [nn.Linear(4, 4) for _ in range(world_size * stages_per_rank)]
+    layers = [layer.to(here()) for layer in layers]
     stages = []
     for number in range(rank, len(layers), world_size):
         device = torch.get_default_device()

@@ -168,10 +168,14 @@ def choose(
 
 
 def measure(kind: str) -> Results:
-    """Time every attention in every case. kind: "cpu" or "cuda"."""
+    """Time every attention in every case, or until interrupted. kind: "cpu" or "cuda"."""
     found = Results(legend=LEGEND)
     for case in cases(kind):
-        turns, (times,) = race(partial(make_contest, case), ROUNDS)
+        try:
+            turns, (times,) = race(partial(make_contest, case), ROUNDS)
+        except KeyboardInterrupt:
+            print(f"stopped in {case}")
+            break
         found += together(case, turns, times, 2 * SQUARE[kind] ** 3)
     return found
 

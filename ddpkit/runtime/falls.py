@@ -57,8 +57,8 @@ MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
     "ncclSocketInit: connecting to address": "Two ranks began with the same call, as a send to "
     "one another: NCCL connects a send with a recv. Start messages in both directions together, "
     "with dist.batch_isend_irecv.",
-    "No CUDA GPUs are available": "These ranks are on the CPU: `run.backend` says why, and "
-    "python -m ddpkit.doctor what would change it.",
+    "No CUDA GPUs are available": "These ranks are on the CPU, and `run.backend` of one that "
+    "works says why: take .cuda() out, or fewer ranks.",
     "'tuple' object does not support item assignment": "tensor_split gives a tuple of views: "
     "`chunks[i] += y` adds, and then tries to put the result into the tuple. Write "
     "`chunks[i].add_(y)`, or name it first: `chunk = chunks[i]; chunk += y`.",
