@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import RankError, bench, launch
-from ddpkit.bench import attention, collectives, interleave, results, zero
+from ddpkit.bench import attention, collectives, interleave, precision, results, zero
 from ddpkit.bench.__main__ import BENCHMARKS, MODULES, main
 from ddpkit.bench.collectives import Variant
 from ddpkit.bench.interleave import Contest
@@ -240,6 +240,20 @@ def test_turns_are_abba():
     seconds, (order, _) = interleave.race(keep_the_order, rounds=3, world_size=2)
     assert "".join(order) == "abccba" * 3
     assert {name: len(each) for name, each in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_what_computes_on_a_gpu_gets_ranks_that_see_it(monkeypatch):
+    asked = []
+
+    def launch(*_, backend, **options):
+        asked.append(backend)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interleave, "launch", launch)
+    attention.measure("cpu")
+    with pytest.raises(KeyboardInterrupt):
+        precision.measure()
+    assert asked == ["auto", "auto"]
 
 
 def test_a_round_lasts_until_its_last_rank_is_done():

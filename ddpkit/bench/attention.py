@@ -172,7 +172,7 @@ def measure(kind: str) -> Results:
     found = Results(legend=LEGEND)
     for case in cases(kind):
         try:
-            turns, (times,) = race(partial(make_contest, case), ROUNDS)
+            turns, (times,) = race(partial(make_contest, case), ROUNDS, backend="auto")
         except KeyboardInterrupt:
             print(f"stopped in {case}")
             break

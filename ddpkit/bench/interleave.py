@@ -44,13 +44,15 @@ def race(
     rounds: int,
     world_size: int = 1,
     link: Link | None = None,
+    backend: str = "gloo",
 ) -> tuple[dict[Hashable, tuple[float, ...]], list]:
     """Time a contest on fresh ranks: ({variant: seconds of each round}, each rank's `found`).
 
-    make: called on every rank with a plain group of torch's, which records nothing.
+    make: called on every rank with a plain group of torch's, which records nothing. backend: as of
+        `launch`; ranks on Gloo see no GPU.
     """
     check_counts(rounds=rounds)
-    options = {"world_size": world_size, "backend": "gloo", "link": link}
+    options = {"world_size": world_size, "backend": backend, "link": link}
     run = launch(_take_turns, make, WARM_UP + rounds, **options)
     seconds = {}
     for variant in run[0][0]:

@@ -114,7 +114,7 @@ def measure(size: tuple[int, int, int] | None = None, rounds: int | None = None)
     """
     names = units()
     size = size or (ON_GPU if torch.cuda.is_available() else ON_CPU)
-    seconds, (losses,) = race(partial(make_contest, names, size), rounds or ROUNDS)
+    seconds, (losses,) = race(partial(make_contest, names, size), rounds or ROUNDS, backend="auto")
     missing = ", ".join(name for name in FORMATS if name not in names)
     told = f"\nNot timed, for want of units: {missing}." if missing else ""
     return Results(together(size, seconds, losses), LEGEND + told)
