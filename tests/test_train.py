@@ -220,11 +220,12 @@ def save_on(config: TrainConfig, folder: str) -> dict:
     saved = whole_state(trainer)
     # The thread that writes is held back until a further step has changed all parameters.
     stepped = threading.Event()
-    checkpoints.thread.submit(stepped.wait)
+    write = checkpoints.write
+    checkpoints.write = lambda *staged: stepped.wait() and write(*staged)
     checkpoints.save(2)
     trainer.step(2)
     stepped.set()
-    checkpoints.close()
+    checkpoints.wait()
     return saved
 
 

@@ -485,3 +485,24 @@ def test_files_of_others_are_left_alone(config):
     launch(trained, made, world_size=2)
     assert all((Path(made.folder) / name).is_dir() for name in kept)
     shutil.rmtree(made.folder)
+
+
+FAILS_WHILE_IT_SAVES = """
+import threading, torch.distributed as dist
+from ddpkit.train import TrainConfig, Trainer
+from ddpkit.train.checkpoint import Checkpoints
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    checkpoints = Checkpoints(Trainer(TrainConfig(layers=1, text=__file__)), "run")
+    checkpoints.write = lambda *_: threading.Event().wait()  # as for a rank that is gone
+    checkpoints.save(1)
+    raise SystemExit(3)
+"""
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_thread_that_saves(tmp_path):
+    with Script(tmp_path, FAILS_WHILE_IT_SAVES) as script:
+        code, _, err = script.result()
+        assert code == 3, err
+        assert script.left() == []

@@ -5,7 +5,7 @@ from importlib import import_module
 
 BENCHMARKS = (
     *("launch", "wire", "all_reduce", "reduce_scatter", "ddp", "zero", "precision"),
-    *("attention", "pipeline", "tensor", "fsdp", "context", "plan", "audit"),
+    *("attention", "pipeline", "tensor", "fsdp", "context", "train", "plan", "audit"),
 )
 MODULES = {"all_reduce": "collectives", "reduce_scatter": "collectives"}  # others: their names'
 

@@ -17,8 +17,11 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -55,7 +58,6 @@ class Checkpoints:
         self.keep = keep
         # The saving thread talks in a group of its own: its messages pass those of the steps.
         self.group = dist.new_group(backend="gloo")
-        self.thread = ThreadPoolExecutor(1)
         self.saving: Future | None = None
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +82,7 @@ class Checkpoints:
             failed = error
         staged = {name: found.staged() for name, found in state_of(self.trainer).items()}
         run = describe(self.trainer, step)
-        self.saving = self.thread.submit(self.write, step, staged, run, unlogged)
+        self.saving = in_thread(partial(self.write, step, staged, run, unlogged))
         if failed is not None:
             raise failed
 
@@ -126,12 +128,6 @@ class Checkpoints:
             saving, self.saving = self.saving, None
             saving.result()
 
-    def close(self) -> None:
-        try:
-            self.wait()
-        finally:
-            self.thread.shutdown()
-
     def load(self) -> int:
         """Read the latest checkpoint that is whole; return its step, 0 if there is none.
 
@@ -166,6 +162,23 @@ class Checkpoints:
             next_one = "the one before it is used" if number < len(found) else "none is left"
             print(f"{folder.name} is damaged ({wrong}): {next_one}.", flush=True)
         return None
+
+
+def in_thread(call: Callable[[], None]) -> Future:
+    """Make a call in a thread that doesn't keep a process from ending; return its future.
+
+    A process that has failed would wait for the thread of an executor, and that for a dead rank.
+    """
+    made = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(call())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return made
 
 
 def what_failed(error: CheckpointException) -> str:

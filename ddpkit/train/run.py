@@ -66,7 +66,7 @@ def train_alone(config: TrainConfig, before_step: Callable) -> tuple[Trainer, li
         if checkpoints is not None and due(config, number + 1):
             attempt(partial(checkpoints.save, number + 1, log.error), log)
     if checkpoints is not None:
-        attempt(checkpoints.close, log)
+        attempt(checkpoints.wait, log)
     return trainer, done
 
 

@@ -43,10 +43,12 @@ class Trainer:
     saved and loaded, they go on where they were. Made and called on every rank.
     """
 
+    make_mesh = Mesh
+
     def __init__(self, config: TrainConfig):
         self.config = config
         self.device = own_device()
-        self.mesh = Mesh(config, self.device.type)
+        self.mesh = self.make_mesh(config, self.device.type)
         self.sequences = Sequences(read(config.text), config.length, config.seed)
         self.part = Part(config, make_gpt(config), self.mesh).to(self.device)
         self.part.places = self.part.places.to(self.device)
@@ -92,20 +94,27 @@ class Trainer:
             self.model = FSDP(self.part, dtype, reduce_dtype, group=replicas, wrap=units)
             self.synced = self.model.no_sync
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """Make the optimizer, with weight decay for matrices only."""
+    def groups_of_parameters(self) -> list[dict]:
+        """Return the optimizer's groups, with weight decay for matrices only."""
         c = self.config
-        kind, options = OPTIMIZERS[c.optimizer]
         # A bucket of ZeRO has one group's parameters: they must be on equally many ranks.
         groups: dict[tuple, list] = {}
         for parameter, copies in self.copies.items():
             if parameter.requires_grad:
                 decay = c.weight_decay if parameter.dim() > 1 else 0.0
                 groups.setdefault((decay, copies), []).append(parameter)
-        dealt = [{"params": found} for found in groups.values()]
-        if c.optimizer != "sign":
-            for group, (decay, _) in zip(dealt, groups, strict=True):
-                group["weight_decay"] = decay
+        # ZeRO sends from the last group to the first. There are vectors in every layer, so that
+        # their bucket is full last: it must not stand in front of the matrices'.
+        dealt = []
+        for decay, copies in sorted(groups, key=lambda key: key[0]):
+            decays = {} if c.optimizer == "sign" else {"weight_decay": decay}
+            dealt.append({"params": groups[decay, copies], **decays})
+        return dealt
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        c = self.config
+        kind, options = OPTIMIZERS[c.optimizer]
+        dealt = self.groups_of_parameters()
         if c.sharding == "zero1":
             made = ZeroOptimizer(
                 dealt, kind, group=self.mesh.groups["replicas"], lr=c.lr, **options

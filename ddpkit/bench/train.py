@@ -1,0 +1,123 @@
+"""`ddpkit.train`'s loop with each of our ways to share out a training, beside PyTorch's own.
+
+Everything else is the same code: model, text, loss, AdamW, clipping, what a step returns. Both talk
+in a group that records nothing. In the end both must have the same loss.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from ..train import TrainConfig, Trainer
+from ..train.mesh import Mesh
+from ..train.trainer import OPTIMIZERS
+from .interleave import WARM_UP, Contest, race
+from .results import AGAIN, SPEED, Goal, Results, report, results_of
+from .zero import torchs_zero
+
+ROUNDS = 24
+TORCHS = {"ddp": "torch's DDP", "zero1": "torch's ZeRO", "fsdp": "fully_shard"}
+OURS = {"ddp": "BucketedDDP", "zero1": "ZeroOptimizer", "fsdp": "FSDP"}
+GOALS = [Goal(OURS[sharding], TORCHS[sharding], 1.0) for sharding in OURS]
+LEGEND = f"""\
+Step: of `python -m ddpkit.train`, its loss and norm included.
+{SPEED}"""
+MODEL = TrainConfig(layers=6, width=256, heads=8, batch=16, data=2, log_every=0)
+
+
+class PyTorchs(Trainer):
+    """A trainer whose data axis is PyTorch's: DDP, its ZeRO, or `fully_shard` by blocks."""
+
+    def wrap(self) -> None:
+        group = self.mesh.groups["replicas"]
+        if self.config.sharding == "fsdp":
+            self.model = fully_sharded(self.part, group)
+            self.copies = dict.fromkeys(self.part.parameters(), 1)  # they are new ones
+        else:
+            options = {"process_group": group, "gradient_as_bucket_view": True}
+            self.model = DistributedDataParallel(self.part, **options)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        if self.config.sharding != "zero1":
+            return super().make_optimizer()
+        kind, options = OPTIMIZERS[self.config.optimizer]
+        options = {"lr": self.config.lr, "parameters_as_bucket_view": True, **options}
+        group = self.mesh.groups["replicas"]
+        dealt = self.groups_of_parameters()
+        return torchs_zero()(dealt, optimizer_class=kind, process_group=group, **options)
+
+    def average(self) -> None:
+        """Do nothing: PyTorch's wrappers have averaged at the end of backward."""
+
+    def clip(self) -> float:
+        limit = self.config.clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.part.parameters(), limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def fully_sharded(part: nn.Module, group: ProcessGroup) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in part.blocks.values():
+        fully_shard(block, mesh=mesh)
+    return fully_shard(part, mesh=mesh)
+
+
+class Steps:
+    """A training whose next step is taken by a call. losses: of all steps so far."""
+
+    def __init__(self, kind: type[Trainer], config: TrainConfig, plain: ProcessGroup):
+        class OnPlain(kind):
+            make_mesh = partial(on_plain, plain=plain)
+
+        self.trainer = OnPlain(config)
+        self.losses: list[float] = []
+
+    def __call__(self) -> None:
+        self.losses.append(self.trainer.step(len(self.losses))["loss"])
+
+
+def on_plain(config: TrainConfig, device: str, plain: ProcessGroup) -> Mesh:
+    mesh = Mesh(config, device)
+    mesh.groups |= {"data": plain, "replicas": plain}
+    return mesh
+
+
+def contest(config: TrainConfig, plain: ProcessGroup) -> Contest:
+    """Race PyTorch's way to share out a training, and ours; RuntimeError: other losses."""
+    theirs, ours = TORCHS[config.sharding], OURS[config.sharding]
+    kinds = {theirs: PyTorchs, ours: Trainer, theirs + AGAIN: PyTorchs}
+    steps = {name: Steps(kind, config, plain) for name, kind in kinds.items()}
+
+    def found() -> None:
+        right = steps[theirs].losses
+        for name, step in steps.items():
+            off = max(abs(a - b) for a, b in zip(step.losses, right, strict=True))
+            if not off < 1e-3:
+                raise RuntimeError(f"a loss of {name} is off by {off:.1e}: no time means anything")
+
+    return Contest(steps, found=found)
+
+
+def measure(config: TrainConfig = MODEL, rounds: int = ROUNDS) -> Results:
+    """Time steps of two ranks. rounds: turns of each variant."""
+    found = Results(legend=LEGEND, time="Step")
+    for sharding in OURS:
+        one = replace(config, sharding=sharding, steps=rounds + WARM_UP)
+        seconds, _ = race(partial(contest, one), rounds, world_size=2)
+        results = results_of(f"{sharding}, {config.layers} × {config.width}", seconds, 2)
+        for result in results:
+            result.columns["Tokens/s"] = f"{config.batch * config.length / result.median_s:,.0f}"
+        found += results
+    return found
+
+
+def main(name: str):
+    report(name, measure(), GOALS)
