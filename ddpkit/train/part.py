@@ -95,6 +95,11 @@ class Part(nn.Module):
             self.deal_out(gpt, mesh.groups["tensor"])
         if config.context > 1:
             self.share_sequence(mesh)
+        if config.recompute:
+            # Inside the block, so that FSDP, around it, has prefetched its parameters before the
+            # second call. `checkpoint` also keeps the state of the random numbers.
+            for block in self.blocks.values():
+                block.forward = partial(checkpoint, block.forward)
 
     def deal_out(self, gpt: GPT, group: ProcessGroup) -> None:
         """Replace layers by this rank's parts of them."""
@@ -127,8 +132,7 @@ class Part(nn.Module):
                 x = self.dropout(self.tokens(x) + self.positions[self.places])
             for name, block in self.blocks.items():
                 self.draw(1 + int(name))
-                # The state of the random numbers is part of what `checkpoint` keeps.
-                x = checkpoint(block, x) if c.recompute else block(x)
+                x = block(x)
             if self.last:
                 x = self.head(self.norm(x))
         return x
