@@ -18,12 +18,31 @@ from .checker import Verdict, ready_made
 from .score import bytes_moved
 
 
+class Tried(Verdict):
+    """A verdict on a try; in a browser all tries are drawn below it, from the second on."""
+
+    def __init__(self, passed: bool | None, said: str, number: "NumberToBeat"):
+        super().__init__(passed, said)
+        self.number = number
+        self.tries = list(number.tries)
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        bundle, number = super()._repr_mimebundle_(include, exclude), self.number
+        if len(self.tries) > 1:
+            from ddpkit.lesson.charts import tries
+
+            labels = number.unit, number.company
+            bundle["text/html"] += tries(self.tries, labels, number.par, number.bound).html
+        return bundle
+
+
 @dataclass
 class NumberToBeat:
-    """A number, less of which is better; it remembers the best tries of this kernel.
+    """A number, less of which is better; it remembers the tries of this kernel.
 
     company: the unit of the second number of a try. par: ours, if known. bound: no answer gets
-    below it, by an argument; None where there is none. kept: [(number, company)], least first.
+    below it, by an argument; None where there is none. tries: [(number, company)], in their order.
+    kept: the best of them, least first.
     """
 
     unit: str
@@ -31,6 +50,7 @@ class NumberToBeat:
     par: float | None = None
     bound: float | None = None
     kept: list[tuple[float, float]] = field(default_factory=list, init=False)
+    tries: list[tuple[float, float]] = field(default_factory=list, init=False)
 
     def judge(self, number: float, beside: float, refused: str | None) -> Verdict:
         """Write number, par, bound and the best tries so far; what is refused doesn't count."""
@@ -45,10 +65,11 @@ class NumberToBeat:
         best = ", ".join(f"{least:g} ({other:g} {self.company})" for least, other in self.kept)
         told.append(f"your best {best}")
         beaten = self.par is not None and number <= self.par
-        return Verdict(beaten or None, f"{'✓ ' if beaten else ''}{' · '.join(told)}")
+        return Tried(beaten or None, f"{'✓ ' if beaten else ''}{' · '.join(told)}", self)
 
     def keep(self, number: float, beside: float) -> None:
-        """Add a try, and drop those that another is as good as in both numbers."""
+        """Add a try, and drop from `kept` those that another is as good as in both numbers."""
+        self.tries.append((number, beside))
         self.kept = sorted({*self.kept, (number, beside)})
         least = math.inf
         for a_try in list(self.kept):

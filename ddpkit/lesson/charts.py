@@ -541,3 +541,41 @@ def _log_axes(axes):
     page.with_units(axes.xaxis, "B")
     axes.set_xlabel("size of the tensor")
     page.log_y(axes, "time", "s")
+
+
+# Tries at a number
+
+
+def tries(
+    made: Sequence[tuple[float, float]],
+    labels: tuple[str, str],
+    par: float | None = None,
+    bound: float | None = None,
+) -> Picture:
+    """Draw tries at two numbers, less of which is better; return the picture.
+
+    made: (number, company) of each try, in their order; one that another is as good as in both is
+    hollow. labels: the two units. par: the library's own number, a dashed line. bound: a number
+    below which no try can get, the edge of a grey area.
+    """
+    figure, (axes,) = chart("Your tries", 330)
+    numbers, company = zip(*made, strict=True)
+    axes.plot(numbers, company, color=page.FAINT, lw=1.5, zorder=2)
+    for number, (x, y) in enumerate(made, 1):
+        beaten = any(a <= x and b <= y and (a, b) != (x, y) for a, b in made)
+        style = {"color": page.BLUE, "mfc": "white" if beaten else page.BLUE}
+        axes.plot([x], [y], "o", ms=11, mew=2.5, zorder=3, **style)
+        axes.annotate(f"{number}", (x, y), (9, 7), textcoords="offset points", fontsize=page.SMALL)
+    axes.margins(0.15)
+    if par is not None:
+        axes.axvline(par, color=page.ORANGE, ls="--", lw=2.5, label=f"par {par:g}")
+    if bound is not None:
+        left = min(axes.get_xlim()[0], bound * 0.98)
+        axes.axvspan(left, bound, color=page.PALE, label=f"nobody below {bound:g}", zorder=0)
+        axes.set_xlim(left=left)
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    if par is not None or bound is not None:
+        legend(figure)
+    said = ", ".join(f"{x:g} {labels[0]} with {y:g} {labels[1]}" for x, y in made)
+    return Picture(figure, f"Your tries, in their order: {said}.")

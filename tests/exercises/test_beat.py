@@ -75,7 +75,10 @@ def test_schedules_are_judged_in_ticks_and_in_what_they_hold():
 def test_a_try_is_kept_while_no_other_is_as_good_in_both():
     number = beat.NumberToBeat("ticks", "held")
     for ticks, held in ((30, 3), (27, 4), (31, 3), (40, 1), (27, 4), (35, 2)):
-        said = number.judge(ticks, held, None).text
+        verdict = number.judge(ticks, held, None)
+    said = verdict.text
+    shown = verdict._repr_mimebundle_()["text/html"]
+    assert "30 ticks with 3 held, 27 ticks with 4 held, 31 ticks" in shown  # the picture's words
     assert said.endswith("your best 27 (4 held), 30 (3 held), 35 (2 held), 40 (1 held)")
     assert "your best" not in number.judge(1, 1, "it is no schedule.").text
 
