@@ -208,8 +208,9 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
     """Call `fn` in this rank, which torchrun started; return all ranks' results as a `Run`.
 
     Every rank has to call this, since the results are exchanged at the end. torch.distributed is
-    initialised first if the script hasn't done it; if the script has done so by itself, no call is
-    recorded. The output of the `Run` is empty, since torchrun shows what the ranks print.
+    initialised first if the script hasn't done it. If it has, no call is recorded, unless it runs
+    under `python -m ddpkit.debug`. The output of the `Run` is empty, since torchrun shows what the
+    ranks print.
     ValueError: check_buffers is asked for in a world that was initialised without it.
     """
     if not dist.is_initialized():
