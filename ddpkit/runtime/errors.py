@@ -13,7 +13,8 @@ DIFFERS = re.compile(r"\d+ ≠")  # how a row begins, in the table of calls, whe
 class LaunchError(RuntimeError):
     """The base class of a launch's errors: at least one rank did not finish.
 
-    message: the report, whose first line is the headline and whose last paragraph is the advice.
+    message: the report. Its first line is the headline; if it has paragraphs, the last is the
+        advice.
     output: for each rank, the text that it printed; [] if it isn't known.
     wire: for each rank, the list of its last `Record`s, one for each collective call or message; []
         if they aren't known.

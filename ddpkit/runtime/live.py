@@ -36,8 +36,8 @@ USAGE = "expected %%ranks [N] [--on 0,2] [--trace FILE]"
 class LiveWorld:
     """A set of ranks, joined by torch.distributed, that run cell after cell until they are closed.
 
-    world_size: the number of ranks. They use NCCL if each can have a GPU, otherwise Gloo on the
-        CPU.
+    world_size: the number of ranks. They use NCCL if they can have or share GPUs, otherwise Gloo on
+        the CPU.
     The ranks are processes, and each keeps its own variables between cells. `is_open` is False once
     they have been ended, by `close` or by a failure.
     """
@@ -191,7 +191,7 @@ def _parse(line: str) -> argparse.Namespace:
 def _ranks(text: str | None, world_size: int) -> list[int]:
     """Return the ranks that `--on` names, sorted; all of them if `text` is None.
 
-    text: what stands behind `--on`, such as "0,2". ValueError: these aren't ranks of this world.
+    text: what follows `--on`, such as "0,2". ValueError: these aren't ranks of this world.
     """
     if text is None:
         return list(range(world_size))

@@ -73,9 +73,9 @@ class Run:
 
 
 def show_by_rank(texts: dict[int, str]) -> str:
-    """Return each text behind "rank 2: ", with its further lines indented, as one text.
+    """Return the texts as one, each after its rank, as in "rank 2: ", with further lines indented.
 
-    texts: {rank: its text}.
+    texts: {rank: its text}, in the order in which they are to stand.
     """
     lines = []
     for rank, text in texts.items():
