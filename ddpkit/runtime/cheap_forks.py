@@ -1,18 +1,29 @@
-"""Make forks of this process cheap. Only the fork server imports this, as its last module."""
+"""Make forks of this process cheap; only the fork server imports this, as its last module.
+
+The fork server is the process from which multiprocessing forks every rank, after it has imported
+torch and ddpkit. Importing this module acts at once: it empties torch._dynamo's caches, exempts all
+objects that exist by now from garbage collection, and moves memory into huge pages.
+"""
 
 import atexit
 import contextlib
 import ctypes
 import gc
-import multiprocessing.popen_forkserver  # noqa: F401  otherwise each rank imports it
+import multiprocessing.popen_forkserver  # noqa: F401  otherwise every rank imports it
 import sys
 
-MADV_COLLAPSE = 25  # Linux 6.1; an older one refuses, and nothing changes
+MADV_COLLAPSE = 25  # from Linux 6.1 on; an older kernel refuses, and nothing changes
 HUGE_PAGE = 2**21
 
 
 def use_huge_pages():
-    """Gather this process's memory in pages of 2 MiB, so that a fork copies smaller page tables."""
+    """Ask the kernel to move this process's memory into pages of 2 MiB, so that forks are cheaper.
+
+    A fork copies the page tables, and larger pages need fewer entries. Only writable private memory
+    without a file behind it is moved, which includes the heap. A region that the kernel refuses to
+    move stays as it is.
+    OSError: there is no /proc/self/maps, as on macOS.
+    """
     madvise = ctypes.CDLL(None).madvise
     with open("/proc/self/maps") as maps:
         regions = [line.split() for line in maps]
@@ -24,7 +35,7 @@ def use_huge_pages():
             madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
 
 
-if "torch._dynamo" in sys.modules:  # here, since in a rank init_process_group would clear it
+if "torch._dynamo" in sys.modules:  # once; otherwise init_process_group does it in each rank
     sys.modules["torch._dynamo"].trace_rules.clear_lru_cache()
 gc.freeze()  # a full collection in a rank writes to all objects, which copies their pages: 0.1 s
 atexit.register(gc.unfreeze)  # or C++ modules complain of leaks when the server ends

@@ -1,4 +1,8 @@
-"""Tabulate the ranks' last calls side by side, with a mark where they first differ."""
+"""Tabulate the ranks' last calls side by side, with a mark where they first differ.
+
+A call is a collective call, a send or a receive. A look holds each rank's last calls, as read from
+the board, the file that all ranks share. Tables and lists become part of the report of a hang.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,8 +10,8 @@ from ..tools.units import COLUMNS, name_some
 from .board import MESSAGES, Record
 from .look import Look
 
-LAST_CALLS = 5
-OTHER_CALLS = 2  # of each rank, in other groups than the one that disagrees
+LAST_CALLS = 5  # rows of a table
+OTHER_CALLS = 2  # listed of each rank, from other groups than the one in the table
 
 Columns = dict[int, dict[int, str]]  # {rank: {number of a call, from 1: its text}}
 
@@ -15,15 +19,20 @@ Columns = dict[int, dict[int, str]]  # {rank: {number of a call, from 1: its tex
 def last_calls(
     look: Look, ranks: Sequence[int], guilty: Record | None, stuck: bool
 ) -> Iterator[str]:
-    """Yield the lines of a report's table of last calls, with a mark where ranks first differ.
+    """Yield the lines of a report's table of last calls, with a mark (≠) where ranks first differ.
 
-    guilty: the call to blame for the hang, if known. Then the table holds the calls of its group
-    only, numbered within the group; calls in other groups, which may rightly differ from rank to
-    rank, are listed below. stuck: a rank that lacks a call will never make it, so this counts as a
-    difference; otherwise the rank may only be late.
+    ranks: the ranks to show.
+    guilty: the record of the call to blame for the hang, or None if it isn't known. If at least two
+        of `ranks` belong to its group, the table holds only the calls on its channel (a group, or
+        one direction between two ranks), numbered from 1 on that channel. Below the table stand
+        each rank's last `OTHER_CALLS` calls on other channels, which may rightly differ from rank
+        to rank. Otherwise, and if `guilty` is a receive from any rank, calls of all groups are
+        shown.
+    stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
+        difference; False if the rank may only be late.
     """
     members = [rank for rank in ranks if guilty and rank in guilty.ranks]
-    if len(members) < 2 or guilty.channel.endswith("?"):  # "?": any rank, nothing to put beside it
+    if len(members) < 2 or guilty.channel.endswith("?"):  # "?": a receive from any rank
         yield from _calls_of_all_groups(look, ranks, stuck)
         return
     texts: Columns = {}
@@ -48,23 +57,33 @@ def last_calls(
 
 
 def _title(call: Record) -> str:
-    """Name the group of `call` for the table's title: 'calls in the world'."""
+    """Return the noun for the table's title, such as 'messages from rank 0 to rank 1'.
+
+    call: any call that the table holds; they all belong to the same group or direction.
+    """
     if call.op in MESSAGES:
         return f"messages from rank {call.ranks[0]} to rank {call.ranks[1]}"
     return f"calls in {'the world' if call.group == 'world' else call.group}"
 
 
 def _without_group(record: Record) -> str:
-    """Write a call without its group, which stands in the table's title."""
+    """Return the text of a call without its group, which stands in the table's title.
+
+    For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'.
+    """
     group = f"group {list(record.ranks)}"
     detail = record.detail.removesuffix(group).removesuffix(", ")
     return f"{record.op}({detail})"
 
 
 def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Iterator[str]:
-    """Yield a table of all calls, marked only if all ranks have to make the same calls.
+    """Yield the lines that show the last calls of `ranks` in all groups.
 
-    Messages and the calls of smaller groups may differ between ranks.
+    If all their calls but new_group are collectives of groups to which all of `ranks` belong, every
+    rank has to make the same calls. Then this is a table with a mark where they first differ.
+    Otherwise calls may rightly differ between ranks: this is a table without a mark as long as no
+    rank has made more than `LAST_CALLS`, and beyond that a list of each rank's own calls.
+    stuck: True if a rank that lacks a call will never make it; False if it may only be late.
     """
     texts = {rank: numbered_calls(look, rank) for rank in ranks}
     everybody = set(ranks)
@@ -84,7 +103,11 @@ def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Itera
 
 
 def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
-    """List the last calls of each rank, numbered by rank."""
+    """Yield a line for all ranks with the same last calls: 'rank 2: 7 barrier(), 8 barrier()'.
+
+    texts: {rank: {number of a call, from 1: its text}}; of each rank the last `LAST_CALLS` are
+        shown.
+    """
     ranks_by_calls: dict[str, list[int]] = {}
     for rank, column in texts.items():
         calls = [f"{number} {call}" for number, call in column.items()]
@@ -94,16 +117,30 @@ def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
 
 
 def _oldest(texts: Columns) -> int:
-    """Return the first number for which every rank's call is still on the board."""
+    """Return the first number for which every rank's call is still in `texts`.
+
+    texts: {rank: {number of a call, from 1: its text}}. The board forgets the oldest calls of a
+        rank.
+    """
     return max(min(column, default=1) for column in texts.values())
 
 
 def _newest(texts: Columns) -> int:
-    """Return the number of the latest call that any rank has made; 0: there are no calls."""
+    """Return the number of the latest call that any rank has made, or 0 if there are no calls.
+
+    texts: {rank: {number of a call, from 1: its text}}.
+    """
     return max((number for column in texts.values() for number in column), default=0)
 
 
 def _first_difference(texts: Columns, stuck: bool) -> int | None:
+    """Return the number of the first call whose text differs between ranks, or None if none does.
+
+    texts: {rank: {number of a call, from 1: its text}}. Numbers that some rank no longer has are
+        skipped.
+    stuck: True if a rank that lacks a call differs from those that made it; False if it may be
+        late.
+    """
     for number in range(_oldest(texts), _newest(texts) + 1):
         different = {column.get(number) for column in texts.values()}
         if not stuck:
@@ -116,8 +153,13 @@ def _first_difference(texts: Columns, stuck: bool) -> int | None:
 def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> Iterator[str]:
     """Yield the lines of a table: a row for each call, a column for ranks that made the same calls.
 
-    what: the noun for the title. differs: the number of the call to mark, which is then shown even
-    if it isn't among the last.
+    what: the noun for the title, such as 'calls in the world'.
+    texts: {rank: {number of a call, from 1: its text}}.
+    differs: the number of the call to mark with ≠, or None. It is shown even if it isn't among the
+        last `LAST_CALLS`: then the table ends with the call after it.
+    world_size: the number of all ranks, so that those of a column can be called 'all but rank 3'.
+    A rank that lacks a call has '-' in its row. If the table is wider than `COLUMNS` characters,
+    each of its columns is written as a line instead.
     """
     last = _newest(texts)
     if last == 0:
@@ -147,7 +189,11 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 
 
 def numbered_calls(look: Look, rank: int) -> dict[int, str]:
-    """Return {number, from 1: its text} of the calls of `rank` that are still on the board."""
+    """Return the texts of the calls of `rank` that are still on the board: {number, from 1: text}.
+
+    The numbers are those of the rank's calls in all groups. A new_group that is complete is left
+    out, and the calls after it have the numbers that they would have without it.
+    """
     records = look.records[rank]
     forgotten = look.board.calls(rank) - len(records)
     calls = (r.call for r in records if r.op != "new_group" or r.done is None)

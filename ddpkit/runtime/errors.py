@@ -1,4 +1,4 @@
-"""The errors of a launch, and their layout in Jupyter."""
+"""Define the errors of a launch, and their layout in Jupyter."""
 
 import math
 import re
@@ -7,11 +7,18 @@ from ..tools.units import wrap
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[22m"
 RED, BLACK = "\x1b[31m", "\x1b[39m"
-DIFFERS = re.compile(r"\d+ ≠")  # a row of the table of calls
+DIFFERS = re.compile(r"\d+ ≠")  # how a row begins, in the table of calls, where ranks differ
 
 
 class LaunchError(RuntimeError):
-    """Ranks did not finish. output, wire: by rank, the text it printed and its last records."""
+    """The base class of a launch's errors: at least one rank did not finish.
+
+    message: the report. Its first line is the headline; if it has paragraphs, the last is the
+        advice.
+    output: for each rank, the text that it printed; [] if it isn't known.
+    wire: for each rank, the list of its last `Record`s, one for each collective call or message; []
+        if they aren't known.
+    """
 
     def __init__(
         self, message: str, output: list[str] | None = None, wire: list[list] | None = None
@@ -22,37 +29,58 @@ class LaunchError(RuntimeError):
 
     @property
     def run(self):
-        """Return what there is of the run, without results: `error.run.trace(path)` writes it."""
+        """Return what there is of the run, so that `error.run.trace(path)` can write it.
+
+        This is a `Run` with the ranks' output and records, in which every result is None and the
+        seconds are NaN.
+        """
         from .run import Run
 
         return Run([None] * len(self.wire), self.output, self.wire, math.nan, "")
 
     def _render_traceback_(self) -> list[str]:
-        """Return only the report for Jupyter to show: the launcher's own frames explain nothing."""
+        """Return the lines that Jupyter shows instead of a traceback: the class and the report.
+
+        The launcher's own frames, which a traceback would show, explain nothing.
+        """
         return shown(f"{type(self).__name__}: {self}")
 
 
 class RankError(LaunchError):
-    """A rank raised, exited or was killed. rank: the first that did so on its own account."""
+    """An error that says that a rank raised, exited or was killed.
+
+    rank: the number of the rank to blame, the first that failed on its own account rather than
+        because another rank had failed.
+    kwargs: `output` and `wire`, as in `LaunchError`: for each rank, its text and its last records.
+    """
 
     def __init__(self, message: str, rank: int, **kwargs):
         super().__init__(message, **kwargs)
         self.rank = rank
 
     def __reduce__(self):
+        """Return how to unpickle this error, since a plain exception would forget its `rank`."""
         return type(self), (str(self), self.rank), self.__dict__
 
 
 class NoGpu(RankError):
-    """CUDA can't use the GPU that was assigned to a rank."""
+    """A RankError that says that CUDA can't use the GPU which was assigned to a rank."""
 
 
 class HangError(LaunchError):
-    """Ranks made different calls, wait for ever, or took too long. The message is the report."""
+    """An error that says that ranks hang, or took too long; its message is the report.
+
+    Ranks hang if they make different collective calls, or wait for calls that will never be made.
+    """
 
 
 def shown(report: str) -> list[str]:
-    """Return the lines of a report, wrapped, with headline and advice in bold, what differs red."""
+    """Return a report's lines as Jupyter shows them, wrapped and with ANSI codes for style.
+
+    Lines are wrapped at `COLUMNS` characters. The headline and the advice, which are the report's
+    first line and last paragraph, become bold. Rows of the table of calls that are marked with ≠,
+    since the ranks differ there, become red.
+    """
     first, *paragraphs = report.split("\n\n")
     headline, *rest = first.splitlines()
     parts = [[f"{BOLD}{wrap(headline)}{PLAIN}", *map(wrap, rest)]]

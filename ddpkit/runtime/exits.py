@@ -1,4 +1,8 @@
-"""Record the line that calls `os._exit`, and handle a scheduler's SIGTERM."""
+"""Find out how a process ends: where it calls `os._exit`, with which code, or by SIGTERM.
+
+`os._exit` leaves no traceback, so that the line that called it is written down first. A process
+that a scheduler ends by SIGTERM can still report where it was.
+"""
 
 import contextlib
 import ctypes
@@ -11,23 +15,24 @@ from pathlib import Path
 
 from .recorder import call_site
 
-EXIT_STATUS = 49  # the field of /proc/PID/stat, from the state on
-LOOK_MS = 20  # between two looks for processes that are not there yet
-exit_at_once = os._exit  # without a note
+EXIT_STATUS = 49  # its index among the fields of /proc/PID/stat, counted from the state on
+LOOK_MS = 20  # milliseconds between two looks for ranks whose process id isn't known yet
+exit_at_once = os._exit  # the original, which leaves no note
 
 
 def note_exits(folder: Path, rank: int) -> None:
     """Replace `os._exit` in this rank by one that first writes down the line that called it.
 
-    This holds in the calling process alone. Its children, such as a DataLoader's workers, exit as
-    usual.
+    folder: the launch's folder; the note is its file `exit.RANK`, for `noted_exit` to read.
+    This holds in the calling process alone. Its children, such as a DataLoader's workers, exit
+    without a note.
     """
     pid = os.getpid()
 
     def noted_exit(status):
         if os.getpid() == pid:
             file, line, function, _ = call_site(2)
-            with contextlib.suppress(OSError):  # the folder is gone: the run is over
+            with contextlib.suppress(OSError):  # the folder is gone, since the run has finished
                 text = f"{status}\n{file}\n{line}\n{function}"
                 (folder / f"exit.{rank}").write_text(text)
         exit_at_once(status)
@@ -36,7 +41,11 @@ def note_exits(folder: Path, rank: int) -> None:
 
 
 def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | None:
-    """Return (code, place) of the `os._exit` that ended a rank, or None if there was none."""
+    """Return (exit code, (file, line, function)) of the `os._exit` that ended a rank.
+
+    folder: the folder that was given to `note_exits` in that rank.
+    Return None if the rank didn't call it, or if the note can't be read.
+    """
     try:
         code, file, line, function = (folder / f"exit.{rank}").read_text().split("\n")
     except (OSError, ValueError):
@@ -45,9 +54,11 @@ def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | No
 
 
 def exit_code(pid: int) -> int | None:
-    """Return the exit code of a process that has ended, None while it runs.
+    """Return the exit code of a process that has ended, or None while it still runs.
 
-    OSError: it doesn't exist, or its parent has reaped it.
+    The code is negative if a signal ended the process: -9 for SIGKILL. The process needn't be a
+    child of this one, and it is left for its parent to reap. Linux only.
+    OSError: the process doesn't exist, or its parent has reaped it.
     """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return os.waitstatus_to_exitcode(int(fields[EXIT_STATUS])) if fields[0] in "ZX" else None
@@ -58,10 +69,14 @@ def watch_exits(
 ) -> None:
     """Start a thread that calls note(rank, exit code) when one of `ranks` ends; on Linux only.
 
-    pid_of(rank): the rank's process id, 0 before it has one. The ranks are children of torchrun,
-    not of this process, so their exit codes are read from /proc, where they stand until torchrun
-    collects them, at most 0.1 s later. A pidfd wakes the thread in time, as a rule: a code may be
-    missed.
+    ranks: the ranks of this machine whose exit codes are wanted.
+    pid_of(rank): the rank's process id, or 0 as long as it isn't known.
+    note: is called in the thread, with a negative code if a signal ended the rank.
+    The ranks are children of torchrun, not of this process, so their exit codes are read from
+    /proc, where they stand until torchrun reaps them, at most 0.1 s later. A pidfd, a file
+    descriptor that becomes readable when its process ends, wakes the thread in time as a rule. If
+    it doesn't, the code is lost and `note` isn't called. Where there is no `os.pidfd_open`, nothing
+    is started.
     """
     if not hasattr(os, "pidfd_open"):
         return
@@ -89,10 +104,12 @@ def watch_exits(
 
 
 def answer_sigterm(answer: Callable[[], None]) -> None:
-    """Call `answer` in a thread when SIGTERM arrives, even if the main thread is blocked in C++.
+    """Have a thread call `answer` when SIGTERM arrives, even if the main thread is blocked in C++.
 
-    A script's own handler for the signal is kept, whenever the script sets it. Forked children get
-    the default handler back, so that SIGTERM still ends a DataLoader's worker.
+    answer: has to end the process, because the main thread is held from the signal on.
+    A script's own handler for the signal is kept, whenever the script sets it, and then `answer`
+    isn't called. Forked children get the default handler back, so that SIGTERM still ends a
+    DataLoader's worker. Nothing happens on Windows, or if this isn't called from the main thread.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
     if os.name != "posix" or not on_main_thread:
@@ -101,7 +118,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Hold the main thread: the other thread, woken by the same signal, calls `answer`."""
+        """Hold the main thread for ever; the other thread, which the signal wakes, answers."""
         threading.Event().wait()
 
     def hold():  # a child that is ended at once must not write into its parent's pipe
@@ -132,6 +149,10 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
 
 
 def end_by_sigterm() -> None:
-    """End this process by SIGTERM's default action, as without ddpkit; works in any thread."""
+    """End this process by SIGTERM's default action, as if ddpkit weren't loaded.
+
+    Its parent then sees that SIGTERM ended it. This works in any thread, since the handler is reset
+    by the C library's signal(): Python's works only in the main thread.
+    """
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)

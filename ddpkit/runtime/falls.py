@@ -1,4 +1,7 @@
-"""Explain how ranks failed: which failed first, on which line, and what the others did."""
+"""Explain how ranks failed: which one failed first, on which line, and what the others did.
+
+A rank falls if it raises an exception, exits in the middle of its work, or is killed.
+"""
 
 import os
 import re
@@ -14,9 +17,9 @@ from .look import Look
 from .place import describe_place, is_installed, is_library
 
 RUNTIME_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-MOST_FRAMES = 30
+MOST_FRAMES = 30  # of an error, that a report shows
 LAST_LINES = 5  # of a rank's output
-MODULE_CALLS = "_wrapped_call_impl", "_call_impl"  # between a torch module and each of its own
+MODULE_CALLS = "_wrapped_call_impl", "_call_impl"  # by which torch calls a module's forward
 LOST_PEER = re.compile(
     "Connection closed by peer|Connection reset by peer|Broken pipe|connection was (closed|aborted)"
 )
@@ -78,21 +81,25 @@ MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
 
 @dataclass
 class Failure:
-    """The failure of a rank as plain data, since the exception itself may not pickle."""
+    """The failure of a rank that raised an exception, as plain data, since that may not pickle."""
 
     kind: str  # the exception's class
     message: str
     frames: list[tuple[str, int, str]]  # (file, line, function), outermost first
-    at: float  # perf_counter
+    at: float  # time.perf_counter() when it was caught
 
 
-Fall = Failure | int  # an exit code; negative: the signal that ended the rank
+Fall = Failure | int  # an exit code is negative if a signal ended the rank: -9
 
 
 def failure(error: BaseException) -> Failure:
-    """Turn an exception into a `Failure`: class, message, and the frames of its traceback.
+    """Return an exception as a `Failure`: its class, its message, the frames of its traceback.
 
-    Left out are frames of ddpkit.runtime and of modules that set `__tracebackhide__`.
+    The message has the exception's notes and its `__cause__` at its end. For SystemExit it says
+    which sys.exit(...) was called. For a SyntaxError the only frame is the line that can't be
+    parsed. Frames of ddpkit.runtime are left out, and those of modules that set
+    `__tracebackhide__`, as ddpkit's exercises do. `at` is the time at which this function is
+    called.
     """
     try:
         message = str(error)
@@ -116,9 +123,13 @@ def failure(error: BaseException) -> Failure:
 
 
 def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
-    """Return the rank that failed first by itself, and the ranks that failed in the same way.
+    """Return (the rank to blame, the other ranks that failed in the same way).
 
-    A rank that only lost its connection failed because another had. fallen: {rank: how it fell}.
+    fallen: {rank: how it fell, a `Failure` or an exit code}, not empty.
+    The rank to blame is the first to fall on its own account. A rank that only lost its connection
+    fell because another had, so it comes last. The time of an exit isn't known: it counts as the
+    earliest. If several ranks failed in the same way, the first of these in `fallen` is the one to
+    blame.
     """
 
     def blame(rank: int) -> tuple[bool, float]:
@@ -131,14 +142,20 @@ def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
 
 
 def lost_peer(how: Fall | None) -> bool:
-    """Tell whether a rank failed only because its connection to another rank broke."""
+    """Tell whether a rank failed only because its connection to another rank broke.
+
+    how: its `Failure`; for an exit code, or None if it didn't fail, the answer is False.
+    """
     if not isinstance(how, Failure):
         return False
     return how.kind in NETWORK and LOST_PEER.search(how.message) is not None
 
 
 def _same(one: Fall, other: Fall) -> bool:
-    """Tell whether two ranks failed alike, apart from rank numbers and addresses in the message."""
+    """Tell whether two ranks failed alike, apart from rank numbers and addresses in the message.
+
+    Class and frames must be equal. Two exit codes never count as alike.
+    """
     if not (isinstance(one, Failure) and isinstance(other, Failure)):
         return False
     alike = (one.kind, one.frames) == (other.kind, other.frames)
@@ -146,6 +163,7 @@ def _same(one: Fall, other: Fall) -> bool:
 
 
 def _anonymous(message: str) -> str:
+    """Return an error's message without rank numbers and addresses, to compare it between ranks."""
     return re.sub(r"\b(rank |dst=|src=)\d+|\b(0x)[\da-f]+", r"\1\2", message)
 
 
@@ -153,19 +171,26 @@ def _anonymous(message: str) -> str:
 
 
 class Witness(Protocol):
-    """The facts about ranks that `explain_fall` asks a `Watch` for."""
+    """A source of facts about ranks for `explain_fall`; `Watch` is one.
 
-    def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...  # as in `exits`
-    def printed(self, rank: int) -> str: ...
-    def place(self, rank: int) -> tuple | None: ...  # the line at which it computes
-    def shortage(self) -> str: ...  # of memory, as in `FreeMemory`
+    noted_exit: (exit code, (file, line, function)) of the `os._exit` that ended the rank, or None.
+    """
+
+    def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...  # as exits.noted_exit
+    def printed(self, rank: int) -> str: ...  # all its output so far
+    def place(self, rank: int) -> tuple | None: ...  # (file, line, function) where it computes
+    def shortage(self) -> str: ...  # a sentence which says that memory is short, or ""
 
 
 def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple[int, str]:
-    """Return (the rank that failed first, the text of a RankError).
+    """Return (the rank that failed first, the report of the failure as the text of a RankError).
 
-    The text says how and on which line that rank failed, what it printed last, and where the others
-    were. fallen: {rank: how it failed} of all that did, whether by themselves or not.
+    The report says how and on which line that rank failed, what the failure most likely means
+    (`MEANS`), where the other ranks were, and the last `LAST_LINES` lines that the rank printed.
+    fallen: {rank: a `Failure` or an exit code} of all that failed, whether on their own account or
+        because another rank had.
+    look: the state of all ranks when the launch ended them.
+    witness: answers questions whose answers aren't on the board, such as what a rank printed.
     """
     culprit, alike = first_to_fall(fallen)
     how = fallen[culprit]
@@ -193,9 +218,12 @@ def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple
 
 
 def how_it_fell(rank: int, how: Fall, shortage: str = "") -> str:
-    """Say how a rank fell: 'rank 2 raised ValueError: ...', 'rank 2 was killed by SIGKILL.'
+    """Return in words how a rank fell, such as 'rank 2 raised ValueError: ...'.
 
-    shortage: of memory, in words, if there was one.
+    how: a `Failure`, or an exit code, which is negative if a signal killed the rank. For some
+        signals a second line explains what most likely happened. The message of a broken connection
+        is replaced by 'lost its connection to another rank'.
+    shortage: a sentence which says that memory was short, or "". It explains a SIGKILL.
     """
     if isinstance(how, Failure):
         message = "lost its connection to another rank" if lost_peer(how) else how.message
@@ -210,9 +238,11 @@ def how_it_fell(rank: int, how: Fall, shortage: str = "") -> str:
 
 
 def explain_rendezvous(message: str) -> str | None:
-    """Explain the message of an error if ranks, or torchrun's agents, didn't find each other.
+    """Return an explanation of an error that says that the ranks didn't find each other.
 
-    None: the message is about something else.
+    The text has two lines: what happened, and what to check. It covers init_process_group and the
+    search of torchrun's agents for each other.
+    message: the error's text. Return None if it is about something else.
     """
     for pattern, happened, check in RENDEZVOUS:
         if found := re.search(pattern, message):
@@ -221,9 +251,13 @@ def explain_rendezvous(message: str) -> str | None:
 
 
 def lines_of(frames: list[tuple[str, int, str]]) -> list[str]:
-    """Describe an error's frames in the user's own code, a line each, to put below the message.
+    """Return the lines that show an error's frames, a line for each, to be put below its message.
 
-    frames: (file, line, function), outermost first. The middle of a long list is left out.
+    frames: (file, line, function), outermost first.
+    Shown are the frames in the user's own code, and the frame of an installed framework if that is
+    where the error was raised. If no code is the user's, the frames outside torch, ddpkit and
+    Python are shown, and if there are none, all of them without torch's calls of modules. Beyond
+    `MOST_FRAMES` lines, the middle is left out and counted.
     """
     outside_torch = [frame for frame in frames if not is_library(frame[0])]
     own = [frame for frame in outside_torch if not is_installed(frame[0])]
@@ -244,9 +278,15 @@ def what_became_of(
     how: Fall | None = None,
     place: Callable[[int], tuple | None] | None = None,
 ) -> str:
-    """Say how a rank other than the culprit failed, or where it was when the launch ended it.
+    """Return what a report says of a rank that isn't to blame: '  Rank 3 had returned.'
 
-    how: its own failure, if there was one. place(rank): the line at which it computes now.
+    It says how the rank failed on its own account. If it didn't, it says whether the rank had
+    returned, in which call it was, or on which line it was computing, when the launch ended it.
+    look: the state of all ranks at that time.
+    how: the rank's own `Failure` or exit code, or None. A rank that only lost its connection,
+        because another rank failed, counts as one that didn't fail.
+    place(rank): the line at which a living rank computes, as (file, line, function), or None.
+        Without this function, the line that the rank itself noted last is taken.
     """
     if how is not None and not lost_peer(how):
         frames = getattr(how, "frames", None)

@@ -1,4 +1,8 @@
-"""`launch`: call a function on fresh ranks; collect their results, output and records."""
+"""Call a function on fresh processes, the ranks, and collect what they return: `launch`.
+
+A `Run` has their results, their output and the records of their collective calls. Under torchrun,
+whose processes are the ranks, no process is started.
+"""
 
 import atexit
 import contextlib
@@ -30,8 +34,8 @@ from .wire import of_this_attempt
 
 MOST_RANKS, DEFAULT_RANKS = 64, 4
 ASKED = {"rank": "dist.get_rank()", "world_size": "dist.get_world_size()"}
-THEIRS = {"nprocs": "world_size", "nproc_per_node": "world_size"}  # PyTorch's own launchers
-_launches = itertools.count()  # numbers the launches under torchrun, alike on all ranks
+THEIRS = {"nprocs": "world_size", "nproc_per_node": "world_size"}  # words of PyTorch's launchers
+_launches = itertools.count()  # the index of each launch under torchrun, the same on all ranks
 
 
 def launch(
@@ -109,7 +113,10 @@ def launch(
 
 @contextlib.contextmanager
 def _told_briefly():
-    """Context manager: let Jupyter show an error as one sentence and the line of `launch`."""
+    """Let Jupyter show an error of this context as its message and the line that called `launch`.
+
+    This context manager changes only how a TypeError or ValueError is shown: it is still raised.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -120,6 +127,7 @@ def _told_briefly():
 
 
 def _check_arguments(fn, world_size, backend, link):
+    """Raise ValueError if `launch` can't work with one of these arguments, and say what to pass."""
     if not callable(fn):
         remedy = "pass launch(f), not launch(f())"
         raise ValueError(f"launch expected a function to call on every rank, got {fn!r}: {remedy}")
@@ -142,7 +150,10 @@ def _check_arguments(fn, world_size, backend, link):
 
 
 def _check_call(fn, args, kwargs):
-    """Raise TypeError if `fn` can't take these arguments, as far as its signature is known."""
+    """Raise TypeError if `fn` can't take these arguments, as far as its signature is known.
+
+    The message guesses what was meant, such as world_size=4 where nprocs=4 was written.
+    """
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # of builtins
@@ -171,6 +182,11 @@ def _check_call(fn, args, kwargs):
 
 
 def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Record]]:
+    """Return (what a rank returned, its records), from the file that the rank wrote.
+
+    watch: raises the error, to which it adds the output and records of all ranks.
+    RankError: the file can't be unpickled in this process.
+    """
     try:
         with open(rank.assignment.path("result"), "rb") as file:
             return cloudpickle.load(file)
@@ -184,11 +200,19 @@ def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Recor
 
 
 def _torchruns_size() -> int:
+    """Return the number of ranks that torchrun started."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
 
 
 def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> Run:
-    """Call `fn` in this rank, which torchrun started; return all ranks' results as a `Run`."""
+    """Call `fn` in this rank, which torchrun started; return all ranks' results as a `Run`.
+
+    Every rank has to call this, since the results are exchanged at the end. torch.distributed is
+    initialised first if the script hasn't done it. If it has, no call is recorded, unless it runs
+    under `python -m ddpkit.debug`. The output of the `Run` is empty, since torchrun shows what the
+    ranks print.
+    ValueError: check_buffers is asked for in a world that was initialised without it.
+    """
     if not dist.is_initialized():
         _initialise_under_torchrun(link, check_buffers)
     mine = recorder()  # None: the script initialised torch.distributed itself
@@ -215,8 +239,9 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
 def _wait_till_all_return(mine: Recorder | None):
     """Wait until every rank has returned from `fn`, before the exchange of results begins.
 
-    A rank still inside `fn` would look as if it mismatched with that exchange. mine: this rank's
-    recorder.
+    A rank still inside `fn` would otherwise look as if its next call mismatched with that exchange.
+    The ranks meet twice: once all are marked as returned, and once all are marked as running again.
+    mine: this rank's recorder, or None if the script initialised torch.distributed itself.
     """
     store = c10d._get_default_store()
     number = next(_launches)
@@ -227,13 +252,26 @@ def _wait_till_all_return(mine: Recorder | None):
 
 
 def _meet(store: dist.Store, key: str, world_size: int):
-    """Wait until all ranks have called this with the same key: a barrier by way of the store."""
+    """Wait until all ranks have called this with the same key: a barrier by way of the store.
+
+    store: torch.distributed's key-value store, which every rank reaches. No collective call is
+        made, so nothing is recorded.
+    """
     store.add(key, 1)
     while store.add(key, 0) < world_size:
         time.sleep(0.005)
 
 
 def _initialise_under_torchrun(link, check_buffers):
+    """Initialise torch.distributed in this rank, in a session that records calls and reports hangs.
+
+    The session is that of `python -m ddpkit.debug`, if this started the script; otherwise one is
+    made, which leaves when the process ends. The backend is NCCL if every rank has a GPU and no
+    link is emulated, otherwise Gloo. From now on the session reports an exception that ends the
+    script.
+    link: the emulated `Link` between the ranks, or None.
+    check_buffers: whether it is an error to change a tensor while it is being sent.
+    """
     from ..inspect.session import Session  # only here: it stands above the runtime
 
     session = getattr(dist.init_process_group, "session", None)  # `ddpkit.debug` has made one
@@ -251,7 +289,11 @@ def _initialise_under_torchrun(link, check_buffers):
 
 
 def _each_has_a_gpu(store: dist.Store, world_size: int) -> bool:
-    """Tell whether every machine has a GPU for each of its ranks; all ranks get the same answer."""
+    """Tell whether every machine has a GPU for each of its ranks; all ranks get the same answer.
+
+    store: torch.distributed's key-value store, through which the ranks exchange their answers. This
+        waits until all have done so.
+    """
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     enough = dist.is_nccl_available() and torch.cuda.device_count() >= here
     store.add("ddpkit/has a GPU", int(enough))

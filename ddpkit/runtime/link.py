@@ -16,7 +16,7 @@ PRESETS = {
     "PCIe 4.0 x16": (5e-6, 25e9),
     "NVLink 4": (3e-6, 370e9),
 }
-# The algorithm in `cost` assumed for a call; for others, its name is the same.
+# {a call: the algorithm in `cost` that it is assumed to use}; others have the same name there.
 USUAL = {
     "all_reduce": "ring_all_reduce",
     "reduce_scatter": "ring_reduce_scatter",
@@ -34,12 +34,14 @@ class Link:
 
     latency_s: seconds from the first byte sent to the first byte received, per message.
     bytes_per_s: bytes a rank can send each second, while it receives as many (full duplex).
+    name: what `str(link)` returns; "" for a text with both figures.
+    slowdown: how many times slower this link is than the wire that it stands for, see `slowed`.
 
     `launch(..., link=link)` holds every message back until the link would have delivered it. So a
     link can only be slower than the machine's own wire; `slowed` is a way around that. Figures of
-    such a run are labelled "emulated".
-    ValueError: a negative or infinite latency, a bandwidth that isn't positive.
-    Hockney 1994. Notebook 02.
+    such a run are labelled "emulated". The model is from Hockney 1994; notebook 02 measures with
+    it.
+    ValueError: the latency is negative or infinite, or the bandwidth isn't positive.
     """
 
     latency_s: float
@@ -56,9 +58,11 @@ class Link:
 
     @classmethod
     def preset(cls, name: str) -> "Link":
-        """Return the link of that name; its figures are round, of an idle network.
+        """Return the link of that name, with round figures that hold for an idle network.
 
-        "1 Gbit Ethernet", "10 Gbit Ethernet", "100 Gbit InfiniBand", "PCIe 4.0 x16" or "NVLink 4".
+        name: "1 Gbit Ethernet", "10 Gbit Ethernet", "100 Gbit InfiniBand", "PCIe 4.0 x16" or
+            "NVLink 4".
+        ValueError: there is no link of that name.
         """
         if name not in PRESETS:
             raise ValueError(
@@ -67,19 +71,24 @@ class Link:
         return cls(*PRESETS[name], name=name)
 
     def seconds(self, op: str, nbytes: int, world_size: int) -> float:
-        """Return how long one call takes on this link, by the usual algorithm (`USUAL`).
+        """Return the seconds that one collective call or message takes on this link.
 
-        nbytes: of the tensor of an all_reduce; of all parts together for a gather or scatter.
+        op: torch.distributed's name for the call: "all_reduce", "send", ... A collective is assumed
+            to use the algorithm that `USUAL` has for it, such as a ring.
+        nbytes: the bytes of the tensor of an all_reduce; for a gather or scatter, the bytes of all
+            ranks' parts together.
+        world_size: the number of ranks in the call's group.
         """
         hops, share = _hops_and_share(op, world_size)
         return hops * self.latency_s + share * nbytes / self.bytes_per_s
 
     def slowed(self, times: float) -> "Link":
-        """Return this link `times` slower, with more latency and less bandwidth.
+        """Return a copy of this link that is `times` slower, with more latency and less bandwidth.
 
         This emulates a wire that is faster than the machine's own: slow it until the machine no
         longer matters, run, and divide the times of the messages by `slowdown`. The machine's own
-        share of them is divided as well, so choose a large `times`; don't divide computing times.
+        share of these times is divided as well, so choose a large `times`. Don't divide computing
+        times.
         ValueError: `times` isn't a number >= 1.
         """
         number = isinstance(times, int | float) and not isinstance(times, bool)
@@ -95,7 +104,12 @@ class Link:
 
 @cache
 def _hops_and_share(op: str, world_size: int) -> tuple[int, float]:
-    """Return what a collective does one after another: (hops, bytes as multiples of the whole)."""
+    """Return (messages, share of the bytes) that follow one another in a collective call.
+
+    op: torch.distributed's name for the call. The share is the bytes of these messages divided by
+        those of the whole: the tensor of an all_reduce or broadcast, or all ranks' parts of a
+        gather or scatter together. For example (6, 1.5) for the all_reduce of a ring of 4.
+    """
     if op in ("send", "recv"):
         return 1, 1.0
     return cost.volume(USUAL.get(op, op), 1, world_size)

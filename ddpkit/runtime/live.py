@@ -1,4 +1,4 @@
-"""`%%ranks`: run cells on ranks that stay alive, so that names persist from cell to cell."""
+"""Run notebook cells on ranks that stay alive, so that names persist: the magic `%%ranks`."""
 
 import argparse
 import atexit
@@ -34,7 +34,13 @@ USAGE = "expected %%ranks [N] [--on 0,2] [--trace FILE]"
 
 
 class LiveWorld:
-    """A world of ranks that run cell after cell, until it is closed or breaks."""
+    """A set of ranks, joined by torch.distributed, that run cell after cell until they are closed.
+
+    world_size: the number of ranks. They use NCCL if they can have or share GPUs, otherwise Gloo on
+        the CPU.
+    The ranks are processes, and each keeps its own variables between cells. `is_open` is False once
+    they have been ended, by `close` or by a failure.
+    """
 
     def __init__(self, world_size: int):
         self.world_size = world_size
@@ -42,6 +48,10 @@ class LiveWorld:
         self.is_open = True
 
     def _start(self, choice: Choice):
+        """Start the ranks on the backend of `choice`, and return when all have joined.
+
+        `start_on` calls this, and calls it once more, with Gloo, if a rank can't use its GPU.
+        """
         with contextlib.ExitStack() as stack:
             self.ranks, self.board = stack.enter_context(
                 processes.world(choice, self.world_size, None, False, worker.serve_cells)
@@ -52,12 +62,18 @@ class LiveWorld:
     def run(
         self, source: str, on: list[int], traced: bool = False
     ) -> tuple[dict[int, str], list[list[Record]]]:
-        """Run a cell on the ranks `on` and print what they print.
+        """Run a cell on the ranks `on`, print what they print, and return (values, records).
 
-        Returns ({rank: repr of its last expression, or None}, each rank's records of the cell);
-        there are no records unless `traced`. RankError and HangError: as for `launch`. After an
-        exception the world stays open if all ranks are idle again and have made the same calls;
-        otherwise it is closed, and the message says so.
+        source: the text of the cell.
+        on: the ranks that run it.
+        traced: whether to return the records of the collective calls and messages that it makes.
+        Return ({rank: repr of its last expression, or None}, for each rank of the world its
+        records: a list of `Record`s, empty unless `traced`).
+
+        After an exception the world stays open if all ranks are idle again and have made the same
+        calls. Otherwise it is closed, and the error's message says so.
+        RankError: a rank raised, exited or was killed.
+        HangError: ranks wait for a call that will never be made, or their calls disagree.
         """
         file = f"<ranks {hashlib.sha1(source.encode()).hexdigest()[:8]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -89,19 +105,24 @@ class LiveWorld:
     def _in_step(self, watch: Watch) -> bool:
         """Tell whether the ranks can run another cell together.
 
-        They can't while one has yet to answer: the next cell would take that answer for its own.
+        They can if all are alive, are idle, and have made the same calls. They can't while one has
+        yet to answer: the next cell would take that answer for its own.
         """
         alive = all(rank.exit_code is None for rank in self.ranks)
         return alive and not watch.pending and Look(self.board).in_step()
 
     def close(self):
-        """End the ranks. Closing twice does nothing."""
+        """End the ranks, and with them their variables. Closing twice does nothing."""
         self.is_open = False
         self._stack.close()
 
 
 class RanksMagic:
-    """The `%%ranks` magic of one notebook, and the world it holds open."""
+    """The `%%ranks` magic of one notebook, with the world of ranks that it keeps alive.
+
+    world: the `LiveWorld`, or None while there is none. It is closed when the notebook's kernel
+        ends.
+    """
 
     def __init__(self):
         self.world: LiveWorld | None = None
@@ -111,9 +132,12 @@ class RanksMagic:
     def __call__(self, line: str, cell: str):
         """%%ranks [N] [--on 0,2] [--trace FILE]
 
-        Run the cell on N ranks that stay (at first 4; later, as many as last time). Names persist
-        between cells; `rank`, `world_size`, `dist`, `torch` and `device` are there. The value of
-        the last expression is shown for each rank. --trace: write the cell's calls as a trace, for
+        Run the cell on N ranks that stay alive after it. N is 4 at first, and later as many as last
+        time; another N ends the ranks and starts new ones. Names persist between cells; `rank`,
+        `world_size`, `dist`, `torch` and `device` are there. The value of the last expression is
+        shown for each rank.
+        --on: run it on these ranks only.
+        --trace: write the cell's collective calls and messages as a trace, for
         https://ui.perfetto.dev.
         """
         options = _parse(line)
@@ -143,6 +167,11 @@ class RanksMagic:
 
 
 def _parse(line: str) -> argparse.Namespace:
+    """Return the options of a `%%ranks` line: n, on and trace, each None if it isn't given.
+
+    n is a number; on and trace are text. ValueError: the line has another form, or n isn't from 1
+    to `MOST_RANKS`.
+    """
     parser = argparse.ArgumentParser(prog="%%ranks", add_help=False, exit_on_error=False)
     parser.add_argument("n", nargs="?", type=int)
     parser.add_argument("--on")
@@ -160,6 +189,10 @@ def _parse(line: str) -> argparse.Namespace:
 
 
 def _ranks(text: str | None, world_size: int) -> list[int]:
+    """Return the ranks that `--on` names, sorted; all of them if `text` is None.
+
+    text: what follows `--on`, such as "0,2". ValueError: these aren't ranks of this world.
+    """
     if text is None:
         return list(range(world_size))
     try:
@@ -174,7 +207,11 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
 
 
 def magic_first(lines: list[str]) -> list[str]:
-    """Move `%%ranks` above a cell's leading comments, to the line where IPython looks for it."""
+    """Return a cell's lines with `%%ranks` above its leading comments, where IPython looks for it.
+
+    lines: with their line ends. They come back unchanged if there is no line with `%%ranks`, or if
+        code stands before it.
+    """
     for place, line in enumerate(lines):
         if line.startswith("%%ranks"):
             return [line, *lines[:place], *lines[place + 1 :]]
@@ -184,14 +221,22 @@ def magic_first(lines: list[str]) -> list[str]:
 
 
 def tell_where_ranks_are(result):
-    """Explain, after torch's own error, that the notebook itself is not a rank."""
+    """Explain, below torch's own error, that the notebook itself is not a rank.
+
+    result: of the cell that has just run, as IPython gives it. Nothing is printed unless it failed
+        because torch.distributed isn't initialised here.
+    """
     error = result.error_in_exec
     if NO_RANK in str(error) and not isinstance(error, LaunchError):
         print(NOT_HERE, file=sys.stderr)
 
 
 def add_magic(ipython):
-    """Register `%%ranks`, and start the fork server ahead of the first cell."""
+    """Register `%%ranks` with IPython, and start the fork server ahead of the first cell.
+
+    ipython: the notebook's InteractiveShell. The server, from which ranks are forked, takes seconds
+        to import torch.
+    """
     from IPython.core.error import UsageError
 
     magic = RanksMagic()

@@ -1,4 +1,9 @@
-"""Read the board at one moment: where each rank is, whom it waits for, who can never go on."""
+"""Read the board at one moment: where each rank is, whom it waits for, who can never go on.
+
+The board is the file in which each rank writes its state, and every collective call, send and
+receive before it makes it. All of these are called calls here. A call is open until it is complete.
+A rank has come to a call if it has made it, though the call may still be open.
+"""
 
 import itertools
 import time
@@ -7,36 +12,51 @@ from dataclasses import dataclass, field
 
 from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record, unfitting
 
-ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}
+ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}  # states without calls
 INSIDE = "waiting", "polling"  # states of a rank that is inside a call
-ON_STREAM = "its stream waiting"  # of a GPU, while the program may go on
+ON_STREAM = "its stream waiting"  # a GPU waits in a call, while the program may go on
 FREE = "starting", "computing", "polling", ON_STREAM  # states of a rank that may still come
 POLLS_S = 1.0  # a rank that last polled a call longer ago than this has moved on
 
 
 @dataclass
 class Situation:
-    """The state of one rank at the moment of a `Look`: where it is, for which ranks it waits."""
+    """The state of one rank at the moment of a `Look`: where it is, for which ranks it waits.
+
+    If several of its threads wait, this is the wait of one, and `more` has those of the others. The
+    values of `state`:
+      starting: it hasn't joined the world yet.
+      computing: it is in no call, as far as the board shows.
+      polling: it asks again and again, by `is_completed()`, whether `call` is complete.
+      waiting: a thread is blocked in `call`.
+      its stream waiting: the GPU waits for `call`, while the program may go on.
+      returned: its function or script has ended.
+      idle: its cell of `%%ranks` has ended.
+    """
 
     rank: int
-    state: str  # starting, computing, polling, waiting, its stream waiting, returned, idle
-    call: Record | None = None  # the call it sits in, or the last it made
-    missing: tuple[int, ...] = ()  # the ranks that have not come to that call
-    place: tuple | None = None  # file, line, function and perhaps via, where known
-    lost: Record | None = None  # the other side of its message, whose handle was deleted
+    state: str
+    call: Record | None = None  # the call in which it waits, which it polls, or in which it differs
+    missing: tuple[int, ...] = ()  # the ranks for which it waits there
+    place: tuple | None = None  # (file, line, function), perhaps with via, where known
+    lost: Record | None = None  # the other side's record of its message, if that deleted its handle
     more: list["Situation"] = field(default_factory=list)  # what its other threads wait for
-    has_free_thread: bool = False  # a thread that has made calls, and waits in none
-    destroyed: dict[str, tuple] = field(default_factory=dict)  # {name of a group: where}
+    has_free_thread: bool = False  # whether one of its threads makes calls, and waits in none
+    destroyed: dict[str, tuple] = field(default_factory=dict)  # {group's name: the line that did}
 
 
 class Look:
-    """The board at one moment: each rank's last calls, and `now`, the situation of every rank.
+    """The state of all ranks, as the board shows it at one moment.
 
-    events: `board.events()` at the time when progress stopped; None: now. standstill: nothing has
-    moved for a long time, so the most cautious reading is dropped. Then a rank whose GPU waits
-    counts as waiting, and the calls of a group on a GPU as carried out one by one: a rank hasn't
-    come to a call while another one is queued before it. That is no proof, since NCCL's buffers may
-    let a short message overtake.
+    now: a `Situation` for each rank.
+    records: for each rank its last calls, as a list of `Record`s, the oldest first.
+
+    events: the ranks' counts of writes, `board.events()`, at the time when progress stopped; None
+        for now. From these `is_still` tells whether a rank has moved since.
+    standstill: nothing has moved for a long time, so the most cautious reading is dropped. Then a
+        rank whose GPU waits counts as waiting, and the calls of a group on a GPU count as carried
+        out one by one: a rank hasn't come to a call while another one is queued before it. That is
+        no proof, since NCCL's buffers may let a short message overtake.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
@@ -50,12 +70,16 @@ class Look:
         self._put_hopeless_waits_first()
 
     def is_still(self) -> bool:
-        """Tell whether no rank has written to the board since this look began."""
+        """Tell whether no rank has written to the board since `events` were counted.
+
+        If one has, this look may mix what was true before with what is true now.
+        """
         return self.board.events() == self._events
 
     # Where each rank is.
 
     def _situation(self, rank: int) -> Situation:
+        """Return the `Situation` of `rank`: in which call it waits, or what it does instead."""
         state = self.board.state(rank)
         if state == DISAGREES:
             last = self.records[rank][-1]
@@ -76,7 +100,11 @@ class Look:
         return Situation(rank, "computing", place=self.board.place(rank))
 
     def _waits(self, rank: int) -> Iterator[Situation]:
-        """Yield a `Situation` for each thread of `rank` that waits in a call."""
+        """Yield a `Situation` for each thread of `rank` that waits in an open call.
+
+        Its `call` is the one that holds the thread up. On a GPU this may be an earlier call, queued
+        before the one in which the thread waits.
+        """
         for index in self.board.waiting(rank):
             call = self.board.record(rank, index)
             if call is None or call.done is not None:
@@ -89,7 +117,8 @@ class Look:
     def _wait_on_stream(self, rank: int) -> Situation | None:
         """Return the situation of a rank whose GPU waits for a call while its program goes on.
 
-        None: its GPU waits for nothing.
+        On a GPU, wait() only makes the stream wait. Return None if the rank has called it for no
+        open call. At a standstill the situation's state is "waiting".
         """
         held = [record for record in self.records[rank] if record.on_stream and record.waited]
         if not held:
@@ -101,7 +130,10 @@ class Look:
         return Situation(rank, state, call, self._awaited(call, rank), call.place)
 
     def _polled(self, rank: int) -> Record | None:
-        """Return the open call that `rank` polls, again and again, by `is_completed()`, or None."""
+        """Return the open call that `rank` polls, again and again, by `is_completed()`, or None.
+
+        A poll longer ago than `POLLS_S` doesn't count, since the rank has moved on.
+        """
         polled = self.board.polled(rank)
         if polled is None or not 0 <= time.perf_counter() - polled[1] < POLLS_S:
             return None
@@ -111,7 +143,7 @@ class Look:
     def _put_hopeless_waits_first(self) -> None:
         """Choose which thread's wait stands for a rank in `now`: one that can never end, if any.
 
-        The others stay in its `more`.
+        The waits of its other threads stay in `more`. This also fills in `destroyed`.
         """
         for s in self.now:
             s.destroyed = self.board.destroyed(s.rank)
@@ -127,14 +159,18 @@ class Look:
     # Ranks that are missing from a call.
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the other members of the group that haven't come to `call` yet; `rank` made it."""
+        """Return the other ranks of the group of `call` that haven't come to it yet.
+
+        call: a record of `rank`, which itself has come.
+        """
         others = (other for other in call.ranks if other != rank)
         return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
 
     def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the members that `call` of `rank` waits for.
+        """Return the members of the group for which `call` of `rank` waits.
 
-        At a standstill these are also the members in whose queue it stands behind another call.
+        These are the ones that haven't come to it. At a standstill they are also those that have,
+        but on whose GPU it is queued behind another open call of the group.
         """
         missing = self.missing(call, rank)
         if not self._standstill:
@@ -143,7 +179,12 @@ class Look:
         return tuple(r for r in others if r in missing or self._is_behind(call, r))
 
     def _in_front(self, call: Record, rank: int) -> Record:
-        """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU."""
+        """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU.
+
+        A GPU carries out the calls of a group in the order in which they were made, so `call` is
+        held up by the first open one for which members are missing. At a standstill only the head
+        of the queue counts.
+        """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
             line = _front(line)
@@ -151,20 +192,25 @@ class Look:
         return next((record for record in line if self._awaited(record, rank)), call)
 
     def _line(self, call: Record, rank: int) -> list[Record]:
-        """Return the open GPU calls of `rank` in the group of `call`, as queued."""
+        """Return the open GPU calls of `rank` in the group of `call`, in the order of their queue.
+
+        If the call is on the CPU, the list is empty.
+        """
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]
 
     def _is_behind(self, call: Record, rank: int) -> bool:
-        """Tell whether `call` is queued on the GPU of `rank` behind one that isn't complete."""
+        """Tell whether `call` is queued on the GPU of `rank` behind an open call of its group."""
         line = self._line(call, rank)
         behind = line[len(_front(line)) :]
         return _channel_and_seq(call) in map(_channel_and_seq, behind)
 
     def _lost(self, call: Record) -> Record | None:
-        """Return the other side's record of a message if its handle was deleted before a wait.
+        """Return the other side's record of a message, if that side deleted its handle unwaited.
 
-        Such a message may never be delivered. None: the handle is there, or `call` is no message.
+        The handle is what isend or irecv returns; without it, the message may never be delivered.
+        Return None if the handle is there or was waited for, if `call` is no message, or if it is a
+        receive from any rank.
         """
         if call.op not in MESSAGES or call.peer is None:
             return None
@@ -176,9 +222,9 @@ class Look:
     # Ranks that can never go on.
 
     def gone(self, s: Situation) -> list[int]:
-        """Return the ranks that `s` waits for though they will never make the call.
+        """Return the ranks that `s` waits for though they will never make its call.
 
-        They have returned, ended the cell or destroyed the group. A receive from any rank can be
+        They have returned, ended their cell or destroyed the group. A receive from any rank can be
         answered by any: there the result is [] until this holds for all.
         """
         if s.call is None:
@@ -189,15 +235,20 @@ class Look:
         return never
 
     def _is_gone(self, rank: int, call: Record) -> bool:
+        """Tell whether `rank` has ended or destroyed its group, so that it never makes `call`."""
         s = self.now[rank]
         return s.state in ("returned", "idle") or group_of(call) in s.destroyed
 
     def deadlocked(self, states: tuple[str, ...] = ("waiting",)) -> list[int]:
-        """Return the ranks that can never go on, since they wait for gone ranks or for each other.
+        """Return the ranks that can never go on: they wait for gone ranks or for each other.
 
-        states: a rank in one of these counts as waiting. A rank that computes may still come, also
-        while its GPU waits; so may a thread that isn't in a call. A call to which all ranks have
-        come will end. A rank doesn't come to a group that it has destroyed.
+        The list is sorted.
+        states: the states that count as waiting in a call; by default, ranks that poll are free.
+        A rank is free, which means that it may still come to any call, if it starts, computes or
+        polls, if only its GPU's stream waits, if one of its threads is in no call, or if all ranks
+        for which it waits are free. Ranks that wait and aren't free are returned, and those whose
+        GPU waits for ranks that aren't free. A rank never comes to the calls of a group that it has
+        destroyed. A call to which all ranks have come counts as one that will end.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]
@@ -211,6 +262,7 @@ class Look:
         return sorted(stuck + [s.rank for s in on_stream if not self._may_go_on(s, free)])
 
     def _may_go_on(self, s: Situation, free: set[int]) -> bool:
+        """Tell whether the wait `s` can end, if the ranks in `free` still make all their calls."""
         if self.gone(s):
             return False
         if s.call.channel.endswith("?"):  # from any rank: one that comes is enough
@@ -218,9 +270,10 @@ class Look:
         return free.issuperset(s.missing)
 
     def polled_in_vain(self) -> list[int]:
-        """Return the ranks that can never go on if those that poll are taken for waiting ones.
+        """Return the ranks that can never go on if ranks that poll a call count as waiting in it.
 
-        It isn't certain: a loop of polling may have an end of its own. []: no rank polls.
+        This isn't certain, since a loop that polls may have an end of its own, such as a time
+        limit. Return [] if no rank polls.
         """
         if all(s.state != "polling" for s in self.now):
             return []
@@ -229,11 +282,12 @@ class Look:
     # Waits that leave no mark.
 
     def unseen(self) -> Iterator[Situation]:
-        """Yield the collectives in which ranks may be waiting though they seem to compute.
+        """Yield a `Situation` for each collective in which a rank may be waiting unseen.
 
-        When a call's future was taken, as DistributedDataParallel does, C++ may wait for it, which
-        leaves no mark on the board. So each is an open call whose future was taken, and to which
-        members of its group haven't come.
+        DistributedDataParallel takes a call's future and waits for that in C++, which leaves no
+        mark on the board, so that the rank seems to compute. So this is an open collective call
+        whose future was taken (`get_future()`), and to which members of its group haven't come. A
+        rank may have several.
         """
         for s in self.now:
             for call in self.records[s.rank] if s.state == "computing" else ():
@@ -244,14 +298,18 @@ class Look:
                     yield Situation(s.rank, "waiting", call, missing, call.place, **destroyed)
 
     def abandoned(self) -> list[Situation]:
-        """Return, of each rank, the first `unseen` wait for a member that will never come."""
+        """Return for each rank its first `unseen` wait for a member that will never come, by rank.
+
+        Ranks without such a wait are left out.
+        """
         found = {s.rank: s for s in reversed([*self.unseen()]) if self.gone(s)}
         return [found[rank] for rank in sorted(found)]
 
     def show_abandoned(self, sleeps: Callable[[int], bool]) -> None:
-        """Change `now`: a rank that sleeps with an abandoned call open counts as waiting in it.
+        """Change `now`: a rank that sleeps and has an `abandoned` wait counts as waiting there.
 
-        sleeps(rank): whether its process uses no CPU.
+        sleeps(rank): whether the rank's process uses no CPU. For a call on a GPU this isn't asked,
+            since a rank waits for its GPU with the CPU in use.
         """
         for hidden in self.abandoned():
             if hidden.call.on_stream or sleeps(hidden.rank):
@@ -260,7 +318,13 @@ class Look:
     # Whether the ranks agree.
 
     def mismatch(self) -> dict[int, Record] | None:
-        """Return the first call in which ranks differ, as {rank: its record}, or None."""
+        """Return the earliest call in which ranks differ, as {rank: its record}.
+
+        Compared are the calls of all ranks with the same index on the same channel (a group, or one
+        direction between two ranks). They differ if their fingerprints do, that is operation,
+        dtype, root, reduction and, unless it may differ, the number of elements. They also differ
+        if the splits of an all_to_all don't fit. Return None if there is no difference.
+        """
         said: dict[tuple[str, int], dict[int, Record]] = {}
         for rank in self.ranks:
             for record in self.records[rank]:
@@ -281,19 +345,27 @@ class Look:
 
 
 def group_of(call: Record) -> str:
-    """Return the name of a call's group: the first word of its channel."""
+    """Return the name of a call's group: the first word of its channel.
+
+    Behind that word, the channel of a message says between which ranks it goes.
+    """
     return call.channel.partition(" ")[0]
 
 
 def _front(line: list[Record]) -> list[Record]:
-    """Return the calls at the head of a GPU's queue: the first, with the rest of its batch."""
+    """Return the calls at the head of a GPU's queue: the first, with the rest of its batch.
+
+    line: the queue's calls in order. Messages that batch_isend_irecv starts together are a batch.
+    """
     rest = itertools.takewhile(lambda record: record.batched, line[1:])
     return [*line[:1], *rest]
 
 
 def _channel_and_seq(record: Record) -> tuple[str, int]:
+    """Return (channel, index of the call on it), which ranks have in common for one call."""
     return record.channel, record.seq
 
 
 def _first_issue(by_rank: dict[int, Record]) -> float:
+    """Return the `time.perf_counter()` at which the first rank made a call: {rank: its record}."""
     return min(record.issued for record in by_rank.values())

@@ -1,4 +1,4 @@
-"""Inspect this machine: cores, memory, GPUs. Values that can't be found out are no error."""
+"""Inspect this machine: cores, memory, GPUs. It is no error if something can't be found out."""
 
 import contextlib
 import os
@@ -14,18 +14,21 @@ from ..tools.units import binary_size
 # Versions of torch, as in pyproject.toml: ddpkit was tried with these and all between.
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 EVERY_S = 0.25  # between two samples of the free memory
-SHORT = 0.1  # a part of all memory, below which memory is short
+SHORT = 0.1  # a fraction of all memory: if less is free, memory is short
 
 
 def torch_requirement() -> str:
-    """Return the versions of torch tested with ddpkit, as a pip requirement."""
+    """Return the versions of torch tested with ddpkit as a pip requirement: 'torch>=2.11,<2.16'."""
     major, oldest = OLDEST_TORCH
     newest = NEWEST_TORCH[1]
     return f"torch>={major}.{oldest},<{major}.{newest + 1}"
 
 
 def untried_torch(version: str) -> str:
-    """Return a warning for a `version` of torch that wasn't tried, "" for any other."""
+    """Return a warning if ddpkit wasn't tried with a `version` of torch, and "" if it was.
+
+    version: as in `torch.__version__`, such as "2.12.0+cpu". Only its first two numbers count.
+    """
     number = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if number < OLDEST_TORCH:
         return "older than any that ddpkit was tried with: calls that it needs may be missing"
@@ -36,7 +39,11 @@ def untried_torch(version: str) -> str:
 
 
 def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Count the cores that this process may use, by its affinity and its container's quota."""
+    """Return how many cores this process may use, by its affinity and its container's quota.
+
+    A quota may be a fraction, such as 1.5 cores.
+    cgroup: the folder of the container's control group (version 2).
+    """
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     cores = len(affinity(0)) if affinity else os.cpu_count()
     with contextlib.suppress(OSError, ValueError):  # no container; "max": no limit
@@ -46,7 +53,12 @@ def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple:
-    """Return (total, free) bytes of this machine, or of its container if less; (0, 0): unknown."""
+    """Return (total, free) bytes of this machine's memory, or of its container's if that has less.
+
+    Free is what processes may still get. Return (0, 0) if this is unknown.
+    proc: the folder of the proc file system.
+    cgroup: the folder of the container's control group (version 2).
+    """
     total = free = 0
     with contextlib.suppress(OSError):
         kilobytes = dict(re.findall(r"(\w+): +(\d+) kB", (proc / "meminfo").read_text()))
@@ -58,7 +70,10 @@ def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 
 
 class FreeMemory:
-    """Samples of the free memory, of the last seconds: did a process die for lack of it?"""
+    """A log of the last seconds' free memory, to tell whether a process died for lack of it.
+
+    It keeps the last 8 samples, which the owner takes by calling `look` again and again.
+    """
 
     def __init__(self):
         self._looked = 0.0
@@ -67,7 +82,7 @@ class FreeMemory:
         self.look()
 
     def look(self) -> None:
-        """Take a sample, unless one has just been taken."""
+        """Take a sample of the free memory, unless the last one is less than `EVERY_S` old."""
         now = time.monotonic()
         if now - self._looked > EVERY_S:
             self._looked = now
@@ -75,9 +90,10 @@ class FreeMemory:
             self._lowest.append((free, total))
 
     def shortage(self) -> str:
-        """Say in words that memory ran out; "" if nothing shows that.
+        """Return a sentence which says that memory ran out; "" if nothing shows that.
 
-        It did if the kernel counts a process killed for memory, or little was free.
+        It did if the kernel has killed a process for memory since this object was made, or if less
+        than `SHORT` of all memory was free in one of the last samples.
         """
         free, total = min(self._lowest, default=(0, 0))
         if oom_kills() > self._killed:
@@ -87,14 +103,20 @@ class FreeMemory:
         return ""
 
     def in_words(self) -> str:
-        """Write ": 120 MiB of 7.8 GiB were free shortly before", or "" if that is unknown."""
+        """Return ": 120 MiB of 7.8 GiB were free shortly before", or "" if that is unknown.
+
+        The figure is the lowest of the last samples; the colon continues a sentence.
+        """
         free, total = min(self._lowest, default=(0, 0))
         before = f": {binary_size(free)} of {binary_size(total)} were free shortly before"
         return before if total else ""
 
 
 def oom_kills(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Count the processes that the kernel has killed for memory in this container, 0 if unknown."""
+    """Return how many processes the kernel has killed for memory in this container, 0 if unknown.
+
+    cgroup: the folder of the container's control group (version 2).
+    """
     with contextlib.suppress(OSError, AttributeError):
         return int(re.search(r"oom_kill (\d+)", (cgroup / "memory.events").read_text())[1])
     return 0
@@ -111,9 +133,11 @@ for index in range(torch.cuda.device_count()):
 
 
 def look_at_gpus() -> list[str] | str:
-    """List the GPUs, with their sizes, or return in words what is wrong with them.
+    """Return a line for each GPU, with its name and size, or a text that says what is wrong.
 
-    A child process asks CUDA, so that it doesn't start in this one.
+    The lines are like 'NVIDIA H100 (80 GiB, capability 9.0)'; without a GPU the list is empty. To
+    see whether a GPU works, a tensor is put on each; the text is the last line of CUDA's error, if
+    there is one. A child process does this, so that CUDA doesn't start in this one.
     """
     code = [sys.executable, "-c", LOOK]
     try:

@@ -16,7 +16,7 @@ GLOO_CHATTER = re.compile(
     r"\[E\d+ .*Gloo connectFullMesh failed with ).*\n?",
     re.MULTILINE,
 )
-# Of NCCL's watchdog, in ranks that another rank has left: the report names that one.
+# NCCL's watchdog prints this in ranks that lost another one. The report names that one.
 NCCL_CHATTER = re.compile(
     r"^\[rank\d+\]:\[E.*ProcessGroupNCCL.*(remote process exited|failure detected by watchdog).*\n?"
     r"(?:(?:ncclRemoteError|Last error|socketProgress|Exception raised from|frame #).*\n?|\n)*",
@@ -25,7 +25,11 @@ NCCL_CHATTER = re.compile(
 
 
 class Output:
-    """The file of a rank's output, read from now on; fresh: from the rank's start on."""
+    """The output of one rank, read from the file into which the rank prints.
+
+    path: the file; it is created if the rank hasn't done so yet.
+    fresh: True to read the file from its beginning; False to read only what is printed from now on.
+    """
 
     def __init__(self, path: Path, fresh: bool = False):
         path.touch()  # the rank may not have created it yet
@@ -37,7 +41,11 @@ class Output:
         self._tail = b""  # the last of these bytes
 
     def read(self) -> str:
-        """Return the output so far; beyond `KEPT_BYTES`, its beginning and its end."""
+        """Return the output so far, as text; beyond `KEPT_BYTES`, its beginning and its end.
+
+        Between these a line says how much is left out. Messages that Gloo and NCCL print are
+        dropped.
+        """
         length = self._size() - self._start
         if self._lost == 0 and length <= KEPT_BYTES:
             return _clean(self._bytes(0, length))
@@ -46,7 +54,11 @@ class Output:
         return _clean(self._bytes(0, HALF) + f"\n... {size(lost)} left out ...\n".encode() + end)
 
     def trim(self) -> None:
-        """Cut the middle out of a file that has grown too long; the rank may go on printing."""
+        """Cut the middle out of the file if it has grown beyond 2 × `KEPT_BYTES`.
+
+        The rank may go on printing meanwhile. The first half of `KEPT_BYTES` stays in the file, the
+        last half is kept in memory for `read`, and what lies between is lost.
+        """
         length = self._size() - self._start
         if length > 2 * KEPT_BYTES:
             self._tail = self._bytes(length - HALF, HALF)
@@ -54,10 +66,11 @@ class Output:
             os.truncate(self.path, self._start + HALF)
 
     def new_lines(self, last: bool = False) -> str:
-        """Return the lines that have been completed since the previous call, to show them live.
+        """Return the lines that have been completed since this was last called, to show them live.
 
-        last: the unfinished one as well. After `MOST_SHOWN` bytes or `MOST_LIVE` lines, a note, and
-        from then on nothing.
+        last: True to return the unfinished line at the end as well.
+        After `MOST_SHOWN` bytes or `MOST_LIVE` lines in all, a note says that no more is shown, and
+        from then on "" is returned.
         """
         if not self._is_shown:
             return ""
@@ -73,23 +86,33 @@ class Output:
         return _clean(whole)
 
     def _size(self) -> int:
+        """Return the size of the file in bytes."""
         return self.path.stat().st_size
 
     def _bytes(self, start: int, most: int) -> bytes:
+        """Return up to `most` bytes of the output, from byte `start` of it on."""
         with open(self.path, "rb") as file:
             file.seek(self._start + start)
             return file.read(most)
 
 
 def _clean(data: bytes) -> str:
-    """Decode bytes, drop chatter, and keep of a progress bar only its last state."""
+    """Return output as text, without Gloo's and NCCL's messages and a progress bar's old states.
+
+    A progress bar writes a carriage return, and then its next state over the one before.
+    """
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
     lines = NCCL_CHATTER.sub("", GLOO_CHATTER.sub("", text)).split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def shorten(text: str, where: str) -> str:
-    """Cut the middle out of a very long text. where: words that say where all of it is."""
+    """Return `text`, with its middle cut out if it is very long.
+
+    More than `MOST_LINES` lines are cut to about as many, and then more than `MOST_SHOWN`
+    characters are. A line says how much is left out.
+    where: words that say where all of it is, such as ", all of them in run.output[2]"; "" for none.
+    """
     lines = text.splitlines(keepends=True)
     half = MOST_LINES // 2
     if len(lines) > MOST_LINES:
@@ -103,6 +126,6 @@ def shorten(text: str, where: str) -> str:
 
 
 def label(rank: int, text: str) -> str:
-    """Write "rank 2 | " before every line of `text`."""
+    """Return `text` with the rank before every line, as "rank 2 | "; "" if there is no text."""
     lines = text.removesuffix("\n").split("\n") if text else []
     return "".join(f"rank {rank} | {line}\n" for line in lines)

@@ -1,4 +1,9 @@
-"""Find the line of the user's code that makes a call, and describe it for a report."""
+"""Find the line of the user's code that makes a call, and describe it for a report.
+
+A place is (file, line, function, via). The user's code is what belongs neither to torch, ddpkit or
+Python nor to an installed package. If a framework such as lightning stands between that line and
+the call, via is the framework's line as "file:line:function"; otherwise it is "".
+"""
 
 import linecache
 import os
@@ -13,6 +18,7 @@ import torch
 
 
 def _folders(*paths: str) -> tuple[str, ...]:
+    """Return the paths in normal form, with a slash at the end, for `str.startswith`."""
     return tuple(os.path.normpath(path) + os.sep for path in paths)
 
 
@@ -53,8 +59,9 @@ def is_installed(file: str) -> bool:
 def call_site(skip: int = 1) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the innermost line of the user's code in this stack.
 
-    skip: the number of innermost frames known to be ddpkit's: not looking at them saves time. via:
-    see `place_in`.
+    skip: the number of innermost frames known to be ddpkit's: not looking at them saves time.
+    via: the line of an installed framework that the user's line called and that led here, as
+        "file:line:function"; "" if there is none.
     """
     return place_in(sys._getframe(skip))
 
@@ -62,8 +69,12 @@ def call_site(skip: int = 1) -> tuple[str, int, str, str]:
 def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the innermost line of the user's code in a stack.
 
+    frame: the innermost frame of the stack.
     via: the line of an installed framework that the user's line called and that led here, as
-    "file:line:function"; "" if there is none.
+        "file:line:function"; "" if there is none.
+    If no line is the user's, return the framework's. If all of the stack is torch's, it may be that
+    of a thread of autograd: then return the line that called backward, and without one the line of
+    `frame` itself.
     """
     outside_torch = innermost(frame, is_library)
     if outside_torch is None:
@@ -79,9 +90,10 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
 
 
 def _in_backward() -> types.FrameType | None:
-    """Find the frame of the user's code that called backward, in whichever thread; or None.
+    """Return the frame of torch's function that runs backward for the user's code, or None.
 
-    On a GPU, hooks run on threads of autograd's engine, whose stacks hold no line of the user's.
+    It may be in any thread. On a GPU, hooks run on threads of autograd's engine, whose stacks hold
+    no line of the user's.
     """
     for frame in sys._current_frames().values():
         while frame is not None and frame.f_code.co_name != "_engine_run_backward":
@@ -92,24 +104,33 @@ def _in_backward() -> types.FrameType | None:
 
 
 def innermost(frame: types.FrameType | None, skipped: Callable) -> types.FrameType | None:
-    """Return the innermost frame whose file isn't `skipped`, or None."""
+    """Return the innermost frame of a stack whose file isn't skipped, or None if there is none.
+
+    frame: the innermost frame of the stack, or None.
+    skipped: a function that takes a file's path and tells whether to skip its frames.
+    """
     while frame is not None and skipped(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def _is_library_or_installed(file: str) -> bool:
+    """Tell whether `file` isn't the user's code."""
     return is_library(file) or is_installed(file)
 
 
 def _place(frame: types.FrameType) -> tuple[str, int, str, str]:
+    """Return (file, line, function, via) of the line at which `frame` is, with "" for via."""
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, ""
 
 
 def describe_place(place: tuple) -> str:
-    """Describe a place: 'step, line 3: dist.all_reduce(x)' in a cell, 'train.py:12 in step: ...'.
+    """Return a place in words: 'step, line 3: dist.all_reduce(x)', 'train.py:12 in step: ...'.
 
-    The cell's number is left out, since it differs from session to session.
+    The first form is that of a notebook's cell. The cell's number is left out, since it differs
+    from session to session.
+    place: (file, line, function), perhaps with via behind, which is ignored. The line's text is
+        added if the file can be read.
     """
     file, line, function, *_ = place
     whole = function == "<module>"
@@ -121,7 +142,10 @@ def describe_place(place: tuple) -> str:
 
 
 def short_path(file: str) -> str:
-    """Shorten a path: to the package's folder and below if it is installed, or the file name."""
+    """Return a file's path from its package's folder on if it is installed, otherwise its name.
+
+    For example 'torch/nn/functional.py', or 'train.py' for '/home/me/train.py'.
+    """
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
     for folder in (*folders, *site.getsitepackages()):
         if file.startswith(folder + os.sep):

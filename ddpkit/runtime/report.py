@@ -1,4 +1,8 @@
-"""Explain why ranks make no progress: what happened, where each rank is, and what to do."""
+"""Explain why ranks make no progress: what happened, where each rank is, and what to do.
+
+A call is a collective call, a send or a receive. Most functions here return (headline, advice), two
+texts that `report` puts around the description of the ranks.
+"""
 
 import re
 import time
@@ -11,7 +15,7 @@ from .columns import last_calls
 from .look import INSIDE, Look, Situation, group_of
 from .place import describe_place
 
-MANY_CALLS = 1000
+MANY_CALLS = 1000  # of a rank: if they are all alike, it may be in a loop without end
 PATIENCE_S = 60.0  # the longest timeout of the script's own that may still end a wait
 COUNT_THEM = (
     "Every send needs a recv on the other rank, and every recv a send. Count them on both sides."
@@ -22,7 +26,12 @@ COUNT_THEM = (
 
 
 def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
-    """Return (what happened, what to do) for ranks whose calls differ: {rank: its record}."""
+    """Return (headline, advice) for a call in which ranks differ.
+
+    by_rank: {rank: its record of the call}, as `Look.mismatch` returns it.
+    The headline is like 'mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called
+    barrier().'
+    """
     if pairs := unfitting(by_rank):
         return _explain_splits(by_rank, pairs)
     ranks_by_call: dict[str, list[int]] = {}
@@ -36,10 +45,12 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
 
 
 def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) -> tuple[str, str]:
-    """Return (what happened, what to do) for an all_to_all whose splits disagree.
+    """Return (headline, advice) for an all_to_all whose splits disagree.
 
-    pairs: each (sender, receiver) that disagrees. The rank in most of them is named first: if one
-    rank is at fault, it is in all.
+    by_rank: {rank: its record of the call}.
+    pairs: each (sender, receiver) where the one sends another number of elements than the other
+        expects. The rank that is in most of them is named first: if one rank is at fault, it is in
+        all.
     """
     in_pairs = Counter(rank for pair in pairs for rank in pair)
     odd, times = in_pairs.most_common(1)[0]
@@ -59,6 +70,11 @@ def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) ->
 
 
 def _how_to_agree(records: list[Record]) -> str:
+    """Return the advice for a call in which ranks differ, chosen by what differs.
+
+    records: the records of the call, one of each rank. Their operations, dtypes and sizes are
+        compared, in this order.
+    """
     if len({record.op for record in records if record.op not in MESSAGES}) > 1:
         alike = "Every rank must make the same collective calls in the same order."
         return f"{alike} Is one of them under an `if`?"
@@ -80,7 +96,10 @@ def _how_to_agree(records: list[Record]) -> str:
 
 
 def _far_apart(sizes: set[int]) -> bool:
-    """Tell whether sizes differ by more than the last batch, if it is smaller, would explain."""
+    """Tell whether the largest of the sizes, in bytes, is more than twice the smallest.
+
+    A last batch that is smaller on one rank would explain a smaller difference.
+    """
     return max(sizes) > 2 * min(sizes)
 
 
@@ -88,7 +107,12 @@ def _far_apart(sizes: set[int]) -> bool:
 
 
 def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
-    """Return (what happened, what to do) for the ranks in `stuck`, which can never go on."""
+    """Return (headline, advice) for ranks that can never go on.
+
+    look: the state of all ranks.
+    stuck: the ranks that can never go on, as `Look.deadlocked` returns them. Either some of them
+        wait for ranks that have ended or left the group, or they wait for each other in a cycle.
+    """
     waiting = [look.now[rank] for rank in stuck]
     hopeless = [s for s in waiting if look.gone(s)]
     if not hopeless:
@@ -111,9 +135,10 @@ def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
 
 
 def ends_by_itself(look: Look, stuck: list[int]) -> bool:
-    """Tell whether a wait of the ranks in `stuck` will soon end by a timeout of the script's own.
+    """Tell whether a wait of a rank in `stuck` will soon end by a timeout of the script's own.
 
-    The script may catch that, so its ranks aren't ended by us.
+    Soon is within `PATIENCE_S`. The script may catch the error and go on, so ddpkit doesn't end its
+    ranks.
     """
     for s in (look.now[rank] for rank in stuck):
         for wait in (s, *s.more):
@@ -123,14 +148,21 @@ def ends_by_itself(look: Look, stuck: list[int]) -> bool:
 
 
 def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
-    """Return (what happened, what to do) for a wait that timed out after `seconds`."""
+    """Return (headline, advice) for a wait that timed out after `seconds`.
+
+    They are about a deadlock if the ranks are in one; otherwise they name the ranks that are late.
+    """
     if stuck := look.deadlocked() or look.polled_in_vain():
         return explain_deadlock(look, stuck)
     return explain_standstill(look, seconds)
 
 
 def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
-    """Return (what happened, what to do) where a wait timed out and another machine is silent."""
+    """Return (headline, advice) if a wait timed out and ranks of other machines are silent.
+
+    silent: the ranks of which nothing has arrived since.
+    seconds: how long the wait lasted.
+    """
     said = f"no progress for {seconds:.2g} s, and nothing is heard of {name_ranks(silent)}: "
     said += "the wire between the machines is cut, or theirs is down."
     advice = "Can the machines reach each other, and is the other one up? What is shown of "
@@ -138,7 +170,11 @@ def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
 
 
 def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
-    """Return (what happened, what to do) for ranks that wait for ranks that may still come."""
+    """Return (headline, advice) for ranks that wait for ranks which may still come.
+
+    seconds: how long nothing has moved. The headline names the ranks that wait, and those that are
+        in no call; the advice asks about the first of the latter.
+    """
     said = f"no progress for {seconds:.2g} s"
     waiting = [s for s in look.now if s.state in INSIDE and s.missing]
     awaited = {rank for s in waiting for rank in s.missing}
@@ -155,9 +191,10 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
 
 
 def waited_s(record: Record | None, error: BaseException) -> float:
-    """Return the seconds that a wait lasted before it timed out with `error`.
+    """Return the seconds that a wait lasted before it timed out with `error`; 0.0 if unknown.
 
-    record: the call, if known.
+    record: the call in which the rank waited, or None if it isn't known. Gloo's message has the
+        figure; otherwise the time from the beginning of the wait until now is taken.
     """
     of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))  # it counts from the call on
     if of_gloo:
@@ -168,7 +205,11 @@ def waited_s(record: Record | None, error: BaseException) -> float:
 
 
 def _how_gone(s: Situation, look: Look) -> str:
-    """Say why a rank that `s` waits for won't come: "returned", or "destroyed its group ..."."""
+    """Return why a rank that `s` waits for won't come, as 'returned' or 'destroyed its group ...'.
+
+    The words continue '..., which has'. At least one such rank must be gone; this is about the
+    first.
+    """
     other = look.now[look.gone(s)[0]]
     where = other.destroyed.get(group_of(s.call))
     if where is not None:
@@ -177,9 +218,10 @@ def _how_gone(s: Situation, look: Look) -> str:
 
 
 def _circle(waiting: list[Situation]) -> list[Situation]:
-    """Select, of the ranks that wait, those that wait for each other in a cycle.
+    """Return those of the waiting ranks that wait for each other in a cycle.
 
-    The rest wait for these, and would go on if the cycle were broken.
+    waiting: a `Situation` for each rank that waits. The other ranks wait for those of the cycle,
+        and would go on if it were broken.
     """
     awaited = {s.rank: set(s.missing) for s in waiting}
     before = -1
@@ -196,11 +238,12 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
 
 
 def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] | None:
-    """Find the call that a rank in a cycle of waits seems to have left out.
+    """Return the call that a rank in a cycle of waits seems to have left out, and the evidence.
 
-    Returns (the call that another rank waits in, the rank that left it out, the call that this rank
-    made there the time before). The evidence is its history: when it last made the same calls from
-    the same lines, that one came next. None: no evidence.
+    circle: the `Situation` of each rank in the cycle.
+    Return (the call in which another rank waits, the rank that left it out, the call that this rank
+    made there the time before). The evidence is that rank's history: when it last made the same
+    calls from the same lines, that one came next. Return None if there is no evidence.
     """
     for s in circle:
         for rank in s.missing:
@@ -213,9 +256,11 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
 
 
 def _what_came_next(records: list[Record]) -> Record | None:
-    """Predict the next call from history: the one that followed when the calls were last alike.
+    """Return the call that a rank would make next if it repeated itself, or None if unknown.
 
-    Of several places with calls like the last ones, the longest such run counts.
+    records: the rank's last calls, the oldest first.
+    Looked for is the longest run of earlier calls that equals the latest ones, in channel and line;
+    the call that followed it is returned. If several are as long, the latest of them counts.
     """
     said = [(record.channel, record.place) for record in records]
     longest = 0
@@ -231,6 +276,10 @@ def _what_came_next(records: list[Record]) -> Record | None:
 
 
 def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
+    """Return advice that names the rank in a cycle that seems to have skipped a call, or None.
+
+    circle: the `Situation` of each rank in the cycle.
+    """
     found = _skipped(circle, look)
     if found is None:
         return None
@@ -242,7 +291,11 @@ def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
 
 
 def _others(s: Situation, look: Look, ranks: Sequence[int] | None = None) -> str:
-    """Name the ranks that `s` waits for, or `ranks` instead; "all others" if these are many."""
+    """Return the names of the ranks that `s` waits for: 'ranks 1 and 3', or 'all others'.
+
+    It is 'all others' only if these are more than `MANY_RANKS`.
+    ranks: if it is given, these are named instead.
+    """
     ranks = s.missing if ranks is None else ranks
     everybody_else = len(look.ranks) - 1
     if len(ranks) > MANY_RANKS and len(set(ranks) - {s.rank}) == everybody_else:
@@ -251,9 +304,10 @@ def _others(s: Situation, look: Look, ranks: Sequence[int] | None = None) -> str
 
 
 def _way_out(stuck: list[Situation], gone: bool) -> str:
-    """Choose the advice for a deadlock by the operations in which ranks wait.
+    """Return the advice for a deadlock, which depends on the operations in which ranks wait.
 
-    stuck: the ranks in the cycle, or, if `gone`, those that wait for ranks that have ended.
+    stuck: the situations of the ranks in the cycle, or, if `gone`, of those that wait for ranks
+        that have ended or left the group.
     """
     lost = next((s for s in stuck if s.lost), None)
     if lost:
@@ -281,9 +335,10 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
 
 
 def let_go(look: Look) -> str | None:
-    """Say which open message has lost its handle, and on which line; None: none has.
+    """Return a sentence on an open message whose handle was deleted, and its line, or None.
 
-    It may hold up all later messages.
+    The handle is what isend or irecv returns. Without it nothing completes the message, which may
+    hold up all later ones.
     """
     for rank in look.ranks:
         for record in look.records[rank]:
@@ -293,6 +348,7 @@ def let_go(look: Look) -> str | None:
 
 
 def _let_go(rank: int, message: Record) -> str:
+    """Return the sentences that say on which line `rank` began `message` without waiting for it."""
     call, handle = ("isend", "send") if message.op == "send" else ("irecv", "receive")
     said = f"Rank {rank} began its {handle} with {call} and never waited for it"
     where = describe_place(message.place)
@@ -309,10 +365,12 @@ def report(
     stuck: bool = True,
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Put a report together: headline, where ranks are, a table of their last calls, advice.
+    """Return the whole report: headline, where the ranks are, a table of their last calls, advice.
 
-    stuck: a rank that lacks a call will never make it; otherwise it may only be late. ranks: those
-    to show; None: all.
+    look: the state of all ranks.
+    stuck: True if a rank that lacks a call will never make it; False if it may only be late. In the
+        first case this counts as a difference, which the table marks.
+    ranks: the ranks to show; None for all.
     """
     ranks = look.ranks if ranks is None else ranks
     ranks_by_place: dict[str, list[int]] = {}
@@ -324,7 +382,10 @@ def report(
 
 
 def _where(s: Situation, look: Look) -> str:
-    """Write a rank's state, call and line: "waiting in barrier()", " step, line 3: ..."."""
+    """Return where a rank is, in lines: "waiting for rank 1 in barrier()", "  step, line 3: ...".
+
+    More lines tell by way of which line of a framework, and where its other threads wait.
+    """
     state = "waiting, by is_completed()," if s.state == "polling" else s.state
     missing = f" for {_others(s, look)}" if s.missing else ""
     call = f" in {s.call.call}" if s.call else ""
@@ -341,9 +402,11 @@ def _where(s: Situation, look: Look) -> str:
 
 
 def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
-    """Find the call to blame: where ranks differ, or in which one waits for a rank that doesn't.
+    """Return the record of the call to blame for the hang, or None if it isn't known.
 
-    If all wait in a cycle it is the call that was left out, if that is known; otherwise None.
+    It is the call in which ranks differ, if there is one. Otherwise it is the earliest one in which
+    a rank waits for a rank that doesn't wait itself. If all wait in a cycle, it is the call that
+    seems to have been left out.
     """
     different = look.mismatch()
     if different:
@@ -358,7 +421,10 @@ def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
 
 
 def _loops(look: Look) -> list[str]:
-    """Warn of ranks that may loop for ever: many calls, the last of them all alike; [] if none."""
+    """Return a warning for each rank that may be in a loop without end; [] if there is none.
+
+    Such a rank has made at least `MANY_CALLS`, and those still on the board are all alike.
+    """
     found = []
     for rank in look.ranks:
         made = look.board.calls(rank)

@@ -9,7 +9,7 @@ from .link import Link
 
 
 def clock_s() -> float:
-    """Return what to add to `time.perf_counter()`, the records' clock, for the time of day."""
+    """Return the seconds to add to `time.perf_counter()`, the records' clock, for `time.time()`."""
     return time.time() - time.perf_counter()
 
 
@@ -19,9 +19,12 @@ class Run:
 
     results: the values that the ranks returned, by rank.
     output: the text that each rank printed, C++ and children included.
-    wire: the records of each rank: its calls, in order, with their bytes and times.
-    seconds: from the first process to the last result.
-    backend: the chosen backend and the reason.
+    wire: for each rank the records of its collective calls and messages, in order, with their bytes
+        and times.
+    seconds: from the start of the first process to the arrival of the last result.
+    backend: the backend that was chosen, and why, as in "gloo on CPU: as asked".
+    link: the emulated link between the ranks, or None.
+    clock_s: what to add to the records' times to get the time of day, in seconds.
     """
 
     results: list
@@ -46,8 +49,10 @@ class Run:
         return iter(self.results)
 
     def trace(self, path: str | Path, profiles: dict[int, str] | None = None):
-        """Write a Chrome trace, to be opened in https://ui.perfetto.dev: `ddpkit.inspect.trace`.
+        """Write a Chrome trace of all ranks' calls, to be opened in https://ui.perfetto.dev.
 
+        Return a `ddpkit.inspect.trace.Trace`, which a notebook shows as a link to the file.
+        path: the file to write.
         profiles: {rank: file that torch.profiler exported on that rank}, to be merged into it.
         """
         from ..inspect.trace import write_trace  # only when used: it stands above the runtime
@@ -55,7 +60,10 @@ class Run:
         return write_trace(path, self.wire, self.clock_s, profiles or {})
 
     def flight_recorder(self, folder: str | Path) -> None:
-        """Write dumps as PyTorch's flight recorder does, for its analyser or `ddpkit.explain`."""
+        """Write dumps as PyTorch's flight recorder does, for its analyser or `ddpkit.explain`.
+
+        folder: gets a file for each rank, `rank_0`, `rank_1`, ..., and is created if necessary.
+        """
         from ..inspect.flight_recorder import write_dumps
 
         write_dumps(folder, self.wire, self.clock_s)
@@ -65,7 +73,10 @@ class Run:
 
 
 def show_by_rank(texts: dict[int, str]) -> str:
-    """Write each text behind "rank 2: ", with its further lines indented."""
+    """Return the texts as one, each after its rank, as in "rank 2: ", with further lines indented.
+
+    texts: {rank: its text}, in the order in which they are to stand.
+    """
     lines = []
     for rank, text in texts.items():
         start = f"rank {rank}: "
