@@ -41,7 +41,7 @@ class Member:
     def check_root(self, op: str, root: int):
         """Raise ValueError if `root`, a number in the group, isn't a member's.
 
-        op: the operation that was called with it, for the message.
+        op: the operation that was called with it, for the text of the error.
         """
         if not 0 <= root < len(self.ranks):
             me = f"rank {self.ranks[self.rank]} called {op} with {_root_name(op)}={root}"
@@ -51,8 +51,8 @@ class Member:
         """Raise ValueError if `number` isn't a member's number in the group, or is this rank's own.
 
         torch lets both pass; Gloo then fails with an assertion in C++, or never returns.
-        op, name: the operation, and the argument that was `number`, for the message: "dst" or
-            "src".
+        op, name: the operation and the name of its argument, "dst" or "src", for the text of the
+            error.
         """
         if 0 <= number < len(self.ranks) and number != self.rank:
             return
@@ -74,7 +74,8 @@ class Member:
 def new_group(member: Member, place: Place) -> Said:
     """Describe the connecting of a new group as a `Said`; it blocks like a collective call.
 
-    Its fingerprint is "", so it isn't compared between ranks.
+    A `Said` is the part of a call's record that is the same each time. Its fingerprint is "" here,
+    so it isn't compared between ranks.
     place: the user's line, as (file, line, function, via).
     """
     members = str(list(member.ranks))
@@ -96,6 +97,7 @@ def collective(
 ) -> Said:
     """Describe a collective as a `Said`; the same arguments give the same object.
 
+    A `Said` is the part of a call's record that is the same each time a line makes the call.
     member: this rank in the group of the call.
     place: the user's line, as (file, line, function, via).
     op: torch.distributed's name of the operation, such as "all_reduce".
@@ -136,6 +138,7 @@ def message(
 ) -> Said:
     """Describe a send or a receive as a `Said`; the same arguments give the same object.
 
+    A `Said` is the part of a call's record that is the same each time a line makes the call.
     member: this rank in the group of the message.
     place: the user's line, as (file, line, function, via).
     op: "send" or "recv".
