@@ -90,9 +90,9 @@ class Recorder:
     ):
         """Record a call just before it is made, and compare it with the other ranks' calls.
 
-        This gives the record its numbers `seq` and `number`, and writes it into the list and onto
-        the board. If another rank has made a different call at the same position, `disagree` is
-        called.
+        A call is a collective call, a send or a receive. This gives the record its numbers `seq`
+        and `number`, and writes it into the list and onto the board. If another rank has made a
+        different call at the same position, `disagree` is called.
         sent: the tensors that the call sends.
         buffer: a tensor whose whole storage is kept, so that a replay can show the memory around
             it.
@@ -181,7 +181,10 @@ class Recorder:
             self.board.set_waiting(self.rank, record.number, self._caller())
 
     def waited(self):
-        """Remove the mark of `stands_at`: this thread goes on, even if the call isn't done."""
+        """Remove the mark that `stands_at` put on the board: this thread waits no longer.
+
+        The call itself may still be open.
+        """
         if self.board is not None:
             self.board.set_waiting(self.rank, None, self._caller())
 
@@ -292,7 +295,7 @@ class Recorder:
         buffer: torch.Tensor | None = None,
         at: float | None = None,
     ):
-        """Note that a call is complete. A second note about the same call changes nothing.
+        """Note that a collective call, send or receive is complete; a second note changes nothing.
 
         arrived: the tensors that hold its result, for keep_values.
         buffer: a tensor whose whole storage is kept for replays. None if another call may be
@@ -366,7 +369,7 @@ class Recorder:
                 write(self.rank, record.number, record)
 
     def latest_issue(self, record: Record) -> float:
-        """Return the `time.perf_counter()` at which the last of the ranks made this call.
+        """Return the `time.perf_counter()` at which the last of the group's ranks made this call.
 
         Ranks of which the board shows no such call are left out. For a receive, the sender counts
         from when its message left, which the emulated link may delay.

@@ -39,7 +39,7 @@ WITHOUT_FUTURE = "send", "recv", "gather", "scatter"
 
 
 class Cuda:
-    """The calls to CUDA that `Streams` makes for one GPU; tests put an emulation in its place."""
+    """The CUDA functions that `Streams` needs, for one GPU; tests put an emulation in its place."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -169,7 +169,7 @@ class Streams:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit streams")
 
     def watch(self):
-        """Start the thread that reads the events, every `LOOK_S` seconds."""
+        """Start the thread that reads the calls' CUDA events, every `LOOK_S` seconds."""
         self._watcher.start()
 
     def stop(self, timeout_s: float):
@@ -197,9 +197,9 @@ class Streams:
         arriving: Sequence[Tensor],
         asynchronous: bool = True,
     ) -> StreamWork | None:
-        """Record a call, make it by `call()` between two CUDA events, and return its handle.
+        """Record a call of NCCL, make it by `call()` between two events, and return its handle.
 
-        record: the record of the call, which isn't issued yet.
+        record: the record of the collective call, send or receive; it isn't issued yet.
         call: makes the call, and returns NCCL's handle, or None for a message of a batch.
         sent, arriving: the tensors that the call reads, and those that it fills.
         asynchronous: False for a call that NCCL puts on the current stream. It needs no wait, so
@@ -248,7 +248,10 @@ class Streams:
         self.end(works, self.make(works[-1].record, complete))
 
     def _captured(self, record: Record):
-        """Note that a call captured in a CUDA graph is done, at the time at which it was issued."""
+        """Note that a call captured in a CUDA graph is done, as its events can't be queried.
+
+        The time at which it was issued stands for its beginning and its end.
+        """
         record.stream = "graph"
         record.started = record.issued
         self.recorder.done(record, at=record.issued)
@@ -277,7 +280,7 @@ class Streams:
         self._pending.append((records, events, kept))
 
     def wait(self, work: StreamWork):
-        """Make the current stream wait for a call, without blocking the program.
+        """Make the current CUDA stream wait for a call of NCCL, without blocking the program.
 
         The first wait for a call gets an event, which shows when the stream began to wait. With
         keep_values the result is read here, which does block.
@@ -289,7 +292,7 @@ class Streams:
         self.recorder.arrived(work.record, work.arriving)
 
     def read(self) -> list[Record]:
-        """Note the times of all calls that are complete by now; return the records of the others.
+        """Note the times of all calls of NCCL that are complete by now; return the others' records.
 
         It never blocks on the GPU. The records are in the order of their events, and one comes
         twice if both its end and the start of a wait for it are still open. Calls that are late are

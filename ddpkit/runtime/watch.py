@@ -78,7 +78,8 @@ class Watch:
     def status(self) -> str:
         """Return a line for a progress display: how many calls the ranks have made so far.
 
-        After `STANDSTILL_S` seconds without a call it says instead which ranks wait for which.
+        Calls are collective calls, sends and receives, of all ranks together. After `STANDSTILL_S`
+        seconds without a call it says instead which ranks wait for which.
         """
         quiet_s = time.perf_counter() - self.quiet_since
         if quiet_s < STANDSTILL_S:
