@@ -1,8 +1,9 @@
-"""Start and end ranks: by a fork server where the system has one, by spawn elsewhere.
+"""Start and end the processes of ranks: forked from a server on Linux, spawned elsewhere.
 
-The server has imported torch and this package but nothing of the user's. Forking it takes
-milliseconds, a new interpreter seconds. It never touches CUDA, so that forks don't inherit a state
-of CUDA. Every launch gets new processes: nothing leaks to the next one, and a crash costs nothing.
+The fork server is a process that has imported torch and this package, but nothing of the user's.
+Forking it takes milliseconds, where starting a new interpreter takes seconds. It never touches
+CUDA, because a fork of a process that has used CUDA can't use it. Every launch gets new processes,
+so that nothing leaks into the next launch, and a crash ends only its own launch.
 """
 
 import contextlib
@@ -36,18 +37,22 @@ from .worker import MAKE_ROOM
 PRELOAD = ["ddpkit.runtime.worker"]
 LAST = "ddpkit.runtime.cheap_forks"
 # With this, Linux gives torch's large tensors pages of 2 MiB. Clearing small pages took a third of
-# the time of a ring all-reduce of 100 MB, which allocates a receive buffer in every hop.
+# the time of a ring all-reduce of 100 MB, which allocates a receive buffer in every step.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
-YOUNG_S = 60  # a folder that is younger may not be locked yet
-GONE_S, GONE_ON_GPU_S = 4.0, 30.0  # to wait for a killed rank, which may free GPU memory
+YOUNG_S = 60  # `sweep` spares a younger folder, which its launch may not have locked yet
+GONE_S, GONE_ON_GPU_S = 4.0, 30.0  # seconds to wait for a killed rank; freeing a GPU takes long
 _starting = threading.Lock()
 
 
 class Rank:
-    """A rank's process, seen from the parent: a pipe for its messages, a lifeline, its exit.
+    """A rank's process, seen from the parent; creating a `Rank` starts the process.
 
-    The lifeline is a pipe that closes when the parent ends, however it ends; then the rank ends.
+    The process runs target(assignment, theirs, lifeline). `theirs` is its end of a two-way pipe for
+    messages, and `self.pipe` is the parent's end. `lifeline` is a pipe that closes when the parent
+    ends, however that happens; the rank then ends itself, so that no process is left behind.
+    assignment: the rank's orders, such as its number and the folder of the launch.
+    target: a function that the new process can import: `worker.main` or `worker.serve_cells`.
     """
 
     def __init__(self, assignment: worker.Assignment, target):
@@ -68,19 +73,26 @@ class Rank:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code, None while the rank runs; negative: the signal that ended it."""
+        """Return the process's exit code, -N if signal N ended it, or None while it runs."""
         return self.process.exitcode
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a debugger or a signal holds the rank, as far as /proc shows."""
+        """Tell whether a debugger or a signal such as SIGSTOP has suspended the process.
+
+        It reads /proc, and returns False on systems without it.
+        """
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
             return state in "Tt"
         return False
 
     def end(self):
-        """Kill the rank and its children, also children that outlived it."""
+        """Kill the rank and its children, also children that outlived it; return at once.
+
+        On POSIX systems the whole process group of the rank gets SIGKILL. On Windows only the rank
+        itself is killed.
+        """
         self._lifeline.close()
         if os.name == "posix":
             with contextlib.suppress(ProcessLookupError, PermissionError):  # no group yet, or ended
@@ -88,15 +100,21 @@ class Rank:
         self.process.kill()
 
     def wait_gone(self):
+        """Wait until the killed process has ended, then close the pipe and the process object.
+
+        The wait lasts at most `GONE_S` seconds, or `GONE_ON_GPU_S` for a rank on a GPU. A process
+        that is still there afterwards is left alone, without an error.
+        """
         self.process.join(GONE_ON_GPU_S if self.assignment.choice.gpus else GONE_S)
         self.pipe.close()
         with contextlib.suppress(ValueError):
             self.process.close()
 
     def ask_stack(self) -> list[tuple[str, int, str]]:
-        """Return (file, line, function) of the rank's main thread, innermost first.
+        """Return the main thread's stack: a list of (file, line, function), innermost frame first.
 
-        Answered even if C++ code holds the interpreter's lock.
+        The rank answers even while C++ code holds the interpreter's lock. [] if it doesn't answer;
+        see `ask_stacks`.
         """
         *_, main_thread = self.ask_stacks() or [[]]
         return main_thread
@@ -104,7 +122,10 @@ class Rank:
     def ask_stacks(self) -> list[list[tuple[str, int, str]]]:
         """Return the stacks of all Python threads of the rank, the main thread's last.
 
-        []: they can't be had.
+        Each stack is a list of (file, line, function), innermost frame first. SIGUSR1 makes the
+        rank's faulthandler write them to a file, for which this waits about half a second at most.
+        Return [] if the rank doesn't answer, hasn't installed the handler yet, or the system has no
+        SIGUSR1.
         """
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
@@ -134,7 +155,19 @@ def world(
     call: bytes = b"",
     check_buffers: bool = False,
 ):
-    """Context manager: start ranks that run `target`; give (ranks, board); end the ranks."""
+    """Context manager: start `world_size` processes that run `target`, and kill them at the end.
+
+    Yields (ranks, board): the list of `Rank`s, and the `Board`, the shared file in which every rank
+    writes its calls. At the end, the launch's temporary folder is deleted along with the results in
+    it, so read them inside.
+    choice: the backend, the GPUs and the environment variables of the ranks.
+    link: the `Link` whose latency and bandwidth are emulated, or None.
+    keep_values: whether the records keep the elements of short messages, for replays.
+    target: the function that each process runs: `worker.main` or `worker.serve_cells`.
+    call: the pickled (function, args, kwargs) for `worker.main` to call; `serve_cells` takes none.
+    check_buffers: whether the ranks check that no tensor is changed while it is being sent.
+    OSError: the disk for temporary files is full; make room, or set TMPDIR.
+    """
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"ddpkit-{os.getpid()}-"))
     lock = contextlib.ExitStack()
@@ -167,10 +200,12 @@ def world(
 
 
 def threads_of_a_rank(world_size: int) -> int:
-    """Return how many threads a rank computes with: OMP_NUM_THREADS, at most its share of cores.
+    """Return the number of threads that each rank computes with, at least 1.
 
-    Threads spin while they wait for one another. With OMP_NUM_THREADS=2 from a shell, four ranks on
-    two cores would have eight threads, and take ten times as long.
+    It is OMP_NUM_THREADS, but at most the rank's share of the cores, which is their number divided
+    by `world_size`; without OMP_NUM_THREADS it is 1. The limit is there because threads spin while
+    they wait for one another: with OMP_NUM_THREADS=2 from a shell, four ranks on two cores would
+    have eight threads, and take ten times as long.
     """
     share = max(1, int(count_cores() // world_size))
     asked = os.environ.get(THREADS[0], "").partition(",")[0]  # "4,2": for nested loops, 2
@@ -178,7 +213,10 @@ def threads_of_a_rank(world_size: int) -> int:
 
 
 def _check_room(folder: Path, nbytes: int):
-    """Raise OSError if the disk is full: writing to the board would kill this process by SIGBUS."""
+    """Raise OSError if the disk of `folder` has fewer than `nbytes` bytes free.
+
+    On a full disk, writing to the memory-mapped board would kill this process by SIGBUS.
+    """
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         needs = f"the ranks' files take {size(nbytes)}, and {size(free)} are free"
@@ -187,10 +225,13 @@ def _check_room(folder: Path, nbytes: int):
 
 @functools.cache
 def sweep(pattern: str = "ddpkit-[0-9]*-*"):
-    """Remove the folders of launches whose process was killed, once per process.
+    """Delete the temporary folders that killed launches have left behind, once per process.
 
-    A live process holds a lock on its folder, also one in another container that shares the
-    temporary folder. Only this user's old folders without a lock are removed.
+    A live process holds a lock on its folder, even if it runs in another container that shares the
+    temporary folder. Only folders without a lock are deleted that belong to this user and are older
+    than `YOUNG_S` seconds. Errors are ignored. The function is cached, so a second call with the
+    same pattern does nothing. On Windows nothing is deleted.
+    pattern: a glob pattern of the folders' names in the system's temporary folder.
     """
     for folder in Path(tempfile.gettempdir()).glob(pattern) if os.name == "posix" else ():
         with contextlib.suppress(OSError):  # another process was faster
@@ -204,10 +245,11 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
 
 @contextlib.contextmanager
 def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
-    """Context manager: hold a lock on a folder, and give whether it was free.
+    """Context manager: try to lock a folder, without blocking; yield whether that succeeded.
 
-    The lock ends with this process at the latest. shared: several processes may hold it at once, as
-    the ranks of a session do.
+    It yields False if another process holds the lock, and where the system or the file system has
+    no such locks. The lock ends with this process at the latest.
+    shared: several processes may hold the lock at once, as the ranks of a session do.
     """
     if os.name != "posix":
         yield False
@@ -226,16 +268,21 @@ def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
 
 
 def _cell_texts() -> dict[str, tuple]:
-    """Return the source of the notebook's cells, which a rank needs to name a line of one."""
+    """Return the source of the notebook's cells, as {file: its entry in `linecache.cache`}.
+
+    A rank needs it to show a line of a cell in a traceback. An entry is (size, None, lines, file).
+    None in place of a time of modification marks a cell, since a file on disk has one.
+    """
     entries = linecache.cache.copy()  # other threads add to it
     return {name: entry for name, entry in entries.items() if len(entry) == 4 and entry[1] is None}
 
 
 @contextlib.contextmanager
 def interrupts_deferred():
-    """Context manager: a Ctrl-C inside takes effect at its end.
+    """Context manager: hold back a Ctrl-C that comes inside until the end of the block.
 
-    So no rank is lost while it starts or ends.
+    It keeps a rank from being lost in the middle of its start or end. In a thread other than the
+    main one it does nothing, because Python delivers signals to the main thread.
     """
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield
@@ -254,9 +301,11 @@ def interrupts_deferred():
 
 
 def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
-    """Yield (rank, message) of the ranks that have sent one; ("exit", code) for one that ended.
+    """Yield (rank, message) for each rank that has sent a message or ended.
 
-    Waits up to `seconds` for the first.
+    A message is the pair (word, data) that the rank has put into its pipe, such as ("done", value).
+    For a process that has ended without one it is ("exit", its exit code). There is at most one
+    message for each rank. Waits up to `seconds` for the first; if none comes, yields nothing.
     """
     by_object = {rank.pipe: rank for rank in ranks}
     by_object |= {rank.process.sentinel: rank for rank in ranks}
@@ -271,7 +320,12 @@ def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
 
 
 def cpu_ticks(pid: int, of_main_thread: bool = False) -> int | None:
-    """Return the CPU time of a process so far, or of its main thread; None without /proc."""
+    """Return the CPU time that a process has used so far, in the kernel's clock ticks, or None.
+
+    A tick is 10 ms as a rule. User and system time are added up. None: there is no /proc, or the
+    process is gone.
+    of_main_thread: count the main thread's time alone.
+    """
     path = Path(f"/proc/{pid}/task/{pid}/stat" if of_main_thread else f"/proc/{pid}/stat")
     try:
         fields = path.read_text().rpartition(")")[2].split()
@@ -284,36 +338,51 @@ def cpu_ticks(pid: int, of_main_thread: bool = False) -> int | None:
 
 
 def start_method() -> str:
-    """Choose forkserver on Linux, spawn elsewhere; DDPKIT_START_METHOD overrides it for tests."""
+    """Return how ranks are started: "forkserver" on Linux, "spawn" elsewhere.
+
+    The environment variable DDPKIT_START_METHOD overrides this, for tests.
+    """
     served = "forkserver" if sys.platform == "linux" else "spawn"
     return os.environ.get("DDPKIT_START_METHOD") or served
 
 
 def warm_up():
-    """Start the fork server without waiting for it, ahead of the first launch."""
+    """Start the fork server ahead of the first launch, without waiting for its imports.
+
+    Where ranks are spawned there is no server, and this does nothing.
+    """
     if start_method() == "forkserver":
         with _starting, _our_way():
             pass
 
 
 def is_starting() -> bool:
-    """Tell whether a rank is being started: the first has to wait for the server's imports."""
+    """Tell whether this process is just starting a rank or the fork server.
+
+    The first rank takes seconds, since it waits until the server has imported torch. A progress
+    display asks this, in order to say so.
+    """
     return _starting.locked()
 
 
 @functools.cache
 def _server() -> forkserver.ForkServer:
-    """Return ddpkit's own fork server: that of multiprocessing may run without torch in it."""
+    """Return ddpkit's own fork server, the same object in every call; it may not be running yet.
+
+    The server that multiprocessing shares isn't used: if the user's program has started it, it runs
+    without torch in it.
+    """
     server = forkserver.ForkServer()
     server.set_forkserver_preload([*PRELOAD, LAST])
     return server
 
 
 def preload(modules: Iterable[str]):
-    """Let the fork server import `modules` from now on, so that ranks needn't do it each.
+    """Let the fork server import `modules` from now on, so that no rank has to import them itself.
 
-    A new fork server imports them in the background; a launch that comes soon waits for it. The old
-    server ends with its last rank.
+    If one of them is new and the server runs already, a new server is started, which imports them
+    in the background; a launch that comes soon waits for it. The old server ends with its last
+    rank. Where ranks are spawned, this does nothing.
     """
     server = _server()
     with _starting:
@@ -332,10 +401,11 @@ def preload(modules: Iterable[str]):
 
 @contextlib.contextmanager
 def _our_way():
-    """Context manager: multiprocessing starts a rank from our server, and not the user's script.
+    """Context manager: let multiprocessing start ranks from our server, without the user's script.
 
-    By itself it would run that script again in the rank. Both hold for this thread alone: a pool
-    that the user starts in another one at the same time is as always.
+    Normally multiprocessing would run that script once more in each new process. Other threads may
+    start processes at the same time: theirs run the script as usual, but one that they start by
+    "forkserver" also comes from our server.
     """
     prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process
     thread = threading.get_ident()
@@ -359,7 +429,11 @@ def _our_way():
 
 
 def _start_server():
-    """Start the server if necessary, with SIGINT blocked: no Ctrl-C while it imports."""
+    """Start our fork server unless it is running, with SIGINT blocked.
+
+    So a Ctrl-C doesn't end it while it imports. The server and its forks inherit the block, which
+    `worker.become_rank` lifts in each rank.
+    """
     resource_tracker.ensure_running()  # first: started by the server, it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,4 +1,8 @@
-"""Record the calls of one rank: on the board for the other ranks, and in a list for itself."""
+"""Record every collective call and message of one rank, in a list and on the board.
+
+The board is a memory-mapped file that all ranks of a launch share. Other ranks and the launching
+process read there which call a rank is in, even while that rank is blocked in C++.
+"""
 
 import contextlib
 import re
@@ -31,12 +35,19 @@ TIMED_OUT = re.compile(
 
 
 class Recorder:
-    """The recorder of one rank's calls: the wire tells it of each call, and of its end.
+    """The recorder of one rank's calls of torch.distributed: collectives, sends and receives.
 
-    records: all calls so far. board: the board of all ranks; None: no memory is shared. disagree:
-    called with {rank: record} if another rank has made a different call at the same place.
-    timed_out: called with (record, error) if a wait ends by its timeout, before the error is
-    raised. In a rank, `recorder()` returns it.
+    The wire (`WireGroup`, the process group around the real one) informs it when each call is made
+    and when it is complete. In a rank, `recorder()` returns the rank's recorder. `records` is the
+    list of calls so far, oldest first; beyond `MOST_RECORDS` the older half is dropped.
+    rank: this rank's number in the world.
+    board: the board on which each call is also written; None: only the list is kept.
+    link: the `Link` that is emulated, or None.
+    keep_values: whether records keep the elements of short messages, for replays.
+    disagree: called with {rank: record} if another rank has made a different call at the same
+        position. It holds this rank's record, and the other's if the board still has it.
+    timed_out: called with (record, error) if a wait for a call ends by its timeout, before the
+        error is raised.
     """
 
     def __init__(
@@ -54,14 +65,14 @@ class Recorder:
         self.keep_values = keep_values
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
-        self.check_buffers = False  # of groups made from now on: `buffers.py`
+        self.check_buffers = False  # whether groups made from now on check what they send
         self.streams: Streams | None = None  # on NCCL: measures when calls ran
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
         self._disagree = disagree
         self._timed_out = timed_out
         self._calls = 0
         self._seq: dict[str, Iterator[int]] = defaultdict(count)
-        self._callers: dict[int, int] = {}  # {a thread that has made calls, and lives: its place}
+        self._callers: dict[int, int] = {}  # {a live thread that has made calls: its mark's index}
         self._this_thread = threading.local()
         self.worlds = 0  # the number of worlds so far: a script may end one and begin another
         self._destroyed: dict[str, tuple] = {}
@@ -77,10 +88,15 @@ class Recorder:
         sent: Sequence[torch.Tensor] = (),
         buffer: torch.Tensor | None = None,
     ):
-        """Record a call just before it is made; report it if another rank's call differs.
+        """Record a call just before it is made, and compare it with the other ranks' calls.
 
-        sent: the tensors that it sends. buffer: the tensor whose storage is kept for replays. Both
-        are read only with keep_values.
+        A call is a collective call, a send or a receive. This gives the record its numbers `seq`
+        and `number`, and writes it into the list and onto the board. If another rank has made a
+        different call at the same position, `disagree` is called.
+        sent: the tensors that the call sends.
+        buffer: a tensor whose whole storage is kept, so that a replay can show the memory around
+            it.
+        Both are read only with keep_values.
         """
         if self.keep_values:
             record.values = _values(sent)
@@ -102,10 +118,12 @@ class Recorder:
             self._disagree({self.rank: record, **differing})
 
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
-        """Look for a rank whose call at this place is another one: {rank: its record}, or None.
+        """Return {rank: its record} of a rank whose call at the same position differs, or None.
 
-        {}: there is one, but its record is already overwritten. A rank writes before it reads, so
-        of two ranks that disagree the later one always notices.
+        The position is `record.seq`, the number of earlier calls on the same channel, which is a
+        group or one direction between two ranks. Return {} if a call differs, but its record is
+        already overwritten on the board. Every rank writes its own call before it reads the
+        others', so of two ranks that disagree the later one always notices.
         """
         said = record.said
         seq = record.seq
@@ -124,9 +142,11 @@ class Recorder:
         return None
 
     def came_from(self, record: Record, peer: int, channel: str):
-        """Complete the record of a receive from any rank: its message came from `peer`.
+        """Complete the record of a receive from any rank, now that its sender is known.
 
-        channel: that of the messages from `peer` to this rank.
+        peer: the sender's rank in the world.
+        channel: the name of the channel from `peer` to this rank; the message becomes the next one
+            there.
         """
         with self._lock:
             record.said = replace(record.said, peer=peer, channel=channel)
@@ -136,7 +156,9 @@ class Recorder:
     def wait(self, record: Record, until_done: Callable, arrived: Sequence[torch.Tensor] = ()):
         """Wait for a call by `until_done()`, with this thread marked as waiting on the board.
 
-        arrived: the tensors that hold its result then.
+        until_done: blocks until the call is complete. What it raises is raised here, after
+            `timed_out` is called if it was a timeout.
+        arrived: the tensors that hold the call's result afterwards, for keep_values.
         """
         record.waited = time.perf_counter()
         self.stands_at(record)
@@ -150,44 +172,60 @@ class Recorder:
         self.done(record, arrived, arrived[0] if arrived else None)
 
     def stands_at(self, record: Record):
-        """Mark this thread as waiting in the call of `record`, from now until it is done."""
+        """Mark on the board that this thread waits in the call of `record`.
+
+        The report of a hang reads the mark. It counts until the call is done, or until `waited()`
+        removes it. If the call is done already, no mark is made.
+        """
         if self.board is not None and record.done is None:
             self.board.set_waiting(self.rank, record.number, self._caller())
 
     def waited(self):
-        """Take away the mark of `stands_at`: this thread goes on, though the call isn't done."""
+        """Remove the mark that `stands_at` put on the board: this thread waits no longer.
+
+        The call itself may still be open.
+        """
         if self.board is not None:
             self.board.set_waiting(self.rank, None, self._caller())
 
     def polled(self, record: Record):
-        """Note that the script asked whether `record` is complete, and it isn't.
+        """Note on the board that the program asked whether the call is complete, and it isn't.
 
-        A script that asks again and again may be waiting for it.
+        A program that asks again and again may be waiting for the call, so the report of a hang
+        looks at the time of the last such question.
         """
         if self.board is not None and record.done is None:
             self.board.set_polled(self.rank, record.number, time.perf_counter())
 
     def destroyed(self, group: str):
-        """Note on the board that this rank destroyed `group`, and on which line.
+        """Note on the board that this rank destroyed a group, and on which line of the user's code.
 
-        It will make no more calls in it.
+        The rank will make no more calls in the group, so a rank that waits there for one waits in
+        vain.
+        group: the group's name on the board.
         """
         if self.board is not None:
             self._destroyed[group] = call_site(2)
             self.board.set_destroyed(self.rank, self._destroyed)
 
     def keep(self, group: object, name: str, ranks: tuple[int, ...]):
-        """Keep a group that this rank has destroyed, until all its members have destroyed it.
+        """Keep a group that this rank has destroyed, until all of its members have destroyed it.
 
-        Until then its connections stay open, so that no rank that still waits loses one. ranks: the
-        members.
+        Until then its connections stay open, because closing them would fail a member that still
+        waits.
+        group: the process group; a reference to it is held.
+        name: the group's name on the board.
+        ranks: the members, as ranks of the world.
         """
         with self._lock:
             self._kept.append((group, name, ranks))
         self.release()
 
     def release(self):
-        """Let go of those groups of `keep` that all their members have destroyed by now."""
+        """Drop those groups held by `keep` that all of their members have destroyed by now.
+
+        Without the reference a group closes its connections.
+        """
         let_go = []  # destructors wait for threads that may want the lock, so they run after it
         with self._lock:
             for kept in list(self._kept):
@@ -197,9 +235,11 @@ class Recorder:
                     let_go.append(kept)
 
     def _caller(self) -> int:
-        """Return this thread's place on the board, its own as long as the thread lives.
+        """Return the index of this thread's waiting mark on the board, from 0 to `CALLERS` - 1.
 
-        A C++ thread, such as autograd's on a GPU, counts as alive only while it runs Python code.
+        The mark says in which collective call, send or receive the thread waits, for the report of
+        a hang. The thread gets one at its first call, and keeps it as long as it lives. A C++
+        thread, such as autograd's on a GPU, counts as alive only while it runs Python code.
         """
         try:
             return self._this_thread.caller.place
@@ -208,9 +248,11 @@ class Recorder:
             return caller.place
 
     def came(self) -> int:
-        """Give this thread, which makes its first call, a place on the board; return it.
+        """Assign one of the board's waiting marks to this thread; return the index of the mark.
 
-        Place 0 is the main thread's.
+        The mark says in which call the thread waits. A thread gets one when it makes its first
+        call. Index 0 is the main thread's. When all `CALLERS` indices are taken, further threads
+        share the last one.
         """
         with self._lock:
             is_main = threading.get_ident() == threading.main_thread().ident
@@ -221,15 +263,20 @@ class Recorder:
             return place
 
     def left(self, thread: int):
-        """Free the place of a thread that has ended."""
+        """Free the mark on the board of a thread that has ended, for another thread to use.
+
+        thread: the ended thread's `threading.get_ident()`.
+        """
         with self._lock:
             self._callers.pop(thread, None)
             self.count_callers()
 
     def count_callers(self, look: bool = False):
-        """Note on the board how many threads of this rank may still make calls.
+        """Write onto the board how many threads of this rank have made calls and are still alive.
 
-        look: look at their stacks, and leave out those that wait for work in a pool.
+        While one of them waits, another may go on, so that the rank isn't certainly stuck.
+        look: read the threads' stacks, and leave out those that idle in a pool; the main thread
+            counts in any case.
         """
         callers = len(self._callers)
         if look and callers > 1:
@@ -248,10 +295,12 @@ class Recorder:
         buffer: torch.Tensor | None = None,
         at: float | None = None,
     ):
-        """Note that a call is complete. A second note about the same call changes nothing.
+        """Note that a collective call, send or receive is complete; a second note changes nothing.
 
-        arrived: the tensors that hold its result. buffer: the one whose storage is kept for
-        replays, if no other call can be writing into it. at: when it was complete; None: now.
+        arrived: the tensors that hold its result, for keep_values.
+        buffer: a tensor whose whole storage is kept for replays. None if another call may be
+            writing into that storage; the record then keeps what `issue` saw.
+        at: the `time.perf_counter()` at which it was complete; None: now.
         """
         if record.done is not None:
             return
@@ -265,16 +314,22 @@ class Recorder:
         arrived: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ):
-        """Keep the numbers that a call brought, if keep_values; on a GPU, wait for them."""
+        """Keep in the record the elements that a call brought; without keep_values, do nothing.
+
+        On a GPU this blocks until the current stream has computed them.
+        arrived: the tensors that hold the call's result.
+        buffer: a tensor whose whole storage is kept, for replays; None: keep what `issue` saw.
+        """
         if self.keep_values and arrived:
             record.result = _values(arrived)
             record.memory = self._memory(buffer) or record.memory
 
     def settle(self):
-        """Wait, at most `SETTLE_S`, until completed calls are also noted as such.
+        """Wait until the calls that are complete are recorded as complete.
 
-        C++ code may go on before Gloo's thread has noted them. On a GPU, wait for all calls and
-        their times, however long.
+        If only C++ code waits for a call, a thread of Gloo's notes its end, perhaps when the
+        program has already gone on. This waits at most `SETTLE_S` seconds for such notes. On a GPU
+        it first waits for all calls and their times, without a limit.
         """
         if self.streams:
             self.streams.settle()
@@ -285,19 +340,28 @@ class Recorder:
             time.sleep(0.001)
 
     def dropped(self, record: Record):
-        """Note that the handle of a message was deleted before a wait: it may never arrive."""
+        """Note that the program deleted a message's handle before it waited for the message.
+
+        Such a message may never be delivered, and may hold up later ones; the report of a hang says
+        so.
+        """
         record.dropped = True
         self.write_again(record)
 
     def gave_future(self, record: Record):
-        """Note that the call's future was taken: a wait for that may leave no mark on the board."""
+        """Note that the program took the call's future by `get_future()`.
+
+        C++ code may then wait for that future, which leaves no mark on the board; the report of a
+        hang takes that into account.
+        """
         record.by_future = True
         self.write_again(record)
 
     def write_again(self, record: Record, whole: bool = False):
-        """Bring a call on the board up to date, unless another call has taken its slot.
+        """Write the record of a call onto the board again, unless a later call has taken its slot.
 
-        whole: all its fields; otherwise only times and flags, which costs less.
+        The board keeps the last `SLOTS` calls of each rank.
+        whole: write all fields; otherwise only the times and flags, which costs less.
         """
         with self._lock:
             if self.board is not None and record.number >= self._calls - SLOTS:
@@ -305,9 +369,10 @@ class Recorder:
                 write(self.rank, record.number, record)
 
     def latest_issue(self, record: Record) -> float:
-        """Return when the last of the ranks came to this call, as far as the board shows.
+        """Return the `time.perf_counter()` at which the last of the group's ranks made this call.
 
-        For a receive this is when its message left the sender.
+        Ranks of which the board shows no such call are left out. For a receive, the sender counts
+        from when its message left, which the emulated link may delay.
         """
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():
@@ -319,17 +384,24 @@ class Recorder:
         return max(times)
 
     def home(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return (number of a buffer, offset in it) of a tensor, as in `Record.memory`.
+        """Return (buffer, offset) of a tensor among the storages that records have kept, or None.
 
-        None: no record has its buffer. With keep_values only.
+        buffer: the number of the tensor's storage, in the order in which records first kept them,
+            as in `Record.memory`.
+        offset: of the tensor's first element in the storage, in elements.
+        None: no record has kept this storage; without keep_values none has.
         """
         which = self._buffers.get(tensor.untyped_storage().data_ptr())
         return None if which is None else (which, tensor.storage_offset())
 
     def _memory(self, tensor: torch.Tensor | None) -> tuple[int, int, list] | None:
-        """Return what `Record.memory` holds for a tensor: (buffer, offset, all of its numbers).
+        """Return (buffer, offset, elements) of a tensor, for `Record.memory`, or None.
 
-        None: the buffer is larger than `KEPT_ELEMENTS`.
+        buffer: the number of the tensor's storage, in the order in which records first kept them.
+        offset: of the tensor's first element in the storage, in elements.
+        elements: the list of all elements of the storage, also those outside the tensor.
+        None: there is no tensor, it is empty, or its storage has more than `KEPT_ELEMENTS`
+            elements.
         """
         if tensor is None or tensor.numel() == 0:
             return None
@@ -344,7 +416,10 @@ class Recorder:
 
 
 class _Caller:
-    """A thread's place on the board; given back when the thread's locals are deleted at its end."""
+    """A thread's hold on one of the board's waiting marks; `place` is the index of the mark.
+
+    It is kept in the thread's locals. These are deleted when the thread ends, which frees the mark.
+    """
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
@@ -358,16 +433,26 @@ class _Caller:
 
 
 def _idles(frame: types.FrameType | None) -> bool:
-    """Tell whether a thread idles in a pool: its stack holds nothing but Python's own code."""
+    """Tell whether a thread idles in a pool: its stack holds only code of Python's own library.
+
+    frame: the thread's innermost frame; None, if the thread is gone, counts as idle.
+    """
     return innermost(frame, is_pythons) is None
 
 
 def recorder() -> Recorder | None:
-    """Return the recorder of this rank; None where `launch` didn't create the world."""
+    """Return the recorder of this rank, or None if it isn't in a world that ddpkit set up.
+
+    A world is ddpkit's if `launch`, a %%ranks cell or `ddpkit.debug` has put the wire into it.
+    """
     return getattr(dist.group.WORLD, "recorder", None)
 
 
 def _values(tensors: Sequence[torch.Tensor]) -> list | None:
+    """Return the elements of all tensors in one flat list.
+
+    None: there are no tensors, or they have more than `KEPT_ELEMENTS` elements together.
+    """
     if not tensors or sum(tensor.numel() for tensor in tensors) > KEPT_ELEMENTS:
         return None
     return [value for tensor in tensors for value in tensor.detach().flatten().tolist()]

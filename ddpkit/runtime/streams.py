@@ -3,13 +3,14 @@
 NCCL puts a call on a stream and returns at once. `wait()` only makes the current stream wait for
 the call, and returns at once as well. So the host's clock shows when a call was issued, and nothing
 else. Each call gets CUDA events, which a thread reads once they are complete. A call that the GPU
-never completes stays open on the board, for the report of a hang. `wait` doesn't mark the rank as
-waiting: its stream waits, while the program goes on.
+never completes stays open on the board, the file that all ranks share, for the report of a hang.
+`wait` doesn't mark the rank as waiting there: its stream waits, while the program goes on.
 
-In a record, on the clock of the host:
+A record of a call on a GPU has these fields, the times on the host's clock:
     stream   the stream of its group, or "current", where NCCL runs a call that isn't asynchronous
-    started  when its inputs were ready and the call before it on its stream was done; None before
-    waited   when the current stream began to wait for it: the rest of the call is exposed
+    started  when its inputs were ready and the call before it on its stream was done; None until
+             the call is complete
+    waited   when the current stream began to wait for it; from then on, the call delays the stream
 
 A call that is captured in a CUDA graph is recorded once, on the stream "graph", as done when it was
 captured, because events can't be queried there. Replays of a graph aren't recorded.
@@ -31,30 +32,33 @@ from torch._C._distributed_c10d import Work
 from .board import Record
 from .uncompiled import uncompiled
 
-LOOK_S = 0.05  # between two reads of the events
-LATE_S = 0.3  # after which an open call is late
+LOOK_S = 0.05  # seconds between two reads of the events
+LATE_S = 0.3  # seconds after which an open call is late
 # Ops whose future in NCCL doesn't hold all their tensors, so that it doesn't wait for them.
 WITHOUT_FUTURE = "send", "recv", "gather", "scatter"
 
 
 class Cuda:
-    """The calls to CUDA that `Streams` makes; tests put an emulation in its place."""
+    """The CUDA functions that `Streams` needs, for one GPU; tests put an emulation in its place."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._behind: dict[str, torch.cuda.Stream] = {}
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event on the current stream, behind all work that is on it."""
+        """Return a new event on the current stream, behind all work that is queued there so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def mark_end(self, work: Work, record: Record) -> torch.cuda.Event:
-        """Record an event behind `work`, on a stream of our own, which no other work waits for.
+        """Return a new event that is complete once `work` is, recorded on a stream of our own.
 
-        That stream waits for the future: `work.wait()` would free tensors that NCCL may still read.
-        It is from the pool of a priority that programs' streams don't have.
+        No other work waits for that stream, so the program isn't delayed. There is one for each
+        value of `record.stream`, from torch's pool of another priority, so that the program doesn't
+        share it. The stream waits for the future of `work`, because `work.wait()` would free
+        tensors that NCCL may still read. Operations in `WITHOUT_FUTURE` make it wait by
+        `block_current_stream()`.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -66,9 +70,10 @@ class Cuda:
             return self.mark()
 
     def both_clocks(self) -> tuple[torch.cuda.Event, float]:
-        """Return an event that is complete, and the host's time at it. Waits for the GPU.
+        """Return (event, time): a complete event, and the host's `time.perf_counter()` at it.
 
-        Times of later events are counted from this one.
+        It blocks until the GPU is idle. The pair ties the GPU's clock to the host's: the times of
+        later events are counted from this one.
         """
         torch.cuda.synchronize(self.device)
         begun = time.perf_counter()
@@ -77,14 +82,18 @@ class Cuda:
         return event, (begun + time.perf_counter()) / 2
 
     def capturing(self) -> bool:
-        """Tell whether the current stream is being captured: then its events can't be queried."""
+        """Tell whether the current stream is being captured into a CUDA graph.
+
+        An event that is recorded there then can't be queried.
+        """
         return torch.cuda.is_current_stream_capturing()
 
     def use(self):
-        """Prepare this thread for querying events, also while another thread captures a graph.
+        """Prepare this thread for querying events, also while another thread captures a CUDA graph.
 
-        Such a query would be an error and spoil the graph, unless the thread has declared that only
-        its own captures concern it. That needs CUDA's library; without it, it stays an error.
+        Such a query would be an error and spoil the graph, unless this thread has declared that
+        only its own captures concern it. The declaration is a function of CUDA's runtime library.
+        If that isn't loaded, a query during a capture stays an error.
         """
         # Without this the thread would create a context on GPU 0.
         torch.cuda.set_device(self.device)
@@ -95,11 +104,15 @@ class Cuda:
 
 @uncompiled
 class StreamWork(Work):
-    """The handle of a call on a GPU: `wait` makes the current stream wait for it, and returns.
+    """The handle of a call on a GPU, whose `wait` makes the current stream wait for the call.
 
-    With a timeout, `wait` blocks the program, as NCCL's does. inner: NCCL's own handle; None until
-    a batch is complete. before: the event in front of the call; None if it is captured in a graph.
+    Without a timeout, `wait` returns at once. With a timeout, `wait` blocks the program until the
+    call is complete, as NCCL's own handle does.
+    inner: NCCL's own handle; None for a message of a batch until the batch is sent.
+    record: the call's record.
+    before: the CUDA event in front of the call; None if the call is captured in a CUDA graph.
     arriving: the tensors that the call fills.
+    streams: the rank's `Streams`, which time the call and its wait.
     """
 
     def __init__(self, inner: Work | None, record: Record, before, arriving, streams: "Streams"):
@@ -108,7 +121,7 @@ class StreamWork(Work):
         self.record = record
         self.before = before
         self.arriving = arriving
-        self.together = [record]  # all records of a batch: a wait for one part waits for all
+        self.together = [record]  # all records of a batch: a wait for one message waits for all
         self._streams = streams
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -135,16 +148,19 @@ class StreamWork(Work):
 
 
 class Streams:
-    """The events of a rank's calls that aren't over yet, and the thread that reads them.
+    """The calls of a rank on its GPU that aren't complete yet, and the thread that times them.
 
-    gpu: a `Cuda`, which makes the events. Their times are float32 milliseconds: a quarter of an
-    hour after the start, they are good to 0.06 ms.
+    The thread copies the times of complete CUDA events into the records of the calls, and onto the
+    board that all ranks share. Events count in float32 milliseconds, so that a quarter of an hour
+    after the start, times are good to 0.06 ms.
+    recorder: the rank's `Recorder`.
+    gpu: a `Cuda`, which makes the events.
     """
 
     def __init__(self, recorder, gpu):
         self.recorder = recorder
         self._gpu = gpu
-        # (records, {field of the records: event}, tensors that must live until then)
+        # (records, {field of the records: its event}, tensors to keep until these are complete)
         self._pending: deque[tuple[list[Record], dict, tuple]] = deque()
         self._busy_until: dict[str, float] = {}  # by stream
         self._reading = threading.Lock()
@@ -153,15 +169,19 @@ class Streams:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit streams")
 
     def watch(self):
-        """Start the thread that reads the events."""
+        """Start the thread that reads the calls' CUDA events, every `LOOK_S` seconds."""
         self._watcher.start()
 
     def stop(self, timeout_s: float):
-        """End the reading thread, within `timeout_s`; `Session.leave` says why it must end."""
+        """End the reading thread, and wait for that `timeout_s` seconds at most.
+
+        It must have ended before Python shuts down; `Session.leave` says why.
+        """
         self._over.set()
         self._watcher.join(timeout_s)
 
     def _watch(self):
+        """Read the events until `stop` is called; the body of the reading thread."""
         self._gpu.use()
         while not self._over.wait(LOOK_S):
             with contextlib.suppress(
@@ -177,10 +197,13 @@ class Streams:
         arriving: Sequence[Tensor],
         asynchronous: bool = True,
     ) -> StreamWork | None:
-        """Record a call, make it by `call()` between two events, and return its handle.
+        """Record a call of NCCL, make it by `call()` between two events, and return its handle.
 
-        sent, arriving: the tensors that it reads and fills. asynchronous: False for a call that
-        NCCL puts on the current stream; it has no handle, and None is returned.
+        record: the record of the collective call, send or receive; it isn't issued yet.
+        call: makes the call, and returns NCCL's handle, or None for a message of a batch.
+        sent, arriving: the tensors that the call reads, and those that it fills.
+        asynchronous: False for a call that NCCL puts on the current stream. It needs no wait, so
+            that there is no handle, and None is returned.
         """
         record.stream = record.group if asynchronous else "current"
         record.started = None
@@ -201,9 +224,10 @@ class Streams:
         return None
 
     def make(self, record: Record, call: Callable[[], Work | None]) -> Work | None:
-        """Make a call, with this thread marked as waiting in it until it returns.
+        """Return call()'s result, with this thread marked on the board as waiting while it runs.
 
-        The first call with a peer blocks until NCCL has connected to it, perhaps for ever.
+        The first call with a peer blocks until NCCL has connected to it, perhaps for ever. Thanks
+        to the mark, the report of a hang shows that.
         """
         self.recorder.stands_at(record)
         try:
@@ -212,9 +236,11 @@ class Streams:
             self.recorder.waited()
 
     def batch(self, works: Sequence[StreamWork], complete: Callable[[], Work]):
-        """Let NCCL send a batch of messages, by `complete()`, and put an event behind all of them.
+        """Let NCCL send a batch of messages by `complete()`, and put one event behind all of them.
 
-        works: their handles, which get NCCL's one handle for the batch.
+        works: the handles of the messages, whose `inner` is None until now. All get NCCL's one
+            handle for the batch.
+        complete: ends NCCL's coalescing, which sends the messages, and returns that one handle.
         """
         for work in works[1:]:
             work.record.batched = True
@@ -222,15 +248,23 @@ class Streams:
         self.end(works, self.make(works[-1].record, complete))
 
     def _captured(self, record: Record):
+        """Note that a call captured in a CUDA graph is done, as its events can't be queried.
+
+        The time at which it was issued stands for its beginning and its end.
+        """
         record.stream = "graph"
         record.started = record.issued
         self.recorder.done(record, at=record.issued)
 
     def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
-        """Put an event behind a call, or behind a whole batch of `works`, once it was made.
+        """Put a CUDA event behind a call that was just made, or behind a whole batch.
 
-        inner: NCCL's handle of it. tensors: kept alive until the event is complete, where the
-        future doesn't hold them.
+        The reading thread notes the end of the call when the event is complete.
+        works: the handle of the call, or the handles of a batch.
+        inner: NCCL's handle of it, which all `works` get.
+        tensors: the call's tensors. They are kept alive until the event is complete, if the
+            operation is in `WITHOUT_FUTURE`: its future doesn't hold them, while NCCL may still use
+            them.
         """
         records = [work.record for work in works]
         for work in works:
@@ -246,7 +280,11 @@ class Streams:
         self._pending.append((records, events, kept))
 
     def wait(self, work: StreamWork):
-        """Make the current stream wait for a call, and note when this wait begins."""
+        """Make the current CUDA stream wait for a call of NCCL, without blocking the program.
+
+        The first wait for a call gets an event, which shows when the stream began to wait. With
+        keep_values the result is read here, which does block.
+        """
         work.record.waits += 1
         if work.record.waits == 1 and not self._gpu.capturing():
             self._pending.append((work.together, {"waited": self._gpu.mark()}, ()))
@@ -254,9 +292,11 @@ class Streams:
         self.recorder.arrived(work.record, work.arriving)
 
     def read(self) -> list[Record]:
-        """Note the times of all calls that are over by now; return the records of the others.
+        """Note the times of all calls of NCCL that are complete by now; return the others' records.
 
-        It waits for nothing.
+        It never blocks on the GPU. The records are in the order of their events, and one comes
+        twice if both its end and the start of a wait for it are still open. Calls that are late are
+        flagged if the GPU has come to them.
         """
         with self._reading:
             left = []
@@ -274,9 +314,12 @@ class Streams:
             return [record for records, *_ in left for record in records]
 
     def _look_whether_reached(self, records: list[Record], events: dict):
-        """Note, for a call that is late, whether the GPU has come to it.
+        """Set `reached` in the records of a late call, if the GPU has come to it.
 
-        If it hasn't, it is still computing what stands in front of the call.
+        A call is late if it is open for more than `LATE_S` seconds. If the GPU hasn't come to it,
+        it still computes what is queued in front.
+        records: the record of the call, or those of a batch.
+        events: {field of the records: the CUDA event that gives its time}.
         """
         is_late = time.perf_counter() - records[0].issued > LATE_S
         if is_late and not records[0].reached and "started" in events and events["started"].query():
@@ -285,6 +328,14 @@ class Streams:
                 self.recorder.write_again(record)
 
     def _note(self, records: list[Record], events: dict):
+        """Copy the times of complete events into the records of a call, and onto the board.
+
+        A call began when its first event was complete, or the call before it on its stream was
+        done, if that was later. No time is before the moment when the call was issued, though the
+        clocks drift.
+        records: the record of the call, or those of a batch.
+        events: {"waited": CUDA event}, or {"started": CUDA event, "done": CUDA event}.
+        """
         times = {}
         for name, event in events.items():  # the clocks drift: no time may be before the call
             at = self._begun + self._origin.elapsed_time(event) / 1e3
@@ -302,9 +353,10 @@ class Streams:
             self.recorder.done(record, at=max(times["done"], record.issued))
 
     def settle(self):
-        """Wait until all calls are over, with this thread marked as waiting in the first of them.
+        """Block until all calls are complete and their times are noted.
 
-        One may never be over: then the mark is what the report of the hang needs.
+        Meanwhile this thread is marked on the board as waiting in the first open call. One may
+        never be complete, and the mark then tells the report of the hang where this rank is.
         """
         while left := self.read():
             self.recorder.stands_at(left[0])

@@ -1,4 +1,4 @@
-"""Keep classes out of torch.compile, for a program that compiles a module which communicates."""
+"""Keep classes out of torch.compile, so that a program can compile a module that communicates."""
 
 import inspect
 
@@ -6,9 +6,11 @@ import torch
 
 
 def uncompiled(cls: type) -> type:
-    """Decorate a class: torch.compile neither traces nor compiles its methods, nor what they call.
+    """Return the decorated class, whose methods torch.compile now leaves alone, with all they call.
 
-    `torch.compiler.disable` does the same for a function, and imports the compiler, for seconds.
+    Inside a compiled program they run as plain Python. This holds for the methods in the body of
+    the class, not for inherited ones. `torch.compiler.disable` does the same for a function, but
+    imports the compiler, which takes seconds.
     """
     compiler = torch._C._dynamo.eval_frame
     skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)

@@ -1,4 +1,8 @@
-"""Watch ranks: collect their replies, find out how they fail or hang, and raise a report."""
+"""Watch ranks from the process that launched them, until each has replied, one fails or all hang.
+
+A watch collects the ranks' replies and output. When ranks fail or hang it finds out how, and raises
+an error whose message is the report.
+"""
 
 import math
 import sys
@@ -16,19 +20,24 @@ from .output import Output, label, shorten
 from .place import is_installed, is_library, is_pythons
 from .report import ends_by_itself, explain_deadlock, explain_mismatch, let_go, report
 
-TICK_S = 0.05  # between two reads of the board while no rank replies
-CERTAIN_S = 0.5  # without progress, after which a deadlock that the board proves is reported
-STANDSTILL_S = 10.0  # without a call, after which the status tells which ranks wait for which
+TICK_S = 0.05  # seconds between two reads of the board while no rank replies
+CERTAIN_S = 0.5  # seconds without progress; then a deadlock that the board proves is reported
+STANDSTILL_S = 10.0  # seconds without a call; then the status says which ranks wait for which
 START_S = 60.0  # for connecting the ranks; NCCL waits without end for one that doesn't answer
-SETTLE_S = 0.4  # after a failure, in which the other ranks can report how it hit them
-LOST_PEER_S = 2.0  # the same, as long as all that fell say that another rank did
+SETTLE_S = 0.4  # seconds after a failure, in which the other ranks can report how it hit them
+LOST_PEER_S = 2.0  # the same, as long as all failed ranks only lost their connection to another
 
 
 class Watch:
-    """A watch on ranks until each has replied; RankError or HangError if one fails or all hang.
+    """A watch on ranks: it waits for a reply from each, and raises an error if they fail or hang.
 
-    timeout, hang_after, live: as in `launch`. fresh: the ranks were started for this watch, so all
-    of their output belongs to it.
+    ranks: the list of the ranks' `processes.Rank`.
+    board: the shared file in which every rank writes its calls.
+    timeout: seconds after which a wait for replies ends with HangError; None: never.
+    hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
+    live: print the ranks' output as it comes, instead of in rank order at the end.
+    fresh: the ranks were started for this watch, so all of their output belongs to it; otherwise
+        only what they print from now on.
     """
 
     watching: ClassVar[list["Watch"]] = []  # the watches that wait for replies now
@@ -47,7 +56,14 @@ class Watch:
         self.output = [Output(rank.assignment.path("output"), fresh) for rank in ranks]
 
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
-        """Wait for a reply from each of the `awaited` ranks (None: all); return {rank: reply}."""
+        """Wait for a reply from each of the `awaited` ranks, and return {rank: what it replied}.
+
+        A reply is what `worker.main` or `worker.serve_cells` sends with the word "done".
+        awaited: the ranks to wait for; None: all.
+        RankError: a rank raised, exited or was killed. HangError: ranks can't go on, or the timeout
+            has passed. KeyboardInterrupt: on Ctrl-C the ranks are killed, and it says where they
+            were.
+        """
         self.replies = {}
         self.pending = [rank for rank in self.ranks if awaited is None or rank.rank in awaited]
         self.watching.append(self)
@@ -60,7 +76,11 @@ class Watch:
         return self.replies
 
     def status(self) -> str:
-        """Say in a line how the ranks get on: their calls so far, or which waits for which."""
+        """Return a line for a progress display: how many calls the ranks have made so far.
+
+        Calls are collective calls, sends and receives, of all ranks together. After `STANDSTILL_S`
+        seconds without a call it says instead which ranks wait for which.
+        """
         quiet_s = time.perf_counter() - self.quiet_since
         if quiet_s < STANDSTILL_S:
             calls = sum(map(self.board.calls, range(len(self.ranks))))
@@ -72,6 +92,7 @@ class Watch:
         return ", ".join(said)
 
     def _listen(self):
+        """Handle the ranks' messages and look for hangs, until no rank is `pending` any more."""
         begun = time.perf_counter()
         self.quiet_since = looked = begun
         events = None
@@ -99,12 +120,18 @@ class Watch:
                 self.fail(HangError, self._report(headline, advice, Look(self.board)))
 
     def check_all_live(self):
-        """Raise RankError if a rank has died since the last reply, before it gets more work."""
+        """Raise RankError if a rank's process has ended; called before ranks are sent more work."""
         for rank in self.ranks:
             if rank.exit_code is not None:
                 self._raise_failure(rank, rank.exit_code)
 
     def _hear(self, rank: processes.Rank, word: str, said):
+        """Handle one message of a rank: a word, and the data that belongs to it.
+
+        word, said: "exit" and an exit code, or "failed" and a `Failure`: raises RankError.
+            "disagrees" and {rank: record} of calls that differ: raises HangError. Any other word:
+            `said` is the rank's reply.
+        """
         if word in ("exit", "failed"):
             self._raise_failure(rank, said)
         elif word == "disagrees":
@@ -118,9 +145,15 @@ class Watch:
     # Hangs.
 
     def _look_for_hang(self, quiet_s: float, events: list[int]):
-        """Raise HangError if ranks can never go on; called now and then while nothing moves.
+        """Raise HangError if ranks can never go on.
 
-        quiet_s: for how long. events: the board's, the same all that time.
+        It is called now and then while no rank makes progress. A deadlock that the board proves is
+        raised at once, unless a timeout of the script's own will soon end it. What is less certain,
+        such as that every rank is inside a call, is raised after `hang_after` seconds, plus those
+        for which an emulated link may delay the calls.
+        quiet_s: the seconds since a rank last made or ended a call.
+        events: `board.events()`, the counts of what each rank has written, unchanged in all that
+            time.
         """
         overdue = quiet_s > self.hang_after + self._emulated_s()
         look = Look(self.board, events, standstill=overdue)
@@ -146,10 +179,11 @@ class Watch:
             )
 
     def _look_at_start(self, seconds: float):
-        """Raise HangError if the ranks can't connect: `START_S` after the start, none has begun.
+        """Raise HangError if the ranks still can't connect, `START_S` seconds after their start.
 
-        For the last half of that time all must have been connecting, since loading the call may
-        take any time. seconds: since the start.
+        All of them must still be starting, and for the last half of that time all must have been
+        inside the connecting, since loading the function and its arguments may take any time.
+        seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
         if not starting or seconds < START_S / 2:  # asking for its stack interrupts a rank
@@ -168,10 +202,11 @@ class Watch:
         self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
 
     def _waits_unseen(self, rank: int) -> bool:
-        """Tell whether a rank seems to wait in C++, which leaves no mark on the board.
+        """Tell whether a rank seems to wait inside C++ code, which leaves no mark on the board.
 
-        It does if it has an open collective and uses no CPU. A rank that waits for its GPU does use
-        CPU: there, if the GPU has come to the call; before that, it still computes.
+        It does if it has an open collective call and uses no CPU. A rank that waits for its GPU
+        does use CPU, so there it depends on the GPU. If that has come to an open call the rank
+        waits, and otherwise the GPU is still computing.
         """
         records = self.board.records(rank)
         opened = [r for r in records if r.done is None and r.op not in MESSAGES]
@@ -180,14 +215,20 @@ class Watch:
         return bool(opened) and self._sleeps(rank)
 
     def _sleeps(self, rank: int) -> bool:
-        """Tell whether the rank's process uses no CPU for 0.1 s."""
+        """Tell whether a rank's process uses no CPU for 0.1 s, during which this blocks.
+
+        False also where there is no /proc to ask.
+        """
         before = processes.cpu_ticks(self.ranks[rank].process.pid)
         time.sleep(0.1)
         after = processes.cpu_ticks(self.ranks[rank].process.pid)
         return before is not None and after == before
 
     def _other_threads_idle(self, rank: int) -> bool:
-        """Tell whether every thread of a rank but the main one waits for work, as in a pool."""
+        """Tell whether all threads of a rank but the main one idle in a pool, or are ddpkit's own.
+
+        It asks the rank for its stacks by a signal; False if it doesn't answer.
+        """
         stacks = self.ranks[rank].ask_stacks()
         if not stacks:  # unknown: the threads may be busy
             return False
@@ -198,9 +239,10 @@ class Watch:
         return True
 
     def _emulated_s(self) -> float:
-        """Add up the seconds for which the emulated link may still delay the open calls.
+        """Return the seconds for which the emulated link may still delay the ranks' open calls.
 
-        For that long, standing still is no hang.
+        For that long, no progress is no hang. The times of all open calls are added up. 0 without a
+        link.
         """
         link = self.ranks[0].assignment.link
         if link is None:
@@ -213,13 +255,21 @@ class Watch:
         return seconds
 
     def _raise_hang(self, headline: str, advice: str, look: Look | None = None):
+        """Raise HangError with a report, after printing the ranks' output.
+
+        headline, advice: the report's first line, which says what happened, and its last, what to
+            do.
+        look: the state of all ranks; None: as the board shows it now.
+        """
         look = look or Look(self.board)
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
-        """Write the report, after asking the ranks that compute for the lines where they are.
+        """Return the text of a report, after asking the ranks that compute on which line they are.
 
-        stuck: as for `report.report`.
+        headline, advice: its first line, which says what happened, and its last, what to do.
+        look: the state of all ranks.
+        stuck: a rank that lacks a call will never make it; otherwise it may only be late.
         """
         for s in look.now:
             if s.state in ("computing", "starting"):
@@ -227,14 +277,21 @@ class Watch:
         return report(headline, advice, look, stuck)
 
     def place(self, rank: int) -> tuple[str, int, str] | None:
-        """Ask a rank for its main thread's line in the user's own code: (file, line, function)."""
+        """Return (file, line, function): where a rank's main thread is now in the user's code.
+
+        The rank is asked by a signal. If no frame is the user's, it is the innermost one of an
+        installed package; None if there is none either, or the rank doesn't answer.
+        """
         stack = self.ranks[rank].ask_stack()
         outside_torch = [frame for frame in stack if not is_library(frame[0])]
         own = (frame for frame in outside_torch if not is_installed(frame[0]))
         return next(own, next(iter(outside_torch), None))
 
     def _interrupted(self) -> KeyboardInterrupt:
-        """End the ranks after a Ctrl-C; return the KeyboardInterrupt that says where they were."""
+        """Kill the ranks after a Ctrl-C; return a KeyboardInterrupt that says where they were.
+
+        The output that isn't shown yet is printed.
+        """
         headline = "stopped. The ranks were here:"
         text = self._report(headline, "They were ended.", Look(self.board))
         for rank in self.ranks:  # before their output is read: one may print without end
@@ -249,8 +306,14 @@ class Watch:
     def _settle(self, fallen: dict[int, Fall | None], cause_known: bool = False):
         """Wait for other failures after the first one, so that the report doesn't depend on timing.
 
-        fallen: {rank: how it failed, None if it returned}; those that follow are put into it. While
-        all of them only lost a connection it waits longer, for the rank at the other end to report.
+        It takes `SETTLE_S` seconds at most. While no cause is known it takes `LOST_PEER_S`, so that
+        the rank at the other end of a lost connection can report. It returns earlier if all ranks
+        have failed or replied, or if the cause is known, the others wait in calls, and nothing
+        moves any more.
+        fallen: {rank: its `Failure` or exit code, or None if it replied}; later ones are put into
+            it.
+        cause_known: whether the cause is known already. It is as soon as a rank failed in another
+            way than by losing its connection.
         """
         begun = time.perf_counter()
         events = None
@@ -269,9 +332,12 @@ class Watch:
                 return
 
     def _raise_failure(self, rank: processes.Rank, how: Fall):
-        """Raise RankError for the rank that failed first, or HangError if a mismatch is the cause.
+        """Raise RankError for the rank that failed first, or HangError for calls that differ.
 
-        rank, how: the failure that was noticed first, which need not be the first.
+        rank: the rank whose failure was noticed first, which need not be the one that failed first.
+        how: its `Failure`, if it raised an exception, or its exit code.
+        NoGpu: CUDA can't use the GPU of this rank; unless NCCL was asked for, `start_on` then
+            starts the ranks on the CPU.
         """
         is_failure = isinstance(how, Failure)
         if is_failure and how.kind == NoGpu.__name__ and not how.frames:  # ours, not the user's
@@ -290,16 +356,23 @@ class Watch:
     # The witness of `explain_fall`.
 
     def noted_exit(self, rank: int) -> tuple[int, tuple] | None:
+        """Return (code, (file, line, function)) of a rank's call of `os._exit`, or None."""
         return exits.noted_exit(self.ranks[rank].assignment.path("exit").parent, rank)
 
     def printed(self, rank: int) -> str:
+        """Return the output of a rank so far, without its middle if it is very long."""
         return self.output[rank].read()
 
     def shortage(self) -> str:
+        """Return a sentence that says that memory ran out, or "" if nothing shows that."""
         return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):
-        """Raise a LaunchError of this kind, with the ranks' output and records in it."""
+        """Raise a `kind` of LaunchError that carries each rank's output and last records.
+
+        The output that isn't shown yet is printed first.
+        message: the error's text. details: further arguments of `kind`, such as rank= of RankError.
+        """
         wire = [self.board.records(rank.rank) for rank in self.ranks]
         output = self.show_output("the error's .output")
         raise kind(message, output=output, wire=wire, **details) from None
@@ -307,9 +380,13 @@ class Watch:
     # Output.
 
     def show_output(self, kept: str = "") -> list[str]:
-        """Print the output not shown yet, in rank order; return all output since the watch began.
+        """Print the output not shown yet, in rank order; return each rank's whole output, by rank.
 
-        kept: the name, e.g. "run.output", under which the user finds all of the output.
+        The middle of a very long output isn't printed. The returned text lacks its middle only
+        beyond `output.KEPT_BYTES`. Output from before the watch is left out, unless the watch is
+        `fresh`.
+        kept: the name of the list that the user can find the whole output in, such as "run.output".
+            A note in place of what isn't printed says so.
         """
         if self.live:
             self._show_new_lines(last=True)
@@ -320,6 +397,10 @@ class Watch:
         return [text.read() for text in self.output]
 
     def _show_new_lines(self, last: bool = False):
+        """Print the lines that the ranks have completed since the last time this was called.
+
+        last: print unfinished lines as well.
+        """
         new = (text.new_lines(last) for text in self.output)
         _write("".join(label(rank, text) for rank, text in enumerate(new)))
 
@@ -331,6 +412,9 @@ def _write(text: str):
 
 
 def _connects(rank: processes.Rank) -> bool:
-    """Tell whether a rank has loaded its call and is now connecting with the others."""
+    """Tell whether a rank has loaded its function and is now connecting with the others.
+
+    It asks for the rank's stack, which interrupts the rank by a signal for a moment.
+    """
     frames = ((file, function) for file, _, function in rank.ask_stack())
     return (worker.__file__, worker.join_world.__name__) in frames

@@ -1,9 +1,9 @@
 """The wire: a process group that records every call and passes it to the real Gloo or NCCL group.
 
-Every call of a rank passes through here, also calls that PyTorch makes in C++, as
-DistributedDataParallel does, and object collectives. The counts of tests and exercises, timelines,
-replays, the report of a hang and the emulated link all come from this one place. Tensors are handed
-through untouched: results are bit-identical.
+Every call of a rank passes through here, also object collectives, and calls that PyTorch makes in
+C++, as DistributedDataParallel does. The counts of tests and exercises, timelines, replays, the
+report of a hang and the emulated link all come from this one layer. Tensors are passed on
+untouched, so results are bit-identical.
 """
 
 import contextlib
@@ -45,11 +45,17 @@ NEVER = timedelta(days=365)  # the timeout under `launch`, unless the reader giv
 
 @uncompiled
 class WireWork(Work):
-    """The handle of a call on the wire. `wait` marks the rank as waiting, for the report of a hang.
+    """The handle of a call on the wire; its `wait` marks the rank on the board as waiting.
 
-    inner: the real group's handle. arriving: the tensors that the call fills. until_done: called
-    with the real handle's wait, instead of that wait alone. delivered: on an emulated link, the
-    future that completes when the link would have delivered.
+    The report of a hang reads the mark.
+    inner: the real group's handle.
+    record: the call's record.
+    recorder: the rank's recorder, which notes waits and the call's end.
+    arriving: the tensors that the call fills.
+    until_done: on an emulated link, or for a receive from any rank, called with the real handle's
+        wait in place of that wait; it returns when the call is done.
+    delivered: on an emulated link, the future of a collective, complete when the link would have
+        delivered it.
     """
 
     def __init__(
@@ -106,10 +112,11 @@ class WireWork(Work):
 
 
 def _hold_back(recorder: Recorder, record: Record):
-    """Sleep until the emulated link would have delivered `record`; without a link, do nothing.
+    """Sleep until the emulated link would have delivered the call; without a link, do nothing.
 
-    Transfers of a rank queue behind each other: link_out and link_in are the times at which the
-    link is free again, in each direction.
+    The real transfer is complete already. A rank's transfers queue behind each other: `link_out`
+    and `link_in` of the recorder are the times at which the link is free again, in each direction.
+    `record.started` is set to when the link took the call.
     """
     link = recorder.link
     if link is None or record.done is not None:
@@ -127,10 +134,12 @@ def _hold_back(recorder: Recorder, record: Record):
 
 
 def _recorded(op: str, method: str, sent: int = 0):
-    """Make a method of `WireGroup`: it records the call, and hands it to the real group.
+    """Return a method for `WireGroup` that records a collective and passes it to the real group.
 
-    op: ddpkit's name of the call. method: the real group's. sent: the number of the argument that
-    holds the input tensors; argument 0 holds the output.
+    op: ddpkit's name for the call, such as "all_reduce".
+    method: the name of the real group's method.
+    sent: the index of the method's argument that holds the input tensors; argument 0 holds the
+        output, or both.
     """
 
     def call(self, *args):
@@ -145,7 +154,7 @@ def _recorded(op: str, method: str, sent: int = 0):
 
 
 def _as_list(tensors) -> Sequence[torch.Tensor]:
-    """Flatten a tensor, a list of tensors, or a list of lists, into a list of tensors."""
+    """Return a flat list of tensors, given one tensor, a list of them, or a list of lists."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     if tensors and isinstance(tensors[0], torch.Tensor):
@@ -154,9 +163,12 @@ def _as_list(tensors) -> Sequence[torch.Tensor]:
 
 
 def _splits(args: tuple, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return how many elements an all_to_all sends to each member, and expects from each.
+    """Return (elements sent to each member, elements expected from each) of an all_to_all.
 
-    args: lists of tensors, or tensors whose rows are divided by sizes; without sizes, evenly.
+    args: of the real group's method: output, input, perhaps (output rows, input rows), options.
+        Output and input are lists with one tensor for each member, or single tensors whose rows are
+        divided by these counts; without counts, evenly.
+    world_size: the number of members.
     """
     received, sent, *sizes, _ = args
     if not isinstance(sent, torch.Tensor):
@@ -175,9 +187,16 @@ OPTIONS = {"all_reduce": dist.AllreduceOptions, "all_gather": c10d.AllgatherOpti
 
 @uncompiled
 class WireGroup(dist.ProcessGroup):
-    """A process group around the real one that records every call and can delay it.
+    """A process group around the real one: it records every call, and can delay it.
 
-    Its methods are those that torch.distributed calls on a process group.
+    The delay is that of an emulated link. Its methods are those that torch.distributed calls on a
+    process group; their arguments and results are torch's.
+    inner: the real group.
+    name: the group's name on the board, the shared file in which every rank writes its calls.
+    ranks: the members, as ranks of the world.
+    recorder: this rank's recorder.
+    device: the device that this rank computes on.
+    timeout: after which the real group gives up a call.
     """
 
     def __init__(
@@ -204,7 +223,11 @@ class WireGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def connecting(self):
-        """Context manager: record the connecting of a group as a call, since it blocks like one."""
+        """Context manager: record the connecting of this group, which happens inside, as a call.
+
+        It blocks like a call of the group's members; the record's op is "new_group". Connecting the
+        first group, which is the world, isn't recorded; the launcher watches that in another way.
+        """
         if not self.recorder.joined:  # the world itself, which the launcher watches
             yield
             self.recorder.joined = True
@@ -248,6 +271,11 @@ class WireGroup(dist.ProcessGroup):
     alltoall_base = _recorded("all_to_all", "alltoall_base", 1)
 
     def barrier(self, opts=None):
+        """Record a barrier and make it on the real group; return its handle, or None if it blocked.
+
+        On NCCL it is made asynchronous in any case, so that the program blocks in `wait()`, which
+        marks it on the board as waiting.
+        """
         opts = opts or dist.BarrierOptions()
         if self.recorder.streams:
             opts.asyncOp = True  # so that NCCL blocks the program in wait(), where a mark is set
@@ -256,6 +284,11 @@ class WireGroup(dist.ProcessGroup):
         return self._collective("barrier", "barrier", (opts,), [], [])
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks=False):
+        """Record a monitored barrier and block in it; on a timeout, Gloo raises RuntimeError.
+
+        The error names ranks that didn't come: the first, or all with `wait_all_ranks`.
+        timeout: torch's default means the group's own timeout.
+        """
         record = self._record(wording.collective, "barrier", (), (), None, None, None)
         if timeout == c10d.default_pg_timeout:
             timeout = self.timeout
@@ -266,6 +299,14 @@ class WireGroup(dist.ProcessGroup):
     def _collective(
         self, op: str, method: str, args: tuple, sent: list, arriving: list
     ) -> WireWork | StreamWork | None:
+        """Record a collective call, make it on the real group, and return its handle.
+
+        A call that isn't asynchronous is waited for here, and None is returned. On an emulated link
+        a handle is returned in any case, whose `wait` ends when the link would have delivered.
+        op: ddpkit's name for the call.
+        method, args: the real group's method, and its arguments, of which the last is the options.
+        sent, arriving: flat lists of the tensors that the call reads, and those that it fills.
+        """
         opts = args[-1]
         recorder = self.recorder
         root = opts.rootRank if op in wording.ROOTED else None
@@ -304,6 +345,10 @@ class WireGroup(dist.ProcessGroup):
     # Point to point.
 
     def send(self, tensors, dst, tag):
+        """Record a send and make it; return its handle. The link, if any, delays it in `wait`.
+
+        tensors: a list of one tensor. dst: the receiver's number in the group.
+        """
         record, recorder = self._message("send", tensors[0], dst, tag), self.recorder
         link = recorder.link
         if link is not None:  # before the receiver can read on the board when the message left
@@ -315,6 +360,10 @@ class WireGroup(dist.ProcessGroup):
         return self._handle(self.inner.send(tensors, dst, tag), record)
 
     def recv(self, tensors, src, tag):
+        """Record a receive and start it; return its handle. The link, if any, delays it in `wait`.
+
+        tensors: a list of one tensor, to be filled. src: the sender's number in the group.
+        """
         record, recorder = self._message("recv", tensors[0], src, tag), self.recorder
         if streams := recorder.streams and self._streams(tensors):
             return streams.call(record, partial(self.inner.recv, tensors, src, tag), (), tensors)
@@ -322,6 +371,11 @@ class WireGroup(dist.ProcessGroup):
         return self._handle(self.inner.recv(tensors, src, tag), record, tensors)
 
     def recv_anysource(self, tensors, tag):
+        """Record a receive from any rank and start it; return its handle.
+
+        The record gets its sender and channel when `wait` has ended, since only then is the sender
+        known.
+        """
         record, recorder = self._message("recv", tensors[0], None, tag), self.recorder
         recorder.issue(record, (), tensors[0])
         inner = self.inner.recv_anysource(tensors, tag)
@@ -336,19 +390,30 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, tensors, until_done)
 
     def _message(self, op: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
+        """Return the record of a send or receive that is about to be made, before it is issued.
+
+        peer: the other rank's number in the group; None for a receive from any rank.
+        """
         return self._record(
             wording.message, op, peer, tag, tensor.shape, tensor.dtype, now_doing(), frames=4
         )
 
     def _handle(self, inner: Work, record: Record, arriving: Sequence[torch.Tensor] = ()):
+        """Return the handle of a message; its `wait` includes the delay of an emulated link.
+
+        inner: the real group's handle. arriving: the tensors that a receive fills.
+        """
         recorder = self.recorder
         held_back = partial(_through_link, recorder, record) if recorder.link else None
         return WireWork(inner, record, recorder, arriving, held_back)
 
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
-        """Make the record of a call. words: a function of `wording`; what: its arguments.
+        """Return the record of a call that is about to be made; it isn't issued yet.
 
-        frames: the number of innermost frames of this stack that are ours.
+        words: a function of `wording` that describes the call. what: its arguments after member and
+            line.
+        frames: how many of the innermost frames of this stack are ddpkit's; they aren't looked at
+            for the user's line, which saves time.
         """
         said, now = words(self._member, call_site(frames), *what), time.perf_counter()
         return Record(said, 0, now, now, limit_s=self._limit_s)
@@ -381,7 +446,12 @@ class WireGroup(dist.ProcessGroup):
         return self._description
 
     def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
-        """Split the real group; return a `WireGroup` around this rank's part, None without one."""
+        """Split the real group; return a `WireGroup` around this rank's part, or None.
+
+        All members of this group must call it. None: this rank is in no part.
+        ranks: the numbers in this group of the members of the part.
+        timeout: None, or torch's default, means this group's timeout.
+        """
         if timeout is None or timeout == c10d.default_pg_timeout:
             timeout = self.timeout
         with self.connecting():  # all members of this group must take part
@@ -395,7 +465,7 @@ class WireGroup(dist.ProcessGroup):
         return part
 
     def shutdown(self):
-        """Shut down this rank's part of the group, when `dist.destroy_process_group` calls.
+        """Shut down this rank's part of the group; `dist.destroy_process_group` calls this.
 
         On Gloo the connections stay open until all members have done so: closing one early fails a
         rank that still waits for this one, with an error that hides the cause.
@@ -415,7 +485,11 @@ class WireGroup(dist.ProcessGroup):
 
 
 def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.futures.Future):
-    """Note that a call is complete when its future is, unless it failed, as by a timeout."""
+    """Note that a call is complete, when its future is; do nothing if the future has failed.
+
+    future: of the real group's handle; it fails by a timeout, say.
+    arriving: the tensors that the call fills.
+    """
     try:
         future.value()
     except Exception:
@@ -424,11 +498,18 @@ def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.
 
 
 def _through_link(recorder: Recorder, record: Record, wait: Callable):
+    """Call wait() for the real transfer, then sleep for the rest of the emulated link's time."""
     wait()
     _hold_back(recorder, record)
 
 
 def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, delivered):
+    """Wait for a collective on an emulated link, note its end, and complete its future `delivered`.
+
+    It runs in the group's own thread, one call after the other. An error is passed to the future.
+    inner: the real group's handle.
+    arriving: the tensors that the call fills, the future's value.
+    """
     try:
         _through_link(recorder, record, inner.wait)
         recorder.done(record, arriving)
@@ -438,12 +519,13 @@ def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, de
 
 
 def of_this_attempt(store: dist.Store) -> dist.Store:
-    """Return a part of `store` for this attempt, without keys from before torchrun's restart.
+    """Return a view of `store` without the keys from before a restart by torchrun.
 
     torchrun keeps its store after a restart, with the addresses of dead processes: plain Gloo tries
-    to connect to them, and fails or waits (pytorch/pytorch#167288). With
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 makes a new store for each attempt, which machines
-    need: torchrun counts its restarts on each machine by itself, and the counts may differ.
+    to connect to them, and fails or waits (pytorch/pytorch#167288). On the first attempt, `store`
+    itself is returned. It is also returned with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, where rank 0
+    makes a new store for each attempt. Several machines need that setting, since torchrun counts
+    restarts separately on each machine, and the counts may differ.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
         return store
@@ -452,13 +534,23 @@ def of_this_attempt(store: dist.Store) -> dist.Store:
 
 
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
-    """Register a backend "ddpkit" for the world and all groups: Gloo or NCCL, recorded.
+    """Register with torch a backend "ddpkit" for the world and all groups: Gloo or NCCL, recorded.
 
+    It also replaces four functions of torch.distributed: get_backend, batch_isend_irecv, new_group
+    and split_group.
+    recorder: this rank's recorder, which gets all calls.
+    backend: the real one, "gloo" or "nccl"; with "nccl", tensors on the CPU still go by Gloo.
+    device: the device that this rank computes on.
     one_machine: as under `launch`, Gloo listens on the loopback interface only, and a call has no
-    timeout unless the script gives one.
+        timeout unless the script gives one.
     """
 
     def create(options, given) -> WireGroup:
+        """Return the `WireGroup` around a new real group; torch calls this for each group.
+
+        options: torch's options of the new group: its store, its members, its timeout.
+        given: a script's own pg_options, or None.
+        """
         ranks = tuple(options.global_ranks_in_group)  # empty: all
         ranks = ranks or tuple(range(options.group_size))
         options.store = of_this_attempt(options.store)
@@ -507,8 +599,10 @@ def _nccl(options, device: torch.device, timeout: timedelta, given):
 
     `bound_device_id` stays None. With it torch would split this communicator for a new group, which
     takes a call of every member of the world, while here only the group's members make a call.
-
-    given: a script's own pg_options or None: a stream of high priority, NCCL's config.
+    options: torch's options of the new group: its store, its members, this rank's number among
+        them.
+    timeout: after which NCCL gives up a call.
+    given: a script's own pg_options, which may ask for a stream of high priority, or None.
     """
     # Six lines on each rank about messages being serialised, which the pipeline plans for.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -521,6 +615,14 @@ def _nccl(options, device: torch.device, timeout: timedelta, given):
 
 
 def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, calm: bool):
+    """Connect a Gloo group; return (its process group, its backend type).
+
+    options: torch's options of the new group: its members, this rank's number among them.
+    store: where the members exchange their addresses.
+    one_machine: listen on the loopback interface only; otherwise on those that GLOO_SOCKET_IFNAME
+        names, separated by commas.
+    calm: keep Gloo's reading threads from preempting the rank, for the emulated link.
+    """
     gloo = dist.ProcessGroupGloo._Options()
     before = _threads()
     if one_machine:
@@ -535,16 +637,16 @@ def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, cal
 
 
 def _listen_on(interface: str):
-    """Make Gloo's device for a network interface, as torch does.
+    """Return Gloo's device for a network interface, made as torch makes it.
 
-    "": for the address of the host's name.
+    interface: its name; "": the interface with the address of the host's name.
     """
     gloo = dist.ProcessGroupGloo
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def _threads() -> set[str]:
-    """List the threads of this process, C++'s as well; none where there is no SCHED_BATCH."""
+    """Return the ids of this process's threads, also C++'s; none if there is no SCHED_BATCH."""
     return set(os.listdir("/proc/self/task")) if hasattr(os, "SCHED_BATCH") else set()
 
 
@@ -555,6 +657,7 @@ def _let_others_go_first(readers: set[str]):
     until the scheduler intervenes, which costs the computing core most of a millisecond a message;
     the emulated wire would take none of it. SCHED_BATCH marks a thread that can wait; only Linux
     has it.
+    readers: the ids of the threads, as /proc names them.
     """
     for thread in readers:
         with contextlib.suppress(OSError):  # it has ended, or a container forbids it
@@ -568,17 +671,21 @@ _new_group, _split_group = c10d.new_group, c10d.split_group
 
 
 def _named_backend(group=None):
-    """Replace dist.get_backend: return the name of the backend inside."""
+    """Return the name of the real backend inside a group on the wire; replaces dist.get_backend.
+
+    group: None for the world. A group that isn't on the wire is passed to torch's own function.
+    """
     group = group or c10d._get_default_group()
     return dist.Backend(group.inner_name) if isinstance(group, WireGroup) else _get_backend(group)
 
 
 @functools.wraps(_new_group)
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
-    """Replace dist.new_group: a group on the wire, even if the script asks for "gloo".
+    """Make a group on the wire, even if the script asks for "gloo"; replaces dist.new_group.
 
-    Scripts that write checkpoints in a thread ask for such a group. A `device_id` is left out: with
-    it, torch would connect each group twice.
+    Scripts that write checkpoints in a thread ask for such a group. In a world on NCCL it is a
+    plain Gloo group, which isn't recorded. A `device_id` is dropped, since with it torch would
+    connect each group twice. The arguments and the result are torch's.
     """
     world = c10d._get_default_group()
     wired = isinstance(world, WireGroup)
@@ -591,6 +698,10 @@ def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
 
 @functools.wraps(_split_group)
 def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
+    """Split a group as torch does, but refuse one of NCCL's on the wire; replaces dist.split_group.
+
+    ValueError: the parent is such a group; make each part with dist.new_group.
+    """
     parent = parent_pg or c10d._get_default_group()
     if isinstance(parent, WireGroup) and parent.inner_name == "nccl":
         got = f"dist.split_group got a group of NCCL's on ddpkit's wire, for {split_ranks}"
@@ -599,14 +710,16 @@ def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
 
 
 def plain_group() -> dist.ProcessGroup:
-    """Make a Gloo group of all ranks without recording, as a baseline for the wire."""
+    """Return a new Gloo group of all ranks that isn't recorded, as a baseline for the wire."""
     return _new_group(backend="gloo")
 
 
 def _batched(p2p_op_list):
-    """Replace dist.batch_isend_irecv: a batch of NCCL's messages on the wire is sent as one.
+    """Start a batch of messages; return their handles. It replaces dist.batch_isend_irecv.
 
-    torch batches them only for its own class of group; one by one they would deadlock.
+    NCCL's messages on the wire are sent as one: torch batches messages only for its own class of
+    group; one by one they would deadlock.
+    p2p_op_list: a list of `dist.P2POp`.
     """
     first = p2p_op_list[0] if p2p_op_list else None
     group = (first.group or c10d._get_default_group()) if first else None

@@ -1,7 +1,8 @@
-"""Describe a call in words, once for each line of the reader's code that makes it.
+"""Describe a call of torch.distributed as a `Said`: operation, group, arguments and line, in words.
 
-The results are cached: recording may take no more than 30 µs a call, and a training step makes the
-same calls again and again.
+The descriptions of collectives and messages are cached, so that there is one for each line of the
+reader's code that makes the call: recording may take no more than 30 µs a call, and a training step
+makes the same calls again and again.
 """
 
 from dataclasses import dataclass
@@ -16,31 +17,42 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 UNEQUAL = ("all_gather", "gather", "all_to_all")  # their sizes may differ between ranks
 REDUCTIONS = {op.value: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
-Place = tuple[str, int, str, str]  # file, line, function, via
+Place = tuple[str, int, str, str]  # file, line, function, via: as `place.place_in` returns it
 once = lru_cache(4096)
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, which is quick
 class Member:
-    """A rank as a member of a group: what describing its calls needs."""
+    """A rank as a member of a group: what the descriptions of its calls need to know."""
 
-    name: str  # the group's, on the board
-    label: str  # the group's, for people
+    name: str  # of the group, on the board: "0#1"
+    label: str  # of the group, for people: "world", "group [0, 2]"
     ranks: tuple[int, ...]  # the members, as global ranks
     rank: int  # this one's number among them
 
     def channel(self, src: int, dst: int, tag: int) -> str:
+        """Return the name of the channel for messages from one member to another with a tag.
+
+        It is "0#1 2>3:7" for tag 7 from rank 2 to rank 3 in the group "0#1".
+        src, dst: the members' numbers in the group; in the name they stand as ranks of the world.
+        """
         return f"{self.name} {self.ranks[src]}>{self.ranks[dst]}:{tag}"
 
     def check_root(self, op: str, root: int):
+        """Raise ValueError if `root`, a number in the group, isn't a member's.
+
+        op: the operation that was called with it, for the text of the error.
+        """
         if not 0 <= root < len(self.ranks):
             me = f"rank {self.ranks[self.rank]} called {op} with {_root_name(op)}={root}"
             raise ValueError(f"{me}, but the ranks go from 0 to {len(self.ranks) - 1}.")
 
     def check_peer(self, op: str, name: str, number: int):
-        """Raise ValueError for a rank outside the group, or for this rank itself.
+        """Raise ValueError if `number` isn't a member's number in the group, or is this rank's own.
 
-        torch lets both pass; Gloo fails with an assertion in C++, or never returns.
+        torch lets both pass; Gloo then fails with an assertion in C++, or never returns.
+        op, name: the operation and the name of its argument, "dst" or "src", for the text of the
+            error.
         """
         if 0 <= number < len(self.ranks) and number != self.rank:
             return
@@ -52,6 +64,7 @@ class Member:
         raise ValueError(f"{me}, which is itself: {remedy}")
 
     def _why_not(self, number: int) -> str:
+        """Return a question or a remedy for a rank's number that is too small or too large."""
         if number < 0:
             ring, made = "In a ring, take % world_size.", "Is it made for fewer ranks?"
             return f"{ring} {made} Then say how many: launch(..., world_size=2)."
@@ -59,6 +72,12 @@ class Member:
 
 
 def new_group(member: Member, place: Place) -> Said:
+    """Describe the connecting of a new group as a `Said`; it blocks like a collective call.
+
+    A `Said` is the part of a call's record that is the same each time. Its fingerprint is "" here,
+    so it isn't compared between ranks.
+    place: the user's line, as (file, line, function, via).
+    """
     members = str(list(member.ranks))
     said = member.ranks, f"new {member.name}", "", members
     return Said("new_group", member.label, *said, 0, None, (), "", *place)
@@ -78,8 +97,18 @@ def collective(
 ) -> Said:
     """Describe a collective as a `Said`; the same arguments give the same object.
 
-    alike: the shapes that must be the same on all ranks. shapes: of this rank's input. reduction,
-    root: of those that have one. splits: as in `Said`.
+    A `Said` is the part of a call's record that is the same each time a line makes the call.
+    member: this rank in the group of the call.
+    place: the user's line, as (file, line, function, via).
+    op: torch.distributed's name of the operation, such as "all_reduce".
+    alike: the shapes that must be the same on all ranks; ranks compare their number of elements,
+        except for operations in `UNEQUAL`.
+    shapes: the shapes of this rank's input tensors, which give `bytes`.
+    dtype: of the tensors; None for a barrier, which has none.
+    reduction: the key in `REDUCTIONS` of a sum, say; None if the operation reduces nothing.
+    root: the root's number in the group; None if the operation has none.
+    splits: of an all_to_all, (elements sent to each member, elements expected from each).
+    ValueError: `root` isn't a member.
     """
     nbytes = sum(map(torch.Size.numel, shapes)) * dtype.itemsize if dtype else 0
     said = [f"{sum(map(torch.Size.numel, alike))} {_name(dtype)}"] if dtype else []
@@ -109,8 +138,15 @@ def message(
 ) -> Said:
     """Describe a send or a receive as a `Said`; the same arguments give the same object.
 
-    number: of the rank at the other end, in the group; None for a receive from any rank. doing: the
-    action of the pipeline that sends it, or "".
+    A `Said` is the part of a call's record that is the same each time a line makes the call.
+    member: this rank in the group of the message.
+    place: the user's line, as (file, line, function, via).
+    op: "send" or "recv".
+    number: the other rank's number in the group; None for a receive from any rank.
+    tag: the message's tag.
+    shape, dtype: of the tensor.
+    doing: the label of a pipeline's action that the message belongs to, such as "1F0", or "".
+    ValueError: `number` isn't a member's, or is this rank's own.
     """
     size = f"{shape.numel()} {_name(dtype)}"
     said = [size]
@@ -141,12 +177,15 @@ def message(
 
 
 def _in_group(member: Member) -> list[str]:
+    """Return [label of the group], to be put behind a call's arguments, or [] for the world."""
     return [] if member.label == "world" else [member.label]
 
 
 def _root_name(op: str) -> str:
+    """Return what torch.distributed calls the root's argument in this operation: "dst" or "src"."""
     return "dst" if op in ("reduce", "gather") else "src"
 
 
 def _name(dtype: torch.dtype | None) -> str:
+    """Return the name of a dtype, such as "float32", or "" for None."""
     return str(dtype).removeprefix("torch.") if dtype else ""

@@ -1,4 +1,7 @@
-"""The code that runs in a rank: start safely, join the world, work, send the result, end."""
+"""Run a rank: start it safely, join the world, work, send the result, and wait to be ended.
+
+This is the code that runs in the process of a rank; `processes.py` starts it.
+"""
 
 import ast
 import contextlib
@@ -41,31 +44,42 @@ MAKE_ROOM = "Make room there, or name another folder in TMPDIR and restart"
 
 @dataclass
 class Assignment:
-    """The orders of a new rank: plain data, unpickled before it imports anything else."""
+    """The orders of a new rank, which its process unpickles first.
+
+    It is plain data, so that unpickling it imports nothing of the user's before the rank is set up.
+    """
 
     rank: int
     world_size: int
-    folder: str
+    folder: str  # the launch's temporary folder
     choice: Choice  # of the backend
-    link: Link | None
-    keep_values: bool
-    environ: dict[str, str]
-    cells: dict[str, tuple]  # the text of notebook cells, for tracebacks in the rank
-    check_buffers: bool = False
+    link: Link | None  # to be emulated
+    keep_values: bool  # whether records keep the elements of short messages
+    environ: dict[str, str]  # all environment variables of the rank
+    cells: dict[str, tuple]  # {file: entry of linecache.cache} of notebook cells, for tracebacks
+    check_buffers: bool = False  # whether to check that no tensor is changed while it is being sent
 
     def path(self, name: str) -> Path:
+        """Return the path of this rank's file in the launch's folder: "output.2" for "output"."""
         return Path(self.folder) / f"{name}.{self.rank}"
 
     @property
     def device(self) -> torch.device:
+        """Return the device on which this rank computes: one of the GPUs, in turn, or the CPU."""
         gpus = self.choice.gpus
         return torch.device("cuda", self.rank % gpus) if gpus else torch.device("cpu")
 
 
 def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
-    """Run a rank of `launch`: join the world, call the function, reply, and wait to be ended.
+    """Run a rank of `launch`: join the world, call the function, reply, and block until killed.
 
-    It waits because closing a connection early would fail ranks that still talk to this one.
+    It blocks because closing a connection early would fail ranks that still talk to this one. The
+    reply is ("done", names of the `SLOW_IMPORTS` that were imported), or ("failed", `Failure`). The
+    value that the function returned and the rank's records are in its file "result", as (value,
+    records).
+    assignment: the rank's orders.
+    pipe: the rank's end of the pipe for messages to and from the parent.
+    lifeline: a pipe that closes when the parent ends, upon which the rank ends as well.
     """
     recorder = become_rank(assignment, pipe, lifeline)
     try:
@@ -86,7 +100,17 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
-    """Run a rank of `%%ranks`: join the world, then run cell after cell in one namespace."""
+    """Run a rank of `%%ranks`: join the world, then run cell after cell in one namespace.
+
+    It never returns; the parent kills the process. The first reply, once the world is joined, is
+    ("done", None). Then the parent sends (source, file, whether its calls are wanted) for each
+    cell, and the reply is ("done", (repr of the cell's last expression or None, records of its
+    calls)). Where something raises, the reply is ("failed", `Failure`), and the rank goes on with
+    the next cell.
+    assignment: the rank's orders.
+    pipe: the rank's end of the pipe for messages to and from the parent.
+    lifeline: a pipe that closes when the parent ends, upon which the rank ends as well.
+    """
     recorder = become_rank(assignment, pipe, lifeline)
     board = recorder.board
     rank = assignment.rank
@@ -119,7 +143,11 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def run_cell(source: str, file: str, names: dict) -> str | None:
-    """Run a cell in `names`; return the repr of its last expression, None if that is None."""
+    """Run a cell's code in the namespace `names`; return the repr of its last expression.
+
+    None: the cell doesn't end with an expression, or its value is None.
+    file: the name under which the source is kept, so that a traceback shows its lines.
+    """
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     tree = ast.parse(source, file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -131,9 +159,12 @@ def run_cell(source: str, file: str, names: dict) -> str | None:
 
 
 def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) -> Recorder:
-    """Turn this new process into a rank: output into a file, a board, an end with its parent.
+    """Turn this new process into a rank, and return its recorder.
 
-    Returns its recorder.
+    From now on it ends when its parent does, Ctrl-C is ignored, and output goes into a file. The
+    environment is that of the assignment. SIGUSR1 writes the stacks of its threads into a file, for
+    the parent to read. torch gets a random seed of its own in each rank. The world isn't joined
+    yet.
     """
     if os.name == "posix":
         os.setpgid(0, 0)  # so that its children can be ended with it
@@ -158,10 +189,15 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     exits.note_exits(Path(assignment.folder), assignment.rank)
 
     def disagree(by_rank):
+        """Report to the parent that ranks' calls differ, and block until it kills this rank.
+
+        by_rank: {rank: its record} of the call.
+        """
         pipe.send(("disagrees", by_rank))
         wait_to_be_ended()
 
     def timed_out(record, error):
+        """Add to a timeout's error a note that says which ranks wait for which."""
         seconds = waited_s(record, error)
         headline, _ = explain_timeout(Look(board), seconds)
         error.add_note(headline)
@@ -174,10 +210,10 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
 
 
 def end_with_parent(lifeline: Connection):
-    """End this rank and its children when `lifeline` closes, however the parent ended.
+    """End this rank and its children when `lifeline` closes, which it does however the parent ends.
 
     On Linux the kernel sends SIGKILL, even to a rank that holds the interpreter's lock in C. On
-    other systems the thread does it.
+    other systems a thread that reads the lifeline ends the rank.
     """
     if sys.platform == "linux":
         from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl
@@ -197,13 +233,15 @@ def end_with_parent(lifeline: Connection):
 
 
 def wait_to_be_ended():
+    """Block for ever: the parent kills this rank when it has all replies."""
     threading.Event().wait()
 
 
 def capture_output(path: Path):
-    """Redirect descriptors 1 and 2 to a file, which takes the output of C++ and children as well.
+    """Redirect the output of this process to the file `path`.
 
-    Unlike a pipe it can't fill up.
+    It redirects descriptors 1 and 2, so that output of C++ and of children is included, and opens
+    sys.stdout and sys.stderr anew. Unlike a pipe, a file can't fill up and block the rank.
     """
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
@@ -214,7 +252,7 @@ def capture_output(path: Path):
 
 
 def flush():
-    """Flush the output buffers of Python and C."""
+    """Write out what Python and C still hold of the output in their buffers; errors are ignored."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -223,9 +261,9 @@ def flush():
 
 
 def take_gpu(assignment: Assignment):
-    """Make this rank's GPU the current device, if it was assigned one.
+    """Make this rank's GPU the current device of CUDA; do nothing for a rank on the CPU.
 
-    NoGpu: CUDA can't use it.
+    NoGpu: CUDA can't use it; the launch may then start anew on the CPU.
     """
     if assignment.choice.gpus:
         try:
@@ -237,10 +275,11 @@ def take_gpu(assignment: Assignment):
 
 
 def join_world(assignment: Assignment, recorder: Recorder):
-    """Initialise torch.distributed on the wire; returns when all ranks are connected.
+    """Initialise torch.distributed on the wire, the process group that records every call.
 
-    The store is a file, and Gloo and NCCL listen on the loopback interface only: no port is
-    guessed, no host name resolved, and nothing is reachable from outside this machine.
+    It returns when all ranks are connected. The store is a file, and Gloo and NCCL listen on the
+    loopback interface only: no port is guessed, no host name resolved, and nothing is reachable
+    from outside this machine.
     """
     rank, world_size = assignment.rank, assignment.world_size
     register_wire(recorder, assignment.choice.backend, assignment.device, one_machine=True)
@@ -253,7 +292,7 @@ def join_world(assignment: Assignment, recorder: Recorder):
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickler for everything that a cell can define; tensors on a GPU become CPU tensors."""
+    """A pickler for all that a cell can define; tensors on a GPU become tensors on the CPU."""
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
@@ -262,9 +301,11 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def save(path: Path, value: object):
-    """Write the return value to a file; a pipe would fill up and block the rank.
+    """Pickle `value`, the pair (returned value, records), into a file.
 
-    OSError, ValueError: the disk is full, or the value can't be pickled.
+    It isn't sent through a pipe, which would fill up and block the rank.
+    OSError: the disk for temporary files is full; make room, or set TMPDIR.
+    ValueError: the returned value can't be pickled; return plain data or tensors.
     """
     try:
         with open(path, "wb") as file:
