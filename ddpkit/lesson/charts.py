@@ -363,9 +363,9 @@ def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
 def shards(numels: Mapping[str, int], world_size: int) -> Picture:
     """Draw a flat buffer as two bars: the parameters in it, and below them the shard of each rank.
 
-    numels: {parameter: number of elements}, in the order of the buffer.
+    numels: {parameter: number of elements}, in the order of the buffer. A name is left out where
+        its bar is too short for it.
     world_size: the number of ranks, whose shards are equally long: the buffer is padded at the end.
-        A name is only written where there is room for it.
 
     The alt text states where each parameter begins and ends. Notebook 07.
     """
@@ -470,7 +470,7 @@ def zero_grid(world_size: int) -> Picture:
 
 
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw how many numbers each of several ways to compute the same reads and writes.
+    """Draw how many numbers several ways to compute one result read and write, a bar for each.
 
     counts: {name of the way: (numbers read from memory, numbers written to it)}, in multiples of N,
         the length of a row. A bar shows both, with their sum behind it.
