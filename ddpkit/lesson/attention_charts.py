@@ -1,4 +1,8 @@
-"""Pictures of notebooks 08 and 09: a tree of pairs, memories, rooflines, attention's costs."""
+"""Draw the pictures of notebooks 08 and 09: softmax merged in pairs, memory, rooflines, costs.
+
+Each function returns a `Picture`: a matplotlib figure, and a text that says what it shows, which
+serves as its alt text.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,14 +13,19 @@ from ..tools.units import number, size
 from . import page
 from .page import Canvas, Picture, chart, legend
 
-Curves = Mapping[str, Mapping[int, float]]  # {name: {length: bytes or seconds}}
+Curves = Mapping[str, Mapping[int, float]]  # {name: {length in tokens: bytes or seconds}}
 
 
 def bytes_by_length(peaks: Curves, title: str) -> Picture:
-    """Draw peak bytes against sequence length on logarithmic axes.
+    """Draw peak memory against sequence length, a curve for each way to compute attention.
 
-    Slope 1 means linear growth, slope 2 quadratic. peaks: of each curve, bytes by length; they
-    don't depend on the machine, so the picture's caption quotes them. Notebook 09.
+    Both axes are logarithmic: a slope of 1 means linear growth, 2 quadratic growth.
+
+    peaks: {name of the curve: {sequence length in tokens: most bytes at a time}}; only the first
+        `len(page.MARKERS)` curves are drawn.
+    title: the heading of the chart and of its alt text.
+
+    The bytes don't depend on the machine, so the alt text states them. Notebook 09.
     """
     figure = _by_length(peaks, title, "B")
     said = [f"{title}."]
@@ -27,10 +36,16 @@ def bytes_by_length(peaks: Curves, title: str) -> Picture:
 
 
 def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) -> Picture:
-    """Draw time by length, both axes logarithmic.
+    """Draw measured time against sequence length, both axes logarithmic.
 
-    ceiling: {length: time of the matrix products alone}, drawn as a dashed line. seconds:
-    measured, so the picture's text states none of them. Notebook 09.
+    seconds: {name of the curve: {sequence length in tokens: seconds}}; only the first
+        `len(page.MARKERS)` curves are drawn.
+    ceiling: {sequence length in tokens: seconds of the matrix products alone, at the machine's full
+        speed}, drawn as a dashed line that no curve can get below.
+    title: the heading of the chart and of its alt text.
+
+    The seconds differ between machines, so the alt text names curves and lengths, but states no
+    time. Notebook 09.
     """
     figure = _by_length(seconds, title, "s", ceiling)
     lengths = ", ".join(f"{length:,}" for length in ceiling)
@@ -39,9 +54,11 @@ def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) ->
 
 
 def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, float] | None = None):
-    """Draw curves over the length of sequences, both axes logarithmic; return the figure.
+    """Draw curves over sequence length, both axes logarithmic; return matplotlib's figure.
 
-    ceiling: {length: value} of a dashed line.
+    curves: {name: {length in tokens: value}}; only the first `len(page.MARKERS)` are drawn.
+    unit: "B" if the values are bytes, "s" if they are seconds.
+    ceiling: {length: value} of a dashed line, named "matrix products alone"; None for no line.
     """
     figure, (axes,) = chart(title)
     looks = zip(page.RANK_COLOURS, page.MARKERS, strict=False)
@@ -58,9 +75,15 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
 
 
 def merge_tree(row: Sequence[float]) -> Picture:
-    """Draw the pairs (m, ℓ) of a row's numbers, merged two by two until one is left.
+    """Draw how the softmax statistics of a row's numbers are merged in pairs until one is left.
 
-    row: 2 to 8 numbers, -inf for a masked one. Notebook 08.
+    A box shows a pair (m, ℓ): m is the largest of the numbers x that the box stands for, and ℓ the
+    sum of e^(x − m) over them. The top line has a box for each number, the bottom line one box for
+    the whole row. The alt text lists the pairs of every line.
+
+    row: 2 to 8 numbers, -inf for one that is masked.
+
+    Notebook 08.
     """
     values = torch.tensor(row).view(-1, 1)
     level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]
@@ -92,9 +115,13 @@ def merge_tree(row: Sequence[float]) -> Picture:
 
 
 def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
-    """Draw a hierarchy of memories, the fastest on top; wider means larger and slower. Notebook 09.
+    """Draw a hierarchy of memories as stacked boxes, the first one on top.
 
-    levels: {name: (bytes, bytes a second, contents)}.
+    levels: {name: (capacity in bytes, bandwidth in bytes per second, text that says what is kept
+        there)}, from the fastest memory to the slowest. Boxes become wider from level to level by
+        equal steps, not in proportion to the capacity.
+
+    The alt text states capacities and bandwidths. Notebook 09.
     """
     canvas, said = Canvas(page.WIDEST, 110 * len(levels) + 20), []
     for at, (name, (nbytes, speed, holds)) in enumerate(levels.items()):
@@ -111,10 +138,18 @@ def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
 
 
 def roofline(roofs: Mapping[str, tuple[float, float]], programs: Sequence[tuple]) -> Picture:
-    """Draw how fast machines can compute, by operations per byte of traffic, and programs on it.
+    """Draw how fast machines can compute at each arithmetic intensity, and where programs lie.
 
-    roofs: {machine: (operations a second, bytes a second)}. programs: (name, machine, operations
-    per byte). Speeds may be measured, so the picture's text states none of them. Notebook 09.
+    Arithmetic intensity is the number of operations for each byte that is read from or written to
+    memory. The line of a machine (its roofline) rises with the memory's bandwidth until it reaches
+    the peak of the processor. A program is a point on the line of its machine. Both axes are
+    logarithmic.
+
+    roofs: {machine: (peak in operations per second, memory bandwidth in bytes per second)}, at most
+        `len(page.MARKERS)` machines.
+    programs: (name, machine, operations per byte) of each; the machine is a key of `roofs`.
+
+    Speeds may have been measured, so the alt text states intensities, but no speed. Notebook 09.
     """
     figure, (axes,) = chart("What is possible, by operations for each byte of memory")
     looks = dict(zip(roofs, zip(page.RANK_COLOURS, page.MARKERS, strict=False), strict=False))

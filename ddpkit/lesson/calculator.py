@@ -1,4 +1,8 @@
-"""The calculators of notebooks 04 and 07: bucket caps on a wire, and ZeRO's stages."""
+"""Make the calculators of notebooks 04 and 07: bucket caps on a wire, and ZeRO's stages.
+
+A calculator is a notebook widget: a function with a slider for each argument, which shows the
+caption and the picture that the function returns for the sliders' values.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,12 +25,23 @@ def bucket_calculator(
     model: cost.CostModel,
     world_size: int,
 ) -> Calculator:
-    """Make sliders over bucket cap and latency that redraw the predicted timeline of a step.
+    """Return a widget with sliders for bucket cap and latency that predicts a step's timeline.
 
-    gradients: (bytes, dtype) of each, in the order in which they become ready. ready_s: when, in
-    seconds after backward began. model, world_size: as in `cost.timeline`. The latency slider
-    offers the model's own and the larger ones of `LATENCIES_S`. All caps of a latency share one
-    scale. The stored text states no times, because they were measured. Notebook 04.
+    In backward of a training step gradients become ready one by one, and each full bucket of them
+    is all-reduced. The picture shows both over time, and the caption says how many milliseconds of
+    communication are exposed, which means not hidden behind backward.
+
+    gradients: (bytes, dtype) of each, in the order in which they become ready.
+    ready_s: for each gradient, the time at which it is ready, in seconds after backward began.
+    model: the latency and the bandwidth of the wire between ranks.
+    world_size: the number of ranks.
+    ValueError: there are no gradients, or `ready_s` hasn't one time for each: pass both lists in
+        the same order.
+
+    The cap slider has the caps of `bucket_plans`, the latency slider the model's own latency and
+    those of `LATENCIES_S` that are larger. For one latency all caps share a time scale, so that
+    pictures can be compared. The text that stands for the widget in a stored notebook states no
+    times, because they were measured. Notebook 04.
     """
     sizes = [nbytes for nbytes, _ in gradients]
     plans = bucket_plans(gradients)
@@ -58,9 +73,13 @@ def bucket_calculator(
 
 
 def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:
-    """Return {cap in bytes: plan} for caps that double, from a bucket a gradient to one for all.
+    """Return {bucket cap in bytes: plan} for all caps that make a difference, each a power of two.
 
-    Of several caps with the same plan, the largest is kept. gradients: as for `ddp.plan_buckets`.
+    A plan is a list of buckets, and a bucket is a list of indices into `gradients`. The smallest
+    caps give every gradient a bucket of its own, the largest puts all gradients of a dtype into
+    one. Where several caps lead to the same plan, only the largest of them is returned.
+
+    gradients: (bytes, dtype) of each, in the order in which they become ready.
     """
     last: dict[str, tuple[int, list[list[int]]]] = {}
     for power in range(sum(nbytes for nbytes, _ in gradients).bit_length() + 1):
@@ -74,7 +93,12 @@ MODELS["XXL, 219.8B"] = 126 * 2 * 16384 * 53248  # 126 times two linear layers
 
 
 def zero_calculator() -> Calculator:
-    """Make sliders over ZeRO's stages that show the bytes a rank keeps and sends. Notebook 07."""
+    """Return a widget with sliders for model, ranks and stage that shows the bytes of ZeRO.
+
+    From stage 1 on each rank keeps only its part of the optimizer's state, from stage 2 on also of
+    the gradients, in stage 3 also of the parameters; stage 0 shards nothing. The widget shows what
+    `zero_stage` returns. Notebook 07.
+    """
     return Calculator(
         zero_stage,
         model=Slider("model", list(MODELS), "7.5B"),
@@ -84,9 +108,16 @@ def zero_calculator() -> Calculator:
 
 
 def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
-    """Return caption and picture of `zero_calculator` for one setting of its sliders.
+    """Return (caption, bar chart) of the model states that each rank keeps in ZeRO's stages 0 to 3.
 
-    For mixed precision with AdamW.
+    Training is in mixed precision with AdamW. The chart has a bar of bytes for each stage, with
+    that of `stage` highlighted. The caption says for `stage` what a rank keeps, whether it fits on
+    a GPU of `charts.GPU_BYTES`, and how many bytes the rank sends in a step. Activations aren't
+    counted.
+
+    model: a key of `MODELS`, which has the numbers of parameters.
+    world_size: the number of ranks.
+    stage: from 0 to 3.
     """
     parameters = MODELS[model]
     rows = {}

@@ -1,4 +1,8 @@
-"""Trainings of notebook 15: killed in a step, damaged on the disk, started by torchrun."""
+"""Run the trainings of notebook 15: killed in a step, damaged on the disk, started by torchrun.
+
+A `TrainConfig` says what is trained, on which mesh of ranks, and in which folder checkpoints are
+kept. Functions that take one run on every rank of a launch; the others run in the notebook.
+"""
 
 import os
 import signal
@@ -15,30 +19,51 @@ from ..train import TrainConfig, Trainer, state_of, train, whole_parameters
 
 
 def losses_of(config: TrainConfig) -> list[float]:
-    """Train, or go on, to the end; return the losses of the steps taken."""
+    """Train to the last step; return the loss of each step that was taken, in order.
+
+    To be called on every rank, where it returns the same list. If the config's folder has a
+    checkpoint, training goes on from there, and the list begins after it.
+    """
     return [step["loss"] for step in train(config)[1]]
 
 
 def end_of(config: TrainConfig) -> dict[str, torch.Tensor]:
-    """Train, or go on, to the end; return the whole parameters."""
+    """Train to the last step; return the trained parameters as {name: whole tensor on the CPU}.
+
+    To be called on every rank, where it returns the same tensors, whatever the sharding. If the
+    config's folder has a checkpoint, training goes on from there.
+    """
     return whole_parameters(train(config)[0])
 
 
 def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Take `count` steps; return their losses and the whole parameters."""
+    """Take the first `count` steps; return (their losses, {parameter's name: whole tensor}).
+
+    To be called on every rank, where it returns the same. Checkpoints are neither read nor written.
+    With `config.exact` all meshes give results that are equal to the last bit: see `same`.
+    """
     trainer = Trainer(config)
     losses = [trainer.step(number)["loss"] for number in range(count)]
     return losses, whole_parameters(trainer)
 
 
 def same(one: tuple, other: tuple) -> bool:
-    """Tell whether two of `twin_of` are equal to the last bit."""
+    """Tell whether two trainings have the same losses and parameters, to the last bit.
+
+    one, other: (losses, {parameter's name: tensor}) of each. Only the parameters that `one` names
+        are compared.
+    """
     equal = [torch.equal(one[1][name], other[1][name]) for name in one[1]]
     return one[0] == other[0] and all(equal)
 
 
 def train_and_die(config: TrainConfig, at: int) -> None:
-    """Train; rank 1 kills itself when step `at` begins."""
+    """Train, but let rank 1 kill its own process when step `at` begins.
+
+    To be called on every rank of a launch, which fails. Steps count from 0. The process dies by
+    SIGKILL, as when memory runs out, so it can't clean up: what is left is what the checkpoints in
+    `config.folder` hold.
+    """
 
     def die(number: int) -> None:
         if number == at and dist.get_rank() == 1:
@@ -48,7 +73,13 @@ def train_and_die(config: TrainConfig, at: int) -> None:
 
 
 def weigh(config: TrainConfig) -> int:
-    """Take a step, a barrier, a step; return the bytes of parameters and moments held here."""
+    """Take two training steps; return the bytes of the training's state that this rank holds.
+
+    To be called on every rank. The state is the rank's part of the parameters, buffers and
+    optimizer moments; gradients and activations aren't counted. A barrier precedes the second step,
+    so that `sent` can weigh that one alone: in the first, ranks also exchange the order of their
+    calls.
+    """
     trainer = Trainer(config)
     trainer.step(0)  # in which ranks agree on orders
     dist.barrier()
@@ -60,14 +91,25 @@ def weigh(config: TrainConfig) -> int:
 
 
 def sent(run: Run) -> float:
-    """Count the bytes that rank 0 sent after its barrier, if collectives use a ring."""
+    """Return the bytes that rank 0 sent after its last barrier, as if collective calls used a ring.
+
+    run: a launch of `weigh`, say, of which this is the second training step. The bytes are computed
+        from the sizes in the records of rank 0's calls, by `sent_by_all`; for a broadcast, all is
+        counted at the rank that it comes from.
+    ValueError: rank 0 made no barrier.
+    """
     records = run.wire[0]
     after = max(at for at, record in enumerate(records) if record.op == "barrier")
     return sum(sent_by_all(record, 0, len(record.ranks)) for record in records[after + 1 :])
 
 
 def flip_a_bit(folder: str | Path) -> Path:
-    """Change one bit of the tensors in the newest checkpoint of a folder; return the checkpoint."""
+    """Damage the newest checkpoint in a folder by changing one bit; return the checkpoint's path.
+
+    The newest is the last, in alphabetical order, of those named `step-*`. The bit is in the middle
+    of one of its `.distcp` files, which hold tensors. It is changed on the disk, to show that a
+    damaged checkpoint is found when it is read.
+    """
     newest = sorted(Path(folder).glob("step-*"))[-1]
     file = next(newest.glob("*.distcp"))
     data = bytearray(file.read_bytes())
@@ -77,7 +119,10 @@ def flip_a_bit(folder: str | Path) -> Path:
 
 
 def under_torchrun(ranks: int, *flags: str) -> int:
-    """Run `torchrun --nproc-per-node RANKS -m ddpkit.train FLAGS`; return its exit code."""
+    """Run `torchrun --nproc-per-node RANKS -m ddpkit.train FLAGS`; return its exit code.
+
+    It returns when the training has ended: 0 means success. What the training prints is discarded.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     command = [*torchrun, "-m", "ddpkit.train", *flags]
     return subprocess.run(command, capture_output=True, check=False).returncode

@@ -1,24 +1,31 @@
-"""Cards for the words of a check or a prediction, light in every theme, with sign and colour."""
+"""Write cards in HTML for the words of a check or a prediction, with a sign and colours.
+
+A card has its own light background, so it is legible in dark themes as well.
+"""
 
 import html
 import re
 from collections.abc import Mapping, Sequence
 
-LOOKS = {  # right, wrong, a surprise or none of them: the sign, its ink, the ground
+LOOKS = {  # {verdict: (sign, colour of sign and border, background)}
     True: ("✓", "#006B4F", "#EDF8F3"),
     False: ("✗", "#B00020", "#FDF0F1"),
     "surprise": ("≠", "#8A5A00", "#FFF6E0"),
     None: ("·", "#555555", "#F5F5F5"),
 }
-WIDEST = 960  # pixels of cards, players and charts: JupyterLab has them on a screen of 1400
+WIDEST = 960  # pixels, of cards and pictures: JupyterLab has room for them on a screen of 1400
 NONE: dict[str, str] = {}
-SANS = "font-family: var(--jp-ui-font-family, sans-serif)"  # JupyterLab's own, where it is
+SANS = "font-family: var(--jp-ui-font-family, sans-serif)"  # JupyterLab's own font, if there is one
 CODE = "font-family: var(--jp-code-font-family, monospace); font-size: 13px; line-height: 1.4"
 CODE += "; white-space: pre-wrap"
 
 
 def frame(look: bool | str | None, inside: str) -> str:
-    """Wrap HTML in a card. look: a key of LOOKS, which gives the card its sign and colour."""
+    """Return HTML that wraps `inside`, itself HTML, in a card of the verdict's colours.
+
+    look: the verdict, a key of `LOOKS`: True, False, "surprise" or None. The sign of `LOOKS` isn't
+        written here.
+    """
     _, ink, ground = LOOKS[look]
     style = f"background: {ground}; border: 1px solid {ink}; border-left-width: 8px"
     style += "; border-radius: 6px; padding: 8px 14px; margin: 4px 0; color: #111"
@@ -27,10 +34,12 @@ def frame(look: bool | str | None, inside: str) -> str:
 
 
 def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] = NONE) -> str:
-    """Make the HTML of a card with a title and paragraphs below it.
+    """Return the HTML of a card with a sign, a title in bold and paragraphs below it.
 
-    said: the paragraphs; `code` in backticks, those of several lines verbatim. folds: {text to
-    click on: text that then unfolds}.
+    passed: True for a ✓, False for a ✗, None for neither.
+    title, said: the title and the paragraphs as plain text, in which `code` stands in backticks. A
+        paragraph of several lines is shown verbatim in a code font; empty ones are left out.
+    folds: {text to click on: text that then unfolds}, at the foot of the card.
     """
     sign, ink, _ = LOOKS[passed]
     head = f'<b style="color: {ink}; font-size: 16px">{sign} {marked(title)}</b>'
@@ -42,7 +51,12 @@ def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] =
 
 
 def answer_card(look: bool | str | None, question: str, answer: str, guess: str) -> str:
-    """Make a card of an answered question: the answer is large. guess: "" if there was none."""
+    """Return the HTML of a card with a question, its answer in large letters and a guess.
+
+    look: the verdict on the guess, which gives the colours: True if it is right, "surprise" if it
+        is wrong, None if there is none.
+    guess: what the reader entered, "" if nothing; it is then left out.
+    """
     sign, ink, _ = LOOKS[look]
     beside = f'<span style="color: {ink}"> {sign} you: {html.escape(guess)}</span>' if guess else ""
     return frame(
@@ -53,7 +67,11 @@ def answer_card(look: bool | str | None, question: str, answer: str, guess: str)
 
 
 def score_card(text: str, looks: Sequence[bool | str | None]) -> str:
-    """Make a card of a score, with a dot for each of its parts."""
+    """Return the HTML of a card with a score in words, and a dot for each question.
+
+    looks: for each question, a key of `LOOKS`, which gives its dot the colour. The dot is filled
+        for True and "surprise", and open for False and None.
+    """
     dots = (
         f'<span style="color: {LOOKS[look][1]}">{"●" if look else "○"}</span>' for look in looks
     )
@@ -62,6 +80,11 @@ def score_card(text: str, looks: Sequence[bool | str | None]) -> str:
 
 
 def _paragraph(text: str) -> str:
+    """Return plain text as an HTML paragraph.
+
+    A text of several lines is kept verbatim in a code font. In others `code` stands in backticks,
+    and the first word gets a capital letter, unless it seems to begin an assignment.
+    """
     if "\n" in text:
         return f'<div style="{CODE}; margin: 6px 0">{html.escape(text)}</div>'
     word = re.match("[a-z]{2,} (?!=)", text)  # and not code, such as `pair = …`
@@ -70,6 +93,6 @@ def _paragraph(text: str) -> str:
 
 
 def marked(text: str) -> str:
-    """Convert a line of text to HTML; what stands in `backticks` becomes code."""
+    """Return a line of plain text as HTML, in which what stands in `backticks` is set as code."""
     code = rf'<code style="background: none; padding: 0; color: inherit; {CODE}">\1</code>'
     return re.sub("`([^`]+)`", code, html.escape(text))

@@ -1,7 +1,8 @@
-"""Charts of measurements, and of a model's predictions beside them.
+"""Draw charts of measurements, and of a model's predictions beside them.
 
-A chart's text names what is drawn and states no measured number: those differ between runs, and
-stand in the tables.
+Each function that draws returns a `Picture`: a matplotlib figure, and a text that says what it
+shows, which serves as its alt text. The alt text states no measured number: those differ between
+runs, and notebooks print them in tables.
 """
 
 import itertools
@@ -14,7 +15,7 @@ from ..tools.units import binary_size, count, duration, size
 from . import page
 from .page import Picture, chart, colour, legend, patch, stroke
 
-COLOURS = {  # of the names that many charts have
+COLOURS = {  # {name of a backend: colour}, the same in all charts
     "gloo": page.BLUE,
     "ring": page.ORANGE,
     "ring_all_reduce": page.ORANGE,
@@ -29,18 +30,31 @@ COLOURS = {  # of the names that many charts have
 
 
 def median_time(results) -> Picture:
-    """Draw the median time of each backend with each number of processes, by size, logarithmic.
+    """Draw the median time of a collective call as grouped bars, on a logarithmic scale.
 
-    results: `ddpkit.bench.results.Results`. A black mark on a bar is its ceiling: the same bytes,
-    only moved. Notebook 02.
+    There is a group of bars for each tensor size, and in it a bar for each backend with each number
+    of processes. A black mark on a bar is the time of its ceiling, which only moves the same bytes;
+    bars whose ceiling wasn't measured have none.
+
+    results: the measurements, a `ddpkit.bench.results.Results`.
+
+    Notebook 02.
     """
     return _grouped_bars(results, lambda _, seconds: 1e3 * seconds, "Median time", "ms", "log")
 
 
 def bandwidth(results) -> Picture:
-    """Draw the bus bandwidth of each backend with each number of processes, by size.
+    """Draw the bus bandwidth of a collective call, in GB/s, as grouped bars.
 
-    results and black marks: as for `median_time`. Notebook 02.
+    Bus bandwidth is the bytes per second that each rank would move on an ideal ring, so it compares
+    with the speed of the wire. There is a group of bars for each tensor size, and in it a bar for
+    each backend with each number of processes. A black mark on a bar is what it would reach at the
+    speed of its ceiling, which only moves the same bytes; bars whose ceiling wasn't measured have
+    none.
+
+    results: the measurements, a `ddpkit.bench.results.Results`.
+
+    Notebook 02.
     """
 
     def gigabytes_per_second(result, seconds: float) -> float:
@@ -50,7 +64,15 @@ def bandwidth(results) -> Picture:
 
 
 def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
-    """Draw a bar for each result. value(result, seconds): the height if it had taken `seconds`."""
+    """Draw a bar for each result, in a group for each tensor size; return the picture.
+
+    results: a `ddpkit.bench.results.Results`. Ceilings, which only move bytes, are drawn as marks
+        on the bars of others; second measurements of a baseline are left out.
+    value: called as value(result, seconds); returns the bar's height if the result had taken that
+        time. It is called with the median time, and with the ceiling's time for the black mark.
+    what, unit: the quantity that heights stand for, and its unit, to be written at the axis.
+    scale: "log" or "linear", for the heights.
+    """
     names = list(dict.fromkeys(result.variant for result in results.competing))
     shown = sorted(results.competing, key=lambda r: (names.index(r.variant), r.world_size))
     sizes = dict(sorted((result.nbytes, result.size) for result in shown))
@@ -96,7 +118,12 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """Choose a colour for each name; the names in COLOURS have their own."""
+    """Return {name: colour} for all names, in their order.
+
+    A name in `COLOURS` has its colour from there, so that it looks the same in all charts. The
+    others get the rest of `page.RANK_COLOURS` in turn, which repeat if there are more names than
+    colours.
+    """
     taken = {COLOURS.get(name) for name in names}
     free = itertools.cycle([fill for fill in page.RANK_COLOURS if fill not in taken])
     return {name: COLOURS.get(name) or next(free) for name in names}
@@ -106,11 +133,18 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 
 
 def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) -> Picture:
-    """Draw how long a step takes in each variant, with a line at the time of computing alone.
+    """Draw how long a training step takes in several variants, a horizontal bar for each.
 
-    seconds: {name: the times of its rounds}; drawn are their median and middle half, or the time
-    itself if there is one. compute: the variant that sends nothing. link: the emulated link, if
-    there was one. Notebook 04.
+    A bar is blue up to the time of computing alone, and orange where communication adds to it. It
+    shows the median of the variant's rounds, and a black span their middle half if there were
+    several rounds.
+
+    seconds: {name of the variant: for each round, the seconds of a step}.
+    compute: the name of the variant that computes and sends nothing; a dashed line marks its
+        median.
+    link: the emulated link, to be named in the title, or None if there was none.
+
+    The alt text names the variants and states no time. Notebook 04.
     """
     import numpy
 
@@ -151,10 +185,15 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
 def scaling(
     compute_s: float, wires: Mapping[str, Callable[[int], float]], most: int = 32
 ) -> Picture:
-    """Draw the time of a step on 1 to `most` workers, and mark the least.
+    """Draw the predicted time of a training step on 1 to `most` workers, a curve for each network.
 
-    compute_s: the time of one worker for the whole batch; several divide it. wires: {name:
-    function from workers to seconds on the wire}, which are added. Notebook 03.
+    compute_s: the seconds that one worker computes for the whole batch; n workers take 1/n of it.
+    wires: {name of the curve: function from the number of workers to seconds of communication},
+        which are added to the time of computing. Only the first `len(page.RANK_COLOURS)` are drawn.
+    most: the largest number of workers.
+
+    A dot marks the lowest point of each curve, and the alt text says where it is. A dashed line
+    shows computing alone. Notebook 03.
     """
     title = "Time of a step, by the number of workers"
     figure, (axes,) = chart(title)
@@ -174,7 +213,14 @@ def scaling(
 
 
 def _stacked_bars(axes, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, object]):
-    """Draw a bar for each row, with a part for each of `colours`; return where the bars end."""
+    """Draw a horizontal bar for each row, the first on top; return the bars' lengths, in order.
+
+    A bar is stacked from segments, and the axis has room on the right for a number after each bar.
+
+    rows: {label of the bar: {segment: length}}; a segment that a row hasn't got has length 0.
+    colours: {segment: matplotlib colour}, in the order from left to right. Segments that aren't in
+        it are left out.
+    """
     names, ends = list(rows), [0.0] * len(rows)
     for part, fill in colours.items():
         widths = [row.get(part, 0) for row in rows.values()]
@@ -196,10 +242,22 @@ def bucket_timeline(
     world_size: int,
     longest_s: float,
 ) -> Picture:
-    """Draw when gradients become ready and when their buckets travel, by `cost.timeline`.
+    """Draw when the gradients of a training step become ready and when their buckets are sent.
 
-    Arguments and errors are those of `cost.timeline`. A bucket has the colour of its gradients.
-    longest_s: the scale is at least this long, so that pictures can share it. Notebook 04.
+    The times are predicted by `cost.timeline`. Above is backward, with a line for each gradient;
+    below is an all-reduce for each bucket, in the same colour as its gradients. Red is
+    communication that is exposed, which means that it goes on after backward has ended.
+
+    plan: the buckets in the order in which they are sent, each a list of gradient indices.
+    ready_s: for each gradient, the seconds after backward began at which it is ready.
+    sizes: for each gradient, its bytes.
+    model: the latency and the bandwidth of the wire between ranks.
+    world_size: the number of ranks.
+    longest_s: the time axis has at least this many seconds, so that pictures can share a scale.
+    ValueError: a gradient isn't in exactly one bucket, or hasn't a time and a size: correct the
+        lists.
+
+    The alt text is that of `describe_buckets`, without times. Notebook 04.
     """
     line = cost.timeline(plan, ready_s, sizes, model, world_size)
     backward, end = 1e3 * line.backward_s, 1e3 * line.done[-1]
@@ -233,7 +291,10 @@ def bucket_timeline(
 
 
 def describe_buckets(plan: cost.Plan) -> str:
-    """Describe what `bucket_timeline` shows, without its times."""
+    """Return the text for a picture of `bucket_timeline`: what it shows, without times.
+
+    plan: the buckets, each a list of gradient indices.
+    """
     gradients = sum(map(len, plan))
     return (
         f"A training step with {count(len(plan), 'bucket')}, predicted. Above, backward, with a "
@@ -245,11 +306,17 @@ def describe_buckets(plan: cost.Plan) -> str:
 def bucket_moments(
     parts: Mapping[str, int], moments: Mapping[str, tuple[Sequence[float], Sequence]]
 ) -> Picture:
-    """Draw a bucket at several moments: the numbers in its flat tensor, and where each .grad is.
+    """Draw a gradient bucket at several moments of training, a row for each.
 
-    parts: {parameter: how many numbers its gradient has}. moments: {name: (the flat tensor's
-    numbers, a list with each parameter's .grad: None, "view" for a view of it, or the numbers of a
-    tensor of its own)}. Notebook 04.
+    On the left are the elements of the bucket's flat tensor, on the right the `.grad` of each
+    parameter, in the parameter's colour where it is a view of the flat tensor.
+
+    parts: {parameter: number of elements in its gradient}, in the order of the bucket.
+    moments: {name of the moment: (elements of the flat tensor, [.grad of each parameter])}, where a
+        .grad is None, the text "view" for a view of the flat tensor, or the elements of a tensor of
+        its own.
+
+    The alt text states all elements. Notebook 04.
     """
     numels, length = list(parts.values()), sum(parts.values())
     fills = [colour(number) for number, numel in enumerate(numels) for _ in range(numel)]
@@ -280,10 +347,12 @@ def bucket_moments(
 
 
 def _say(grad: Sequence[float] | str | None) -> str:
+    """Return a .grad as text: "None", "view", or its elements with spaces between them."""
     return f"{grad}" if grad in (None, "view") else " ".join(f"{value:g}" for value in grad)
 
 
 def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
+    """Draw a box in row `y`, from `x` to `x + width`, with its text in the middle."""
     axes.barh(y, width, 0.7, x, color=fill, ec="black")
     page.write_on(axes, x + width / 2, y, text, fill)
 
@@ -292,9 +361,13 @@ def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
 
 
 def shards(numels: Mapping[str, int], world_size: int) -> Picture:
-    """Draw a flat buffer: above, the parameters in it; below, the part that each rank owns.
+    """Draw a flat buffer as two bars: the parameters in it, and below them the shard of each rank.
 
-    numels: {name: its elements}, of all parameters. Notebook 07.
+    numels: {parameter: number of elements}, in the order of the buffer. A name is left out where
+        its bar is too short for it.
+    world_size: the number of ranks, whose shards are equally long: the buffer is padded at the end.
+
+    The alt text states where each parameter begins and ends. Notebook 07.
     """
     used = sum(numels.values())
     length = math.ceil(used / world_size)
@@ -330,10 +403,15 @@ KIND_COLOURS = dict(zip(memory.KINDS, [*page.RANK_COLOURS[:5], page.MIXED], stri
 def byte_bars(
     rows: Mapping[str, Mapping[str, int]], title: str, chosen: str | None = None
 ) -> Picture:
-    """Draw bytes by kind, a bar for each row with its total; dashed: a GPU's memory.
+    """Draw bytes of memory as stacked bars: a bar for each row, a segment for each kind of memory.
 
-    rows: {name: {kind of `ddpkit.memory.KINDS`: bytes}}. chosen: the row to highlight. Nothing here
-    depends on the machine, so the picture's text states the bytes. Notebooks 06 and 07.
+    A bar's total is written behind it, and a dashed line marks the memory of a GPU, `GPU_BYTES`.
+
+    rows: {label of the bar: {kind of memory: bytes}}, with the kinds of `ddpkit.memory.KINDS`.
+    title: the heading of the chart and of its alt text.
+    chosen: the label of a bar to highlight, or None.
+
+    The bytes don't depend on the machine, so the alt text states them. Notebooks 06 and 07.
     """
     used = set().union(*rows.values())
     colours = {kind: KIND_COLOURS[kind] for kind in memory.KINDS if kind in used}
@@ -358,9 +436,12 @@ def byte_bars(
 
 
 def zero_grid(world_size: int) -> Picture:
-    """Draw the part of the model states that each rank keeps in ZeRO's stages; areas are bytes.
+    """Draw which part of the model states each rank keeps in ZeRO's stages 0 to 3.
 
-    Mixed precision with AdamW, as in figure 1 of the ZeRO paper. Notebook 07.
+    The grid has a row for each stage and a column for each rank. In a cell, parameters, gradients
+    and optimizer state are bands as high as their bytes for each parameter, and the part that the
+    rank keeps is coloured: all of a band, or 1/`world_size` of it. So areas are bytes. Training is
+    in mixed precision with AdamW, as in figure 1 of the ZeRO paper. Notebook 07.
     """
     kinds = memory.PRECISIONS["mixed"]._asdict()
     figure, (axes,) = chart("Who keeps what", 600)
@@ -389,9 +470,12 @@ def zero_grid(world_size: int) -> Picture:
 
 
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw how much several ways to compute the same thing read and write: bars from memory.
+    """Draw how many numbers several ways to compute one result read and write, a bar for each.
 
-    counts: {name: (numbers read, numbers written)}, in multiples of N. Notebook 08.
+    counts: {name of the way: (numbers read from memory, numbers written to it)}, in multiples of N,
+        the length of a row. A bar shows both, with their sum behind it.
+
+    Notebook 08.
     """
     figure, (axes,) = chart("Numbers moved", 150 + 58 * len(counts))
     colours = {"read": page.BLUE, "written": (page.BLUE, page.PALER)}
@@ -408,6 +492,7 @@ def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
 
 
 def _times_n(factor: float) -> str:
+    """Return a multiple of N as text: "N", "2N", "1.5N"."""
     return "N" if factor == 1 else f"{factor:g}N"
 
 
@@ -420,10 +505,18 @@ def fitted(
     held_out: Sequence[cost.Measurement],
     title: str,
 ) -> Picture:
-    """Draw times of one algorithm by size, both logarithmic: measurements and the model's line.
+    """Draw one algorithm's times against tensor size: measurements, and the fitted model's line.
 
-    measured: the points that the model was fitted to, drawn full. held_out: points it has not seen,
-    drawn hollow. title: says "emulated" if the times are those of an emulated link. Notebook 02.
+    Both axes are logarithmic. A note states the model's parameters and its median error on both
+    sets of points.
+
+    fit: the model, which predicts seconds from bytes.
+    measured: the points that the model was fitted to, drawn full. All have the algorithm and the
+        number of ranks of the first one.
+    held_out: points that the model wasn't fitted to, drawn hollow: they show whether it predicts.
+    title: the heading. It says "emulated" if the times are those of an emulated link.
+
+    The alt text counts the points and states no time. Notebook 02.
     """
     algorithm, world_size, *_ = measured[0]
     name = f"{algorithm}, {world_size} ranks"
@@ -460,9 +553,20 @@ def crossing(
     measured: Sequence[cost.Measurement],
     title: str,
 ) -> Picture:
-    """Draw the model's time for each algorithm by size, and where another becomes the fastest.
+    """Draw the predicted times of algorithms against tensor size, and which is the fastest where.
 
-    measured: times in a world of that size, drawn as points. title: as in `fitted`. Notebook 02.
+    Both axes are logarithmic. A circle and a dashed line mark each size from which on another
+    algorithm is the fastest.
+
+    model: the cost model that the lines follow.
+    algorithms: names from `cost.ALGORITHMS`.
+    world_size: the number of ranks.
+    measured: times with this number of ranks, drawn as points; other algorithms than those named
+        are left out.
+    title: the heading. It says "emulated" if the times are those of an emulated link.
+
+    The alt text names the fastest algorithms in the order of sizes, and states no number. Notebook
+    02.
     """
     changes = takeovers(model, algorithms, world_size)
     around = [nbytes * factor for nbytes, _, _ in changes for factor in (1 / 30, 30)]
@@ -494,9 +598,12 @@ def crossing(
 def takeovers(
     model: cost.CostModel, algorithms: Sequence[str], world_size: int
 ) -> list[tuple[float, str, str]]:
-    """List where another algorithm becomes the fastest: (bytes, before, from there on).
+    """List the tensor sizes at which, by the cost model, another algorithm becomes the fastest.
 
-    In order of bytes, by the cost model.
+    Return [(bytes, fastest algorithm for smaller tensors, fastest from this size on)], the smallest
+    size first; an empty list if the same algorithm is always the fastest.
+
+    algorithms: names from `cost.ALGORITHMS`.
     """
     pairs = itertools.permutations(algorithms, 2)
     crossings = {cost.crossover(*pair, world_size, model) for pair in pairs}
@@ -512,11 +619,17 @@ def takeovers(
 def _fastest(
     model: cost.CostModel, algorithms: Sequence[str], world_size: int, nbytes: float
 ) -> str:
+    """Return the name of the algorithm for which the model predicts the least time."""
     return min(algorithms, key=lambda algorithm: model.seconds(algorithm, nbytes, world_size))
 
 
 def _curve(axes, model, algorithm: str, world_size: int, sizes, measured, label: str, **style):
-    """Draw the model's prediction as a line, and the measurements as points."""
+    """Draw one algorithm into a chart: the model's prediction as a line, measurements as points.
+
+    sizes: the bytes of the tensors for which the line is computed.
+    measured: this algorithm's measurements. label: the text for the legend.
+    style: matplotlib's "color" and "marker".
+    """
     seconds = [model.seconds(algorithm, nbytes, world_size) for nbytes in sizes]
     axes.plot(sizes, seconds, color=style["color"], lw=2.5)
     _points(axes, measured, **style)
@@ -524,19 +637,20 @@ def _curve(axes, model, algorithm: str, world_size: int, sizes, measured, label:
 
 
 def _points(axes, measured: Sequence[cost.Measurement], **style):
+    """Draw measurements as points: seconds against bytes, in matplotlib's `style`."""
     x = [measurement.nbytes for measurement in measured]
     y = [measurement.seconds for measurement in measured]
     axes.plot(x, y, ls="none", ms=11, mew=2.5, zorder=3, **style)
 
 
 def between(sizes: Sequence[float]) -> list[float]:
-    """Space a hundred sizes from the smallest to the largest evenly on a logarithmic scale."""
+    """Return 100 sizes from the least to the largest given, evenly spaced on a log scale."""
     least, most = min(sizes), max(sizes)
     return [least * (most / least) ** (step / 99) for step in range(100)]
 
 
 def _log_axes(axes):
-    """Make both axes, of sizes and times, logarithmic."""
+    """Make both axes logarithmic and name them: bytes of the tensor on x, seconds on y."""
     axes.set_xscale("log")
     page.with_units(axes.xaxis, "B")
     axes.set_xlabel("size of the tensor")

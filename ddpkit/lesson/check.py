@@ -1,12 +1,16 @@
-"""Another name for `ddpkit.exercises`, and for its command, `python -m ddpkit.exercises`."""
+"""Offer `ddpkit.exercises` and its command, `python -m ddpkit.exercises`, under another name.
+
+Notebooks say `from ddpkit.lesson import check`, then `check.broadcast(broadcast)`.
+"""
 
 import sys
 
 from ..exercises import *  # noqa: F403
 from ..runtime import processes
 
-# The ranks of checks start with the exercises imported. A notebook imports this file before its
-# first launch, when that costs nothing: a fork server that already runs would have to be replaced.
+# Let every rank of a launch start with the exercises imported. A notebook imports this file before
+# its first launch, when that costs nothing: a fork server that already runs, from which ranks are
+# forked, would have to be replaced.
 processes.preload(["ddpkit.exercises"])
 
 if __name__ == "__main__":

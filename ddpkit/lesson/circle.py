@@ -1,7 +1,7 @@
-"""Draw a ring round: its ranks on a circle, each number a cell with stripes for its owners.
+"""Draw the ranks of a ring on a circle, each element that a rank holds as a cell with stripes.
 
-A cell has a slot for each rank, filled in that rank's colour if its number is in the cell: a
-finished sum has all colours, each in its place. Nothing needs a digit or a legend.
+A cell has a slot for each rank, filled in that rank's colour if its number is part of the cell's
+value. So a finished sum has all colours, each in its place, and no digits or legend are needed.
 """
 
 import math
@@ -16,9 +16,14 @@ CELL, GAP, NODE_HEIGHT = 40, 6, 96
 
 
 def is_round(frames: list[Frame], world_size: int) -> bool:
-    """Tell whether a run can be drawn round: every message goes to the right neighbour.
+    """Tell whether a run can be drawn as a ring, its ranks on a circle.
 
-    And it comes from the first buffer of its rank.
+    It can if 3 to 8 ranks send messages hop by hop, a hop being those that travel at the same time.
+    In each hop every rank must send one message to its right neighbour, rank + 1, from the first of
+    its buffers. And in the end no rank's first buffer may hold more elements than there are ranks.
+
+    frames: what `film.hop_by_hop` returns: a frame for each hop, then one for the end. Any other
+        list of frames gives False.
     """
     *hops, end = frames
     if end.event.kind != "end" or not 3 <= world_size <= 8 or not hops:
@@ -44,22 +49,33 @@ def place(rank: float, world_size: int) -> tuple[float, float]:
 
 
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
-    """List the owners of the numbers in a rank's buffer, a cell each."""
+    """Return the owners of the elements in a rank's first buffer, in order, one for each cell.
+
+    An owner is the rank that the number came from, a frozenset of ranks if it is the sum of their
+    numbers, or None if that isn't known.
+    """
     return [owner for _, owner in next(iter(frame.memory[rank].values()))]
 
 
 def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[float, float]:
-    """Return the upper left corner, in pixels, of cell `index` of a rank that has `cells`."""
+    """Return the pixel coordinates (x, y) of a cell's upper left corner.
+
+    index: of the cell, from 0. cells: the number of cells that this rank has, in one row.
+    """
     x, y = place(rank, world_size)
     return x - (cells * (CELL + GAP) - GAP) / 2 + index * (CELL + GAP), y - 4
 
 
 def draw(frame: Frame, world_size: int, title: str) -> Picture:
-    """Draw the ranks on their circle, each with its cells and with what it is sending."""
+    """Draw the ranks on their circle, with their cells and the messages that they are sending.
+
+    frame: of a hop, or of the end, as `film.hop_by_hop` returns them. Its event has the alt text.
+    title: the line above the circle.
+    """
     canvas = Canvas(WIDTH, HEIGHT)
     canvas.text(MIDDLE_X, 26, title, page.NORMAL)
     for rank in range(world_size):
-        # From node to node along the circle, in short straight pieces.
+        # The line from rank to rank along the circle, in short straight pieces.
         steps = [rank + part / 24 for part in range(25)]
         canvas.line([place(step, world_size) for step in steps], page.GREY, 3)
         there = place(rank + 0.66, world_size), place(rank + 0.71, world_size)
@@ -72,6 +88,7 @@ def draw(frame: Frame, world_size: int, title: str) -> Picture:
 
 
 def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
+    """Draw a rank: its name and its cells, with a thick frame around those that it sends."""
     owners = cells_of(frame, rank)
     _, marked = frame.marked.get(rank, (None, ()))
     wide = max(len(owners) * (CELL + GAP) + 14, 100)
@@ -86,6 +103,10 @@ def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
 
 
 def _draw_cell(canvas: Canvas, x, y, owner: Owner, world_size: int, marked: bool):
+    """Draw a cell with its upper left corner at (x, y), and a stripe for each rank in `owner`.
+
+    owner: a rank, a frozenset of ranks, or None for no stripe. marked: give it a thick frame.
+    """
     edge, line = ("black", 3) if marked else (page.FAINT, 1.5)
     canvas.box(x, y, CELL, CELL, page.EMPTY, edge, line, round=3)
     filled = owner if isinstance(owner, frozenset) else {owner}
@@ -93,7 +114,12 @@ def _draw_cell(canvas: Canvas, x, y, owner: Owner, world_size: int, marked: bool
 
 
 def _draw_message(canvas: Canvas, message: Frame, world_size: int):
-    """Draw a message halfway; in the browser it travels from its sender's cell to its place."""
+    """Draw the cells of a message, halfway between its sender and its receiver.
+
+    In the browser they travel from the sender's cells to those of the receiver.
+
+    message: the frame of one message, as in `Frame.sent`.
+    """
     event, (_, marked) = message.event, message.marked[message.event.rank]
     cells = len(cells_of(message, event.rank))
     x, y = place(event.rank + 0.5, world_size)

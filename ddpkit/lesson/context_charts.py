@@ -1,7 +1,9 @@
-"""The player and the charts of notebook 13, and what its ranks run.
+"""Draw the animation and the charts of notebook 13, and compute what they show, on its ranks.
 
-The score matrix by hop, bytes by heads of keys and values, loads of experts. What the player shows
-was computed: ranks note each block of their ring.
+The animation steps through ring attention, in which keys and values travel from rank to rank, one
+rank further in each hop. It shows which blocks of the score matrix each rank computes in each hop.
+These were really computed: `blocks_computed` notes them on every rank. The charts show bytes sent
+by number of key/value heads, and the load of experts.
 """
 
 import time
@@ -30,17 +32,23 @@ from .widgets import StepThrough
 
 # What ranks compute
 
-Seen = tuple[int, int, int, bool]  # hop, chunk of queries, chunk of keys, whether it is diagonal
+# A block of scores: hop, chunk of queries, chunk of keys, whether it is on the diagonal.
+Seen = tuple[int, int, int, bool]
 
 
 def blocks_computed(
     deal: Deal, causal: bool = True, seconds: float = 0.0
 ) -> tuple[list[Seen], float]:
-    """Run attention round a ring on this rank, and note which blocks of scores it computes.
+    """Run ring attention on this rank, and note which blocks of the score matrix it computes.
 
-    Returns the blocks, and the share of time in which the rank computed. deal: which chunks each
-    rank has. seconds: how long each block sleeps, to stand for computing; one on the diagonal half
-    as long. Call it on all ranks.
+    Return (blocks, share of the time in which the rank computed rather than waited). A block is
+    (hop, chunk of queries, chunk of keys, is it on the diagonal), in the order of computing; in hop
+    h the rank has the keys of rank − h. Call it on all ranks.
+
+    deal: for each rank, the indices of the two chunks of the sequence that it has.
+    causal: leave out blocks whose keys all come after the queries.
+    seconds: the time that each block sleeps, to stand in for computing. A block on the diagonal, of
+        which the mask hides half, sleeps half as long. With 0 the share is 0.
     """
     rank = dist.get_rank()
     seen, forward = [], blocks.flash_forward
@@ -59,13 +67,17 @@ def blocks_computed(
     with patch.object(blocks, "flash_forward", noted):
         kv = torch.stack((x, x))
         blocks.attend(x, ring.travel(kv), deal, rank, causal)
-    dist.barrier()  # all have waited for the last
+    dist.barrier()  # so that the time of the slowest rank counts on all
     whole = sum(0.5 if diagonal else 1.0 for *_, diagonal in seen)
     return seen, whole * seconds / (time.perf_counter() - began)
 
 
 def deals(world_size: int) -> dict[str, Deal]:
-    """Make three deals of 2W chunks to W ranks, by name."""
+    """Return {name: deal} for three ways to give the 2·W chunks of a sequence to W ranks.
+
+    A deal lists for each rank the indices of its two chunks: "in order" gives rank r chunks 2r and
+    2r + 1, "like cards" r and r + W, "zigzag" r and 2W − 1 − r.
+    """
     cards = [(rank, rank + world_size) for rank in range(world_size)]
     return {"in order": contiguous(world_size), "like cards": cards, "zigzag": zigzag(world_size)}
 
@@ -79,9 +91,13 @@ SCHEMES = {
 
 
 def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8) -> None:
-    """Run attention over 8 tokens a rank: forward, a barrier, backward. To be launched.
+    """Run attention on this rank, forward and backward with a barrier in between.
 
-    scheme: a key of SCHEMES. `sent` counts the bytes of the run.
+    Launch it on every rank; `sent` then counts the bytes of both passes in the run. Each rank has 8
+    tokens, and each head 16 numbers for a token. Attention is causal.
+
+    scheme: a key of `SCHEMES`.
+    heads, kv_heads: the numbers of heads of queries, and of keys and values.
     """
     q = torch.ones(1, heads, 8, 16, dtype=dtype, requires_grad=True)
     k, v = torch.ones(2, 1, kv_heads, 8, 16, dtype=dtype, requires_grad=True)
@@ -91,7 +107,15 @@ def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8
 
 
 def sent(run) -> tuple[int, int, int]:
-    """Count what rank 0 sent in a run of `both_ways`: (bytes forward, bytes backward, calls)."""
+    """Return (bytes forward, bytes backward, number of calls) of rank 0 in a run of `both_ways`.
+
+    The bytes are those that the rank sends.
+
+    run: what `launch` returned. Its records of rank 0 have the bytes of each message and collective
+        call. An all-gather sends its part to each of the others; of any other collective's bytes,
+        the W − 1 parts for other ranks are counted. Receives and the barrier aren't counted as
+        calls.
+    """
     others = len(run.wire) - 1
     times = {"send": 1, "all_gather": others}  # of the bytes in a record
     parts = [[]]
@@ -105,9 +129,11 @@ def sent(run) -> tuple[int, int, int]:
 
 
 def learn(model: nn.Module, loss_of, optimizer_cls, synchronize=lambda: None) -> Tensor:
-    """Train a model for three steps; return their losses.
+    """Train a model for three steps; return the losses as a detached tensor of shape (3,).
 
-    loss_of(): forward, returns the loss. synchronize: called after each backward.
+    loss_of: called without arguments; runs forward and returns the loss, a scalar tensor.
+    optimizer_cls: called as optimizer_cls(model.parameters(), lr=0.1).
+    synchronize: called after each backward, before the optimizer's step, say to average gradients.
     """
     optimizer = optimizer_cls(model.parameters(), lr=0.1)
     losses = []
@@ -120,15 +146,20 @@ def learn(model: nn.Module, loss_of, optimizer_cls, synchronize=lambda: None) ->
     return torch.stack(losses).detach()
 
 
-# The player: CELL pixels a block, a matrix a deal
+# The animation: for each deal a matrix of blocks, each CELL pixels wide and high
 
 CELL, TOP = 33, 96
 
 
 def score_player(runs: Mapping[str, Iterable[tuple[list[Seen], float]]]) -> StepThrough:
-    """Step through the hops of rings with several deals, side by side.
+    """Return a widget with a slider over the hops of ring attention, several deals side by side.
 
-    runs: {name of the deal: what `blocks_computed` returned, by rank}.
+    A deal says which chunks of the sequence each rank has, and a picture shows for each deal the
+    matrix of scores with the blocks that ranks compute in that hop.
+
+    runs: {name of the deal: for each rank, (blocks, share of time)}, with blocks in the form (hop,
+        chunk of queries, chunk of keys, is it on the diagonal). That is what `blocks_computed`
+        returns on each rank; the share isn't used. All runs have the same number of ranks.
     """
     by_deal = {}
     for name, run in runs.items():
@@ -144,7 +175,13 @@ def score_player(runs: Mapping[str, Iterable[tuple[list[Seen], float]]]) -> Step
 
 
 def describe(by_deal: Mapping[str, list[list[Seen]]], hop: int) -> str:
-    """Say how many blocks each rank computes in hop `hop`; one on the diagonal is a half."""
+    """Return in words how many blocks each rank computes in a hop: "in order 2 2; zigzag 2 2".
+
+    A block on the diagonal counts as a half.
+
+    by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of
+        keys, is it on the diagonal)}.
+    """
     said = []
     for name, ranks in by_deal.items():
         said.append(" ".join([name, *(f"{computed(seen, hop):g}" for seen in ranks)]))
@@ -152,12 +189,24 @@ def describe(by_deal: Mapping[str, list[list[Seen]]], hop: int) -> str:
 
 
 def computed(seen: list[Seen], hop: int) -> float:
-    """Count the blocks that a rank computes in hop `hop`, those on the diagonal as halves."""
+    """Return how many blocks a rank computes in a hop; one on the diagonal counts as a half.
+
+    seen: its blocks, (hop, chunk of queries, chunk of keys, is it on the diagonal), of all hops.
+    """
     return sum(0.5 if diagonal else 1.0 for at, *_, diagonal in seen if at == hop)
 
 
 def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Picture:
-    """Draw a matrix for each deal: blocks of this hop framed, those before it with their hop."""
+    """Draw for each deal the matrix of scores, with the blocks that are computed up to hop `hop`.
+
+    Rows are chunks of queries, columns chunks of keys. A computed block has the colour of its rank
+    and the number of its hop, with a ½ if it is on the diagonal; those of this hop have a thick
+    frame. Blocks of later hops are white, and those that no rank computes grey.
+
+    by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of
+        keys, is it on the diagonal)}.
+    text: the picture's alt text.
+    """
     ranks = len(next(iter(by_deal.values())))
     side = 2 * ranks * CELL
     canvas = Canvas(40 + len(by_deal) * (side + 40), TOP + side + 40 + 44)
@@ -182,8 +231,13 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
 
 
 def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: int) -> None:
+    """Draw the blocks of one deal into its matrix, whose left edge is at `left` pixels.
+
+    seen_by: for each rank, its list of blocks (hop, chunk of queries, chunk of keys, is it on the
+        diagonal).
+    """
     found = [(block, rank) for rank, seen in enumerate(seen_by) for block in seen]
-    # This hop's last, so that nothing covers their frames.
+    # The blocks of this hop are drawn last, so that no other block covers their frames.
     for (at, query, key, diagonal), rank in sorted(found, key=lambda each: each[0][0] == hop):
         now = at == hop
         fill = page.colour(rank) if at <= hop else page.EMPTY
@@ -198,7 +252,14 @@ def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: in
 
 
 def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> float:
-    """Compute what a rank sends forward, in numbers for each token and each number of a head."""
+    """Return what a rank sends in the forward pass, in units of one head's keys on that rank.
+
+    One head's keys are (tokens of the rank) × (numbers of a head); multiplied by their bytes, the
+    result is the bytes that the rank sends.
+
+    scheme: "ring" for ring attention; anything else is the all-to-all of heads for tokens.
+    heads, kv_heads: the numbers of heads of queries, and of keys and values.
+    """
     heads_sent = world_size * kv_heads if scheme == "ring" else heads + kv_heads
     return 2 * (world_size - 1) / world_size * heads_sent
 
@@ -209,10 +270,16 @@ LOOKS = {"ring": (page.ORANGE, "o"), "all-to-all": (page.BLUE, "s")}
 def crossing(
     measured: Mapping[str, Mapping[int, float]], heads: int, world_size: int, unit: float
 ) -> Picture:
-    """Draw the bytes that a rank sends forward, by the number of heads of keys and values.
+    """Draw the bytes that a rank sends in forward against the number of heads of keys and values.
 
-    Lines are the formula, points the wire. measured: {"ring" or "all-to-all": {kv heads: bytes}}.
-    unit: bytes of one head's numbers for the tokens of a rank.
+    Lines follow the formula of `sent_for_a_key`, points are what the records of a run say. A dashed
+    line marks the number of heads for which ring and all-to-all send equally much.
+
+    measured: {"ring": {heads of keys and values: bytes}, "all-to-all": the same}.
+    heads: the number of heads of queries.
+    unit: the bytes of one head's keys on a rank.
+
+    The alt text states where both are equal, and the most bytes that were measured.
     """
     title = f"Sent by each of {world_size} ranks in forward, {heads} heads"
     figure, (axes,) = chart(title, 460)
@@ -232,13 +299,18 @@ def crossing(
     return Picture(figure, f"{title}: equal at {even:.3g} heads of k and v; at most {size(most)}.")
 
 
-EVERY = 8  # steps
+EVERY = 8  # steps that a mean is taken over
 
 
 def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
-    """Draw each expert's share of the choices over time, a panel for each training.
+    """Draw each expert's share of the tokens' choices over time, a panel for each training.
 
-    shares: {name: for each step, the shares of all experts}.
+    shares: {name of the training: for each step, the share of each expert}. The shares of a step
+        add up to 1, and the number of steps is a multiple of `EVERY`, over which means are drawn.
+
+    An expert's index is written on its band if the share is over 6 % in the end. Colours repeat
+    after 8 experts. The alt text says how far the fullest expert is above its fair share in the
+    end.
     """
     figure, panels = chart("Share of all choices, by expert", 420, columns=len(shares), sharey=True)
     said = []
@@ -261,5 +333,8 @@ def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
 
 
 def fullest(shares: Sequence[float]) -> float:
-    """Return how many fair shares the expert with the most has: 1 if all have the same."""
+    """Return the largest share, in multiples of the fair share: 1.0 if all experts have the same.
+
+    shares: a number for each expert, of any sum.
+    """
     return max(shares) * len(shares) / sum(shares)

@@ -1,6 +1,9 @@
-"""Figures of ranks at work: a collective's effect, bytes, hops, time, and where ranks live.
+"""Draw ranks at work: a collective's effect, bytes, hops, time, and the processes that ranks are.
 
-Each figure shows one thing and also says it in its text; the text states no measured time.
+Each function that draws returns a `Picture`: a matplotlib figure, and a text that says what it
+shows, which serves as its alt text. Each figure shows one thing, and its alt text states no
+measured time. A run, where one is drawn, is what `launch` returned; its records of each rank's
+calls are in `run.wire`.
 """
 
 import math
@@ -16,10 +19,16 @@ from .page import Canvas, Picture, chart, colour, ink, legend, patch
 
 
 def before_after(pairs: Iterable, title: str) -> Picture:
-    """Draw what each rank holds before and after a collective, a row for each rank.
+    """Draw what each rank holds before and after a collective call, a row for each rank.
 
-    pairs: by rank, (before, after), for instance a run whose function returned that; each a list
-    or tensor of any length, or None for nothing yet. Notebook 01.
+    A number has the colour of the rank that it came from, found by its value; it is grey if it
+    comes from several ranks, as a sum does, or if several had it.
+
+    pairs: for each rank, (before, after), for instance a run whose function returned that pair.
+        Each is a tensor or list of any length, or None if the rank has nothing yet.
+    title: the heading of the picture and of its alt text, which states all numbers.
+
+    Notebook 01.
     """
     before, after = zip(*((flat(first), flat(then)) for first, then in pairs), strict=True)
     owners = find_owners(before, after)
@@ -42,9 +51,14 @@ def before_after(pairs: Iterable, title: str) -> Picture:
 
 
 class Change:
-    """A drawing of what a call did: each rank's numbers before, an arrow, its numbers after.
+    """A drawing of what a collective call did: each rank's numbers, an arrow, its numbers after it.
 
-    by_rank: {rank: (before, after, owners of the numbers after)}.
+    by_rank: {rank: (numbers before, numbers after, owners of the numbers after)}. Numbers are a
+        list, or None for nothing. An owner is a rank, a frozenset of ranks for a sum, or None if it
+        is unknown.
+    cell, per_line: the width of a cell in pixels, and the most cells in a line before and after,
+        the same for all ranks, so that rows are aligned.
+    width: of the drawing, in pixels. middles: the x of the middle of its left and right sides.
     """
 
     ARROW = 84
@@ -60,11 +74,12 @@ class Change:
         self.middles = left / 2, left + self.ARROW + right / 2
 
     def lines(self, rank: int) -> int:
-        """Count the lines of cells that this rank's drawing needs."""
+        """Return how many lines of cells this rank's drawing needs, each `page.ROW` pixels high."""
         sides = zip(self.by_rank[rank], self.per_line, strict=False)
         return max(math.ceil(len(row or " ") / per_line) for row, per_line in sides)
 
     def draw(self, canvas: Canvas, x: float, y: float, rank: int) -> None:
+        """Draw the numbers of one rank and the arrow; (x, y) is the upper left corner."""
         before, after, owners = self.by_rank[rank]
         own = [rank] * len(before or ())
         canvas.cells(x, y, before, own, self.cell, self.per_line[0])
@@ -74,11 +89,15 @@ class Change:
 
 
 def longest_row(rows: Iterable[list | None]) -> int:
+    """Return the length of the longest row, where None and an empty row count as 1."""
     return max(len(row or " ") for row in rows)
 
 
 def flat(values) -> list | None:
-    """List all numbers of a tensor, a list, or a list of these, in order; None for None."""
+    """Return all numbers of a tensor, of a list, or of nested lists, in one list; None for None.
+
+    A number on its own becomes a list of one. A None inside a list stays, as one element.
+    """
     if values is None:
         return None
     if hasattr(values, "tolist"):
@@ -92,7 +111,10 @@ def flat(values) -> list | None:
 
 
 def _say_rows(rows: Sequence[list | None]) -> str:
-    """Say what each rank has: 'rank 0 has [1, 2], ranks 1 and 2 have nothing'."""
+    """Return in words what each rank has: 'rank 0 has [1, 2], ranks 1 and 2 have nothing'.
+
+    rows: for each rank, its numbers, or None.
+    """
     said = []
     for who, text in alike(numbers(row or None) for row in rows):
         said.append(f"{who} {'have' if who.startswith('ranks') else 'has'} {text}")
@@ -100,9 +122,12 @@ def _say_rows(rows: Sequence[list | None]) -> str:
 
 
 def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Group ranks that have the same text: [(the ranks' names, the text)].
+    """Group the ranks that have the same text; return [(the ranks in words, their text)].
 
-    texts: by rank.
+    The words are like "ranks 0 and 2", or "every rank" if all have the same text. Groups are in the
+    order of their lowest ranks.
+
+    texts: one for each rank, in order.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
@@ -115,10 +140,13 @@ def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
 def find_owners(
     before: Sequence[list | None], after: Sequence[list | None]
 ) -> list[list[int | None]]:
-    """Find, by its value, the rank that each number came from: by rank, a list with one for each.
+    """Find the rank that each number came from by comparing values; return for each rank a list.
 
-    It is the rank itself if the number was in this place before, or the only rank that had it;
-    None: unknown.
+    The list has an owner for each number that the rank has after a collective call: the rank itself
+    if it had the number at the same index before; otherwise the only rank that had it; None if none
+    or several had it.
+
+    before, after: for each rank, its numbers, or None for nothing.
     """
     found = []
     for rank, row in enumerate(after):
@@ -136,7 +164,13 @@ def find_owners(
 
 
 def traffic(run_or_runs) -> Picture:
-    """Draw the bytes sent and received by each rank, for one run or {name: run} on one scale."""
+    """Draw the bytes that each rank sent and received, a panel for each run.
+
+    Each panel and the alt text state the total and the busiest rank. Only messages (sends and
+    receives) are counted: what torch's own collectives send isn't recorded.
+
+    run_or_runs: a run, or {name: run}; all panels share a scale.
+    """
     runs = run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
     found = {name: (sent_bytes(run), received_bytes(run)) for name, run in runs.items()}
     most = max(max(sent + received) for sent, received in found.values()) or 1
@@ -171,6 +205,10 @@ def traffic(run_or_runs) -> Picture:
 
 
 def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
+    """Return two texts about a run: the bytes sent in all, and the rank that moved most bytes.
+
+    sent, received: bytes by rank.
+    """
     both = [out + into for out, into in zip(sent, received, strict=True)]
     if not any(both):
         return "no messages", "so no busiest rank"
@@ -183,7 +221,12 @@ def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
 
 
 def hops(run) -> Picture:
-    """Draw the messages of a run as arrows between ranks, a row for each hop."""
+    """Draw the messages of a run as arrows between ranks, a row for each hop.
+
+    A hop is a set of messages that can travel at the same time: each is one hop later than the last
+    message that its sender or receiver had to finish before it. Only messages (sends and receives)
+    are drawn, since those inside torch's own collectives aren't recorded. The alt text lists them.
+    """
     rows, world_size = hops_of(run), len(run.wire)
     step, left, top = min(220, (page.WIDEST - 120) / world_size), 110, 62
     tall = min(96, (page.TALLEST - top - 10) / max(1, len(rows)))
@@ -210,12 +253,19 @@ def hops(run) -> Picture:
 
 
 def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> Picture:
-    """Draw when each rank computed, waited, and had calls on the wire, for one run or {name: run}.
+    """Draw when each rank computed, when it waited, and when its calls were on the wire.
 
-    A rank has two lanes: its program above, its wire below. Overlap is a wire that is busy under a
-    program that computes. after: begin at each rank's last call of that name, say "broadcast".
-    backward: the program returned the time at which its last backward began, and the lane gets a
-    darker shade from there on.
+    A rank has two lanes: its program above, its communication below. Where the lower lane is busy
+    while the upper one computes, the two overlap. A run in which no rank made a call is left out;
+    if that is true of all, the picture says so in words.
+
+    run_or_runs: a run, or {name: run}, drawn as stacked panels with a shared time axis.
+    after: leave out all up to each rank's last call of this operation, say "broadcast". None: draw
+        everything.
+    backward: the ranks' function returned the time, by `time.perf_counter()`, at which its last
+        backward began; the upper lane is darker from there on.
+
+    The alt text counts calls and states no time.
     """
     runs = run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
     parts = {name: Part(run, after) for name, run in runs.items()}
@@ -258,18 +308,23 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
 
 
 def in_words(text: str) -> Picture:
-    """Make a picture of a text, to stand where there is nothing to draw."""
+    """Return a picture of a text, to stand where there is nothing to draw."""
     canvas = Canvas(720, 60)
     canvas.text(canvas.width / 2, 30, text)
     return canvas.picture(text)
 
 
 class Part:
-    """The part of a run that `timeline` draws: from each rank's last call of `after` on.
+    """The part of a run that `timeline` draws: all that follows each rank's last call of `after`.
 
-    wire: by rank, the records. begun: by rank, the end of that call, or when its first call began.
-    start, end: of all ranks. link: words about an emulated one. calls: how often each rank made
-    each kind of call, in words.
+    All times are in seconds, by the clock of `time.perf_counter()`.
+
+    run: the whole run. after: the operation's name, say "broadcast"; None for the whole run.
+    wire: for each rank, the records of its calls in this part.
+    begun: for each rank, the end of that last call; if it made none, the time at which it made its
+        first call, or inf if it made no call at all.
+    start, end: the earliest of `begun`, and the latest time in the records of any rank.
+    link: the emulated link in words, or "". calls: how often each rank made each call, in words.
     """
 
     def __init__(self, run, after: str | None):
@@ -287,28 +342,35 @@ class Part:
         self.calls = "; ".join(f"{who}: {text}" for who, text in said)
 
     def streams(self, rank: int) -> list[str]:
-        """List the GPU streams of a rank's calls, a lane each; on a CPU there is one, ""."""
+        """Return the names of the GPU streams that carry a rank's calls, in order of first use.
+
+        Each gets a lane. On a CPU there is one, named "".
+        """
         return list(dict.fromkeys(record.stream for record in self.wire[rank]))
 
     def spans(self, times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Convert (begin, end) to (begin, length), both in milliseconds from the part's start."""
+        """Convert times (begin, end) in seconds to (begin, length) in milliseconds.
+
+        Beginnings count from the part's start.
+        """
         return [(1e3 * (begin - self.start), 1e3 * (end - begin)) for begin, end in times]
 
 
 def _say_calls(records: Sequence) -> str:
+    """Return how often each operation was called, in words: "2 sends, 1 recv" or "no calls"."""
     made = Counter(record.op for record in records)
     return ", ".join(count(many, op) for op, many in made.items()) or "no calls"
 
 
 def last_known(records: Sequence) -> float:
-    """Return the latest time in these records: when something of them last happened."""
+    """Return the latest time in these records at which a call was made, completed or waited for."""
     return max(max(r.issued, r.done or 0.0, r.waited or 0.0) for r in records)
 
 
 def _draw_program(axes, part: Part, rank: int, turned: float | None):
     """Draw the upper lane of a rank: grey where it computes, white where it waits.
 
-    turned: the time up to which grey is lighter.
+    turned: the time at which backward began, up to which grey is lighter; None for one shade.
     """
     records = part.wire[rank]
     last = last_known(records)
@@ -325,10 +387,15 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
 
 
 def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict[str, str]:
-    """Draw the lower lane: a box for each call; on a GPU a lane per stream, the first on top.
+    """Draw the lower lane of a rank: a box for each call, from its beginning to its end.
 
-    Of calls that overlap, the first to end lies in front, so the longer one stays visible after
-    it. named: write names where there is room, or at least their initials; returns these.
+    On a GPU each stream has a lane of its own, the first on top. Where calls overlap, the one that
+    ends first lies in front, so that the longer one stays visible after it. Return {initials: name}
+    of the calls on which only initials are written.
+
+    longest: the seconds that the time axis spans.
+    named: write on each box the call's name or its initials, if there is room. It is never done
+        where there are several streams.
     """
     records, fill = part.wire[rank], page.dark(colour(rank))
     per_second = 780 / longest  # pixels, about
@@ -354,11 +421,11 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
     return initials
 
 
-# The places of ranks
+# Ranks as processes
 
 
 def worlds(world_size: int) -> Picture:
-    """Draw up to 8 ranks on this machine, each a process of its own."""
+    """Draw 1 to 8 ranks on this machine: a process with its own memory for each, above the CPU."""
     width, ground = 970, 266  # the same for every world
     step = min(230, (width - 50) / world_size)
     canvas = Canvas(width, ground + 120)

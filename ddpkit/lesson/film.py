@@ -1,8 +1,10 @@
-"""The film of a replay: every rank's numbers after each event, and the rank whose data they are.
+"""Build the animation of a recorded run: every rank's numbers after each event, and their owners.
 
-Owners follow from the records: before its first receive a rank's numbers are its own, and a message
-brings its owners along to the place where it arrives. A number that changes in place after that
-belongs to all ranks whose numbers it is found to be the sum of, or to no known rank.
+The animation is called a film, and is a list of frames, which `player` and `circle` draw. The owner
+of a number is the rank that it came from. Owners follow from the records of the ranks' calls:
+before its first receive a rank's numbers are its own, and a message brings its owners along to the
+elements where it arrives. A number that changes in place after that belongs to all ranks whose
+numbers it is found to be the sum of; otherwise its owner is unknown.
 """
 
 import copy
@@ -21,14 +23,17 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 # The rank that a number comes from, or the ranks if it is a sum; None if unknown.
 Owner = int | frozenset[int] | None
-# A buffer's cells: each number, None if not known yet; its owner.
+# A buffer's elements: for each its value, None if not known yet, and its owner.
 Cells = list[tuple[float | None, Owner]]
 
 
 def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
     """Return the ranks whose numbers are added up in `total`, if it is the sum of `cells`.
 
-    None: it isn't, or an owner is unknown.
+    Return None if it isn't, or if a value or an owner is unknown. Sums may differ by rounding, 1e-6
+    of their size.
+
+    cells: (value, owner) of each number, where an owner is a rank or a frozenset of ranks.
     """
     values, ranks = [value for value, _ in cells], set()
     if None in values or not math.isclose(sum(values), total, rel_tol=1e-6):
@@ -42,14 +47,25 @@ def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
 
 @dataclass
 class Frame:
-    """One picture of a film: an event, and every rank's numbers just after it."""
+    """One picture of a film: an event of the run, and every rank's numbers just after it.
+
+    memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is its number
+        in the records, or the name of the collective that returned it.
+    flying: (from, to) of each message that is on its way.
+    status: {rank: what is wrong with it, in words}, as far as known by then.
+    wrong: the events so far that went wrong.
+    marked: {rank: (buffer, range of indices)}, the elements that the event's message moves.
+    owners: the owner of each number in the event's message.
+    sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
+    holdings: for each rank, its `Holdings` at the end; only in the last frame of `film`.
+    """
 
     event: Event
     memory: list[dict[object, Cells]]  # by rank and buffer
     flying: list[tuple[int, int]] = field(default_factory=list)  # other messages: (from, to)
     status: dict[int, str] = field(default_factory=dict)
     wrong: list[Event] = field(default_factory=list)  # so far
-    marked: dict[int, tuple] = field(default_factory=dict)  # by rank: buffer, range of its cells
+    marked: dict[int, tuple] = field(default_factory=dict)  # by rank: buffer, range of its elements
     owners: list = field(default_factory=list)  # of the message
     sent: list["Frame"] = field(default_factory=list)  # of a hop: the frames of its messages
     holdings: list["Holdings"] = field(default_factory=list)  # after the last frame
@@ -58,7 +74,11 @@ class Frame:
 class Holdings:
     """The buffers of one rank, each number with its owner, kept up to date from record to record.
 
-    rank's records: in order. A buffer is known as far as records show it.
+    records: the records of all the rank's calls, in order. A buffer is known as far as these show
+        its contents.
+    buffers: {buffer: [(value, owner) of each element]}, where None stands for what is unknown.
+    heard: whether the rank has received anything yet; until then all its numbers are its own.
+    arrived: (buffer, cells) of each message that came since a number was last seen to change.
     """
 
     def __init__(self, rank: int, records: list[Record]):
@@ -71,8 +91,13 @@ class Holdings:
     def look(self, record: Record, moment: float) -> None:
         """Take the contents of a buffer from a record, except where a message may be arriving.
 
-        moment: the record's time by this rank's clock. If a buffer is first seen when a message
-        arrives, only that message's cells are known.
+        record: of a call whose `memory` is (buffer, offset, all numbers in the buffer). If it is
+            None, nothing happens.
+        moment: the time, by this rank's clock, at which the contents were read. Elements that a
+            receive may have been writing by then are left as they are.
+
+        If a buffer is first seen in a receive, its values stay unknown here: `take` fills in those
+        of the message.
         """
         if record.memory is None:
             return
@@ -93,8 +118,12 @@ class Holdings:
     def change(self, which: object, contents: list, hidden: Container[int] = ()) -> None:
         """Put `contents` into buffer `which`, and find the owners of the numbers that changed.
 
-        A number that changed is a sum if what was there and what has arrived add up to it. hidden:
-        places that a message is being written into, left as they are.
+        If a changed number is the sum of what was there and of what has arrived in other buffers,
+        it belongs to all their owners. Otherwise it is this rank's own if the rank has received
+        nothing yet, and of unknown owner if it has.
+
+        contents: all numbers of the buffer, as many as it had.
+        hidden: indices of elements that a message is being written into; they are left as they are.
         """
         known = self.buffers[which]
         pairs = enumerate(zip(contents, known, strict=True))
@@ -110,9 +139,10 @@ class Holdings:
             self.arrived = []
 
     def take(self, record: Record, owners: list) -> None:
-        """Put a message that arrived into its place, with the owners that it brings.
+        """Put a message that arrived into its buffer, with the owners that it brings.
 
-        record: the receive. owners: of the message's numbers.
+        record: of the receive. If its `memory` is None, the rank is only noted to have received.
+        owners: one for each number of the message; if they are fewer, the rest are unknown.
         """
         self.heard = True
         if record.memory is None:
@@ -126,15 +156,24 @@ class Holdings:
         self.arrived.append((which, cells))
 
     def owners_of(self, record: Record) -> list:
-        """Return the owners of the numbers in a message that this rank sends."""
+        """Return the owner of each number in a message that this rank sends, in order.
+
+        record: of the send. If it doesn't show the buffer, the numbers count as the rank's own
+            until it has received anything, and as unknown (None) from then on.
+        """
         if record.memory is None:
             return [None if self.heard else self.rank] * len(record.values or ())
         return [owner for _, owner in self.buffers[record.memory[0]][slice_of(record)]]
 
     def share(self, record: Record, after: list | None, owners: list) -> None:
-        """Put the result of a collective into this rank's buffer.
+        """Put the result of a collective call into this rank's buffer.
 
-        record: this rank's. after: its numbers after the call. owners: of these.
+        The operations in `IN_PLACE` change the buffer that the record names; the result of any
+        other becomes a buffer of its own, under the operation's name.
+
+        record: of this rank's call.
+        after: the rank's numbers after the call. If it is None or empty, nothing happens.
+        owners: one for each of these numbers.
         """
         if not after:
             return
@@ -150,22 +189,30 @@ class Holdings:
 
 
 def _changed(now, then) -> bool:
+    """Tell whether a number changed; one NaN counts as equal to another."""
     return now != then and not (now != now and then != then)  # one NaN is like another
 
 
 def place(record: Record) -> range:
-    """Return the places of a message's numbers in its buffer."""
+    """Return the indices, in its buffer, of the numbers that a message moves.
+
+    record: of a send or receive whose `memory` isn't None.
+    """
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 
 
 def slice_of(record: Record) -> slice:
+    """Return the same indices as `place`, as a slice of the buffer."""
     return slice(place(record).start, place(record).stop)
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
-    """Turn a replay into a film: after each event, a frame with every rank's numbers.
+    """Turn the events of a run into a film: for each, a frame with every rank's numbers after it.
 
-    events: in order. wire: by rank, the records of its calls, in order.
+    The last frame also has the `Holdings` of all ranks. If there are no events, the list is empty.
+
+    events: of `replay`, in order.
+    wire: for each rank, the records of its calls, in order.
     """
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
     on_the_way: dict[tuple, tuple[int, int]] = {}
@@ -202,10 +249,14 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
 
 
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
-    """Merge a film's frames into one for each hop, and a last one for the end. run: the film's.
+    """Merge a film's frames into one for each hop, and one for the end; return them in order.
 
-    A hop's frame shows its messages on their way, and those of earlier hops as arrived; the last
-    frame shows what ranks hold in the end.
+    A hop is a set of messages that can travel at the same time. Its frame shows its messages on
+    their way, and those of earlier hops as arrived; the last frame shows what ranks hold in the
+    end.
+
+    frames: of `film`; all their events are sends and receives, and every message was received.
+    run: the run that the film shows, or the LaunchError of a failed one.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:
@@ -232,10 +283,13 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 
 
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
-    """Return each rank's buffers after the last message, as in `Frame.memory`.
+    """Return each rank's buffers in the end, as {buffer: [(value, owner) of each element]}.
 
-    If a rank returned as many numbers as its first buffer holds, they replace that buffer's: the
+    If a rank returned as many numbers as its first buffer holds, they replace that buffer's. The
     last sum of a reduce-scatter, for example, is in no message.
+
+    last: the last frame of `film`.
+    run: the run that it shows, or the LaunchError of a failed one, in which ranks returned nothing.
     """
     returned = [] if isinstance(run, LaunchError) else run
     for holdings, result in zip(last.holdings, returned, strict=False):

@@ -1,4 +1,4 @@
-"""The widget of notebook 00: four processes introduce themselves, add up, and may be broken."""
+"""Make the widget of notebook 00: four processes that introduce themselves, add up and fail."""
 
 import html
 import linecache
@@ -18,12 +18,17 @@ SAID = "font-size: 13px; line-height: 1.4; white-space: pre-wrap; margin: 6px 0"
 
 
 def introduce_and_add() -> list[float]:
+    """Print this rank's process id; return the sum over all ranks of four elements.
+
+    It is launched on every rank, and each element is 10^rank. The sum travels round a ring.
+    """
     print(f"here I am, pid {os.getpid()}")
     x = torch.full((4,), 10.0 ** dist.get_rank())
     return ring_all_reduce(x).tolist()
 
 
-# What the buttons run, as text: a report names lines of a reader's code, none of the library's.
+# The source of what the buttons launch, by their labels. It is a text and no function of this file,
+# because an error's report names lines of the reader's own code only, none of ddpkit's.
 BREAKS = {
     "kill rank 2": """def die():
     if dist.get_rank() == 2:
@@ -42,7 +47,10 @@ BREAKS = {
 def written_by_a_reader(source: str) -> Callable[[], None]:
     """Return the function that `source` defines, as if a reader had typed it into a cell.
 
-    So a report of its failure shows its lines.
+    If it fails on a rank, the report shows the lines of `source`: reports leave out lines of
+    ddpkit's own files, so a function of this module would be shown without any.
+
+    source: begins with "def NAME("; it may use `os`, `torch` and `dist`.
     """
     scope = {"os": os, "torch": torch, "dist": dist}
     name = "<below the button>"
@@ -52,10 +60,14 @@ def written_by_a_reader(source: str) -> Callable[[], None]:
 
 
 class FourRanks(Live):
-    """Launch four ranks that add up round a ring, and show it; two buttons launch ranks that fail.
+    """A widget that launches four ranks, which add up round a ring, and shows their messages.
 
-    The film of the run plays once. `report` is the HTML below the buttons: the code of the broken
-    function, and the error that `launch` raised.
+    Making it launches the ranks. Their messages are animated once, and two buttons launch ranks
+    that fail.
+
+    player: the widget that animates the messages, with a slider over the hops.
+    report: the widget with the HTML below the buttons, which exists once `box` does: the code of
+        the broken function, and the error that `launch` raised.
     """
 
     def __init__(self):
@@ -66,6 +78,7 @@ class FourRanks(Live):
 
     @cached_property
     def box(self):
+        """Return the ipywidgets box with the animation, the buttons and the report."""
         import ipywidgets
 
         self.report = ipywidgets.HTML()
@@ -80,7 +93,10 @@ class FourRanks(Live):
         )
 
     def break_it(self, label: str) -> None:
-        """Launch the broken function of the button `label`; show its code and the error."""
+        """Launch a broken function; show its code, then the error and each rank's last calls.
+
+        label: of the button that was clicked, a key of `BREAKS`.
+        """
         from .lanes import lanes
 
         source = BREAKS[label]
@@ -93,7 +109,7 @@ class FourRanks(Live):
 
 
 def said(text: str) -> str:
-    """Make the HTML of preformatted text."""
+    """Return text as HTML that keeps its lines and spaces, with special characters escaped."""
     return f'<pre style="{SAID}">{html.escape(text)}</pre>'
 
 

@@ -1,6 +1,8 @@
-"""The player of notebook 09: an attention matrix tile by tile, and the running state of its rows.
+"""Draw flash attention for notebook 09: a matrix of scores tile by tile, and its rows' state.
 
-Only the current tile shows numbers: earlier ones are forgotten, later ones aren't computed yet.
+A tile is a block of the matrix, some queries by some keys, that is computed at a time. Only the
+current tile shows its numbers: those of earlier tiles are forgotten by then, those of later ones
+not computed yet.
 """
 
 import itertools
@@ -16,7 +18,7 @@ from . import page
 from .page import Canvas, Picture
 from .widgets import StepThrough
 
-LARGEST = 8  # queries or keys: more have no room
+LARGEST = 8  # queries, and keys: the picture has no room for more
 CELL, TALL = 64, 44  # pixels of a score
 LEFT, TOP = 100, 80
 COLUMNS = {"m": 670, "correction": 775, "ℓ": 885, "lse": 980}  # pixels: the middle of each
@@ -27,8 +29,10 @@ IN_WORK, GONE, SKIPPED = page.ORANGE, page.SKY, page.FAINT
 class Tile:
     """A tile of scores, and the state of its rows after it.
 
-    rows, columns: of the matrix. m, correction, ell, by row: the running maximum, the factor that
-    corrected the sum so far, the running sum. last: no more tiles in these rows.
+    rows, columns: the queries and the keys of the matrix that it covers.
+    m, correction, ell: for each of its rows, the largest score so far, the factor by which the sum
+        so far was multiplied when that maximum grew, and the sum of e^(score − m) so far.
+    last: whether no more tiles follow in these rows.
     """
 
     rows: range
@@ -40,10 +44,17 @@ class Tile:
 
     @property
     def cells(self) -> set[tuple[int, int]]:
+        """Return (query, key) of each score in the tile."""
         return set(itertools.product(self.rows, self.columns))
 
     def row(self, at: int) -> dict[str, str]:
-        """Write the state of row number `at`, by column of the picture."""
+        """Return the state of a row as {heading of a column in the picture: text}.
+
+        The headings are "m", "correction", "ℓ" and "lse".
+
+        at: the row's index within the tile, from 0. "lse", the log-sum-exp m + ln ℓ, is "" until
+            the row's last tile.
+        """
         m, ell = self.m[at], self.ell[at]
         known = {"m": _typeset(m), "correction": f"× {_typeset(self.correction[at])}"}
         lse = _typeset(m + math.log(ell)) if self.last else ""
@@ -51,7 +62,12 @@ class Tile:
 
 
 def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
-    """Yield the tiles in order; if `causal`, skip those that lie wholly in the future."""
+    """Yield the tiles of a matrix of scores, those of the first queries first, each with its state.
+
+    scores: (queries, keys), where masked ones are -inf already.
+    tile: the queries and the keys of a tile; those at the edges may have fewer.
+    causal: skip the tiles in which each key comes after every query.
+    """
     queries, keys = scores.shape
     for start in range(0, queries, tile):
         rows = range(start, min(start + tile, queries))
@@ -67,10 +83,14 @@ def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
 
 
 def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
-    """Step through a small attention matrix tile by tile, with the state of each row.
+    """Return a widget that steps through a small matrix of scores tile by tile.
 
-    scores: (queries, keys), up to 8 × 8 finite numbers. ValueError: anything else. A tile has 2
-    queries and 2 keys.
+    A picture shows one tile, of 2 queries and 2 keys, and the state of each row: maximum,
+    correction, sum, and log-sum-exp at the end.
+
+    scores: (queries, keys), from 1 × 1 up to `LARGEST` × `LARGEST` finite numbers.
+    causal: mask the scores of keys that come after their query.
+    ValueError: `scores` has another shape, is too large, or has infinities or NaN: take fewer.
     """
     fits = scores.ndim == 2 and min(scores.shape) > 0 and max(scores.shape) <= LARGEST
     if not fits or not scores.isfinite().all():
@@ -92,7 +112,7 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
 
 
 def describe(tile: Tile) -> str:
-    """Say in words what happens in a tile."""
+    """Return in words which queries and keys a tile covers, and the state of its rows after it."""
     said = []
     for at, row in enumerate(tile.rows):
         known = tile.row(at)
@@ -104,17 +124,21 @@ def describe(tile: Tile) -> str:
 
 
 def _named(one: str, several: str, span: range) -> str:
+    """Return a range in words: "key 3" or "keys 2 to 3"."""
     return f"{one} {span.start}" if len(span) == 1 else f"{several} {span.start} to {span.stop - 1}"
 
 
 def _typeset(value: float) -> str:
+    """Return a number as short text, with a true minus sign, and "−∞" for -inf."""
     return "−∞" if value == -math.inf else number(value).replace("-", "−")
 
 
 def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
     """Draw the matrix of scores with its current tile, and beside it the state of each row.
 
-    step: of the tile, from 1. text: the picture's.
+    steps: all tiles, in order.
+    step: the number of tiles up to and including the current one, from 1.
+    text: the picture's alt text.
     """
     done, now = steps[:step], steps[step - 1]
     queries, keys = scores.shape

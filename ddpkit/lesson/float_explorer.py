@@ -1,7 +1,4 @@
-"""The float explorer: type a number or flip bits, and see how each format stores it.
-
-Notebook 05.
-"""
+"""Make the float explorer of notebook 05: type a number or flip bits, and see it in each format."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -17,10 +14,14 @@ FIELD_COLOURS = {"sign": page.PINK, "exponent": page.ORANGE, "fraction": page.SK
 
 
 class FloatExplorer(Live):
-    """Show a number, typed by the reader, in every format of `floats.FORMATS`, with bits to flip.
+    """A widget that shows a number in every format of `floats.FORMATS`, with bits to flip.
 
-    The bits of one format, chosen by the reader, are buttons. number: what these show. `entry`,
-    `choice` and `buttons` are the widgets. ValueError: no number, or no such format.
+    The reader types a number and chooses a format, whose bits are buttons.
+
+    value: the first number, as text for `parse`. format: the first format, a key of `BY_NAME`.
+    number: the `floats.Number` whose bits the buttons show.
+    entry, choice, buttons: the widgets for the number, the format and the bits, once `box` exists.
+    ValueError: `value` is no number, or there is no such format.
     """
 
     def __init__(self, value: str = "0.1", format: str = "bf16"):
@@ -32,7 +33,12 @@ class FloatExplorer(Live):
         super().__init__("\n".join([caption, *map(str, self._in_all_formats())]), picture)
 
     def _set(self, value: str, format: str, pattern: int | None = None) -> None:
-        """Set the number from typed text, or from a bit pattern, in the given format."""
+        """Set the number from typed text or, if one is given, from a pattern of bits.
+
+        value: the text; it isn't used if there is a pattern. format: a key of `BY_NAME`.
+        pattern: the bits in that format, as a whole number.
+        ValueError: the text is no number.
+        """
         chosen = BY_NAME[format]
         if pattern is None:
             self._value, self._typed = parse(value), value
@@ -43,6 +49,7 @@ class FloatExplorer(Live):
         self.number = floats.Number(pattern, chosen)
 
     def _in_all_formats(self) -> list[floats.Number]:
+        """Return the number in each format; in the chosen one, with the bits on the buttons."""
         found = {}
         for format in floats.FORMATS:
             found[format] = floats.Number(floats.encode(self._value, format), format)
@@ -50,12 +57,14 @@ class FloatExplorer(Live):
         return list(found.values())
 
     def look(self) -> tuple[str, Picture]:
+        """Return (caption, picture): the present number in the chosen format, and in all."""
         number = self.number
         said = f"{self._typed} in {number.format.name}: {number.bits}, {number.formula}"
         return said, float_bits(self._in_all_formats(), number)
 
     @cached_property
     def box(self):
+        """Return the ipywidgets box with number, format and bits, above the picture."""
         import ipywidgets
 
         self.entry = ipywidgets.Text(continuous_update=False, **named("number"))
@@ -73,9 +82,14 @@ class FloatExplorer(Live):
         return asking(controls, self._shown)
 
     def _move(self, _, pattern: int | None = None) -> None:
-        """Answer a click or a typed number: keep the new number, and show it everywhere.
+        """Answer a typed number, a chosen format or a flipped bit: show it everywhere.
 
-        pattern: the bits, if one was flipped.
+        _: the widget's report of its change, which isn't used.
+        pattern: the bits as a whole number, if one was flipped. Otherwise the number is read from
+            the widgets.
+
+        While `_follow` writes into the widgets nothing happens, since they report those changes as
+        well.
         """
 
         def changed() -> tuple[str, Picture]:
@@ -87,7 +101,7 @@ class FloatExplorer(Live):
             show(self._shown, changed)
 
     def _follow(self) -> None:
-        """Write the present number into all widgets."""
+        """Write the present number into all widgets; `_move` ignores what they then report."""
         self._following = True  # the widgets report these changes as well
         try:
             format = self.number.format
@@ -102,7 +116,10 @@ class FloatExplorer(Live):
             self._following = False
 
     def _button(self, place: int):
-        """Make the button of one bit, which flips it. place: of the bit, from the lowest."""
+        """Return the button of one bit, which flips it when it is clicked.
+
+        place: the bit's position, from 0 for the highest, which is the sign.
+        """
         import ipywidgets
 
         format = self.number.format
@@ -119,7 +136,10 @@ float_explorer = FloatExplorer  # called like the other widgets
 
 
 def parse(text: str) -> float:
-    """Read a number: 0.1, 1e-8, 1/3, inf, nan, -0. ValueError: it is none."""
+    """Return the number that a text stands for: 0.1, 1e-8, 1/3, inf, nan, -0.
+
+    ValueError: it stands for none: type a decimal number, or two of them with a slash.
+    """
     try:
         return float(Fraction(text)) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError) as error:
@@ -128,9 +148,13 @@ def parse(text: str) -> float:
 
 
 def float_bits(numbers: Sequence[floats.Number], chosen: floats.Number) -> Picture:
-    """Draw the bits of each number in its format, one row each, with equal places aligned.
+    """Draw the bits of each number in its format, one row for each.
 
-    chosen: the number whose row is highlighted.
+    Colours tell sign, exponent and fraction apart. Rows are aligned so that the fractions begin
+    below each other. The alt text states the bits and the values.
+
+    numbers: one for each row; formats may differ.
+    chosen: the member of `numbers`, the same object, whose row is highlighted.
     """
     cell, left, row = 25, 120, 74
     point = left + cell * (1 + max(number.format.exponent_bits for number in numbers))

@@ -1,4 +1,4 @@
-"""Pictures and the calculator of notebook 12: rows on ranks, units and the peak, when it pays."""
+"""Draw the pictures of notebook 12, on FSDP, and make its calculator of when sharding pays."""
 
 from collections.abc import Mapping
 
@@ -12,9 +12,15 @@ from .widgets import Calculator, Slider
 
 
 def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
-    """Draw the rows of some parameters in the colours of their ranks, and the padding.
+    """Draw the rows of some parameters in the colours of the ranks that keep them, and the padding.
 
-    lengths: {name: rows}. Notebook 12.
+    Each rank keeps an equal number of rows, rounded up; where rows run out, dashed boxes are
+    padding. The alt text says how many rows of each parameter each rank has.
+
+    lengths: {parameter: number of rows, which is the length of its first axis}.
+    world_size: the number of ranks.
+
+    Notebook 12.
     """
     longest = max(-(-length // world_size) * world_size for length in lengths.values())
     wide, tall = min(44, 760 / longest), 40
@@ -43,10 +49,15 @@ def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
 
 
 def unit_peaks(peaks: Mapping[int, int], kept: int, unit_bytes: Mapping[int, int]) -> Picture:
-    """Draw a step's peak by the number of layers in a unit: counted, and by the rule.
+    """Draw the peak memory of an FSDP step against the size of its units: counted, and by a rule.
 
-    peaks: {layers in a unit: most bytes at a time}. kept: shards and their gradients. unit_bytes:
-    {layers in a unit: bytes of a unit, whole}. The rule: two units whole, one unit's gradients.
+    A unit is a group of layers whose weights are gathered and dropped together. By the rule, marked
+    in black, the peak is what is always kept and three units: the weights of two, and the gradients
+    of one. The alt text states the peaks that were counted.
+
+    peaks: {layers in a unit: most bytes at a time, counted in a step}.
+    kept: the bytes that a rank always keeps, its shards and their gradients.
+    unit_bytes: {layers in a unit: bytes of the whole weights of a unit}.
     """
     title = "The most bytes at a time, by the size of a unit"
     figure, (axes,) = chart(title, 460)
@@ -82,9 +93,11 @@ MARKERS = {
 
 
 def worth_calculator() -> Calculator:
-    """Make sliders over a model, its ranks and their speed: is sending shorter than computing?
+    """Return a widget with sliders that compares the times of sending and of computing.
 
-    On three wires, for each kind of parallelism of notebook 12.
+    Sliders set the sizes of a transformer, the number of ranks and their speed. The picture shows
+    for each kind of parallelism, on each network of `WIRES`, how many seconds are spent on sending
+    for a second of computing: below 1, sending can hide behind computing. Notebook 12.
     """
     return Calculator(
         worth,
@@ -109,9 +122,18 @@ def worth(
     expert_width: int,
     tflops: int,
 ) -> tuple[str, Picture]:
-    """Return caption and picture of `worth_calculator` for one setting of its sliders.
+    """Return (caption, chart) of the seconds on the wire for a second of computing.
 
-    Drawn are the seconds on the wire for a second of computing.
+    The chart has a row for each network of `WIRES`, and in it a mark for each kind of parallelism;
+    left of the dashed line, sending is shorter than computing. The alt text states the numbers.
+    This is the function of `worth_calculator`.
+
+    tokens: those of a rank's batch; for ring attention, those of one sequence on it.
+    width: of the model, the numbers for each token.
+    world_size: the number of ranks. layers: those of a pipeline stage.
+    heads_per_kv: the heads of queries that share one head of keys and values.
+    expert_width: the hidden numbers of an expert.
+    tflops: a rank's speed, in 10^12 operations per second.
     """
     figure, (axes,) = chart("Sending, for a second of computing", 440)
     axes.axvline(1, color="black", lw=2.5, ls=page.DASHES)
@@ -137,11 +159,18 @@ def worth(
 
 
 def _fills() -> dict[str, str]:
+    """Return {kind of parallelism: colour} for the keys of `MARKERS`."""
     return {name: colour(number) for number, name in enumerate(MARKERS)}
 
 
 def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
-    """Draw the marks of one wire, in row `place`, ZeRO-1 below data parallel, which is equal."""
+    """Draw the marks of one network into row `place` of the chart.
+
+    Each kind has a height of its own in the row, so that ZeRO-1 isn't hidden by data parallel,
+    which has the same ratio.
+
+    ratios: {kind of parallelism: seconds of sending for a second of computing}.
+    """
     fills = _fills()
     for number, (name, ratio) in enumerate(ratios.items()):
         y = place - 0.3 + 0.1 * number

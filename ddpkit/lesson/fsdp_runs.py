@@ -1,4 +1,4 @@
-"""Models and steps that the ranks of notebook 12 run, kept off its page."""
+"""Define models, steps and measurements that the ranks of notebook 12 run."""
 
 import time
 from collections.abc import Callable
@@ -13,10 +13,12 @@ from ..runtime.recorder import recorder
 
 
 class Layers(nn.Module):
-    """A model of Linear layers of one width, `group` of them in a block.
+    """A model of linear layers that all have the same width, grouped into blocks.
 
-    sleeps: seconds that each block sleeps in forward, and twice that in backward, to stand for
-    computing.
+    layers: how many there are in all. group: how many are in a block; the last may have fewer.
+    width: the numbers of input and output of each layer.
+    sleeps: the seconds that each block sleeps in forward, and twice that in backward, to stand in
+        for computing.
     """
 
     def __init__(self, layers: int = 8, group: int = 1, width: int = 64, sleeps: float = 0.0):
@@ -32,7 +34,11 @@ class Layers(nn.Module):
 
 
 class Sleeps(nn.Module):
-    """Stand in for computing, on a machine whose cores are busy with the wire."""
+    """A module that returns its input and sleeps, `seconds` in forward and twice that in backward.
+
+    It stands in for computing, on a machine whose cores are busy with sending: unlike computing,
+    sleeping doesn't slow that down.
+    """
 
     def __init__(self, seconds: float):
         super().__init__()
@@ -43,6 +49,8 @@ class Sleeps(nn.Module):
 
 
 class Sleep(torch.autograd.Function):
+    """An autograd function that changes nothing, but sleeps; in backward twice as long."""
+
     @staticmethod
     def forward(ctx, x, seconds):
         ctx.seconds = seconds
@@ -58,20 +66,29 @@ class Sleep(torch.autograd.Function):
 class InPlace:
     """A transport whose reduce-scatter needs no scratch memory, since it all-reduces in place.
 
-    Gloo's own reduce-scatter copies the message first, which would be counted as peak memory.
+    A transport is an object with the two functions below, which FSDP takes as `transport=` to send
+    with. Gloo's own reduce-scatter copies the message first, which would be counted as peak memory.
     """
 
     start_all_gather = staticmethod(transport.start_all_gather)
 
     @staticmethod
     def start_reduce_scatter(flat: Tensor, group) -> dist.Work:
+        """Start to sum `flat` over all ranks, in place; return the handle to wait for.
+
+        Afterwards all shards of `flat` hold the sum, of which FSDP uses only this rank's.
+        """
         return dist.all_reduce(flat, group=group, async_op=True)
 
 
 def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | None = None) -> None:
-    """Run forward and backward of `number` micro-batches of `x`, then `synchronize`.
+    """Run forward and backward of `number` micro-batches, then `model.synchronize()`.
 
-    quiet: arguments of the `no_sync` in which all but the last run; None: outside of it.
+    Each micro-batch is `x`, and the loss is the sum of the output. `synchronize` is skipped if the
+    model has none. Gradients add up in the model; nothing is returned.
+
+    quiet: arguments of `model.no_sync`, inside which all micro-batches but the last run, so that
+        they don't send. None: all run outside of it.
     """
     for left in reversed(range(number)):
         if left and quiet:
@@ -83,11 +100,15 @@ def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | No
 
 
 def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
-    """Run two steps; return the second one's records, and the most bytes that its tensors had.
+    """Run two steps of FSDP; return (records of the second one's calls, its peak in bytes).
 
-    options: as for `micro_batches`. The first step differs, as ranks compare their order in it.
+    The records are those of this rank, in order. The peak is the most bytes that tensors,
+    parameters included, had at a time in the second step. The first step is left out, because in it
+    ranks also compare the order of their calls.
+
+    options: `number` and `quiet` of `micro_batches`.
     """
-    micro_batches(model, x, **options)  # the first also compares the ranks' order
+    micro_batches(model, x, **options)  # in the first step ranks also compare their order
     model.zero_grad()
     before = len(recorder().records)
     step = memory.most_bytes(lambda: micro_batches(model, x, **options), model.parameters())
@@ -95,9 +116,12 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
 
 
 def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
-    """Run a step, and list this rank's calls in words: ["AG b0", ...].
+    """Run two steps; return the second one's calls by this rank, in words: ["AG b0", "RS b0", ...].
 
-    A unit is recognised by its bytes, so no two may have the same size.
+    "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.blocks[0]`. A call is
+    matched with its unit by its bytes, so no two units may have the same size.
+
+    KeyError: a call has the bytes of no unit, such as one of the model's own parameters.
     """
     names = {}
     for unit in model.units[1:]:
@@ -108,9 +132,10 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
 
 
 def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
-    """Measure this rank's speed: the fastest of `rounds` products, in FLOP/s.
+    """Measure how fast this rank multiplies matrices; return its best speed in FLOP/s.
 
-    Of matrices (rows, width) and (width, width).
+    The matrices are (rows, width) and (width, width), and the fastest of `rounds` products counts.
+    Call it on all ranks at once: there is a barrier before each product.
     """
     x = torch.randn(rows, width)
     weight = torch.randn(width, width)
@@ -119,9 +144,12 @@ def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
 
 
 def bytes_per_s(nbytes: int, rounds: int = 5) -> float:
-    """Measure the wire: the bytes that a rank sends in a second of an all-gather.
+    """Measure the wire by all-gathers; return the bytes that this rank sends in a second, at best.
 
-    nbytes: of what is gathered, from all ranks.
+    nbytes: the bytes of the gathered tensor, the parts of all ranks together.
+    rounds: how many all-gathers are timed; the fastest counts.
+
+    Call it on all ranks at once.
     """
     flat = torch.zeros(nbytes // 4)
     took = fastest(lambda: transport.start_all_gather(flat).wait(), rounds)
@@ -129,9 +157,12 @@ def bytes_per_s(nbytes: int, rounds: int = 5) -> float:
 
 
 def seconds_of_a_step(model: nn.Module, width: int, rounds: int = 5) -> float:
-    """Measure forward and backward: the seconds of the shortest of some steps.
+    """Measure forward and backward of a model; return the seconds of the fastest of `rounds` steps.
 
-    The first step, in which ranks compare their order, isn't timed.
+    One step before them isn't timed, since in the first step ranks compare the order of their
+    calls. Call it on all ranks at once.
+
+    width: the numbers of the model's input, which has 2 rows.
     """
     x = torch.ones(2, width, requires_grad=True)
     micro_batches(model, x)
@@ -139,7 +170,7 @@ def seconds_of_a_step(model: nn.Module, width: int, rounds: int = 5) -> float:
 
 
 def fastest(call: Callable[[], object], rounds: int) -> float:
-    """Call a function `rounds` times, each after a barrier; return the seconds of the shortest."""
+    """Call a function `rounds` times, each after a barrier; return the shortest time in seconds."""
     took = []
     for _ in range(rounds):
         dist.barrier()

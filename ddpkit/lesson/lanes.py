@@ -1,6 +1,7 @@
-"""A strip of lanes below the report of a failed launch: a lane for each rank, a bead for each call.
+"""Draw the calls of a failed launch: a lane for each rank, a circle for each of its calls.
 
-A bead is open if its rank still waits in the call. The strip is shown live and never stored.
+An open circle is a call in which its rank still waits. The strip stands below the report of the
+failure; it is shown live, and never stored in a notebook.
 """
 
 from ..runtime.errors import LaunchError
@@ -8,14 +9,19 @@ from ..tools.units import count
 from . import page
 from .page import Canvas, Picture, colour
 
-MOST = 14  # calls of a rank: the last ones
+MOST = 14  # calls of a rank that are drawn: the last ones
 PITCH, LANE, LEFT, NAMES = 46, 44, 110, 260  # pixels
 
 
 def lanes(error: LaunchError) -> Picture:
     """Draw the last calls of each rank of a failed launch, in the order in which it made them.
 
-    error: what `launch` raised. ValueError: the ranks made no call.
+    A filled circle is a call that was completed, an open one a call that wasn't. If a rank made
+    more than `MOST` calls, its first ones are left out, and as many on every other rank. The alt
+    text gives the number of calls of each rank, and the call in which it waits.
+
+    error: what `launch` raised; the records are in its `wire`.
+    ValueError: no rank made a call, so there is nothing to draw.
     """
     made = max(map(len, error.wire), default=0)
     if not made:

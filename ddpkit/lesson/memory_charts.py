@@ -1,6 +1,8 @@
-"""Charts of bytes: alive during a step, growing with the length, fitting into a GPU.
+"""Draw charts of memory: live bytes during a step, growth with length, and the room on a GPU.
 
-Nothing here depends on the machine, so the texts state the numbers that are drawn.
+Each function that draws returns a `Picture`: a matplotlib figure, and a text that says what it
+shows, which serves as its alt text. Nothing here depends on the machine, so the alt texts state the
+numbers that are drawn.
 """
 
 import re
@@ -28,9 +30,14 @@ PEAK = {"marker": "o", "ms": 13, "mfc": "none", "mec": "black", "mew": 2.5, "ls"
 
 
 def timelines(watched: Mapping[str, Timeline]) -> Picture:
-    """Draw the bytes alive after each operation, by kind, one chart above the other on one scale.
+    """Draw the live bytes after each operation of a training step, stacked by kind of memory.
 
-    watched: {name: the timeline of `ddpkit.memory.watch`}. A circle: the peak. Dashed: marks.
+    There is a chart for each run, one below the other, with shared scales. A circle marks the peak,
+    and dashed lines the beginnings of forward, backward and other phases. The alt text states each
+    peak and what is live there.
+
+    watched: {name of the run: its timeline}, as `ddpkit.memory.watch` fills it.
+
     Notebook 06.
     """
     title = "Bytes alive during a step"
@@ -62,7 +69,10 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
 
 
 def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
-    """Draw a dashed line for each mark, its text above, moved right where texts would overlap."""
+    """Draw a dashed line for each mark, with its text above, moved right where texts would overlap.
+
+    marks: (index of an operation, text), in order. longest: the operations on the x axis.
+    """
     letter, free = longest / 80, 0.0
     for entry, text in marks:
         axes.axvline(entry, color="black", lw=1.5, ls=page.DASHES)
@@ -73,7 +83,7 @@ def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
 
 
 def _said_peak(name: str, timeline: Timeline) -> str:
-    """Say where the peak is, and what is alive there."""
+    """Return in words how high a timeline's peak is, in which phase, and what is live there."""
     before = [text for entry, text in timeline.marks if entry <= timeline.peak]
     where = f" in {before[-1]}" if before else ""
     there = timeline.at(timeline.peak)
@@ -81,19 +91,26 @@ def _said_peak(name: str, timeline: Timeline) -> str:
     return f"{name}: at most {size(max(timeline.totals))}{where}: {parts}."
 
 
-# A block, with a stamp on everything that it keeps
+# A block, with a stamp for everything that it keeps for backward
 
-HALVES = (  # operations: is the tensor before it kept, does it keep something of its own
+# The operations of a block's two halves. After each stand two digits: 1 if its input is kept for
+# backward, and 1 if it keeps something else.
+HALVES = (
     "norm 11, qkv 10, softmax 10, dropout 11, × values 10, out 10, dropout 01",
     "norm 11, first 10, GELU 10, second 10, dropout 01",
 )
 
 
 def stamped_block(terms: Sequence[Term] = ()) -> Picture:
-    """Draw a transformer block as two rows of operations, with a stamp on tensors it keeps.
+    """Draw a transformer block as two rows of operations, with stamps on what it keeps.
 
-    terms: of `block_activations` for materialised attention and dropout; none: no stamps. Notebook
-    06.
+    A stamp is the size in bytes of what is kept for backward, as a formula such as "2sbd". The alt
+    text lists all of them by name, and their sum.
+
+    terms: what `block_activations` returns for materialised attention and dropout. (): draw the
+        operations alone.
+
+    Notebook 06.
     """
     step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
@@ -132,9 +149,13 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
 
 
 def heaps(rows: Mapping[str, str]) -> Picture:
-    """Draw rows of memory, a place for each letter: the case tells two kinds apart, a dot is free.
+    """Draw the contents of memory as rows of boxes, a box for each letter, to show how gaps remain.
 
-    rows: {name: letters}, each of which stands for a tensor.
+    rows: {name: letters}, a letter for each unit of memory. Capital letters have one colour, small
+        letters and other signs another, so that two kinds of tensors can be distinguished; "." is
+        free.
+
+    The alt text repeats the rows.
     """
     fills = {True: page.SKY, False: page.ORANGE}
     canvas = Canvas(266 + 28 * max(map(len, rows.values())), 20 + 60 * len(rows))
@@ -151,9 +172,16 @@ def heaps(rows: Mapping[str, str]) -> Picture:
 
 
 def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
-    """Draw the share of attention weights in what a block keeps, by the length of sequences.
+    """Draw the share of attention weights in the bytes a block keeps, by sequence length.
 
-    terms_of(length): of `ddpkit.memory.block_activations`. Notebook 06.
+    A transformer block keeps tensors from forward until backward.
+
+    terms_of: function from a length in tokens to the list of terms that
+        `ddpkit.memory.block_activations` returns for it.
+    lengths: in tokens, in ascending order. The alt text states the shares at the first and the
+        last.
+
+    Notebook 06.
     """
     title = "Share of what a block keeps, by length"
     totals = [total(terms_of(length)) for length in lengths]
@@ -175,7 +203,11 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
 
 
 def attention_weights(terms: Iterable[Term]) -> list[Term]:
-    """Select the terms that depend on the attention matrix: whole ones, or one number a row."""
+    """Return the terms that depend on the attention matrix, found by their names.
+
+    They are the weights and their dropout mask, or, of flash attention, the log-sum-exp of each
+    row.
+    """
     names = re.compile("weights|their dropout|log-sum-exp")
     return [term for term in terms if names.search(term.name)]
 
@@ -187,7 +219,11 @@ WAYS = ("everything kept", "selective", "every block")
 
 
 def memory_calculator() -> Calculator:
-    """Make sliders over a GPT's shape that show its bytes in training. Notebook 06."""
+    """Return a widget with sliders for a GPT's shape that draws its memory at the peak of a step.
+
+    It shows what `training` returns: the bytes without and with checkpoints, beside a GPU's memory.
+    Notebook 06.
+    """
     widths = [768, 1024, 1600, 2048, 3584, 4096, 5120, 8192, 16384]
     powers = [2**power for power in range(18)]
     return Calculator(
@@ -204,9 +240,15 @@ def memory_calculator() -> Calculator:
 
 
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
-    """Return caption and picture of `memory_calculator` for one setting of its sliders.
+    """Return (caption, bar chart) of a GPT's memory at the peak of a training step.
 
-    batch: the other arguments of `training_bytes`. ValueError: the heads don't fit.
+    There is a bar for each way of `WAYS` to keep activations for backward; the caption says which
+    ways fit on a GPU of `GPU_BYTES`. This is the function of `memory_calculator`.
+
+    width, head_width: the numbers for each token, in all and in a head. layers: the blocks.
+    batch: the arguments `batch`, `length`, `precision`, `attention` and `dropout` of
+        `training_bytes`.
+    ValueError: `head_width` doesn't divide `width`: choose another.
     """
     if width % head_width:
         got = f"expected heads that divide the width {width}, got {head_width}"
@@ -226,7 +268,7 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
 
 
 def gpt_parameters(width: int, layers: int) -> int:
-    """Count the trained numbers of `ddpkit.models.GPT`, with GPT-2's vocabulary."""
+    """Return how many trained numbers `ddpkit.models.GPT` has with `VOCABULARY` tokens."""
     return layers * (12 * width**2 + 10 * width) + VOCABULARY * width + 2 * width
 
 
@@ -240,7 +282,16 @@ def training_bytes(
     attention: str,
     dropout: bool,
 ) -> dict[str, dict[str, int]]:
-    """Return {way of `WAYS`: {kind: bytes}} of a GPT with AdamW at the peak of a step.
+    """Return {way: {kind of memory: bytes}} of a GPT with AdamW at the peak of a training step.
+
+    The ways are those of `WAYS`: all activations are kept for backward; selective checkpoints keep
+    the results of linear layers and compute the rest again; or every block is a checkpoint, of
+    which only the input is kept. The kinds are parameters, gradients, optimizer and activations.
+
+    width: the numbers for each token. heads, layers: how many there are.
+    batch, length: the sequences in a batch, and the tokens in a sequence.
+    precision: a key of `PRECISIONS`. attention: "materialised" or "flash".
+    dropout: whether there is any, whose masks are then kept.
 
     The peak is where backward begins or, with checkpoints, where a block has been computed again.
     All gradients are counted, as if from the second micro-batch on. Short-lived tensors are left
@@ -256,10 +307,10 @@ def training_bytes(
     products = kept["queries, keys and values"] + kept["input of GELU"]
     selective = total(checkpointed_activations(*sizes, itemsize, selective=True))
     whole = total(checkpointed_activations(*sizes, itemsize))
-    # The last norm keeps its input and two numbers a token, the head its input, the loss the log of
-    # each chance.
+    # For each token the last norm keeps its input and two numbers, the head its input, the loss the
+    # logarithm of every probability.
     head = tokens * (2 * width * itemsize + 8 + 4 * VOCABULARY)
-    mask = dropout * tokens * width  # of the embeddings
+    mask = dropout * tokens * width  # of dropout after the embeddings, a byte for each number
     activations = (
         layers * block + head,
         layers * selective + max(head, block - there - products),
@@ -270,4 +321,5 @@ def training_bytes(
 
 
 def total(terms: Iterable[Term]) -> int:
+    """Return the bytes of all terms together."""
     return sum(term.nbytes for term in terms)
