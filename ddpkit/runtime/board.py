@@ -418,11 +418,14 @@ class Board:
         return None
 
     def page(self, rank: int) -> bytes:
-        """Return a copy of all that `rank` has written, for a board on another machine."""
+        """Return a copy (bytes) of all that `rank` has written, for a board on another machine."""
         return self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD]
 
     def set_page(self, rank: int, page: bytes):
-        """Write the page of a rank on another machine, as `page` returned it there."""
+        """Write the page of a rank on another machine, a copy of what it wrote on its board there.
+
+        The counts come last, so that `records` reads again only once all else is there.
+        """
         start = rank * _PAGE * _WORD
         head = _HEAD * _WORD
         self._map[start + head : start + len(page)] = page[head:]

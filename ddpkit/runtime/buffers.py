@@ -83,9 +83,9 @@ class _Check:
         self._over = False
 
     def end(self, record: Record) -> None:
-        """Check that the tensors weren't changed, and copy the result into them; do so only once.
+        """Check that the tensors weren't changed, then copy the result into them.
 
-        It must be called when the call has completed.
+        It is called when the call has completed. A second time it does nothing.
 
         record: that of the call, for the message.
         ValueError: the tensors were changed; call wait() on the handle first.
