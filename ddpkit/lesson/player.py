@@ -289,7 +289,8 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
     """Draw the arrow of a message that a rank waits for in vain, with a sign halfway.
 
-    The sign is ✗ if the message was lost, and a question mark if it was never sent or doesn't fit.
+    The sign is ✗ if the message was lost, and a question mark if it was never sent or isn't of the
+    size that the receiver expects.
 
     event: the one that went wrong, with the sender as `rank` and the receiver as `peer`.
     """

@@ -41,7 +41,7 @@ class Moment:
         return _share(self.m_before, self.m)
 
     def weights(self, before: bool = False) -> list[float]:
-        """Return eˣ⁻ᵐ for each number x that was read: what it adds to the sum.
+        """Return what each number x that was read adds to the sum: eˣ⁻ᵐ, where m is the maximum.
 
         before: with the numbers and the maximum from before the last number was read.
         """

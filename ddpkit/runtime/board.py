@@ -72,7 +72,7 @@ class Said:
 
     @cached_property
     def text(self) -> bytes:
-        """Return these fields pickled, as a slot of the board holds them."""
+        """Return these fields pickled, as the slot of a call on the board holds them."""
         return _pickled(self)
 
 
@@ -194,7 +194,7 @@ class Board:
     # Writing.
 
     def put(self, rank: int, index: int, record: Record):
-        """Write a call with all its fields into its slot, for the first time or again.
+        """Write a call with all its fields into its slot on the page of `rank`, new or once more.
 
         Another process may read at any moment. It sees a new call only once the count of calls has
         grown, and `records` reads again only once the count of events has: so these come last.
