@@ -1,6 +1,6 @@
 """Drawing tools for all figures: colours, sizes, a canvas in pixels, charts with axes, pictures.
 
-A rank has one colour and one label everywhere. No text is smaller than 14 pt.
+A rank has the same colour and label in every figure. No text is smaller than 14 pt.
 """
 
 import base64
@@ -15,7 +15,7 @@ from .card import WIDEST
 
 DPI = 96  # so a figure's pixel is a pixel of the page, and its 14 pt are 14 pt on the screen
 TALLEST = 700
-HEIGHT = 560  # of a chart
+HEIGHT = 560  # pixels of a chart
 SMALL, NORMAL, LARGE = 14, 16, 18  # points
 DIGIT = 12.2  # width in pixels of a digit of SMALL text
 
@@ -34,9 +34,11 @@ WHITE = {"fc": "white", "ec": "none", "pad": 3}  # behind text that lies on a ch
 
 
 def colour(rank: int | frozenset[int] | None) -> str:
-    """Return the colour of `rank`; white for a sum of several, which has stripes; grey for None.
+    """Return the colour, "#RRGGBB", in which the data of a rank is drawn.
 
-    From rank 8 on colours repeat: labels differ.
+    rank: a rank. From rank 8 on colours repeat, so labels must tell ranks apart. A frozenset of
+        ranks, whose numbers were added up, gives white, on which `Canvas.cells` draws stripes.
+        None, data of several ranks or of an unknown one, gives grey.
     """
     if isinstance(rank, frozenset):
         return EMPTY
@@ -44,7 +46,10 @@ def colour(rank: int | frozenset[int] | None) -> str:
 
 
 def dark(fill) -> str:
-    """Darken a colour until a line in it has a contrast of 3 on white. White stays white."""
+    """Darken a colour until a line in it has a contrast of 3 on white; return it as "#RRGGBB".
+
+    White stays white. fill: a colour as matplotlib takes it.
+    """
     from matplotlib.colors import to_hex, to_rgb
 
     def light(value: float) -> float:  # W3C's relative luminance
@@ -57,15 +62,19 @@ def dark(fill) -> str:
 
 
 def ink(fill: str) -> str:
-    """Choose black or white, whichever is easier to read on `fill`."""
+    """Return "black" or "white", whichever is easier to read on `fill`, a colour of this module."""
     return "white" if fill in (BLUE, BLACK, WRONG) else "black"
 
 
 class Picture:
     """A drawn figure and its text, shown on a white card, legible in light and dark themes.
 
-    text: what the figure shows, in words. `png`, at twice the size for sharp screens, is shown in
-    cells, where it shrinks to any window; `svg` is for widgets, whose shapes may move.
+    Notebook cells show `png`, at twice the size for sharp screens, shrunk to fit the window.
+    Widgets show `svg`, whose shapes may move.
+
+    figure: a finished matplotlib figure. It is changed: it gets a grey frame, and lines and arrows
+        too pale for white are darkened.
+    text: what the figure shows, in words, for screen readers and stored notebooks.
     """
 
     def __init__(self, figure, text: str):
@@ -96,7 +105,7 @@ class Picture:
 
     @property
     def html(self) -> str:
-        """Return an <img> with the PNG and an alt text, which JupyterLab's own PNG lacks."""
+        """Return an <img> with the PNG and with an alt text, which JupyterLab's own PNGs lack."""
         width = self.size[0]
         source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
         style = f"width: {width}px; max-width: min(100%, {WIDEST}px); height: auto"
@@ -104,13 +113,16 @@ class Picture:
 
     @property
     def metadata(self) -> dict:
-        """Return for Jupyter the size at which the PNG is shown, and its alt text."""
+        """Return the size in pixels at which Jupyter shows the PNG, and its alt text.
+
+        It is {"image/png": {"width": ..., "height": ..., "alt": ...}}.
+        """
         width, height = self.size
         return {"image/png": {"width": width, "height": height, "alt": self.text}}
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return width and height in pixels, as shown."""
+        """Return (width, height) in pixels, as shown; the PNG has twice as many."""
         width, height = self.figure.bbox.size
         return round(width), round(height)
 
@@ -130,7 +142,7 @@ class Picture:
 
     @cached_property
     def svg(self) -> bytes:
-        """Return the figure as SVG, the same bytes each time it is drawn."""
+        """Return the figure as SVG, the same bytes each time that the same figure is drawn."""
         import matplotlib
 
         page = io.BytesIO()
@@ -143,7 +155,11 @@ class Picture:
 
 
 def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, **options):
-    """Make a figure with a title; return it and its axes. options: passed to `Figure.subplots`."""
+    """Make a figure of charts, as wide as a card; return (figure, list of its axes, row by row).
+
+    title: above all charts. height: of the figure, in pixels. rows, columns: of the grid of charts.
+    options: passed to matplotlib's `Figure.subplots`.
+    """
     from matplotlib.figure import Figure
 
     size = WIDEST / DPI, height / DPI
@@ -161,9 +177,10 @@ def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, *
 
 
 def legend(figure, handles: Sequence = ()) -> None:
-    """Put a legend below the axes, in as many columns as fit.
+    """Put a legend below the charts of a figure, in as many columns as fit.
 
-    handles: what it explains; none: everything drawn with a label.
+    handles: matplotlib's artists that it explains, each with a label, as `patch` and `stroke` make
+        them. Without any, it explains everything with a label in the figure's first chart.
     """
     handles = handles or figure.axes[0].get_legend_handles_labels()[0]
     for columns in range(len(handles), 0, -1):
@@ -175,21 +192,24 @@ def legend(figure, handles: Sequence = ()) -> None:
 
 
 def patch(label: str, fill: str, edge: str = "black"):
-    """Make the legend's entry for a filled box."""
+    """Return a filled box for a legend, with its label. fill, edge: colours."""
     from matplotlib.patches import Patch
 
     return Patch(fc=fill, ec=edge, label=label)
 
 
 def stroke(label: str, fill: str = "black", **style):
-    """Make the legend's entry for a line."""
+    """Return a line for a legend, with its label. fill: its colour. style: options of `Line2D`."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **({"color": fill, "lw": 3} | style))
 
 
 def with_units(axis, unit: str) -> None:
-    """Let an axis write its ticks with units, as 10 µs or 25 MB. unit: s or B."""
+    """Let a matplotlib axis write its ticks with units, as 10 µs or 25 MB.
+
+    unit: "s", "B" or "" for a prefix alone, as 10 k.
+    """
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(unit))
@@ -198,7 +218,9 @@ def with_units(axis, unit: str) -> None:
 def write_on(axes, x: float, y: float, text: str, fill: str, **style) -> None:
     """Write text centred at (x, y), on a shape of colour `fill`, in black or white, as is legible.
 
-    It is backed by that colour, so lines below it don't show.
+    The text has a background of that colour, so that lines below it don't show.
+
+    x, y: in the units of the axes. style: options of matplotlib's `Axes.text`.
     """
     under = {"fc": fill, "ec": "none", "pad": 1}
     style = {"ha": "center", "va": "center", "fontsize": SMALL, "bbox": under} | style
@@ -206,13 +228,20 @@ def write_on(axes, x: float, y: float, text: str, fill: str, **style) -> None:
 
 
 def write_after(axes, x: float, y: float, text: str, **style) -> None:
-    """Write text to the right of (x, y), the end of a bar."""
+    """Write text to the right of (x, y), the end of a bar, on a white background.
+
+    x, y: in the units of the axes. style: options of matplotlib's `Axes.annotate`.
+    """
     style = {"va": "center", "fontsize": SMALL, "bbox": WHITE, "zorder": 4} | style
     axes.annotate(text, (x, y), (8, 0), textcoords="offset points", **style)
 
 
 def log_y(axes, label: str, unit: str) -> None:
-    """Make a logarithmic axis with a grid, and several ticks even if it is short. unit: s or B."""
+    """Make the y axis logarithmic, with a grid, and with several ticks even if its range is short.
+
+    label: the axis's name. unit: "s" or "B", written with the ticks' numbers. Draw the data first:
+    its range decides where ticks are.
+    """
     axes.set_yscale("log")
     axes.minorticks_off()
     if axes.get_ylim()[1] < 100 * axes.get_ylim()[0]:
@@ -223,7 +252,10 @@ def log_y(axes, label: str, unit: str) -> None:
 
 
 def by_tokens(axes, lengths: Sequence[int]) -> None:
-    """Make the x axis logarithmic, with a tick at each of the lengths of sequences."""
+    """Make the x axis logarithmic, with a tick at each of `lengths`, and name it.
+
+    lengths: lengths of sequences, in tokens.
+    """
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
@@ -238,7 +270,9 @@ ROW = 36  # height in pixels of a line of numbers
 class Canvas:
     """A white page to draw on, measured in pixels from its upper left corner.
 
-    What is drawn later covers what was drawn before. `picture` ends it.
+    What is drawn later covers what was drawn before. `picture` returns the result.
+
+    width, height: in pixels.
     """
 
     def __init__(self, width: float, height: float):
@@ -249,12 +283,19 @@ class Canvas:
         self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
         self.pixels = Affine2D().scale(1 / width, -1 / height).translate(0, 1)
         self.pixels += self.figure.transFigure
-        self.gid: str | None = None  # of the shapes drawn from now on, in the SVG
+        self.gid: str | None = None  # the SVG's id of boxes and texts drawn from now on: `moving`
 
     def picture(self, text: str) -> Picture:
+        """Return what was drawn. text: what it shows, in words."""
         return Picture(self.figure, text)
 
     def box(self, x, y, width, height, fill=EMPTY, edge="black", line=1.5, dashed=False, round=0):
+        """Draw a box whose upper left corner is (x, y).
+
+        x, y, width, height: in pixels. fill, edge: colours, or "none". A pale edge is darkened.
+        line: width of the edge, in points. dashed: whether the edge is. round: radius of the
+        corners, in pixels.
+        """
         from matplotlib.patches import FancyBboxPatch
 
         shape = f"round,pad=0,rounding_size={round}" if round else "square,pad=0"
@@ -264,18 +305,31 @@ class Canvas:
         self.figure.add_artist(FancyBboxPatch((x, y), width, height, shape, **style))
 
     def text(self, x, y, text, points=SMALL, align="center", ink="black", bold=False):
+        """Write a line of text at (x, y), in pixels, which is its middle in height.
+
+        points: size of the letters. ink: their colour.
+        align: which part of the text is at x: "left", "center" or "right".
+        """
         style = {"fontsize": points, "ha": align, "va": "center_baseline", "color": ink}
         weight = "bold" if bold else "normal"
         style |= {"gid": self.gid, "zorder": 1, "transform": self.pixels}
         self.figure.text(x, y, text, weight=weight, **style)
 
     def line(self, points, ink, line=1.5):
+        """Draw a line through `points`, a list of (x, y) in pixels.
+
+        ink: its colour. line: its width in points.
+        """
         from matplotlib.lines import Line2D
 
         style = {"color": ink, "lw": line, "zorder": 1, "transform": self.pixels}
         self.figure.add_artist(Line2D(*zip(*points, strict=True), **style))
 
     def arrow(self, start, end, ink="black", line=3.0, dashed=False):
+        """Draw an arrow from `start` to `end`, each (x, y) in pixels.
+
+        ink: its colour. line: its width in points.
+        """
         from matplotlib.patches import FancyArrowPatch
 
         style = {"color": ink, "lw": line, "ls": DASHES if dashed else "solid", "zorder": 1}
@@ -284,13 +338,19 @@ class Canvas:
         self.figure.add_artist(arrow)
 
     def badge(self, x, y, rank):
-        """Draw the label "rank 2" in the rank's colour, 84 pixels wide."""
+        """Draw the label "rank 2" in the rank's colour, 84 pixels wide.
+
+        x, y: its upper left corner, in pixels.
+        """
         fill = colour(rank)
         self.box(x, y, 84, ROW, fill, round=6)
         self.text(x + 42, y + ROW / 2, f"rank {rank}", ink=ink(fill), bold=True)
 
     def key(self, x, y, fill, text):
-        """Draw a box of a legend, and its text."""
+        """Draw an entry of a legend: a box of colour `fill`, and its text on the right.
+
+        x, y: the upper left corner of the box, in pixels.
+        """
         self.box(x, y, 30, 20, fill)
         self.text(x + 40, y + 10, text, align="left")
 
@@ -299,10 +359,13 @@ class Canvas:
         self.key(16, self.height - 32, MIXED, "data of several ranks")
 
     def cells(self, x, y, values, owners, width, per_line=None, marked=()):
-        """Draw numbers side by side, each in its owner's colour.
+        """Draw numbers side by side, each in a box of its owner's colour.
 
-        An owner that is a set of ranks gets stripes. None as a number is an empty box, and so are
-        no numbers at all. per_line: cells in a line. marked: the indices of the numbers to frame.
+        x, y: the upper left corner, in pixels. width: of a box, in pixels.
+        values: the numbers. None is an empty, dashed box, and so is an empty list.
+        owners: for each number, the rank that it came from; a frozenset of ranks if it is a sum,
+            which gets a stripe for each; None, grey, if unknown.
+        per_line: boxes in a line; by default all. marked: the indices of the numbers to frame.
         """
         if not values:
             values, owners = [None], [None]
@@ -325,7 +388,12 @@ class Canvas:
             self.text(left + width / 2, middle, number(value), ink=ink(fill))
 
     def stripes(self, x, y, width, height, ranks, filled):
-        """Divide a box into a slot for each of `ranks`, and fill those of the ranks in `filled`."""
+        """Divide a box into a slot for each of `ranks`, and fill those of the ranks in `filled`.
+
+        A slot is filled in its rank's colour; nothing is drawn in the others.
+
+        x, y, width, height: the upper left corner and the size of the box, in pixels.
+        """
         wide = width / len(ranks)
         for place, rank in enumerate(ranks):
             if rank in filled:
@@ -333,14 +401,17 @@ class Canvas:
 
 
 def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
-    """Write the `Canvas.gid` of shapes that travel from `start` to `end` when they appear.
+    """Return a `Canvas.gid`, by which the shapes drawn with it move when a widget shows them.
 
-    start, end: offsets from where the shapes are drawn, in SVG's points.
+    They travel from `start` to `end`, each an offset (x, y) from where they are drawn, in points.
     """
     return "from {:.1f} {:.1f} to {:.1f} {:.1f}".format(*start, *end).replace("-0.0", "0.0")
 
 
 def cell_width(*rows: Sequence | None) -> float:
-    """Return the width of a cell, in pixels, that fits the longest number in any of the rows."""
+    """Return the width of a cell, in pixels, that fits the longest number in any of the rows.
+
+    rows: lists of numbers. One that is None counts as empty.
+    """
     lengths = [len(number(value)) for row in rows for value in row or ()]
     return max(44, max(lengths, default=1) * DIGIT + 8)

@@ -1,6 +1,6 @@
-"""The map of the parallelisms: what each cuts, what it sends, and where it lies in a cluster.
+"""The map of the parallelisms: a table of what each cuts, what it sends, and where its ranks are.
 
-Notebook 00 shows it whole; each later one shows it with its own row lit.
+Notebook 00 shows the whole table; each later notebook shows it with its own row highlighted.
 """
 
 import html
@@ -14,14 +14,15 @@ MAP = {  # what is cut: (its name, what is sent and how often, where the ranks a
     "experts": ("expert parallel", "tokens, to experts and back", "near", "13"),
 }
 HEAD = "what is cut", "its name", "what is sent", "ranks are", "notebooks"
-WIDTHS = 11, 18, 30, 11  # of the text's columns; the last takes what it needs
+WIDTHS = 11, 18, 30, 11  # characters of the text table's columns
 LIT = "background: #FFF3C4; color: #111; font-weight: bold"
 
 
 class Map:
-    """The table of parallelisms, with one row lit, or none: HTML in the browser, text elsewhere.
+    """The table of parallelisms, shown as HTML in the browser and as text elsewhere.
 
-    lit: what that row's parallelism cuts, a key of MAP.
+    lit: the row to highlight, a key of MAP, which is what that parallelism cuts; None highlights
+        none.
     """
 
     def __init__(self, lit: str | None):
@@ -42,9 +43,10 @@ class Map:
 
 
 def where(lit: str | None = None) -> Map:
-    """Return the map of the parallelisms, to be shown, with the row of `lit` lit; None: no row.
+    """Return the table of the parallelisms, which a cell shows, with the row of `lit` highlighted.
 
-    lit: "batch", "layers" or another thing that is cut. ValueError: no such row.
+    lit: what the row's parallelism cuts, such as "batch" or "layers": a key of MAP. None: no row.
+    ValueError: there is no such row; the message lists them.
     """
     if lit is not None and lit not in MAP:
         raise ValueError(f"expected one of {', '.join(MAP)}, got {lit!r}")
@@ -52,10 +54,12 @@ def where(lit: str | None = None) -> Map:
 
 
 def _line(mark: str, words: list[str]) -> str:
+    """Return a line of the text table: `mark`, then the words, padded to their columns' widths."""
     padded = [f"{word:{width}}" for word, width in zip(words, WIDTHS, strict=True)]
     return (mark + "".join(padded)).rstrip()
 
 
 def _cells(kind: str, words) -> str:
+    """Return the HTML of a row's cells. kind: "th" or "td". words: the text of each cell."""
     style = "text-align: left; padding: 3px 10px"
     return "".join(f'<{kind} style="{style}">{html.escape(word)}</{kind}>' for word in words)

@@ -1,5 +1,9 @@
-"""Notebook 10's pictures of a pipeline: a schedule as planned or as it ran, tick by tick, and the
-bubble by stages, micro-batches and schedule.
+"""Notebook 10's pictures of a pipeline: a schedule as planned or as it ran, and its bubble.
+
+A schedule is a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]]: "1F0" is
+pipeline stage 1's forward of micro-batch 0. Its kind is F, forward; B, backward; or a part of a
+backward: I computes the gradient of the stage's input, W those of its weights. The bubble is the
+share of the ranks' time in which they are idle.
 """
 
 import itertools
@@ -14,7 +18,7 @@ from .widgets import Calculator, Slider, StepThrough
 Spans = Mapping[str, tuple[float, float]]  # {action: (begin, end)}
 Timed = Sequence[tuple[str, float, float]]  # (action, begin, end) in seconds
 
-KINDS = {  # the look of a box: how much of the rank's colour, and a hatch
+KINDS = {  # {kind of action: (name, opacity of the rank's colour, hatch)}
     "F": ("forward", 0.25, None),
     "B": ("backward", 1.0, None),
     "I": ("backward: input part", 0.6, None),
@@ -23,10 +27,13 @@ KINDS = {  # the look of a box: how much of the rank's colour, and a hatch
 
 
 def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: float) -> Picture:
-    """Draw a dry run of `schedule`: a row for each rank, a box for each action's micro-batch.
+    """Draw a simulated run of `schedule` as a picture: a row for each rank, a box for each action.
 
-    until: leave out what begins at this tick or later. ticks: as for `dry_run.simulate`.
-    Micro-batches on a rank's second or third stage have a stroke or two: 3′, 3″. Notebook 10.
+    A box has the number of its micro-batch. On a rank's second or third pipeline stage, strokes
+    follow it: 3′, 3″. Notebook 10.
+
+    until: leave out the actions that begin at this tick or later, and draw a line there.
+    ticks: how long an action of each kind takes, as F=1, B=2, I=1, W=1.
     """
     rows = _planned(schedule, ticks)
     whole = max(end for row in rows for _, end in row.values())
@@ -35,9 +42,12 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
 
 
 def draw_run(spans: Sequence[Timed]) -> Picture:
-    """Draw what ranks did and when, measured. spans: by rank, of `Pipeline`.
+    """Draw what ranks did and when, as measured; return the picture. Notebook 10.
 
-    The picture's text states no times. Notebook 10.
+    Its text lists the actions and states no times, since they differ from run to run.
+
+    spans: for each rank, what its `Pipeline.spans` held after a step: [(action, begin, end)], in
+        seconds.
     """
     rows = _measured(spans)
     said = "\n".join(f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows))
@@ -45,19 +55,26 @@ def draw_run(spans: Sequence[Timed]) -> Picture:
 
 
 def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
-    """Compute the idle share of all ranks' time by a dry run: 0.25 is a quarter of it.
+    """Return the idle share of all ranks' time in a simulated run: 0.25 is a quarter of it.
 
-    ticks: as for `dry_run.simulate`.
+    ticks: how long an action of each kind takes, as F=1, B=2, I=1, W=1.
     """
     return _idle(_planned(schedule, ticks))
 
 
 def bubble_of_run(spans: Sequence[Timed]) -> float:
-    """Compute the idle share of all ranks' time in a measured run. spans: as for `draw_run`."""
+    """Return the idle share of all ranks' time in a measured run: 0.25 is a quarter of it.
+
+    spans: for each rank, [(action, begin, end)], in seconds.
+    """
     return _idle(_measured(spans))
 
 
 def _planned(schedule: schedules.Schedule, ticks: Mapping[str, float]) -> list[Spans]:
+    """Return, for each rank, {action: (begin, end)} in ticks, by a simulated run of `schedule`.
+
+    ticks: how long an action of each kind takes, as {"F": 1, "B": 2}.
+    """
     when, rows = dry_run.simulate(schedule, **ticks), []
     for actions in schedule:
         rows.append({action: when[action] for action in map(str, actions)})
@@ -65,7 +82,10 @@ def _planned(schedule: schedules.Schedule, ticks: Mapping[str, float]) -> list[S
 
 
 def _measured(spans: Sequence[Timed]) -> list[Spans]:
-    """Convert measured spans to milliseconds, counted from the first begin on any rank."""
+    """Return, for each rank, {action: (begin, end)} in milliseconds since the first action began.
+
+    spans: for each rank, [(action, begin, end)], in seconds.
+    """
     start, rows = min(row[0][1] for row in spans), []
     for row in spans:
         rows.append({action: (1e3 * (a - start), 1e3 * (b - start)) for action, a, b in row})
@@ -73,16 +93,25 @@ def _measured(spans: Sequence[Timed]) -> list[Spans]:
 
 
 def _idle(rows: Sequence[Spans]) -> float:
+    """Return the idle share of all ranks' time, from the start to the last end on any rank.
+
+    rows: for each rank, {action: (begin, end)}, counted from the start.
+    """
     whole = max(end for row in rows for _, end in row.values())
     busy = sum(end - begin for row in rows for begin, end in row.values())
     return 1 - busy / (whole * len(rows))
 
 
 def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = None) -> Picture:
+    """Draw a row of boxes for each rank; return the picture.
+
+    rows: for each rank, {action: (begin, end)}. unit: the name of the x axis. said: the picture's
+    text. until: leave out actions that begin then or later, and draw a line there.
+    """
     whole = max(end for row in rows for _, end in row.values())
     figure, (axes,) = page.chart("", min(page.TALLEST, 170 + 50 * len(rows)))
     longest = max(len(_number(action, row)) for row in rows for action in row)
-    fits = whole * 11 * longest / 760  # ticks that a number needs: 760 pixels are `whole`
+    fits = whole * 11 * longest / 760  # what a number's text spans: 760 pixels are `whole`
     for rank, row in enumerate(rows):
         for action, (begin, end) in row.items():
             if until is not None and begin >= until:
@@ -113,18 +142,29 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
 
 
 def _number(action: str, row: Spans) -> str:
-    """Write an action's micro-batch, with a stroke for each earlier stage of its rank: 3′."""
+    """Return the text of an action's box: its micro-batch, perhaps with strokes, as 3′.
+
+    There is a stroke for each lower pipeline stage that the action's rank has.
+
+    row: the actions of that rank, as {action: (begin, end)}.
+    """
     stage, _, micro_batch = schedules.parse(action)
     stages = sorted({schedules.parse(other)[0] for other in row})
     return f"{micro_batch}{'′' * stages.index(stage)}"
 
 
 def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough:
-    """Step through a dry run tick by tick: what each rank does, and what it holds. Notebook 10."""
+    """Return a widget with a slider that steps through a simulated run, tick by tick. Notebook 10.
+
+    It shows what each rank does, and the activations of how many micro-batches it holds.
+
+    ticks: how long an action of each kind takes, as F=1, B=2, I=1, W=1.
+    """
     when = dry_run.simulate(schedule, **ticks)
     whole = int(max(end for _, end in when.values()))
 
     def now(tick: int) -> list[tuple[str, int]]:
+        """Return, for each rank, (its action in this tick or "-", the micro-batches it holds)."""
         return [(_at(actions, when, tick), _held(actions, when, tick)) for actions in schedule]
 
     lines = ["0. nothing yet"]
@@ -144,27 +184,38 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
 
 
 def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
-    """Name the action that a rank does in the tick that ends at `tick`; "-": it is idle."""
+    """Return the action that a rank does in the tick that ends at `tick`, or "-" if it is idle.
+
+    actions: of that rank, in order. when: {action: (begin, end)} in ticks.
+    """
     found = [action for action in actions if when[action][0] < tick <= when[action][1]]
     return found[0] if found else "-"
 
 
 def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
-    """Count the micro-batches whose activations a rank holds in that tick."""
+    """Count the micro-batches whose activations a rank holds in the tick that ends at `tick`.
+
+    They are held from the start of the forward to the end of the backward or its weight part.
+
+    actions: of that rank, in order. when: {action: (begin, end)} in ticks.
+    """
     begun = [schedules.parse(action)[1] for action in actions if when[action][0] < tick]
     over = [schedules.parse(action)[1] for action in actions if when[action][1] < tick]
     return begun.count("F") - over.count("B") - over.count("W")
 
 
 def _holds(action: str) -> int:
-    """Return by how much an action changes the number of micro-batches that a rank holds."""
+    """Return by how much an action changes the number of micro-batches that its rank holds."""
     return {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]]
 
 
 def held_by_rank(schedule: schedules.Schedule, stages_a_rank: int = 1) -> list[float]:
-    """Compute, by rank, the most micro-batches that it holds at a time, in all its layers.
+    """Return, for each rank, the most micro-batches whose activations it holds at the same time.
 
-    A micro-batch that is held in one of a rank's stages counts as that part of one.
+    If a rank has several pipeline stages, a micro-batch that is held in one of them counts as that
+    share of one.
+
+    stages_a_rank: the number of stages on each rank.
     """
     return [max(itertools.accumulate(map(_holds, row))) / stages_a_rank for row in schedule]
 
@@ -178,7 +229,10 @@ SCHEDULES = {
 
 
 def pipeline_calculator() -> Calculator:
-    """Make sliders over stages, micro-batches and schedule that show the bubble. Notebook 10."""
+    """Return sliders for ranks, micro-batches and schedule, with a picture of the bubble.
+
+    Notebook 10.
+    """
     return Calculator(
         plan,
         stages=Slider("ranks", [1, 2, 3, 4, 6, 8], 4),
@@ -188,7 +242,11 @@ def pipeline_calculator() -> Calculator:
 
 
 def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
-    """Return caption and picture of `pipeline_calculator` for one setting of its sliders."""
+    """Return (caption, picture) of a schedule, for one setting of `pipeline_calculator`'s sliders.
+
+    stages: the number of ranks; with "interleaved", each has two pipeline stages. schedule: a key
+    of SCHEDULES.
+    """
     made = SCHEDULES[schedule](stages, micro_batches)
     thin = {"F": 0.5, "B": 1.0} if schedule == "interleaved" else {}  # two stages a rank
     picture = draw(made, **thin)

@@ -1,8 +1,9 @@
 """The player: watch the messages between the ranks of a run, even of one that failed.
 
-`player(run)` replays a real run made with `launch(..., keep_values=True)`, or the LaunchError of
-one that failed: `replay` turns its records into events, `film` follows every rank's numbers, and
-this module draws them. `world_explorer` is a slider over the size of a world.
+`player(run)` returns an animation, with a slider, of a real run made with
+`launch(..., keep_values=True)`, or of the LaunchError of one that failed. `replay` turns the
+records of its calls into a list of events, `film` finds every rank's numbers after each event (a
+frame), and this module draws the frames. `world_explorer` is a slider over the size of a world.
 """
 
 import linecache
@@ -21,11 +22,17 @@ WIDTH = 1040
 
 
 def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
-    """Replay the messages of `run` step by step, from the first that goes wrong, if one does.
+    """Return a widget that replays the messages of `run` step by step.
+
+    It begins at the first step that goes wrong, if there is one. It shows MOST_FRAMES steps at
+    most: those that go wrong, and the first of the others.
 
     run: a Run made with `launch(..., keep_values=True)`, or the HangError or RankError that such a
-    launch raised. by_hop: show all messages of a hop in one step; for runs that consist of messages
-    alone, all received. plays: start to play, once. ValueError: the run kept no values.
+        launch raised.
+    by_hop: show all messages of a hop in one step. It has an effect only on a run of messages
+        alone, all received. A hop is a set of messages that can travel at the same time.
+    plays: start to play when it is shown, once.
+    ValueError: the run kept no values; launch it with keep_values=True.
     """
     _check_kept(run)
     events = replay(run)
@@ -60,6 +67,7 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
 
 
 def _check_kept(run):
+    """Raise ValueError unless `run` is a Run or a LaunchError whose records kept their numbers."""
     if not hasattr(run, "wire"):
         got = f"player expected a Run or a LaunchError, got {type(run).__name__}"
         raise ValueError(f"{got}: pass what launch returned")
@@ -73,11 +81,16 @@ def _check_kept(run):
 
 
 def _numbered(event: Event, step: int) -> str:
+    """Return the event's text, with its step before it, unless it is a hop or the end."""
     return event.text if event.kind in ("hop", "end") else f"{step}. {event.text}"
 
 
 def _whence(event: Event) -> str:
-    """Say from which line of the user's code an event comes."""
+    """Return the line of the user's code that an event comes from, or "".
+
+    It reads "line 3 of step: dist.send(x, 1)". Return "" if there is none, as for a call from
+    within ddpkit.
+    """
     record = event.records.get(event.peer if event.kind == "receive" else event.rank)
     record = record or next(iter(event.records.values()), None)
     if record is None:
@@ -88,7 +101,7 @@ def _whence(event: Event) -> str:
 
 
 def world_explorer() -> StepThrough:
-    """Make a slider over the world size that draws a process for each rank. Notebook 00."""
+    """Return a slider over the world size; its picture has a process for each rank. Notebook 00."""
 
     def look(world_size: int) -> tuple[str, Picture]:
         picture = figures.worlds(world_size)
@@ -100,14 +113,19 @@ def world_explorer() -> StepThrough:
 # Pictures
 
 LEFT, ARROWS = 106, 800  # pixels: the left ends of a rank's numbers, and of arrows
-PAD, GAP, FOOT = 10, 46, 36  # pixels around numbers, between two rows at most, and at the bottom
+PAD, GAP, FOOT = 10, 46, 36  # pixels around numbers, at most between two rows, and at the bottom
 
 
 class Stage:
-    """The places of everything in the player's pictures, the same for all frames of a film.
+    """The layout of an animation's pictures, the same for all its frames, so that nothing jumps.
 
     There is a row for each rank. Buffers that don't fit on a page of `page.TALLEST` pixels are left
-    out.
+    out, or shortened.
+
+    spots: for each rank, {buffer: (pixels from the left of its numbers, pixels from the top of its
+        row, how many of its numbers are shown)}.
+    tall, pitch: pixels of a row's height, and from one row to the next. title, said: pixels for the
+        title, and for what is wrong with a rank, below its row.
     """
 
     def __init__(self, frames: list[Frame], world_size: int):
@@ -129,13 +147,16 @@ class Stage:
         self.height = self.title + world_size * self.pitch + FOOT
 
     def lines(self, length: int) -> int:
+        """Return how many lines of cells `length` numbers take."""
         return math.ceil(length / self.per_line)
 
     def _place(self, lengths: dict[object, int], room: float) -> dict[object, tuple]:
-        """Place a rank's buffers in its row, side by side if they fit.
+        """Place a rank's buffers in its row, side by side if they fit, otherwise in further lines.
 
-        lengths: {buffer: its numbers}. room: pixels in height. Returns {buffer: (pixels from the
-        left, from above, numbers shown)}.
+        Return {buffer: (pixels from the left, pixels from the top, how many of its numbers are
+        shown)}. Buffers that don't fit are missing.
+
+        lengths: {buffer: how many numbers it holds}. room: the row's height, in pixels.
         """
         spots, x, y, below = {}, 0.0, 0, 0
         for which, length in lengths.items():
@@ -150,13 +171,18 @@ class Stage:
         return spots
 
     def top(self, rank: int) -> float:
+        """Return the y of the upper edge of a rank's row, in pixels."""
         return self.title + rank * self.pitch
 
     def middle(self, rank: int) -> float:
+        """Return the y of the middle of a rank's row, in pixels."""
         return self.top(rank) + self.tall / 2
 
     def way(self, src: int, dst: int) -> float:
-        """Return the x of the arrow from `src` to `dst`; no two that overlap share one."""
+        """Return the x, in pixels, of the arrow from rank `src` to rank `dst`.
+
+        No two arrows whose ranges of rows overlap have the same x.
+        """
         far = max(1, abs(dst - src))
         place = far * (far - 1) + 2 * (min(src, dst) % far) + (dst < src)
         places = self.world_size * max(1, self.world_size - 1)
@@ -164,7 +190,7 @@ class Stage:
 
 
 def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
-    """Return {buffer of a rank: its length}, in order of first appearance."""
+    """Return {buffer of a rank: how many numbers it holds at most}, in order of appearance."""
     lengths: dict[object, int] = {}
     for frame in frames:
         for which, cells in frame.memory[rank].items():
@@ -179,6 +205,7 @@ def _change(event: Event) -> figures.Change | None:
 
 
 def _all_numbers(frames: list[Frame]):
+    """Yield every list of numbers, or None, that the frames show: of buffers and of messages."""
     for frame in frames:
         for buffers in frame.memory:
             for cells in buffers.values():
@@ -189,13 +216,14 @@ def _all_numbers(frames: list[Frame]):
 
 
 def _title(frame: Frame, step: int) -> list[str]:
+    """Return the lines, three at most, of the title of a frame. step: its number."""
     return textwrap.wrap(_numbered(frame.event, step), 84, max_lines=3, placeholder=" …")
 
 
 def draw(frame: Frame, stage: Stage, step: int) -> Picture:
-    """Draw a frame of the film: ranks with their numbers, and the messages between them.
+    """Draw a frame, the ranks with their numbers and the messages between them; return the picture.
 
-    step: of the film, from 1, shown in the title.
+    stage: the layout of all frames. step: the number of the frame, from 1, shown in the title.
     """
     canvas, event = Canvas(WIDTH, stage.height), frame.event
     for line, text in enumerate(_title(frame, step)):
@@ -224,6 +252,11 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
 
 
 def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
+    """Draw the row of a rank: its label, its numbers, and below them what is wrong with it.
+
+    change: the drawing of a collective's numbers before and after, which then take the place of the
+        rank's buffers; None if the event isn't a collective.
+    """
     y, said = stage.top(rank), frame.status.get(rank, "")
     fill, edge, line = (page.EMPTY, page.WRONG, 4) if said else (page.PALE, page.FAINT, 1)
     canvas.box(4, y, WIDTH - 8, stage.tall, fill, edge, line, round=8)
@@ -243,7 +276,10 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
 
 
 def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed=False):
-    """Draw the arrow of a message, from the sender's row to the receiver's."""
+    """Draw the arrow of a message from the sender's row to the receiver's; nothing within a rank.
+
+    ink: its colour.
+    """
     x, half = stage.way(src, dst), math.copysign(page.ROW / 2 + 2, dst - src)
     if src != dst:
         ends = (x, stage.middle(src) + half), (x, stage.middle(dst) - half)
@@ -251,7 +287,13 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed
 
 
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
-    """Draw, on its way, a message that a rank waits for and that is never sent."""
+    """Draw the arrow of a message that a rank waits for in vain, with a sign halfway.
+
+    The sign is ✗ if the message was lost, and a question mark if it was never sent or isn't of the
+    size that the receiver expects.
+
+    event: the one that went wrong, with the sender as `rank` and the receiver as `peer`.
+    """
     src, dst = event.rank, event.peer
     _draw_way(canvas, stage, src, dst, page.WRONG, dashed=True)
     x, y = stage.way(src, dst), (stage.middle(src) + stage.middle(dst)) / 2
@@ -261,9 +303,13 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
 
 
 def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
-    """Draw a message's numbers, or how many they are, at the rank that sends or receives it.
+    """Draw a message's numbers in a box at the rank that sends or receives it.
 
-    In the browser they travel there: from the sender, or, by hop, to the receiver.
+    Numbers that don't fit are left out. If they weren't kept, their count and dtype are drawn. In
+    the browser the box travels from the sender's row to the receiver's: in the frame that receives
+    the message, or, by hop, in the one that sends it.
+
+    frame: that of the message. by_hop: whether a step shows all messages of a hop.
     """
     event, fill = frame.event, colour(frame.event.rank)
     at = event.peer if event.kind == "receive" else event.rank

@@ -1,6 +1,7 @@
 """Charts of notebook 05: training curves, a loss scale over time, gradients among fp16's numbers.
 
-A chart's text names what is drawn and states no measured number.
+A chart's text names what is drawn and states no measured number, since the text is stored in the
+notebook and compared by tests.
 """
 
 import math
@@ -22,9 +23,12 @@ EVERY = 10  # steps averaged into a point
 
 
 def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
-    """Draw the losses of several trainings up to the first NaN; a point is the mean of ten steps.
+    """Draw the losses of several trainings by step; return the picture. Notebook 05.
 
-    curves: in bits per byte. Notebook 05.
+    Each point is the mean of EVERY steps. Steps at the end that are fewer are left out, and a curve
+    ends at the first NaN.
+
+    curves: {name: the losses of all steps, in bits per byte}.
     """
     figure, (axes,) = chart(title)
     for at, (name, losses) in enumerate(curves.items()):
@@ -43,9 +47,10 @@ def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
 
 
 def scale_steps(powers: Sequence[int], static: int = 16) -> Picture:
-    """Draw a dynamic loss scale step by step, as a power of two, beside a static one.
+    """Draw a dynamic loss scale step by step, beside a static one; return the picture. Notebook 05.
 
-    powers: of the dynamic scale. Notebook 05.
+    powers: the dynamic scale at each step, as an exponent of two: 16 is a scale of 65,536.
+    static: the exponent of the static scale.
     """
     title = "The loss scale, step by step"
     figure, (axes,) = chart(title)
@@ -71,9 +76,14 @@ ZONES = {  # {zone of fp16: (lowest power, highest power, colour of the bars)}
 
 
 def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
-    """Draw a histogram of gradients times `scale`, by power of two, with fp16's zones on it.
+    """Draw a histogram of gradients times `scale`, by power of two; return the picture.
 
-    gradients: any shape, finite; zeros aren't counted. ValueError: all of them are 0. Notebook 05.
+    Notebook 05. Colours show what fp16 makes of each: 0, a subnormal or normal number, or infinity.
+    Bars that would be too low to see are drawn higher. Powers outside of LOWEST to HIGHEST are
+    counted in the first or last bar.
+
+    gradients: any shape, finite. Those that are 0 aren't counted.
+    ValueError: all of them are 0.
     """
     zones = fp16_counts(gradients, scale)
     powers = torch.frexp(_nonzero(gradients) * scale).exponent.long() - 1
@@ -100,6 +110,10 @@ def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
 
 
 def _nonzero(values: Tensor) -> Tensor:
+    """Return the values that aren't 0, as a flat tensor of doubles.
+
+    ValueError: all of them are 0.
+    """
     values = values.detach().flatten()
     values = values[values != 0].double()
     if not len(values):
@@ -109,9 +123,12 @@ def _nonzero(values: Tensor) -> Tensor:
 
 
 def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
-    """Count what fp16 makes of gradients times `scale`: 0, subnormal, normal or infinite.
+    """Count what fp16 makes of gradients times `scale`.
 
-    Returns {each of ZONES: how many}. Gradients that are 0 before aren't counted.
+    Return {"rounds to 0": how many, "subnormal": ..., "normal": ..., "infinite": ...}, with the
+    keys of ZONES. Gradients that are 0 to begin with aren't counted.
+
+    gradients: any shape, finite. ValueError: all of them are 0.
     """
     rounded = (_nonzero(gradients) * scale).half().abs()
     edges = torch.tensor([2.0**-24, FP16.smallest_normal, math.inf], dtype=torch.float16)
@@ -120,9 +137,11 @@ def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
 
 
 def scale_calculator(gradients: Tensor) -> Calculator:
-    """Make a slider over the loss scale that places scaled gradients in fp16. Notebook 05.
+    """Return a slider over the loss scale, with a histogram of the scaled gradients. Notebook 05.
 
-    The stored text states no counts, because they are measured.
+    The text that a stored notebook keeps states no counts, because they are measured.
+
+    gradients: any shape, finite, not all 0.
     """
 
     def scaled(power: int) -> tuple[str, Picture]:

@@ -1,4 +1,4 @@
-"""A guess before the cell that answers it, kept and shown beside the answer.
+"""Ask the reader for a guess before the cell that answers it, and show it beside the answer.
 
     hops = predict("Hops of a ring of 4 ranks?")                # shows a field to fill in
     which = predict("Which sends less?", ["ring", "server"])    # or a row of buttons
@@ -7,7 +7,8 @@
     predict.score()                                             # at the end of the notebook
 
 Nothing has to be entered: then the answer stands alone. What is entered after the answer was shown
-doesn't count until the question is asked again. A surprise is amber; red is for failed checks.
+doesn't count until the question is asked again. A wrong guess is amber, as a surprise; red is for
+failed checks.
 """
 
 from collections.abc import Sequence
@@ -19,9 +20,12 @@ from .widgets import WRAPPED, Live, asking
 
 
 class Prediction(Live):
-    """A question to the reader, asked before the answer is known.
+    """A question to the reader, asked before the answer is known; a cell shows it as a field.
 
-    guess: a number or one of `choices`; None: nothing was entered.
+    question: what is asked. choices: the answers to choose from, as buttons; none: a number is
+        asked for.
+    guess: what was entered, a number or one of `choices`; None: nothing.
+    right: whether the guess was right; None: there was no answer or no guess.
     """
 
     def __init__(self, question: str, choices: Sequence[str] = ()):
@@ -33,6 +37,7 @@ class Prediction(Live):
 
     @cached_property
     def box(self):
+        """Return the widget: the question, its field or buttons, and a note on what was entered."""
         import ipywidgets
 
         asked = ipywidgets.HTML(f"<b>Your prediction:</b> {marked(self.question)}")
@@ -58,13 +63,14 @@ class Prediction(Live):
 
     @property
     def said(self) -> str:
-        """Return the guess as text for the reader."""
+        """Return the guess as text for the reader. There must be one."""
         return self.guess if self.choices else f"{self.guess:,.6g}"
 
     def enter(self, guess: float | str) -> str:
         """Take what the reader entered; return a sentence that says whether it counts.
 
-        It doesn't if a number is asked for and it is none, or if the answer has been shown.
+        It doesn't count if the answer has been shown already, or if a number is asked for and this
+        is none.
         """
         if self.answered:
             return "Too late for this run: the answer is known. Run this cell again to guess anew."
@@ -77,10 +83,13 @@ class Prediction(Live):
         return "That is no number." if guess is None else f"Kept: {self.said}."
 
     def answer(self, value: float | str, within: float = 0.0) -> str:
-        """Give the answer: return a card that shows it beside the guess.
+        """Give the answer; return a card that shows it beside the guess.
 
-        within: the error allowed in a guess, as a share of the number; 0.2 for measured ones.
-        ValueError: a value that isn't among the choices.
+        The card is a text that the browser shows as HTML. From now on, guesses don't count.
+
+        value: the answer, a number or one of `choices`.
+        within: the error allowed in a guess, as a share of the number: 0.2 for a measured one.
+        ValueError: the value isn't among the choices.
         """
         if self.choices and value not in self.choices:
             raise ValueError(f"expected one of {self.choices}, got {value!r}")
@@ -98,7 +107,7 @@ class Prediction(Live):
 
 
 class Answer(str):
-    """A text that the browser shows as a card, made of `page`."""
+    """A text that the browser shows as a card. page: the card's HTML."""
 
     def __new__(cls, text: str, page: str):
         made = super().__new__(cls, text)
@@ -113,7 +122,7 @@ class Answer(str):
 
 
 class Predictions:
-    """A notebook's predictions by their questions; called to ask one: `predict(question)`."""
+    """A notebook's predictions, by question. Call it to ask one: `predict(question)`."""
 
     def __init__(self):
         self.made: dict[str, Prediction] = {}
@@ -121,13 +130,13 @@ class Predictions:
     def __call__(self, question: str, choices: Sequence[str] = ()) -> Prediction:
         """Ask for a number, or for one of `choices`; return the `Prediction`, which a cell shows.
 
-        Asking again discards the earlier guess.
+        Asking the same question again discards the earlier guess.
         """
         self.made[question] = Prediction(question, choices)
         return self.made[question]
 
     def score(self) -> str:
-        """Return a card with how many of the predictions that were entered are right."""
+        """Return a card that says how many of the predictions that were entered are right."""
         verdicts = [prediction.right for prediction in self.made.values()]
         judged = [right for right in verdicts if right is not None]
         left = len(self.made) - len(judged)

@@ -1,10 +1,12 @@
-"""The progress line in JupyterLab, below a cell that takes longer than a second; it vanishes.
+"""Show a progress line in JupyterLab, below a cell that takes longer than a second, until it ends.
 
-It shows the seconds and, while ranks run, the number of calls they have made or, if nothing has
-moved for a while, which rank waits for which. Below the report of ranks that failed it leaves a
-strip of their calls. DDPKIT_PROGRESS=off: neither (tests, stored outputs).
+The line has the seconds and, while ranks run, the number of calls they have made or, if nothing has
+moved for a while, which rank waits for which. If a launch fails, a picture of its ranks' last calls
+is left below the error report. With DDPKIT_PROGRESS=off there is neither, for tests and stored
+outputs.
 
-The line begins before torch is imported, which takes seconds, so it imports the runtime when used.
+The line begins before torch is imported, which takes seconds, so this module imports the runtime
+only when it is used.
 """
 
 import contextlib
@@ -15,30 +17,40 @@ import threading
 import time
 
 PATIENCE_S, EVERY_S = 1.0, 1.0
-RUNTIME = "ddpkit.runtime.launch"  # imported last
+RUNTIME = "ddpkit.runtime.launch"  # imported after torch
 
 
 class Progress:
-    """The progress line below the cell that is running. display: IPython's function."""
+    """The progress line below the cell that is running.
+
+    display: IPython's function of that name.
+    """
 
     def __init__(self, display):
         self.display = display
         self.done, self.thread = threading.Event(), None
 
     def begin(self, _info=None) -> None:
-        """Begin with a cell: after a second, a thread shows the line and keeps it up to date."""
+        """Start a thread for a cell that begins: it shows the line after PATIENCE_S and updates it.
+
+        _info: what IPython hands over; it isn't used.
+        """
         self.done = threading.Event()
         show = contextvars.copy_context().run  # the cell to which the line belongs
         self.thread = threading.Thread(target=show, args=(self._show, self.done), daemon=True)
         self.thread.start()
 
     def end(self, _result=None) -> None:
-        """End with the cell: stop the thread and remove the line."""
+        """Stop the thread and remove the line, at the end of a cell.
+
+        _result: what IPython hands over; it isn't used.
+        """
         self.done.set()
         if self.thread:
             self.thread.join()
 
     def _show(self, done: threading.Event) -> None:
+        """Show the line and update it every EVERY_S, until `done` is set; then remove it."""
         begun, line = time.perf_counter(), None
         while not done.wait(EVERY_S if line else PATIENCE_S):
             seconds = time.perf_counter() - begun
@@ -53,7 +65,10 @@ class Progress:
 
 
 def _what_is_done() -> str:
-    """Say what takes this long: an import, the start of the server, or what ranks do."""
+    """Return in words what takes this long: an import, the start of the server, or what ranks do.
+
+    Return "" if it is none of these.
+    """
     if RUNTIME not in sys.modules:
         return "importing torch"
     from ..runtime.processes import is_starting
@@ -66,9 +81,9 @@ def _what_is_done() -> str:
 
 
 def show_lanes(result, display) -> None:
-    """Display the strip of the ranks' calls, if a launch failed in the cell that has just ended.
+    """Display a picture of the ranks' last calls, if a launch failed in the cell that has ended.
 
-    result: IPython's, of the cell.
+    result: IPython's result of the cell. display: IPython's function of that name.
     """
     if not getattr(result.error_in_exec, "wire", None):
         return
@@ -81,7 +96,7 @@ def show_lanes(result, display) -> None:
 def show_progress() -> None:
     """Show the progress line for this kernel's cells from now on, also for the running one.
 
-    Outside of a notebook's kernel it does nothing.
+    Outside of a notebook's kernel, or with DDPKIT_PROGRESS=off, it does nothing.
     """
     if "IPython" not in sys.modules:  # so in every rank, where importing it would take a while
         return

@@ -1,6 +1,7 @@
-"""Put the events of a run in order: causes before effects, the same order for every run.
+"""Put the events of a run in order: causes before effects, and in the same order in every run.
 
-Wall time plays no part. If a run failed, the events that never happened come last.
+The times in the records of its calls decide only the order within a rank. If a run failed, the
+events that never happened come last.
 """
 
 import contextlib
@@ -17,11 +18,19 @@ RECEIVE, SEND, ENTER, LEAVE = range(4)  # the order of events within a round
 
 @dataclass
 class Event:
-    """One step of the replay: a message leaves or arrives, ranks meet in a collective, or it fails.
+    """One step of a replay: a message leaves or arrives, ranks meet in a collective, or it fails.
 
-    kind: send, receive, hop, meet, stuck, lost, differ, failed or end. records: by rank; of a
-    message both ends, where both are known. A message goes from `rank` to `peer`; in other kinds
-    `rank` is the one that fails. status: {rank: what is wrong with it}.
+    kind: "send" or "receive", one message; "hop", several messages at the same time; "meet", a
+        collective; "differ", ranks made different calls; "stuck", a rank waits for what never
+        comes; "lost", a message that is never received, or a receive or send that is never waited
+        for; "failed", a rank raised an error; "end", the state after the last message.
+    text: what happens, in words.
+    records: {rank: its record of the call}; for a message those of both ends, if both are known.
+    rank, peer: the sender and the receiver, if it is about a message. "failed" has the `rank` that
+        failed, other kinds neither.
+    status: {rank: what is wrong with it, in words}.
+    change: for a collective, {rank: (numbers that it brought or None, numbers that it got or None,
+        the owner of each of these)}, as `change` returns it.
     """
 
     kind: str
@@ -38,15 +47,20 @@ class Event:
 
 
 def key(record: Record) -> tuple:
-    """Return a key that a message's two ends, or a collective's ranks, have in common."""
+    """Return (channel, index on the channel), which a message's two ends have in common.
+
+    So have all ranks of a collective. A channel is a group or one direction between two ranks.
+    """
     return record.channel, record.seq
 
 
 def replay(run) -> list[Event]:
-    """List the events of `run` (a Run or a LaunchError) in order.
+    """Return the events of `run` in order: what happened, then what never happened.
 
-    A receive comes after its send and a collective after all its ranks have reached it; among
-    unordered events, those of lower ranks come first.
+    A receive comes after its send, and a collective after all its ranks have reached it. Other
+    events are ordered by rounds, in which every rank takes a step, and in a round by rank.
+
+    run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
     """
     ends: dict[str, dict[tuple, tuple[int, Record]]] = {"send": {}, "recv": {}}
     calls: dict[tuple, dict[int, Record]] = {}
@@ -60,9 +74,12 @@ def replay(run) -> list[Event]:
 
 
 def _program(records: list[Record]) -> list[tuple[int, Record]]:
-    """List what one rank did, in order, as (SEND, RECEIVE, ENTER or LEAVE; record).
+    """Return what one rank did, in order, as [(SEND, RECEIVE, ENTER or LEAVE, record)].
 
-    A receive counts from the moment at which the message is there.
+    A message is received at the moment of its arrival. A rank enters a collective when it calls it,
+    and leaves when it begins to wait for it, or when it is done if the rank never waits.
+
+    records: of that rank's calls. Those that never ended have no RECEIVE or LEAVE.
     """
     steps = []
     for index, record in enumerate(records):
@@ -75,10 +92,14 @@ def _program(records: list[Record]) -> list[tuple[int, Record]]:
 
 
 def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
-    """Order the events in rounds: in each, every rank that need not wait takes its next step.
+    """Return the events that happened, in rounds, in which each rank takes a step if it can go on.
 
-    A round is the logical time of Lamport 1978: an event comes after everything that it had to
-    wait for, however long that took.
+    A round is the logical time of Lamport 1978: an event comes after everything that it had to wait
+    for, however long that took. Events that wait for each other in a cycle, and those after them,
+    are left out.
+
+    wire: for each rank, the records of its calls. ends: {"send" or "recv": {key: (rank, record)}}.
+    calls: {key of a collective: {rank: record}}.
     """
     rounds: TopologicalSorter = TopologicalSorter()
     whole = {at: records for at, records in calls.items() if _complete(records)}
@@ -117,13 +138,14 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
 def _complete(records: dict[int, Record]) -> bool:
     """Tell whether a collective took place: all ranks of the group made the same call.
 
-    records: by rank.
+    records: {rank: its record of the call}.
     """
     first = next(iter(records.values()))
     return len(records) == len(first.ranks) and _alike(records)
 
 
 def _alike(records: dict[int, Record]) -> bool:
+    """Tell whether ranks made the same call. records: {rank: its record}."""
     return len({record.fingerprint for record in records.values()}) == 1
 
 
@@ -133,10 +155,15 @@ def _shape(record: Record) -> str:
 
 
 def _message(record: Record, values: list | None) -> str:
+    """Return a message's numbers as text, or their count and dtype if they weren't kept (None)."""
     return _shape(record) if values is None else numbers(values)
 
 
 def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Event:
+    """Return the event of a message that `rank` received.
+
+    record: of the receive. sent: (rank, record) of its send; None if there is none.
+    """
     text = f"rank {rank} receives {_message(record, record.result)} from rank {record.peer}"
     records = {rank: record}
     if sent and sent[0] != rank:
@@ -145,6 +172,7 @@ def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Eve
 
 
 def _met(records: dict[int, Record]) -> Event:
+    """Return the event of a collective that took place. records: {rank: its record}."""
     ranks = sorted(records)
     first, who = records[ranks[0]], name_ranks(ranks)
     if first.op == "new_group":
@@ -160,11 +188,14 @@ def _met(records: dict[int, Record]) -> Event:
 
 
 def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
-    """Return what a collective did to each rank, to be drawn.
+    """Return what a collective did to each rank's numbers, to be drawn.
 
-    records: by rank. Returns {rank: (numbers that it brought, numbers that it got, owners of
-    these)}; None for numbers of a rank that brings or gets none, since the contents of its buffer
-    mean nothing then.
+    It is {rank: (numbers that it brought, numbers that it got, the owner of each number it got)}.
+    The numbers are None for a rank that brings or gets none, since the contents of its buffer mean
+    nothing then. An owner is the rank that a number came from, a frozenset of ranks if it is their
+    sum or another reduction, or None if unknown.
+
+    records: {rank: its record of the call}, of all ranks.
     """
     before, found = {}, {}
     for rank, record in records.items():
@@ -188,7 +219,11 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
 
 
 def _said(rows: dict[int, list | None], world_size: int | None) -> str:
-    """Say what ranks have: '[1, 2] on every rank', or 'rank 0 [1], rank 1 [2]'."""
+    """Return in words what ranks have: "[1, 2] on every rank", or "rank 0 [1], rank 1 [2]".
+
+    rows: {rank: its numbers or None}. Ranks without numbers are left out.
+    world_size: the number of ranks in the world, if these are all of them; None: they aren't.
+    """
     first = next(iter(rows.values()))
     if len(rows) > 1 and first and all(row == first for row in rows.values()):
         return f"{numbers(first)} on {name_ranks(rows, world_size)}"
@@ -200,6 +235,11 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
 
 
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
+    """Return the events that never happened: calls that differ or wait, messages never received.
+
+    run: a Run or a LaunchError. ends: {"send" or "recv": {key: (rank, record)}}. calls: {key of a
+    collective: {rank: record}}.
+    """
     failed = isinstance(run, LaunchError)
     ever = "for ever" if isinstance(run, HangError) else "in vain"
     found = []
@@ -224,6 +264,10 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
 
 
 def _different_calls(records: dict[int, Record]) -> Event:
+    """Return the event of ranks that made different calls at the same position of a channel.
+
+    records: {rank: its record}.
+    """
     alike: dict[str, list[int]] = {}
     for rank in sorted(records):
         alike.setdefault(records[rank].call, []).append(rank)
@@ -236,6 +280,10 @@ def _different_calls(records: dict[int, Record]) -> Event:
 
 
 def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
+    """Return the event of a collective that some members of its group never called.
+
+    records: {rank: its record}, of those that did. ever: "for ever" or "in vain".
+    """
     first, ranks = next(iter(records.values())), sorted(records)
     absent = [rank for rank in first.ranks if rank not in records]
     wait = "waits" if len(ranks) == 1 else "wait"
@@ -246,10 +294,10 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
 
 
 def _not_received(rank: int, record: Record, sent: Record | None, ever: str, failed: bool):
-    """Make the event of a receive that never ended, with the reason; None if it was under way.
+    """Return the event of a receive that never ended, with the reason; None if it was under way.
 
-    sent: the record of its send, if there was one. ever: "for ever" or "in vain". failed: the run
-    raised an error.
+    rank, record: the receiver, and its record. sent: the record of the send, or None.
+    ever: "for ever" or "in vain". failed: whether the run raised an error.
     """
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
@@ -272,6 +320,11 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
 
 
 def _not_taken(rank: int, record: Record, ever: str, stuck: bool) -> Event:
+    """Return the event of a message that was sent and never received.
+
+    rank, record: the sender, and its record. ever: "for ever" or "in vain". stuck: whether the
+    sender waits in this call, so that it is stuck; otherwise only the message is lost.
+    """
     message, peer = _message(record, record.values), record.peer
     if stuck:
         text = f"rank {rank} waits here {ever}: rank {peer} never receives its {message}"

@@ -1,4 +1,7 @@
-"""The player of notebook 08: a row read number by number, its maximum and sum kept up to date."""
+"""The player of notebook 08: an animation of online softmax, which reads a row number by number.
+
+It shows the row's maximum so far, m, and its sum so far, ℓ, after each number.
+"""
 
 import itertools
 import math
@@ -21,7 +24,8 @@ READ, NEW = page.BLUE, page.ORANGE
 class Moment:
     """The state of online softmax after `read` numbers of a row, and just before the last of them.
 
-    m: the maximum of these numbers. ell: their sum of eˣ⁻ᵐ.
+    m: the maximum of these numbers. ell: their sum of eˣ⁻ᵐ. m_before, ell_before: both before the
+    last number was read.
     """
 
     row: tuple[float, ...]
@@ -33,20 +37,23 @@ class Moment:
 
     @property
     def correction(self) -> float:
-        """Return what the earlier sum is corrected by: e to the old maximum less the new."""
+        """Return the factor that corrects the earlier sum: e to the (old maximum - new maximum)."""
         return _share(self.m_before, self.m)
 
     def weights(self, before: bool = False) -> list[float]:
-        """List what each number that was read adds to the sum, for the present maximum.
+        """Return what each number x that was read adds to the sum: eˣ⁻ᵐ, where m is the maximum.
 
-        before: as it was before the last number was read.
+        before: with the numbers and the maximum from before the last number was read.
         """
         m, read = (self.m_before, self.read - 1) if before else (self.m, self.read)
         return [_share(x, m) for x in self.row[: max(read, 0)]]
 
     @property
     def sum(self) -> str:
-        """Write out the arithmetic of the last step: "2 × 0.5 + 1 = 2"."""
+        """Return the arithmetic of the last step as text: "2 × 0.5 + 1 = 2".
+
+        It is earlier sum × correction + what the last number adds = new sum.
+        """
         if self.m == -math.inf:
             return "0"
         before, factor = _rounded(self.ell_before), _rounded(self.correction)
@@ -55,6 +62,10 @@ class Moment:
 
     @property
     def text(self) -> str:
+        """Return in words what the last step did.
+
+        An example is "x = 2: m grows from 1 to 2; ℓ = 1 × 0.368 + 1 = 1.37".
+        """
         if not self.read:
             return "nothing read: m = −∞, ℓ = 0"
         x = self.row[self.read - 1]
@@ -65,7 +76,10 @@ class Moment:
 
 
 def moments(row: Sequence[float]) -> list[Moment]:
-    """List the state before the first number and after each one, its pair merged in."""
+    """Return the state before the first number of `row`, and after each number.
+
+    Each number's (m, ℓ) is merged into that of the numbers before it.
+    """
     numbers = torch.tensor(row, dtype=torch.float64)
     pairs = [summarize(numbers[:0])]
     for x in numbers.split(1):
@@ -76,24 +90,28 @@ def moments(row: Sequence[float]) -> list[Moment]:
 
 
 def _share(x: float, m: float) -> float:
+    """Return eˣ⁻ᵐ, what x adds to the sum; 0 for x = -inf, which is masked."""
     return 0.0 if x == -math.inf else math.exp(x - m)
 
 
 def _rounded(value: float, digits: int = 3) -> str:
+    """Return a number to `digits` digits as text, with − instead of a hyphen."""
     return "−∞" if value == -math.inf else f"{value:.{digits}g}".replace("-", "−")
 
 
 def _exactly(x: float) -> str:
-    """Write a number of the row, or its maximum, in full: it isn't rounded."""
+    """Return a number of the row, or its maximum, as text with up to six digits."""
     return _rounded(x, digits=6)
 
 
 def softmax_player(row: Sequence[float]) -> StepThrough:
-    """Read `row` one number at a time, as online softmax does.
+    """Return a widget with a slider that reads `row` one number at a time, as online softmax does.
 
-    row: 1 to 8 numbers; -inf is masked. ValueError: more of them, none, +inf or NaN.
+    A bar is what a number adds to the sum, eˣ⁻ᵐ. A dashed bar is what it added before the maximum
+    grew.
 
-    A bar is what a number adds to the sum, eˣ⁻ᵐ; dashed: before the maximum grew.
+    row: 1 to MOST_NUMBERS numbers; -inf is masked.
+    ValueError: there are more of them, or none, or one is +inf or NaN; cut the row.
     """
     row = [float(x) for x in row]
     if not 1 <= len(row) <= MOST_NUMBERS or any(math.isnan(x) or x == math.inf for x in row):
@@ -112,7 +130,10 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
 
 
 def draw(moment: Moment) -> Picture:
-    """Draw the weights of the numbers read; below, the sum before and after the last one."""
+    """Draw the weights of the numbers read, and below them the sum before and after the last one.
+
+    Return the picture.
+    """
     grew = f"{_exactly(moment.m_before)} → " if moment.m > moment.m_before > -math.inf else ""
     title = f"m = {grew}{_exactly(moment.m)}     ℓ = {_rounded(moment.ell)}"
     figure, (bars, sums) = page.chart(title, 480, 2, height_ratios=(2, 1))

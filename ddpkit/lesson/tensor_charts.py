@@ -1,4 +1,4 @@
-"""Pictures and the calculator of notebook 11: split products, and the bytes that they cost."""
+"""Pictures and the calculator of notebook 11: split matrix products, and the bytes they cost."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from . import page
 from .page import Canvas, Picture, chart, colour, legend, stroke
 from .widgets import Calculator, Slider
 
-# The split of each of three matrices: by rows 0, by columns 1, not at all None; of a product,
-# "sum": each rank has a summand of every number, "blocks": some numbers only.
+# {name: how X, U and Y are split}. 0: by rows. 1: by columns. None: not at all. Only for Y, "sum":
+# each rank has a summand of every number; "blocks": each rank has some of the numbers.
 SPLITS = {
     "tokens": (0, None, 0),
     "outputs": (None, 1, 1),
@@ -21,9 +21,11 @@ SAYS = {0: "rows", 1: "columns", None: "whole", "sum": "summands", "blocks": "bl
 
 
 def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> Picture:
-    """Draw X·U = Y to scale, split in four ways: what each rank holds and what it can compute.
+    """Draw X·U = Y to scale, split in four ways; return the picture. Notebook 11.
 
-    X: (tokens, inputs). U: (inputs, outputs). Notebook 11.
+    It shows for each way what each rank holds, and what it can compute on its own.
+
+    tokens, inputs, outputs: X is (tokens, inputs), U is (inputs, outputs).
     """
     unit = 300 / (2 * inputs + outputs + outputs)
     high, wide = unit * max(tokens, inputs) + 96, page.WIDEST / 2
@@ -50,10 +52,11 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
 
 
 def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
-    """Draw a matrix to scale, its parts in the colours of their ranks.
+    """Draw a matrix to scale, each part in the colour of the rank that has it.
 
-    x, y, tall, wide: in pixels. split: the axis that it is cut along, None, or "sum" or "blocks",
-    see `split_products`.
+    x, y, tall, wide: its upper left corner and its size, in pixels.
+    split: None, every rank has all of it; 0 or 1, it is cut along this axis; "sum", each rank has a
+        summand of every number; "blocks", each rank has one block on the diagonal.
     """
     if split is None:
         canvas.box(x, y, wide, tall, page.MIXED)
@@ -70,10 +73,10 @@ def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
 
 # Tensor or data parallel?
 
-WEIGHTS = 12  # of a layer, in width²: 4 of attention, 8 of its MLP
+WEIGHTS = 12  # the weights of a layer, in units of width²: 4 of attention, 8 of its MLP
 CALLS = 4  # all-reduces of a layer in forward and backward, each of tokens × width numbers
 FLOPS_PER_S = 400e12  # of 16-bit products, in a good program on an H100
-WIRES = {  # what an H100 has inside its node and to the next one, and an office's wire
+WIRES = {  # an H100's links inside its node and to other nodes, and an office's network
     "NVLink 4": Link.preset("NVLink 4"),
     "400 Gbit InfiniBand": Link(latency_s=3e-6, bytes_per_s=46.8e9),
     "10 Gbit Ethernet": Link.preset("10 Gbit Ethernet"),
@@ -81,9 +84,12 @@ WIRES = {  # what an H100 has inside its node and to the next one, and an office
 
 
 def reduced_bytes(width: int, tokens: int) -> dict[str, int]:
-    """Count the bytes that a transformer's layer all-reduces in a step: activations or gradients.
+    """Return the bytes that a transformer's layer all-reduces in a step, for two ways to split it.
 
-    tokens: of the whole batch; 16-bit numbers. {"tensor parallel": bytes, "data parallel": bytes}.
+    It is {"tensor parallel": bytes of activations, "data parallel": bytes of gradients}, in 16-bit
+    numbers.
+
+    width: of the layer. tokens: of the whole batch.
     """
     activations, gradients = CALLS * tokens * width, WEIGHTS * width**2
     return {"tensor parallel": 2 * activations, "data parallel": 2 * gradients}
@@ -93,7 +99,12 @@ LOOKS = {"tensor parallel": (page.ORANGE, "o"), "data parallel": (page.BLUE, "s"
 
 
 def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Picture:
-    """Draw a rank's bytes for a layer in a step, by the tokens of the whole batch. Notebook 11."""
+    """Draw the bytes that a rank sends for a layer in a step, by the tokens of the whole batch.
+
+    Notebook 11. Return a picture with a curve for tensor and one for data parallelism.
+
+    width: of the layer. tokens: sizes of the whole batch, in tokens, along the x axis.
+    """
     title = f"Sent by each of {count(world_size, 'rank')} for a layer of width {width}, in a step"
     figure, (axes,) = chart(title, 480)
     for name, (fill, marker) in LOOKS.items():
@@ -110,7 +121,7 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
 
 
 def tensor_calculator() -> Calculator:
-    """Make sliders over ranks, width and tokens that show a layer's bytes and times."""
+    """Return sliders for ranks, width and tokens, which show a layer's bytes and times."""
     powers = [2**power for power in range(10, 23)]
     return Calculator(
         layer_times,
@@ -121,9 +132,11 @@ def tensor_calculator() -> Calculator:
 
 
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
-    """Return caption and picture of `tensor_calculator` for one setting: a layer's seconds.
+    """Return (caption, picture) of a layer's seconds, for one setting of `tensor_calculator`.
 
-    By notebook 02's α–β model.
+    Times are predicted by notebook 02's α–β model, as latency plus bytes divided by bandwidth.
+
+    width: of the layer. tokens: of the whole batch.
     """
     wholes = reduced_bytes(width, tokens)
     computing = 6 * WEIGHTS * width**2 * tokens / world_size / FLOPS_PER_S

@@ -1,5 +1,7 @@
-"""Widgets: `StepThrough` a row of pictures, `Calculator` a function with a slider for each of its
-arguments. Each works on a function that returns (caption, Picture).
+"""Widgets for notebooks: a slider over pictures, and a function with sliders for its arguments.
+
+`StepThrough` steps through pictures. `Calculator` calls a function when a slider is moved. Both
+take a function that returns (caption, Picture or None).
 
     Calculator(
         lambda bucket_mib: (f"{gradients_mib / bucket_mib:.0f} messages", None),
@@ -22,10 +24,12 @@ Look = tuple[str, Picture | None]  # a caption, and a picture if there is one
 
 
 class Live:
-    """A thing to show: widgets, `box`, in a live notebook; a text and a picture everywhere else.
+    """A thing that a cell shows: widgets in a live notebook, a text and a picture everywhere else.
 
-    telling: the picture, or None. Text and picture are what a notebook stores, and tests compare
-    the text, so it must state no measured number.
+    The widgets are its attribute `box`, which subclasses define.
+
+    text, telling: the text, and the picture or None, that a notebook stores. Tests compare the
+        text, so it must state no measured number.
     """
 
     def __init__(self, text: str, telling: Picture | None):
@@ -46,7 +50,10 @@ class Live:
 
 
 class Below(Live):
-    """HTML with a player below it, to be shown. text: what a stored notebook keeps of both."""
+    """HTML with an animation below it, which a cell shows.
+
+    text: what a stored notebook keeps of both. page: the HTML.
+    """
 
     def __init__(self, text: str, page: str, player: "StepThrough"):
         super().__init__(text, None)
@@ -54,13 +61,17 @@ class Below(Live):
 
     @cached_property
     def box(self):
+        """Return the widget: the HTML, and the animation's widget below it."""
         import ipywidgets
 
         return ipywidgets.VBox([ipywidgets.HTML(self._page), self._player.box])
 
 
 def view(look: Callable[[], Look]):
-    """Make a widget that shows a caption above a picture, as `look()` returns them."""
+    """Return a widget that shows a caption above a picture.
+
+    look: a function without arguments that returns (caption, Picture or None).
+    """
     import ipywidgets
 
     shown = ipywidgets.VBox([ipywidgets.HTML(), ipywidgets.HTML()])
@@ -69,7 +80,13 @@ def view(look: Callable[[], Look]):
 
 
 def show(shown, look: Callable[[], Look]) -> None:
-    """Show in a `view` what `look()` returns now, or its error above the old picture."""
+    """Update a widget made by `view` with what `look()` returns now.
+
+    If `look` raises an error, show it as the caption, above the old picture, since an error in a
+    widget's callback would be invisible otherwise.
+
+    shown: the widget. look: returns (caption, Picture or None).
+    """
     caption, image = shown.children
     try:
         text, picture = look()
@@ -93,7 +110,10 @@ MOVING = """<style>
 
 
 def inline(picture: Picture) -> str:
-    """Return the picture as inline SVG with its size given, so that the page doesn't jump."""
+    """Return the picture as HTML, an <svg> with its size given, so that the page doesn't jump.
+
+    Shapes that were drawn with a `gid` of `page.moving` move when it appears.
+    """
     width, height = picture.size
     style = f"display: block; width: {width}px; max-width: min(100%, {WIDEST}px)"
     style += f"; aspect-ratio: {width} / {height}"
@@ -107,7 +127,7 @@ def inline(picture: Picture) -> str:
 
 
 def named(label: str) -> dict:
-    """Return a widget's options that label it, beside it and in a tooltip."""
+    """Return options for a widget, {option: value}, that label it, beside it and in a tooltip."""
     return {"description": label, "tooltip": label, "style": {"description_width": "initial"}}
 
 
@@ -138,9 +158,11 @@ use it.</div>"""
 
 
 def asking(controls, *shown):
-    """Make a widget of `controls`, which need the kernel, above `shown`, which doesn't.
+    """Return a widget of `controls`, which need the kernel, above `shown`, which doesn't.
 
-    Without a kernel a note takes the place of the controls.
+    Without a kernel, as in a reopened notebook, a note takes the place of the controls.
+
+    controls: a widget. shown: widgets.
     """
     import ipywidgets
 
@@ -157,11 +179,14 @@ at.step{way}(); at.dispatchEvent(new Event('change', {{bubbles: true}}))">{sign}
 
 
 class StepThrough(Live):
-    """A slider over pictures, all of them in the page: it steps without the kernel.
+    """A slider over pictures, all of which are in the page, so that it steps without the kernel.
 
-    look: step -> (caption, Picture). steps: those that have pictures. text: stored in place of the
-    widget; default: the caption of the first step. telling: the step whose picture is stored.
-    plays: start to play, once.
+    look: a function of a step that returns (caption, Picture).
+    label: the name of a step, beside the number. steps: all steps. start: the first one shown; by
+        default the lowest.
+    text: what a stored notebook keeps in place of the widget; by default the stored step's caption.
+    telling: the step whose picture is stored; by default `start`.
+    plays: start to play when it is shown, once.
     """
 
     def __init__(
@@ -183,6 +208,7 @@ class StepThrough(Live):
 
     @cached_property
     def box(self):
+        """Return the widget: the controls above the pictures. Every picture is drawn now."""
         import ipywidgets
 
         ends = {"min": self._steps[0], "max": self._steps[-1], "value": self._start}
@@ -222,9 +248,12 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "4px 12
 
 @dataclass(frozen=True)
 class Slider:
-    """A slider over `values`, in their order. value: the initial one. say: turns a value into text.
+    """A slider over `values`, in their order.
 
-    Up to four words become buttons: a dropdown doesn't answer the arrow keys in JupyterLab.
+    Up to four words or truth values become buttons instead, because a dropdown doesn't answer the
+    arrow keys in JupyterLab.
+
+    label: its name. value: the initial one. say: turns a value into the text that is shown.
     """
 
     label: str
@@ -233,6 +262,7 @@ class Slider:
     say: Callable[[Any], str] = str
 
     def widget(self):
+        """Return a new ipywidgets slider, or buttons, with the initial value."""
         import ipywidgets
 
         options = [(self.say(value), value) for value in self.values]
@@ -246,12 +276,14 @@ class Slider:
 
 
 class Calculator(Live):
-    """A function of sliders: its caption and picture follow when one is moved.
+    """A function with a slider for each argument: its caption and picture follow when one is moved.
 
-    function: called with the sliders' values, by name; returns (caption, Picture or None). widgets:
-    {argument: its slider or buttons}. An error is shown as the caption, except that of the first
-    call, which is raised. text: stands for the widget where nothing is live; by default the
-    caption.
+    An error of the function is shown as the caption, except that of the first call, which is
+    raised.
+
+    function: called with the sliders' values, by name; returns (caption, Picture or None).
+    text: what a stored notebook keeps in place of the widget; by default the first caption.
+    sliders: {argument: its slider}.
     """
 
     def __init__(
@@ -264,19 +296,21 @@ class Calculator(Live):
 
     @cached_property
     def widgets(self) -> dict:
+        """Return {argument: its slider or buttons, an ipywidgets widget}, made on first use."""
         return {name: slider.widget() for name, slider in self._sliders.items()}
 
     def look(self) -> Look:
-        """Compute caption and picture for the sliders' present values."""
+        """Return (caption, Picture or None) of the function for the sliders' present values."""
         return self._function(**{name: widget.value for name, widget in self.widgets.items()})
 
     def reset(self, *_) -> None:
-        """Set every slider back to its first value."""
+        """Set every slider back to its first value; what a button hands over is ignored."""
         for name, value in self._first.items():
             self.widgets[name].value = value
 
     @cached_property
     def box(self):
+        """Return the widget: the sliders and a reset button, above the caption and the picture."""
         import ipywidgets
 
         shown = view(self.look)

@@ -1,4 +1,4 @@
-"""Choose a launch's backend, and give the reason."""
+"""Choose the backend of a launch, NCCL or Gloo, and give the reason for it."""
 
 import ctypes
 from collections.abc import Callable
@@ -22,18 +22,21 @@ BY_DEFAULT = {
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-# Of ranks on the CPU: PyTorch's FSDP2 and DeviceMesh would take a GPU unasked, and so does
-# `"cuda" if torch.cuda.is_available() else "cpu"`.
+# Environment variables of ranks on the CPU, which hide the GPUs: PyTorch's FSDP2 and DeviceMesh
+# would take one unasked, and so would `"cuda" if torch.cuda.is_available() else "cpu"`.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 Result = TypeVar("Result")
 
 
 @dataclass
 class Choice:
-    """A backend and the reason for it.
+    """A backend, the reason for it, and what its ranks need in order to use it.
 
-    gpus: the number of GPUs that the ranks share; 0 means CPU. environ: further environment
-    variables of a rank; {rank} stands for its number.
+    backend: "nccl" or "gloo".
+    gpus: the number of GPUs that the ranks share; 0 means that they run on the CPU.
+    line: the backend and the reason for it in one line, for the user.
+    environ: environment variables that each rank gets in addition, in place of the user's own;
+        "{rank}" in a value stands for the rank.
     """
 
     backend: str
@@ -45,11 +48,17 @@ class Choice:
 def start_on(
     start: Callable[[Choice], Result], backend: str, world_size: int, link: Link | None = None
 ) -> Result:
-    """Start a world with the chosen backend, and again with Gloo if a rank can't use its GPU.
+    """Start the ranks with the backend chosen for them, and with Gloo if a rank can't use its GPU.
 
-    start: called with the `Choice`, starts the ranks; its result is returned. The choice relies on
-    the driver's count of GPUs, since CUDA mustn't start in this process. That count may be wrong,
-    as for a card in MIG mode, and only a rank finds out.
+    Return what `start` returns. The backend is chosen by the number of GPUs that the driver
+    reports, since CUDA mustn't be initialized in this process. That number may be wrong, as for a
+    card in MIG mode, and only a rank finds out, by NoGpu: then all ranks are started a second time,
+    on the CPU.
+
+    start: a function that takes a `Choice` and starts the ranks accordingly.
+    backend: "auto", "nccl" or "gloo".
+    link: an emulated link between the ranks, or None for the real one.
+    NoGpu: a rank can't use its GPU, and `backend` is "nccl"; use "auto".
     """
     try:
         return start(choose_backend(backend, world_size, link))
@@ -60,9 +69,13 @@ def start_on(
 
 
 def choose_backend(backend: str, world_size: int, link: Link | None = None) -> Choice:
-    """Choose NCCL where ranks can have or share GPUs, otherwise Gloo on the CPU.
+    """Choose NCCL if every rank can use a GPU, otherwise Gloo on the CPU; return a `Choice`.
 
-    ValueError: backend="nccl" without a GPU.
+    If there are fewer GPUs than ranks, ranks share them: with "auto" only if NCCL is at least
+    version SHARES_A_GPU, with "nccl" always. With "gloo" or an emulated link it is always Gloo.
+
+    backend: "auto", "nccl" or "gloo". link: an emulated link between the ranks, or None.
+    ValueError: `backend` is "nccl", and PyTorch can use no GPU; use "auto".
     """
     if backend == "gloo":
         return on_cpu("as asked")
@@ -87,28 +100,39 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
 
 
 def on_cpu(reason: str) -> Choice:
-    """Choose Gloo, for ranks that see no GPU."""
+    """Return the `Choice` of Gloo, for ranks that run on the CPU and see no GPU.
+
+    reason: why it was chosen, such as "as asked"; it ends the line for the user.
+    """
     return Choice("gloo", 0, f"gloo on CPU: {reason}", ON_CPU)
 
 
 def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
-    """Return the environment variables with which NCCL lets `ranks` ranks use one GPU.
+    """Return the environment variables, {name: value}, with which NCCL lets ranks share a GPU.
 
-    Before 2.30, NCCL refuses two ranks of one host on one GPU. It believes NCCL_HOSTID, so each
-    rank claims a host of its own; their data then goes through sockets.
+    Before version 2.30, NCCL refuses two ranks on one GPU if they are on the same host. It goes by
+    NCCL_HOSTID, so each rank claims to be on a host of its own; their data then goes through
+    sockets.
+
+    ranks: the number of ranks on one GPU. version: NCCL's, as (2, 30, 7).
     """
     if version >= SHARES_A_GPU:
         # NCCL 2.30.7 checks only the last pair of ranks for whether NVLS must stay off.
         environ = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-        # A kernel waits on the GPU for the other ranks' kernels. In one context (MPS) all must fit
-        # at once or all hang, as NCCL's manual says; separate processes should take turns.
+        # NCCL's kernel waits on the GPU for the other ranks' kernels. Under MPS, where processes
+        # share a context, all kernels must fit on the GPU at the same time, otherwise all hang, as
+        # NCCL's manual says; without MPS, processes should take turns.
         return environ | ({"NCCL_MAX_CTAS": "4"} if ranks > 2 else {})
     apart = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
     return apart | {"NCCL_NET": "Socket", "NCCL_HOSTID": "ddpkit-{rank}"}
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of the NCCL that torch has loaded, not of its build; () without NCCL."""
+    """Return the version of the NCCL library that torch has loaded, as (2, 30, 7); () without NCCL.
+
+    The library is asked, because the version that torch was built with may differ; that one is
+    returned only if there is no library to ask.
+    """
     try:
         number = ctypes.c_int()
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))

@@ -1,7 +1,8 @@
-"""The board: memory that all ranks of a launch share. A rank writes each call before making it.
+"""The board: memory that the ranks of a launch share, where each writes its calls and its state.
 
-The parent can read the page of a rank that is blocked in C++ or dead. Other ranks read it to see
-whether they are about to make the same call.
+A rank writes a call (a collective, a message, the making of a group) before it makes it, on its own
+page, its part of the memory. So the launcher can read what a rank did that is blocked in C++ or
+dead, and other ranks can see whether they are about to make the same call.
 """
 
 import mmap
@@ -12,85 +13,96 @@ from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
 
-# The states of a rank.
+# The states of a rank. IDLE: a live rank between two cells. DISAGREES: it has found that another
+# rank makes a different call.
 STARTING, RUNNING, RETURNED, IDLE, DISAGREES = range(5)
 
-# A page is a head of counters, two notes, and slots for the last calls. All numbers are words of
-# eight bytes, each written at once, so that a concurrent reader sees the old or the new number.
+# A rank's page is a head of counters, two notes, and slots for its last calls. Numbers are words
+# of eight bytes, each written at once, so that a concurrent reader sees the old or the new number.
 _CALLS, _EVENTS, _STATE, _THREADS, _POLLED, _POLLED_AT, _WAITING = range(7)
 CALLERS = 8  # threads of a rank that have a waiting mark each
 _NOTE = 128  # words of a note: a pickle
 _WORD, _SLOT = 8, 256  # bytes of a word, words of a slot
-_PLACE = _WAITING + CALLERS  # the note that says where the rank's main thread is
+_PLACE = _WAITING + CALLERS  # the note that says which line the main thread is on
 _DESTROYED = _PLACE + _NOTE  # the note that says which groups it has destroyed, and where
 _HEAD = _DESTROYED + _NOTE  # words of the head and the notes
-# A slot: the call's number on its channel, hashes of channel and fingerprint, times, what became of
-# the handle; then a pickle of the call's words and of the values that it moved.
+# A slot holds a call: its index on its channel, hashes of channel and fingerprint, its times, flags
+# that say what became of its handle; then a pickle of its `Said` and of the values that it moved.
 _SEQ, _CHANNEL, _FINGERPRINT, _ISSUED, _STARTED, _DONE, _WAITED, _LIMIT, _BECAME, _TEXT = range(10)
-MESSAGES = "send", "recv"  # the other calls are collectives
+MESSAGES = "send", "recv"  # operations between two ranks; the others are collectives
 SLOTS = 256  # the board keeps this many calls per rank, the last ones
 _PAGE = _HEAD + SLOTS * _SLOT
 
 
 @dataclass(frozen=True)
 class Said:
-    """The part of a record that is the same each time a line makes the same call.
+    """The part of a record that is the same each time a line of code makes the same call.
 
-    It is made once and cached: the operation, its group, its arguments, its line. Times, numbers
-    and values are the record's.
+    It is made once and cached: the operation, its group, its arguments, its line. What differs from
+    one call to the next is in the `Record`: times, indices and the tensors' values.
     """
 
     op: str  # torch.distributed's name: all_reduce, send, ...
     group: str  # "world", or the ranks of a sub-group
     ranks: tuple[int, ...]  # the group's members, as global ranks
-    channel: str  # calls meet on a channel: a group, or one direction between two ranks
+    # The n-th calls of ranks on a channel belong together. It is a group, or, for messages with one
+    # tag, one direction between two ranks.
+    channel: str
     fingerprint: str  # must be the same on every rank: "all_reduce 8 float32 sum"
     detail: str  # the arguments, for people: "8 float32, sum"
-    bytes: int  # handed in by this rank; received, for recv and the receivers of broadcast, scatter
+    # Handed in by this rank; those that it receives, for recv and receivers of broadcast, scatter.
+    bytes: int
     peer: int | None  # global rank: dst of send, reduce, gather; src of recv, broadcast, scatter
     shape: tuple[int, ...]
     dtype: str
     file: str
     line: int
     function: str
-    via: str = ""  # the installed framework's line that the user's line called
-    # Of an all_to_all: elements for each member, and elements expected from each.
+    via: str = ""  # "file:line:function" in an installed framework, which the user's line called
+    # Of an all_to_all: how many elements this rank sends to each member, and expects from each.
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @cached_property
     def hashes(self) -> tuple[int, int]:
-        """Return the hashes of channel and fingerprint, by which other ranks find a call."""
+        """Return (hash of the channel, hash of the fingerprint).
+
+        By them another rank finds this call on the board and compares it with its own.
+        """
         return hash32(self.channel), hash32(self.fingerprint)
 
     @cached_property
     def text(self) -> bytes:
-        """Return these fields pickled, as a slot of the board holds them."""
+        """Return these fields pickled, as the slot of a call on the board holds them."""
         return _pickled(self)
 
 
 @dataclass(slots=True, repr=False)
 class Record:
-    """One call of one rank. Times are this machine's `time.perf_counter()`; None: not yet.
+    """One call of one rank: what it is (`said`), its times, and what became of it.
 
-    The attributes of `said` are attributes of the record as well: `record.op`. PyTorch's Flight
-    Recorder keeps similar records for NCCL.
+    Times are this machine's `time.perf_counter()`, in seconds; None means that it hasn't happened
+    yet. The attributes of `said` are attributes of the record as well: `record.op`. PyTorch's
+    Flight Recorder keeps similar records for NCCL.
     """
 
     said: Said
     seq: int  # the number of earlier calls of this rank on this channel
     issued: float
-    started: float | None = None  # on an emulated link, when it took the call; otherwise = issued
+    # When an emulated link began to carry it; on a GPU, see `streams.py`; otherwise as `issued`.
+    started: float | None = None
     done: float | None = None
     waited: float | None = None  # when the rank first began to wait for it
-    limit_s: float | None = None  # the script's own timeout, after which a wait for it ends
+    limit_s: float | None = None  # the timeout of its group or wait, after which a wait fails
     waits: int = 0  # the number of wait() calls on its handle; not on the board
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
     dropped: bool = False  # its handle was deleted before a wait()
-    batched: bool = False  # a message in one batch with the message before
-    reached: bool = False  # on a GPU, that the stream has come to this call; noted late
-    values: list | None = None  # keep_values: the message as handed in, up to 64 elements
-    result: list | None = None  # keep_values: what arrived
-    memory: tuple[int, int, list] | None = None  # keep_values: (buffer, offset, all it holds)
+    batched: bool = False  # on a GPU, in one batch with the message before
+    reached: bool = False  # on a GPU, its stream has come to this call; noted only if it is late
+    # With `launch(..., keep_values=True)`, each up to 64 elements:
+    values: list | None = None  # the numbers that the rank handed in
+    result: list | None = None  # the numbers that arrived
+    # (index of the tensor's buffer, the tensor's offset in it, all numbers in the buffer)
+    memory: tuple[int, int, list] | None = None
     number: int = field(default=-1, compare=False)  # the number of earlier calls of its rank
     stream: str = ""  # on a GPU, the stream that carries it; `streams.py` defines the times there
 
@@ -102,35 +114,47 @@ class Record:
 
     @property
     def call(self) -> str:
-        """Write the call as a person would: all_reduce(8 float32, sum)."""
+        """Return the call as a person would write it: "all_reduce(8 float32, sum)"."""
         return f"{self.op}({self.detail})"
 
     @property
     def place(self) -> tuple[str, int, str]:
-        """Return (file, line, function) of the reader's own code that made the call."""
+        """Return (file, line, function) of the line of the user's code that made the call."""
         return self.file, self.line, self.function
 
     @property
     def on_stream(self) -> bool:
-        """Tell whether the call is on a GPU and not known to be over."""
+        """Tell whether the call is on a GPU's stream and may still be waiting or running there.
+
+        Such a call gets its times only once it has finished; on the CPU `started` is set at once.
+        """
         return self.done is None and self.started is None
 
     @property
     def begun(self) -> float:
-        """Return when the transfer began: on a GPU's stream, later than the call was issued."""
+        """Return the time, in seconds, at which the transfer began, as far as is known.
+
+        A call on a GPU's stream begins at `started`, later than it was issued. For every other
+        call, and until `started` is known, this is `issued`.
+        """
         return (self.stream and self.started) or self.issued
 
     @property
     def whole_bytes(self) -> int:
-        """Return the bytes of all ranks' parts together, the `nbytes` that `Link.seconds` takes."""
+        """Return the bytes of all ranks' parts together, which `Link.seconds` takes as `nbytes`.
+
+        For an all_gather or gather these are `bytes` times the number of ranks, otherwise `bytes`.
+        """
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
 
 def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
-    """Find the pairs of ranks that disagree about an all_to_all: [(sender, receiver)].
+    """Return the pairs (sender, receiver) of ranks whose sizes in an all_to_all don't match.
 
-    They disagree if the sender sends another number of elements than the receiver expects. by_rank:
-    {rank: its record} of one call, perhaps not of all ranks yet.
+    They don't match if the sender sends another number of elements than the receiver expects.
+
+    by_rank: {rank: its record} of one collective call. Ranks that haven't made it yet may be
+        missing, and records without `splits` are skipped.
     """
     pairs = []
     for sender, sent in by_rank.items():
@@ -144,9 +168,11 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
 
 
 class Board:
-    """A memory-mapped file with one page for each rank; a rank writes only its own page.
+    """A memory-mapped file with one page (a part) for each rank, which writes only its own page.
 
-    It isn't in /dev/shm: containers give little room there, and some systems have none.
+    The file isn't in /dev/shm: containers give little room there, and some systems have none.
+
+    path: the file. create: make the file, instead of opening one that the launcher has made.
     """
 
     def __init__(self, path: Path, world_size: int, create: bool = False):
@@ -160,6 +186,7 @@ class Board:
         self._times = memoryview(self._map).cast("d")
 
     def close(self):
+        """Release the memory. Reading or writing raises ValueError from then on."""
         self._words.release()
         self._times.release()
         self._map.close()
@@ -167,10 +194,13 @@ class Board:
     # Writing.
 
     def put(self, rank: int, index: int, record: Record):
-        """Write call number `index` of `rank` into its slot, new or once more, with all its fields.
+        """Write a call with all its fields into its slot on the page of `rank`, new or once more.
 
-        Another process may read at any moment: it sees the call only once the count of calls has
-        passed it. The count of events moves last, since it makes `records` read again.
+        Another process may read at any moment. It sees a new call only once the count of calls has
+        grown, and `records` reads again only once the count of events has: so these come last.
+
+        index: that of the call among all calls of `rank`, from 0. The call with an index that is
+            greater by SLOTS overwrites it.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -190,11 +220,17 @@ class Board:
         words[rank * _PAGE + _EVENTS] += 1
 
     def update(self, rank: int, index: int, record: Record):
-        """Write the times and flags of a call again: all that changes until the call is over."""
+        """Write the times and flags of a call again: all that changes until the call has completed.
+
+        It costs less than `put`, which also pickles the values that the call has moved.
+
+        index: that of the call among all calls of `rank`, from 0.
+        """
         self._put_times(self._slot(rank, index), record)
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _put_times(self, at: int, record: Record):
+        """Write a record's times and flags into the slot at word `at`. None becomes 0."""
         times = self._times
         times[at + _STARTED] = record.started or 0.0
         times[at + _DONE] = record.done or 0.0
@@ -206,16 +242,24 @@ class Board:
     def set_waiting(self, rank: int, index: int | None, caller: int = 0):
         """Mark the call in which a thread of `rank` waits, for the report of a hang.
 
-        index: the number of the call; None removes the mark. caller: the thread's place, from 0.
+        index: that of the call among all calls of `rank`, from 0; None removes the mark.
+        caller: which of the rank's CALLERS marks is the thread's, from 0.
         """
         self._words[rank * _PAGE + _WAITING + caller] = 0 if index is None else index + 1
 
     def set_polled(self, rank: int, index: int, now: float):
-        """Note the time `now` at which `rank` polled call `index` and found it incomplete."""
+        """Note that `rank` asked whether its call `index` was complete, and that it wasn't.
+
+        A rank that asks again and again may be waiting for the call.
+
+        index: that of the call among all calls of `rank`, from 0.
+        now: the time of asking, by `time.perf_counter()`.
+        """
         self._words[rank * _PAGE + _POLLED] = index + 1
         self._times[rank * _PAGE + _POLLED_AT] = now
 
     def set_state(self, rank: int, state: int):
+        """Write the state of `rank`: STARTING, RUNNING, RETURNED, IDLE or DISAGREES."""
         self._words[rank * _PAGE + _STATE] = state
         self._words[rank * _PAGE + _EVENTS] += 1
 
@@ -224,23 +268,30 @@ class Board:
         self._words[rank * _PAGE + _THREADS] = threads
 
     def set_place(self, rank: int, place: tuple | None):
-        """Note the line at which the main thread of `rank` is: (file, line, function, via).
+        """Note the line of the user's code that the main thread of `rank` has come to.
 
-        via: as in `place.place_in`.
+        place: (file, line, function, via), where via is the line of an installed framework that
+            this line called, as "file:line:function", or "". Nothing is written if the note has no
+            room for it.
         """
         self._set_note(rank, _PLACE, place)
 
     def set_destroyed(self, rank: int, places: dict[str, tuple]):
-        """Note which groups `rank` has destroyed: {name: (file, line, function, via)}.
+        """Note which groups `rank` has destroyed, and on which lines.
 
-        If the note has no room for all, the oldest are left out.
+        places: {name of the group: (file, line, function, via)}, the oldest first; via is the line
+            of an installed framework that this line called, or "". If the note has no room for all,
+            the oldest are left out.
         """
         while not self._set_note(rank, _DESTROYED, places):
             places = dict(list(places.items())[1:])
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _set_note(self, rank: int, at: int, note: object) -> bool:
-        """Pickle `note` into the page of `rank`, from word `at` on, if it fits; return whether."""
+        """Pickle `note` into the page of `rank`, from word `at` on; return whether it fits.
+
+        If it needs more than _NOTE words, nothing is written.
+        """
         blob = pickle.dumps(note, protocol=5)
         start = (rank * _PAGE + at) * _WORD
         if fits := len(blob) <= _NOTE * _WORD:
@@ -250,37 +301,53 @@ class Board:
     # Reading, from any process, at any time.
 
     def calls(self, rank: int) -> int:
+        """Return how many calls `rank` has made, including those that have been overwritten."""
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
-        """Return each rank's count of writes: while all counts stay the same, no rank has moved."""
+        """Return a count for each rank, which grows with each call or state that the rank writes.
+
+        As long as all counts stay the same, no rank has moved. Marks of waiting and polls don't
+        count.
+        """
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
     def waiting(self, rank: int) -> list[int]:
-        """Return the numbers of the calls in which threads of `rank` wait, or have just waited."""
+        """Return the calls in which threads of `rank` wait, or have just waited.
+
+        Each is an index among all calls of `rank`, as `record` takes it. There is one for each
+        thread.
+        """
         marks = (self._get(rank, _WAITING + caller) for caller in range(CALLERS))
         return [mark - 1 for mark in marks if mark]
 
     def polled(self, rank: int) -> tuple[int, float] | None:
-        """Return (number of the call, time) of the last poll that found a call incomplete, or None.
+        """Return (index of the call, time) of the last poll that found a call incomplete, or None.
 
-        The time is the `time.perf_counter()` of the rank's machine.
+        A poll is a question of `rank` whether a call is complete. The index is that among all calls
+        of `rank`, from 0. The time is the `time.perf_counter()` of the rank's machine.
         """
         index = self._get(rank, _POLLED) - 1
         return (index, self._times[rank * _PAGE + _POLLED_AT]) if index >= 0 else None
 
     def place(self, rank: int) -> tuple | None:
-        """Return the line at which the main thread of `rank` was last noted, or None.
+        """Return the line that the main thread of `rank` was on when this was last noted, or None.
 
-        As (file, line, function, via).
+        The line is (file, line, function, via); via is the line of an installed framework that this
+        line called, as "file:line:function", or "".
         """
         return self._note(rank, _PLACE)
 
     def destroyed(self, rank: int) -> dict[str, tuple]:
-        """Return the groups that `rank` has destroyed, as {group name: where it did so}."""
+        """Return the groups that `rank` has destroyed: {name: (file, line, function, via)}.
+
+        These are the lines that destroyed them; via is the line of an installed framework that this
+        line called, or "".
+        """
         return self._note(rank, _DESTROYED) or {}
 
     def _note(self, rank: int, at: int) -> object:
+        """Return the object pickled in the note at word `at`; None if absent or half-written."""
         start = (rank * _PAGE + at) * _WORD
         try:
             return pickle.loads(self._map[start : start + _NOTE * _WORD])
@@ -288,13 +355,19 @@ class Board:
             return None
 
     def state(self, rank: int) -> int:
+        """Return the state of `rank`: STARTING, RUNNING, RETURNED, IDLE or DISAGREES."""
         return self._get(rank, _STATE)
 
     def threads(self, rank: int) -> int:
+        """Return how many threads of `rank` make calls."""
         return self._get(rank, _THREADS)
 
     def record(self, rank: int, index: int) -> Record | None:
-        """Return call number `index` of `rank`; None if it was overwritten or is being written."""
+        """Return the record of one call of `rank`; None if it was overwritten or is being written.
+
+        index: that of the call among all calls of `rank`, from 0. Only the last SLOTS are kept.
+        The fields `waits`, `number` and `stream` aren't on the board and have their defaults.
+        """
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
             return None
         words = self._words
@@ -313,10 +386,11 @@ class Board:
         return Record(said, seq, issued, *times, 0, *became, values, result, memory)
 
     def records(self, rank: int) -> list[Record]:
-        """Return the last calls of `rank`, oldest first.
+        """Return the last calls of `rank`, at most SLOTS, oldest first.
 
-        They are cached until the rank writes again: ranks that compute are watched four times a
-        second, and reading 256 calls takes milliseconds.
+        A call that is being written is left out. The list is cached until the rank writes again:
+        the launcher looks at ranks that compute four times a second, and reading 256 calls takes
+        milliseconds.
         """
         events = self._get(rank, _EVENTS)
         if rank not in self._read or self._read[rank][0] != events:
@@ -326,9 +400,12 @@ class Board:
         return list(self._read[rank][1])
 
     def find(self, rank: int, channel: int, seq: int) -> tuple[int, int] | None:
-        """Find call `seq` of `rank` on a channel: (its number, the hash of its fingerprint).
+        """Find a call of `rank` by its channel: return (its index, the hash of its fingerprint).
 
-        channel: the hash of its name. None: not made yet, or overwritten.
+        The index is that of the call among all calls of `rank`, from 0. None: it hasn't been made
+        yet, or it was overwritten.
+
+        channel: the hash of the channel's name. seq: the index of the call on that channel.
         """
         words = self._words
         slots = rank * _PAGE + _HEAD
@@ -341,26 +418,31 @@ class Board:
         return None
 
     def page(self, rank: int) -> bytes:
-        """Copy all that `rank` has written, for a board on another machine."""
+        """Return a copy (bytes) of all that `rank` has written, for a board on another machine."""
         return self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD]
 
     def set_page(self, rank: int, page: bytes):
-        """Store the page of a rank of another machine."""
+        """Write the page of a rank on another machine, a copy of what it wrote on its board there.
+
+        The counts come last, so that `records` reads again only once all else is there.
+        """
         start = rank * _PAGE * _WORD
         head = _HEAD * _WORD
         self._map[start + head : start + len(page)] = page[head:]
         self._map[start : start + head] = page[:head]  # last, since it holds the count of events
 
     def _slot(self, rank: int, index: int) -> int:
+        """Return the word at which the slot of a rank's call `index` begins."""
         return rank * _PAGE + _HEAD + index % SLOTS * _SLOT
 
     def _get(self, rank: int, field: int) -> int:
+        """Return a counter of a rank's page. field: its word, such as _CALLS."""
         return self._words[rank * _PAGE + field]
 
 
 @lru_cache(4096)
 def hash32(text: str) -> int:
-    """Hash a text alike in every process, unlike Python's own hash."""
+    """Return a hash of 32 bits that is the same in every process, unlike Python's own hash."""
     return zlib.crc32(text.encode())
 
 
@@ -377,8 +459,11 @@ _SPARE = [
 def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
     """Pickle the fields of a call so that they fit into a slot of the board.
 
-    kept: values, result and memory of the record. If all is too long, those are shortened or left
-    out that a report of a hang needs least.
+    If they are too long, fields are shortened until they fit, in the order of _SPARE: first those
+    that a report of a hang needs least. A text is cut after 80 characters, other fields become
+    None.
+
+    kept: (values, result, memory) of the record.
     """
     fields = [*_all_said(said), *kept]
     blob = pickle.dumps(fields, protocol=5)

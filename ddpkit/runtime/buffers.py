@@ -1,8 +1,9 @@
-"""Find the line that changes a tensor while it is being sent: `check_buffers=True`.
+"""Find the line that changes a tensor while it is being sent: `launch(..., check_buffers=True)`.
 
-An asynchronous call may read its tensor at any time until it has been waited for. A program that
-writes into the tensor before that sends a mixture of old and new numbers, another one in every run,
-without an error. A checked call takes a checksum when it is made, and compares when it completes.
+An asynchronous collective or send may read its tensor at any time until it has been waited for. A
+program that writes into the tensor before that sends a mixture of old and new numbers, a different
+one in every run, without an error. So a checksum of the tensor is taken when the call is made, and
+compared when the call has completed.
 """
 
 import ctypes
@@ -18,14 +19,24 @@ from .uncompiled import uncompiled
 from .wire import WireGroup, WireWork
 
 IN_PLACE = "all_reduce", "reduce"  # the result overwrites the input
-AS_WRITTEN = {"send": "isend"}
+AS_WRITTEN = {"send": "isend"}  # as the user writes it: a send that blocks isn't at fault
 
 
 @uncompiled
 class CheckedGroup(WireGroup):
-    """A `WireGroup` whose handles check that CPU tensors being sent were not changed."""
+    """A process group whose handles check that CPU tensors weren't changed while being sent.
+
+    Otherwise it is a `WireGroup`, which records every call and passes it to the real group. Calls
+    that block, and tensors on a GPU, aren't checked.
+    """
 
     def _collective(self, op, method, args, sent, arriving):
+        """Make a collective call; return its handle, which checks the tensors if that is possible.
+
+        op: ddpkit's name of the call. method, args: the real group's method and its arguments.
+        sent: the tensors that the call reads. arriving: those that it fills, the same list if in
+        place.
+        """
         watched = sent
         if sent is arriving and not self._reads(op, args[-1]):
             watched = []
@@ -43,7 +54,12 @@ class CheckedGroup(WireGroup):
         return CheckedWork(super()._collective(op, method, args, sent, arriving), check)
 
     def _reads(self, op: str, opts) -> bool:
-        """Tell whether this rank sends the very tensor that takes the result: all_reduce."""
+        """Tell whether this rank sends the contents of the tensor that takes the result.
+
+        In an all_reduce or reduce every rank does, in a broadcast only its root.
+
+        opts: torch's options of the call.
+        """
         return op in IN_PLACE or (op == "broadcast" and opts.rootRank == self.rank())
 
     def send(self, tensors, dst, tag):
@@ -55,7 +71,8 @@ class CheckedGroup(WireGroup):
 class _Check:
     """The tensors that a call sends, with their checksum at the time of the call.
 
-    result: what an in-place call has received, to be copied into the tensors when it is over.
+    result: for an in-place call, the copies into which Gloo writes the result. They are copied into
+        the tensors once the call has completed.
     """
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
@@ -66,9 +83,12 @@ class _Check:
         self._over = False
 
     def end(self, record: Record) -> None:
-        """Compare the checksum, once the call is over: ValueError if the tensors were changed.
+        """Check that the tensors weren't changed, then copy the result into them.
 
-        If not, copy the result into them. Further calls of `end` do nothing.
+        It is called when the call has completed. A second time it does nothing.
+
+        record: that of the call, for the message.
+        ValueError: the tensors were changed; call wait() on the handle first.
         """
         if self._over:
             return
@@ -83,7 +103,10 @@ class _Check:
 
 @uncompiled
 class CheckedWork(Work):
-    """The handle of a call whose tensors are checked when it is complete."""
+    """The handle of an asynchronous call that checks the tensors when the call is complete.
+
+    wait(), is_completed() and the future raise ValueError if the tensors were changed.
+    """
 
     def __init__(self, work: WireWork, check: _Check):
         super().__init__()
@@ -119,11 +142,12 @@ class CheckedWork(Work):
 
 
 def _on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether there are tensors, and none of them is on a GPU."""
     return bool(tensors) and not any(tensor.is_cuda for tensor in tensors)
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """Return one CRC-32 checksum over all bytes of `tensors`, which are on the CPU."""
+    """Return one CRC-32 checksum of the bytes of all tensors together. They must be on the CPU."""
     total = 0
     for tensor in tensors:
         whole = tensor.detach().contiguous()

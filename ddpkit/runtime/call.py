@@ -1,4 +1,7 @@
-"""Pickle a call: a function from a cell, everything that it uses, and its arguments."""
+"""Pickle a function call for other processes: the function, all that it uses, and its arguments.
+
+The function may come from a notebook's cell.
+"""
 
 import contextlib
 import functools
@@ -18,7 +21,14 @@ LONG_S = 1.0  # after which a warning says how long copying took
 
 
 def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
-    """Pickle (fn, args, kwargs). ValueError names a part that can't be pickled; large ones warn."""
+    """Return (fn, args, kwargs) pickled, with the globals and closure variables that `fn` uses.
+
+    Warn if the result is larger than LARGE_BYTES, since every rank gets a copy, and name what is
+    large in it.
+
+    ValueError: an argument or a variable can't be pickled; the message names it. Make it inside the
+        function instead.
+    """
     named = {f"argument {index}": value for index, value in enumerate(args)}
     named |= {f"argument {name}=": value for name, value in kwargs.items()}
     for name, value in named.items():
@@ -42,7 +52,10 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the CPU; a Parameter stays a Parameter, and requires_grad is kept."""
+    """Return a tensor on the CPU; a Parameter stays a Parameter, and requires_grad is kept.
+
+    If the tensor is on the CPU already, the result shares its memory.
+    """
     copy = tensor.detach().cpu()
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copy, tensor.requires_grad)
@@ -50,16 +63,20 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a tensor to the current GPU, in place, when it is unpickled in a rank that has one."""
+    """Move a tensor to the current GPU, in place, and return it; without a GPU, leave it.
+
+    It is called when a tensor is unpickled in a rank.
+    """
     if torch.cuda.is_available():
         tensor.data = tensor.data.cuda()
     return tensor
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickler for a call: tensors that are on a GPU here arrive on the rank's own GPU there.
+    """A pickler of function calls; tensors that are on a GPU here arrive on the rank's own GPU.
 
-    Modules with a class of their own, such as torch.backends.cudnn, are pickled by name.
+    Modules that have a class of their own, such as torch.backends.cudnn, are pickled by name, since
+    cloudpickle does that only for plain modules.
     """
 
     def reducer_override(self, obj):
@@ -72,13 +89,18 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _dumps(value) -> bytes:
+    """Return `value` pickled by `_Pickler`."""
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
 
 
 def _used(fn) -> dict[str, object]:
-    """Collect by name what is pickled along with `fn`: globals, closure variables, its `self`."""
+    """Return {name: value} of what is pickled with `fn`: globals, closure variables, its `self`.
+
+    For a functools.partial, its arguments are included. What isn't a variable has a description in
+    words for a name. {}: `fn` isn't a Python function, or a variable has no value yet.
+    """
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}
         bound |= {f"argument {name}= of partial": value for name, value in fn.keywords.items()}
@@ -92,7 +114,13 @@ def _used(fn) -> dict[str, object]:
 
 
 def _unpicklable(fn, arguments: dict[str, object]) -> str:
-    """Say in words which part of a call can't be pickled: the first such argument or global."""
+    """Name the first argument or variable of a function call that can't be pickled.
+
+    Return it in words: "argument 0", "the variable 'lock' that the function uses", or the repr of
+    `fn` if each of them can be pickled.
+
+    arguments: {the name of each, for the message: its value}. They are tried before the variables.
+    """
     used = {f"the variable {name!r} that the function uses": v for name, v in _used(fn).items()}
     for name, value in (arguments | used).items():
         try:
@@ -103,6 +131,11 @@ def _unpicklable(fn, arguments: dict[str, object]) -> str:
 
 
 def _warn_large(fn, arguments: dict[str, object], nbytes: int, seconds: float):
+    """Warn that every rank gets a copy of `nbytes`, and name the parts larger than LARGE_BYTES.
+
+    arguments: {the name of each, for the message: its value}. seconds: how long the pickling took,
+    which is mentioned if it is more than LONG_S.
+    """
     large = []
     for name, value in (_used(fn) | arguments).items():
         size = _pickled_bytes(value)
@@ -117,7 +150,7 @@ def _warn_large(fn, arguments: dict[str, object], nbytes: int, seconds: float):
 
 
 class _Counter(io.RawIOBase):
-    """A file that only counts the bytes written to it."""
+    """A file that only counts the bytes written to it, in `count`."""
 
     count = 0
 
@@ -127,7 +160,10 @@ class _Counter(io.RawIOBase):
 
 
 def _pickled_bytes(value) -> int:
-    """Return the bytes of `value` pickled, without storing them; 0 if it can't be pickled."""
+    """Return how many bytes `value` has pickled, without storing them.
+
+    If it can't be pickled, this is what was written before the error.
+    """
     counter = _Counter()
     with contextlib.suppress(Exception):
         _Pickler(counter).dump(value)
