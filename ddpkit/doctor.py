@@ -98,7 +98,7 @@ def wrap(head: str, text: str) -> list[str]:
 
 
 def judge(name: str, value: str, fine: bool = True) -> Finding:
-    """Return the finding that a part is `fine`, or else a finding with its remedy from `REMEDIES`.
+    """Return the finding about a part; unless it is `fine`, with its remedy from `REMEDIES`.
 
     If it isn't fine, the level is PROBLEM for the parts in `NO_COURSE_WITHOUT`, and NOTE for
     others.

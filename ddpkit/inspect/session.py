@@ -171,7 +171,7 @@ class Session:
     # Watching
 
     def _watch(self) -> None:
-        """Loop in the watching thread, every `LOOK_S`, until the session is over.
+        """Loop in the watching thread, every `LOOK_S`, until the session ends.
 
         Each time, note on the board the line at which this rank's main thread is, and end this rank
         if a report is out. A machine's first rank also exchanges pages of the board with other

@@ -12,6 +12,10 @@ from ddpkit.resume_check.witness import Witness
 
 
 def main(script: str, *arguments: str) -> None:
+    """Run a script inside a witness that writes down what its training does.
+
+    arguments: the script's own.
+    """
     witness = Witness(Path(os.environ["DDPKIT_RESUME_FOLDER"]), os.environ["DDPKIT_RESUME_KILL"])
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)

@@ -72,7 +72,7 @@ def start(number: int, place: Path) -> subprocess.Popen:
     number: the change before which it ends, counted from 1; 0 for none. Its folder is
         place/"number".
     """
-    # -S: it starts in half the time. But then it wouldn't find an editable ddpkit by itself.
+    # -S: it starts in half the time. But then it wouldn't find an editable install of ddpkit.
     paths = [*sys.path, str(Path(__file__).parents[2])]
     command = [sys.executable, "-I", "-S", "-c", CHILD.format(paths, number)]
     pipe = subprocess.PIPE
