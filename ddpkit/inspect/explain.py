@@ -156,8 +156,9 @@ def _did_not_come(
 ) -> tuple[str, str]:
     """Return (what happened, what to do) if ranks wait for others that may still come.
 
-    first: the oldest wait. stuck: the ranks in that call. silent: those without a dump, so that one
-    can't tell whether they came.
+    first: the oldest wait.
+    stuck: the ranks in that call.
+    silent: the ranks without a dump, of which one can't tell whether they came.
     """
     said = f"{_who(stuck, 'waits', 'wait')} in {first.call.op}"
     said += f" for {name_some(first.missing, len(look.ranks))}, which didn't come to it."

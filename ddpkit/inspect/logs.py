@@ -119,8 +119,9 @@ def _read_tracebacks(log: Log, text: str, owner: int | None) -> None:
 
 
 def _tracebacks(lines: list[tuple[int, str]], source: dict) -> Iterator[Failure]:
-    """Yield a `Failure` for each traceback in the numbered lines of one rank.
+    """Yield a `Failure` for each traceback in the lines of one rank.
 
+    lines: (number in the log, text) of each; the number is the failure's `at`, instead of a time.
     source: {(file, line): text of the line}, to which the lines that a traceback shows are added.
     """
     frames = None

@@ -543,10 +543,10 @@ class Session:
         self.leave()
 
     def leave(self) -> None:
-        """End this rank's threads before Python shuts down; the last rank removes the folder.
+        """End this rank's threads before Python shuts down; remove the folder after the last rank.
 
-        Python unwinds the stack of a thread that returns from C++ during shutdown, and a C++
-        destructor on that stack would abort the process.
+        This is necessary because Python unwinds the stack of a thread that returns from C++ during
+        shutdown, and a C++ destructor on that stack would abort the process.
         """
         self._over.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():

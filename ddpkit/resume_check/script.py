@@ -1,6 +1,7 @@
 """Run a script with a witness; `ddpkit.resume_check.command` puts this file before the script.
 
-script.py SCRIPT ARGS: FOLDER and KILL are taken from the environment.
+It is called as `script.py SCRIPT ARGS`. The environment says where the witness writes,
+DDPKIT_RESUME_FOLDER, and when it kills the run, DDPKIT_RESUME_KILL, such as "step 7".
 """
 
 import os

@@ -164,7 +164,10 @@ class Witness:
         self.file.write(json.dumps(event).encode() + b"\n")
 
     def kill(self) -> None:
-        """Kill torchrun and all ranks by SIGKILL, this one last."""
+        """Kill torchrun and all ranks of this run by SIGKILL, this one last.
+
+        Their process ids are those in the files pid.* of the witness's folder.
+        """
         pids = [int(path.read_text()) for path in sorted(self.folder.glob("pid.*"), reverse=True)]
         for pid in [*(pid for pid in pids if pid != os.getpid()), os.getpid()]:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,7 @@
-"""Argument checks. Every error names the rank, what it got, what was expected and the remedy."""
+"""Argument checks, which raise an error or return None.
+
+Every error names the rank, what it got, what was expected and the remedy.
+"""
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta

@@ -1,4 +1,8 @@
-"""Measure this machine: α and β of its wire, FLOP/s at a model's own shapes, updates a second."""
+"""Measure this machine for `Machine`: what computing, updating and sending cost here.
+
+That is the FLOP/s at a model's own shapes, the parameters that AdamW updates in a second, and α and
+β, the cost of a message and of a byte.
+"""
 
 import statistics
 import time

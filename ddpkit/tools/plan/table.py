@@ -1,4 +1,4 @@
-"""Print plans in a table."""
+"""Write predicted plans as a table of text."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,7 @@
-"""Say in sentences why the best plan is the best, or why there is none."""
+"""Say in sentences why the best plan is the best, or why there is none.
+
+`explain` puts the sentences together; `search` has the plans and their predicted times.
+"""
 
 from dataclasses import replace
 
@@ -157,7 +160,7 @@ def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> 
 
 
 def loss(best: Prediction, rival: Prediction) -> str:
-    """Return what a slower plan loses most time with, in words: '31 ms more of idle ranks'."""
+    """Return where a slower plan loses most: '31 ms more of waiting for the last rank'."""
     share = f"{rival.mean('pipeline') / rival.seconds:.0%}"
     words = {
         COMPUTING: "of more computing",
