@@ -4,15 +4,16 @@ Every message costs a latency α, whatever its size, and every byte the time β:
 
     seconds = α · hops + β · bytes in turn
 
-`volume` counts the two for an algorithm, a size and a world; `CostModel` multiplies; `fit` finds α
-and β from measurements; `crossover` finds the size from which one algorithm beats another;
-`timeline` predicts how much hides behind backward, `best_cap` how large buckets should be for that.
-Nothing is sent here.
+A hop is a message that can begin only when the one before it has arrived; bytes in turn are those
+that these messages carry one after another. `volume` counts the two for an algorithm, a size and a
+world; `CostModel` multiplies; `fit` finds α and β from measurements; `crossover` finds the size
+from which one algorithm beats another; `timeline` predicts how much communication hides behind
+backward, and `best_cap` how large buckets should be for that. Nothing is sent here.
 
 The model leaves out ranks that share a core, full caches, and the time of adding. Where a
 prediction is wrong, look for these first.
 
-W is the number of ranks, n the bytes of the whole, as in the tables of `ddpkit.collectives`,
+W is the number of ranks, n the bytes of the whole tensor, as in the tables of `ddpkit.collectives`,
 `ddpkit.ring` and `ddpkit.doubling`. Hockney 1994; Thakur, Rabenseifner and Gropp 2005, section 3.
 Notebooks 02 and 04.
 """
@@ -32,10 +33,11 @@ from .tools.units import count, duration, rate
 
 
 class Volume(NamedTuple):
-    """The messages and bytes of one call that follow one another.
+    """A count of what one collective call does in sequence: messages, and bytes.
 
-    hops: messages of which each can begin only when the one before it is done.
-    in_turn: bytes, summed over all hops: in each, the most that a rank sends or receives.
+    hops: the number of messages of which each can begin only when the one before it is done.
+    in_turn: the bytes of these messages. Each hop counts with the most bytes that any rank sends or
+        receives in it, and the hops are summed.
     """
 
     hops: int
@@ -43,7 +45,11 @@ class Volume(NamedTuple):
 
 
 def _table(world_size: int) -> dict[str, tuple[int, float]]:
-    """{algorithm: its hops, its bytes in turn in units of n}; the barrier's are bytes."""
+    """Return {algorithm: (hops, bytes in turn as a multiple of n)} in a world of that size.
+
+    n is the bytes of the whole tensor. A barrier has no tensor: its second number is bytes itself.
+    "halving_doubling_all_reduce" is in the table only if `world_size` is a power of two.
+    """
     others, tree = world_size - 1, (world_size - 1).bit_length()  # tree: log₂ W, rounded up
     share = others / world_size
     swaps = world_size.bit_length() - 1  # log₂ W, rounded down
@@ -74,11 +80,16 @@ ALGORITHMS = tuple(_table(1))  # spelled as the functions; the last one for powe
 
 
 def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
-    """Count the messages and bytes of one call of `algorithm`, when `nbytes` is the whole.
+    """Count the messages and bytes that one call of `algorithm` sends in turn, as a `Volume`.
 
-    algorithm: one of `ALGORITHMS`. nbytes: of the tensor of an all_reduce or broadcast, of all
-    parts of a gather or scatter together; a barrier has none.
-    ValueError: no such algorithm in a world of that size, fewer than 0 bytes, fewer than 1 rank.
+    algorithm: the name of a function, one of `ALGORITHMS`.
+    nbytes: the bytes of the whole: of the tensor, for an all_reduce, reduce or broadcast; of the
+        parts of all ranks together, for a gather, scatter, all_gather, reduce_scatter or
+        all_to_all. The barrier ignores it.
+    world_size: the number of ranks in the call.
+
+    ValueError: there is no such algorithm in a world of that size, fewer than 0 bytes, or fewer
+        than 1 rank.
     """
     check_counts(world_size=world_size)
     table = _table(world_size)
@@ -95,7 +106,10 @@ def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
 
 
 class Measurement(NamedTuple):
-    """The `seconds` that one call of `algorithm` took; the first three are `volume`'s arguments."""
+    """A measured collective call: one call of `algorithm` took `seconds`.
+
+    algorithm, world_size, nbytes: the arguments of `volume`; nbytes is the whole tensor's.
+    """
 
     algorithm: str
     world_size: int
@@ -105,7 +119,9 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """A wire: the cost of a hop and of a byte.
+    """A model of the connection between ranks: what a message costs, and what a byte costs.
+
+    Written by `str`, it reads "31 µs a hop, 1.17 GB/s".
 
     latency_s: α, seconds for each message that has to wait for another.
     bytes_per_s: 1/β, bytes a rank sends each second; it receives as many at the same time.
@@ -115,15 +131,21 @@ class CostModel:
     bytes_per_s: float
 
     def seconds(self, algorithm: str, nbytes: float, world_size: int) -> float:
-        """Predict the time of one call; arguments and errors as those of `volume`."""
+        """Return the predicted seconds of one call of `algorithm`, a name of `ALGORITHMS`.
+
+        nbytes: the bytes of the whole tensor, as `volume` takes them.
+        ValueError: the algorithm, size or world is one that `volume` rejects.
+        """
         cost = volume(algorithm, nbytes, world_size)
         return cost.hops * self.latency_s + cost.in_turn / self.bytes_per_s
 
     def error(self, measurements: Iterable[Measurement]) -> float:
-        """Return the median distance of prediction and measurement, as a share of the latter.
+        """Return the median of |predicted - measured| / measured over the measurements.
 
-        measurements: others than `fit` has used; only those show whether the model predicts or
-        remembers. ValueError: none given; otherwise as in `fit`.
+        measurements: others than those that `fit` has used; only others show whether the model
+            predicts or remembers.
+        ValueError: no measurements; seconds that aren't positive; or an algorithm, size or world
+            that `volume` rejects.
         """
         errors = []
         for algorithm, world_size, nbytes, seconds in _checked(measurements):
@@ -138,10 +160,14 @@ class CostModel:
 
 
 def crossover(first: str, second: str, world_size: int, model: CostModel) -> float | None:
-    """Find the bytes from which on `second` is faster than `first`; ValueError as in `volume`.
+    """Return the number of bytes from which on `second` is faster than `first`.
 
-    0.0 if it always is, None if it never becomes so. Both times are straight lines over the number
-    of bytes; this is where they cross.
+    Both predicted times are straight lines over the number of bytes; this is where they cross.
+    Return 0.0 if `second` is faster from the first byte on, and None if it isn't faster for large
+    tensors, even if it is for small ones.
+
+    first, second: algorithms, of `ALGORITHMS`.
+    ValueError: there is no such algorithm in a world of that size.
     """
     start_1, per_byte_1 = _line(first, world_size, model)
     start_2, per_byte_2 = _line(second, world_size, model)
@@ -151,7 +177,7 @@ def crossover(first: str, second: str, world_size: int, model: CostModel) -> flo
 
 
 def _line(algorithm: str, world_size: int, model: CostModel) -> tuple[float, float]:
-    """(seconds for no bytes, seconds for each byte more)."""
+    """Return (seconds for no bytes, seconds for each further byte) of a call."""
     empty, one = volume(algorithm, 0, world_size), volume(algorithm, 1, world_size)
     per_byte = (one.in_turn - empty.in_turn) / model.bytes_per_s
     return model.seconds(algorithm, 0, world_size), per_byte
@@ -161,11 +187,13 @@ def _line(algorithm: str, world_size: int, model: CostModel) -> tuple[float, flo
 
 
 def alpha_beta(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Find (α, β) for which α · hops + β · bytes comes closest to the seconds of all points.
+    """Find the (α, β) for which α · hops + β · bytes comes closest to the seconds of all points.
 
-    points: (hops, bytes, seconds). Closest: the squares of the relative errors have the least sum.
-    Relative, so that 4 kB count as much as 100 MB, and a measurement that was much too long by
-    chance counts little.
+    Return (seconds a hop, seconds a byte). Either can be negative; `fit` rules that out. Closest
+    means that the squares of the relative errors have the least sum: relative, so that 4 kB count
+    as much as 100 MB, and a measurement that was much too long by chance counts little.
+
+    points: (hops, bytes in turn, seconds) of each measured call.
     """
     hops, nbytes, seconds = torch.tensor(points, dtype=torch.float64).T
     rows = torch.stack([hops, nbytes]) / seconds  # (α, β) @ rows should be 1 everywhere
@@ -174,10 +202,13 @@ def alpha_beta(points: Sequence[tuple[float, float, float]]) -> tuple[float, flo
 
 
 def fit(measurements: Iterable[Measurement]) -> CostModel:
-    """Fit the model that comes closest to the measurements, in the sense of `alpha_beta`.
+    """Return the `CostModel` that fits the measurements with the least squares of relative errors.
 
-    Neither α nor β is negative: where the best value would be, it is 0. ValueError: too few sizes
-    to tell the two apart; seconds that aren't positive; as in `volume`.
+    Neither α nor β is negative: where the best value of one would be, it is 0, and the other is
+    fitted alone. If β is 0, the model's bytes_per_s is infinite.
+
+    ValueError: too few sizes to tell α and β apart (measure at least two); seconds that aren't
+        positive; or an algorithm, size or world that `volume` rejects.
     """
     points = []
     for algorithm, world_size, nbytes, seconds in (measurements := _checked(measurements)):
@@ -209,11 +240,15 @@ def _checked(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int) -> float:
-    """Compute the bytes per second that an ideal ring moves in and out of each rank: busbw.
+    """Compute the bus bandwidth of a measured call: bytes per second that an ideal ring would move.
 
-    The name is nccl-tests' (see doc/PERFORMANCE.md there); it compares with the speed of the wire,
-    and between worlds of different size. operation: all_reduce, reduce_scatter or all_gather.
-    ValueError: no such operation, seconds that aren't positive, fewer than 1 rank.
+    Return the bytes that each rank would send, and receive, in a ring algorithm, divided by
+    `seconds`. Unlike nbytes / seconds, this figure compares with the speed of the network, and
+    between worlds of different size. nccl-tests calls it busbw (see doc/PERFORMANCE.md there).
+
+    operation: "all_reduce", "reduce_scatter" or "all_gather".
+    nbytes: the bytes of the whole tensor, of all ranks' parts together.
+    ValueError: no such operation, seconds that aren't positive, or fewer than 1 rank.
     """
     check_positive("Give the time of one call.", seconds=seconds)
     return volume(f"ring_{operation}", nbytes, world_size).in_turn / seconds
@@ -221,13 +256,14 @@ def bus_bandwidth(operation: str, nbytes: float, seconds: float, world_size: int
 
 # Buckets of gradients
 
-Plan = Sequence[Sequence[int]]  # a list of gradient numbers per bucket: ddp.plan_buckets
+Plan = Sequence[Sequence[int]]  # for each bucket its gradients' indices: ddp.plan_buckets
 
 
 class Timeline(NamedTuple):
-    """The times at which the buckets of a plan travel, in seconds after backward began.
+    """A prediction of when each bucket's all-reduce runs, in seconds after backward began.
 
-    started, done: of each bucket's all-reduce. backward_s: the time of the last gradient.
+    started, done: for each bucket, in the order of sending, when its all-reduce begins and ends.
+    backward_s: the time at which the last gradient is computed.
     """
 
     started: tuple[float, ...]
@@ -236,15 +272,20 @@ class Timeline(NamedTuple):
 
     @property
     def exposed_s(self) -> float:
-        """The seconds that training waits for communication: from backward's end to the last."""
+        """Return the seconds between the end of backward and the end of the last all-reduce.
+
+        In these, training only waits for communication; the rest is hidden behind backward.
+        """
         return self.done[-1] - self.backward_s
 
 
 def one_wire(ready_s: Sequence[float], travel_s: Sequence[float]) -> list[tuple[float, float]]:
-    """Compute (start, end) of each bucket's message, on a wire that carries one at a time.
+    """Compute (start, end) of each bucket's message, on a connection that carries one at a time.
 
-    ready_s: the time at which each bucket is full, in the order in which they are sent. travel_s:
-    the time each takes. A message starts when it is ready and the one before is done. Notebook 04.
+    A message starts when it is ready and the one before it has ended. Notebook 04.
+
+    ready_s: seconds at which each bucket is full, in the order in which the buckets are sent.
+    travel_s: seconds that each bucket's message takes.
     """
     spans, free = [], 0.0
     for ready, seconds in zip(ready_s, travel_s, strict=True):
@@ -257,13 +298,19 @@ def one_wire(ready_s: Sequence[float], travel_s: Sequence[float]) -> list[tuple[
 def timeline(
     plan: Plan, ready_s: Sequence[float], sizes: Sequence[int], model: CostModel, world_size: int
 ) -> Timeline:
-    """Predict the all-reduces of one step: each starts when it is ready and the wire is free.
+    """Predict when the all-reduces of one training step run, and return their `Timeline`.
 
-    plan: its buckets, in the order in which they are sent; every gradient in exactly one. ready_s:
-    the time of each gradient, in seconds after backward began; if all are sent after backward, its
-    end. sizes: bytes of each. ValueError: not one time and one size for each; as in `volume`.
+    Each all-reduce is a ring's, and starts when all gradients of its bucket are computed and the
+    all-reduce before it has ended. The prediction leaves out that sending takes a core's or a GPU's
+    time. Notebook 04.
 
-    Each all-reduce is a ring's. Left out: that sending takes a core's or a GPU's time. Notebook 04.
+    plan: for each bucket, in the order of sending, the indices of its gradients; every gradient is
+        in exactly one bucket.
+    ready_s: for each gradient, the seconds after backward began at which it is computed. If all are
+        sent after backward, give the end of backward for each.
+    sizes: the bytes of each gradient.
+    ValueError: a gradient is missing or there twice, the times or sizes are too many or too few, or
+        `world_size` is less than 1.
     """
     numbers = sorted(number for bucket in plan for number in bucket)
     if not numbers or numbers != list(range(len(ready_s))) or len(sizes) != len(ready_s):
@@ -279,10 +326,14 @@ def timeline(
 
 
 def best_cap(nbytes: float, backward_s: float, model: CostModel, world_size: int) -> float:
-    """Compute the bucket cap, in bytes, that leaves least exposed: a first guess before a sweep.
+    """Compute the bucket cap, in bytes, that leaves the least communication exposed after backward.
 
-    nbytes: of all gradients, many and small, evenly spread over a backward of `backward_s` seconds.
-    ValueError: no bytes or no time; as in `volume`. Notebook 04.
+    It is a first guess before caps are measured. It assumes many small gradients that become ready
+    evenly over backward. Notebook 04.
+
+    nbytes: the bytes of all gradients together.
+    backward_s: the seconds that backward takes.
+    ValueError: no bytes, no time, or fewer than 1 rank.
     """
     check_positive("Give the bytes of all gradients.", nbytes=nbytes)
     check_positive("Give the time of backward.", seconds=backward_s)
@@ -309,14 +360,22 @@ def sending_over_computing(
     heads_per_kv: int = 1,
     expert_width: int = 2048,
 ) -> dict[str, float]:
-    """{kind of parallelism: seconds on the wire for a second of computing}, for a transformer.
+    """Return {kind of parallelism: seconds of sending for each second of computing}.
 
-    tokens: of a rank's batch; for a ring, of one sequence. layers: of a pipeline's stage.
-    heads_per_kv: heads of queries that share one of keys and values. expert_width: the hidden
-    numbers of an expert. Under 1, sending can hide behind the computing that goes on meanwhile; but
-    tensor parallelism's forward, a pipeline's boundary and experts' rows leave nothing to hide
-    behind. A layer has 12·width² weights, each computes 2 FLOPs a token in forward and 4 in
-    backward. No latency. Notebooks 12 and 13.
+    The model is a transformer. The keys are "data parallel", "ZeRO-1", "FSDP", "tensor",
+    "pipeline", "ring" and "experts". Under 1, sending can hide behind the computing that goes on
+    meanwhile; but there is nothing to hide behind for tensor parallelism's forward, a pipeline's
+    boundary and experts' rows. A layer has 12·width² weights, each of which computes 2 FLOPs a
+    token in forward and 4 in backward. Latency is left out. Notebooks 12 and 13.
+
+    flops_per_s: what a rank computes.
+    bytes_per_s: what a rank sends, while it receives as much.
+    tokens: the tokens of a rank's batch; for the ring, of the part of one sequence that a rank has.
+    width: the elements of a token's vector between layers.
+    world_size: the number of ranks along the one axis of parallelism.
+    layers: the layers of one pipeline stage.
+    heads_per_kv: the number of query heads that share one head of keys and values.
+    expert_width: the elements of an expert's hidden layer.
     """
     ratio = flops_per_s / bytes_per_s
     others = (world_size - 1) / world_size
@@ -341,11 +400,14 @@ def sending_over_computing(
 
 
 def fsdp_step_s(forward_s: float, gather_s: float, units: int) -> float:
-    """Predict a step of FSDP that fetches one unit ahead in forward and backward.
+    """Predict the seconds of an FSDP step that fetches one unit ahead in forward and backward.
 
-    forward_s: to compute one unit's forward; its backward takes twice that. gather_s: of one unit's
-    weights; its reduction takes as long. Exposed beyond the slower of computing and sending: the
-    first gather of either pass, and the last reduction. Without the optimizer. Notebook 12.
+    The optimizer is left out. Besides the slower of computing and sending, a step has to wait for
+    the first gather of either pass, and for the last reduction. Notebook 12.
+
+    forward_s: seconds to compute one unit's forward; its backward takes twice that.
+    gather_s: seconds to gather one unit's weights; reducing its gradients takes as long.
+    units: the number of units, which are all alike.
     """
     backward_s = 2 * forward_s
     # While a unit computes, the wire carries the next one's gather, and the last one's reduction.

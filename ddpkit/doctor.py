@@ -1,7 +1,7 @@
 """Examine what this machine can run, and how to mend the rest: `python -m ddpkit.doctor`.
 
-Works without Jupyter, starts CUDA only in a process of its own, and prints no paths: notebook 00
-stores the table.
+It works without Jupyter, and starts CUDA only in a process of its own, so that the caller's stays
+without it. It prints no paths, since notebook 00 stores its output.
 """
 
 import importlib.metadata
@@ -57,7 +57,14 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding. OK: nothing to do. NOTE: the course runs but for something. PROBLEM: it can't."""
+    """A finding about one part of this machine, such as "torch" or "memory".
+
+    name: the part, a key of `REMEDIES` or "torchrun" or "GPUs".
+    value: what was found, for people.
+    level: OK (there is nothing to do), NOTE (the course runs, but something in it doesn't, or not
+        as shown) or PROBLEM (the course can't run).
+    remedy: what to do about it, "" if there is nothing to do.
+    """
 
     name: str
     value: str
@@ -66,14 +73,15 @@ class Finding:
 
 
 class Report(list[Finding]):
-    """The findings; printed, a verdict and a table."""
+    """A list of all findings, which prints as a verdict and a table."""
 
     @property
     def problems(self) -> list[str]:
+        """Return the names of the findings that keep the course from running."""
         return [finding.name for finding in self if finding.level == PROBLEM]
 
     def __repr__(self) -> str:
-        """Write the verdict, then a table, each remedy below its finding."""
+        """Return the verdict, then a table of the findings with each remedy below its finding."""
         verdict = "This machine can run the course."
         if self.problems:
             verdict = f"To be mended first: {', '.join(self.problems)}."
@@ -85,21 +93,31 @@ class Report(list[Finding]):
 
 
 def wrap(head: str, text: str) -> list[str]:
+    """Return `text` as lines of at most 72 columns: the first after `head`, the others indented."""
     return textwrap.wrap(text, 72, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def judge(name: str, value: str, fine: bool = True) -> Finding:
+    """Return the finding about a part; unless it is `fine`, with its remedy from `REMEDIES`.
+
+    If it isn't fine, the level is PROBLEM for the parts in `NO_COURSE_WITHOUT`, and NOTE for
+    others.
+    """
     if fine:
         return Finding(name, value)
     return Finding(name, value, PROBLEM if name in NO_COURSE_WITHOUT else NOTE, REMEDIES[name])
 
 
 def report() -> Report:
-    """Examine this machine; takes a few seconds, most of them for starting two real ranks."""
+    """Examine this machine and return the findings, as a list that prints as a table.
+
+    It takes a few seconds, most of them for starting two real ranks.
+    """
     return Report(examine())
 
 
 def examine() -> Iterator[Finding]:
+    """Yield a finding for each part of this machine: Python, torch, cores, memory, ..."""
     value = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield judge("Python", value, sys.version_info >= OLDEST_PYTHON)
     version, untried = torch.__version__, untried_torch(torch.__version__)
@@ -144,6 +162,10 @@ def examine() -> Iterator[Finding]:
 
 
 def judge_gpus(gpus: list[str] | str) -> Finding:
+    """Return the finding about GPUs.
+
+    gpus: a line for each GPU, or the text of the error with which trying them failed.
+    """
     if isinstance(gpus, str):
         return judge("GPUs", f"there, but not working: {gpus}", fine=False)
     if gpus:
@@ -154,6 +176,7 @@ def judge_gpus(gpus: list[str] | str) -> Finding:
 
 
 def loopback(address: str = "127.0.0.1") -> Finding:
+    """Return the finding whether a process can connect to a socket at `address`."""
     try:
         with socket.create_server((address, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -163,7 +186,11 @@ def loopback(address: str = "127.0.0.1") -> Finding:
 
 
 def two_ranks() -> Finding:
-    """Run one all-reduce between two real processes, started the way every notebook does."""
+    """Run one all-reduce between two processes; return the finding whether it gave the sum.
+
+    The processes are started as every notebook starts them. Any exception becomes the finding's
+    value.
+    """
     try:
         run = launch(sum_of_ranks, world_size=2, timeout=120)
     except Exception as error:  # whatever it is, the reader must see it as a finding
@@ -176,6 +203,7 @@ def two_ranks() -> Finding:
 
 
 def sum_of_ranks() -> float:
+    """Return the sum of rank + 1 over all ranks; `two_ranks` runs it in each rank."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.tensor([dist.get_rank() + 1.0], device=device)
     dist.all_reduce(x)
@@ -187,6 +215,7 @@ def gib(nbytes: int) -> str:
 
 
 def main() -> int:
+    """Print the report; return the exit code, 1 if the course can't run here and 0 if it can."""
     result = report()
     print(result)
     return 1 if result.problems else 0

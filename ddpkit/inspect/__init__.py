@@ -1,1 +1,5 @@
-"""Tools to inspect a run from outside: traces, dumps, sessions for any script, hang reports."""
+"""Tools to inspect a run from outside.
+
+They write traces and flight-recorder dumps, read dumps and logs, watch the ranks of any script, and
+explain a hang.
+"""

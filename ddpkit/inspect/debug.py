@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 4 -m ddpkit.debug train.py ARGS
     python -m ddpkit.debug --world-size 4 train.py ARGS         # without torchrun
 
-The script stays as it is, with its own `init_process_group`. The ranks of a machine share a board,
-on which each writes its calls; the pages of other machines come through torch.distributed's store.
-One rank prints the report, and all ranks exit with code 1, so that torchrun can restart them.
+The wire is the process group that records every collective call and message. The script stays as it
+is, with its own `init_process_group`. The ranks of a machine share a file, the board, in which each
+writes its state and its calls; those of ranks on other machines come through torch.distributed's
+store. One rank prints the report, and all ranks exit with code 1, so that torchrun can restart
+them.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from .session import Session
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of a command line, with the script and its own arguments."""
     prog = "python -m ddpkit.debug"
     says = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog=prog, description=says)
@@ -37,6 +40,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the script that the command line names, as one rank whose calls are watched.
+
+    With --world-size, start that many ranks by torchrun instead; each of them comes here again.
+    Return when the script has ended and all ranks are done.
+
+    arguments: those of the command; None: the process's own.
+    SystemExit: there is no such script or folder, the link is unknown, or torchrun didn't start
+        this process; the message says what to do.
+    """
     options = parse(arguments)
     if not Path(options.script).is_file():
         sys.exit(f"ddpkit.debug expected a script, got {options.script}: there is no such file")

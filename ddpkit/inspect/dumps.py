@@ -1,6 +1,7 @@
 """Read the dumps of a flight recorder: ours, or torch's own, from NCCL on a cluster or from Gloo.
 
-There is one file per rank, whose name ends in the rank's number. Nothing in it is executed.
+A dump is a pickled dict with the last calls of one rank. There is one file per rank, whose name
+ends in the rank's number. Nothing in a file is executed: only plain data is unpickled.
 """
 
 import io
@@ -31,16 +32,24 @@ LIBRARY = re.compile(
 
 
 class _DataOnly(pickle.Unpickler):
-    """Unpickler for lists, dicts, numbers and text; it refuses everything that needs a call."""
+    """An unpickler for lists, dicts, numbers and text.
+
+    UnpicklingError: the pickle needs a class or function, so loading it would execute something.
+    """
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a dump is plain data")
 
 
 def read_dumps(folder: str | Path) -> dict[int, dict]:
-    """Read the dumps in a folder: {rank: dump}, each as the recorder pickled it.
+    """Return all dumps in a folder: {rank: dump}, sorted by rank.
 
-    ValueError: no dumps there, or a file that is no dump, or of an unknown version.
+    A dump is the dict that the recorder pickled: "entries" is a list with a dict for each call,
+    "pg_config" is {name of a group: a dict with its "ranks"}, and "version" is a text such as
+    "2.10". Files whose names don't end in a number are ignored.
+
+    ValueError: there are no dumps, two files for one rank, a file that is no dump, or a version
+        that isn't `KNOWN`.
     """
     folder = Path(folder)
     files = {}
@@ -76,15 +85,20 @@ def _read(path: Path) -> dict:
 
 
 def members_of(group: dict) -> list[int]:
+    """Return the global ranks of a group's members. group: a value of a dump's pg_config."""
     return [int(rank) for rank in re.findall(r"\d+", str(group["ranks"]))]
 
 
 def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
     """Yield the calls in a dump as records, in the order in which they were made.
 
-    everybody: the ranks of the world, for groups whose members the dump leaves out. Calls in a
-    batch (batch_isend_irecv, coalescing managers) share one number. A further entry ends the batch,
-    and only this one has a state that says whether they are done.
+    A record's `done` is 1.0, which is no time, if the call is complete, and None if it is open.
+    Calls in a batch (batch_isend_irecv, coalescing managers) share one number. A further entry ends
+    the batch, and only this one has a state that says whether the calls are complete; it yields no
+    record of its own.
+
+    dump: a dict of one rank, with "entries" and "pg_config".
+    everybody: the ranks of the world, for groups whose members the dump leaves out.
     """
     batches: dict[tuple, list[dict]] = {}
     for entry in dump["entries"]:
@@ -104,6 +118,14 @@ def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
 
 
 def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Record:
+    """Return the record of one call, an entry of a dump.
+
+    part: added to the name of the channel, to tell apart the calls of a batch, which share one
+        number.
+    groups: the dump's pg_config, {name of a group: a dict with its "ranks"}.
+    everybody: the ranks of the world.
+    ValueError: the call's number doesn't fit the board.
+    """
     name, _, peers = entry["profiling_name"].partition(":")[2].partition(" ")
     group = entry["process_group"][0]
     members = tuple(members_of(groups[group])) if group in groups else ()

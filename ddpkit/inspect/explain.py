@@ -23,9 +23,11 @@ MOST_RANKS = 100_000  # a larger number is no rank: another file's name may end 
 
 
 def explain(dumps: dict[int, dict]) -> str:
-    """Return the report of a hang: what happened, where each rank is, and the last calls.
+    """Return the report of a hang as text: what happened, where each rank is, and the last calls.
 
-    dumps: {rank: dump}; ranks may be missing. ValueError: a dump can't be read.
+    dumps: {rank: dump}, where a dump is a dict with "entries", a list of calls, and "pg_config",
+        the groups; ranks may be missing.
+    ValueError: a dump can't be read, or isn't of the same run.
     """
     everybody = _everybody(dumps)
     calls = {rank: _calls(rank, dump, everybody) for rank, dump in dumps.items()}
@@ -43,6 +45,10 @@ def explain(dumps: dict[int, dict]) -> str:
 
 
 def _everybody(dumps: dict[int, dict]) -> list[int]:
+    """Return all ranks of the world, from 0 to the last that a dump or a group in one names.
+
+    ValueError: a group has no ranks, or a file's number is no rank of the run.
+    """
     everybody = set()
     for rank, dump in dumps.items():
         members = set()
@@ -60,6 +66,7 @@ def _everybody(dumps: dict[int, dict]) -> list[int]:
 
 
 def _calls(rank: int, dump: dict, everybody: list[int]) -> list[Record]:
+    """Return the records of a rank's dump, in order. ValueError: an entry can't be read."""
     try:
         return list(records_of(dump, everybody))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -68,11 +75,13 @@ def _calls(rank: int, dump: dict, everybody: list[int]) -> list[Record]:
 
 
 def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
-    """Number the messages between each two ranks, in place, so that both ends have one number.
+    """Renumber the messages between each two ranks, in place: both ends get the same `seq`.
 
-    A dump counts them differently on the two sides. calls: by rank, its records. from_the_start:
-    the dumps hold every call; otherwise earlier messages are unknown, and the first open message of
-    the one side is taken for that of the other.
+    This is needed because a dump counts messages differently on the two sides.
+
+    calls: for each dump, the records of its rank.
+    from_the_start: whether the dumps hold every call. Otherwise earlier messages are unknown, and
+        the first open message of the one side is taken for that of the other.
     """
     done = []
     most = Counter()
@@ -88,7 +97,11 @@ def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
 
 
 def _fill(board: Board, rank: int, records: list[Record]) -> None:
-    """Write a rank's calls to the board as if made here; the first open one is where it waits."""
+    """Write a rank's calls to the board as if made here; the first open one is where it waits.
+
+    Calls more than half of `SLOTS` after the open one are left out, since the board keeps only the
+    last ones.
+    """
     board.set_state(rank, RUNNING)
     waiting = next((n for n, record in enumerate(records) if record.done is None), None)
     # Calls after the open one are only queued, and would push it out of the board's slots.
@@ -99,7 +112,7 @@ def _fill(board: Board, rank: int, records: list[Record]) -> None:
 
 
 def _report(look: Look, silent: set[int]) -> str:
-    """Write the report of what a board that was filled from dumps shows.
+    """Return the report as text. look: the state of all ranks, as the dumps show it.
 
     silent: the ranks without a dump.
     """
@@ -129,7 +142,10 @@ def _report(look: Look, silent: set[int]) -> str:
 
 
 def _first(waiting: list[Situation]) -> tuple[Situation, list[int]]:
-    """Return the situation with the oldest open call, and the ranks that wait in that call."""
+    """Return the situation with the oldest open call, and the ranks that wait in that call.
+
+    waiting: the situations of ranks that wait; each has a `call`.
+    """
     first = min(waiting, key=lambda s: s.call.issued)
     call = first.call.channel, first.call.seq
     return first, [s.rank for s in waiting if (s.call.channel, s.call.seq) == call]
@@ -140,8 +156,9 @@ def _did_not_come(
 ) -> tuple[str, str]:
     """Return (what happened, what to do) if ranks wait for others that may still come.
 
-    first: the oldest wait. stuck: the ranks in that call. silent: those without a dump, so that one
-    can't tell whether they came.
+    first: the oldest wait.
+    stuck: the ranks in that call.
+    silent: the ranks without a dump, of which one can't tell whether they came.
     """
     said = f"{_who(stuck, 'waits', 'wait')} in {first.call.op}"
     said += f" for {name_some(first.missing, len(look.ranks))}, which didn't come to it."
@@ -151,9 +168,10 @@ def _did_not_come(
 
 
 def _all_came(look: Look, first: Situation, inside: list[int]) -> tuple[str, str]:
-    """Return (what happened, what to do) if every rank came to a call that isn't over on some.
+    """Return (what happened, what to do) if every rank came to a call that hasn't ended on some.
 
-    first: the oldest wait. inside: the ranks in that call.
+    first: the oldest wait.
+    inside: the ranks that are still in that call.
     """
     call = first.call
     if len(call.ranks) == 1:
@@ -175,11 +193,17 @@ def _all_came(look: Look, first: Situation, inside: list[int]) -> tuple[str, str
 
 
 def _who(ranks: list[int], verb: str, of_many: str) -> str:
-    """Join ranks and verb, in agreement: 'rank 1 waits', 'ranks 0 and 1 wait'."""
+    """Return ranks and verb in agreement: 'rank 1 waits', 'ranks 0 and 1 wait'."""
     return f"{name_ranks(ranks)} {verb if len(ranks) == 1 else of_many}"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Print the explanation of the dumps or logs at a path; return the exit code.
+
+    The code is 0, or 1 if the path can't be read: then the error is printed.
+
+    arguments: the path, as a list; None: the process's own arguments.
+    """
     parser = argparse.ArgumentParser(prog="python -m ddpkit.explain", description=__doc__)
     parser.add_argument("path", type=Path, help="a folder of dumps, a log file, a folder of logs")
     path = parser.parse_args(arguments).path

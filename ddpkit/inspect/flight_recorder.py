@@ -1,7 +1,7 @@
-"""Write a run in the format of PyTorch's flight recorder, one pickle a rank, for its analyser:
+"""Write a run in the format of PyTorch's flight recorder, one pickle a rank, for its analyser.
 
-run.flight_recorder("dumps/")
-torchfrtrace dumps/  # or python -m torch.distributed.flight_recorder.fr_trace dumps/
+    run.flight_recorder("dumps/")
+    torchfrtrace dumps/  # or python -m torch.distributed.flight_recorder.fr_trace dumps/
 
 One thing differs from NCCL's recorder: messages between two ranks are in a group of these two. The
 analyser compares the calls of all members of a group, and so finds the rank that is missing. In the
@@ -20,13 +20,18 @@ NAMES = {"barrier": "all_reduce_barrier"}  # {our op: the analyser's name for it
 
 
 def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: float) -> None:
-    """Write `rank_0`, `rank_1`, ... into `folder`, which is created if necessary.
+    """Write a dump for each rank, `rank_0`, `rank_1`, ..., into `folder`.
 
-    wire: the records by rank. clock_s: the offset from `time.perf_counter()` to the time of day.
+    The folder is created if necessary. A rank may keep only its last calls. In each group and
+    between each two ranks, the calls before the first one that all ranks still have are left out,
+    so that the analyser doesn't take them for missing.
+
+    wire: for each rank, its records.
+    clock_s: the offset from `time.perf_counter()` to the time of day.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    begins = {}  # {channel: number of the first call that all ranks still have}
+    begins = {}  # {channel: index of the first call that all ranks still have}
     for records in wire:
         for channel, seq in {r.channel: r.seq for r in reversed(records)}.items():
             begins[channel] = max(seq, begins.get(channel, 0))
@@ -37,7 +42,14 @@ def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: f
 
 
 def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
-    """Build the dump that the flight recorder of `rank` would write."""
+    """Return the dump that the flight recorder of `rank` would write.
+
+    It is a dict: "entries" is a list with a dict for each call, "pg_config" has the groups by name.
+    Left out are calls of new_group, and receives from any rank whose sender isn't known.
+
+    records: of this rank's calls, in order.
+    clock_s: the offset from `time.perf_counter()` to the time of day.
+    """
     groups = {}  # {name: (description, ranks)}
     entries = []
     for record in records:
@@ -62,6 +74,10 @@ def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
 
 
 def _entry(record: Record, rank: int, ranks: tuple[int, ...], clock_s: float) -> dict:
+    """Return the dump's entry for a call, without its numbers and its group, which `dump_of` adds.
+
+    ranks: the members of the group, or the two ranks of a message.
+    """
     handed_in, comes_out = numels(record)
     dtype, name = DTYPES.get(record.dtype, record.dtype), NAMES.get(record.op, record.op)
     if record.op in MESSAGES:

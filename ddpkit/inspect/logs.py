@@ -39,9 +39,12 @@ BY_TORCHRUN = -15  # SIGTERM, by which torchrun ends the ranks that are left
 class Log:
     """The evidence in a torchrun log, by rank.
 
-    failures: its last traceback. codes: its exit code, as torchrun's summary has it. waited: the
-    operation in which NCCL's watchdog ended it. unnamed: tracebacks whose rank isn't known. source:
-    {(file, line): the text of the line}, as tracebacks show it. text: all of the log.
+    text: all of the log.
+    failures: {rank: its last traceback}.
+    codes: {rank: its exit code, as torchrun's summary has it}; negative if a signal ended it.
+    waited: {rank: the collective call in which NCCL's watchdog ended it, such as "allreduce"}.
+    unnamed: tracebacks whose rank isn't known.
+    source: {(file, line): the text of the line}, as tracebacks show it.
     """
 
     text: str
@@ -53,7 +56,12 @@ class Log:
 
 
 def find_logs(path: Path) -> list[Path]:
-    """List the log files to read: `path` itself, or those of a folder's last attempt."""
+    """Return the log files to read: [path] if it is a file, otherwise those in a folder.
+
+    In a folder these are the files std*.log at any depth, or, if there are none, *.log directly in
+    it. If torchrun started the ranks several times, the files of the earlier attempts are left out.
+    The list is empty if there are none.
+    """
     if path.is_file():
         return [path]
     found = sorted(path.rglob("std*.log")) or sorted(path.glob("*.log"))
@@ -63,9 +71,11 @@ def find_logs(path: Path) -> list[Path]:
 
 
 def read_log(files: list[Path]) -> Log:
-    """Read one run's log files together.
+    """Read one run's log files together, and return the evidence in them as a `Log`.
 
-    ValueError: nothing in them is torchrun's, nor a traceback.
+    Of each file, only the last `MOST_BYTES` are read.
+
+    ValueError: nothing in the files is torchrun's, and there is no traceback.
     """
     log = Log("")
     for file in files:
@@ -85,10 +95,13 @@ def read_log(files: list[Path]) -> Log:
 
 
 def _read_tracebacks(log: Log, text: str, owner: int | None) -> None:
-    """Find the tracebacks in a text and put them into `log`, each rank's last one.
+    """Find the tracebacks in a text and put them into `log`: of each rank the last one.
 
-    Ranks write at the same time, so each rank's lines are read apart, by their prefix. owner: the
-    rank of lines without one, where known.
+    Ranks write at the same time, so each rank's lines are put together first, by the rank that
+    stands before each line. Tracebacks whose rank isn't known are appended to `log.unnamed`, except
+    torchrun's own.
+
+    owner: the rank of lines without such a prefix, or None if it isn't known.
     """
     lines_of: dict[int | None, list[tuple[int, str]]] = {}
     for number, line in enumerate(text.splitlines()):
@@ -106,6 +119,11 @@ def _read_tracebacks(log: Log, text: str, owner: int | None) -> None:
 
 
 def _tracebacks(lines: list[tuple[int, str]], source: dict) -> Iterator[Failure]:
+    """Yield a `Failure` for each traceback in the lines of one rank.
+
+    lines: (number in the log, text) of each; the number is the failure's `at`, instead of a time.
+    source: {(file, line): text of the line}, to which the lines that a traceback shows are added.
+    """
     frames = None
     for number, line in lines:
         if line.startswith("Traceback (most recent call last)"):
@@ -125,7 +143,7 @@ def _tracebacks(lines: list[tuple[int, str]], source: dict) -> Iterator[Failure]
 
 
 def explain_log(log: Log) -> str:
-    """Say which rank fell first, how and on which line, and what became of the others."""
+    """Return a text: which rank fell first, how and on which line, what became of the others."""
     fallen = {**log.codes, **log.failures}
     own = {rank: how for rank, how in fallen.items() if not _only_followed(log, rank, how)}
     meeting = explain_rendezvous(log.text)
@@ -149,11 +167,20 @@ def explain_log(log: Log) -> str:
 
 
 def _only_followed(log: Log, rank: int, how: Failure | int) -> bool:
-    """Tell whether a rank lost its connection, was ended by torchrun, or by NCCL's watchdog."""
+    """Tell whether a rank fell only because of another.
+
+    Such a rank lost its connection, was ended by torchrun's SIGTERM, or by NCCL's watchdog.
+
+    how: its last traceback or its exit code.
+    """
     return lost_peer(how) or how == BY_TORCHRUN or rank in log.waited
 
 
 def _how_it_fell(log: Log, rank: int, how: Failure | int) -> Iterator[str]:
+    """Yield lines on how the rank that fell first did so: its error, its own lines, its exit code.
+
+    how: its last traceback or its exit code.
+    """
     code = log.codes.get(rank)
     if how == 1 and log.unnamed:  # its traceback has no prefix: it failed before it joined
         how = log.unnamed[0]
@@ -168,6 +195,7 @@ def _how_it_fell(log: Log, rank: int, how: Failure | int) -> Iterator[str]:
 
 
 def _how_it_followed(log: Log, rank: int, how: Failure | int, culprit: int | None) -> str:
+    """Return a line on what became of a rank that didn't fall first. culprit: the rank that did."""
     because = "" if culprit is None else f", because of rank {culprit}"
     if rank in log.waited:
         return f"Rank {rank} waited in {log.waited[rank]} until NCCL's watchdog ended it."
@@ -180,7 +208,10 @@ def _how_it_followed(log: Log, rank: int, how: Failure | int, culprit: int | Non
 
 
 def _no_culprit(log: Log, fallen: dict) -> Iterator[str]:
-    """Yield what is known if no rank in the log fell by itself: all only followed another."""
+    """Yield lines on what is known if every rank in the log fell only because of another.
+
+    fallen: {rank: its last traceback or its exit code}.
+    """
     killed = [(int(code), rank) for code, rank in RESTARTED.findall(log.text)]
     killed = [(code, rank) for code, rank in killed if code != BY_TORCHRUN]
     if killed and not log.codes:  # torchrun started its ranks again, and then sums up nothing
@@ -200,7 +231,11 @@ def _no_culprit(log: Log, fallen: dict) -> Iterator[str]:
 
 
 def _lines(log: Log, how: Failure) -> list[str]:
-    """Write the user's own frames of a failure, with the text that the log has of each line."""
+    """Return the user's own frames of a failure as lines, the outermost first.
+
+    A line is like 'train.py:7 in step: the text of the line'. The text is left out where the log
+    doesn't show it. If no frame is the user's own, the innermost is returned.
+    """
     own = [f for f in how.frames if not is_library(f[0]) and not LIBRARY.search(f[0])]
     own = [f for f in own if not is_installed(f[0])] or own or how.frames[-1:]
     lines = []

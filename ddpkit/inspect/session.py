@@ -1,6 +1,9 @@
 """Put a rank that torchrun started on the wire: with a board, a recorder and a watcher.
 
-`ddpkit.debug` does so for any script, and `launch` does where torchrun started the ranks.
+The wire is the process group that records every collective call and message. The board is a file
+that all ranks of a machine map into memory: each rank writes its state and its calls to its own
+page there. The watcher is a thread that looks at the board for ranks that can never go on.
+`ddpkit.debug` sets all this up for any script, and `launch` does where torchrun started the ranks.
 """
 
 import contextlib
@@ -54,11 +57,11 @@ from ..runtime.wire import of_this_attempt, register_wire
 from ..tools.units import wrap
 
 OLD_FOLDERS = "ddpkit-session-*", "torchelastic_*/*/attempt_*/ddpkit"
-LOOK_S = 0.25  # between two reads of the board
+LOOK_S = 0.25  # seconds between two reads of the board
 SLEEPS_S = 1.0  # without CPU time, after which a rank counts as asleep
 NEWS_S = 3.0  # for which a rank whose connection broke waits for the report of the cause
 STANDSTILL_S = 30.0  # without a call, after which one message says who waits for whom
-EXITS_S = 0.05  # for the thread that catches a dead rank's exit code
+EXITS_S = 0.05  # to wait for the thread that catches a dead rank's exit code
 TOGETHER_S = 0.3  # within which waits that time out share one message
 WORDS_S = 10.0  # between two messages: what follows a timeout is mostly its consequence
 WATCHER_ENDS_S = 5.0  # to wait for the watcher, which may wait for rank 0's dead machine
@@ -68,9 +71,13 @@ _ABOUT_PAGE = struct.Struct("<?d")  # sent with a page: whether its rank sleeps,
 class Session:
     """One rank of a script on the wire: its board, its recorder and its watching thread.
 
-    `install` before the script runs; then one of `done`, `failed` and `exited`, by how it ended.
-    link: emulated, or None. trace, flight_recorder: where rank 0 writes the calls of all ranks, at
-    the end or after a report; None: nowhere.
+    Call `install` before the script runs, and then one of `done`, `failed` and `exited`, by how the
+    script ended. The last two end the process; a report of a hang does so in every rank. Its rank,
+    the world's size and so on come from torchrun's environment variables.
+
+    link: the network to emulate, or None.
+    trace, flight_recorder: the file and the folder to which rank 0 writes the calls of all ranks,
+        at the end or after a report; None to write nothing.
     """
 
     def __init__(
@@ -110,6 +117,7 @@ class Session:
         self._words_at: set[tuple | None] = set()  # the lines that a message has named
 
     def _open_board(self) -> Board:
+        """Return this machine's board: its first rank creates it, the others wait for the file."""
         path = self.folder / "board"
         if self.leads:
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -124,7 +132,9 @@ class Session:
     def install(self) -> None:
         """Replace `dist.init_process_group` by one that makes the script's world over the wire.
 
-        With it go the handlers that notice SIGTERM, `os._exit` and the ends of other ranks.
+        Modules that have imported the function by name get the new one as well. This also installs
+        the handlers that notice SIGTERM, `os._exit` and the ends of other ranks. The watching
+        thread starts when the script makes its first world.
         """
         original = c10d.init_process_group
         exits.note_exits(self.folder, self.rank)
@@ -161,9 +171,11 @@ class Session:
     # Watching
 
     def _watch(self) -> None:
-        """Loop in the watching thread: note this rank's line, end the rank if a report is out.
+        """Loop in the watching thread, every `LOOK_S`, until the session ends.
 
-        A machine's first rank also exchanges pages with the others; rank 0 looks for hangs.
+        Each time, note on the board the line at which this rank's main thread is, and end this rank
+        if a report is out. A machine's first rank also exchanges pages of the board with other
+        machines; rank 0 looks for hangs.
         """
         main_thread = threading.main_thread().ident
         quiet_since = time.perf_counter()
@@ -189,10 +201,16 @@ class Session:
                     self._look(events, now - quiet_since)
 
     def _look(self, events: list[int], quiet_s: float = 0.0) -> None:
-        """Look for a hang once, on rank 0, and report it; a rank that computes may still come.
+        """Look once, on rank 0, for ranks that can never go on, and report them.
 
-        A mismatch is reported only at the second look, when the pages of all ranks that made the
-        call have arrived. events: the board's. quiet_s: seconds since these last changed.
+        A mismatch, which means that ranks made different calls on one channel, is reported only at
+        the second look, when the pages of all ranks that made the call have arrived. A mismatch or
+        a deadlock ends all ranks, unless a timeout of the script's own will soon end the deadlock.
+        Only printed are that, ranks that poll in vain after `SLEEPS_S` without a call, and, after
+        `STANDSTILL_S`, who waits for whom: there a rank that computes may still come.
+
+        events: for each rank, the board's count of its writes.
+        quiet_s: seconds since these counts last changed.
         """
         before = self._different
         look = Look(self.board, events)
@@ -219,22 +237,32 @@ class Session:
                 self._say(*explain_standstill(look, quiet_s), look)
 
     def _timed_out(self, record: Record, error: BaseException) -> None:
-        """Say why a wait timed out, before the script gets the error: it may catch it and go on."""
+        """Print why a wait timed out, before the script gets the error: it may catch it and go on.
+
+        record: the call in which the rank waited.
+        error: what torch raised.
+        """
         seconds = waited_s(record, error)
         time.sleep(TOGETHER_S)  # this rank stays marked as waiting: others time out just now
         self._note_silence()
         self._say_why(Look(self.board), seconds)
 
     def _say_why(self, look: Look, seconds: float) -> None:
+        """Print which ranks of other machines are silent, or otherwise why a wait timed out.
+
+        seconds: how long the wait lasted.
+        """
         if self._silent:
             self._say(*explain_silence(sorted(self._silent), seconds), look)
         else:
             self._say(*explain_timeout(look, seconds), look)
 
     def _note_silence(self) -> None:
-        """Note the ranks of other machines that send no new page within `NEWS_S`; take the others'.
+        """Note in `_silent` the ranks of other machines that send no new page within `NEWS_S`.
 
-        A cut wire to the store blocks every question to it for minutes: then it is let go.
+        The pages that do come are put on the board. A question to the store blocks for minutes if
+        the connection to it is cut: then `store` becomes None, so that no further question is
+        asked.
         """
         others = set(range(self.world_size)).difference(self.here)
         silent = self._silent = set(others)
@@ -258,7 +286,12 @@ class Session:
             self.store = None
 
     def _say(self, headline: str, advice: str, look: Look) -> None:
-        """Print a report and let the ranks go on: each line once, and at most every `WORDS_S`."""
+        """Print a report and let the ranks go on.
+
+        Nothing is printed if the line at which the first rank waits was named before, if a message
+        was printed less than `WORDS_S` ago on this machine, or if a report that ends the ranks is
+        out.
+        """
         line = next((s.place for s in look.now if s.state in INSIDE), None)
         word = self.folder / "word"
         if line in self._words_at or self._report_is_out():
@@ -276,7 +309,7 @@ class Session:
         print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
 
     def _terminated(self) -> None:
-        """Report, after SIGTERM, where all ranks were, or how some had died; then end."""
+        """Report after SIGTERM where all ranks were, or how some had died; end by SIGTERM."""
         time.sleep(LOOK_S)  # until every rank has noted its line
         if self._report_is_out():
             self.end(-signal.SIGTERM)
@@ -291,9 +324,10 @@ class Session:
         self.tell(text, -signal.SIGTERM)
 
     def _note_sleepers(self) -> None:
-        """Note which ranks of this machine sleep: their main threads use no CPU, as /proc shows.
+        """Note in `_sleepers` which ranks of this machine have slept for `SLEEPS_S`.
 
-        Other threads don't count: the watching thread itself uses some.
+        A rank sleeps while its main thread uses no CPU, as /proc shows. Other threads don't count:
+        the watching thread itself uses some.
         """
         now = time.perf_counter()
         for rank in self.here:
@@ -304,13 +338,18 @@ class Session:
             (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
 
     def _pid(self, rank: int) -> int:
+        """Return the process id of a rank of this machine, or 0 if it has ended."""
         try:
             return int((self.folder / f"pid.{rank}").read_text() or 0)
         except OSError:  # it has ended
             return 0
 
     def _dead(self, rank: int) -> bool:
-        """Tell whether a rank of this machine died before its script's end, as /proc shows."""
+        """Tell whether a rank of this machine died before its script's end, as /proc shows.
+
+        An exit code that is found is kept in `_codes`. Return False wherever the system isn't
+        Linux.
+        """
         pid = self._pid(rank)
         if sys.platform != "linux" or not pid or self.board.state(rank) == RETURNED:
             return False
@@ -325,7 +364,7 @@ class Session:
     def _exchange_pages(self) -> None:
         """Send this machine's pages of the board to the store; on rank 0, take the others' from it.
 
-        So rank 0 sees all ranks, a little late.
+        So rank 0 sees all ranks, those of other machines a little late.
         """
         if self.store is None:  # it was let go: the wire to it is cut
             return
@@ -338,7 +377,11 @@ class Session:
             self._take_pages(set(range(self.world_size)).difference(self.here))
 
     def _take_pages(self, ranks: set[int]) -> None:
-        """Copy the pages of ranks of other machines onto this machine's board."""
+        """Copy the pages of `ranks`, of other machines, from the store onto this machine's board.
+
+        With a page comes whether its rank sleeps, and the offset of its clock. Ranks that have sent
+        no page are skipped.
+        """
         for rank in ranks:
             key = f"ddpkit/page/{rank}"
             if self.store.check([key]):
@@ -348,18 +391,23 @@ class Session:
                 (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
 
     def _disagree(self, _by_rank) -> None:
-        """Block this rank after a mismatch until rank 0 has reported it, which ends it."""
+        """Block this rank after a mismatch of calls, until rank 0's report of it ends the rank."""
         threading.Event().wait()
 
     # The report
 
     def _report_is_out(self) -> bool:
+        """Tell whether any rank has printed a report that ends all ranks."""
         if (self.folder / "report").exists() or not self.folder.exists():
             return True
         return not self.alone and self.store is not None and self.store.check(["ddpkit/report"])
 
     def tell(self, text: str, code: int = 1) -> None:
-        """Print the report, unless another rank has printed one, and end this rank's process."""
+        """Print the report, unless another rank has printed one, and end this rank's process.
+
+        text: the report, as lines; they are wrapped.
+        code: the exit status of this rank.
+        """
         with self._told:
             try:
                 (self.folder / "report").touch(exist_ok=False)
@@ -373,8 +421,12 @@ class Session:
     def end(self, code: int = 1, cause: bool = False) -> None:
         """End this rank's process, once the others have had time to see that a report is out.
 
-        cause: this rank caused the end, so it exits first: torchrun reports the first exit. code:
-        the exit status; -SIGTERM ends it by that signal.
+        Before that, rank 0 writes the trace and the dumps that were asked for, and a machine's
+        first rank removes the folder of the session. This never returns.
+
+        code: the exit status; -SIGTERM ends the process by that signal.
+        cause: whether this rank caused the end. If it did, it exits first, since torchrun reports
+            the first exit.
         """
         self._over.set()
         sys.stdout.flush()
@@ -393,7 +445,11 @@ class Session:
         exits.exit_at_once(code)
 
     def failed(self, error: BaseException) -> None:
-        """Report that the script raised `error`, on which line, and where others were; end."""
+        """Report that the script raised `error`, where, and where the others were; end with code 1.
+
+        If the error is a connection that broke, the report says how ranks of this machine died, if
+        any did. If it is a timeout, why the wait ended is printed first.
+        """
         how = failure(error)
         lost = self._lost_ranks() if lost_peer(how) else []
         if lost_peer(how):
@@ -417,9 +473,9 @@ class Session:
         self.tell("\n".join(lines))
 
     def _lost_ranks(self) -> list[int]:
-        """Wait up to `NEWS_S` for ranks of this machine to be found dead, and return them.
+        """Wait up to `NEWS_S` for ranks of this machine to be found dead, and return these.
 
-        Ends this rank if a report comes out meanwhile.
+        Return [] if none is. End this rank if a report comes out meanwhile.
         """
         until = time.perf_counter() + NEWS_S
         while time.perf_counter() < until:
@@ -432,6 +488,7 @@ class Session:
         return []
 
     def _how_died(self, rank: int) -> str:
+        """Return lines, as one text: how a rank of this machine died, and its last call."""
         noted = exits.noted_exit(self.folder, rank)
         if noted is not None:
             code, place = noted
@@ -450,13 +507,19 @@ class Session:
         return said
 
     def _others(self, look: Look, fallen: list[int]) -> list[str]:
-        """Say where the ranks were that torchrun will end because the `fallen` ones fell: lines."""
+        """Return lines that say where the ranks were that haven't fallen.
+
+        torchrun will end these because of the `fallen` ones. Return [] if there are no others.
+        """
         rest = [rank for rank in look.ranks if rank not in fallen]
         said = [what_became_of(rank, look) for rank in rest]
         return ["The others were ended:", *said] if said else []
 
     def exited(self, error: SystemExit) -> None:
-        """Report that the script called sys.exit with a nonzero code; then end with that code."""
+        """Report that the script called sys.exit with a nonzero code; then end with that code.
+
+        The process ends with 1 if the code is no integer.
+        """
         code = error.code if isinstance(error.code, int) else 1
         lines = [f"rank {self.rank} called sys.exit({error.code!r})"]
         lines += lines_of(failure(error).frames)
@@ -465,8 +528,8 @@ class Session:
     def done(self) -> None:
         """Wait until all ranks' scripts have ended, as this one has; write trace and dumps.
 
-        Closing a connection earlier would fail ranks that still wait for this one, and hide the
-        cause.
+        This is necessary because closing a connection earlier would fail ranks that still wait for
+        this one, and hide the cause.
         """
         self.recorder.settle()
         if self._trace or self._flight_recorder:
@@ -480,10 +543,10 @@ class Session:
         self.leave()
 
     def leave(self) -> None:
-        """End this rank's threads before Python shuts down; the last rank removes the folder.
+        """End this rank's threads before Python shuts down; remove the folder after the last rank.
 
-        Python unwinds the stack of a thread that returns from C++ during shutdown, and a C++
-        destructor on that stack would abort the process.
+        This is necessary because Python unwinds the stack of a thread that returns from C++ during
+        shutdown, and a C++ destructor on that stack would abort the process.
         """
         self._over.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
@@ -496,11 +559,16 @@ class Session:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _has_left(self, rank: int) -> bool:
-        """Tell whether a rank of this machine came and left: a late one still needs the board."""
+        """Tell whether a rank of this machine came and left; a late one still needs the board."""
         came = (self.folder / f"pid.{rank}").exists()
         return came and (not self._pid(rank) or self._dead(rank))
 
     def _all_have_ended(self) -> bool:
+        """Tell whether the scripts of all ranks have ended.
+
+        On several machines only rank 0 sees all: it writes the end to the store, where the others
+        read it.
+        """
         for rank in self.here:
             if self._dead(rank):  # by os._exit(0): with another code, torchrun ends all ranks
                 self.board.set_state(rank, RETURNED)
@@ -525,6 +593,10 @@ class Session:
             self.store.set(f"ddpkit/records/{self.rank}", zlib.compress(mine))
 
     def _collect(self) -> list[list[Record]]:
+        """Return for each rank the list of its records, which all ranks have sent to this one.
+
+        The offsets of the ranks' clocks, which come with them, are noted in `_clocks`.
+        """
         wire = []
         for rank in range(self.world_size):
             if rank in self.here:
@@ -536,7 +608,10 @@ class Session:
         return wire
 
     def _save(self, wire: list[list[Record]]) -> None:
-        """Write the trace and the dumps, if they were asked for. wire: the records by rank."""
+        """Write the trace and the dumps, if they were asked for. wire: for each rank, its records.
+
+        Times of ranks on other machines are changed, in place, to this machine's clock.
+        """
         here = clock_s()
         for rank in set(self._clocks).difference(self.here):  # their clocks have another origin
             for record in wire[rank]:
@@ -552,9 +627,11 @@ class Session:
 
 
 def own_gpu(device_id: torch.device | int | None) -> torch.device:
-    """Choose the GPU of this rank: the script's device_id, or its current device, or by local rank.
+    """Return the GPU of this rank: the script's device_id, or its current device, or by local rank.
 
     A current device of 0 doesn't count, since it may mean that none was set.
+
+    device_id: as the script gave it to init_process_group; None if it didn't.
     """
     index = getattr(device_id, "index", device_id)
     if index is None and torch.cuda.is_initialized():

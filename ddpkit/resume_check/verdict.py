@@ -7,19 +7,25 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-LINES = 12  # of a script that failed
+LINES = 12  # last lines of the output of a script that failed
 ERROR = re.compile(r"(\[rank\d+\]: )?(?!.*ChildFailedError)[\w.]+(Error|Exception)\b")
 
 
 class CannotTell(Exception):
-    """A reason why there is nothing to compare."""
+    """A reason why there is nothing to compare, for the user; the command prints it."""
 
 
 @dataclass
 class Attempt:
     """A start of the script, until its end or a kill.
 
-    ranks: each rank's updates. saves: of all ranks. start: the updates that were made before it.
+    ranks: for each rank, a list with one record for each of its updates, {"losses", "samples",
+        "before", ...}, as `Witness` writes them.
+    saves: the saves of all ranks: {"save": path, "updates": made before it, "number", "whole",
+        "rank"}.
+    code: its exit code; negative if a signal ended it.
+    output: what it printed.
+    start: the number of updates of the training that were made before this start.
     """
 
     ranks: list[list[dict]]
@@ -30,19 +36,26 @@ class Attempt:
 
     @property
     def updates(self) -> int:
+        """Return the number of updates that every rank has made."""
         return min(map(len, self.ranks), default=0)
 
     def at(self, update: int) -> list[dict]:
-        """Return each rank's record of an update, counted from the start of the training."""
+        """Return each rank's record of one update. update: its index in the training, from 0."""
         return [records[update - self.start] for records in self.ranks]
 
     def made(self) -> range:
+        """Return the indices, in the whole training, of the updates that every rank has made."""
         return range(self.start, self.start + self.updates)
 
 
 @dataclass
 class Verdict:
-    """The outcome of one kill. lost: sentences, each a cause; none: exact."""
+    """The outcome of one kill, which prints as lines.
+
+    kill: when it was, in words.
+    lost: sentences, each a thing that was lost; none if the script goes on exactly.
+    says: further sentences, which blame nothing.
+    """
 
     kill: str
     lost: list[str] = field(default_factory=list)
@@ -57,6 +70,12 @@ class Verdict:
 
 
 def read_attempt(folder: Path, code: int = 0, output: str = "") -> Attempt:
+    """Return what the ranks of a start have written into `folder`, as an `Attempt`.
+
+    There is one file for each rank, 0.jsonl, 1.jsonl, ...
+
+    code, output: the start's exit code, and what it printed.
+    """
     ranks, saves = [], []
     for path in sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem)):
         lines = path.read_text().splitlines()
@@ -67,9 +86,12 @@ def read_attempt(folder: Path, code: int = 0, output: str = "") -> Attempt:
 
 
 def judge(kill: str, whole: Attempt, attempts: list[Attempt]) -> Verdict:
-    """Compare the `attempts` of one killed training with the `whole` one.
+    """Compare the `attempts` of one killed training with the `whole` one; return the verdict.
 
-    CannotTell: the two differ before the kill.
+    kill: when it was killed, in words.
+    whole: the uninterrupted run.
+    attempts: the start that was killed, and those that followed it.
+    CannotTell: the two differ before the kill, or the first start ended before it was killed.
     """
     verdict = Verdict(kill)
     check_alike(whole, attempts[0])
@@ -91,6 +113,10 @@ def judge(kill: str, whole: Attempt, attempts: list[Attempt]) -> Verdict:
 
 
 def check_alike(whole: Attempt, first: Attempt) -> None:
+    """Compare the updates that both runs made before the kill, by samples, losses and parameters.
+
+    CannotTell: they differ, so that a difference after the kill would say nothing.
+    """
     for update in range(min(whole.updates, first.updates)):
         for one, other in zip(whole.at(update), first.at(update), strict=False):
             unlike = [key for key in ("samples", "losses", "before") if one[key] != other[key]]
@@ -103,6 +129,10 @@ def check_alike(whole: Attempt, first: Attempt) -> None:
 
 
 def why_it_does_not_start(killed: Attempt, resumed: Attempt) -> str:
+    """Return a sentence on why the resumed run ended without an update, with what it raised.
+
+    It blames the kill's unfinished save if there is one.
+    """
     said = f"everything: started again, it ends with exit code {resumed.code}"
     torn = [save["save"] for save in killed.saves if not save["whole"]]
     if torn:
@@ -114,13 +144,24 @@ def why_it_does_not_start(killed: Attempt, resumed: Attempt) -> str:
 
 
 def what_it_raised(output: str) -> str:
-    """Return the first error in an output, or its last lines; torchrun's summary is no error."""
+    """Return the first line in an output that is an error, or otherwise its last `LINES` lines.
+
+    The summary of torchrun counts as no error.
+    """
     errors = [line for line in output.splitlines() if ERROR.match(line)]
     return errors[0] if errors else "\n    ".join(output.splitlines()[-LINES:])
 
 
 def find_start(whole: Attempt, attempts: list[Attempt], resumed: Attempt, verdict: Verdict) -> int:
-    """Find the update whose parameters the resumed run begins with."""
+    """Return the index of the update before which the parameters are those of the resumed run.
+
+    If the values are right but in other parameters' places, or are of no update, this is added to
+    `verdict.lost`; in the second case the index is guessed from the number of updates that
+    follow.
+
+    whole: the uninterrupted run.
+    attempts: all starts of the killed training; those before `resumed` are searched.
+    """
     begins = resumed.ranks[0][0]["before"]
     states = {}
     for attempt in (whole, *attempts[: attempts.index(resumed)]):
@@ -145,7 +186,10 @@ def find_start(whole: Attempt, attempts: list[Attempt], resumed: Attempt, verdic
 
 
 def misplaced(saved: dict[str, str], begins: dict[str, str]) -> str:
-    """Say which parameters came back in each other's places."""
+    """Return a sentence on which parameters came back in each other's places.
+
+    saved, begins: {parameter: digest}, as they should be and as they are.
+    """
     moved = [name for name in begins if begins[name] != saved.get(name)]
     source = next(name for name in saved if saved[name] == begins[moved[0]])
     said = (
@@ -155,7 +199,10 @@ def misplaced(saved: dict[str, str], begins: dict[str, str]) -> str:
 
 
 def look_at_saves(killed: Attempt, resumed: Attempt, verdict: Verdict) -> None:
-    """Compare where it went on with the last save that was whole."""
+    """Compare where the script went on with its last whole save; add what is lost to the verdict.
+
+    killed, resumed: the start that was killed, and the one after it.
+    """
     torn = [save for save in killed.saves if not save["whole"]]
     doomed = {save["updates"] for save in torn}
     saved = [s["updates"] for s in killed.saves if s["whole"] and s["updates"] not in doomed]
@@ -186,7 +233,14 @@ def look_at_saves(killed: Attempt, resumed: Attempt, verdict: Verdict) -> None:
 def look_at_first_update(
     whole: Attempt, first: Attempt, resumed: Attempt, verdict: Verdict
 ) -> None:
-    """Find what is missing when the first update after a resume begins. first: the killed start."""
+    """Add to the verdict what is missing when the first update after a resume begins.
+
+    Nothing is added if something was found lost before. The first rank that lacks something is the
+    one that is reported.
+
+    whole: the uninterrupted run.
+    first: the first start that was killed; by it, generators that aren't seeded are known.
+    """
     at = resumed.start
     if not resumed.updates or at >= whole.updates or verdict.lost:
         return
@@ -200,9 +254,12 @@ def look_at_first_update(
 
 
 def missing(due: dict, got: dict, updates: list[dict], at: int, seeded: list[str]) -> list[str]:
-    """List what an update lacks, as sentences. due, got: a rank's record of it.
+    """Return what an update lacks, as a list of sentences.
 
-    updates: all of that rank, uninterrupted. seeded: generators that are alike in every run.
+    due, got: the rank's record of this update in the uninterrupted run, and in the resumed one.
+    updates: that rank's records of all updates in the uninterrupted run.
+    at: the index of the update.
+    seeded: the names of random generators that have the same state in every run.
     """
     found = []
     if got["moments"] != due["moments"]:
@@ -225,17 +282,25 @@ def missing(due: dict, got: dict, updates: list[dict], at: int, seeded: list[str
 
 
 def counted(record: dict) -> str:
+    """Return the step counters in a record as text: '7', '3 and 7', or 'none'."""
     return " and ".join(f"{counter:g}" for counter in record["counters"]) or "none"
 
 
 def schedule(due: dict, got: dict, at: int) -> str:
+    """Return a sentence on the first learning rate that differs in the update with index `at`."""
     pairs = zip(due["rates"], got["rates"], strict=False)
     was, now = next((one, other) for one, other in pairs if one != other)
     return f"the schedule: a learning rate of {now:g} in update {at + 1} where it was {was:g}"
 
 
 def place_in_data(got: dict, updates: list[dict], at: int, other: list[str]) -> str:
-    """Say whose samples an update gets. other: generators that aren't in the state they were in."""
+    """Return a sentence on whose samples an update gets.
+
+    got: the rank's record of the update.
+    updates: that rank's records of all updates in the uninterrupted run.
+    at: the index of the update.
+    other: the names of random generators that aren't in the state in which they were.
+    """
     source = next((n for n, r in enumerate(updates) if r["samples"] == got["samples"]), None)
     if source is None and other:
         return f"the random state ({', '.join(other)}): samples come in another order"
@@ -252,7 +317,10 @@ def place_in_data(got: dict, updates: list[dict], at: int, other: list[str]) -> 
 
 
 def compare_rest(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> None:
-    """Say where losses, rates or parameters differ first, and whether all updates were made."""
+    """Add to the verdict where losses, rates or parameters differ first.
+
+    Also add whether all updates were made, and whether the script ended well.
+    """
     if unlike := first_unlike(whole, attempts[1:]):
         update, due, got = unlike
         verdict.says.append(first_difference(due, got, update))
@@ -271,7 +339,12 @@ def compare_rest(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> N
 
 
 def first_unlike(whole: Attempt, resumed: list[Attempt]) -> tuple[int, dict, dict] | None:
-    """Find the first update of which a rank's record differs: its number, what is due, and it."""
+    """Return the first update of which a rank's record differs in `KEYS`, or None if none does.
+
+    The update is (its index, the record in the uninterrupted run, the record in the resumed one).
+
+    resumed: the starts after the first.
+    """
     for attempt in resumed:
         for update in attempt.made():
             if update >= whole.updates:
@@ -286,6 +359,11 @@ KEYS = "losses", "rates", "after"
 
 
 def first_difference(due: dict, got: dict, update: int) -> str:
+    """Return a sentence on what differs in an update: its loss, parameters or the rest.
+
+    due, got: a rank's record of it in the uninterrupted run, and in the resumed one.
+    update: its index.
+    """
     said = f"first difference: update {update + 1}, "
     for one, other in zip(due["losses"], got["losses"], strict=False):
         if one != other:
@@ -298,7 +376,10 @@ def first_difference(due: dict, got: dict, update: int) -> str:
 
 
 def keep_ledger(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> None:
-    """Count the samples of all ranks; an update that is made again replays its samples."""
+    """Count the uses of samples by all ranks; add to the verdict whether all are as they should be.
+
+    An update that is made again replays its samples: only its last time counts.
+    """
     counted = {}
     replayed = 0
     for attempt in attempts:

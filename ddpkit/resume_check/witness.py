@@ -1,7 +1,8 @@
 """Note each update of a training: its state before, its samples, its loss; and kill it when asked.
 
-The witness listens at the places where `ddpkit.audit.tape` does, and at `torch.save`. It writes a
-line for each update at once, so that a kill loses none.
+The witness listens at the same places as `ddpkit.audit.tape`, calls of modules and steps of
+optimizers, and at `torch.save`. It writes a line for each update at once, so that a kill loses
+none.
 """
 
 import contextlib
@@ -24,12 +25,16 @@ from ..audit.tape import hook, plain_name
 
 
 class Witness:
-    """Write to `folder` what the training inside does on this rank, a JSON line for each event.
+    """A context manager that writes to `folder` what the training inside does on this rank.
 
-    An update: {"losses", "rates", "samples", "before", "after", "moments", "counters", "buffers",
-    "random"}; states are digests. A save: {"save": path, "updates": made before it, "whole": bool}.
+    It writes a JSON line for each event. An update is {"losses", "rates", "samples", "before",
+    "after", "moments", "counters", "buffers", "random"}: its losses and learning rates, digests of
+    its samples, and, by name, digests of parameters before and after it and of the random
+    generators; "counters" are the optimizer's step counters. A save is {"save": path, "updates":
+    made before it, "number": of this rank's saves, "whole": bool}.
+
     kill: "step 7" kills the run after 7 updates, "save 2" in the middle of this rank's second
-    torch.save, half of which is written; "" never.
+        torch.save, half of which is written; "" never.
     """
 
     def __init__(self, folder: Path, kill: str):
@@ -38,8 +43,8 @@ class Witness:
         self.kill_at = {kind: int(number)} if kill else {}
         self.updates = 0
         self.saves = 0
-        self.calls = 0  # modules that are being called, one inside the other
-        self.stepping = 0  # optimizers, likewise
+        self.calls = 0  # calls of modules that haven't returned, nested
+        self.stepping = 0  # steps of optimizers that haven't returned, nested
         self.roots: list[nn.Module] = []
         self.losses: list[float] = []
         self.samples: list[str] = []
@@ -65,6 +70,7 @@ class Witness:
         self.listening.close()
 
     def on_call(self, module: nn.Module, inputs: tuple) -> None:
+        """Note a call of a module: its samples, if it is an outermost call in training."""
         if self.calls == 0:
             known = any(module is root for root in self.roots)
             if not known and any(True for _ in module.parameters()):
@@ -77,7 +83,7 @@ class Witness:
         self.calls -= 1
 
     def hearing(self, backward: Callable) -> Callable:
-        """Return `backward` that first notes the loss it begins from."""
+        """Return a function like `backward` that notes the loss from which it begins."""
 
         def heard(tensors, *args, **kwargs):
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
@@ -92,6 +98,7 @@ class Witness:
         return heard
 
     def on_step(self, optimizer: Optimizer, *_) -> None:
+        """Note the state before an optimizer's step, unless it is inside another optimizer's."""
         self.stepping += 1
         if self.stepping == 1:
             groups = optimizer.param_groups
@@ -105,6 +112,7 @@ class Witness:
             self.samples = []
 
     def on_stepped(self, optimizer: Optimizer, *_) -> None:
+        """Write the update that an optimizer has made; kill the run if that is due after it."""
         self.stepping -= 1
         if self.stepping == 0:
             self.updates += 1
@@ -113,7 +121,10 @@ class Witness:
                 self.kill()
 
     def saving(self, obj, f, *args, **kwargs):
-        """Save as torch.save does, unless the run is to be killed in the middle of it."""
+        """Save as torch.save does, unless the run is to be killed in the middle of it.
+
+        Then only the first half of the bytes is written.
+        """
         self.saves += 1
         path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", "a stream"))
         event = {"save": path, "updates": self.updates, "number": self.saves}
@@ -134,7 +145,10 @@ class Witness:
     # What is noted
 
     def parameters(self, optimizer: Optimizer) -> dict[str, str]:
-        """Return {name: digest} of all that the optimizer updates; without a name, its number."""
+        """Return {name: digest} of all that the optimizer updates.
+
+        The name of a parameter that is in no module that was called is "parameter 3", by its index.
+        """
         names = {}
         for root in self.roots:
             for path, parameter in root.named_parameters():
@@ -146,10 +160,14 @@ class Witness:
         return found
 
     def write(self, event: dict) -> None:
+        """Append one event to this rank's file, at once."""
         self.file.write(json.dumps(event).encode() + b"\n")
 
     def kill(self) -> None:
-        """Kill torchrun and all ranks by SIGKILL, this one last."""
+        """Kill torchrun and all ranks of this run by SIGKILL, this one last.
+
+        Their process ids are those in the files pid.* of the witness's folder.
+        """
         pids = [int(path.read_text()) for path in sorted(self.folder.glob("pid.*"), reverse=True)]
         for pid in [*(pid for pid in pids if pid != os.getpid()), os.getpid()]:
             with contextlib.suppress(ProcessLookupError):
@@ -157,7 +175,10 @@ class Witness:
 
 
 def digest(*tensors: Tensor) -> str:
-    """Return a short hash of the tensors' bits; of a distributed one, of this rank's part."""
+    """Return a short hash of the tensors' bits, in hexadecimal.
+
+    Of a distributed tensor, only this rank's part counts.
+    """
     total = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -167,14 +188,21 @@ def digest(*tensors: Tensor) -> str:
 
 
 def rows(inputs: tuple) -> list[str]:
-    """Name the samples of a batch, rows of its tensors, by their bits."""
+    """Return a hash for each sample of a batch: each row of its tensors, by their bits.
+
+    inputs: the arguments of a module; tensors of another length than the first are left out, and so
+        is all that is no tensor.
+    """
     columns = [x for x in inputs if isinstance(x, Tensor) and x.dim()]
     columns = [x for x in columns if len(x) == len(columns[0])]
     return [digest(*row) for row in zip(*columns, strict=True)]
 
 
 def state_of(optimizer: Optimizer) -> tuple[str, list[float]]:
-    """Return a digest of an optimizer's moments, "" if it has none, and its step counters."""
+    """Return (digest of an optimizer's moments, its different step counters, sorted).
+
+    The digest is "" if there are no moments.
+    """
     moments = []
     counters = set()
     for group in optimizer.param_groups:
@@ -188,6 +216,10 @@ def state_of(optimizer: Optimizer) -> tuple[str, list[float]]:
 
 
 def random_states() -> dict[str, str]:
+    """Return {generator: digest of its state}: "torch", "python", "CUDA" and "numpy".
+
+    The last two are there only if the program uses them.
+    """
     states = {"torch": digest(torch.get_rng_state()), "python": name_of(random.getstate())}
     if torch.cuda.is_initialized():
         states["CUDA"] = digest(torch.cuda.get_rng_state())
@@ -197,4 +229,5 @@ def random_states() -> dict[str, str]:
 
 
 def name_of(state: object) -> str:
+    """Return a short hash of an object that can be pickled."""
     return hashlib.blake2b(pickle.dumps(state), digest_size=8).hexdigest()

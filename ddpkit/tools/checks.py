@@ -1,4 +1,7 @@
-"""Argument checks. Every error names the rank, what it got, what was expected and the remedy."""
+"""Argument checks, which raise an error or return None.
+
+Every error names the rank, what it got, what was expected and the remedy.
+"""
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -10,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 
 def misuse(name: str, got: str, expected: str, remedy: str) -> ValueError:
-    """Make the ValueError for a wrong call of `name` on this rank, to be raised.
+    """Return the ValueError for a wrong call of `name` on this rank, for the caller to raise.
 
     >>> raise misuse("all_gather", "3 tensors in tensor_list", "4", "One a rank.")
     ValueError: rank 1 called all_gather with 3 tensors in tensor_list, expected 4. One a rank.
@@ -20,7 +23,10 @@ def misuse(name: str, got: str, expected: str, remedy: str) -> ValueError:
 
 
 def check_in_group(name: str, group: ProcessGroup | None) -> None:
-    """Raise ValueError unless this rank is in `group` (None: all ranks)."""
+    """Raise ValueError unless this rank is in `group`, where None is the group of all ranks.
+
+    name: the function that the user called, for the error's text.
+    """
     if dist.get_rank(group) < 0:
         remedy = f"Call {name} on the group's ranks only."
         raise misuse(name, "a group that it isn't in", "one of its own", remedy)
@@ -34,9 +40,12 @@ def check_same(
 ) -> None:
     """Raise ValueError on every rank of `group` unless all bring the same `mine`.
 
-    what: the user's word for what is compared, e.g. "module". mine: descriptions of this rank's
-    parts of it, in order; the error shows the first that differ. remedy: the advice at its end.
-    Cost: one all_gather_object, so every rank of the group must call.
+    The check is one all_gather_object, so every rank of the group must call.
+
+    what: the user's word for what is compared, such as "module".
+    mine: descriptions of this rank's parts of it, in order; the error shows the first that differ.
+    group: the ranks that are compared; None for all.
+    remedy: the advice at the end of the error.
     """
     ranks = dist.get_process_group_ranks(group)
     everyones: list = [None] * len(ranks)
@@ -52,9 +61,13 @@ def check_same(
 def check_same_on_all_ranks(
     what: str, tensors: Iterable[tuple[str, Tensor]], group: ProcessGroup | None
 ) -> None:
-    """Run `check_same` on the names, dtypes, shapes and requires_grad of tensors.
+    """Raise ValueError on every rank of `group` unless all bring tensors that are alike.
 
-    tensors: (name, tensor) in order. Their values may differ.
+    Alike are their number, names, dtypes, shapes and requires_grad, in this order; their values may
+    differ. The check is one all_gather_object, so every rank of the group must call.
+
+    what: the user's word for what is compared, such as "module".
+    tensors: (name, tensor) of each, in order.
     """
     mine = []
     for name, x in tensors:
@@ -64,7 +77,10 @@ def check_same_on_all_ranks(
 
 
 def check_same_shapes(what: str, theirs: Mapping, mine: Mapping) -> None:
-    """Raise ValueError unless `theirs` and `mine`, {name: shape}, have equal names and shapes."""
+    """Raise ValueError unless `theirs` and `mine`, both {name: shape}, have equal names and shapes.
+
+    what: the user's word for where `theirs` comes from, such as the name of a checkpoint.
+    """
     for name in mine | theirs:
         if theirs.get(name) != mine.get(name):
             got = f"{theirs.get(name, 'nothing')} in {what}, {mine.get(name, 'nothing')} here"
@@ -74,10 +90,10 @@ def check_same_shapes(what: str, theirs: Mapping, mine: Mapping) -> None:
 
 
 def check_all_call(name: str, group: ProcessGroup | None, patience_s: float = 10.0) -> None:
-    """Raise RuntimeError unless all ranks of the group call `name` within `patience_s`.
+    """Raise RuntimeError unless all ranks of the group call `name` within `patience_s` seconds.
 
-    A rank that calls alone would otherwise wait for ever in the first collective. It checks on Gloo
-    only, and does nothing on NCCL.
+    A rank that calls alone would otherwise wait for ever in the first collective call. This checks
+    on Gloo only, by a barrier, and does nothing on NCCL or in a group of one rank.
     """
     if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return
@@ -90,14 +106,21 @@ def check_all_call(name: str, group: ProcessGroup | None, patience_s: float = 10
 
 
 def check_positive(remedy: str, **values: float) -> None:
-    """Raise ValueError unless every value is a number > 0: check_positive("Give MiB.", cap=cap)."""
+    """Raise ValueError unless every value is a number > 0: check_positive("Give MiB.", cap=cap).
+
+    remedy: the advice at the end of the error.
+    values: {name that the error shows: value}.
+    """
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"expected {name} > 0, got {value!r}. {remedy}")
 
 
 def check_counts(**values: int) -> None:
-    """Raise ValueError unless every value is a whole number from 1: check_counts(world_size=4)."""
+    """Raise ValueError unless every value is a whole number from 1 on: check_counts(world_size=4).
+
+    values: {name that the error shows: value}.
+    """
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"expected {name} to be 1 or more, got {value!r}: give a whole number")

@@ -2,16 +2,23 @@
 
 
 def sent_bytes(run) -> list[int]:
-    """Return, by rank, the bytes of its sends; those inside torch's collectives aren't included."""
+    """Return, for each rank, the bytes of its sends, except those inside torch's collectives.
+
+    run: what `launch` returned; `run.wire` has the records of each rank.
+    """
     return _bytes(run, "send")
 
 
 def received_bytes(run) -> list[int]:
-    """Return, by rank, the bytes of its receives, except those inside torch's collectives."""
+    """Return, for each rank, the bytes of its receives, except those inside torch's collectives.
+
+    run: what `launch` returned.
+    """
     return _bytes(run, "recv")
 
 
 def _bytes(run, op: str) -> list[int]:
+    """Return, for each rank, the sum of the bytes of its records whose operation is `op`."""
     found = []
     for records in run.wire:
         found.append(sum(record.bytes for record in records if record.op == op))
@@ -19,11 +26,14 @@ def _bytes(run, op: str) -> list[int]:
 
 
 def hop_numbers(run) -> dict[tuple, int]:
-    """Return the hop, from 1 on, of each message sent and received: {(channel, seq): hop}.
+    """Return {(channel, seq): hop} of all messages both sent and received; hops count from 1.
 
     A message is one hop later than the last message that its sender or receiver had to finish
-    before it. Hops are sequential on a wire of any speed; messages that can be sent at the same
-    time are in the same hop.
+    before it. So hops follow one another on a connection of any speed, and messages that can be
+    sent at the same time are in the same hop. A message's channel and seq are those of its records:
+    the direction between two ranks, and the number of earlier messages there.
+
+    run: what `launch` returned.
     """
     ends: dict[tuple, set] = {}
     for records in run.wire:
@@ -39,7 +49,10 @@ def hop_numbers(run) -> dict[tuple, int]:
 def _push_later(records: list, depth: dict[tuple, int]) -> bool:
     """Move the messages of a rank to later hops, where one had to be finished before it.
 
-    depth: the hop of each message so far; changed in place. Returns whether any was moved.
+    Return whether any was moved.
+
+    records: the rank's calls.
+    depth: {(channel, seq): the hop of this message so far}; changed in place.
     """
     moved, so_far = False, 0
     steps = [(record.issued, 1, record) for record in records]
@@ -56,7 +69,10 @@ def _push_later(records: list, depth: dict[tuple, int]) -> bool:
 
 
 def hops_of(run) -> list[list[tuple[int, int, int]]]:
-    """List the messages of `run` by hop, each as (src, dst, bytes)."""
+    """Return, for each hop, the sorted list of its messages as (sender, receiver, bytes).
+
+    run: what `launch` returned.
+    """
     numbers_of = hop_numbers(run)
     found: list[list] = [[] for _ in range(max(numbers_of.values(), default=0))]
     for rank, records in enumerate(run.wire):

@@ -2,7 +2,8 @@
 
     changes = kill_before_each_change(save, (), make_folder, place)
 
-What it left when it was killed before changes[n - 1] is in place/"n"; in place/"0" it lived.
+What the function left when it was killed before changes[n - 1] is in the folder place/"n"; in
+place/"0" it wasn't killed. So a test can read each folder as a program that starts again would.
 """
 
 import json
@@ -23,10 +24,16 @@ CHILD = "import sys; sys.path[:] = {}; import pickle; pickle.load(open('call', '
 def kill_before_each_change(
     function: Callable, arguments: tuple, prepare: Callable[[Path], object], place: Path
 ) -> list[list]:
-    """Call function(folder, *arguments) in a process that lives, then in one for each change.
+    """Call function(folder, *arguments) in a process that lives, then in one killed at each change.
 
-    prepare: called with each folder before. Returns the changes that it makes, as [event], those
-    of os.fsync as [event, inode, bytes]. RuntimeError: it raised, or ended in another way.
+    A change is one on the disk, and the process is killed just before it. Return the changes that
+    the function makes on the disk, in order: each is [event] by the name of Python's audit event,
+    such as ["os.rename"], and those of os.fsync are ["os.fsync", inode, bytes].
+
+    function, arguments: pickled by value, so the processes needn't import their module.
+    prepare: called with each folder, place/"0", place/"1", ..., before the function is.
+    place: an existing folder, in which the folders are made.
+    RuntimeError: the function raised, or its process ended in another way than planned.
     """
     write_call(function, arguments, place)
     prepare(place / "0")
@@ -41,7 +48,11 @@ def kill_before_each_change(
 
 
 def write_call(function: Callable, arguments: tuple, place: Path) -> None:
-    """Write the call to a file, by value, for processes that import neither ddpkit nor torch."""
+    """Write the function call to the file place/"call", which another process loads and makes.
+
+    It is pickled by value, with the code of its module, since that process imports neither ddpkit
+    nor torch.
+    """
     modules = {sys.modules.get(known.__module__) for known in (function, die_at)}
     modules -= {None, sys.modules["__main__"]}
     for module in modules:
@@ -56,7 +67,12 @@ def write_call(function: Callable, arguments: tuple, place: Path) -> None:
 
 
 def start(number: int, place: Path) -> subprocess.Popen:
-    # -S: it starts in half the time. But then it wouldn't find an editable ddpkit by itself.
+    """Start a process that makes the call in the file place/"call"; return the process.
+
+    number: the change before which it ends, counted from 1; 0 for none. Its folder is
+        place/"number".
+    """
+    # -S: it starts in half the time. But then it wouldn't find an editable install of ddpkit.
     paths = [*sys.path, str(Path(__file__).parents[2])]
     command = [sys.executable, "-I", "-S", "-c", CHILD.format(paths, number)]
     pipe = subprocess.PIPE
@@ -64,7 +80,10 @@ def start(number: int, place: Path) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen, exit_code: int) -> str:
-    """Wait for the process; return what it printed."""
+    """Wait for the process; return what it printed.
+
+    RuntimeError: its exit code isn't `exit_code`.
+    """
     printed, told = process.communicate()
     if process.returncode != exit_code:
         raise RuntimeError(f"in a process of its own it ended with {process.returncode}: {told}")
@@ -72,9 +91,13 @@ def end(process: subprocess.Popen, exit_code: int) -> str:
 
 
 def die_at(pickled: bytes, number: int) -> None:
-    """Make the call in this process, and end it as a kill does: before the n-th change; 0: never.
+    """Make the function call in this process, and end it before the n-th change, as a kill does.
 
-    Python's audit events come before what they announce; os.fsync has none, and gets one here.
+    Python's audit events come before what they announce; os.fsync has none, and gets one here. If
+    the process isn't ended, it prints the list of changes as JSON.
+
+    pickled: (function, arguments).
+    number: n, counted from 1; 0 for never. It is the name of the folder as well.
     """
     from os import _exit  # here: a rank has an _exit of its own, which would travel with the call
 

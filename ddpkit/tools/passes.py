@@ -1,4 +1,7 @@
-"""Count the calls and bytes of a layer's passes, between barriers. Notebooks 07 and 11."""
+"""Count the collective calls and bytes of a layer's passes. Notebooks 07 and 11.
+
+A pass is the forward or the backward; barriers tell the passes apart in a run's records.
+"""
 
 from collections import Counter
 
@@ -11,7 +14,8 @@ from .units import size
 def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Run a model forward and backward, each after a barrier; return [its output, x.grad].
 
-    The loss is out.square().sum(). The barriers let `between_barriers` tell the passes apart.
+    The loss is out.square().sum(). By the barriers, `between_barriers` tells the calls of the two
+    passes apart.
     """
     dist.barrier()
     out = model(x)
@@ -21,7 +25,13 @@ def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def between_barriers(run) -> list[str]:
-    """List, for each barrier of rank 0, the calls that follow it: '2 × all_reduce of 96 B'."""
+    """Return, for each barrier of rank 0, the calls that follow it: '2 × all_reduce of 96 B'.
+
+    Equal calls are counted, and different ones joined by a comma. Calls before the first barrier
+    are left out.
+
+    run: what `launch` returned.
+    """
     sections: list[Counter] = []
     for record in run.wire[0]:
         if record.op == "barrier":
@@ -35,17 +45,25 @@ def between_barriers(run) -> list[str]:
 
 
 def ring_bytes(run) -> float:
-    """Compute the bytes that rank 0 sends after its first barrier, as if all calls were rings."""
+    """Return the bytes that rank 0 sends after its first barrier, as if every call used a ring.
+
+    A broadcast counts with the bytes that all ranks send if rank 0 is its root, and otherwise with
+    none.
+
+    run: what `launch` returned.
+    """
     records = run.wire[0]
     first = next(at for at, record in enumerate(records) if record.op == "barrier")
     return sum(sent_by_all(record, 0, len(run.wire)) for record in records[first:])
 
 
 def sent_by_all(record, rank: int, world_size: int) -> float:
-    """Compute this rank's share of the bytes that all ranks send in a call, if it uses a ring.
+    """Return this rank's share of the bytes that all ranks send in one call, if it uses a ring.
 
-    Only the sum over the ranks is meant: all of a broadcast is counted at its root. record: one of
-    `run.wire[rank]`; for an all_gather, its bytes are those of the rank's own part.
+    Only the sum over the ranks has a meaning: all of a broadcast is counted at its root.
+
+    record: one of `run.wire[rank]`. In an all_gather its bytes are those of the rank's own part.
+    KeyError: an operation that isn't counted here, such as all_to_all.
     """
     others = world_size - 1
     shares = {"send": 1, "recv": 0, "barrier": 0, "broadcast": others * (record.peer == rank)}

@@ -4,11 +4,14 @@ import math
 
 
 def learning_rate(step: int, steps: int, warmup: int, peak: float, last: float) -> float:
-    """Return the rate of a step, counted from 0: a straight rise to `peak` in `warmup` steps, then
-    half a cosine from `peak`, in step `warmup`, to `last` in step `steps` - 1.
+    """Return the learning rate of one step: a straight rise, then half a cosine.
 
-    It depends on the step alone: a resumed run goes on with the same rates.
-    Loshchilov and Hutter 2017 (the cosine); Goyal et al. 2017 (the rise).
+    The rate rises to `peak` in the first `warmup` steps, and falls from `peak`, in step `warmup`,
+    to `last`, in step `steps` - 1. It depends on the step alone, so a resumed run goes on with the
+    same rates. Loshchilov and Hutter 2017 (the cosine); Goyal et al. 2017 (the rise).
+
+    step: the index of the step, from 0.
+    steps: the number of steps in all.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -9,7 +9,10 @@ _doing: ContextVar[str] = ContextVar("doing", default="")
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Context manager: messages that begin inside are labelled by `what`, say "1F0"."""
+    """Label the messages that begin inside this context manager with `what`, such as "1F0".
+
+    The label shows in reports. Inside another `doing`, the inner label counts.
+    """
     token = _doing.set(what)
     try:
         yield

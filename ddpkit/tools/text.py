@@ -1,7 +1,8 @@
 """A real text that comes with Python, as bytes, and a loader that splits it among ranks.
 
-    tokens = encode(text()) for inputs, targets in Batches(tokens, batch_size=8, length=64,
-    rank=rank, world_size=world_size): ...
+    tokens = encode(text())
+    for inputs, targets in Batches(tokens, batch_size=8, length=64, rank=rank, world_size=4):
+        ...
 
 The tokens are the text's bytes: there are 256 of them, and no tokenizer is trained first.
 """
@@ -17,8 +18,10 @@ from .checks import check_counts
 def text() -> str:
     """Return Python's own reference manual, as `help()` shows it: half a million characters.
 
-    Every version of Python brings its own edition: curves of two machines are alike only if their
-    Pythons are. ModuleNotFoundError: this Python came without its manual.
+    Every version of Python brings its own edition, so curves of two machines are alike only if
+    their Pythons are.
+
+    ModuleNotFoundError: this Python came without its manual; the message says where to get it.
     """
     try:
         from pydoc_data.topics import topics
@@ -30,25 +33,29 @@ def text() -> str:
 
 
 def encode(text: str) -> Tensor:
-    """Encode `text` in UTF-8: uint8, 1-D, one element a byte."""
+    """Return `text` in UTF-8 as a 1-D tensor of uint8, one element a byte."""
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 class Batches:
-    """One rank's share of every batch. A `for` loop ends with the epoch; the next loop is the next
-    epoch.
+    """One rank's share of every batch: an iterable of (inputs, targets).
 
-    tokens: 1-D, as `encode` returns them; not copied. batch_size: sequences in a batch, over all
-    ranks. length: tokens in a sequence. seed: seed of the order, which differs between epochs and
-    is the same on every rank. ValueError: a rank outside the world, or too few tokens.
+    A `for` loop ends with the epoch; the next loop is the next epoch.
 
-    Yields `inputs` and `targets`, int64, (sequences of this rank, length), on the device of
-    `tokens`. A target is the token that follows: `targets[:, :-1]` equals `inputs[:, 1:]`. Every
-    epoch has every sequence once; leftover tokens that don't fill a sequence are dropped.
+    tokens: 1-D, one element a token; not copied.
+    batch_size: the number of sequences in a batch, over all ranks.
+    length: the number of tokens in a sequence.
+    rank, world_size: this rank, and the number of ranks.
+    seed: seed of the order, which differs between epochs and is the same on every rank.
+    ValueError: a rank outside the world, or too few tokens for one sequence.
 
-    Batches are cut as `torch.tensor_split` cuts: for every world size W, the shares of ranks 0, 1,
-    ..., one after the other, are the batch that a single rank would get. They are equal to within
-    one sequence. Where they aren't equal, the mean over ranks of the means over their shares isn't
+    `inputs` and `targets` are int64, (sequences of this rank, length), on the device of `tokens`. A
+    target is the token that follows: `targets[:, :-1]` equals `inputs[:, 1:]`. Every epoch has
+    every sequence once; leftover tokens that don't fill a sequence are dropped.
+
+    Batches are split as `torch.tensor_split` splits: for every world size W, the shares of ranks 0,
+    1, ..., concatenated, are the batch that a single rank would get. Their lengths differ by at
+    most one sequence. Where they differ, the mean over ranks of the means over their shares isn't
     the mean over the batch; it is, if each rank multiplies its mean by `weight`: W times this
     rank's part of the batch last yielded.
 
@@ -90,6 +97,11 @@ class Batches:
         return -(-len(self._inputs) // self._batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's (inputs, targets) of each batch that is left in the epoch.
+
+        `epoch` and `step` already name the next batch while one is worked on, so that a state saved
+        then resumes there.
+        """
         epoch, order = self.epoch, epoch_order(len(self._inputs), self._seed, self.epoch)
         while self.epoch == epoch:
             start = self.step * self._batch_size
@@ -102,9 +114,10 @@ class Batches:
 
 
 def epoch_order(sequences: int, seed: int, epoch: int) -> Tensor:
-    """Return a random order of the sequences in an epoch, which follows from seed and epoch alone.
+    """Return the order of the sequences in an epoch: a random permutation of their indices, int64.
 
-    torch's own generator isn't used, so a model draws the same numbers.
+    It follows from seed and epoch alone. torch's own generator isn't used, so a model draws the
+    same numbers as without this.
     """
     seed = 1_000_003 * seed + epoch  # not the sum: seed 1 would run an epoch ahead
     return torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))

@@ -1,8 +1,10 @@
 """Convert pipeline schedules between ddpkit and PyTorch, and run ours on PyTorch's engine.
 
 Everything used here is private in PyTorch: `_Action`, `_PipelineScheduleRuntime`,
-`_validate_schedule` and `pipeline_order` of `torch.distributed.pipelining.schedules`. Schedules
-are lists of words for each rank, as in `ddpkit.pipeline.schedules`. Notebook 10.
+`_validate_schedule` and `pipeline_order` of `torch.distributed.pipelining.schedules`. A schedule
+is, for each rank, a list of words in the order in which it computes: "1F0" is stage 1's forward of
+micro-batch 0, and B, I and W are backward, its part for the inputs, and its part for the weights.
+Notebook 10.
 """
 
 import importlib
@@ -28,7 +30,10 @@ NAMES = {  # for get_schedule_class: the number of stages on a rank
 
 
 def private(name: str):
-    """Return the object behind one of PyTorch's private names. ImportError: it doesn't exist."""
+    """Return the object behind one of PyTorch's private names, of its module of pipeline schedules.
+
+    ImportError: this torch has no such name; the message says what to do.
+    """
     module = importlib.import_module("torch.distributed.pipelining.schedules")
     if not hasattr(module, name):
         has = f"torch {torch.__version__} has no {module.__name__}.{name}"
@@ -37,10 +42,12 @@ def private(name: str):
 
 
 def words(cells: list) -> list[str]:
-    """Select, from PyTorch's cells of a rank, the actions that compute, as words.
+    """Return the actions of one rank that compute, as a list of words such as "1F0".
 
-    Left out are idle slots, messages, sharding and reducing. An overlapped action, e.g.
-    "(0F1;3B0)OVERLAP_F_B", becomes two, one after the other.
+    Left out are idle slots, messages, sharding and reducing. An overlapped action, such as
+    "(0F1;3B0)OVERLAP_F_B", becomes two words, one after the other.
+
+    cells: the rank's list in PyTorch's schedule: actions, or None for an idle slot.
     """
     found = []
     for cell in cells:
@@ -50,9 +57,10 @@ def words(cells: list) -> list[str]:
 
 
 def pytorchs_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """Return PyTorch's own schedule of that name, one of NAMES, in ddpkit's words.
+    """Return PyTorch's own schedule of that name: for each rank, a list of words such as "1F0".
 
-    ValueError: PyTorch has none for these numbers.
+    name: one of NAMES.
+    ValueError: PyTorch has none for these numbers of ranks and micro-batches.
     """
     stages = NAMES[name] * ranks
     cls = private("get_schedule_class")(name)
@@ -67,7 +75,11 @@ def pytorchs_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
 
 
 def pytorch_validates(schedule: Schedule) -> None:
-    """Run PyTorch's own check of a schedule. ValueError: PyTorch rejects it."""
+    """Run PyTorch's own check of a schedule, and return None if it passes.
+
+    schedule: for each rank, a list of words such as "1F0".
+    ValueError: PyTorch rejects it, and says why.
+    """
     try:
         private("_validate_schedule")(_actions(schedule), len(schedule), *_sizes(schedule))
     except AssertionError as refusal:
@@ -75,12 +87,13 @@ def pytorch_validates(schedule: Schedule) -> None:
 
 
 def _actions(schedule: Schedule) -> dict[int, list]:
+    """Return a schedule as PyTorch's own: {rank: its list of `_Action`s}."""
     read = private("_Action").from_str
     return {rank: [*map(read, map(str, row))] for rank, row in enumerate(schedule)}
 
 
 def _sizes(schedule: Schedule) -> tuple[int, int]:
-    """Return the numbers of stages and of micro-batches."""
+    """Return (number of stages, number of micro-batches) of a schedule."""
     numbers = re.findall(r"(\d+)[FBIW](\d+)", " ".join(map(str, chain(*schedule))))
     stages, micro_batches = zip(*numbers, strict=True)
     return 1 + max(map(int, stages)), 1 + max(map(int, micro_batches))
@@ -89,8 +102,11 @@ def _sizes(schedule: Schedule) -> tuple[int, int]:
 class PyTorchPipeline:
     """PyTorch's engine, `_PipelineScheduleRuntime`, run on any schedule; used like `Pipeline`.
 
-    modules: {stage: layers} of this rank. loss: of the last stage's output and the targets. After
-    `step` the gradients are in the parameters' `.grad`.
+    After `step` the gradients are in the parameters' `.grad`.
+
+    modules: {stage: its layers} of this rank.
+    schedule: for each rank, a list of words such as "1F0".
+    loss: called with the last stage's output and the targets.
     """
 
     def __init__(
@@ -112,7 +128,8 @@ class PyTorchPipeline:
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Run forward and backward of a batch; return its mean loss on the last stage's rank.
 
-        None on the others.
+        Return None on the other ranks. Only the first stage's rank uses `inputs`, and the last
+        one's `targets`.
         """
         losses: list[Tensor] = []
         whole = [inputs.contiguous()]  # torch 2.11 needs them contiguous

@@ -1,14 +1,15 @@
-"""Count the numbers that a function reads from and writes to memory. Notebook 08."""
+"""Count the tensor elements that a function reads from and writes to memory. Notebook 08."""
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
 class Traffic(TorchFunctionMode):
-    """Count the elements read and written by indexing inside `with Traffic() as traffic:`.
+    """A counter of the elements read and written by indexing inside `with Traffic() as traffic:`.
 
-    x[..., i] counts the elements it returns as reads; a[..., i] = y counts those it sets as writes.
-    Using a tensor without an index counts nothing, as if it were in registers or fast memory.
+    `traffic.reads` counts the elements that an index such as x[i] returns, and `traffic.writes`
+    those that an assignment to x[i] sets. Using a tensor without an index counts nothing, as if it
+    were in registers or fast memory.
     """
 
     def __init__(self):

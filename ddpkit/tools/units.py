@@ -1,4 +1,4 @@
-"""Format numbers for people: three digits and a unit. MB is 10^6 bytes, MiB is 2^20.
+"""Format numbers for people, as text: three digits and a unit. MB is 10^6 bytes, MiB is 2^20.
 
 >>> size(1_500_000), binary_size(65536), duration(31e-6), rate(1.17e9), count(2, "hop")
 ('1.5 MB', '64 KiB', '31 µs', '1.17 GB/s', '2 hops')
@@ -17,40 +17,40 @@ RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "bytes/s": 1.0}
 
 
 def size(nbytes: float) -> str:
-    """Write bytes in powers of 1000: '96 B', '1.5 MB'."""
+    """Return bytes as text in powers of 1000: '96 B', '1.5 MB'."""
     return with_unit(nbytes, DECIMAL)
 
 
 def binary_size(nbytes: float) -> str:
-    """Write bytes in powers of 1024, as bucket caps are counted: '512 B', '64 KiB', '4 MiB'."""
+    """Return bytes as text in powers of 1024, as bucket caps are: '512 B', '64 KiB', '4 MiB'."""
     return with_unit(nbytes, BINARY)
 
 
 def round_size(nbytes: int) -> str:
-    """Write bytes in binary units if they are a whole number of them, or in decimal: '25 MiB'."""
+    """Return bytes as text: '25 MiB' if they are whole KiB, otherwise in powers of 1000."""
     whole = any(nbytes % unit == 0 for name, unit in BINARY.items() if name != "B")
     return binary_size(nbytes) if whole else size(nbytes)
 
 
 def duration(seconds: float) -> str:
-    """Write seconds: '1.2 s', '31 µs'."""
+    """Return seconds as text: '1.2 s', '31 µs'."""
     return with_unit(seconds, SECONDS)
 
 
 def rate(bytes_per_s: float) -> str:
-    """Write bytes per second: '1.17 GB/s'."""
+    """Return bytes per second as text: '1.17 GB/s'."""
     return with_unit(bytes_per_s, RATES)
 
 
 def count(many: int, word: str) -> str:
-    """Write a number of things: '1 hop', '2 hops'."""
+    """Return a number with a word that gets an s unless the number is 1: '1 hop', '2 hops'."""
     return f"{many} {word}" if many == 1 else f"{many} {word}s"
 
 
 def with_unit(value: float, units: dict[str, float]) -> str:
-    """Write `value` to three digits, in the largest unit of which it is at least one.
+    """Return `value` as text with three digits, in the largest unit of which it is at least one.
 
-    units: {name: its size}, from the largest to the smallest; the last one is for all below.
+    units: {name: its size}, from the largest to the smallest; a smaller value gets the smallest.
     """
     for name, unit in units.items():
         number = float(f"{value / unit:.3g}")
@@ -61,7 +61,11 @@ def with_unit(value: float, units: dict[str, float]) -> str:
 
 
 def number(value) -> str:
-    """Write a value in about six characters: whole numbers whole, others to three digits."""
+    """Return a value as text of about six characters.
+
+    Whole numbers are written whole, others to two or three digits. Return "" for None, and the
+    usual text of a bool, complex number or str.
+    """
     if value is None:
         return ""
     if isinstance(value, bool | complex | str):
@@ -77,7 +81,10 @@ def number(value) -> str:
 
 
 def numbers(values: Sequence | None, most: int = 16) -> str:
-    """Write '[1, 10, 100]', with no more than `most` values; None is 'nothing'."""
+    """Return a list of numbers as text: '[1, 10, 100]'.
+
+    After `most` values the rest is '…'; None is 'nothing'.
+    """
     if values is None:
         return "nothing"
     shown = [number(value) for value in values[:most]]
@@ -87,7 +94,11 @@ def numbers(values: Sequence | None, most: int = 16) -> str:
 
 
 def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
-    """Name ranks: 'rank 2', 'ranks 0, 1 and 3', 'ranks 0 to 5 and 7'; 'every rank' of all."""
+    """Return a name for ranks: 'rank 2', 'ranks 0, 1 and 3', 'ranks 0 to 5 and 7'.
+
+    ranks: in ascending order.
+    world_size: if given, and all ranks are there, the name is 'every rank'.
+    """
     ranks = list(ranks)
     if len(ranks) == world_size:
         return "every rank"
@@ -100,7 +111,13 @@ def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
 
 
 def name_some(ranks: Sequence[int], world_size: int) -> str:
-    """Name ranks: 'ranks 0, 1 and 3', or 'all but rank 7' where that is shorter."""
+    """Return a name for ranks, 'ranks 0, 1 and 3', or 'all but rank 7'.
+
+    The second form is for more than `MANY_RANKS` ranks that aren't consecutive, if one or two
+    others are left out.
+
+    ranks: in ascending order, not empty.
+    """
     ranks = list(ranks)
     rest = sorted(set(range(world_size)).difference(ranks))
     in_a_row = ranks == list(range(ranks[0], ranks[-1] + 1))
@@ -110,7 +127,10 @@ def name_some(ranks: Sequence[int], world_size: int) -> str:
 
 
 def _runs(ranks: list[int]) -> list[str]:
-    """Write numbers in runs: ['0 to 6', '8'] for 0, 1, 2, 3, 4, 5, 6 and 8."""
+    """Return ascending numbers as text, in runs: ['0 to 6', '8'] for 0, 1, 2, 3, 4, 5, 6 and 8.
+
+    Two consecutive numbers aren't joined.
+    """
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -124,12 +144,16 @@ def _runs(ranks: list[int]) -> list[str]:
 
 
 def _and(parts: list[str]) -> str:
+    """Return the parts as one text, joined by commas and, before the last, 'and'."""
     *most, last = parts
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def wrap(text: str) -> str:
-    """Wrap the lines of `text` at `COLUMNS`, continuing an indented line two spaces further."""
+    """Return `text` with its lines wrapped at `COLUMNS`.
+
+    The rest of an indented line is indented two spaces further.
+    """
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]

@@ -6,9 +6,12 @@ from torch import Tensor
 
 
 def views(flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return views of consecutive parts of `flat`, in the shapes of `tensors`.
+    """Return views of consecutive parts of `flat`, one for each of `tensors`, in their shapes.
 
-    flat: 1-D; elements after the last part are padding. Writing to a view writes to `flat`.
+    Writing to a view writes to `flat`.
+
+    flat: 1-D, at least as long as all tensors together; elements after the last part are padding.
+    tensors: only their shapes and sizes are used.
     """
     found = []
     start = 0

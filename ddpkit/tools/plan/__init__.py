@@ -6,10 +6,11 @@
     print(table(search.best(8)))
     print(explain(search))
 
-Every mesh of data × tensor × pipeline, DDP, ZeRO-1 or FSDP on the data axis, any number of
-micro-batches, with checkpoints or without: its step is written down as a program, call by call
-(`program`), and run on a clock with the wire's α and β (`clock`); its bytes are counted (`room`).
-Those that don't fit are left out, the others ranked (`search`); `why` compares the best with its
+A plan is a mesh of data × tensor × pipeline ranks, with DDP, ZeRO-1 or FSDP on the data axis, a
+number of micro-batches, and checkpoints or none; all of them are tried. A plan's training step is
+written down as a program, call by call (`program`), and run on a clock with the latency and
+bandwidth of the machine's network (`clock`); its bytes are counted (`room`). Plans that don't fit
+into memory are left out, the others sorted by time (`search`); `why` compares the best with its
 rivals. `fit` measures this machine. Notebook 15.
 """
 

@@ -20,12 +20,19 @@ MODEL = {  # 7 billion parameters
 
 
 def nbytes(text: str) -> float:
-    """Read '16GB' or '16e9'. ValueError: neither."""
+    """Return the bytes of a text such as '16GB' or '16e9'.
+
+    ValueError, AttributeError: it is neither.
+    """
     number, unit = re.fullmatch(r"([\d.e+]+)\s*([TGMk]?B)?", text).groups()
     return float(number) * DECIMAL[unit or "B"]
 
 
 def bytes_of(text: str) -> float:
+    """Return the bytes of a text such as '16GB', for argparse.
+
+    ArgumentTypeError: it isn't one; the message says what is expected.
+    """
     try:
         return nbytes(text)
     except (AttributeError, ValueError):
@@ -34,6 +41,7 @@ def bytes_of(text: str) -> float:
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
+    """Return the options of a command line. given: its words; None: those of this process."""
     parser = argparse.ArgumentParser("python -m ddpkit.tools.plan", description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--memory", type=bytes_of, help="of a rank, such as 16GB")
@@ -50,6 +58,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def machine_of(asked: argparse.Namespace, shape: Shape) -> Machine:
+    """Return the machine that the options describe, or with --fit this one, measured."""
     if asked.fit:
         return fit(shape, asked.ranks)
     between = CostModel(*PRESETS[asked.between]) if asked.between else None
@@ -60,7 +69,11 @@ def machine_of(asked: argparse.Namespace, shape: Shape) -> Machine:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Search and print. given: arguments; None: those of the command line."""
+    """Search for the best plans and print them in a table, then the reasons for the best.
+
+    given: the command's arguments; None: those of this process.
+    SystemExit: the options can't be a model or a machine; the message says why.
+    """
     asked = arguments(given)
     try:
         shape = Shape(**{name: getattr(asked, name) for name in MODEL})

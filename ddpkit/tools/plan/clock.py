@@ -1,9 +1,10 @@
-"""Predict the time of a step: run the programs of all stages on a clock.
+"""Predict the time of a training step: run the programs of all stages on a clock.
 
-Every rank has one wire, which carries a message at a time each way, as that of `launch(link=)`:
-calls of one axis follow one another, calls of several share the wire. A rank's time is computing,
-or waiting for an axis. Left out: clipping, that small products are slow, and that sending takes a
-core's or a GPU's time.
+A program is the list of what a rank does in a step (`program`). Every rank has one connection,
+which carries one message at a time each way, as that of `launch(link=)` does: collective calls of
+one axis follow one another, and calls of several axes share the connection. A rank either computes
+or waits for an axis. Left out are clipping, that small matrix products are slow, and that sending
+takes a core's or a GPU's time.
 """
 
 import math
@@ -26,7 +27,12 @@ ALGORITHMS = {
 
 @dataclass
 class Spent:
-    """The seconds of one rank: by what it does, and by the axis that it waits for."""
+    """The seconds of one rank in a training step, by what it does and for which axis it waits.
+
+    busy: {kind of computing, such as COMPUTING or UPDATE of `program`: seconds}.
+    waits: {axis: seconds of waiting for its calls or messages}.
+    sending: {axis: seconds that its collective calls take}, whether computing hides them or not.
+    """
 
     busy: Counter = field(default_factory=Counter)
     waits: Counter = field(default_factory=Counter)
@@ -34,13 +40,17 @@ class Spent:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of the step: all computing and all waiting."""
         return self.busy.total() + self.waits.total()
 
 
 def spent(shape: Shape, machine: Machine, plan: Plan) -> list[Spent]:
-    """Predict what the step's seconds go to, on a rank of each stage.
+    """Predict what the seconds of a training step go to, on a rank of each stage.
 
-    A stage that is done before the last one waits for its pipeline. ValueError: as in `programs`.
+    Return a list of `Spent`, in the order of the stages. All have the same sum, since a stage that
+    is done before the last one waits for its pipeline.
+
+    ValueError: the model can't be divided by this plan; the message says why.
     """
     shared: dict = defaultdict(list, sent={})
     ranks = []
@@ -57,9 +67,12 @@ def spent(shape: Shape, machine: Machine, plan: Plan) -> list[Spent]:
 
 
 class Rank:
-    """A rank of one stage, its wire, and the time it has come to.
+    """A rank of one stage on the clock: its connection, and the time to which it has come.
 
-    shared: {"sent": {message: when it began}, call of all stages: when each came to it}.
+    All times are seconds since the step began.
+
+    shared: one dict for all ranks. shared["sent"] is {message: when its sending began}, and
+        shared[axis] lists when each stage came to the call that all stages make on that axis.
     """
 
     def __init__(self, machine: Machine, plan: Plan, shared: dict):
@@ -78,7 +91,7 @@ class Rank:
         self.moves: Iterator[str] = iter(())
 
     def run(self, program: Program) -> Iterator[str]:
-        """Go through the program; yield where another stage must come first."""
+        """Go through the program; yield "waiting" each time another stage must come first."""
         for step in program:
             if isinstance(step, Compute):
                 self.compute(step)
@@ -99,36 +112,47 @@ class Rank:
                 self.receive(step)
 
     def compute(self, step: Compute) -> None:
+        """Advance this rank's time by a piece of computing."""
         update = step.what == UPDATE
         speed = self.machine.updates_per_s if update else self.machine.flops_per_s
         self.spent.busy[step.what] += step.amount / speed
         self.now += step.amount / speed
 
     def until(self, moment: float, axis: str) -> None:
+        """Advance this rank's time to `moment`, if that is later, as waiting for `axis`."""
         self.spent.waits[axis] += max(0.0, moment - self.now)
         self.now = max(self.now, moment)
 
     # Collectives
 
     def seconds(self, call: Call) -> float:
+        """Return the predicted seconds of a collective call, kept for calls that are alike."""
         if call[1:] not in self.known:
             self.known[call[1:]] = self.predicted_s(call)
         return self.known[call[1:]]
 
     def predicted_s(self, call: Call) -> float:
+        """Return the seconds of a collective call, by the cost model of its axis."""
         ranks = self.plan.size(call.axis)
         whole = call.nbytes * ranks if call.op == "all_gather" else call.nbytes
         wire = self.machine.wire_of(self.plan, call.axis)
         return wire.seconds(ALGORITHMS[call.op], whole, ranks)
 
     def wait(self, step: Wait) -> None:
+        """Advance this rank's time to the end of a collective call.
+
+        Calls that are queued before it begin first.
+        """
         while step.key not in self.done:
             self.book()
         moment, axis = self.done.pop(step.key)
         self.until(moment, axis)
 
     def book(self, until: float = math.inf) -> bool:
-        """Let the next call begin, unless that is later than `until`; return whether one has."""
+        """Let the next queued call begin, unless that is later than `until`.
+
+        Return whether a call has begun.
+        """
         nexts = [(max(q[0][0], self.free[axis]), axis) for axis, q in self.queues.items() if q]
         if not nexts or min(nexts)[0] > until:
             return False
@@ -142,12 +166,12 @@ class Rank:
         return True
 
     def catch_up(self) -> None:
-        """Let all calls begin that do before now: what comes next queues behind them."""
+        """Let all queued calls begin that do so before now: what comes next queues behind them."""
         while self.book(self.now):
             pass
 
     def meet(self, call: Call) -> Iterator[str]:
-        """Wait for all stages, then for the call."""
+        """Begin a call that all stages make once all have come; yield "waiting" until then."""
         meeting = self.shared[call.axis]
         meeting.append(self.now)
         while len(meeting) < self.plan.pipeline:
@@ -160,9 +184,11 @@ class Rank:
     # Messages between stages
 
     def wire(self) -> CostModel:
+        """Return the cost model of the connection between stages."""
         return self.machine.wire_of(self.plan, "pipeline")
 
     def send(self, step: Send) -> None:
+        """Begin a message to another stage when the connection is free; the rank doesn't wait."""
         self.catch_up()
         start = max(self.now, self.out)
         self.out = start + step.nbytes / self.wire().bytes_per_s
@@ -170,6 +196,7 @@ class Rank:
         self.shared["sent"][step.key] = start
 
     def receive(self, step: Receive) -> None:
+        """Advance this rank's time to the arrival of a message from another stage."""
         self.catch_up()
         start = max(self.shared["sent"][step.key], self.into)
         travel_s = self.wire().latency_s + step.nbytes / self.wire().bytes_per_s
@@ -178,5 +205,8 @@ class Rank:
 
 
 def step_s(shape: Shape, machine: Machine, plan: Plan) -> float:
-    """Predict the seconds of a step. ValueError: the model can't be cut so."""
+    """Return the predicted seconds of a training step.
+
+    ValueError: the model can't be divided by this plan; the message says why.
+    """
     return spent(shape, machine, plan)[0].seconds

@@ -1,4 +1,8 @@
-"""Measure this machine: α and β of its wire, FLOP/s at a model's own shapes, updates a second."""
+"""Measure this machine for `Machine`: what computing, updating and sending cost here.
+
+That is the FLOP/s at a model's own shapes, the parameters that AdamW updates in a second, and α and
+β, the cost of a message and of a byte.
+"""
 
 import statistics
 import time
@@ -15,21 +19,24 @@ from ...runtime.launch import launch
 from ...runtime.machine import memory_bytes
 from .shape import ATTENTION, MLP, Machine, Shape, half_flops
 
-SIZES = 2**12, 2**15, 2**18, 2**21  # bytes of all-reduces that α and β are fitted to
-HELD_BACK = 2**13, 2**17, 2**20  # and of others, which show the error
-ROUNDS = 7  # of each; fewer where they take longer than these seconds
+SIZES = 2**12, 2**15, 2**18, 2**21  # bytes of all-reduces to which α and β are fitted
+HELD_BACK = 2**13, 2**17, 2**20  # bytes of other all-reduces, which show the error
+ROUNDS = 7  # timings of each; fewer where they take longer than these seconds
 BLOCK_S, CALL_S = 4.0, 0.5
 LARGEST_FLOPS = 5e8  # of a forward that is timed: a larger model is measured with fewer tokens
-WIDEST = 1024  # and a wider one with a narrower block
-UPDATED = 2**20  # parameters
+WIDEST = 1024  # a wider model is measured with a narrower block
+UPDATED = 2**20  # parameters that a timed update has
 
 
 def fit(shape: Shape, ranks: int = 2) -> Machine:
-    """Measure what this machine does with `ranks` ranks at a time, in about 12 s at most.
+    """Measure what this machine does with `ranks` ranks at a time, and return it as a `Machine`.
 
-    All ranks compute at once, so those that share a core are as slow as in training. memory_bytes:
-    of a rank, what is free now by the number of ranks. `error` is the median of those of a block
-    and of all-reduces that weren't used to fit.
+    This takes about 12 s at most. All ranks compute at once, so those that share a core are as slow
+    as in training. In what is returned, `memory_bytes` is the memory that is free now, divided by
+    the number of ranks. `error` is the median error of the predicted times of all-reduces that
+    weren't used to fit, and of a block that was timed a second time.
+
+    shape: the model, whose block is timed, with fewer tokens or a narrower one if it is large.
     """
     run = launch(measure, shape, world_size=ranks)
     slowest = max(run, key=lambda found: found["block"])
@@ -49,7 +56,12 @@ def fit(shape: Shape, ranks: int = 2) -> Machine:
 
 
 def measure(shape: Shape) -> dict:
-    """Time this rank's all-reduces, a block and an update, beside the other ranks."""
+    """Time this rank's all-reduces, a block and an optimizer's update, beside the other ranks.
+
+    Return a dict: "block" and "block again" are the seconds of a block's forward and backward,
+    "flops" their FLOPs, "update" the seconds in which AdamW updates `UPDATED` parameters; "fitted"
+    and "held back" are lists of `cost.Measurement`, empty if there is one rank.
+    """
     torch.set_num_threads(1)
     block, flops = make_block(shape)
     found = {"flops": flops, "block": median_s(block, BLOCK_S)}
@@ -69,7 +81,10 @@ def measure(shape: Shape) -> dict:
 
 
 def make_block(shape: Shape) -> tuple[Callable[[], None], float]:
-    """Make a block of the model's width, or of `WIDEST`; return what trains it, and its FLOPs."""
+    """Make a block of the model's width, or of `WIDEST` if that is less.
+
+    Return (a function that runs the block forward and backward once, the FLOPs of that).
+    """
     head = shape.width // shape.heads
     heads = max(1, min(shape.width, WIDEST) // head)
     width = heads * head
@@ -89,7 +104,11 @@ def make_block(shape: Shape) -> tuple[Callable[[], None], float]:
 
 
 def median_s(call: Callable[[], object], limit_s: float = CALL_S) -> float:
-    """Time a call that all ranks make at the same time; the first one warms up."""
+    """Return the median seconds of a function call that all ranks make at the same time.
+
+    The first call warms up and isn't counted. After it come `ROUNDS` calls, or fewer if the slowest
+    rank has taken `limit_s`, but at least one.
+    """
     seconds = []
     started = time.perf_counter()
     slowest = torch.zeros(())

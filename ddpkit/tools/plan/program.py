@@ -1,9 +1,10 @@
-"""Write down what a rank does in a step: computing, calls and messages, in their order.
+"""Write down what a rank does in a training step: computing, collective calls, messages, in order.
 
 The engines are those of ddpkit: `fast.buckets.BucketedDDP`, `fast.zero.ZeroOptimizer` or
-`fast.fsdp.FSDP` on the data axis, the layers of `tensor_parallel`, `Pipeline` with 1F1B. With a
-pipeline the data axis comes after it, since a weight that first and last stage share is summed in
-between. FSDP's units are the blocks and the rest; it reduces after the last micro-batch.
+`fast.fsdp.FSDP` on the data axis, the layers of `tensor_parallel`, and `Pipeline` with the schedule
+1F1B. With a pipeline, the data axis' calls come after it, since a weight that first and last stage
+share is summed in between. FSDP's units are the blocks, and a root unit with the rest; it reduces
+after the last micro-batch.
 
 All ranks of a stage do the same, so one of them stands for all.
 """
@@ -22,14 +23,24 @@ COMPUTING, AGAIN, UPDATE = "computing", "computing again", "update"
 
 
 class Compute(NamedTuple):
-    """Computing: FLOPs, or for an update the parameters."""
+    """An instruction of a program: compute.
+
+    what: COMPUTING, AGAIN (of what a checkpoint didn't keep) or UPDATE.
+    amount: the FLOPs, or, for UPDATE, the number of parameters that are updated.
+    """
 
     what: str
     amount: float
 
 
 class Call(NamedTuple):
-    """A collective that begins. nbytes: as a record on the wire has them, handed in by a rank."""
+    """An instruction of a program: begin a collective call, without waiting for it.
+
+    key: what `Wait` names it by.
+    axis: the axis of the mesh whose ranks take part.
+    op: the operation, such as "all_reduce".
+    nbytes: the bytes that a rank hands in, as records have them.
+    """
 
     key: int
     axis: str
@@ -38,33 +49,37 @@ class Call(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait for a collective."""
+    """An instruction of a program: wait for the collective call with this key."""
 
     key: int
 
 
 class Send(NamedTuple):
-    """A message to another stage, which begins."""
+    """An instruction of a program: begin to send a message to another stage.
+
+    key: what names the message on both sides, (receiving stage, "F" or "B", micro-batch), or, for a
+        tied weight's gradient, ("first" or "last", "tied", 0).
+    """
 
     key: tuple
     nbytes: int
 
 
 class Post(NamedTuple):
-    """A receive that begins."""
+    """An instruction of a program: begin to receive the message with this key."""
 
     key: tuple
 
 
 class Receive(NamedTuple):
-    """Wait for a message."""
+    """An instruction of a program: wait for the message with this key, which has `nbytes`."""
 
     key: tuple
     nbytes: int
 
 
 class Sent(NamedTuple):
-    """Wait until a message of this rank has arrived."""
+    """An instruction of a program: wait until this rank's message with this key has arrived."""
 
     key: tuple
 
@@ -73,9 +88,11 @@ Program = list[Compute | Call | Wait | Send | Post | Receive | Sent]
 
 
 def programs(shape: Shape, plan: Plan) -> list[Program]:
-    """Write the program of a rank of each stage, in a step that isn't the first.
+    """Return the program of one rank of each stage: its list of instructions in a training step.
 
-    ValueError: the model can't be cut so.
+    The step isn't the first one, in which engines still learn the order of gradients.
+
+    ValueError: the model can't be divided by this plan; the message says why.
     """
     schedule = one_f_one_b(plan.pipeline, plan.micro_batches)
     words = messages(schedule)
@@ -83,7 +100,11 @@ def programs(shape: Shape, plan: Plan) -> list[Program]:
 
 
 class Writer:
-    """The program of a rank of one stage, as it is written."""
+    """The program of a rank of one stage, while it is written.
+
+    program: the instructions so far; every method below appends to it.
+    data_axis: writes what DDP, ZeRO-1 or FSDP does.
+    """
 
     def __init__(self, shape: Shape, plan: Plan, stage: Stage):
         self.shape = shape
@@ -97,6 +118,11 @@ class Writer:
         self.data_axis = AXES[plan.sharded](self)
 
     def step(self, words: list[str]) -> Program:
+        """Write a whole step and return its program.
+
+        words: the stage's schedule in PyTorch's notation, with messages: "1F0", "1SEND_F0",
+            "2RECV_F0".
+        """
         sent = []
         for word in words:
             if "SEND" in word:
@@ -119,6 +145,7 @@ class Writer:
     # Parts of a step
 
     def forward(self, k: int) -> None:
+        """Write the forward of micro-batch k."""
         self.receive("F", k, needed=not self.stage.first)
         for unit, works in groupby(self.stage.works, attrgetter("unit")):
             self.data_axis.before_forward(unit)
@@ -127,6 +154,11 @@ class Writer:
             self.data_axis.after_forward(unit)
 
     def forward_work(self, work, what: str = COMPUTING) -> None:
+        """Write one part of a forward: its computing, then its calls on the tensor axis.
+
+        work: a `Work`.
+        what: the kind of computing, COMPUTING or AGAIN.
+        """
         self.compute(work.flops, what)
         if work.kind == HEAD:  # the largest logit, then two sums a target
             self.collective("tensor", "all_reduce", 4 * self.tokens)
@@ -135,6 +167,7 @@ class Writer:
             self.collective("tensor", "all_reduce", self.boundary_bytes)
 
     def backward(self, k: int) -> None:
+        """Write the backward of micro-batch k; a checkpointed block's forward comes before it."""
         self.receive("B", k, needed=not self.stage.last)
         self.data_axis.begin_backward(last=k == self.plan.micro_batches - 1)
         for unit, works in groupby(self.stage.works[::-1], attrgetter("unit")):
@@ -149,7 +182,12 @@ class Writer:
         self.data_axis.end_backward()
 
     def backward_work(self, work) -> None:
-        """Write gradients of inputs and of weights, which are ready before f's all-reduce."""
+        """Write one part of a backward: its computing, its gradients, its call on the tensor axis.
+
+        The weights' gradients are ready before the all-reduce of the input's gradient.
+
+        work: a `Work`.
+        """
         self.compute(2 * work.flops)
         names = [name for name in work.weights if self.by_name[name].trained]
         self.data_axis.gradients([self.by_name[name] for name in reversed(names)])
@@ -157,7 +195,7 @@ class Writer:
             self.collective("tensor", "all_reduce", self.boundary_bytes)
 
     def sum_tied(self) -> None:
-        """Exchange the gradient of the table between first and last stage."""
+        """Write that first and last stage exchange the gradient of the weight that they share."""
         if not self.stage.tied:
             return
         table = self.by_name[self.stage.tied]
@@ -169,17 +207,22 @@ class Writer:
     # Words of the program
 
     def send(self, word: str) -> tuple:
+        """Write that a message begins, by its word in the schedule; return the message's key."""
         stage, way, k = parse(word.replace("SEND_", ""))
         key = (stage + 1 if way == "F" else stage - 1, way, k)
         self.program.append(Send(key, self.boundary_bytes))
         return key
 
     def receive(self, way: str, k: int, needed: bool) -> None:
+        """Write that the stage waits for micro-batch k's message, if it is `needed`.
+
+        way: "F" for the input of a forward, "B" for the gradient that a backward begins with.
+        """
         if needed:
             self.program.append(Receive((self.stage.number, way, k), self.boundary_bytes))
 
     def compute(self, amount: float, what: str = COMPUTING) -> None:
-        """Add to the computing before, if nothing came between."""
+        """Write computing; it joins the last instruction if that is computing of the same kind."""
         last = self.program[-1] if self.program else None
         if isinstance(last, Compute) and last.what == what:
             self.program[-1] = Compute(what, last.amount + amount)
@@ -187,7 +230,10 @@ class Writer:
             self.program.append(Compute(what, amount))
 
     def start(self, axis: str, op: str, nbytes: int) -> int | None:
-        """Begin a call; None on an axis of one rank, which sends nothing."""
+        """Write that a collective call begins; return the key by which the program waits for it.
+
+        Return None on an axis of one rank, which sends nothing.
+        """
         if self.plan.size(axis) == 1:
             return None
         key = next(self.keys)
@@ -195,10 +241,12 @@ class Writer:
         return key
 
     def wait(self, key: int | None) -> None:
+        """Write that the program waits for the call with this key; nothing if it is None."""
         if key is not None:
             self.program.append(Wait(key))
 
     def collective(self, axis: str, op: str, nbytes: int) -> None:
+        """Write a collective call and, right after it, that the program waits for it."""
         self.wait(self.start(axis, op, nbytes))
 
 
@@ -206,7 +254,11 @@ class Writer:
 
 
 class Ddp:
-    """Replicas: buckets of gradients are all-reduced, in the last micro-batch's backward."""
+    """Replicas on the data axis, whose gradients are all-reduced in buckets.
+
+    This goes on in the last micro-batch's backward, or, if there is a pipeline, after it. The
+    class's methods write into the `Writer`'s program.
+    """
 
     op = "all_reduce"
 
@@ -219,7 +271,7 @@ class Ddp:
 
     @classmethod
     def deal(cls, stage: Stage, shape: Shape, plan: Plan) -> list[list[Weight]]:
-        """Deal the weights into buckets, in the order in which gradients are sent."""
+        """Return the buckets of weights, in the order in which their gradients are sent."""
         order = cls.order(stage, plan)
         nbytes = shape.states.gradients
         sizes = [(weight.numel * nbytes, weight.trained) for weight in order]
@@ -230,22 +282,28 @@ class Ddp:
 
     @classmethod
     def order(cls, stage: Stage, plan: Plan) -> list[Weight]:
+        """Return the trained weights in the order in which their gradients are sent."""
         # After a pipeline all gradients are there: it is the modules' order that is learned.
         return stage.trained if plan.pipeline > 1 else stage.trained[::-1]
 
     @classmethod
     def padded(cls, bucket: list[Weight], plan: Plan) -> int:
-        """Count the numbers of a bucket, padding included."""
+        """Return the number of elements in a bucket, padding included."""
         return sum(weight.numel for weight in bucket)
 
     def numel(self, bucket: list[Weight]) -> int:
+        """Return the number of elements in a bucket under this plan, padding included."""
         return self.padded(bucket, self.writer.plan)
 
     def begin_backward(self, last: bool) -> None:
+        """Note that a backward begins. last: whether it is that of the step's last micro-batch."""
         self.sending = last and self.writer.plan.pipeline == 1
 
     def gradients(self, weights: list[Weight]) -> None:
-        """Start what is full, in the plan's order."""
+        """Note that these weights' gradients are ready; start the call of each full bucket.
+
+        Buckets start in their order only, so a full one waits for those before it.
+        """
         if not self.sending:
             return
         self.arrived |= {weight.name for weight in weights}
@@ -256,7 +314,7 @@ class Ddp:
             self.under_way.append(self.writer.start("data", self.op, nbytes))
 
     def synchronize(self) -> None:
-        """Send what isn't under way, and wait for all."""
+        """Write the calls that haven't begun, and waits for all calls."""
         self.sending = True
         self.gradients(self.writer.stage.trained)
         for key in self.under_way:
@@ -265,6 +323,7 @@ class Ddp:
         self.arrived = set()
 
     def update(self) -> None:
+        """Write the optimizer's update of this rank's parameters."""
         self.writer.compute(sum(map(self.numel, self.buckets)), UPDATE)
 
     # Weights are always whole.
@@ -277,7 +336,10 @@ class Ddp:
 
 
 class Zero1(Ddp):
-    """Buckets are reduce-scattered instead; each rank updates its shards, and all gather them."""
+    """Replicas whose optimizer state is sharded: buckets are reduce-scattered, not all-reduced.
+
+    Each rank updates its shard of every bucket, and the shards are all-gathered.
+    """
 
     op = "reduce_scatter"
 
@@ -291,6 +353,7 @@ class Zero1(Ddp):
         return numel + -numel % plan.data
 
     def update(self) -> None:
+        """Write each bucket's update and the all-gather after it, then waits for all gathers."""
         writer = self.writer
         gathers = []
         for bucket in self.buckets:
@@ -303,10 +366,14 @@ class Zero1(Ddp):
 
 
 class Fsdp(Ddp):
-    """Shards: blocks are gathered one ahead, dropped and reduced, as by `ddpkit.fsdp.Conductor`.
+    """Shards on the data axis: blocks are gathered one ahead, freed after use, and reduced.
 
-    A checkpointed block isn't fetched ahead: its forward runs without autograd, which the order is
-    learned from.
+    That is what `ddpkit.fsdp.Conductor` does. A checkpointed block isn't gathered ahead: its
+    forward runs without autograd, from which the order is learned.
+
+    whole: the units whose weights are whole now.
+    gathering: {unit whose gather is under way: key of its call}.
+    reduction: the key of the reduce-scatter that is under way, or None.
     """
 
     def __init__(self, writer: Writer):
@@ -320,15 +387,20 @@ class Fsdp(Ddp):
         self.in_backward = False
 
     def shard(self, weights: list[Weight]) -> int:
+        """Return the number of elements of one rank's shards of these weights, padding included."""
         return sum(weight.shard(self.writer.plan.data) for weight in weights)
 
     def start_gather(self, unit: str) -> None:
+        """Write that a unit's gather begins, unless its weights are whole or on the way."""
         if unit not in self.whole and unit not in self.gathering:
             nbytes = self.shard(self.units[unit]) * self.writer.shape.states.parameters
             self.gathering[unit] = self.writer.start("data", "all_gather", nbytes)
 
     def gather(self, unit: str, step: int) -> None:
-        """Wait for a unit's weights, and start to gather its neighbour's."""
+        """Write that the program waits for a unit's weights, and begins to gather its neighbour.
+
+        step: the neighbour's distance in the order of blocks, 1 in forward and -1 in backward.
+        """
         self.start_gather(unit)
         if unit in self.gathering:
             self.writer.wait(self.gathering.pop(unit))
@@ -367,7 +439,10 @@ class Fsdp(Ddp):
         self.finish_reduction()
 
     def reduce(self, unit: str) -> None:
-        """Start to reduce a unit's gradients, after the reduction before is done."""
+        """Write that a unit's gradients begin to be reduced, once the reduction before has ended.
+
+        Nothing is written except in the step's last micro-batch.
+        """
         if not self.last:
             return
         self.finish_reduction()
@@ -377,6 +452,7 @@ class Fsdp(Ddp):
         self.reduction = self.writer.start("data", "reduce_scatter", nbytes)
 
     def finish_reduction(self) -> None:
+        """Write that the program waits for the reduction that is under way, if there is one."""
         self.writer.wait(self.reduction)
         self.reduction = None
 

@@ -1,9 +1,10 @@
 """Predict the memory of a rank: model states, activations, and what is whole for a moment.
 
-States are exact for the engines that `program` names, but for AdamW's counters of steps.
+States are exact for the engines that `program` names, except for AdamW's counters of steps.
 Activations are `ddpkit.memory`'s terms without dropout, with attention that keeps no matrix.
-Working memory is what comes and goes: what FSDP has whole, a checkpointed block's activations,
-gradients of logits and weights, a pipeline's messages, which are kept until the step ends.
+Working memory is what is there for a part of the step only: what FSDP has whole, a checkpointed
+block's activations, gradients of logits and weights, and a pipeline's messages, which are kept
+until the step ends.
 """
 
 from typing import NamedTuple
@@ -22,11 +23,16 @@ SPLIT = (
     "input of the MLP's second layer",
 )
 TOKEN_BYTES = 8  # int64
-UNITS_AT_A_TIME = 4  # of FSDP: three whole, and the gradients of one
+UNITS_AT_A_TIME = 4  # units of FSDP in memory: three whole, and the gradients of one
 
 
 class Room(NamedTuple):
-    """Bytes on a rank."""
+    """The predicted bytes of one rank, by what they are for.
+
+    optimizer: the optimizer's state.
+    activations: what forward keeps for backward, of all micro-batches that are held at a time.
+    working: what is there for a part of the step only.
+    """
 
     parameters: int
     gradients: int
@@ -36,17 +42,21 @@ class Room(NamedTuple):
 
     @property
     def states(self) -> int:
+        """Return the bytes of the model states: parameters, gradients and the optimizer's state."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
+        """Return the sum of all bytes."""
         return sum(self)
 
 
 def rooms(shape: Shape, plan: Plan) -> list[Room]:
     """Predict the bytes of the first rank of each stage, which has the most.
 
-    ValueError: the model can't be cut so.
+    Return a `Room` for each stage, in order.
+
+    ValueError: the model can't be divided by this plan; the message says why.
     """
     micro_batches = held(one_f_one_b(plan.pipeline, plan.micro_batches))
     found = []
@@ -57,12 +67,19 @@ def rooms(shape: Shape, plan: Plan) -> list[Room]:
 
 
 def peak(shape: Shape, plan: Plan) -> Room:
-    """Predict the bytes of the rank that needs most. ValueError: as in `rooms`."""
+    """Predict the bytes of the rank that needs most, and return its `Room`.
+
+    ValueError: the model can't be divided by this plan; the message says why.
+    """
     return max(rooms(shape, plan), key=lambda room: room.total)
 
 
 def states(shape: Shape, plan: Plan, stage: Stage) -> ModelStates:
-    """Count parameters, gradients and the optimizer's state, frozen parameters included."""
+    """Return the bytes of a rank's parameters, gradients and optimizer state, as `ModelStates`.
+
+    Frozen parameters are among the parameters. If they are sharded, the rank is the one with the
+    largest shards.
+    """
     number = shape.states  # bytes of one
     frozen = sum(weight.numel for weight in stage.weights if not weight.trained)
     if plan.sharded == "fsdp":  # shards are float32, in any precision
@@ -80,7 +97,11 @@ def states(shape: Shape, plan: Plan, stage: Stage) -> ModelStates:
 
 
 def owned(shape: tuple[int, ...], ranks: int) -> int:
-    """Count the numbers of the first rank's shard, in the layout of `ddpkit.fsdp`."""
+    """Return the number of elements of the first rank's shard, without padding, in FSDP's layout.
+
+    shape: of the whole tensor, which is sharded by rows.
+    ranks: the number of ranks that share it.
+    """
     numel = 1
     for length in shape[1:]:
         numel *= length
@@ -88,7 +109,7 @@ def owned(shape: tuple[int, ...], ranks: int) -> int:
 
 
 def activation_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
-    """Count what a micro-batch keeps for backward in this stage."""
+    """Return the bytes that this stage keeps of one micro-batch for its backward."""
     n = tokens(shape, plan)
     split = plan.tensor > 1
     total = stage.blocks * block_bytes(shape, plan)
@@ -106,7 +127,10 @@ def activation_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
 
 
 def block_bytes(shape: Shape, plan: Plan, checkpoint: bool | None = None) -> int:
-    """Count what a block keeps of a micro-batch. checkpoint: None: as the plan says."""
+    """Return the bytes that a block keeps of one micro-batch for its backward.
+
+    checkpoint: whether only its input is kept; None: as the plan says.
+    """
     itemsize = shape.states.parameters
     sizes = tokens(shape, plan) // shape.length, shape.length, shape.width
     if plan.checkpoint if checkpoint is None else checkpoint:
@@ -116,12 +140,15 @@ def block_bytes(shape: Shape, plan: Plan, checkpoint: bool | None = None) -> int
 
 
 def logit_bytes(shape: Shape, plan: Plan) -> int:
-    """Count this rank's part of the logits, in float32."""
+    """Return the bytes of this rank's part of a micro-batch's logits, in float32."""
     return 4 * tokens(shape, plan) * -(-shape.vocabulary // plan.tensor)
 
 
 def working_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
-    """Count what comes and goes in a step, beyond what is kept; an upper bound for FSDP."""
+    """Return the bytes that are there for a part of the step only.
+
+    What is kept for backward isn't among them. For FSDP this is an upper bound.
+    """
     moments = [0]
     if plan.checkpoint and stage.blocks:
         moments.append(block_bytes(shape, plan, checkpoint=False))

@@ -1,4 +1,4 @@
-"""Find the best plans: all meshes, cut and sharded in every way, in the order of predicted time."""
+"""Find the best plans: try all meshes and shardings, and sort those that fit by predicted time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,11 @@ MOST_MICRO_BATCHES = 64
 
 @dataclass(frozen=True)
 class Prediction:
-    """A plan, the seconds of its step and what they go to, and the bytes of its fullest rank."""
+    """A plan, what its training step's seconds go to, and the bytes of its fullest rank.
+
+    room: the bytes of the rank that needs most.
+    stages: for a rank of each stage, its seconds by what it does and waits for.
+    """
 
     plan: Plan
     room: Room
@@ -21,19 +25,28 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
+        """Return the predicted seconds of a step."""
         return self.stages[0].seconds
 
     def mean(self, what: str) -> float:
-        """Average over the ranks the seconds of computing, of an axis' waits, ..., by name."""
+        """Return the seconds of `what`, averaged over the stages' ranks.
+
+        what: a kind of computing, such as COMPUTING or UPDATE of `program`, or the axis that is
+            waited for: "data", "tensor", "pipeline" or "ranks".
+        """
         found = [spent.busy[what] + spent.waits[what] for spent in self.stages]
         return sum(found) / len(found)
 
     def sending(self, axis: str) -> float:
-        """Average over the ranks the seconds of an axis' calls, hidden or not."""
+        """Return the seconds that an axis' collective calls take, averaged over the stages' ranks.
+
+        Whether computing hides them or not makes no difference.
+        """
         return sum(spent.sending[axis] for spent in self.stages) / len(self.stages)
 
 
 def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, in ascending order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
@@ -47,8 +60,10 @@ def meshes(ranks: int) -> Iterator[tuple[int, int, int]]:
 def plans(shape: Shape, ranks: int, **fixed) -> Iterator[Plan]:
     """Yield every plan by which these ranks can train the model.
 
-    fixed: fields of `Plan` that are given, as tensor=1. A pipeline has at least as many
-    micro-batches as stages.
+    It may not fit into memory. A pipeline has at least as many micro-batches as stages. More than
+    `MOST_MICRO_BATCHES` aren't tried.
+
+    fixed: fields of `Plan` with the value that every plan must have, such as tensor=1.
     """
     for data, tensor, pipeline in meshes(ranks):
         if shape.batch % data != 0:
@@ -64,7 +79,17 @@ def plans(shape: Shape, ranks: int, **fixed) -> Iterator[Plan]:
 
 
 class Search:
-    """All plans of a machine for a model; a plan's time is predicted when it is asked for."""
+    """All plans of a machine for a model; a plan's time is predicted when it is first needed.
+
+    plans: all that can train the model.
+    rooms: {plan: bytes of its fullest rank}.
+    fitting: the plans that fit into a rank's memory, sorted by `bounds`.
+    bounds: {plan that fits: seconds that its step takes at least}.
+    found: {plan: its prediction}, of those that were predicted so far.
+
+    shape, machine: the model and the ranks.
+    fixed: fields of `Plan` with the value that every plan must have, such as tensor=1.
+    """
 
     def __init__(self, shape: Shape, machine: Machine, **fixed):
         self.shape = shape
@@ -77,10 +102,11 @@ class Search:
         self.found: dict[Plan, Prediction] = {}
 
     def fits(self, plan: Plan) -> bool:
+        """Tell whether the plan's fullest rank has enough memory."""
         return self.rooms[plan].total <= self.machine.memory_bytes
 
     def at_least(self, plan: Plan) -> float:
-        """Bound the time of a step from below: the computing of the slowest stage."""
+        """Return a lower bound of a step's seconds: the computing of the slowest stage."""
         slowest = 0.0
         for stage in stages(self.shape, plan):
             again = sum(work.flops for work in stage.works if work.unit and plan.checkpoint)
@@ -88,15 +114,19 @@ class Search:
         return plan.micro_batches * slowest / self.machine.flops_per_s
 
     def predict(self, plan: Plan) -> Prediction:
+        """Return the prediction of a plan, from `found` if it is there."""
         if plan not in self.found:
             parts = spent(self.shape, self.machine, plan)
             self.found[plan] = Prediction(plan, self.rooms[plan], parts)
         return self.found[plan]
 
     def best(self, most: int = 1, where: Callable[[Plan], bool] = bool) -> list[Prediction]:
-        """Return the fastest plans that fit and for which `where` holds, the fastest first.
+        """Return predictions of the fastest plans that fit, the fastest first.
 
-        Of equally fast ones the one that needs less memory comes first.
+        Only plans for which `where` holds count. If two are equally fast, the one that needs less
+        memory comes first. The list is empty if none fits.
+
+        most: the largest number of plans to return.
         """
         best: list[Prediction] = []
         for plan in filter(where, self.fitting):
@@ -109,5 +139,8 @@ class Search:
         return best
 
     def leanest(self, where: Callable[[Plan], bool] = bool) -> Plan | None:
-        """Return the plan that needs the least memory, whether it fits or not."""
+        """Return the plan that needs the least memory, of those for which `where` holds.
+
+        It may not fit. Return None if there is no plan.
+        """
         return min(filter(where, self.plans), key=lambda p: self.rooms[p].total, default=None)

@@ -1,4 +1,4 @@
-"""A model, a machine and a plan in numbers; and what each stage of the plan holds and computes."""
+"""A model, a machine and a plan in figures; and what each stage of the plan holds and computes."""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,10 +19,15 @@ EMBEDDING, ATTENTION, MLP, HEAD = "embedding", "attention", "MLP", "head"
 
 @dataclass(frozen=True)
 class Shape:
-    """A `ddpkit.models.GPT` and its batch.
+    """The shape of a `ddpkit.models.GPT`, and of the batch that it is trained with.
 
-    length: tokens in a sequence, and places of the model. batch: sequences in a step, over all
-    ranks. precision: "fp32" or "mixed", as in `ddpkit.memory.PRECISIONS`.
+    width: elements of a token's vector between layers; a multiple of `heads`.
+    vocabulary: the number of different tokens.
+    length: the number of tokens in a sequence, and of the model's positions.
+    batch: the number of sequences in a step, over all ranks.
+    precision: "fp32" or "mixed", as in `ddpkit.memory.PRECISIONS`.
+    ValueError: a count that is less than 1, heads that don't divide the width, or another
+        precision.
     """
 
     layers: int
@@ -45,24 +50,31 @@ class Shape:
 
     @property
     def states(self) -> ModelStates:
-        """Bytes a trained number; activations and weights on the wire are as large as weights."""
+        """Return the bytes of one parameter, of its gradient and of its optimizer state.
+
+        Elements of activations and of weights that are sent are as large as a parameter.
+        """
         return PRECISIONS[self.precision]
 
     @property
     def parameters(self) -> int:
-        """The number of trained parameters."""
+        """Return the number of trained parameters of the whole model."""
         (whole,) = stages(self, Plan())
         return sum(weight.numel for weight in whole.trained)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks, what each has, and the wires between them.
+    """Ranks, what each of them has, and the connections between them.
 
-    memory_bytes: of a rank. flops_per_s: that a rank reaches in a model's products. wire: between
-    ranks of a node. between: between nodes; None: as `wire`. ranks_per_node: None: all.
-    updates_per_s: parameters that AdamW updates a second. error: of predictions on this machine, as
-    a share; None: not known.
+    memory_bytes: of one rank.
+    flops_per_s: what a rank reaches in a model's matrix products.
+    wire: the cost of sending between ranks of one node.
+    between: the cost of sending between nodes; None: as `wire`.
+    ranks_per_node: None: all ranks are in one node.
+    updates_per_s: the parameters that AdamW updates in a second.
+    error: the relative error of predicted times on this machine, such as 0.1; None: not known.
+    ValueError: fewer than 1 rank, no memory or no FLOPs.
     """
 
     ranks: int
@@ -80,7 +92,13 @@ class Machine:
         check_positive("Give 400e12 for 400 TFLOP/s.", flops_per_s=self.flops_per_s)
 
     def wire_of(self, plan: "Plan", axis: str) -> CostModel:
-        """Return the wire of an axis; ranks of a tensor group are next to each other, then data."""
+        """Return the cost model of the connection along an axis of the plan's mesh.
+
+        It is `between` if a group of this axis spans several nodes. Ranks of a tensor group are
+        next to each other, then those of a data group, then those of a pipeline.
+
+        axis: "data", "tensor", "pipeline", or "ranks" for all.
+        """
         span = plan.tensor
         if axis != "tensor":
             span *= plan.data
@@ -92,11 +110,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """A mesh and what goes on along its axes.
+    """A mesh of data × tensor × pipeline ranks, and what is done along its axes.
 
-    sharding: of the data axis, one of `SHARDINGS`. micro_batches: in a step, of each rank of the
-    data axis; a pipeline runs them by 1F1B. checkpoint: keep each block's input, and compute its
-    activations again. bucket_cap_mb: as in `BucketedDDP` and `ZeroOptimizer`.
+    data, tensor, pipeline: the number of ranks along each axis.
+    sharding: what is sharded along the data axis, one of `SHARDINGS`.
+    micro_batches: their number in a step, on each rank of the data axis; a pipeline runs them by
+        1F1B.
+    checkpoint: whether only each block's input is kept, and its activations are computed again.
+    bucket_cap_mb: the most MiB in a bucket of gradients, for `BucketedDDP` and `ZeroOptimizer`.
     """
 
     data: int = 1
@@ -109,15 +130,19 @@ class Plan:
 
     @property
     def ranks(self) -> int:
+        """Return the number of all ranks."""
         return self.data * self.tensor * self.pipeline
 
     @property
     def sharded(self) -> str:
-        """The sharding; "ddp" on a data axis of one rank, where nothing can be shared out."""
+        """Return the sharding, or "ddp" if the data axis has one rank: nothing can be sharded."""
         return self.sharding if self.data > 1 else "ddp"
 
     def size(self, axis: str) -> int:
-        """Return the ranks along an axis: "data", "tensor", "pipeline", or "ranks" for all."""
+        """Return the number of ranks along an axis.
+
+        axis: "data", "tensor", "pipeline", or "ranks" for all.
+        """
         return getattr(self, axis)
 
     def __str__(self):
@@ -129,12 +154,12 @@ class Plan:
 
 
 def micro_batches(many: int) -> str:
-    """Write their number: '1 micro-batch', '2 micro-batches'."""
+    """Return a number of micro-batches as text: '1 micro-batch', '2 micro-batches'."""
     return "1 micro-batch" if many == 1 else f"{many} micro-batches"
 
 
 def refusal(shape: Shape, plan: Plan) -> str:
-    """Say why this model can't be cut so, or ""."""
+    """Return the reason why this model can't be divided by the plan, or "" if it can."""
     if shape.heads % plan.tensor != 0:
         return f"{count(shape.heads, 'head')} can't be shared by tensor={plan.tensor}"
     if plan.pipeline > shape.layers:
@@ -155,7 +180,10 @@ def refusal(shape: Shape, plan: Plan) -> str:
 class Weight(NamedTuple):
     """A parameter, or the part of it that the first rank of a tensor group has.
 
-    unit: of FSDP that it travels in, a block; "" is the root's.
+    name: as in `named_parameters` of the model.
+    shape: of this part.
+    unit: the unit of FSDP, a block, with which it is gathered; "" is the root unit.
+    trained: False for a parameter without a gradient.
     """
 
     name: str
@@ -168,13 +196,19 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
     def shard(self, ranks: int) -> int:
-        """Count the numbers of a padded part, in the layout of `ddpkit.fsdp`."""
+        """Return the number of elements of one rank's shard under FSDP, padding included."""
         rows, *columns = self.shape
         return -(-rows // ranks) * math.prod(columns)
 
 
 class Work(NamedTuple):
-    """A part of a stage's forward: its kind, unit of FSDP, FLOPs and the weights it uses."""
+    """A part of a stage's forward for one micro-batch.
+
+    kind: EMBEDDING, ATTENTION, MLP or HEAD.
+    unit: the unit of FSDP to which it belongs; "" is the root unit.
+    flops: of this part's forward, on one tensor rank.
+    weights: the names of the parameters that it uses.
+    """
 
     kind: str
     unit: str
@@ -184,9 +218,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers of one stage, on one tensor rank.
+    """The layers of one pipeline stage, on one tensor rank.
 
-    weights: in the order of `named_parameters`. works: of one micro-batch's forward, in order.
+    number: the index of the stage.
+    weights: in the order of `named_parameters`.
+    works: the parts of one micro-batch's forward, in order.
+    first, last: whether it is the pipeline's first or last stage; both without a pipeline.
+    tied: the name of the weight that first and last stage share; "" where one stage has both or
+        neither.
     """
 
     number: int
@@ -194,7 +233,7 @@ class Stage:
     works: tuple[Work, ...]
     first: bool
     last: bool
-    tied: str  # the weight that first and last stage share, "" where one rank has both or neither
+    tied: str
 
     @property
     def trained(self) -> list[Weight]:
@@ -202,11 +241,12 @@ class Stage:
 
     @property
     def blocks(self) -> int:
+        """Return the number of transformer blocks in this stage."""
         return sum(work.kind == MLP for work in self.works)
 
     @property
     def units(self) -> dict[str, list[Weight]]:
-        """{unit: its weights}, the root's first, the others in the order of forward."""
+        """Return {unit of FSDP: its weights}, the root unit "" first, then in forward's order."""
         found: dict[str, list[Weight]] = {"": []}
         for weight in self.weights:
             found.setdefault(weight.unit, []).append(weight)
@@ -214,16 +254,20 @@ class Stage:
 
     @property
     def flops(self) -> float:
+        """Return the FLOPs of one micro-batch's forward in this stage."""
         return sum(work.flops for work in self.works)
 
 
 def tokens(shape: Shape, plan: Plan) -> int:
-    """Count the tokens of a micro-batch."""
+    """Return the number of tokens in a micro-batch, on one rank of the data axis."""
     return shape.batch // (plan.data * plan.micro_batches) * shape.length
 
 
 def cut_sizes(shape: Shape, stages: int) -> list[int]:
-    """Count the layers of each stage, embedding and head included: those of `cut_layers`."""
+    """Return the number of layers of each stage, as `cut_layers` cuts.
+
+    Embedding and head count as layers.
+    """
     block = 12 * shape.width**2
     costs = [0, *[block] * shape.layers, shape.vocabulary * shape.width]
     layers = [nn.Identity() for _ in costs]
@@ -231,7 +275,10 @@ def cut_sizes(shape: Shape, stages: int) -> list[int]:
 
 
 def stages(shape: Shape, plan: Plan) -> tuple[Stage, ...]:
-    """List the stages. ValueError: the model can't be cut so."""
+    """Return the stages of the pipeline, in order; one if there is no pipeline.
+
+    ValueError: the model can't be divided by this plan; the message says why.
+    """
     wrong = refusal(shape, plan)
     if wrong:
         raise ValueError(f"{plan} doesn't suit this model: {wrong}")
@@ -241,6 +288,7 @@ def stages(shape: Shape, plan: Plan) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=4096)
 def _stages(shape: Shape, plan: Plan) -> tuple[Stage, ...]:
+    """Return the stages of a plan that suits the model; `stages` has checked that."""
     layers = [EMBEDDING, *range(shape.layers), HEAD]
     found = []
     for number, many in enumerate(cut_sizes(shape, plan.pipeline)):
@@ -250,7 +298,7 @@ def _stages(shape: Shape, plan: Plan) -> tuple[Stage, ...]:
 
 
 def _stage(shape: Shape, plan: Plan, number: int, layers: list) -> Stage:
-    """Make a stage of these layers: EMBEDDING, numbers of blocks, HEAD."""
+    """Return the stage with these layers: EMBEDDING, indices of blocks, HEAD."""
     n = tokens(shape, plan)
     first = EMBEDDING in layers
     last = HEAD in layers
@@ -283,7 +331,10 @@ def _stage(shape: Shape, plan: Plan, number: int, layers: list) -> Stage:
 
 
 def half_flops(half: str, shape: Shape, n: int) -> float:
-    """Count the FLOPs of half a block's forward, for n tokens."""
+    """Return the FLOPs of half a block's forward for n tokens, on all tensor ranks together.
+
+    half: ATTENTION or MLP.
+    """
     if half == MLP:
         return 16.0 * n * shape.width**2
     # The products, then scores and their weighted sum, without a mask.
@@ -291,7 +342,11 @@ def half_flops(half: str, shape: Shape, n: int) -> float:
 
 
 def _half(half: str, unit: str, shape: Shape, tensor: int) -> list[Weight]:
-    """List the weights of half a block, in the order of `models.Block`."""
+    """Return the weights of half a block, ATTENTION or MLP, in the order of `models.Block`.
+
+    unit: the unit of FSDP, whose name their names begin with.
+    tensor: the number of tensor ranks that share the weights.
+    """
     d = shape.width
     if half == ATTENTION:
         shapes = {

@@ -1,4 +1,4 @@
-"""Print plans in a table."""
+"""Write predicted plans as a table of text."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,10 @@ fullest rank."""
 
 
 def table(found: Sequence[Prediction]) -> str:
-    """Write plans, a line each, with what the step's time goes to."""
+    """Return a table of plans as text, a line each, with what the step's time goes to.
+
+    found: the predictions, in the order of the lines.
+    """
     rows = [HEAD, *map(row, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -26,6 +29,7 @@ def table(found: Sequence[Prediction]) -> str:
 
 
 def row(found: Prediction) -> tuple[str, ...]:
+    """Return the cells of a plan's line, in the order of HEAD."""
     plan = found.plan
     mesh = f"{plan.data}×{plan.tensor}×{plan.pipeline}"
     sharding = SHARDINGS[plan.sharding] if plan.data > 1 else "-"

@@ -1,4 +1,7 @@
-"""Say in sentences why the best plan is the best, or why there is none."""
+"""Say in sentences why the best plan is the best, or why there is none.
+
+`explain` puts the sentences together; `search` has the plans and their predicted times.
+"""
 
 from dataclasses import replace
 
@@ -14,9 +17,9 @@ FIELDS = "tensor", "pipeline", "sharding", "micro_batches", "checkpoint"
 
 
 def explain(search: Search) -> str:
-    """Write a paragraph: the best plan, the reason for each of its numbers, the error to expect.
+    """Return a paragraph: the best plan, the reason for each of its choices, the error to expect.
 
-    If no plan fits, it says what is missing.
+    If no plan fits, the paragraph says what is missing.
     """
     if not search.plans:
         return no_mesh(search)
@@ -36,7 +39,7 @@ def explain(search: Search) -> str:
 
 
 def no_mesh(search: Search) -> str:
-    """Say why the model can't be cut among the machine's ranks."""
+    """Return a sentence that says why the model can't be divided among the machine's ranks."""
     shape = search.shape
     ranks = search.machine.ranks
     reasons = {}
@@ -50,7 +53,7 @@ def no_mesh(search: Search) -> str:
 
 
 def too_large(search: Search) -> str:
-    """Say which plan needs least, how many bytes are missing, and what takes most."""
+    """Return sentences: which plan needs least memory, what is missing, and what takes most."""
     plan = search.leanest()
     room = search.rooms[plan]
     memory_bytes = int(search.machine.memory_bytes)
@@ -77,7 +80,11 @@ def too_large(search: Search) -> str:
 
 
 def reason(search: Search, best: Prediction, name: str) -> list[str]:
-    """Compare the best plan with one that has less of `name`, or, if there is none, more."""
+    """Return [a sentence] on why the best plan has its value of `name`, a field of `Plan`.
+
+    It compares the best plan with those that have less of `name`, or, if there are none, more.
+    Return [] if all have the same.
+    """
     if name == "sharding" and best.plan.data == 1:
         return []
     rivals = others(search, best.plan, name)
@@ -90,7 +97,11 @@ def reason(search: Search, best: Prediction, name: str) -> list[str]:
 
 
 def others(search: Search, plan: Plan, name: str) -> list[Plan]:
-    """List plans with another value of `name`; unless it is an axis, all others are alike."""
+    """Return the plans that have another value of `name`, a field of `Plan`, than `plan`.
+
+    If `name` is an axis, they may differ otherwise as well; if not, they are alike in all other
+    fields.
+    """
     found = []
     for other in search.plans:
         differs = getattr(other, name) != getattr(plan, name)
@@ -101,11 +112,12 @@ def others(search: Search, plan: Plan, name: str) -> list[Plan]:
 
 
 def amount(name: str, value) -> int:
-    """Say how much of a choice a value is: FSDP is more sharding than ZeRO-1."""
+    """Return how much of a choice a value is, as a number: FSDP is more sharding than ZeRO-1."""
     return list(SHARDINGS).index(value) if name == "sharding" else value
 
 
 def said(name: str, plan: Plan) -> str:
+    """Return a plan's choice in words: 'tensor=2', 'ZeRO-1', '4 micro-batches', 'Checkpoints'."""
     value = getattr(plan, name)
     if name == "checkpoint":
         return "Checkpoints" if value else "No checkpoints"
@@ -115,14 +127,18 @@ def said(name: str, plan: Plan) -> str:
 
 
 def within(name: str, plan: Plan) -> str:
-    """Write a choice after "with"."""
+    """Return a plan's choice in words after "with": 'with tensor=2', 'without checkpoints'."""
     word = said(name, plan)
     lower = word if name == "sharding" else word.lower()
     return f"with {lower}".replace("with no ", "without ")
 
 
 def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> str:
-    """Say why none of these plans is better: memory, or what the best of them loses time with."""
+    """Return the end of a sentence that says why none of the plans in `rivals` is better.
+
+    It is for lack of memory, or it is what the fastest of them loses time with. If that plan is
+    slower by at most `TIE` of a step, the end says that it takes as long.
+    """
     found = search.best(where=set(rivals).__contains__)
     if not found:
         plan = search.leanest(set(rivals).__contains__)
@@ -144,7 +160,7 @@ def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> 
 
 
 def loss(best: Prediction, rival: Prediction) -> str:
-    """Say in what a slower plan loses most, beside the best."""
+    """Return where a slower plan loses most: '31 ms more of waiting for the last rank'."""
     share = f"{rival.mean('pipeline') / rival.seconds:.0%}"
     words = {
         COMPUTING: "of more computing",
@@ -164,7 +180,10 @@ def loss(best: Prediction, rival: Prediction) -> str:
 
 
 def data_axis(best: Prediction) -> list[str]:
-    """Say how much of the data axis' sending is hidden behind computing."""
+    """Return [a sentence] on how much of the sending on the data axis is hidden.
+
+    It hides behind computing. Return [] if nothing is sent along it.
+    """
     sending_s = best.sending("data")
     if best.plan.data == 1 or not sending_s:
         return []
@@ -179,7 +198,10 @@ def data_axis(best: Prediction) -> list[str]:
 
 
 def idle_share(best: Prediction) -> list[str]:
-    """Say how long ranks of a pipeline are idle, by the schedule alone and by the prediction."""
+    """Return [a sentence] on how long ranks of the pipeline are idle; [] without a pipeline.
+
+    It gives a share of the step twice, by the schedule alone and by the prediction.
+    """
     plan = best.plan
     if plan.pipeline == 1:
         return []
@@ -192,7 +214,7 @@ def idle_share(best: Prediction) -> list[str]:
 
 
 def error(search: Search) -> str:
-    """Say how far off predictions are."""
+    """Return a sentence on how far off the predicted times may be."""
     if search.machine.error is not None:
         known = f"by {search.machine.error:.0%} on this machine, the median of what `fit` held back"
         return f"Times may be off {known}."
