@@ -16,7 +16,7 @@ import torch.distributed as dist
 from test_board import call
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit import HangError, launch
+from ddpkit import HangError, RankError, launch
 from ddpkit.runtime import columns, watch
 from ddpkit.runtime import report as words
 from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, SLOTS, Board, unfitting
@@ -646,3 +646,12 @@ def test_places_name_no_machine_path_and_no_cell_number():
     text = describe_place((__file__, 1, "step"))
     assert text.startswith(f"{NAME}:1 in step: ")
     assert short_path(torch.__file__) == "torch/__init__.py"
+
+
+def test_too_few_splits_are_pytorchs_error():
+    def of_another_size():
+        x = torch.ones(4)
+        dist.all_to_all_single(x.clone(), x, [4], [4])
+
+    with pytest.raises(RankError, match="splits"):
+        launch(of_another_size, world_size=3)

@@ -62,6 +62,8 @@ like_cards: [(rank, last - rank) for → [(rank, rank + world_size) for
     the second half is dealt on the way back.
 one_too_far: [(rank, last - rank) for → [(rank, last - rank + 1) for
     There are chunks 0 to 2W-1: rank 0's second chunk is 2W-1.
+the_middle_first: [(rank, last - rank) for → [(world_size - 1 - rank, world_size + rank) for
+    All compute equally much, but in the other order: rank 0 gets the first chunk and the last.
 one_chunk: [(rank, last - rank) for → [(rank,) for
     Half of the chunks aren't dealt out: there are 2W, two for each rank.
 """),
@@ -244,6 +246,8 @@ dq_of_one_hop: dq = dq + dq_part → dq = dq_part
     Every block adds to the gradient of q: sum over the hops.
 in_16_bits: pass_on(total, group) → pass_on(total.to(kv.dtype), group)
     The sum was rounded to 16 bits on its way, once in each hop: let it travel in float32.
+returned_in_16_bits: return dq, coming → return dq.to(q.dtype), coming.to(q.dtype)
+    What is returned was rounded to 16 bits: return float32, whatever q, k and v are.
 every_hop_is_the_first: deal, rank, hop, causal) → deal, rank, 0, causal)
     Which keys these are, and what the mask hides of them, depends on the hop: pass it on to
     `gradients`.
@@ -265,10 +269,10 @@ SHAPE = 3, 2  # tokens of a rank, numbers of a token
 
 
 def _tokens(rank: int, heads: int) -> torch.Tensor:
-    """Make (1, heads, tokens, numbers): 1, 2, 3, ..., and 1000 more for each rank."""
-    count = heads * SHAPE[0] * SHAPE[1]
+    """Make (2, heads, tokens, numbers): 1, 2, 3, ..., and 1000 more for each rank."""
+    count = 2 * heads * SHAPE[0] * SHAPE[1]
     numbers = torch.arange(1.0, 1 + count, dtype=torch.float64)
-    return numbers.view(1, heads, *SHAPE) + 1000 * rank
+    return numbers.view(2, heads, *SHAPE) + 1000 * rank
 
 
 def _run_heads(answer, size):
@@ -279,7 +283,7 @@ def _run_heads(answer, size):
     out = answer.apply(x, group)
     then = len(recorder().records)
     seen = {"shape": list(out.shape), "out": whole(out), "calls in forward": calls(begun, then)}
-    if list(out.shape) == [1, 2, size * SHAPE[0], SHAPE[1]]:
+    if list(out.shape) == [2, 2, size * SHAPE[0], SHAPE[1]]:
         first = rank - rank % size
         mine = slice(2 * (rank % size), 2 * (rank % size) + 2)
         parts = [_tokens(other, heads)[:, mine] for other in range(first, first + size)]
@@ -353,6 +357,10 @@ interleaved: torch.cat(received.unbind(), dim=join) → torch.stack(
 of_the_world: dist.all_to_all_single(received, parts, group=group) → (
     ⏎dist.all_to_all_single(received, parts))
     The all-to-all was among all ranks: those that share a sequence are in `group`.
+cuts_the_batch: parts = torch.stack(x.chunk(dist.get_world_size(group), dim=cut)) →
+    ⏎shape = x.chunk(dist.get_world_size(group), dim=cut)[0].shape
+    ⏎parts = x.contiguous().view(-1, *shape)
+    The batch was cut with the heads: cut x along its axis of heads alone, dim=-3.
 sends_nothing: dist.all_to_all_single(received, parts, group=group) → received.copy_(parts)
     Nothing was sent: these are this rank's own tokens, in other places.
 """),

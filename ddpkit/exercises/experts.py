@@ -32,6 +32,7 @@ def _table(tokens: int, k: int, experts: int) -> tuple[torch.Tensor, ...]:
 def _run_through(answer, tokens, k, experts):
     rows, chosen, weights = _table(tokens, k, experts)
     rows.requires_grad_()
+    weights.requires_grad_()
     seen = {}
 
     def process(sorted_rows, counts):
@@ -40,13 +41,17 @@ def _run_through(answer, tokens, k, experts):
         expert = torch.arange(len(counts)).repeat_interleave(torch.as_tensor(counts))
         # In whatever order the rows of one expert come.
         pairs = sorted(zip(expert.tolist(), whole(sorted_rows), strict=False))
-        seen["rows, sorted by expert,"] = [number for _, number in pairs]
+        seen["rows, sorted by expert"] = [number for _, number in pairs]
         return sorted_rows * (10.0 ** expert.double()).unsqueeze(-1)
 
     out = answer(rows, chosen, weights, experts, process)
     seen["result"] = whole(out)
     out.sum().backward()
-    return seen | {"gradient of the rows": whole(rows.grad)}
+    seen["gradient of the rows"] = whole(rows.grad)
+    if tokens:
+        learned = None if weights.grad is None else whole(weights.grad)
+        seen["gradient of the weights"] = learned
+    return seen
 
 
 def _through(tokens: int, k: int, experts: int) -> dict:
@@ -60,9 +65,10 @@ def _through(tokens: int, k: int, experts: int) -> dict:
                     counts[expert] += 1
                     in_order.append(rows[token].item())
                     factors[token] += weights[token, choice] * 10**expert
-    return {
+    learned = {"gradient of the weights": whole(rows * 10.0**chosen)} if tokens else {}
+    return learned | {
         "counts": counts,
-        "rows, sorted by expert,": whole(torch.tensor(in_order)),
+        "rows, sorted by expert": whole(torch.tensor(in_order)),
         "result": whole(rows * factors),
         "gradient of the rows": whole(factors),
     }
@@ -102,6 +108,8 @@ weights_as_they_come: weights.flatten()[by_expert] → weights.flatten()[: len(b
     Results are sorted by expert, weights by token: bring the weights into the same order.
 not_weighed: results * weight.unsqueeze(-1) → results
     The results are added up as they are: each counts by its weight.
+router_learns_nothing: weights.flatten()[by_expert] → weights.detach().flatten()[by_expert]
+    The weights got no gradient, so the router would never learn: leave them in the graph.
 last_one_wins: .index_add(0, token, weighted) → .index_copy(0, token, weighted)
     A token visits k experts, and their results add up: index_copy keeps one of them, index_add all.
 not_put_back: .index_add(0, token, weighted) → .index_add(
@@ -178,7 +186,7 @@ def _run_bias(answer, size):
     return {"bias": whole(bias)}
 
 
-LOADS = [9, 0, 3, 4], [1, 8, 3, 4], [0, 9, 5, 2], [1, 6, 7, 2]
+LOADS = [9, 0, 3, 4], [1, 8, 3, 5], [0, 9, 5, 2], [1, 6, 7, 2]
 
 
 def _bias(world_size: int, size: int) -> list[dict]:
@@ -215,6 +223,8 @@ the_wrong_way: total.double().mean() - total) → total - total.double().mean())
     Experts with too many tokens became more welcome: the sign is the other way round.
 by_how_much: torch.sign(total.double().mean() - total) → (total.double().mean() - total)
     The step is always `speed`, up or down: only the sign of the difference counts.
+whole_mean: total.double().mean() - total → total.sum() // len(total) - total
+    The mean of whole numbers needn't be one: 33 of 4 experts is 8.25, and // makes it 8.
 a_new_tensor: bias += speed → bias = bias + speed
     The caller's tensor stays as it was: change `bias` in place, it is a buffer of the model.
 on_the_argument: total = load.clone() → total = load

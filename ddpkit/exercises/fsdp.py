@@ -17,6 +17,7 @@ from ddpkit.fsdp import by_hand
 from ddpkit.runtime.recorder import recorder
 
 from .checker import Exercise, Mistake, Trial, mistakes, unwritten_memory_shows
+from .tensor_parallel import group_of, in_groups, of_group
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -151,14 +152,22 @@ def _loss(y: torch.Tensor) -> torch.Tensor:
 
 
 ALIVE = "weights whole in memory while a block computes, where two are enough,"
+GRADIENTS = "whole gradients in memory while a block computes, where one is enough,"
 
 
 def _run_blocks(answer):
     alive, most = [], []
+    gradients, most_gradients = [], []
+
+    def keep(weight):
+        gradients.append(weakref.ref(weight.grad.untyped_storage()))
 
     def watched(x, weight):
         most.append(1 + sum(ref() is not None for ref in alive))
+        most_gradients.append(sum(ref() is not None for ref in gradients))
         alive.append(weakref.ref(weight.untyped_storage()))
+        if weight.is_leaf and weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(keep)
         return _block(x, weight)
 
     weights = _weights()
@@ -170,7 +179,8 @@ def _run_blocks(answer):
     seen = {"loss": None if value is None else torch.as_tensor(value).item()}
     for number, shard in enumerate(shards):
         seen[f"gradient of shard {number}"] = None if shard.grad is None else shard.grad.tolist()
-    seen[ALIVE] = max(most, default=0) if max(most, default=0) > 2 else 2
+    seen[ALIVE] = max(2, *most, 0)
+    seen[GRADIENTS] = max(1, *most_gradients, 0)
     return seen | {"calls": _calls(begun)}
 
 
@@ -193,7 +203,7 @@ def _serial_blocks(world_size: int) -> list[dict]:
             seen[f"gradient of shard {number}"] = mine.tolist()
         count = len(weights)
         calls = {"all_gather": 2 * count, "reduce_scatter": count}
-        right.append(seen | {ALIVE: 2, "calls": calls})
+        right.append(seen | {ALIVE: 2, GRADIENTS: 1, "calls": calls})
     return right
 
 
@@ -271,6 +281,8 @@ ORDERS = {
     "all kept": (("b0", "b1"), ("b0", "b1")),
     "b0 used twice": (("b0", "b1", "b0"), ()),
     "b0 twice in a row": (("b0", "b0"), ()),
+    "one in the middle that was kept": (("b0", "b1", "b2"), ("b1",)),
+    "b0 used twice and kept": (("b0", "b1", "b0"), ("b0",)),
 }
 BACKWARD = {  # by hand, as PyTorch's fully_shard does it
     "four blocks": "AG b3, AG b2, RS b3, AG b1, RS b2, AG b0, RS b1, RS b0",
@@ -279,6 +291,8 @@ BACKWARD = {  # by hand, as PyTorch's fully_shard does it
     "all kept": "RS b1, RS b0",
     "b0 used twice": "AG b0, AG b1, RS b0, AG b0, RS b1, RS b0",
     "b0 twice in a row": "AG b0, RS b0, AG b0, RS b0",
+    "one in the middle that was kept": "AG b2, RS b2, AG b0, RS b1, RS b0",
+    "b0 used twice and kept": "AG b1, RS b0, AG b0, RS b1, RS b0",
 }
 
 
@@ -439,6 +453,7 @@ def _run_clip(answer):
             seen[f"shards, {name}"] = [_rounded(entry) for entry in shards]
             seen[f"copies, {name}"] = _rounded(copies[0])
             seen[f"bytes sent, {name}"] = max(_sent(begun), 16)
+            seen[f"calls, {name}"] = max(1, len(recorder().records) - begun)
     return seen
 
 
@@ -465,6 +480,7 @@ def _clipped(world_size: int) -> list[dict]:
                 seen[f"shards, {name}"] = [_rounded(entry) for entry in clipped]
                 seen[f"copies, {name}"] = _rounded(torch.tensor(copy) * factor)
                 seen[f"bytes sent, {name}"] = 16
+                seen[f"calls, {name}"] = 1
     return right
 
 
@@ -510,12 +526,13 @@ only_with_rows: dist.all_reduce(squared)  # on every rank, also where no row is 
     A rank without a row didn't call all_reduce, and the others wait for it.
 squares_in_half: shard.double().square().sum() → shard.square().sum()
     600² doesn't fit into fp16: inf. Convert before squaring.
-without_the_root: norm = squared.sqrt() → norm = squared
-    That is the square of the length.
 lengthens: .clamp(max=1) →
     A short gradient was made longer.
 in_new_tensors: gradient *= (max_norm → gradient = gradient * (max_norm
     Write into the gradients, in place.
+lengths_added_up: squared += copy.double().square().sum() →
+    ⏎squared = (squared.sqrt() + copy.double().norm()) ** 2
+    Lengths don't add up, squares do: 3 and 4 make 5.
 each_by_its_own: max_norm / (norm + 1e-6) → max_norm / (gradient.norm() + 1e-6)
     One factor for all: by its own length each would turn the gradient.
 """),
@@ -573,7 +590,7 @@ shard_in_place = Exercise(
     reference=by_hand.shard_in_place,
     trials=lambda: [
         Trial(W, _run_tied, (length,), _tied(W, length), what=f"{length} rows, tied")
-        for W, length in ((2, 5), (3, 4), (2, 4), (1, 4))
+        for W, length in ((2, 5), (3, 4), (2, 3), (1, 4))
     ],
     says={
         "parameters": "rank {rank} has {got} parameters, expected {expected}: a tied one is one."
@@ -621,9 +638,11 @@ def _of_whole(matrix: torch.Tensor) -> torch.Tensor:  # every row needs all rows
     return matrix - matrix.sum(0)
 
 
-def _run_owners(answer):
-    world_size = dist.get_world_size()
-    matrices = [_matrix(number) for number in range(len(SHAPES))]
+def _run_owners(answer, world_size):
+    """Work in the group of `world_size` ranks that has this one; each group has other numbers."""
+    group, place = group_of(world_size), dist.get_rank() % world_size
+    number = dist.get_rank() // world_size
+    matrices = [_matrix(m) + 1000 * number for m in range(len(SHAPES))]
     numels = [muon.numels_by_rank(entry.shape, world_size) for entry in matrices]
     owners = [number % world_size for number in range(len(SHAPES))]
     worked = []
@@ -633,21 +652,26 @@ def _run_owners(answer):
         return _of_whole(matrix)
 
     begun = len(recorder().records)
-    got = answer([_mine(entry) for entry in matrices], numels, owners, function)
+    shards = []
+    for entry in matrices:
+        rows = -(-len(entry) // world_size)
+        shards.append(entry[place * rows :][:rows].clone())
+    got = answer(shards, numels, owners, function, group)
     seen = {"shapes that this rank worked on": worked}
     for number, entry in enumerate(got):
         seen[f"rows of matrix {number}"] = entry.tolist()
     return seen | {"calls": _calls(begun)}
 
 
-def _owned(world_size: int) -> list[dict]:
-    """The specification: whole matrices."""
+def _owned(ranks: int, world_size: int) -> list[dict]:
+    """The specification: whole matrices; of all ranks, `world_size` share theirs."""
     right = []
-    for rank in range(world_size):
+    for every in range(ranks):
+        rank = every % world_size
         mine = [list(shape) for number, shape in enumerate(SHAPES) if number % world_size == rank]
         seen = {"shapes that this rank worked on": mine}
         for number in range(len(SHAPES)):
-            result = _of_whole(_matrix(number))
+            result = _of_whole(_matrix(number) + 1000 * (every // world_size))
             rows = -(-len(result) // world_size)
             seen[f"rows of matrix {number}"] = result[rank * rows : (rank + 1) * rows].tolist()
         right.append(seen | {"calls": {"all_to_all": 2}})
@@ -657,10 +681,8 @@ def _owned(world_size: int) -> list[dict]:
 by_owners = Exercise(
     reference=muon.by_owners,
     helpers=(muon.exchange, muon.end_to_end),
-    trials=lambda: [
-        Trial(W, _run_owners, (), _owned(W), what="four matrices, matrix m owned by rank m % W")
-        for W in (2, 3, 1)
-    ],
+    trials=lambda: in_groups(_run_owners, _owned, "four matrices, matrix m owned by rank m % W"),
+    explain=of_group,
     hints={
         "start": "exchange(parts, numels): parts[r] goes to rank r, all in one all-to-all. There: "
         "to each rank its matrices' rows, end to end. Work. Back: to each its rows of results.",
@@ -679,6 +701,8 @@ shuffled: [cut[r][place] for r in ranks] → [cut[r][place] for r in reversed(ra
     The rows of a matrix are in another order: rank 0 has the first.
 sends_no_results_back: results[r].append(rows[r]) → results[r].append(cut[r][place])
     What came back is what was sent: send rows of the result.
+of_the_world: expected], group) → expected])
+    The first exchange was among all ranks: those that share the matrices are in `group`.
 in_the_owners_order: return [found[m] for m in range(len(shards))] → return list(found.values())
     The results are in the order of owners; they belong in that of `shards`.
 """),

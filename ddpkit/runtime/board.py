@@ -154,7 +154,8 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
     They don't match if the sender sends another number of elements than the receiver expects.
 
     by_rank: {rank: its record} of one collective call. Ranks that haven't made it yet may be
-        missing, and records without `splits` are skipped.
+        missing. Records without `splits` are skipped, and so are those with fewer than one for each
+        rank, whose ranks raise an error of PyTorch's.
     """
     pairs = []
     for sender, sent in by_rank.items():
@@ -162,7 +163,8 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
             if sent.splits is None or received.splits is None:
                 continue
             to, by = sent.ranks.index(receiver), sent.ranks.index(sender)
-            if sent.splits[0][to] != received.splits[1][by]:
+            too_few = to >= len(sent.splits[0]) or by >= len(received.splits[1])
+            if not too_few and sent.splits[0][to] != received.splits[1][by]:
                 pairs.append((sender, receiver))
     return pairs
 
