@@ -52,7 +52,7 @@ def all_to_all_attention(
 
 
 class HeadsForTokens(torch.autograd.Function):
-    """A trade: apply(x, group) gives heads for tokens, (..., H, n, D) to (..., H/W, W·n, D)."""
+    """A trade of heads for tokens: apply(x, group), (..., H, n, D) to (..., H/W, W·n, D)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -65,7 +65,7 @@ class HeadsForTokens(torch.autograd.Function):
 
 
 class TokensForHeads(torch.autograd.Function):
-    """A trade back: apply(x, group) gives tokens for heads, (..., H/W, W·n, D) to (..., H, n, D)."""
+    """A trade back, of tokens for heads: apply(x, group), (..., H/W, W·n, D) to (..., H, n, D)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -116,7 +116,7 @@ class Pipeline:
         return [None] * m if batch is None else list(batch.chunk(m))
 
     def share_of_loss(self, k: int, y: Tensor) -> Tensor:
-        """Return micro-batch k's part of the batch's mean loss: its own mean is m times as large."""
+        """Return micro-batch k's part of the batch's mean loss; its own mean is m times that."""
         return self.loss(y, self.targets[k]) / self.micro_batches
 
     @contextlib.contextmanager

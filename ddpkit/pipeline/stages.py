@@ -108,7 +108,7 @@ def cut_layers(
 
     @cache
     def cheapest(start: int, parts: int) -> tuple[float, list[int]]:
-        """Return (cost of the most expensive part, layers in each part) of the layers from `start` on."""
+        """Return (cost of the most expensive part, each part's layers) from layer `start` on."""
         if parts == 1:
             return sum(costs[start:]), [len(layers) - start]
         # Try every length of the first part; the others are cut as well as can be.
