@@ -108,10 +108,11 @@ def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[floa
 
 
 class Normalize(torch.autograd.Function):
-    """y = w (x - mean) · scale + b, where mean and scale depend on all ranks' x, as backward knows.
+    """A function of autograd: y = w (x - mean) · scale + b, where mean and scale depend on all x.
 
-    x: (n, C, ...). weight, bias: (C,) or None. mean, scale: (C,), count: values of a channel, the
-    same on all ranks. Cost: in backward one all-reduce of 2C numbers, if x requires a gradient.
+    Backward takes that into account, so mean and scale themselves get no gradient. x: (n, C, ...).
+    weight, bias: (C,) or None. mean, scale: (C,), count: values of a channel, the same on all
+    ranks. Cost: in backward one all-reduce of 2C numbers, if x requires a gradient.
     """
 
     @staticmethod

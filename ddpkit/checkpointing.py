@@ -164,10 +164,7 @@ class SelectiveCheckpoint(Checkpoint):
 
 
 def _replay(fn: Callable, inputs: int, *tensors: Tensor) -> Tensor:
-    """Return fn's result from its inputs and the results of its products, all in `tensors`.
-
-    inputs: how many of `tensors` are inputs.
-    """
+    """Return fn of the first tensors, as many as `inputs`; the others are its products' results."""
     with Products(tensors[inputs:]):
         return fn(*tensors[:inputs])
 

@@ -205,6 +205,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
+        """Load what `state_dict` returned, into weights, master copies, optimizer and scaler."""
         self.optimizer.load_state_dict(state["optimizer"])
         self._share()
         self.scaler.factor, self.scaler.good_steps = state["scaler"]

@@ -90,10 +90,10 @@ class GPT(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        """tokens: (n, length), int64. Returns the next tokens' logits, (n, length, vocabulary).
+        """Return the next tokens' logits, (n, length, vocabulary). tokens: (n, length), int64.
 
-        places: (length,), int64, where in the sequence these tokens are; None: 0, 1, 2, ...
-        ValueError: more tokens than the context has places.
+        places: (length,), int64, the tokens' positions in the sequence; None: 0, 1, 2, ...
+        ValueError: more tokens than the context has positions.
         """
         if places is None:
             positions = first(self.positions, tokens.shape[1])

@@ -208,7 +208,7 @@ def start(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power(x: Tensor, m: Tensor) -> Tensor:
-    """Return e^(x−m) for x ≤ m; 0 where both are -inf: masked weighs nothing, and isn't NaN."""
+    """Return e^(x−m) for x ≤ m; 0 where both are -inf, since masked elements weigh nothing."""
     finite = m.masked_fill(m == -math.inf, 0)
     return torch.exp(x - finite)
 

@@ -57,7 +57,10 @@ class MixtureOfExperts(nn.Module):
         self.balance_loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., width), with any number of tokens. Returns the same shape and dtype."""
+        """Return the experts' result for x, (..., width): the same shape and dtype.
+
+        There may be any number of tokens, none included.
+        """
         rows = x.flatten(0, -2)
         scores, chosen, weights = self.router(rows)
         if self.balance > 0:

@@ -53,7 +53,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(experts))  # in checkpoints, not in the optimizer
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """rows: (T, width). Returns scores (T, E), chosen experts (T, k), their weights (T, k).
+        """Return scores (T, E), chosen experts (T, k), their weights (T, k), for rows (T, width).
 
         Weights of k > 1 experts are made to add up to 1; of one it is its score, or the router
         would have no gradient. ValueError: a score is NaN or infinite.

@@ -36,7 +36,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
 
 class FlashAttention(torch.autograd.Function):
-    """`flash_attention` for autograd: apply(q, k, v, causal), which can be differentiated once."""
+    """`flash_attention` as a function of autograd: apply(q, k, v, causal); differentiable once."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:

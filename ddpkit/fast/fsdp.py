@@ -15,7 +15,7 @@ from .ring import RingTransport
 
 
 class FSDP(fsdp.FSDP):
-    """`fsdp.FSDP` with the additions of the module's docstring. transport: None is a ring on CPUs.
+    """`fsdp.FSDP` that also fetches ahead in forward. transport: None is a ring on CPUs.
 
     Memory: three units' whole weights or gradients at a time, and one unit's gradients more.
     """

@@ -15,7 +15,7 @@ DONE = SimpleNamespace(wait=lambda: None)  # the handle of a call that is done w
 
 
 class SharedMemoryTransport:
-    """Reduce-scatter and all-gather of flat tensors that its own `zeros` has made.
+    """Reduce-scatter and all-gather, without messages, of flat tensors made by its own `zeros`.
 
     ValueError: a tensor from elsewhere, which the other ranks can't see.
     """

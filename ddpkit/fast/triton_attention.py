@@ -349,7 +349,10 @@ def _dq_kernel(
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """`flash_attention_triton` for autograd: apply(q, k, v, causal); differentiable once."""
+    """`flash_attention_triton` as a function of autograd: apply(q, k, v, causal).
+
+    It can be differentiated once.
+    """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:

@@ -62,9 +62,9 @@ class Agreement:
         self.last = "the step's begin"
 
     def ask(self, last: str, call: str) -> None:
-        """Put this rank's new call into the store, and compare it with the others' there.
+        """Put this rank's new call into the store, and compare it with the other ranks' there.
 
-        Errors: see `check`.
+        Raises the errors of `check`. last: the call before, for their messages.
         """
         key = f"{self.key}/{len(self.followed)}"  # the same on all ranks, as long as they agree
         self.store.set(f"{key}/{dist.get_rank()}", call)

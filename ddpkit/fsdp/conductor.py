@@ -143,6 +143,7 @@ class Conductor:
             self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
+        """Begin to reduce a unit's pending gradients, once the reduction before has ended."""
         self.finish_reduction()
         if unit.has_gradients:
             self.agreement.check(f"reduce {unit.label}")

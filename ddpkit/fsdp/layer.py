@@ -59,7 +59,7 @@ class ShardedLinear(nn.Module):
         self.shard = nn.Parameter(torchs.shard(flat, group).clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., inputs). Returns (..., outputs)."""
+        """Return the layer's outputs, (..., outputs), for x, (..., inputs)."""
         rows = x.flatten(0, -2)
         out = GatherUseFree.apply(rows, self.shard, self)
         return out.unflatten(0, x.shape[:-1])

@@ -45,6 +45,7 @@ class Sharded:
             parameter.register_post_accumulate_grad_hook(self.refuse)
 
     def refuse(self, parameter: nn.Parameter) -> None:  # autograd never meets a shard, but by a bug
+        """Raise RuntimeError: autograd gives a gradient to a shard only if a module is misused."""
         parameter.grad = None
         raise RuntimeError(PAST_THE_HOOKS.format(rank=dist.get_rank(), name=self.name))
 

@@ -81,7 +81,7 @@ class Unit:
 
     @property
     def needs_gather(self) -> bool:
-        """Tell whether the weights are neither here nor on their way."""
+        """Return whether the weights are neither here nor on their way."""
         return bool(self.sharded) and not self.is_whole and self.gathering is None
 
     def start_gather(self) -> None:

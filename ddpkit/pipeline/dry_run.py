@@ -123,7 +123,7 @@ def messages(schedule: Schedule) -> Schedule:
 
 
 def message(action: str, ranks: dict[int, int]) -> list[tuple[int, list[str]]]:
-    """Return what an action adds to the programs of two ranks.
+    """Return what an action adds to the programs of two ranks, the sender and the receiver.
 
     [(its rank, [action, send]), (the other rank, [receive])]; without a message [(its rank,
     [action]), (its rank, [])].

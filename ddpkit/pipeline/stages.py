@@ -85,6 +85,7 @@ class PipelineStage:
         return split.input(gradient)
 
     def backward_weight(self, k: int) -> None:
+        """Run the weights' part of backward; what was kept of micro-batch `k` is then dropped."""
         # Only now may the graph go: until here the micro-batch counts as held.
         self.weight_parts.pop(k)()
         del self.kept[k]

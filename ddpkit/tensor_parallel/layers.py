@@ -13,7 +13,7 @@ from .split import SplitLayer
 
 
 class CopyToRanks(torch.autograd.Function):
-    """f: apply(x, group) returns `x`, which all ranks have; backward sums their gradients of it."""
+    """The function f: apply(x, group) returns `x`, alike on all ranks; backward sums gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -28,7 +28,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """g: apply(x, group) returns the sum of all ranks' `x`; all have the same gradient of it."""
+    """The function g: apply(x, group) returns the sum of all ranks' `x`; backward sends nothing."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -46,7 +46,7 @@ class ColumnParallelLinear(SplitLayer):
 
     Inputs are alike on all ranks. blocks: lengths of parts of the outputs that are dealt out each
     on its own. q, k and v in one layer need one all-reduce backward; in three layers three. enter:
-    f, or its counterpart in sequence parallelism.
+    applied to the inputs, `CopyToRanks` or, in sequence parallelism, `GatherTokens`.
 
     Cost per rank: an all-reduce of `x` in backward. Shoeybi et al. 2019, section 3. Notebook 11.
     """
@@ -70,8 +70,8 @@ class ColumnParallelLinear(SplitLayer):
 class RowParallelLinear(SplitLayer):
     """A Linear of which this rank has some inputs: (..., inputs / W) to (..., outputs), whole.
 
-    Its inputs are a column-parallel layer's outputs. leave: g, or its counterpart in sequence
-    parallelism. The bias is whole on every rank.
+    Its inputs are a column-parallel layer's outputs. leave: applied to each rank's summands,
+    `SumOverRanks` or, in sequence parallelism, `ScatterTokens`. The bias is whole on every rank.
 
     Cost per rank: an all-reduce of the result in forward. Shoeybi et al. 2019, section 3.
     """
@@ -91,9 +91,10 @@ class RowParallelLinear(SplitLayer):
 
 
 class VocabParallelEmbedding(SplitLayer):
-    """An Embedding cut by tokens: a rank looks up its own, has zeros for others, and g adds up.
+    """An Embedding cut by tokens: a rank has zeros for other ranks' tokens, and all are summed.
 
-    `start`: this rank's first token. Cost per rank: an all-reduce of the result in forward.
+    start: this rank's first token. leave: the sum, `SumOverRanks` or `ScatterTokens`. Cost per
+    rank: an all-reduce of the result in forward.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class VocabParallelEmbedding(SplitLayer):
         self.start = int(mine[0])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: (...), int64, alike on all ranks. Returns (..., width).
+        """Return the tokens' vectors, (..., width). tokens: (...), int64, alike on all ranks.
 
         IndexError: a token that isn't in the vocabulary.
         """

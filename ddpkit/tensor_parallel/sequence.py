@@ -125,7 +125,7 @@ class ParallelGPT(nn.Module):
                 dist.broadcast(parameter.detach(), group=group, group_src=0)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets: (n, length), int64. Returns the mean cross-entropy, on every rank."""
+        """Return the mean cross-entropy, on every rank. tokens, targets: (n, length), int64."""
         # With `sequence`, from here on only this rank's tokens.
         x = self.tokens(tokens)
         positions = first(self.positions, tokens.shape[1])
@@ -170,8 +170,8 @@ def sum_copies(copies: dict[nn.Parameter, int], group: ProcessGroup | None = Non
 def split_block(block: Block, group: ProcessGroup | None, enter=CopyToRanks, leave=SumOverRanks):
     """Return a Block with this rank's part of `block`: some heads, some hidden numbers of the MLP.
 
-    enter, leave: f and g, or their counterparts in sequence parallelism. ValueError: W doesn't
-    divide the heads.
+    enter, leave: see `ColumnParallelLinear` and `RowParallelLinear`. ValueError: W doesn't divide
+    the heads.
     """
     world_size = dist.get_world_size(group)
     block = copy.deepcopy(block)

@@ -36,7 +36,7 @@ class TrainConfig:
     heads: int = 4
     length: int = 64  # tokens in a sequence
     dropout: float = 0.0
-    experts: int = 0  # that replace each MLP; 0: a plain MLP
+    experts: int = 0  # how many replace each MLP; 0: a plain MLP
     top_k: int = 2  # experts that a token visits
     # A step: `batch` sequences over all ranks, in micro-batches.
     batch: int = 16
@@ -48,18 +48,18 @@ class TrainConfig:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    sharding: str = "ddp"  # of what the data ranks would all hold
+    sharding: str = "ddp"  # among data ranks: of nothing, optimizer state, or all
     schedule: str = "1f1b"  # of the pipeline
     attention: str = "zigzag"  # across the context axis
     share_experts: bool = True  # deal them out to the data axis; False: each rank has all
     # Precision and memory.
-    dtype: str = "float32"  # of computing; parameters are float32
+    dtype: str = "float32"  # of activations; parameters are float32
     recompute: bool = False  # keep only each block's input; compute the block again in backward
     # The optimizer.
     optimizer: str = "adamw"
     lr: float = 3e-3
     warmup: int = 10  # steps until the rate is `lr`
-    decay_to: float = 0.1  # the last step's rate as a part of `lr`; along a cosine
+    decay_to: float = 0.1  # the last rate, as a part of `lr`, along a cosine
     weight_decay: float = 0.1  # of matrices
     clip: float = 1.0  # the gradient's largest norm; 0: no limit
     seed: int = 0

@@ -240,7 +240,7 @@ class Trainer:
         return self.scaler.scale(loss) if self.scaler else loss
 
     def average(self) -> None:
-        """Make gradients the means over the replicas, and sum those of a weight in two stages."""
+        """Make gradients the means over the replicas; sum those of a weight on two stages."""
         c = self.config
         if self.pipeline is not None:
             self.pipeline.synchronize()

@@ -105,6 +105,7 @@ class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
         return Bucket(parameters, self.group)
 
     def options(self, bucket: Bucket) -> dict:  # at present: a scheduler may change them
+        """Return the options of a bucket's parameters, with its shard as the only parameter."""
         place = self.places[bucket.parameters[0]]
         return self.param_groups[place] | {"params": [bucket.shard]}
 
