@@ -84,7 +84,8 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[float, Tensor, Tensor]:
     """Compute count, mean and (biased) variance of each channel over the rows of all ranks.
 
-    x: (n, C, ...), n may be 0. Returns float64, (C,), with the same bits on every rank.
+    x: (n, C, ...), n may be 0. Returns the count, a number, and two of float64, (C,), with the same
+    bits on every rank.
     ValueError, on every rank: fewer than 2 values a channel. Cost: an all-reduce of 2C+1 float64.
     """
     wide = x.detach().double()
@@ -107,10 +108,11 @@ def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[floa
 
 
 class Normalize(torch.autograd.Function):
-    """y = w (x - mean) · scale + b, where mean and scale depend on all ranks' x, as backward knows.
+    """A function of autograd: y = w (x - mean) · scale + b, where mean and scale depend on all x.
 
-    x: (n, C, ...). weight, bias: (C,) or None. mean, scale: (C,), count: values of a channel, the
-    same on all ranks. Cost: in backward one all-reduce of 2C numbers, if x requires a gradient.
+    Backward takes that into account, so mean and scale themselves get no gradient. x: (n, C, ...).
+    weight, bias: (C,) or None. mean, scale: (C,), count: values of a channel, the same on all
+    ranks. Cost: in backward one all-reduce of 2C numbers, if x requires a gradient.
     """
 
     @staticmethod
@@ -167,6 +169,7 @@ def convert(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
 
 
 def _global(norm: nn.Module, group: ProcessGroup | None) -> GlobalBatchNorm:
+    """Return a GlobalBatchNorm with the options and the very tensors of this batch norm."""
     options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
     new = GlobalBatchNorm(norm.num_features, *options, group=group)
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):

@@ -25,7 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Checkpoint(torch.autograd.Function):
-    """apply(fn, *inputs): `fn(*inputs)`, a tensor, with only the inputs kept for backward."""
+    """A call of `fn` that keeps only its inputs for backward: apply(fn, *inputs) is fn(*inputs).
+
+    fn: returns one tensor.
+    """
 
     @staticmethod
     def forward(ctx, fn, *inputs):
@@ -47,7 +50,7 @@ class Checkpoint(torch.autograd.Function):
 
 
 def checkpoint(fn: Callable, *args: Tensor) -> Tensor:
-    """Call `fn(*args)` so that only the args are kept for backward, which calls it again.
+    """Return `fn(*args)`, keeping only the args for backward, which calls it again.
 
     fn: returns a tensor. Its parameters get gradients, as do the args that require them.
 
@@ -58,6 +61,7 @@ def checkpoint(fn: Callable, *args: Tensor) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], fn: Callable, *args: Tensor) -> Tensor:
+    """Return `fn(*args)`, by a checkpoint function where a backward may follow."""
     if not torch.is_grad_enabled():  # no backward will follow, or an outer checkpoint calls again
         return fn(*args)
     # Autograd calls backward only if an input requires a gradient; fn's parameters aren't inputs.
@@ -66,7 +70,7 @@ def _apply(function: type[torch.autograd.Function], fn: Callable, *args: Tensor)
 
 
 def random_state() -> Tensor:
-    """Concatenate the state of the CPU's generator and that of the current GPU's."""
+    """Return the state of the CPU's generator, followed by the current GPU's: 1-D, uint8."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -74,6 +78,7 @@ def random_state() -> Tensor:
 
 
 def set_random_state(state: Tensor) -> None:
+    """Set the generators to a state that `random_state` returned."""
     # The CPU's state comes first, as `random_state` puts them.
     cpu = len(torch.get_rng_state())
     torch.set_rng_state(state[:cpu])
@@ -107,7 +112,7 @@ def autocast_as_now(inputs: Sequence[Tensor]) -> torch.autocast:
 
 
 def selective_checkpoint(fn: Callable, *args: Tensor) -> Tensor:
-    """Checkpoint `fn(*args)`, but keep the results of linear layers; compute the rest again.
+    """Return `fn(*args)`, keeping args and results of linear layers; compute the rest again.
 
     ValueError: fn changes such a result in place.
     Cost: the bytes of `args` and of these results; in backward, everything else once more. In a
@@ -122,9 +127,9 @@ def is_product(operation) -> bool:
 
 
 class Products(TorchDispatchMode):
-    """Keep the results of products while inside; given `kept`, replay them instead, in order.
+    """A mode that keeps the results of products while inside; given `kept`, it replays those.
 
-    kept: a list of such results. Autograd, which works above this mode, records products as ever.
+    kept: such results, in order. Autograd, which works above this mode, records products as ever.
     """
 
     def __init__(self, kept=None):
@@ -142,7 +147,7 @@ class Products(TorchDispatchMode):
 
 
 class SelectiveCheckpoint(Checkpoint):
-    """A checkpoint with further inputs, the products, which fn's second call gets ready-made."""
+    """A checkpoint that also keeps products' results, which fn's second call gets ready-made."""
 
     @staticmethod
     def forward(ctx, fn, *inputs):
@@ -159,6 +164,7 @@ class SelectiveCheckpoint(Checkpoint):
 
 
 def _replay(fn: Callable, inputs: int, *tensors: Tensor) -> Tensor:
+    """Return fn of the first tensors, as many as `inputs`; the others are its products' results."""
     with Products(tensors[inputs:]):
         return fn(*tensors[:inputs])
 
@@ -169,7 +175,8 @@ def _replay(fn: Callable, inputs: int, *tensors: Tensor) -> Tensor:
 def checkpoint_sequential(functions: nn.Sequential, segments: int, x: Tensor) -> Tensor:
     """Call the functions one after the other, in `segments` parts, all but the last checkpointed.
 
-    ValueError: fewer segments than 1, or more than functions. As in torch.utils.checkpoint.
+    Returns the last one's result. ValueError: fewer segments than 1, or more than functions. As in
+    torch.utils.checkpoint.
     """
     # The last segment's backward follows at once: to compute it again would free nothing.
     *checkpointed, last = cut(len(functions), segments)
@@ -188,7 +195,7 @@ def cut(functions: int, segments: int) -> list[slice]:
 
 
 def sequential_bytes(functions: int, segments: int, input_bytes: int, function_bytes: int) -> int:
-    """Predict the bytes that `checkpoint_sequential` keeps after forward, and about the peak later.
+    """Predict the bytes that `checkpoint_sequential` keeps after forward, about its peak as well.
 
     input_bytes: of what goes from one function to the next. function_bytes: what a function alone
     keeps, its input included. Left out: 5056 bytes a segment, of the random numbers' state.

@@ -43,7 +43,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> None:
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group = None) -> None:
-    """`broadcast` in which every rank that has the tensor sends it: each hop doubles them."""
+    """Copy the `tensor` of rank `src` to all; ranks that have it send it: each hop doubles them."""
     ranks, place = counted_from(src, group)
     have_it = 1
     while have_it < len(ranks):  # places below `have_it` have the tensor
@@ -70,7 +70,10 @@ def reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) ->
 
 @torch.no_grad()
 def tree_reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) -> None:
-    """`reduce` in which, in each hop, half of the ranks that still hold a part hand it on."""
+    """Combine the `tensor` of all ranks in that of rank `dst`, as in a tree.
+
+    In each hop, half of the ranks that still hold a part send it on.
+    """
     ranks, place = counted_from(dst, group)
     combine = combined_by(op)
     total = tensor if place == 0 else tensor.clone()  # only the root's tensor may change
@@ -113,7 +116,7 @@ def gather(
 def scatter(
     tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int = 0, group: Group = None
 ) -> None:
-    """Copy each part of the `scatter_list` of rank `src` into the `tensor` of its rank."""
+    """Copy entry r of the `scatter_list` of rank `src` into the `tensor` of rank r."""
     check_in_group("scatter", group)
     if dist.get_rank() == src:
         parts = by_rank(scatter_list, group)
@@ -136,7 +139,7 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None) -
 def reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: ReduceOp = SUM, group: Group = None
 ) -> None:
-    """Combine in the `output` of rank r entry r of the `input_list` of every rank."""
+    """Combine entry r of every rank's `input_list` in the `output` of rank r."""
     chunks, combine = by_rank(input_list, group), combined_by(op)
     output.copy_(chunks.pop(dist.get_rank()))
     arrived = {peer: torch.empty_like(output) for peer in chunks}
@@ -149,7 +152,7 @@ def reduce_scatter(
 def all_to_all(
     output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Group = None
 ) -> None:
-    """Copy this rank's part of the inputs of every rank into that rank's place in the outputs."""
+    """Send entry r of the inputs to rank r, and receive what rank r sends here in output r."""
     arriving, leaving = by_rank(output_tensor_list, group), by_rank(input_tensor_list, group)
     arriving.pop(dist.get_rank()).copy_(leaving.pop(dist.get_rank()))
     exchange(leaving, arriving, group)
@@ -187,7 +190,7 @@ def members(group: Group) -> list[int]:
 
 
 def by_rank(tensors: list[Tensor], group: Group) -> dict[int, Tensor]:
-    """{rank of the group: its entry of the list}."""
+    """Return {rank of the group: its entry of the list}."""
     return dict(zip(members(group), tensors, strict=True))
 
 
@@ -200,7 +203,7 @@ def combined_by(op: ReduceOp):
 
 
 def counted_from(root: int, group: Group) -> tuple[list[int], int]:
-    """List the ranks of the group from `root` on, and round; return it with this rank's place."""
+    """Return the group's ranks in a circle from `root` on, and this rank's index among them."""
     ranks = members(group)
     start = ranks.index(root)
     ranks = ranks[start:] + ranks[:start]

@@ -24,7 +24,7 @@ from .tools.checks import check_in_group, check_same_on_all_ranks
 
 
 class SendsGradients:
-    """A base with `syncing`, which says whether gradients are sent, and `no_sync`, its switch."""
+    """A base with `syncing`, whether gradients are sent, and `no_sync`, which turns that off."""
 
     syncing = True
 
@@ -56,7 +56,7 @@ class DataParallel(SendsGradients, nn.Module):
         return self.module(*args, **kwargs)
 
     def synchronize(self) -> None:
-        """Make every gradient the mean over the ranks, after backward; nothing inside `no_sync`.
+        """Make every gradient the mean over the ranks, after backward; do nothing inside `no_sync`.
 
         ValueError: a trained parameter has no gradient; NaiveDDP counts it as zeros instead.
         """
@@ -64,7 +64,7 @@ class DataParallel(SendsGradients, nn.Module):
 
 
 def check_gradients(trained: dict[str, nn.Parameter]) -> None:
-    """Raise ValueError if one of these parameters, by name, has no gradient."""
+    """Raise ValueError if one of the parameters, {name: parameter}, has no gradient."""
     without = [name for name, parameter in trained.items() if parameter.grad is None]
     if without:
         got = f"rank {dist.get_rank()} has no gradient for {', '.join(without)} after backward"

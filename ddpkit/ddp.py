@@ -91,7 +91,7 @@ class OverlapDDP(DataParallel):
 
 
 def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> list[list[int]]:
-    """Deal gradients into buckets of one dtype each: a list of gradient numbers per bucket.
+    """Deal gradients into buckets of one dtype each; return the indices of each bucket's gradients.
 
     sizes: (bytes, dtype) of each gradient, in the order in which they become ready. cap_bytes: a
     bucket with this many bytes or more is full. Buckets are in the order of their last gradients:
@@ -141,7 +141,8 @@ class BucketedDDP(DataParallel):
     bucket_cap_mb: MiB that make a bucket full, as in PyTorch. From the first backward on, every
     `.grad` is a view of its bucket. All ranks send buckets in the order of the plan, whichever is
     full first: the n-th all-reduce of one rank is added to the n-th of the others.
-    ValueError: bucket_cap_mb isn't positive. RuntimeError: as in `OverlapDDP`.
+    ValueError: bucket_cap_mb isn't positive. RuntimeError: a second backward without `synchronize`
+    or `no_sync` in between.
 
     Cost: an all-reduce for each bucket; each gradient is copied once, unless zero_grad left zeros
     in its view. `ddpkit.fast.buckets` learns the order of gradients. Notebook 04.

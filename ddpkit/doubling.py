@@ -1,7 +1,7 @@
-"""All-reduce in few hops: partners at distances 1, 2, 4, ... swap what they have. MPI does this for
-`MPI_Allreduce`: the first function for short messages, the second for long ones.
+"""All-reduce in few hops: partners at distances 1, 2, 4, ... swap what they have.
 
-W is the number of ranks of the group, n the bytes of the buffer.
+MPI does this for `MPI_Allreduce`: the first function for short messages, the second for long ones.
+W is the number of ranks of the group, n the bytes of the buffer. A hop is a round of messages.
 
     function                      sent by each rank  hops, one after the other
     doubling_all_reduce           log₂ W n           log₂ W; if W is no power of two, ⌊log₂ W⌋ + 2

@@ -26,10 +26,9 @@ TILE = 256  # keys
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Attention as in textbooks, softmax(q·kᵀ/√D)·v, with all scores at once.
+    """Return softmax(q·kᵀ/√D)·v as in textbooks, with all scores at once, in q's dtype.
 
-    Arguments, result and errors are those of `flash_attention`, but it computes in q's dtype.
-
+    q: (..., Nq, D). k, v: (..., Nk, D). The rest is as in `flash_attention`.
     Cost: 4 Nq Nk D operations a head; memory for Nq Nk numbers three times, once for backward.
     """
     check_shapes(q, k, v)
@@ -42,7 +41,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Attention a tile of keys at a time: exact, with memory that grows with N and not with N².
+    """Compute attention a tile of keys at a time: exactly, with memory that grows with N, not N².
 
     q: (..., Nq, D). k, v: (..., Nk, D), of the same dtype and the same leading axes, any or none.
     causal: query i sees the keys up to i, counted from the first of each, as in PyTorch.
@@ -56,7 +55,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
 
 class FlashAttention(torch.autograd.Function):
-    """`flash_attention` for autograd: apply(q, k, v, causal), which can be differentiated once."""
+    """`flash_attention` as a function of autograd: apply(q, k, v, causal); differentiable once."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -153,12 +152,12 @@ def tile_scores(q: Tensor, keys: Tensor, first: int, causal: bool) -> Tensor:
 
 
 def in_fp32(*tensors: Tensor) -> list[Tensor]:
-    """Convert what is narrower than fp32 to fp32; leave the rest."""
+    """Return the tensors in fp32 at least: what is narrower is converted."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError unless q is (..., Nq, D), k and v (..., Nk, D), of one floating-point dtype."""
+    """Raise ValueError unless q is (..., Nq, D), k and v (..., Nk, D), of one floating dtype."""
     got = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     axes = min(q.ndim, k.ndim) >= 2
     ends = k.shape == v.shape and q.shape[-1:] == k.shape[-1:]

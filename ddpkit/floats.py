@@ -28,7 +28,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """A way to write numbers in bits. dtype: torch's, if it has one."""
+    """A way to write numbers in bits. dtype: torch's, None if it has none."""
 
     name: str
     exponent_bits: int
@@ -58,12 +58,12 @@ class Format:
 
     @property
     def epsilon(self) -> float:
-        """The spacing at 1."""
+        """Return the spacing of numbers from 1 on."""
         return math.ldexp(1.0, -self.fraction_bits)
 
     @property
     def _overflow(self) -> int:
-        """The pattern for values that are too large: infinity, or the largest number."""
+        """Return the pattern for values that are too large: infinity, or the largest number."""
         if self.has_inf:
             return (2**self.exponent_bits - 1) << self.fraction_bits
         return 2 ** (self.bits - 1) - 2
@@ -94,7 +94,7 @@ def fields(pattern: int, format: Format) -> tuple[int, int, int]:
 
 
 def field_of(place: int, format: Format) -> str:
-    """Name the field of the bit at a place, counted from the highest: 'sign', 'exponent', …"""
+    """Name the field of the bit at a position, counted from the highest: 'sign', 'exponent', …"""
     if place == 0:
         return "sign"
     return "exponent" if place <= format.exponent_bits else "fraction"
@@ -103,7 +103,7 @@ def field_of(place: int, format: Format) -> str:
 def decode(pattern: int, format: Format) -> float:
     """Return the number that a pattern stands for, exactly: Python's floats have more bits.
 
-    ValueError as in `fields`.
+    ValueError: the format has no such pattern.
     """
     sign, exponent, fraction = fields(pattern, format)
     magnitude = pattern % 2 ** (format.bits - 1)
@@ -148,10 +148,10 @@ def nearest(value, format):
 
 
 class Number:
-    """A pattern of a format, with its properties. ValueError as in `fields`.
+    """A pattern of a format, with its properties. ValueError: the format has no such pattern.
 
-    kind: normal, subnormal, zero, infinity or NaN. spacing: to the next number, `ulp`. below,
-    above: its neighbours. None: there is none.
+    kind: normal, subnormal, zero, infinity or NaN. spacing: to the next number, `ulp`; None for
+    infinity and NaN. below, above: the neighbouring numbers; None where there is none.
     """
 
     def __init__(self, pattern: int, format: Format):
@@ -169,13 +169,13 @@ class Number:
 
     @property
     def bits(self) -> str:
-        """'0 01111 1000000000'."""
+        """Return sign, exponent and fraction in binary: '0 01111 1000000000'."""
         exponent = f"{self.exponent:0{self.format.exponent_bits}b}"
         return f"{self.sign} {exponent} {self.fraction:0{self.format.fraction_bits}b}"
 
     @property
     def formula(self) -> str:
-        """'2^0 × 1.5'; for infinity and NaN, their name."""
+        """Return the value as '2^0 × 1.5'; for zero, infinity and NaN, the name."""
         if self.kind not in ("normal", "subnormal"):
             return self.kind
         leading = 1 if self.kind == "normal" else 0
@@ -192,7 +192,10 @@ class Number:
 
 
 def _next(pattern: int, format: Format, step: int) -> float | None:
-    """Return the neighbour above (step 1) or below (-1): patterns are ordered as magnitudes are."""
+    """Return the neighbour above (step 1) or below (-1), None if there is none.
+
+    Patterns are ordered as magnitudes are.
+    """
     half = 2 ** (format.bits - 1)
     sign, magnitude = divmod(pattern, half)
     place = (-magnitude if sign else magnitude) + step
@@ -221,7 +224,7 @@ def round_stochastically(x: Tensor) -> Tensor:
 
 
 def quantise(x, block):
-    """Quantise `x` to int8 numbers, a row for each `block` of them, and a scale for each row.
+    """Return (numbers, scales): `x` as int8, a row for each `block` numbers, and each row's scale.
 
     numbers * scales is about x. x: float32; block divides its number of elements.
     """

@@ -37,7 +37,7 @@ def master_step(weights, masters, optimizer, scale):
 
 
 class LossScaler:
-    """Multiply the loss, so that small gradients survive in fp16; divide them again in fp32.
+    """A factor for the loss: small gradients survive in fp16, and are divided by it in fp32.
 
     As torch.amp.GradScaler, for one optimizer with fp32 parameters. dynamic: an overflow halves the
     scale, and `growth_interval` steps in a row without one double it; if False, the scale stays.
@@ -82,7 +82,7 @@ class LossScaler:
         self.overflow = bool(overflow)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Call optimizer.step(), unless there was an overflow; unscale_ first, if not yet done."""
+        """Call optimizer.step(), unless there was an overflow; call unscale_ first, if needed."""
         if self.overflow is None:
             self.unscale_(optimizer)
         if self.overflow:
@@ -103,7 +103,7 @@ class LossScaler:
 
 
 class MixedPrecisionOptimizer(Optimizer):
-    """Train 16-bit weights: `optimizer_cls` updates fp32 master copies of them, as in master_step.
+    """An optimizer of 16-bit weights: `optimizer_cls` updates fp32 master copies of them.
 
     params: all of the model's, as for any optimizer. They become `dtype` in place; frozen ones get
     no master copy. scaler: of the loss (None: a dynamic one for fp16; other dtypes get a constant
@@ -127,6 +127,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
+        """Let this optimizer and the inner one share groups, state and defaults."""
         inner = self.optimizer  # one list of groups for both: a scheduler changes it through ours
         self.param_groups = inner.param_groups
         self.state = inner.state
@@ -147,7 +148,11 @@ class MixedPrecisionOptimizer(Optimizer):
         return self.masters.get(weight, weight)
 
     def _accumulate(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Add a micro-batch's gradient in fp32, before autograd adds it in 16 bits."""
+        """Add a micro-batch's gradient in fp32, before autograd adds it in 16 bits; return the sum.
+
+        The sum is rounded to 16 bits; what that takes away is kept, and added with the next
+        gradient.
+        """
         if weight.grad is None:
             self.lost.pop(weight, None)
             return gradient
@@ -200,6 +205,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
+        """Load what `state_dict` returned, into weights, master copies, optimizer and scaler."""
         self.optimizer.load_state_dict(state["optimizer"])
         self._share()
         self.scaler.factor, self.scaler.good_steps = state["scaler"]

@@ -16,16 +16,16 @@ Attention = Callable[..., Tensor]  # attention(q, k, v, causal=...)
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """PyTorch's attention, with the arguments of the function that notebook 09 builds.
+    """Call PyTorch's attention, with the arguments of the function that notebook 09 builds.
 
     q, k, v: (..., N, D). Returns (..., N, D): for each query a mean of the values,
-    softmax(q·kᵀ/√D)·v. With `causal`, place i sees only the places up to i.
+    softmax(q·kᵀ/√D)·v. With `causal`, query i sees only the keys up to i.
     """
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy in nats, over all targets; 0 where there are none.
+    """Return the mean cross-entropy in nats, over all targets; 0 where there are none.
 
     logits: (..., classes). targets: (...), int64. Returns one number, in float32 at least.
 
@@ -39,7 +39,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """Predict each next token from those before it. Radford et al. 2019 (GPT-2), but `positions`.
+    """A transformer that predicts each next token. Radford et al. 2019 (GPT-2), but `positions`.
 
     vocabulary: number of tokens. context: longest sequence. width: numbers for each token between
     the layers. heads: must divide `width`, ValueError otherwise. dropout: of the embeddings and of
@@ -51,8 +51,8 @@ class GPT(nn.Module):
     head.weight is tokens.weight, one parameter under two names: tokens that are alike when read are
     alike when written (Press and Wolf 2017).
 
-    positions: (context, width), a frozen parameter, a random vector for each place. Places need
-    only be distinguishable, and random vectors are; Vaswani et al. 2017, table 3, row E, lose
+    positions: (context, width), a frozen parameter, a random vector for each position. Positions
+    need only be distinguishable, and random vectors are; Vaswani et al. 2017, table 3, row E, lose
     nothing with vectors that aren't learned. Notebook 03.
     """
 
@@ -90,10 +90,10 @@ class GPT(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        """tokens: (n, length), int64. Returns the next tokens' logits, (n, length, vocabulary).
+        """Return the next tokens' logits, (n, length, vocabulary). tokens: (n, length), int64.
 
-        places: (length,), int64, where in the sequence these tokens are; None: 0, 1, 2, ...
-        ValueError: more tokens than the context has places.
+        places: (length,), int64, the tokens' positions in the sequence; None: 0, 1, 2, ...
+        ValueError: more tokens than the context has positions.
         """
         if places is None:
             positions = first(self.positions, tokens.shape[1])
@@ -168,8 +168,8 @@ class Block(nn.Module):
 class MLP(nn.Sequential):
     """Linear, batch norm and ReLU, `layers` times, and a last Linear: (n, inputs) to (n, outputs).
 
-    While training, batch norm takes mean and variance over the n rows that it is given. Ranks that
-    each have a share of the batch so don't compute what one process with all of it does. It needs
+    While training, batch norm takes mean and variance over the n rows that it is given. So ranks
+    that each have a share of the batch don't compute what one process with all of it does. It needs
     at least 2 rows; torch raises ValueError otherwise. Notebook 03.
     """
 

@@ -48,7 +48,10 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
 
 def deal(costs: list[int], world_size: int) -> list[int]:
-    """Give each matrix an owner, the most expensive first, always to the rank with the least."""
+    """Return each matrix's owner: most expensive first, always to the rank with the least work.
+
+    costs: of each matrix.
+    """
     loads = [0] * world_size
     owners = [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
@@ -59,7 +62,7 @@ def deal(costs: list[int], world_size: int) -> list[int]:
 
 
 def numels_by_rank(shape: torch.Size, world_size: int) -> list[int]:
-    """Count the numbers of a matrix that each rank has: ⌈rows/W⌉ rows, or what is left of them."""
+    """Return how many numbers of a matrix each rank has: ⌈rows/W⌉ rows, or what is left of them."""
     rows, columns = shape
     full = -(-rows // world_size)
     found = []
@@ -132,7 +135,10 @@ def by_owners(
 
 
 def end_to_end(tensors: list[Tensor], like: Tensor) -> Tensor:
-    """Lay tensors end to end, as one flat one; none as an empty one of the dtype of `like`."""
+    """Return the tensors end to end, in one 1-D tensor; if there are none, an empty one.
+
+    like: a tensor of the result's dtype and device.
+    """
     return torch.cat([*(part.flatten() for part in tensors), like.new_empty(0)])
 
 
@@ -178,6 +184,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def update(self, options: dict, shards: list[Tensor]) -> None:
+        """Update this rank's shards of one parameter group, in place; all must have gradients."""
         momentum = options["momentum"]
         world_size = dist.get_world_size(self.group)
         shapes = [self.shapes[shard] for shard in shards]

@@ -1,10 +1,12 @@
-"""All-reduce round a ring: every rank talks to its two neighbours only, and no rank carries more
-than another. NCCL and Gloo do this for `torch.distributed.all_reduce` of a large tensor.
+"""All-reduce round a ring: ranks talk to their neighbours only, and none carries more than another.
 
-The buffer is cut into W chunks, equal to within one element. In each of the first W-1 hops a rank
-adds the chunk that arrives from its left neighbour to its own, and passes the sum on to the right:
-this is a reduce-scatter, after which rank r holds chunk r of the total. In the next W-1 hops the
-finished chunks go round: an all-gather. One after the other they are the all-reduce.
+NCCL and Gloo do this for `torch.distributed.all_reduce` of a large tensor.
+
+The buffer is cut into W chunks, equal to within one element. In each of the first W-1 hops, which
+are rounds of messages, a rank adds the chunk that arrives from its left neighbour to its own, and
+passes the sum on to the right: this is a reduce-scatter, after which rank r holds chunk r of the
+total. In the next W-1 hops the finished chunks go round: an all-gather. One after the other they
+are the all-reduce.
 
 W is the number of ranks of the group, n the bytes of the buffer.
 
@@ -31,7 +33,7 @@ from .tools.checks import check_in_group, misuse
 
 
 def ring_plan(world_size: int) -> list[list[int]]:
-    """plan[r][h]: the chunk that leaves rank r in hop h, from 0 on, of `ring_reduce_scatter`.
+    """Return plan[r][h]: the chunk that rank r sends in hop h, from 0 on, of `ring_reduce_scatter`.
 
     The sum of chunk r ends on rank r, so it starts on the rank to the right of it. Notebook 02.
     """
@@ -107,7 +109,7 @@ def send_right_receive_left(outgoing: Tensor, incoming: Tensor, group: ProcessGr
 
 
 def flat(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """View `x` as one row that autograd doesn't follow.
+    """Return a 1-D view of `x`, detached from autograd's graph.
 
     ValueError: `x` isn't contiguous, or this rank isn't in `group`.
     """
@@ -119,7 +121,7 @@ def flat(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def ring_cost(world_size: int, nbytes: int) -> tuple[int, float]:
-    """Count what `ring_all_reduce` costs a rank: (hops, bytes sent).
+    """Return what `ring_all_reduce` of `nbytes` costs each rank: (hops, bytes sent).
 
     Patarasuk and Yuan 2009. Notebook 02.
     """

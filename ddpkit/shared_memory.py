@@ -38,7 +38,8 @@ class SharedBuffer:
     numel, dtype: of one buffer, the same on every rank. group: ranks of one machine (None: all).
     ValueError: `numel` isn't a whole number from 0, or numel and dtype differ between ranks; this
     rank isn't in `group`; the ranks are on different machines.
-    RuntimeError, from a call: another rank called something else, or dropped its buffer.
+    RuntimeError, from a collective method: another rank called a different one, or dropped its
+    buffer.
 
     `local` is this rank's buffer, a 1-D tensor to fill and to read, zero at first. Chunk r of a
     buffer is `local.tensor_split(W)[r]`, as in `ddpkit.ring`. Sums have the same bits on every
@@ -155,6 +156,7 @@ class SharedBuffer:
 
 
 def _leave(marks: Tensor, rank: int) -> None:
+    """Tell the other ranks, by a negative mark, that this rank has dropped its buffer."""
     marks[rank] = -marks[rank]
 
 

@@ -40,7 +40,7 @@ from .tools.checks import check_in_group
 
 
 def naive_softmax(x: Tensor) -> Tensor:
-    """e^x / Σ e^x, as the formula stands and in the dtype of x: NaN where a power overflows.
+    """Return e^x / Σ e^x, as the formula stands and in x's dtype: NaN where a power overflows.
 
     Powers overflow from x = 12 in fp16, from 89 in fp32; far below 0, all are 0, and 0/0 is NaN.
     """
@@ -55,7 +55,7 @@ def naive_softmax(x: Tensor) -> Tensor:
 
 
 def safe_softmax(x: Tensor) -> Tensor:
-    """e^(x−m) / Σ e^(x−m), no exponent above 0: passes for the maximum, the sum, the result."""
+    """Return e^(x−m) / Σ e^(x−m), no exponent above 0: three passes, maximum, sum and result."""
     m, ell = start(x)
     a = torch.empty_like(x)
     # One pass more than the formula needs: without the maximum the powers might overflow.
@@ -69,7 +69,7 @@ def safe_softmax(x: Tensor) -> Tensor:
 
 
 def online_softmax(x: Tensor) -> Tensor:
-    """Softmax in two passes: the first keeps a running maximum, and the sum for that maximum.
+    """Return softmax in two passes: the first keeps a running maximum, and the sum for it.
 
     When the maximum grows, the sum so far is corrected. Milakov and Gimelshein 2018, algorithm 3.
     """
@@ -87,7 +87,7 @@ def online_softmax(x: Tensor) -> Tensor:
 
 
 def online_weighted_mean(x: Tensor, v: Tensor) -> Tensor:
-    """softmax(x)·v in one pass: what attention does for a query, x being its scores.
+    """Return softmax(x)·v in one pass: what attention does for a query, x being its scores.
 
     v: (..., N, D), a value for each number. Returns (..., D) in the dtype of v; zeros for a masked
     row. The sum of the values is corrected as ℓ is, and divided by ℓ at the end. Notebook 09.
@@ -133,8 +133,8 @@ def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
 def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Combine the (m, ℓ) of two parts into that of both together; two (m, ℓ, o) likewise.
 
-    m, ℓ: any shape, the same or one that broadcasts. o: one axis more. Order and
-    brackets change no more than the last bits; (-inf, 0) changes nothing.
+    m, ℓ: any shape, the same or one that broadcasts. o: one axis more. Order and brackets change no
+    more than the last bits; (-inf, 0) changes nothing.
     """
     m_a, ell_a, *o_a = a
     m_b, ell_b, *o_b = b
@@ -149,7 +149,7 @@ def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def fused_softmax(x: Tensor) -> Tensor:
-    """Softmax of rows that stay in fast memory throughout: each is read and written once."""
+    """Return softmax of rows that stay in fast memory throughout, each read and written once."""
     row = x[...]  # the one read; a[...] = is the one write
     a = torch.empty_like(x)
     a[...] = finish(row, *summarize(row))
@@ -157,7 +157,7 @@ def fused_softmax(x: Tensor) -> Tensor:
 
 
 def blockwise_softmax(x: Tensor, block: int) -> Tensor:
-    """Softmax of rows that are read `block` numbers at a time: online, from block to block."""
+    """Return softmax of rows that are read `block` numbers at a time: online, block by block."""
     if block < 1:
         raise ValueError(f"expected a block of at least 1 number, got {block}. Try 128.")
     a = torch.empty_like(x)
@@ -172,7 +172,7 @@ def blockwise_softmax(x: Tensor, block: int) -> Tensor:
 
 
 def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Softmax of rows of which every rank of the group has a part: return this rank's part.
+    """Return softmax of rows of which every rank of the group has a part: this rank's part.
 
     x: (..., n); n may differ from rank to rank and be 0, the number of rows may not.
     ValueError: this rank isn't in `group`.
@@ -200,7 +200,7 @@ def _check(x: Tensor) -> None:
 
 
 def start(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(-inf, 0) for each row: m and ℓ before any of its numbers was read."""
+    """Return (-inf, 0) for each row: m and ℓ before any of its numbers was read."""
     _check(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
     ell = x.new_zeros(x.shape[:-1], dtype=dtype)
@@ -208,17 +208,17 @@ def start(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power(x: Tensor, m: Tensor) -> Tensor:
-    """e^(x−m) for x ≤ m; 0 where both are -inf, as -inf - -inf is NaN: masked weighs nothing."""
+    """Return e^(x−m) for x ≤ m; 0 where both are -inf, since masked elements weigh nothing."""
     finite = m.masked_fill(m == -math.inf, 0)
     return torch.exp(x - finite)
 
 
 def normalize(x: Tensor, ell: Tensor) -> Tensor:
-    """x / ℓ; where ℓ is 0, all is masked, and x is 0. (Otherwise ℓ ≥ 1, the maximum's own e⁰.)"""
+    """Return x / ℓ; x where ℓ is 0, since then all is masked, and x is 0. (Otherwise ℓ ≥ 1.)"""
     return x / ell.masked_fill(ell == 0, 1)
 
 
 def finish(x: Tensor, m: Tensor, ell: Tensor) -> Tensor:
-    """Softmax of a part `x` of the rows whose pair, of the whole row, is (m, ell)."""
+    """Return softmax of a part `x` of the rows whose pair, of the whole row, is (m, ell)."""
     weights = power(x, m.unsqueeze(-1))
     return normalize(weights, ell.unsqueeze(-1))

@@ -36,9 +36,9 @@ def start_reduce_scatter(flat: Tensor, group: ProcessGroup | None = None) -> dis
 
 
 def start_all_gather(flat: Tensor, group: ProcessGroup | None = None) -> dist.Work:
-    """Start to copy shard r of rank r's `flat` into the `flat` of every rank r.
+    """Start to copy shard r of rank r's `flat` into the `flat` of every rank.
 
-    flat: as for `start_reduce_scatter`; complete after `wait()`.
+    flat: 1-D, contiguous, the same length on every rank, a multiple of W; complete after `wait()`.
 
     Cost per rank: (W-1)/W of `flat` sent. Notebook 07.
     """

@@ -1,5 +1,4 @@
-"""Ulysses: heads for tokens. Each rank gives away most heads of its tokens, and gets all tokens of
-some heads.
+"""Ulysses: each rank gives away most heads of its tokens, and gets all tokens of some heads.
 
 Attention acts on each head alone, so between two all-to-alls a rank computes ordinary attention,
 over the whole sequence, for 1/W of the heads. Jacobs et al. 2023 (DeepSpeed-Ulysses). Notebook 13.
@@ -22,10 +21,11 @@ def all_to_all_attention(
     causal: bool = False,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Attention over the tokens of all ranks, of which rank r has the r-th part, by heads.
+    """Attend to the tokens of all ranks, of which rank r has the r-th part, by trading heads.
 
-    Arguments, result, errors and cost: see `ddpkit.context_parallel`; n may be odd. ValueError,
-    too: W doesn't divide the heads, or those of keys and values.
+    q: (..., heads, n, D). k, v: (..., kv heads, n, D), of this rank's tokens; n may be odd. Returns
+    the shape and dtype of q. Costs and further errors: see `ddpkit.context_parallel`. ValueError: W
+    doesn't divide the heads, or those of keys and values.
     """
     check("all_to_all_attention", q, k, v, group, halves=False)
     world_size = dist.get_world_size(group)
@@ -52,7 +52,7 @@ def all_to_all_attention(
 
 
 class HeadsForTokens(torch.autograd.Function):
-    """Give heads for tokens: apply(x, group), (..., H, n, D) to (..., H / W, W·n, D)."""
+    """A trade of heads for tokens: apply(x, group), (..., H, n, D) to (..., H/W, W·n, D)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -65,7 +65,7 @@ class HeadsForTokens(torch.autograd.Function):
 
 
 class TokensForHeads(torch.autograd.Function):
-    """The way back: apply(x, group), (..., H / W, W·n, D) to (..., H, n, D)."""
+    """A trade back, of tokens for heads: apply(x, group), (..., H/W, W·n, D) to (..., H, n, D)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -78,7 +78,7 @@ class TokensForHeads(torch.autograd.Function):
 
 
 def trade(x: Tensor, cut: int, join: int, group: ProcessGroup | None = None) -> Tensor:
-    """Cut x along dimension `cut`, give part r to rank r, and join what comes along `join`.
+    """Cut x along dimension `cut`, send part r to rank r; return what comes, joined along `join`.
 
     Cost per rank: one all-to-all, (W−1)/W of x sent.
     """

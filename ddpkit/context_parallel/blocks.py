@@ -20,11 +20,11 @@ from .deal import Deal, pairs_of_hop
 
 
 class AttentionAcrossRanks(torch.autograd.Function):
-    """Attention for autograd, whichever way blocks come and their gradients go home.
+    """Attention for autograd, whichever way blocks come and their gradients return to their ranks.
 
-    apply(q, k, v, fetch, send_home, causal, deal, group), where fetch(kv, group) returns what
-    backward needs of k and v, and the blocks of ranks rank, rank−1, ...; send_home is
-    `ring_backward`, or a function like it.
+    apply(q, k, v, fetch, send_home, causal, deal, group). fetch(kv, group) returns what backward
+    needs of k and v, and the blocks of ranks rank, rank−1, ... send_home(q, that, o, lse, do,
+    causal, deal, group) returns dq, and dk and dv stacked, as `ring_backward` does.
     """
 
     @staticmethod
@@ -88,7 +88,7 @@ def attend(
 
 
 def merge(o: Tensor, lse: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join the attention to some keys with that to others, for the same queries.
+    """Join the attention to some keys with that to others, for the same queries; return (o, lse).
 
     o: (..., n, D), a mean of values. lse: (..., n), the log of the sum of e^score that it was
     divided by. The same as `ddpkit.softmax.merge` of (lse, 1, o). float32 at least.
@@ -168,7 +168,7 @@ def for_kv_heads(gradient: Tensor, kv_heads: int) -> Tensor:
 def check(
     name: str, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None, halves: bool = True
 ) -> None:
-    """ValueError unless q, k, v fit, this rank is in `group`, and n can be halved if need be."""
+    """Raise ValueError unless q, k, v fit, n is even if `halves`, and this rank is in `group`."""
     check_in_group(name, group)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     fit = q.ndim == k.ndim >= 3 and k.shape == v.shape and q.shape[-2:] == k.shape[-2:]

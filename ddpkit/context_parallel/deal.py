@@ -1,12 +1,13 @@
-"""Deals of tokens to ranks, and the scores that follow for each rank and hop: data, no process.
+"""The deal of a sequence's tokens to ranks, and the scores that each then computes in each hop.
 
 A sequence is cut into 2W chunks of equal length, and each rank has two. A deal lists them by rank:
 
     contiguous(3)    [(0, 1), (2, 3), (4, 5)]    the last rank sees most, the first next to nothing
     zigzag(3)        [(0, 5), (1, 4), (2, 3)]    all see equally much
 
-A causal mask hides chunks after a query's own, and half of its own. So in each hop a rank computes
-some pairs of chunks, whole or along the diagonal. Notebook 13.
+A causal mask hides chunks after a query's own, and half of its own. So in each hop of a ring, which
+brings a rank another rank's keys, it computes some pairs of chunks, whole or along the diagonal. No
+process is needed for any of this. Notebook 13.
 """
 
 import torch
@@ -20,12 +21,12 @@ NO_TARGET = -100  # torch's cross-entropy leaves such targets out
 
 
 def contiguous(world_size: int) -> Deal:
-    """Deal the chunks out in order, two to each rank."""
+    """Return the deal in which each rank has two chunks that follow one another."""
     return [(2 * rank, 2 * rank + 1) for rank in range(world_size)]
 
 
 def zigzag(world_size: int) -> Deal:
-    """Deal chunks 0 to W−1 to ranks 0 to W−1, and the others on the way back.
+    """Return the deal of chunks 0 to W−1 to ranks 0 to W−1, and of the others on the way back.
 
     Cost: in each hop all ranks compute equally many scores of a causal mask, n²/2 and, in hop 0,
     n/2 more of the diagonal. Zhu 2024 (ring-flash-attention).
@@ -53,7 +54,10 @@ def pairs_of_hop(deal: Deal, rank: int, hop: int, causal: bool = True) -> list[P
 
 
 def scores_of_hop(deal: Deal, rank: int, hop: int, chunk: int, causal: bool = True) -> int:
-    """Count the scores that are seen in a hop, by a head; `chunk` is the tokens in a chunk."""
+    """Count the scores of a head that `rank` computes in a hop of the ring, hidden ones left out.
+
+    chunk: the number of tokens in a chunk.
+    """
     whole = chunk * chunk
     half = chunk * (chunk + 1) // 2  # with the diagonal itself
     count = 0
@@ -63,7 +67,7 @@ def scores_of_hop(deal: Deal, rank: int, hop: int, chunk: int, causal: bool = Tr
 
 
 def places(deal: Deal, rank: int, length: int) -> Tensor:
-    """Return the places in the sequence of the tokens that `rank` has, in its order: int64, (n,).
+    """Return the positions in the sequence of `rank`'s tokens, in its order: int64, (n,).
 
     length: tokens of the whole sequence. ValueError: 2W doesn't divide it.
     """
@@ -76,7 +80,7 @@ def places(deal: Deal, rank: int, length: int) -> Tensor:
 
 
 def share_tokens(tokens: Tensor, deal: Deal, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut whole sequences: return this rank's inputs, their targets, and their places.
+    """Cut whole sequences: return this rank's inputs, their targets, and their positions.
 
     tokens: (batch, N + 1), int64, alike on the ranks that share them: N inputs and, one further,
     their targets. Returns (batch, n) twice, and (n,). Where 2W doesn't divide N, the end is padded:

@@ -22,10 +22,11 @@ def gathered_attention(
     group: ProcessGroup | None = None,
     zigzagged: bool = True,
 ) -> Tensor:
-    """Attention over the tokens of all ranks, whose keys and values are all-gathered.
+    """Attend to the tokens of all ranks, whose keys and values are all-gathered.
 
-    Arguments, result, errors and cost: see `ddpkit.context_parallel`; n must be even. zigzagged:
-    rank r has chunks r and 2W−1−r of 2W, otherwise the r-th part.
+    q: (..., heads, n, D). k, v: (..., kv heads, n, D), of this rank's tokens; n must be even.
+    Returns the shape and dtype of q. Errors and cost: see `ddpkit.context_parallel`. zigzagged:
+    rank r has chunks r and 2W−1−r of 2W; if False, the r-th part of the sequence.
     """
     check("gathered_attention", q, k, v, group)
     make = zigzag if zigzagged else contiguous
@@ -34,7 +35,10 @@ def gathered_attention(
 
 
 def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, list[Tensor]]:
-    """Return all ranks' blocks by rank, kept for backward, and in the order of a ring's hops."""
+    """All-gather kv, k and v stacked: return all blocks by rank, and as a list in a ring's order.
+
+    A block is the kv of one rank. The first result is kept for backward; the order is that of hops.
+    """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     everyones = kv.new_empty(world_size, *kv.shape)
@@ -54,9 +58,10 @@ def gathered_backward(
     deal: Deal,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq, and dk and dv stacked, as `ring_backward` does, without a ring.
+    """Return dq, and dk and dv stacked, of this rank's queries, keys and values, without a ring.
 
-    everyones: k and v of all ranks, by rank. Cost: one reduce-scatter of dk and dv.
+    q, o, do: (..., heads, n, D). everyones: k and v of all ranks, (W, 2, ..., kv heads, n, D). lse:
+    (..., heads, n), over the keys of all ranks. Cost: one reduce-scatter of dk and dv.
     """
     rank = dist.get_rank(group)
     saved = q, o, lse, do

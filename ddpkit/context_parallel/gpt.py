@@ -23,7 +23,7 @@ def share_sequence(gpt: GPT, attention: Attention) -> None:
     """Make a GPT's blocks attend across ranks, in place, by one of this package's functions.
 
     Its keys and values are no longer repeated for grouped heads: few of them travel. From then on
-    the model needs the tokens' places: gpt(inputs, places).
+    the model needs the tokens' positions in the sequence: gpt(inputs, places).
     """
     for block in gpt.blocks:
         block.attention = attention

@@ -1,8 +1,9 @@
 """Ring attention, forward and backward: keys and values travel, queries stay.
 
 In hop h rank r has the keys and values of rank r−h, computes with them, and meanwhile they are on
-their way to its right neighbour. Backward they go round once more, and behind them goes the sum of
-their gradients, to which each rank adds its summand; a last hop brings it home. Notebook 13.
+their way to its right neighbour. In backward they go round once more. One hop behind them follows
+the sum of their gradients, to which each rank adds its summand; a last hop brings it back to its
+rank. Notebook 13.
 """
 
 from collections.abc import Iterator
@@ -23,10 +24,11 @@ def ring_attention(
     causal: bool = False,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Attention over the tokens of all ranks, of which rank r has the r-th part.
+    """Attend to the tokens of all ranks, of which rank r has the r-th part.
 
-    Arguments, result, errors and cost: see `ddpkit.context_parallel`; n must be even. Causal, rank
-    r computes (r + ½)·n² scores a head while all wait for the last: W/(2W−1) of the time is spent
+    q: (..., heads, n, D). k, v: (..., kv heads, n, D), of this rank's tokens; n must be even.
+    Returns the shape and dtype of q. Errors and cost: see `ddpkit.context_parallel`. Causal, rank r
+    computes (r + ½)·n² scores a head while all wait for the last: W/(2W−1) of the time is spent
     computing. Without `causal` all compute alike.
     """
     check("ring_attention", q, k, v, group)
@@ -41,9 +43,10 @@ def zigzag_attention(
     causal: bool = False,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Attention over the tokens of all ranks, of which rank r has chunks r and 2W−1−r of 2W.
+    """Attend to the tokens of all ranks, of which rank r has chunks r and 2W−1−r of 2W.
 
-    Arguments, result, errors and cost: see `ddpkit.context_parallel`; n must be even. Causal, every
+    q: (..., heads, n, D). k, v: (..., kv heads, n, D), of this rank's tokens; n must be even.
+    Returns the shape and dtype of q. Errors and cost: see `ddpkit.context_parallel`. Causal, every
     rank computes n²/2 scores a head in each hop.
     """
     check("zigzag_attention", q, k, v, group)
@@ -52,7 +55,10 @@ def zigzag_attention(
 
 
 def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Iterator[Tensor]]:
-    """Return the block that is kept for backward, this rank's own, and all blocks as they come."""
+    """Return this rank's own kv, which is kept for backward, and an iterator over all ranks' kv.
+
+    kv: k and v stacked. The iterator yields those of rank, rank−1, ... as they come.
+    """
     # Other ranks' blocks aren't kept: backward lets them travel again.
     return kv, travel(kv, group)
 
@@ -92,7 +98,7 @@ def ring_backward(
 
 
 def travel(x: Tensor, group: ProcessGroup | None = None) -> Iterator[Tensor]:
-    """Yield the x of rank, rank−1, ..., W in all: each while the next is on its way here.
+    """Yield the x of ranks rank, rank−1, ..., W of them, each while the next is on its way here.
 
     x: alike in shape and dtype on all ranks; not written to. Cost per rank: W−1 messages.
     """
@@ -111,7 +117,8 @@ def travel(x: Tensor, group: ProcessGroup | None = None) -> Iterator[Tensor]:
 def pass_on(x: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, list[dist.Work]]:
     """Begin to send x to the right neighbour, and to receive the left one's.
 
-    Returns what is coming and what to wait for before it is read. On one rank it is x itself.
+    Returns (tensor that is being received, handles to wait for before it is read). On one rank it
+    is x itself, and there are no handles.
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)

@@ -15,9 +15,9 @@ counts them from the routing table. One more all-to-all carries 8·E bytes of co
 Without a limit ("dropless") all wait for the rank with most rows; with a capacity, what exceeds it
 skips its expert. Loads are levelled by a loss, or by a bias of the router that `move_bias` moves.
 
-An expert sums over the tokens of e ranks by itself, so of its gradients there are W/e copies to
-sum, yet they are divided by W like all others: `average_gradients`. For clipping,
-`count_copies` says which rank counts what. In Megatron-LM: MoELayer, --expert-model-parallel-size.
+An expert's gradient already sums over the tokens of e ranks, so only W/e copies of it are left to
+sum; yet it is divided by W like all others: `average_gradients`. For clipping, `count_copies` says
+how many ranks hold each parameter. In Megatron-LM: MoELayer, --expert-model-parallel-size.
 Lepikhin et al. 2020 (GShard); Fedus et al. 2021 (Switch); DeepSeek-AI 2024 (V3). Notebook 13.
 """
 

@@ -69,10 +69,10 @@ def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
 def rows_between(
     tables: Sequence[Tensor], experts: int, kept: Sequence[Tensor] | None = None
 ) -> list[list[int]]:
-    """Predict all splits of an exchange: rows that rank r sends to rank s, as [r][s].
+    """Predict all splits of an exchange: return [r][s], the rows that rank r sends to rank s.
 
-    tables: each rank's routing table. experts: numbered through, equally many on each rank. kept:
-    masks, from `within_capacity`.
+    tables: each rank's routing table, (T, k). experts: their number; each rank has equally many, in
+    order. kept: each rank's mask, (T, k), from `within_capacity`; None: all count.
     """
     ranks = len(tables)
     sent = []

@@ -13,17 +13,18 @@ from .router import Router, balance_loss, softmax
 
 
 class MixtureOfExperts(nn.Module):
-    """An MLP for each of `experts`; a token visits k of them, and the shared one, if there is one.
+    """A layer of `experts` MLPs; a token visits k of them, and the shared one, if there is one.
 
-    width, hidden: of each expert, Linear, ReLU, Linear. score: see `Router`. capacity: a factor
-    for `capacity_of`, by each rank's tokens; None: nothing is dropped. shared: the hidden width of
-    an expert for all tokens; 0: none. balance: the factor of `balance_loss`; 0: it isn't computed.
+    width, hidden: of each expert, Linear, ReLU, Linear. score: see `Router`. capacity: a factor for
+    `capacity_of`, by each rank's tokens; None: nothing is dropped. shared: the hidden width of an
+    expert for all tokens; 0: none. balance: the factor of `balance_loss`; 0: it isn't computed.
 
-    Made with all experts, which one process computes. `share_experts` leaves each rank its own, and
-    then every rank of the group must call, even without tokens: others wait for its counts.
+    A new layer has all experts, and computes in one process. `share_experts` leaves each rank its
+    own, and then every rank of the group must call, even without tokens: others wait for its
+    counts.
 
     After forward, `load`, (E,), has counted the choices since it was last set to 0, and
-    `balance_loss` is that of the last call, to be added to the loss. Cost: see `ddpkit.experts`.
+    `balance_loss` is that of the last forward, to be added to the loss. Cost: see `ddpkit.experts`.
     """
 
     def __init__(
@@ -56,7 +57,10 @@ class MixtureOfExperts(nn.Module):
         self.balance_loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., width), with any number of tokens. Returns the same shape and dtype."""
+        """Return the experts' result for x, (..., width): the same shape and dtype.
+
+        There may be any number of tokens, none included.
+        """
         rows = x.flatten(0, -2)
         scores, chosen, weights = self.router(rows)
         if self.balance > 0:
@@ -76,7 +80,10 @@ class MixtureOfExperts(nn.Module):
         return out.view_as(x)
 
     def here(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Run rows, sorted by expert, through this rank's experts: counts[i] through the i-th."""
+        """Compute rows, sorted by expert, with this rank's experts: counts[i] rows with the i-th.
+
+        Returns their results, in the same order.
+        """
         results = []
         parts = rows.split(counts.tolist())
         for expert, part in zip(self.experts.values(), parts, strict=True):
@@ -84,7 +91,10 @@ class MixtureOfExperts(nn.Module):
         return torch.cat(results)
 
     def across_ranks(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Run rows, sorted by expert, through experts wherever they are; as many come back."""
+        """Send rows, sorted by expert, to the ranks of their experts; return their results.
+
+        counts: (E,), the rows for each expert. Results are in the order of the rows.
+        """
         # Counts first: no rank knows yet how many rows to expect.
         coming = exchange_counts(counts, self.group)
         # Rows for each rank, and from each: the splits of both exchanges.
@@ -103,7 +113,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def mlp(width: int, hidden: int) -> nn.Sequential:
-    """Make one expert."""
+    """Return a new expert: Linear, ReLU, Linear."""
     return nn.Sequential(
         nn.Linear(width, hidden),
         nn.ReLU(),
@@ -112,17 +122,20 @@ def mlp(width: int, hidden: int) -> nn.Sequential:
 
 
 def exchange_counts(counts: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Give each rank its part of (E,), the rows for all experts; return (ranks, own experts)."""
+    """Tell every rank how many rows its experts get from here; return how many come from each.
+
+    counts: (E,), int64, this rank's rows for each expert. Returns (ranks, this rank's experts).
+    """
     coming = torch.empty_like(counts)
     dist.all_to_all_single(coming, counts, group=group)  # E / e counts for each rank
     return coming.view(dist.get_world_size(group), -1)
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Rows to other ranks, and their gradients back: apply(rows, send, receive, group).
+    """An exchange of rows between ranks; backward sends their gradients back the same way.
 
-    rows: (Σ send, d), sorted by rank. send, receive: rows for each rank, and from each; integers.
-    Returns (Σ receive, d), sorted by rank.
+    apply(rows, send, receive, group). rows: (Σ send, d), sorted by rank. send, receive: the number
+    of rows for each rank, and from each. Returns (Σ receive, d), sorted by rank.
     """
 
     @staticmethod
@@ -148,7 +161,7 @@ def exchange(
     receive: list[int],
     group: ProcessGroup | None,
 ) -> Tensor:
-    """Call one all-to-all with uneven splits."""
+    """Return the rows that come from all ranks, in one all-to-all with uneven splits."""
     came = rows.new_empty(sum(receive), rows.shape[1])
     dist.all_to_all_single(came, rows.contiguous(), receive, send, group=group)
     return came

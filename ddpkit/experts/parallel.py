@@ -1,4 +1,4 @@
-"""Experts among ranks: who has which, whose gradients are summed, one norm, one checkpoint.
+"""Experts across ranks: which rank has which, whose gradients are summed, one norm, one checkpoint.
 
 W ranks, e of which share the experts; each has tokens of its own. What isn't an expert is on all W
 ranks alike. An expert is on W/e ranks, its replicas: the groups of a mesh of (data, experts).
@@ -68,9 +68,10 @@ def share_experts(
 def count_copies(
     module: nn.Module, everyone: ProcessGroup | None = None
 ) -> dict[nn.Parameter, int]:
-    """{parameter: the number of ranks that hold it alike}, for `tensor_parallel.clip_grad_norm`.
+    """Return {parameter: the number of ranks that hold it alike}, to clip the gradients by.
 
-    everyone: the group to clip in, all W ranks (None). An expert on e ranks is held by W/e.
+    For `tensor_parallel.clip_grad_norm`. everyone: the group to clip in (None: all W ranks). An
+    expert that e ranks share is held by W/e.
     """
     world_size = dist.get_world_size(everyone)
     # All but the experts are on every rank.
@@ -109,13 +110,13 @@ def average_gradients(
 
 
 def balance_losses(module: nn.Module) -> Tensor:
-    """Add up the balance losses of all layers in their last call: to be added to the loss."""
+    """Return the sum of all layers' balance losses in their last forward, to add to the loss."""
     losses = [layer.balance_loss for layer in layers(module)]
     return sum(losses, torch.zeros(()))
 
 
 def balance(module: nn.Module, speed: float, everyone: ProcessGroup | None = None) -> None:
-    """Move the biases of all routers by `speed`, and begin to count anew: once a step, after it.
+    """Move the biases of all routers by `speed`, and set the counts to 0; call it after each step.
 
     In place, so that what a checkpoint or an optimizer holds stays the model's.
     """
@@ -126,9 +127,10 @@ def balance(module: nn.Module, speed: float, everyone: ProcessGroup | None = Non
 
 
 def whole_state(module: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Gather the state of the whole model, as a module with all experts loads it, on every rank.
+    """Return the whole model's state, {name: tensor}, gathered from all ranks on every rank.
 
-    group: the ranks that share the experts. Load it before `share_experts`, on any number of ranks.
+    A module with all experts loads it. group: the ranks that share the experts. Load it before
+    `share_experts`, on any number of ranks.
     Cost per rank: an all_gather_object of its state.
     """
     # Every rank's state, then their union: a rank lacks the experts of the others.

@@ -17,17 +17,17 @@ from ..tools.checks import check_counts, misuse
 
 
 def softmax(logits: Tensor) -> Tensor:
-    """Scores that add up to 1: experts compete. Shazeer et al. 2017; Switch, Mixtral."""
+    """Return scores that add up to 1: experts compete. Shazeer et al. 2017; Switch, Mixtral."""
     return logits.softmax(-1)
 
 
 def sigmoid(logits: Tensor) -> Tensor:
-    """Scores between 0 and 1, each for itself. DeepSeek-V3."""
+    """Return scores between 0 and 1, independent of one another. DeepSeek-V3."""
     return logits.sigmoid()
 
 
 class Router(nn.Module):
-    """Score all experts for each token, and choose k.
+    """A linear layer that scores all experts for each token, and chooses the best k.
 
     width: numbers of a token. score: logits (T, E) to scores, such as `softmax` or `sigmoid`.
     `bias`, (E,), is added where experts are chosen, and nowhere else: it has no gradient, and
@@ -53,7 +53,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(experts))  # in checkpoints, not in the optimizer
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """rows: (T, width). Returns scores (T, E), chosen experts (T, k), their weights (T, k).
+        """Return scores (T, E), chosen experts (T, k), their weights (T, k), for rows (T, width).
 
         Weights of k > 1 experts are made to add up to 1; of one it is its score, or the router
         would have no gradient. ValueError: a score is NaN or infinite.

@@ -24,7 +24,10 @@ LOG2E = math.log2(math.e)  # e^x = 2^(x·LOG2E)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """`ddpkit.flash_attention.flash_attention`, faster: the same arguments, result and errors.
+    """Compute softmax(q·kᵀ/√D)·v as `ddpkit.flash_attention.flash_attention` does, but faster.
+
+    q: (..., Nq, D). k, v: (..., Nk, D). causal: query i sees keys up to i. Returns (..., Nq, D), of
+    q's dtype. ValueError: shapes or dtypes that don't fit.
 
     Cost: 4 Nq Nk D operations a head, 10 backward; causal about half of that. Forward has one tile
     of scores for each head, backward two.
@@ -33,7 +36,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
 
 class FlashAttention(torch.autograd.Function):
-    """`flash_attention` for autograd: apply(q, k, v, causal), which can be differentiated once."""
+    """`flash_attention` as a function of autograd: apply(q, k, v, causal); differentiable once."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -57,7 +60,10 @@ class FlashAttention(torch.autograd.Function):
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return o, as q, and lse, (heads, Nq, 1). q: (heads, Nq, D). k, v: (heads, Nk, D)."""
+    """Return o, of q's shape, and lse, (heads, Nq, 1), the log of each row's Σ e^s.
+
+    q: (heads, Nq, D). k, v: (heads, Nk, D).
+    """
     scale = q.shape[-1] ** -0.5
     o, lse = torch.empty_like(q), torch.empty_like(q[..., :1])
     tile_memory = _tile_memory(q, k)
@@ -84,7 +90,11 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
 def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv. Shapes as in `flash_forward`."""
+    """Return dq, dk, dv, in the shapes of q, k, v.
+
+    q, o, do: (heads, Nq, D). k, v: (heads, Nk, D). lse: (heads, Nq, 1), as `flash_forward` returns
+    it.
+    """
     scale = q.shape[-1] ** -0.5
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta, lse = (do * o).sum(-1, keepdim=True), lse * LOG2E
@@ -119,7 +129,7 @@ def tile_rows(queries: int, keys: int, causal: bool = False) -> Iterator[tuple[s
 
 
 def _hidden(q: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
-    """Make the summand of a tile's scores: 0; on the diagonal, -inf for keys in the future."""
+    """Return what is added to a tile's scores: 0; on the diagonal, -inf for keys in the future."""
     if not causal or columns.start < rows.start:
         return q.new_zeros(())
     size = rows.stop - rows.start, columns.stop - columns.start
@@ -132,9 +142,10 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
 
 
 def _tile_memory(q: Tensor, k: Tensor) -> Tensor:
+    """Allocate memory for the scores of the largest tile, of every head."""
     return q.new_empty(len(q), min(TILE, q.shape[1]), min(TILE, k.shape[1]))
 
 
 def _cut(tile_memory: Tensor, q_tile: Tensor, k_tile: Tensor) -> Tensor:
-    """View the part of the memory that this tile takes."""
+    """Return the part of the memory that this tile takes, a view."""
     return tile_memory[:, : q_tile.shape[1], : k_tile.shape[1]]

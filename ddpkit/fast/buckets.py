@@ -1,12 +1,12 @@
-"""BucketedDDP that learns the order of gradients, divides early, and can send otherwise.
+"""BucketedDDP that learns the order of gradients, divides early, and can send fewer bytes or none.
 
 Compared with `ddpkit.ddp.BucketedDDP`, of the same name, results, and messages:
 - Each gradient is divided on its way into the bucket, in backward, where it is copied anyway. The
-  plain form reads and writes all of them once more after the last message, which is exposed.
+plain form reads and writes all of them once more after the last message, which is exposed.
 - The first backward shows in which order gradients become ready, and that order is the plan from
-  then on: no bucket waits for a parameter that was wrongly expected early.
+then on: no bucket waits for a parameter that was wrongly expected early.
 - wire_dtype: half the bytes, in bf16 (notebook 05). shared_memory: no messages at all, between
-  ranks on one machine; a step of the bench took 0.81 to 0.94 of the time of PyTorch's.
+ranks on one machine; a step of the bench took 0.81 to 0.94 of the time of PyTorch's.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ..tools.views import views
 class Bucket:
     """Gradients that are sent together, each a view of one contiguous tensor.
 
-    wire_dtype: of what is sent (None: as the gradients). shared_memory: the tensor lies in memory
+    wire_dtype: in which they are sent (None: their own). shared_memory: the tensor lies in memory
     that all ranks of the machine see, and nothing is sent, whatever the wire_dtype.
     """
 
@@ -46,7 +46,7 @@ class Bucket:
         return len(self.arrived) == len(self.views)
 
     def copy_in(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:
-        """Write this share of a gradient into the message."""
+        """Write a gradient, times `share`, into the message: its part of the mean."""
         part = self.parts[parameter]
         if part.dtype == gradient.dtype:
             torch.mul(gradient, share, out=part)  # in place, if the gradient is the view
@@ -73,8 +73,9 @@ class Bucket:
 class BucketedDDP(DataParallel):
     """Average gradients a bucket at a time, each bucket as soon as it is full, during backward.
 
-    wire_dtype, shared_memory: see `Bucket`. The rest, and RuntimeError: as in `ddp.BucketedDDP`.
-    ValueError: bucket_cap_mb isn't positive.
+    bucket_cap_mb: MiB that make a bucket full. wire_dtype, shared_memory: see `Bucket`.
+    ValueError: bucket_cap_mb isn't positive; in `synchronize`, a trained parameter has no gradient.
+    RuntimeError: a second backward without `synchronize` or `no_sync` in between.
 
     At first, gradients are expected in the reverse order of the parameters. The first backward of
     the group's first rank shows the real order, which is then the plan on all ranks.

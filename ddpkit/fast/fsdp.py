@@ -1,9 +1,10 @@
-"""`ddpkit.fsdp.FSDP` for speed: the same names, results and calls' order. It adds
+"""`ddpkit.fsdp.FSDP` for speed: the same names and results, the same order of collective calls.
 
+It adds
 - weights that are also fetched one unit ahead in forward, and a reduction that lasts while the next
-  unit computes, for one more unit's gradients in memory;
+unit computes, for one more unit's gradients in memory;
 - on CPUs a ring of segments as the transport, where none is given: Gloo's own reduce-scatter is an
-  all-reduce, and sends twice the bytes.
+all-reduce, and sends twice the bytes.
 """
 
 from torch import nn
@@ -14,7 +15,7 @@ from .ring import RingTransport
 
 
 class FSDP(fsdp.FSDP):
-    """`fsdp.FSDP` with the additions of the module's docstring. transport: None is a ring on CPUs.
+    """`fsdp.FSDP` that also fetches ahead in forward. transport: None is a ring on CPUs.
 
     Memory: three units' whole weights or gradients at a time, and one unit's gradients more.
     """

@@ -20,21 +20,28 @@ AHEAD = 4  # receives posted before they are needed
 
 
 def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """`ddpkit.ring.ring_reduce_scatter` with the same bytes in more and shorter messages."""
+    """Sum `x` over all ranks, in place, until this rank holds chunk `rank` of the sum; return that.
+
+    `ddpkit.ring.ring_reduce_scatter` with the same bytes in more and shorter messages.
+    """
     Trip(x, group, gather=False).wait()
     return flat(x, group).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def ring_all_gather(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """`ddpkit.ring.ring_all_gather` with the same bytes in more and shorter messages."""
+    """Copy chunk r of rank r's `x` into the `x` of every rank, in place; return `x`.
+
+    `ddpkit.ring.ring_all_gather` with the same bytes in more and shorter messages.
+    """
     Trip(x, group, reduce=False).wait()
     return x
 
 
 def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """`ddpkit.ring.ring_all_reduce` with the same bytes in more and shorter messages.
+    """Sum `x` over all ranks, on every rank, in place; return `x`.
 
-    Two ranks swap less than `AHEAD` segments whole, in one hop: the same bytes, half the latency.
+    `ddpkit.ring.ring_all_reduce` with the same bytes in more and shorter messages. Two ranks swap
+    less than `AHEAD` segments whole, in one hop: the same bytes, half the latency.
     """
     if dist.get_world_size(group) == 2 and x.nbytes < AHEAD * SEGMENT_BYTES:
         return doubling_all_reduce(x, group)
@@ -43,22 +50,28 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 class RingTransport:
-    """`ddpkit.transport` round the ring; the first to begin is the first to finish.
+    """The two functions of `ddpkit.transport`, by messages round a ring.
 
     Only the first hop travels while a rank computes, as far as `AHEAD` segments; with two ranks it
-    is the only hop. Two trips at once would take each other's messages, so beginning one ends the
-    one before it.
+    is the only hop. Two trips at once would take each other's messages, so starting one first waits
+    for the end of the one before it.
     """
 
     def __init__(self):
         self._last = SimpleNamespace(wait=lambda: None)
 
     def start_reduce_scatter(self, flat: Tensor, group: ProcessGroup | None = None) -> "Trip":
-        """Send the first chunk of `ring_reduce_scatter`; wait() does the rest."""
+        """Send the first chunk of a reduce-scatter; wait() of the handle returned does the rest.
+
+        flat: 1-D, contiguous; as long on every rank. Afterwards this rank's chunk is the sum.
+        """
         return self._start(flat, group, gather=False)
 
     def start_all_gather(self, flat: Tensor, group: ProcessGroup | None = None) -> "Trip":
-        """Send the first chunk of `ring_all_gather`; wait() does the rest."""
+        """Send the first chunk of an all-gather; wait() of the handle returned does the rest.
+
+        flat: 1-D, contiguous; as long on every rank. This rank's chunk is sent to all.
+        """
         return self._start(flat, group, reduce=False)
 
     def _start(self, flat: Tensor, group: ProcessGroup | None, **halves: bool) -> "Trip":
@@ -68,11 +81,11 @@ class RingTransport:
 
 
 class Trip:
-    """One half of the ring, or both: the constructor sends the first chunk, `wait()` does the rest.
+    """A reduce-scatter, an all-gather or both, round the ring; making it sends the first chunk.
 
-    In hop h, from 1 on, rank r sends chunk r-h to the right and receives chunk r-h-1 from the left,
-    modulo W. Chunks that arrive in the first W-1 hops are added, later ones stored. Leave `x`
-    alone, and send nothing else round the ring, until `wait()` has returned.
+    `wait()` does the rest. In hop h, from 1 on, rank r sends chunk r-h to the right and receives
+    chunk r-h-1 from the left, modulo W. Chunks that arrive in the first W-1 hops are added, later
+    ones stored. Leave `x` alone, and send nothing else round the ring, until `wait()` has returned.
     """
 
     def __init__(self, x: Tensor, group: ProcessGroup | None, reduce=True, gather=True):
@@ -99,7 +112,10 @@ class Trip:
             self._start(first, self.places[: self.ahead])
 
     def _places_to_receive(self, x: Tensor) -> list[Tensor]:
-        """List where segments arrive: in scratch, used in turns, to be added; in `x` otherwise."""
+        """List the tensors to receive segments into, in the order in which they come.
+
+        Segments to be added arrive in scratch memory, used in turns; others in `x` itself.
+        """
         adding = sum(hop < self.world_size for hop, _ in self.arrivals)
         scratch = x.new_empty(min(self.ahead, adding), self.longest)
         places = []
@@ -109,6 +125,7 @@ class Trip:
         return places
 
     def _start(self, outgoing: tuple[Tensor, ...], incoming: list[Tensor]) -> None:
+        """Start to send segments to the right neighbour, and to receive some from the left one."""
         group = self.group
         batch = []
         for segment in outgoing:

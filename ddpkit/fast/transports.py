@@ -15,7 +15,7 @@ DONE = SimpleNamespace(wait=lambda: None)  # the handle of a call that is done w
 
 
 class SharedMemoryTransport:
-    """Reduce-scatter and all-gather of flat tensors that its own `zeros` has made.
+    """Reduce-scatter and all-gather, without messages, of flat tensors made by its own `zeros`.
 
     ValueError: a tensor from elsewhere, which the other ranks can't see.
     """
@@ -30,16 +30,23 @@ class SharedMemoryTransport:
         return buffer.local
 
     def start_reduce_scatter(self, flat: Tensor, group: ProcessGroup | None = None):
-        """Reduce-scatter at once, as `ddpkit.transport` does later: reads n bytes, writes n/W."""
+        """Reduce-scatter `flat` at once; wait() of the handle returned does nothing.
+
+        Reads n bytes, writes n/W.
+        """
         self._of(flat).reduce_scatter()
         return DONE
 
     def start_all_gather(self, flat: Tensor, group: ProcessGroup | None = None):
-        """All-gather at once, as `ddpkit.transport` does later: reads n/W bytes, writes n."""
+        """All-gather `flat` at once; wait() of the handle returned does nothing.
+
+        Reads n/W bytes, writes n.
+        """
         self._of(flat).all_gather()
         return DONE
 
     def _of(self, flat: Tensor) -> SharedBuffer:
+        """Return the buffer of which `flat` is this rank's part. ValueError: there is none."""
         if flat.data_ptr() not in self._buffers:
             raise ValueError(
                 "expected a tensor that SharedMemoryTransport.zeros made, got one of this rank's "

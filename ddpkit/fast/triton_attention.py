@@ -67,7 +67,11 @@ DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 
 def _tune(own: str, others: str, tiles: list[tuple[int, int, int, int]]):
-    """Autotune: time all `tiles` (own rows, others', warps, stages) for each D, dtype, octave."""
+    """Return a decorator: the kernel times all `tiles`, and uses the fastest.
+
+    It does so anew for each D, dtype and octave of lengths. own, others: the names of the kernel's
+    tile sizes. tiles: (own rows, others' rows, warps, stages).
+    """
     if INTERPRETED:
         tiles = [(32, 16, 4, 1)]
     configs = [triton.Config({own: m, others: n}, w, stages) for m, n, w, stages in tiles]
@@ -76,7 +80,7 @@ def _tune(own: str, others: str, tiles: list[tuple[int, int, int, int]]):
 
 
 def _smallest_in_fp32(configs: list, arguments: dict, **_) -> list:
-    """Keep the smallest tiles for fp32: it can't use the tensor cores, and fills the registers."""
+    """Return only the smallest tiles for fp32: it has no tensor cores, and fills the registers."""
     return configs[-1:] if arguments["q_ptr"].dtype == torch.float32 else configs
 
 
@@ -126,7 +130,10 @@ def _attend(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys `first` to `last`. MASKED: not every query sees every key of a tile."""
+    """Add attention to keys `first` to `last` to (acc, ell, m), and return these.
+
+    MASKED: not every query sees every key of a tile.
+    """
     for start in range(first, last, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
         k = _load_tile(k_ptr, keys, Nk, D, BLOCK_D, MASKED)
@@ -216,7 +223,7 @@ def _gather_dkdv(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk, dv the part of queries first to last. s, p, dp, ds are transposed: key × query."""
+    """Add to dk, dv the part of queries first to last; return them. s, p, dp, ds: key × query."""
     for start in range(first, last, BLOCK_Q):
         queries = start + tl.arange(0, BLOCK_Q)
         q = _load_tile(q_ptr, queries, Nq, D, BLOCK_D, MASKED)
@@ -289,7 +296,7 @@ def _gather_dq(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq the part of keys first to last, tile by tile."""
+    """Add the part of keys first to last to dq, tile by tile; return it."""
     for start in range(first, last, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
         k = _load_tile(k_ptr, keys, Nk, D, BLOCK_D, MASKED)
@@ -313,7 +320,7 @@ def _dq_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dq of one query tile of one head."""
+    """Compute dq of one query tile of one head."""
     head, tile = _head_and_tile(tl.cdiv(Nq, BLOCK_Q), CAUSAL)
     q_ptr, do_ptr, dq_ptr = q_ptr + head * Nq * D, do_ptr + head * Nq * D, dq_ptr + head * Nq * D
     k_ptr, v_ptr = k_ptr + head * Nk * D, v_ptr + head * Nk * D
@@ -342,7 +349,10 @@ def _dq_kernel(
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """`flash_attention_triton` for autograd: apply(q, k, v, causal); differentiable once."""
+    """`flash_attention_triton` as a function of autograd: apply(q, k, v, causal).
+
+    It can be differentiated once.
+    """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -370,10 +380,11 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 
 def flash_attention_triton(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Attention tile by tile, as `ddpkit.flash_attention.flash_attention`, on a GPU.
+    """Compute softmax(q·kᵀ/√D)·v tile by tile on a GPU, as `ddpkit.flash_attention` does on a CPU.
 
-    q, k, v: as there, but in fp16, bf16 or fp32, D at most 256. Sums are fp32, the factors of every
-    product have q's dtype. Returns (..., Nq, D), contiguous, of q's dtype.
+    q: (..., Nq, D). k, v: (..., Nk, D), in fp16, bf16 or fp32, D at most 256. causal: query i sees
+    keys up to i. Sums are fp32, the factors of every product have q's dtype. Returns (..., Nq, D),
+    contiguous, of q's dtype.
     ValueError: shapes, dtypes or devices that don't fit; bf16 in the interpreter, which multiplies
     it wrongly. RuntimeError: neither a GPU of compute capability 8.0 or higher nor the interpreter.
 
@@ -384,7 +395,10 @@ def flash_attention_triton(q: Tensor, k: Tensor, v: Tensor, causal: bool = False
 
 
 def _sizes(q: Tensor, k: Tensor, causal: bool) -> dict[str, float]:
-    """The sizes that all kernels need. octave: for `_tune`, the length to a factor of two."""
+    """Return the sizes that all kernels need, by argument.
+
+    octave: for `_tune`, the length to a factor of two.
+    """
     Nq, Nk, D = q.shape[-2], k.shape[-2], q.shape[-1]
     return {
         "Nq": Nq,
@@ -399,12 +413,16 @@ def _sizes(q: Tensor, k: Tensor, causal: bool) -> dict[str, float]:
 
 
 def _programs(x: Tensor, block: str):
-    """Count the programs: one for each tile of `block` rows of each head of `x`."""
+    """Return the grid of a kernel: one program for each tile of `block` rows of each head of `x`.
+
+    It is a function of the kernel's sizes, since the tuner chooses the tile.
+    """
     *heads, N, _ = x.shape
     return lambda sizes: (math.prod(heads) * triton.cdiv(N, sizes[block]),)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError or RuntimeError unless the kernels can compute with these tensors."""
     _check_device(q)
     check_shapes(q, k, v)
     fits = {
@@ -421,6 +439,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_device(q: Tensor) -> None:
+    """Raise RuntimeError unless there is the interpreter, or q is on a GPU that is new enough."""
     use = "Use ddpkit.flash_attention, or start Python with TRITON_INTERPRET=1 (slow)."
     if INTERPRETED:
         return

@@ -1,10 +1,11 @@
-"""`ddpkit.zero.ZeroOptimizer` for real runs: the same name, arguments and results. It adds
+"""`ddpkit.zero.ZeroOptimizer` for real runs: the same name, arguments and results.
 
+It adds
 - float32 master copies of the shards of half-precision parameters;
 - `clip_grad_norm_`, by the norm of all ranks' shards together;
 - checkpoints that any number of ranks can load, and a plain optimizer;
 - buffers in memory that all ranks see (`ddpkit.fast.transports`), and on CPUs a ring of segments as
-  the transport that is used where none is given: half the time of Gloo's own two collectives;
+the transport that is used where none is given: half the time of Gloo's own two collectives;
 - refusals: optimizers that look at a parameter as a whole, parameter groups added late.
 """
 
@@ -41,23 +42,27 @@ class Bucket(zero.Bucket):
         return super().zeros()
 
     def mean(self) -> Tensor:
-        """Return the shard's mean gradient, taken once: later it may be clipped or unscaled."""
+        """Return the shard's mean gradient; `shard.grad` itself if set, as it may be clipped."""
         if self.shard.grad is not None:
             return self.shard.grad
         return super().mean().to(self.shard.dtype)  # itself, if the dtype is the same
 
     def round_master(self, *_) -> None:
+        """Round the float32 master copy into this rank's part of the half-precision parameters."""
         self.own.copy_(self.shard.detach())
 
     # Checkpoints
 
     def state(self) -> dict[str, object]:
-        """Return the optimizer's state of the shard, and the master copy if there is one."""
+        """Return {name: value}, the optimizer's state of the shard; its master copy as "master".
+
+        The master copy is there only with half-precision parameters, after the first step.
+        """
         found = self.optimizer.state[self.shard]
         return {**found, MASTER: self.shard.detach()} if found and self.half else found
 
     def gather_state(self) -> list[dict]:
-        """Put the state of each parameter together from all ranks."""
+        """Return {name: value} for each parameter, its whole state, gathered from all ranks."""
         states = [{} for _ in self.parameters]
         for name, value in self.state().items():
             values = [value] * len(states)  # kept once for all, as a counter of steps
@@ -71,7 +76,10 @@ class Bucket(zero.Bucket):
         return states
 
     def load_state(self, states: list[dict]) -> None:
-        """Take this rank's part of the states of all parameters."""
+        """Load this rank's part of the states of all parameters, {name: value} for each.
+
+        ValueError: a value that is kept once for all, as a counter of steps, differs between them.
+        """
         loaded = {}
         for name, first in states[0].items():
             values = [state.get(name) for state in states]

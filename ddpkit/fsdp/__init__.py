@@ -1,4 +1,4 @@
-"""ZeRO to its end: no rank has all parameters, gradients or optimizer state.
+"""ZeRO carried to its end: no rank has all parameters, gradients or optimizer state.
 
     stage    each rank keeps 1/W of                        sent by each rank in a step
     0        nothing                                       2(W-1)/W of the parameters
@@ -8,8 +8,8 @@
 
 `layer`: one layer, gathered by hand. `wrapper`: FSDP, for any module. Its parts, from the small to
 the large: `shards` (a parameter), `units` (what travels together), `reduce`, `plan`, `hooks`,
-`agreement` (of ranks, on the order of calls), `conductor` (who keeps it). `state`: checkpoints.
-`clip`: one norm of all shards.
+`agreement` (ranks check that they make the same collective calls), `conductor` (when units are
+gathered and reduced). `state`: checkpoints. `clip`: one norm of all shards.
 
 PyTorch's `fully_shard`; DeepSpeed's stage 3. Rajbhandari et al. 2020. Notebooks 07 and 12.
 """

@@ -1,10 +1,10 @@
-"""Ranks agree on the order of their calls: it costs something in the first step, then nothing.
+"""Check that ranks make the same collective calls in the same order: free after the first step.
 
-Two units of one size look alike to a collective: one rank's weights would serve another's. So in
-the first step ranks compare every call before they make it. From then on each watches itself: as
-long as a call follows on one that it followed on before, nothing is sent. A rank that leaves this
-order asks the others, through the store at which they met: they may be waiting in a collective, and
-then it asks in vain. Notebook 12.
+Two units of one size look alike to a collective: one rank's weights would serve as another unit's,
+unnoticed. So in the first step ranks compare every call before they make it. From then on each rank
+watches itself: as long as a call follows on one that it followed on before, nothing is sent. A rank
+that leaves this order asks the others, through the store at which they met. If they are waiting in
+a collective instead, they can't answer, and it raises an error. Notebook 12.
 """
 
 from datetime import timedelta
@@ -18,12 +18,12 @@ REMEDY = "All ranks must use the same modules in the same order, in every step."
 
 
 class Agreement:
-    """The calls of one FSDP on this rank, and those on which the group's ranks agreed.
+    """The collective calls of one FSDP on this rank, and those on which the group's ranks agreed.
 
     patience_s: how long to wait for others where a call is new. last: the call before, in this
-    step. followed: all pairs of calls, one after the other, that ranks agreed on.
+    step. followed: {(call, next call)}, all pairs that the ranks agreed on.
 
-    It can't see ranks that choose differently among orders that all of them had before.
+    It can't notice ranks that choose differently among orders that all of them have had before.
     """
 
     def __init__(self, group: ProcessGroup | None, patience_s: float = 10.0):
@@ -40,7 +40,7 @@ class Agreement:
         self.key += f"/{number}"
 
     def check(self, call: str) -> None:
-        """Return if all ranks make this call next.
+        """Return if all ranks make this collective call next; it is given in words.
 
         ValueError: another rank makes a different call. RuntimeError: it is new here, and another
         rank makes none that is new within `patience_s`.
@@ -56,12 +56,16 @@ class Agreement:
         self.followed.add(pair)
 
     def end_step(self) -> None:
+        """Check that all ranks end their step here; later steps compare only calls that are new."""
         self.check("synchronize")
         self.first_step = False
         self.last = "the step's begin"
 
     def ask(self, last: str, call: str) -> None:
-        """Show this rank's call to the others, and look at theirs."""
+        """Put this rank's new call into the store, and compare it with the other ranks' there.
+
+        Raises the errors of `check`. last: the call before, for their messages.
+        """
         key = f"{self.key}/{len(self.followed)}"  # the same on all ranks, as long as they agree
         self.store.set(f"{key}/{dist.get_rank()}", call)
         for rank in self.ranks:

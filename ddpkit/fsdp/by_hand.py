@@ -25,7 +25,7 @@ Block = Callable[[Tensor, Tensor], Tensor]  # block(x, weight)
 def gather_rows(shard: Tensor, length: int, group: ProcessGroup | None = None) -> Tensor:
     """All-gather a parameter of `length` rows from the ranks' shards.
 
-    shard: (rows, ...), the same on every rank but for the rows; perhaps none. Returns a new tensor.
+    shard: this rank's rows, (rows, ...), perhaps none of them. Returns a new tensor, (length, ...).
     Cost: one all-gather of ⌈length/W⌉ rows, padding included.
     """
     world_size = dist.get_world_size(group)
@@ -90,8 +90,8 @@ def sharded_step(
 def accumulate_rows(shard: Tensor, gradients: Iterable[Tensor], late: bool) -> None:
     """Add up in `shard.grad` the mean gradient of several micro-batches, in the shard's dtype.
 
-    gradients: whole ones, of a backward each, perhaps in bf16. late: add them on this rank, and
-    reduce once; else each is reduced as it comes, and nothing whole is kept.
+    gradients: this rank's, whole, one for each micro-batch, perhaps in bf16. late: add them up on
+    this rank, and reduce once; otherwise each is reduced as it comes, and nothing whole is kept.
     """
     pending = None
     gradients = list(gradients)
@@ -106,7 +106,7 @@ def accumulate_rows(shard: Tensor, gradients: Iterable[Tensor], late: bool) -> N
 
 
 def backward_calls(order: Sequence[str], kept: Iterable[str] = ()) -> list[str]:
-    """Write down the calls of backward: "AG b1" gathers unit b1, "RS b1" reduces its gradients.
+    """List the collective calls of backward: "AG b1" gathers unit b1, "RS b1" reduces gradients.
 
     order: units as forward used them, perhaps one of them twice. kept: those whose weights are
     still whole. When backward enters a unit, its weights must be whole, and those of the unit that
@@ -126,7 +126,7 @@ def backward_calls(order: Sequence[str], kept: Iterable[str] = ()) -> list[str]:
 
 
 def clip_all(shards: Sequence[Tensor], copies: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Make a gradient no longer than `max_norm`, in place; return the length that it had.
+    """Scale a gradient, in place, to a norm of at most `max_norm`; return the norm that it had.
 
     shards: this rank's rows, perhaps none; all ranks' together are a part of the gradient. copies:
     the other part, whole and alike on every rank, as norms and biases are in some wrappers.

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 def clip_grad_norm_(
     shards: list[Tensor], max_norm: float, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Make a gradient no longer than `max_norm`, in place; return the length that it had.
+    """Scale a gradient, in place, to a norm of at most `max_norm`; return the norm that it had.
 
     shards: this rank's parts of it; all ranks' together are the gradient. PyTorch's function of the
     same name would take them for the whole. Cost: one number all-reduced. Notebook 07.

@@ -18,12 +18,13 @@ from .units import Unit
 
 
 class Conductor:
-    """Hooks on the modules of all units, and what they have to remember.
+    """The hooks that gather, drop and reduce the units, and what they have to remember.
 
     units: the root's first. compute_dtype: floating inputs are converted to it; None: they aren't.
     overlap: forward also fetches one unit ahead, in the order of the last step; and a reduction may
     last until the next one begins, so two units' gradients are held. Otherwise only backward
-    fetches ahead, and a reduction ends before the next unit computes. Calls and order are alike.
+    fetches ahead, and a reduction ends before the next unit computes. The collective calls and
+    their order are the same.
 
     syncing: gradients are reduced after backward. keeping: whole weights stay after backward.
     order: units as forward used them. last_order: as it was in the last step. agreement: of all
@@ -57,7 +58,7 @@ class Conductor:
     # Forward
 
     def before_forward(self, unit: Unit, _, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Hook before a unit computes: gather its weights, and cast its floating inputs.
+        """Gather a unit's weights before it computes; return its (args, kwargs), perhaps cast.
 
         The inputs are also watched, so that backward calls `after_backward(unit)` when it leaves
         them.
@@ -74,7 +75,7 @@ class Conductor:
         return args, kwargs
 
     def after_forward(self, unit: Unit, _, args: tuple, output):
-        """Hook after a unit has computed: drop its weights, if they aren't kept.
+        """Drop a unit's weights after it has computed, if they aren't kept; return its output.
 
         The output is watched, so that backward calls `before_backward(unit)` when it enters.
         """
@@ -112,7 +113,7 @@ class Conductor:
     # Backward
 
     def before_backward(self, unit: Unit) -> None:
-        """Hook before backward enters a unit: gather its weights again, fetch one unit ahead."""
+        """Gather a unit's weights again before backward enters it, and fetch one unit ahead."""
         # The first unit that backward enters: autograd calls `end_backward` after everything.
         if not self.in_backward:
             self.in_backward = True
@@ -131,7 +132,7 @@ class Conductor:
             self.finish_reduction()
 
     def after_backward(self, unit: Unit) -> None:
-        """Hook after backward has left a unit: drop its weights, and begin to reduce gradients."""
+        """Drop a unit's weights after backward has left it, and begin to reduce its gradients."""
         unit.in_backward = False
         unit.done = True
         # Weights first, so that they and the message aren't whole at the same time.
@@ -142,6 +143,7 @@ class Conductor:
             self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
+        """Begin to reduce a unit's pending gradients, once the reduction before has ended."""
         self.finish_reduction()
         if unit.has_gradients:
             self.agreement.check(f"reduce {unit.label}")
@@ -153,7 +155,7 @@ class Conductor:
             self.reduction = None
 
     def end_backward(self) -> None:
-        """End backward: do what is left for units that it didn't leave by a hook, the root first.
+        """End backward: drop and reduce the units that no hook reported as left, the root first.
 
         Such are units whose inputs need no gradient.
         """
@@ -171,7 +173,7 @@ class Conductor:
     # Between backward and the optimizer's step
 
     def synchronize(self) -> None:
-        """Reduce what is left, drop all weights."""
+        """Reduce the gradients that are left, wait for them, and drop all whole weights."""
         self.drop()
         for unit in self.units:
             self.reduce(unit)

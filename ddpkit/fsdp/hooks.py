@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 
 class Then(torch.autograd.Function):
-    """Pass tensors through, and call `act()` in backward once all their gradients are here.
+    """A function that changes nothing, but in backward calls `act()` once all gradients are here.
 
-    apply(act, *tensors) returns the tensors.
+    apply(act, *tensors) returns the tensors. Their gradients are those that it waits for.
     """
 
     @staticmethod
@@ -29,7 +29,7 @@ class Then(torch.autograd.Function):
 
 
 def cast(values, dtype: torch.dtype):
-    """Convert every floating tensor in nested tuples, lists and dicts."""
+    """Convert every floating tensor in nested tuples, lists and dicts; return the same nesting."""
     return tree_map_only(
         Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
     )
@@ -51,7 +51,10 @@ def led_through(act: Callable[[], None], values):
 
 
 def with_hooks(act: Callable[[], None], values):
-    """Return `values`; backward calls `act()` when the gradient of a tensor in it is here."""
+    """Return `values`; backward calls `act()` for each tensor in it whose gradient is complete.
+
+    values: nested tuples, lists and dicts.
+    """
 
     def hooked(x: Tensor) -> Tensor:
         if not x.requires_grad:

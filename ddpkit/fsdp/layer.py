@@ -1,4 +1,4 @@
-"""ZeRO's stage 3 of one layer: no rank has its weight but while it computes.
+"""ZeRO stage 3 for one layer: its weight is whole only while it computes.
 
 Each rank keeps 1/W of a layer, and gathers, uses and frees the whole, in forward and in backward.
 
@@ -16,8 +16,8 @@ from .. import transport as torchs
 class GatherUseFree(torch.autograd.Function):
     """A linear layer whose weight is whole only while it computes.
 
-    x: (rows, inputs). shard: this rank's part of weight and bias; backward returns its mean
-    gradient. layer: gathers and scatters. Kept until backward: `x`, beside what exists anyway.
+    x: (rows, inputs). shard: this rank's part of weight and bias, for which backward returns its
+    part of the mean gradient. layer: gathers and reduce-scatters. Kept until backward: only `x`.
     """
 
     @staticmethod
@@ -59,13 +59,13 @@ class ShardedLinear(nn.Module):
         self.shard = nn.Parameter(torchs.shard(flat, group).clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., inputs). Returns (..., outputs)."""
+        """Return the layer's outputs, (..., outputs), for x, (..., inputs)."""
         rows = x.flatten(0, -2)
         out = GatherUseFree.apply(rows, self.shard, self)
         return out.unflatten(0, x.shape[:-1])
 
     def gather(self) -> list[Tensor]:
-        """All-gather weight and bias; they are freed when the caller drops them."""
+        """All-gather and return [weight, bias], or [weight]; drop them to free the memory."""
         # Only slot `rank` of `flat` need be right: the others are overwritten.
         flat = self.shard.detach().repeat(dist.get_world_size(self.group))
         self.transport.start_all_gather(flat, self.group).wait()
@@ -80,7 +80,7 @@ class ShardedLinear(nn.Module):
         return torchs.shard(flat, self.group)
 
     def flatten(self, tensors: list[Tensor]) -> Tensor:
-        """Lay the tensors end to end, and pad with zeros so that W divides the length."""
+        """Return the tensors end to end, padded with zeros so that W divides the length."""
         tensors = tensors[: len(self.shapes)]  # a layer without bias has no gradient of one
         flat = torch.cat([part.flatten() for part in tensors])
         padding = -len(flat) % dist.get_world_size(self.group)

@@ -11,9 +11,9 @@ from .shards import Place, Sharded
 
 
 def default_units(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names of the children that have parameters: the units, unless they are named.
+    """Yield the names of the units unless others are given: the children that have parameters.
 
-    A ModuleList counts as its elements. prefix: of all names.
+    In place of a ModuleList come its elements. prefix: is put before each name.
     """
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList):
@@ -23,11 +23,11 @@ def default_units(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def plan_units(module: nn.Module, wrap: Iterable[str] | None = None) -> dict[str, list[str]]:
-    """Deal out the parameters: {unit: its parameters}, by name; "" is the root, and comes first.
+    """Assign parameters to units: return {unit: its parameters}, all by name, the root, "", first.
 
     wrap: names of submodules that are units; None: see `default_units`. A parameter belongs to the
-    innermost unit around all modules that show it: one that is tied across units to the root.
-    ValueError: `wrap` names no submodule.
+    innermost unit around all modules that have it: one that is tied across units to the root.
+    ValueError: a name in `wrap` isn't a submodule's.
     """
     names = list(default_units(module)) if wrap is None else list(wrap)
     known = dict(module.named_modules())
@@ -49,7 +49,7 @@ def are_within(names: list[str], unit: str) -> bool:
 
 
 def places_of(module: nn.Module) -> dict[str, list[str]]:
-    """{name of a parameter: all its names}: several if it is tied."""
+    """Return {first name of a parameter: all its names}: several if it is tied."""
     first_names = {}  # of each parameter: `named_parameters` keeps only these
     places = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -59,6 +59,7 @@ def places_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def place(module: nn.Module, name: str) -> Place:
+    """Return (module, attribute) for a parameter's name."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
@@ -94,10 +95,10 @@ def materialise(module: nn.Module, name: str) -> None:
 
 
 def shard_parameters(module: nn.Module, group: ProcessGroup | None) -> dict[str, Sharded]:
-    """Cut all parameters of a module: {name: `Sharded`}, with the values of the first rank.
+    """Cut all parameters of a module, in place; return {name: `Sharded`}.
 
-    Each is cut as soon as it has values, so no more than one module's are whole at a time. Cost: a
-    broadcast for each parameter.
+    Values are those of the group's first rank. Each parameter is cut as soon as it has values, so
+    no more than one module's are whole at a time. Cost: a broadcast for each parameter.
     """
     parameters = dict(module.named_parameters())
     tied = places_of(module)

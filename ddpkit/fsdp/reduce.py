@@ -38,9 +38,10 @@ class Reduction:
         return [entry.numel for entry in self.trained]
 
     def pack(self) -> Tensor:
-        """Lay the unit's pending gradients into one message, in the order of the reduce-scatter.
+        """Return a message of the unit's pending gradients, in the order of the reduce-scatter.
 
-        Zeros are padding, and stand for parameters without a gradient.
+        Zeros are padding, and stand for parameters without a gradient. Nothing is pending
+        afterwards.
         """
         unit = self.unit
         numel = unit.world_size * sum(self.numels)

@@ -1,4 +1,4 @@
-"""One parameter of FSDP: this rank's shard of it, always; the whole, while its unit computes."""
+"""One parameter of FSDP: its shard, always on this rank, and the whole, while its unit computes."""
 
 import math
 
@@ -19,9 +19,10 @@ class Sharded:
     """One parameter: `shard`, this rank's rows, and `whole`, which has memory only while in use.
 
     shard: the module's own nn.Parameter, shortened in place, so that an optimizer that holds it
-    goes on working. shape, rows: of the whole, and of a padded part. numel: of a padded part.
-    places: the modules that show it, more than one if it is tied. used: a gradient came.
-    pending: its whole gradient, added up where nothing is sent yet.
+    goes on working. shape: of the whole. rows, numel: of one rank's part, padding included. own:
+    this rank's rows in the whole, a slice. places: the modules and attributes that it hangs on,
+    several if it is tied. used: whether a gradient has come in this step. pending: its whole
+    gradient, added up until it is sent.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, places: list[Place], group):
@@ -44,6 +45,7 @@ class Sharded:
             parameter.register_post_accumulate_grad_hook(self.refuse)
 
     def refuse(self, parameter: nn.Parameter) -> None:  # autograd never meets a shard, but by a bug
+        """Raise RuntimeError: autograd gives a gradient to a shard only if a module is misused."""
         parameter.grad = None
         raise RuntimeError(PAST_THE_HOOKS.format(rank=dist.get_rank(), name=self.name))
 
@@ -52,6 +54,7 @@ class Sharded:
         self.shard.copy_(as_rows(whole)[self.own])
 
     def show(self, parameter: nn.Parameter) -> None:
+        """Put `parameter`, the shard or the whole, into all modules that have this one."""
         for module, attribute in self.places:
             setattr(module, attribute, parameter)
 

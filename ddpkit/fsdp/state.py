@@ -20,7 +20,7 @@ from .wrapper import FSDP
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return FSDP's shards, or a plain module's parameters, by the same names."""
+    """Return {name: parameter}: FSDP's shards, or a plain module's, by the same names."""
     module = model.module if isinstance(model, FSDP) else model
     return dict(module.named_parameters())
 
@@ -90,7 +90,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     patience_s: float = 10.0,
 ) -> None:
-    """Write a checkpoint: each rank its shards of parameters and optimizer state. On every rank.
+    """Write a checkpoint: each rank its shards of parameters and optimizer state; all must call.
 
     RuntimeError: a rank calls alone (on Gloo; waits `patience_s` for the others).
     """

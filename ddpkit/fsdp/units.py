@@ -65,7 +65,7 @@ class Unit:
         self.versions = []
         self.gathering: tuple[Tensor, dist.Work | None] | None = None
         self.drop()
-        self.uses: list[int] = []  # in forward, that backward hasn't come to: places in FSDP.order
+        self.uses: list[int] = []  # indices in `Conductor.order` that backward hasn't reached
         self.in_backward = False
         self.done = False  # backward has left it
 
@@ -81,10 +81,11 @@ class Unit:
 
     @property
     def needs_gather(self) -> bool:
-        """Tell whether the weights are neither here nor on their way."""
+        """Return whether the weights are neither here nor on their way."""
         return bool(self.sharded) and not self.is_whole and self.gathering is None
 
     def start_gather(self) -> None:
+        """Begin to all-gather the weights; `gather` waits for them."""
         self.versions = [entry.shard._version for entry in self.sharded]
         self.gathering = self.send_shards(self.dtype)
 
@@ -100,7 +101,7 @@ class Unit:
         return flat, self.transport.start_all_gather(flat, self.group)
 
     def gather(self) -> None:
-        """Have the weights whole, from here on: wait for them, and show them in the modules."""
+        """Wait until the weights are whole, and put them into the modules instead of the shards."""
         self.check_fresh()
         if self.gathering is None:
             return
@@ -127,7 +128,7 @@ class Unit:
             )
 
     def drop(self) -> None:
-        """Give the memory of the whole weights back; the modules show the shards again."""
+        """Give the memory of the whole weights back; the modules have the shards again."""
         if self.gathering is not None:  # begun, and not needed after all
             _, work = self.gathering
             self.gathering = None
@@ -140,7 +141,7 @@ class Unit:
             self.is_whole = False
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Gather the whole parameters once, in the shards' dtype."""
+        """Gather the whole parameters once, in the shards' dtype; return {name: a copy}."""
         if not self.sharded:
             return {}
         flat, work = self.send_shards(self.shard_dtype)

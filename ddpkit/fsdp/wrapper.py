@@ -36,17 +36,18 @@ from .units import Unit
 
 
 class FSDP(nn.Module):
-    """Train `module` with its parameters, gradients and optimizer state shared out among ranks.
+    """A wrapper that trains `module` with parameters, gradients and optimizer state in shards.
 
     compute_dtype: weights are gathered and used, and floating inputs converted, in this dtype.
-    reduce_dtype: of gradients on the wire; None: the compute dtype. Shards, their gradients and the
-    optimizer's state keep the parameters' dtype.
-    reshard_after_forward: drop whole weights between forward and backward; None: but the root's.
+    reduce_dtype: in which gradients are sent; None: the compute dtype. Shards, their gradients and
+    the optimizer's state keep the parameters' dtype.
+    reshard_after_forward: drop whole weights between forward and backward; None: all but the
+    root's.
     wrap: the names of the submodules that are units; None: each child with parameters, a ModuleList
-    counting as its elements. What is in none belongs to the root's unit.
+    counting as its elements. Parameters outside these belong to the root's unit.
     transport: sends the messages (`ddpkit.transport`).
 
-    `.module` has the shards under the original names, along the first axis; all begin with the
+    `.module` has the shards under the original names, cut along the first axis; all begin with the
     values of the group's first rank. A module on the meta device is made unit by unit, by the
     `reset_parameters` of its modules. Call modules, never their methods: hooks do the work.
     ValueError: this rank isn't in `group`; modules differ between ranks; a wrong name in `wrap`; in
@@ -121,7 +122,7 @@ class FSDP(nn.Module):
             conductor.keeping = keeping
 
     def synchronize(self) -> None:
-        """Reduce what is left, after backward and before the optimizer's step; drop all weights.
+        """Reduce the gradients that are left, drop all weights: after backward, before the step.
 
         Inside `no_sync` it does nothing. ValueError: a trained parameter has no gradient.
         """
@@ -140,9 +141,10 @@ class FSDP(nn.Module):
             raise ValueError(f"{got}, expected one for every parameter that requires it. {remedy}")
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Make the mean gradient no longer than `max_norm`, after `synchronize`; return its length.
+        """Scale the mean gradient to a norm of at most `max_norm`; return the norm that it had.
 
-        Cost: one number all-reduced. torch.nn.utils' function would take shards for the whole.
+        Call it after `synchronize`. Cost: one number all-reduced. torch.nn.utils' function would
+        take shards for the whole.
         """
         shards = [p.grad for p in self.module.parameters() if p.grad is not None]
         return clip_grad_norm_(shards, max_norm, self.group)
@@ -150,16 +152,16 @@ class FSDP(nn.Module):
     # Whole parameters
 
     def drop(self) -> None:
-        """Drop all whole weights: `.module` shows the shards."""
+        """Drop all whole weights: `.module` has the shards."""
         self.conductor.drop()
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return {name: shape of the whole parameter}, as the plain module's `named_parameters`."""
+        """Return {name: shape of the whole parameter}, named as in the plain module."""
         found = {entry.name: entry.shape for unit in self.units for entry in unit.sharded}
         return {name: found[name] for name, _ in self.module.named_parameters()}
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Gather {name: whole parameter} on every rank, in the shards' dtype. On every rank.
+        """Return {name: whole parameter, in the shards' dtype}, on every rank; all must call.
 
         Cost: as an all-gather of each unit, and the memory of the whole model.
         RuntimeError: a rank calls alone (on Gloo).
@@ -174,9 +176,9 @@ class FSDP(nn.Module):
 
     @torch.no_grad()
     def load_full_parameters(self, values: Mapping[str, Tensor]) -> None:
-        """Copy this rank's rows of whole parameters, by name. Nothing is sent: call on every rank.
+        """Copy this rank's rows of whole parameters, {name: tensor}, into its shards.
 
-        ValueError: names or shapes are another model's.
+        Nothing is sent, so every rank must call. ValueError: names or shapes are another model's.
         """
         theirs = {name: tuple(value.shape) for name, value in values.items()}
         mine = {name: tuple(shape) for name, shape in self.shapes().items()}

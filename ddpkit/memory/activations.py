@@ -26,7 +26,7 @@ class Term(NamedTuple):
 
 
 def block_bytes(batch, length, width, heads):
-    """34sbd + 5bs²H: the bytes a block keeps for backward, as Korthikanti et al. 2022 count them.
+    """Return 34sbd + 5bs²H, the bytes that a block keeps for backward (Korthikanti et al. 2022).
 
     Equation 1: numbers of 2 bytes, masks of dropout of 1; without the 16sb of the norms.
     """
@@ -97,7 +97,7 @@ def block_activations(
 def checkpointed_activations(
     batch: int, length: int, width: int, itemsize: int = 2, selective: bool = False
 ) -> list[Term]:
-    """List what the same block keeps under `ddpkit.checkpointing`, whatever attention and dropout.
+    """List what a block keeps under `ddpkit.checkpointing`, whatever its attention and dropout.
 
     selective: the results of its four linear layers are kept as well. ValueError: a size that is
     less than 1.

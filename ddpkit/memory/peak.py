@@ -19,9 +19,9 @@ KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "othe
 
 
 def alive(lives, moments):
-    """Count the bytes that are alive at each moment.
+    """Return the live bytes at each of the moments 0 to `moments` - 1.
 
-    lives: (born, died, nbytes) of each tensor: alive from `born` on, gone from `died` on, which is
+    lives: (born, died, nbytes) of each tensor, which exists from `born` on and no longer at `died`:
     inf if it stays.
     """
     changes = Counter()
@@ -33,9 +33,10 @@ def alive(lives, moments):
 
 @dataclass
 class Timeline:
-    """The bytes that were alive after each operation of a step; entry 0 is before the first.
+    """The live bytes after each operation of a step; entry 0 is before the first operation.
 
-    by_kind: {kind: bytes}. ops: names of operations. marks: [(first entry, text)].
+    by_kind: {kind: bytes at each entry}, for each of `KINDS`. ops: names of operations, an entry
+    each. marks: [(first entry, text)].
     """
 
     by_kind: dict[str, list[int]] = field(default_factory=dict)
@@ -47,26 +48,27 @@ class Timeline:
         self.marks.append((len(self.ops), text))
 
     def begins(self, text: str) -> int:
-        """Find the first entry with this mark."""
+        """Return the first entry of the phase that was marked with this text."""
         return next(entry for entry, mark in self.marks if mark == text)
 
     @property
     def totals(self) -> list[int]:
+        """Return the live bytes at each entry, all kinds together."""
         return [sum(kinds) for kinds in zip(*self.by_kind.values(), strict=True)]
 
     @property
     def peak(self) -> int:
-        """Find the entry with the most bytes, the first if there are several."""
+        """Return the index of the entry with the most bytes, the first if there are several."""
         return self.totals.index(max(self.totals))
 
     def at(self, entry: int) -> dict[str, int]:
-        """{kind: bytes}."""
+        """Return {kind: live bytes} at this entry."""
         return {kind: nbytes[entry] for kind, nbytes in self.by_kind.items()}
 
 
 @dataclass
 class _Life:
-    """The life of a piece of memory: the entries between which it is alive."""
+    """The life of a piece of memory: from entry `born` of the timeline on, until entry `died`."""
 
     nbytes: int
     born: int
@@ -76,7 +78,7 @@ class _Life:
 
 
 class _Watcher(TorchDispatchMode):
-    """Watch the result of every operation, and note when its memory comes and goes."""
+    """A mode that sees the result of every operation, and notes when its memory comes and goes."""
 
     def __init__(self, timeline: Timeline):
         super().__init__()
@@ -114,7 +116,7 @@ class _Watcher(TorchDispatchMode):
         self.alive.pop(place).died = len(self.timeline.ops)
 
     def tally(self) -> None:
-        """Stop watching, and write the lives of all memory into the timeline."""
+        """Stop watching, and write the bytes of all memory that was met into the timeline."""
         for life in list(self.alive.values()):  # a copy: a backend's threads also drop tensors
             life.ends.detach()
         for kind in KINDS:
@@ -128,11 +130,12 @@ class _Watcher(TorchDispatchMode):
 def watch(
     model: nn.Module, optimizer: Optimizer | None = None, buckets: Iterable[Tensor] = ()
 ) -> Iterator[Timeline]:
-    """Follow the memory of every tensor that is made inside; the timeline is filled at the end.
+    """Follow the memory of every tensor that is made inside; yield a timeline, filled at the end.
 
-    buckets: flat tensors of a data-parallel wrapper; a gradient in one of them counts there.
-    Buffers of the model count as parameters, an input that is kept for backward as an activation.
-    "other" comes and goes: results that aren't kept, gradients of activations.
+    model, optimizer: give the kinds (`KINDS`) of their tensors. buckets: flat tensors of a
+    data-parallel wrapper; a gradient in one of them counts there. Buffers of the model count as
+    parameters, an input that is kept for backward as an activation. "other" comes and goes: results
+    that aren't kept, gradients of activations.
 
     Works on every device, at some microseconds an operation. Scratch memory inside an operation
     isn't seen, nor an allocator's rounding: for a GPU's see torch.cuda.memory_stats.
@@ -175,7 +178,7 @@ def watch(
 
 
 class _Scale(TorchDispatchMode):
-    """Weigh, after every operation, all memory that has been met."""
+    """A mode that adds up, after every operation, all memory met so far; `most` is the maximum."""
 
     def __init__(self, known: Iterable[Tensor]):
         super().__init__()
@@ -199,7 +202,7 @@ class _Scale(TorchDispatchMode):
 
 
 def most_bytes(step: Callable[[], object], known: Iterable[Tensor] = ()) -> int:
-    """Call `step` and return the most bytes that tensors had at a time, those of `known` included.
+    """Call `step`; return the most bytes that tensors had at a time, those of `known` included.
 
     Unlike `watch` it sees memory that grows and shrinks, as that of FSDP's whole weights, and looks
     at all memory after every operation: slow with many tensors.

@@ -25,7 +25,7 @@ class Saved(NamedTuple):
 
 
 def measure_saved(fn: Callable, *args) -> list[Saved]:
-    """Call `fn(*args)`, and list what autograd keeps of it for backward, in order.
+    """Call `fn(*args)`; return what autograd keeps of it for backward, in order.
 
     fn: a module, whose parts are then named as in `named_modules`, or any function. Parameters are
     left out: they exist anyway. Memory that several operations keep is listed once.

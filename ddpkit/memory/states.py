@@ -12,7 +12,7 @@ from ..tools.checks import check_counts
 
 
 class ModelStates(NamedTuple):
-    """Bytes on one rank."""
+    """The bytes of parameters, gradients and optimizer state on one rank."""
 
     parameters: int
     gradients: int
@@ -36,9 +36,9 @@ def model_states(
 ) -> ModelStates:
     """Predict the bytes of model states, with AdamW, on the rank that has the most.
 
-    parameters: the count of trained numbers. stage: of ZeRO. From stage 1 on a rank has 1/W of the
-    optimizer's state, from 2 on 1/W of the gradients, in 3 also 1/W of the parameters. precision:
-    of `PRECISIONS`. ValueError: there is no such stage, precision or count.
+    parameters: how many numbers are trained. stage: of ZeRO. From stage 1 on a rank has 1/W of the
+    optimizer's state, from 2 on 1/W of the gradients, in 3 also 1/W of the parameters. precision: a
+    key of `PRECISIONS`. ValueError: there is no such stage, precision or count.
 
     With "mixed" the optimizer has K = 12 bytes a parameter, 16 in all. Rajbhandari et al. 2020,
     figure 1 and section 3.1.
@@ -57,7 +57,7 @@ def count_states(model: nn.Module, optimizer: Optimizer | None = None) -> ModelS
     """Count the bytes of the tensors that exist; a tensor under two names counts once.
 
     Parameters in the optimizer that aren't the model's are master copies and count as the
-    optimizer's. AdamW also counts steps, in 4 bytes a parameter tensor: no formula has them.
+    optimizer's. AdamW also counts steps, in 4 bytes a parameter tensor, which no formula includes.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -65,7 +65,7 @@ def count_states(model: nn.Module, optimizer: Optimizer | None = None) -> ModelS
 
 
 def remembered(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
-    """List the tensors that the optimizer has and the model hasn't."""
+    """List the tensors that the optimizer has and the model hasn't: state, master copies."""
     if optimizer is None:
         return []
     own = {id(parameter) for parameter in model.parameters()}

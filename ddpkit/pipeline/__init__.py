@@ -6,8 +6,8 @@
     loss = pipeline.step(inputs, targets)   # every .grad is that of the whole batch's mean loss
     optimizer.step()
 
-`schedules` writes the order of the work as words; `dry_run` proves it before a rank starts;
-`stages` cuts the model and computes; `split_backward` halves a backward; `engine` runs it all.
+`schedules` writes down the order of the work; `dry_run` checks it before a rank starts; `stages`
+cuts the model and computes; `split_backward` halves a backward; `engine` runs it all.
 
 A stage computes, the pipeline sends: activations to the stage after, gradients to the stage before.
 For each micro-batch two messages go between two stages, whatever the schedule, and none if one rank

@@ -16,7 +16,10 @@ from .schedules import Schedule, parse
 
 
 def rank_of_stage(schedule: Schedule) -> dict[int, int]:
-    """{stage: the rank that has it}. ValueError: two ranks have it; actions aren't in lists."""
+    """Return {stage: the rank that has it}.
+
+    ValueError: two ranks have it; actions aren't in lists.
+    """
     ranks: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
         if isinstance(actions, str):
@@ -78,6 +81,7 @@ def needs(action: str, actions: set[str]) -> list[str]:
 
 
 def all_actions(schedule: Schedule) -> list[str]:
+    """List the actions of all ranks, rank after rank."""
     return [str(action) for action in chain.from_iterable(schedule)]
 
 
@@ -119,7 +123,11 @@ def messages(schedule: Schedule) -> Schedule:
 
 
 def message(action: str, ranks: dict[int, int]) -> list[tuple[int, list[str]]]:
-    """[(its rank, action and send), (the other rank, receive)]; no message within a rank."""
+    """Return what an action adds to the programs of two ranks, the sender and the receiver.
+
+    [(its rank, [action, send]), (the other rank, [receive])]; without a message [(its rank,
+    [action]), (its rank, [])].
+    """
     stage, kind, micro_batch = parse(action)
     way = "F" if kind == "F" else "B"
     to = {"F": stage + 1, "W": stage}.get(kind, stage - 1)
@@ -134,7 +142,7 @@ def message(action: str, ranks: dict[int, int]) -> list[tuple[int, list[str]]]:
 
 
 def cycle(schedule: Schedule, done: set[str]) -> str:
-    """Say in words which rank waits for which, once `done` is done and no rank can go on."""
+    """Say, in a sentence, which rank waits for which, once `done` is done and no rank can go on."""
     everything = all_actions(schedule)
     ranks = rank_of_stage(schedule)
     first = {}
@@ -162,9 +170,9 @@ def simulate(
     I: float = 1,  # noqa: E741
     W: float = 1,
 ) -> dict[str, tuple[float, float]]:
-    """{action: (start, end)} in ticks: an action takes F, B, I or W of them, a message none.
+    """Return {action: (start, end)} in ticks: an action takes F, B, I or W of them, a message none.
 
-    ValueError: as in `validate`.
+    ValueError: the schedule is wrong, or would hang.
     """
     validate(schedule)
     ticks = {"F": F, "B": B, "I": I, "W": W}
@@ -180,7 +188,7 @@ def simulate(
 
 
 def idle(schedule: Schedule, **ticks: float) -> list[float]:
-    """Count for each rank the ticks in which it does nothing, until the last rank is done.
+    """Return, for each rank, the ticks in which it does nothing until the last rank has finished.
 
     ticks: as for `simulate`. Notebook 10.
     """
@@ -194,7 +202,7 @@ def idle(schedule: Schedule, **ticks: float) -> list[float]:
 
 
 def held(schedule: Schedule) -> dict[int, int]:
-    """{stage: the most micro-batches whose activations it holds at a time}.
+    """Return {stage: the most micro-batches whose activations it holds at a time}.
 
     They are held from the forward until the backward, or its weight part, is done.
     """

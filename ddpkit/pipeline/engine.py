@@ -21,11 +21,12 @@ from .stages import PipelineStage
 
 
 class Pipeline:
-    """Runs a schedule on the ranks of `group` (None: all).
+    """A schedule with all it needs to run on the ranks of `group` (None: all): stages and loss.
 
-    stages: those that the schedule gives to this rank. loss: of the last stage's output and a
-    micro-batch's targets, a mean. tied: this rank's copy of a weight that first and last stage
-    share; None on other ranks. validate: False lets a schedule run that would hang.
+    stages: those that the schedule gives to this rank. loss: called with the last stage's output
+    and a micro-batch's targets; returns their mean loss. tied: this rank's copy of a weight that
+    first and last stage share; None on other ranks. validate: False lets a schedule run that would
+    hang.
 
     spans: of the last step [(action, begin, end)], `time.perf_counter()` around computing alone.
     ValueError: the schedule is wrong, or is for other ranks or stages than these.
@@ -70,7 +71,7 @@ class Pipeline:
         self.spans: list[tuple[str, float, float]] = []
 
     def step(self, inputs: Tensor | None, targets: Tensor | None) -> Tensor:
-        """Forward and backward of a batch; returns its mean loss, on every rank.
+        """Run forward and backward of a batch; return its mean loss, on every rank.
 
         inputs: the whole batch, for stage 0; targets: for the last stage; None on other ranks, or
         the same. ValueError: their rows can't be dealt out evenly: a mean of means would be wrong.
@@ -103,6 +104,7 @@ class Pipeline:
         return loss
 
     def cut(self, batch: Tensor | None, name: str, needed: bool) -> list:
+        """Return a batch's micro-batches; all None if there is no batch, and none is `needed`."""
         m = self.micro_batches
         if batch is None and needed:
             got = f"rank {self.rank} got no {name}"
@@ -114,12 +116,12 @@ class Pipeline:
         return [None] * m if batch is None else list(batch.chunk(m))
 
     def share_of_loss(self, k: int, y: Tensor) -> Tensor:
-        """Micro-batch k's part of the batch's mean loss: without / m, m times too large."""
+        """Return micro-batch k's part of the batch's mean loss; its own mean is m times that."""
         return self.loss(y, self.targets[k]) / self.micro_batches
 
     @contextlib.contextmanager
     def timed(self, word: str) -> Iterator[None]:
-        """Note when the computing inside began and ended."""
+        """Add to `spans` when the computing inside began and ended."""
         begin = time.perf_counter()
         yield
         self.spans.append((word, begin, time.perf_counter()))
@@ -167,8 +169,9 @@ class Pipeline:
         mine += theirs
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Make the gradient of the whole model no longer than `max_norm`, in place; returns the
-        length that it had, on every rank. After `synchronize`. Cost: one number all-reduced.
+        """Scale the whole model's gradient to a norm of at most `max_norm`; return the norm it had.
+
+        In place, after `synchronize`; the same on every rank. Cost: one number all-reduced.
         """
         ends = 1 if self.first == self.last else 2  # ranks that have the tied weight
         # Each rank's own weights count once; the tied one would count on both ends.

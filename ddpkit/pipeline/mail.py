@@ -11,8 +11,9 @@ from .stages import PipelineStage
 class Mail:
     """The messages of one step between the stages of this rank and those next to them.
 
-    stages: {number: stage} of this rank. ranks: {number: its rank in `group`} of all stages.
-    A message is named by the stage that needs it, its way and the micro-batch: (1, "F", 3).
+    stages: {number: stage} of this rank. ranks: {number: its rank in `group`} of all stages. A
+    message is named by the stage that needs it, "F" (an activation) or "B" (a gradient), and the
+    micro-batch: (1, "F", 3).
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Mail:
         self.sent.append((work, made))  # which must live until it has gone
 
     def receive(self, number: int, way: str, k: int) -> None:
-        """Begin to receive what stage `number` needs for micro-batch k, way F or B."""
+        """Begin to receive what stage `number` needs for micro-batch k: way "F" or "B"."""
         stage = self.stages[number]
         if way == "F":
             source = number - 1

@@ -1,11 +1,11 @@
-"""Pipeline schedules as data: the actions of each rank, in order. `dry_run` checks and simulates
-them before a process starts, `engine` runs them.
+"""Pipeline schedules as data: the actions of each rank, in order.
 
+`dry_run` checks and simulates them before a process starts, `engine` runs them.
 The layers of a model are cut into stages, the batch into micro-batches. An action is a word in
-PyTorch's notation, stage, kind and micro-batch: "1F0" is stage 1's forward of micro-batch 0,
-"1B0" its backward. A backward may be done in two parts: "1I0", the gradient of the stage's input,
-for which the stage before waits, and "1W0", those of its weights, for which none does. A schedule
-is a list of actions for each rank: [["0F0", "0B0"], ["1F0", "1B0"]].
+PyTorch's notation, stage, kind and micro-batch: "1F0" is stage 1's forward of micro-batch 0, "1B0"
+its backward. A backward may be done in two parts: "1I0", the gradient of the stage's input, for
+which the stage before waits, and "1W0", those of its weights, for which none does. A schedule is a
+list of actions for each rank: [["0F0", "0B0"], ["1F0", "1B0"]].
 
     schedule                            idle ticks of each rank     micro-batches held by stage s
     gpipe(p, m)                         (p-1)(F+B)                  m
@@ -14,9 +14,9 @@ is a list of actions for each rank: [["0F0", "0B0"], ["1F0", "1B0"]].
       p divides m                       1/v as long                 1/v as large
     zero_bubble(p, m)                   (p-1)(F+B-2W)               p
 
-from m = p on; F, B, W: ticks of a forward, a whole backward, its weight part. PyTorch has these as
-ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble, in
-`torch.distributed.pipelining`. Notebook 10.
+These hold from m = p on; F, B, W: ticks of a forward, a whole backward, its weight part. PyTorch
+has these as ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble,
+in `torch.distributed.pipelining`. Notebook 10.
 """
 
 import re
@@ -31,7 +31,7 @@ Schedule = list[list[str]]
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards. Huang et al. 2019. Notebook 10."""
+    """Return the schedule of all forwards, then all backwards. Huang et al. 2019. Notebook 10."""
     check_counts(stages=stages, micro_batches=micro_batches)
     schedule = []
     for stage in range(stages):
@@ -40,9 +40,10 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """A few forwards, then one forward, one backward: GPipe's idle time, fewer micro-batches held.
+    """Return the schedule of a few forwards, then one forward and one backward in turn.
 
-    Narayanan et al. 2019 and 2021, section 2.2. Notebook 10.
+    GPipe's idle time, with fewer micro-batches held. Narayanan et al. 2019 and 2021, section 2.2.
+    Notebook 10.
     """
     check_counts(stages=stages, micro_batches=micro_batches)
     schedule = []
@@ -55,7 +56,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Schedule:
-    """1F1B with several thin stages a rank, every `ranks`-th of them: the pipeline fills sooner.
+    """Return 1F1B with several thin stages a rank, every `ranks`-th: the pipeline fills sooner.
 
     Micro-batches go in groups of `ranks`: a rank takes a group through its first stage, then
     through its second. If some would be left over, groups are larger. Narayanan et al. 2021,
@@ -83,10 +84,10 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Sch
 
 
 def zero_bubble(stages: int, micro_batches: int) -> Schedule:
-    """1F1B with weight parts delayed until a stage would be idle: ZB1P, "ZB-H1" in Qi et al. 2023.
+    """Return 1F1B with weight parts delayed until a stage would be idle.
 
-    Stage s runs s weight parts behind, and catches up while the last gradients travel to stage 0.
-    Notebook 10.
+    ZB1P, "ZB-H1" in Qi et al. 2023. Stage s runs s weight parts behind, and catches up while the
+    last gradients travel to stage 0. Notebook 10.
     """
     check_counts(stages=stages, micro_batches=micro_batches)
     schedule = []
@@ -119,7 +120,7 @@ def alternate(forwards: list[str], backwards: list[str], ahead: int) -> list[str
 
 
 def parse(action: str) -> tuple[int, str, int]:
-    """(stage, kind, micro-batch) of an action. ValueError: it isn't one."""
+    """Split an action into (stage, kind, micro-batch). ValueError: it isn't one."""
     found = re.fullmatch(r"(\d+)([FBIW])(\d+)", str(action))
     if found is None:
         form = 'a stage, one of F, B, I, W, and a micro-batch, as in "0F3"'

@@ -22,9 +22,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 class SplitBackward:
-    """Backward from `y` to `x` and to `weights`, each part once; `x` is a leaf that y depends on.
+    """A backward from `y` to `x` and to `weights`, in two parts, each called once.
 
-    A weight that is used in two places gets its gradient together with the input's.
+    x: a leaf that y depends on. A weight that is used in two places gets its gradient together with
+    the input's.
     """
 
     def __init__(self, y: Tensor, x: Tensor, weights: Iterable[nn.Parameter]):
@@ -52,6 +53,8 @@ class SplitBackward:
         return self.x.grad
 
     def note(self, node: Node):
+        """Return a hook that stores, in `came`, the gradients that arrive at a node."""
+
         def keep(gradients):
             self.came[node] = gradients
 
@@ -75,7 +78,7 @@ class SplitBackward:
 
 
 def branches(y: Tensor, x: Tensor, weights: set[nn.Parameter]) -> dict[Node, list[nn.Parameter]]:
-    """{node on the way from `y` to `x`: the weights that hang on it directly}.
+    """Return {node on the way from `y` to `x`: the weights that hang on it directly}.
 
     Directly: through no other node on the way. A weight is listed once for each node through which
     it can be reached, even by a view or a cast.

@@ -58,7 +58,10 @@ class PipelineStage:
         return y.detach()  # the next stage's graph begins anew
 
     def backward(self, k: int, gradient: Tensor | None) -> Tensor | None:
-        """Return the gradient of the input. gradient: of the output; None for a loss."""
+        """Run backward of micro-batch `k`; return the gradient of its input, None in stage 0.
+
+        gradient: of the output; None if the output is a loss.
+        """
         x, y = self.kept.pop(k)  # the activations are free once backward has used them
         self.whole_backward(y, gradient)
         return x.grad
@@ -68,7 +71,10 @@ class PipelineStage:
             y.backward(gradient)
 
     def backward_input(self, k: int, gradient: Tensor | None) -> Tensor | None:
-        """Run `backward` for the input only; `backward_weight` does the weights' part."""
+        """Run the input's part of backward; return the input's gradient, None in stage 0.
+
+        `backward_weight` does the weights' part.
+        """
         x, y = self.kept[k]
         if self.number == 0:  # no input part: the weights' part is all of backward
             self.weight_parts[k] = partial(self.whole_backward, y, gradient)
@@ -79,6 +85,7 @@ class PipelineStage:
         return split.input(gradient)
 
     def backward_weight(self, k: int) -> None:
+        """Run the weights' part of backward; what was kept of micro-batch `k` is then dropped."""
         # Only now may the graph go: until here the micro-batch counts as held.
         self.weight_parts.pop(k)()
         del self.kept[k]
@@ -89,7 +96,7 @@ def cut_layers(
     stages: int,
     costs: Sequence[float] | None = None,
 ) -> list[nn.Sequential]:
-    """Cut the layers into `stages` runs such that the dearest run costs least.
+    """Cut the layers into `stages` consecutive parts, so that the most expensive costs least.
 
     costs: of each layer; None: the weights of its linear layers, with which each token is
     multiplied. A pipeline is as slow as its slowest stage. ValueError: more stages than layers.
@@ -102,7 +109,7 @@ def cut_layers(
 
     @cache
     def cheapest(start: int, parts: int) -> tuple[float, list[int]]:
-        """(cost of the dearest part, number of layers in each) of the layers from `start` on."""
+        """Return (cost of the most expensive part, each part's layers) from layer `start` on."""
         if parts == 1:
             return sum(costs[start:]), [len(layers) - start]
         # Try every length of the first part; the others are cut as well as can be.
@@ -122,7 +129,7 @@ def cut_layers(
 
 
 def multiplications(layer: nn.Module) -> int:
-    """Count the weights of its linear layers: the multiplications that one token takes."""
+    """Count the weights of a layer's Linears: the multiplications that one token takes."""
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     return sum(linear.weight.numel() for linear in linears)
 

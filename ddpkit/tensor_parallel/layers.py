@@ -1,4 +1,7 @@
-"""The split layers, f and g between them, the loss, and the norm. Notebook 11."""
+"""Layers of which each rank computes a part, f and g between them, the loss, and the norm.
+
+Notebook 11.
+"""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +13,7 @@ from .split import SplitLayer
 
 
 class CopyToRanks(torch.autograd.Function):
-    """f: apply(x, group) returns `x`, which all ranks have; their gradients of it are summed."""
+    """The function f: apply(x, group) returns `x`, alike on all ranks; backward sums gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -25,7 +28,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """g: apply(x, group) returns the sum of all ranks' `x`; all have the same gradient of it."""
+    """The function g: apply(x, group) returns the sum of all ranks' `x`; backward sends nothing."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -39,10 +42,11 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class ColumnParallelLinear(SplitLayer):
-    """A part of a Linear's outputs: (..., inputs), alike on all ranks, to (..., outputs / W).
+    """A Linear of which this rank computes some outputs: (..., inputs) to (..., outputs / W).
 
-    blocks: see `deal`. q, k and v in one layer need one all-reduce backward; in three layers three.
-    enter: f, or its counterpart in sequence parallelism.
+    Inputs are alike on all ranks. blocks: lengths of parts of the outputs that are dealt out each
+    on its own. q, k and v in one layer need one all-reduce backward; in three layers three. enter:
+    applied to the inputs, `CopyToRanks` or, in sequence parallelism, `GatherTokens`.
 
     Cost per rank: an all-reduce of `x` in backward. Shoeybi et al. 2019, section 3. Notebook 11.
     """
@@ -64,9 +68,10 @@ class ColumnParallelLinear(SplitLayer):
 
 
 class RowParallelLinear(SplitLayer):
-    """A Linear on a column-parallel layer's outputs: (..., inputs / W) to (..., outputs).
+    """A Linear of which this rank has some inputs: (..., inputs / W) to (..., outputs), whole.
 
-    leave: g, or its counterpart in sequence parallelism. The bias is whole on every rank.
+    Its inputs are a column-parallel layer's outputs. leave: applied to each rank's summands,
+    `SumOverRanks` or, in sequence parallelism, `ScatterTokens`. The bias is whole on every rank.
 
     Cost per rank: an all-reduce of the result in forward. Shoeybi et al. 2019, section 3.
     """
@@ -86,9 +91,10 @@ class RowParallelLinear(SplitLayer):
 
 
 class VocabParallelEmbedding(SplitLayer):
-    """An Embedding cut by tokens: a rank has zeros for other ranks' tokens, and g adds up.
+    """An Embedding cut by tokens: a rank has zeros for other ranks' tokens, and all are summed.
 
-    `start`: this rank's first token. Cost per rank: an all-reduce of the result in forward.
+    start: this rank's first token. leave: the sum, `SumOverRanks` or `ScatterTokens`. Cost per
+    rank: an all-reduce of the result in forward.
     """
 
     def __init__(
@@ -105,7 +111,7 @@ class VocabParallelEmbedding(SplitLayer):
         self.start = int(mine[0])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: (...), int64, alike on all ranks. Returns (..., width).
+        """Return the tokens' vectors, (..., width). tokens: (...), int64, alike on all ranks.
 
         IndexError: a token that isn't in the vocabulary.
         """
@@ -150,7 +156,10 @@ def vocabulary_cross_entropy(
 
 
 def among(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """(mask of the tokens among the `count` from `start` on, their numbers there, 0 for others)."""
+    """Return which tokens are among the `count` from `start` on, and their indices there.
+
+    The first is a mask; the second is 0 for all other tokens. Both have the shape of `tokens`.
+    """
     local = tokens - start
     mine = (local >= 0) & (local < count)
     return mine, local.where(mine, 0)
@@ -164,10 +173,10 @@ def widened(x: Tensor) -> Tensor:
 def clip_grad_norm(
     copies: dict[nn.Parameter, int], max_norm: float, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Make the gradient of the whole model no longer than `max_norm`, in place; return its length.
+    """Scale the whole model's gradient to a norm of at most `max_norm`; return the norm it had.
 
-    copies: {parameter: the number of ranks that hold it alike}, from `count_copies`. Each of these
-    adds its share, so the sum over the group is right, whatever is split. Cost: one number
+    In place. copies: {parameter: the number of ranks that hold it alike}, from `count_copies`. Each
+    of these adds its share, so the sum over the group is right, whatever is split. Cost: one number
     all-reduced, in float64, even by a rank that has no gradients.
     """
     # A copy is counted by every rank that has it, so each adds 1/count.

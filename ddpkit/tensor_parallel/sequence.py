@@ -7,7 +7,7 @@ and keeps them for backward, for all tokens. Here a rank has 1/W of the tokens t
     instead of f    all-gather        reduce-scatter
     instead of g    reduce-scatter    all-gather
 
-An all-reduce is a reduce-scatter and an all-gather, so the wire carries as much as before. But the
+An all-reduce is a reduce-scatter and an all-gather, so as many bytes are sent as before. But the
 parameters in between, norms and biases, see the tokens of one rank only, and their gradients are
 summands: `sum_copies` adds them up.
 
@@ -46,7 +46,10 @@ def gather_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 def scatter_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Reduce-scatter tokens: sum (n, length, width), return this rank's (n, length / W, width)."""
+    """Reduce-scatter tokens: sum (n, length, width), return this rank's (n, length / W, width).
+
+    ValueError: W doesn't divide the length.
+    """
     world_size = dist.get_world_size(group)
     length = x.shape[1]
     if length % world_size != 0:
@@ -87,16 +90,16 @@ class ScatterTokens(torch.autograd.Function):
 class ParallelGPT(nn.Module):
     """`ddpkit.models.GPT`, split among the ranks of `group`; returns the loss, not the logits.
 
-    gpt: its values are taken, on the group's first rank; it isn't changed. sequence: split the
-    tokens where layers aren't split. Its parameters have the serial model's names, and
+    gpt: its values are copied from the group's first rank; it isn't changed. sequence: split the
+    tokens where layers aren't split. Parameters have the names that they have in `gpt`, and
     `ddpkit.tensor_parallel.split.gather` makes them whole.
 
     Data must be alike on all ranks of the group. So must random numbers for dropout; but with
     `sequence` each rank draws for its own tokens, and needs a seed of its own.
     ValueError: heads or kv_heads that W doesn't divide; sequences, if they are split.
 
-    Calls of a step: 2 all-reduces a layer forward and 2 backward; one each for embedding and
-    logits, and two small ones for the loss. With `sequence`, all but those of the loss are a
+    Collective calls of a step: 2 all-reduces a layer forward and 2 backward; one each for embedding
+    and logits, and two small ones for the loss. With `sequence`, all but those of the loss are a
     reduce-scatter and an all-gather.
     """
 
@@ -122,7 +125,7 @@ class ParallelGPT(nn.Module):
                 dist.broadcast(parameter.detach(), group=group, group_src=0)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets: (n, length), int64. Returns the mean cross-entropy, on every rank."""
+        """Return the mean cross-entropy, on every rank. tokens, targets: (n, length), int64."""
         # With `sequence`, from here on only this rank's tokens.
         x = self.tokens(tokens)
         positions = first(self.positions, tokens.shape[1])
@@ -165,7 +168,11 @@ def sum_copies(copies: dict[nn.Parameter, int], group: ProcessGroup | None = Non
 
 
 def split_block(block: Block, group: ProcessGroup | None, enter=CopyToRanks, leave=SumOverRanks):
-    """A Block like `block`, split by heads and by the MLP's hidden numbers."""
+    """Return a Block with this rank's part of `block`: some heads, some hidden numbers of the MLP.
+
+    enter, leave: see `ColumnParallelLinear` and `RowParallelLinear`. ValueError: W doesn't divide
+    the heads.
+    """
     world_size = dist.get_world_size(group)
     block = copy.deepcopy(block)
     if block.heads % world_size != 0 or block.kv_heads % world_size != 0:

@@ -15,7 +15,7 @@ from ..tools.checks import check_in_group
 
 
 def deal(length: int, world_size: int, blocks: list[int] | None = None) -> list[Tensor]:
-    """Deal `length` rows to the ranks: for each rank, the indices of its rows.
+    """Deal `length` rows to the ranks: return, for each rank, the indices of its rows.
 
     blocks: lengths of parts that are dealt each on its own, such as those of q, k and v. Where W
     doesn't divide, the first ranks hold one more. ValueError: fewer rows than ranks.
@@ -32,11 +32,12 @@ def deal(length: int, world_size: int, blocks: list[int] | None = None) -> list[
 
 
 class SplitLayer(nn.Module):
-    """A layer of which this rank holds a part.
+    """A layer of which this rank holds a part of the parameters.
 
-    layer: its weight and bias are taken, on the group's first rank; it isn't changed. dims: {name:
-    the dimension along which it is dealt out}; a parameter that isn't named is whole on every rank.
-    blocks: see `deal`.
+    layer: its weight and bias are copied from the group's first rank; it isn't changed. dims:
+    {name: the dimension along which it is dealt out}; a parameter that isn't named is whole on
+    every rank. blocks: lengths of parts that are dealt out each on its own. split: {name:
+    (dimension, the row indices of each rank)}.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class SplitLayer(nn.Module):
 
 
 def count_copies(module: nn.Module, group: ProcessGroup | None = None) -> dict[nn.Parameter, int]:
-    """{parameter: the number of ranks that hold it alike}: 1 where it is split, otherwise W."""
+    """Return {parameter: the number of ranks that hold it alike}: 1 if it is split, otherwise W."""
     split = splits(module)
     world_size = dist.get_world_size(group)
     copies = {}
@@ -77,7 +78,7 @@ def count_copies(module: nn.Module, group: ProcessGroup | None = None) -> dict[n
 
 
 def splits(module: nn.Module) -> dict[str, tuple[int, list[Tensor]]]:
-    """{name of a split parameter: (dimension, the rows that each rank holds)}."""
+    """Return {name of a split parameter: (dimension, the row indices of each rank)}."""
     found = {}
     for prefix, layer in module.named_modules():
         for name, split in getattr(layer, "split", {}).items():
@@ -90,9 +91,10 @@ def gather(
     module: nn.Module,
     group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """Put whole tensors together from the parts of all ranks, by name; the serial model takes them.
+    """Return {name: whole tensor}, put together from the parts of all ranks; all must call.
 
-    values: this rank's `module.state_dict()`, or gradients, by the parameters' names.
+    values: this rank's `module.state_dict()`, or gradients, by the parameters' names. The serial
+    model has the same names, and can load the result.
     """
     split = splits(module)
     whole = {}
@@ -105,7 +107,10 @@ def gather(
 
 
 def join(mine: Tensor, dim: int, hands: list[Tensor], group: ProcessGroup | None) -> Tensor:
-    """Put a tensor together from the parts of all ranks, which `deal` dealt out along `dim`."""
+    """Return a whole tensor, put together from the parts of all ranks.
+
+    mine: this rank's part. hands: the row indices of each rank's part, along `dim`.
+    """
     parts = []
     for rank, hand in enumerate(hands):  # lengths differ, so no all-gather
         part = mine.detach().contiguous()

@@ -1,10 +1,11 @@
-"""Train a small GPT with everything on: any mesh of pipeline, data, context and tensor ranks.
+"""Train a small GPT on any mesh of pipeline, data, context and tensor ranks, all combined.
 
     python -m ddpkit.train --data 2 --tensor 2 --steps 200
     torchrun --nproc-per-node 4 -m ddpkit.train --data 2 --tensor 2 --folder run
 
-`TrainConfig` says what, `problems` what can't be; a `Trainer` takes steps on the ranks that are
-there; `train` also resumes, logs and saves. Notebook 15.
+`TrainConfig` holds the settings, and `problems` says which can't work together. A `Trainer` takes
+single steps on ranks that run already; `train` does a whole training on them: it also resumes from
+checkpoints, logs and saves. Notebook 15.
 """
 
 from .config import TrainConfig, problems

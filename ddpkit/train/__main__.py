@@ -1,4 +1,4 @@
-"""`python -m ddpkit.train`: alone, on ranks of its own, or under torchrun."""
+"""Run `python -m ddpkit.train`, on ranks that it starts itself or on those of torchrun."""
 
 import os
 import signal
@@ -21,7 +21,12 @@ from .run import read_log, sample_text, train
 
 
 def main(arguments: list[str]) -> int:
-    """Check the config, then train; return the exit code, 2 for a config that can't work."""
+    """Check the config, then train; return the exit code.
+
+    arguments: those of the command line, without the program's name.
+    Returns 0 after a whole training, 1 if a rank failed, 2 for a config that can't work (the
+    reasons are printed).
+    """
     config = parse(arguments)
     under_torchrun = dist.is_torchelastic_launched()
     world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else None
@@ -51,14 +56,21 @@ def main(arguments: list[str]) -> int:
 
 
 def refuse(found: list[str]) -> int:
-    """Say once, on one of torchrun's ranks, what can't work; return the exit code."""
+    """Print, on rank 0 only, why this can't be trained; return the exit code, 2.
+
+    found: the reasons, a sentence each.
+    """
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(["This can't be trained:", *found]), file=sys.stderr)
     return 2
 
 
 def join_torchruns_world() -> None:
-    """Join the ranks that torchrun started: NCCL where each has a GPU, Gloo otherwise."""
+    """Join the ranks that torchrun started: over NCCL if each has a GPU of its own, otherwise Gloo.
+
+    With Gloo, each rank computes with one thread. This rank also ends when torchrun's agent does
+    (see `end_with_the_agent`).
+    """
     end_with_the_agent()
     local = int(os.environ["LOCAL_RANK"])
     backend, device = "gloo", None
@@ -78,7 +90,10 @@ def join_torchruns_world() -> None:
 
 
 def end_with_the_agent() -> None:
-    """End this rank when torchrun's agent is killed: it would train on, beside the next run."""
+    """Start a thread that ends this rank, by SIGTERM, once torchrun's agent, its parent, is dead.
+
+    Otherwise the ranks of a killed agent would train on, beside those of the next run.
+    """
     agent = os.getppid()
 
     def watch() -> None:
@@ -90,7 +105,11 @@ def end_with_the_agent() -> None:
 
 
 def train_and_finish(config: TrainConfig) -> None:
-    """Train; print a sample of text, and leave the figure of the curve in the folder."""
+    """Train; then, on rank 0, print a sample of text and draw the loss curve into `loss.png`.
+
+    There is no sample of an exact twin, and no curve without a folder. If the curve can't be
+    written, that is printed, and the training counts all the same.
+    """
     trainer, _ = train(config)
     sample = "" if config.exact else sample_text(trainer)
     if dist.get_rank() == 0:

@@ -1,13 +1,15 @@
-"""Checkpoints that no moment of dying can spoil.
+"""Checkpoints that stay whole, at whatever moment a rank is killed.
 
     folder/step-00000040/    0_0.distcp 1_0.distcp ... .metadata run.json checksums.json
 
-Every rank writes its pieces, in a thread, into `step-00000040.writing`. When all are on the disk,
-rank 0 writes checksums of all files, and one rename makes the folder a checkpoint: before it there
-is none, after it a whole one. Which is the latest is found by looking, never noted down. One whose
-checksums don't fit is named, and the one before it is taken. A save that fails, fails on all ranks.
+Every rank writes its part of the state, in a thread, into a folder `step-00000040.writing`. Once
+all files are on the disk, rank 0 adds checksums of all of them and renames the folder. Only the
+rename makes it a checkpoint, so there is never half of one. Nothing records which checkpoint is the
+latest: it is found by listing the folder. One whose checksums don't match is reported, and the one
+before it is used. A save that fails on one rank fails on all.
 
-`torch.distributed.checkpoint` writes and reads: any mesh reads what any other has written.
+`torch.distributed.checkpoint` writes and reads the tensors: any mesh reads what any other has
+written.
 """
 
 import dataclasses
@@ -39,17 +41,19 @@ RUN = "run.json"
 
 
 class SaveError(Exception):
-    """A checkpoint couldn't be saved, or an old one deleted; training may go on."""
+    """An exception: a checkpoint couldn't be saved, or an old one deleted. Training may go on."""
 
 
 class FolderError(ValueError):
-    """A folder that this training can't use: it belongs to another."""
+    """An exception: this training can't use its folder, which belongs to another one."""
 
 
 class Checkpoints:
-    """The checkpoints of one training, in `folder`; the last `keep` of them stay.
+    """The checkpoints of one training in `folder`, of which the last `keep` stay on the disk.
 
-    Made on every rank; `save`, `wait` and `load` are calls of all ranks.
+    trainer: whose state is saved and loaded.
+    Make it on every rank. Rank 0 then deletes what a run that died while it saved has left. `save`,
+    `wait` and `load` must also be called by every rank, after the same step.
     """
 
     def __init__(self, trainer: Trainer, folder: str | Path, keep: int = 3):
@@ -67,13 +71,14 @@ class Checkpoints:
         dist.barrier(group=self.group)
 
     def save(self, step: int, unlogged: OSError | None = None) -> None:
-        """Begin to save: `step` steps are done. Returns once the values are copied.
+        """Start to save the state after `step` steps; return as soon as the values are copied.
 
-        A save that is still being written is waited for first. SaveError: it failed; the new one
-        has begun nevertheless.
-
-        unlogged: on rank 0, why the log doesn't have the steps that are to be saved. Then nothing
-        is published: the samples of these steps would stand nowhere.
+        A thread writes the files. If the save before is still being written, it is waited for
+        first.
+        unlogged: on rank 0, the error for which the log lacks steps that are to be saved; None if
+        it has them all. With such an error nothing is published, since the samples of these steps
+        would be recorded nowhere.
+        SaveError: the save before failed. The new one has started nevertheless.
         """
         failed = None
         try:
@@ -87,7 +92,13 @@ class Checkpoints:
             raise failed
 
     def write(self, step: int, staged: dict, run: dict, unlogged: OSError | None = None) -> None:
-        """Write the checkpoint and publish it; in the thread, on every rank."""
+        """Write the files of a checkpoint, and publish it; runs on every rank, in the thread.
+
+        staged: {name: this rank's `Pieces`, on the CPU}. run: the description that rank 0 adds, as
+        `describe` returns it. unlogged: see `save`.
+        SaveError: on every rank, the checkpoint wasn't saved; or on rank 0, an old one can't be
+        deleted.
+        """
         folder = self.folder / f"step-{step:08}"
         writing = folder.with_name(folder.name + WRITING)
         wrong = [""]  # what rank 0 knows counts for all
@@ -113,7 +124,11 @@ class Checkpoints:
             self.remove_old(folder)
 
     def remove_old(self, newest: Path) -> None:
-        """Keep `newest` and those before it; later ones were damaged, or it wouldn't be newest."""
+        """Delete all checkpoints but `newest` and the `keep - 1` before it; runs on rank 0.
+
+        Later ones are deleted as well: the run was resumed from before them, so they are damaged.
+        SaveError: one can't be deleted.
+        """
         found = checkpoints(self.folder)
         later = found[: found.index(newest)]
         for old in later + found[len(later) + self.keep :]:
@@ -123,15 +138,19 @@ class Checkpoints:
                 raise SaveError(f"{old.name} can't be deleted: {error}") from error
 
     def wait(self) -> None:
-        """Wait until what is being saved is published. SaveError: what went wrong."""
+        """Wait until the checkpoint that is being saved is published, if there is one.
+
+        SaveError: it couldn't be saved.
+        """
         if self.saving is not None:
             saving, self.saving = self.saving, None
             saving.result()
 
     def load(self) -> int:
-        """Read the latest checkpoint that is whole; return its step, 0 if there is none.
+        """Load the latest checkpoint that isn't damaged; return its step, or 0 if there is none.
 
-        Says on rank 0 which were passed over and why. FolderError: it is another model's.
+        Rank 0 prints which ones were passed over, and why.
+        FolderError: it was saved with another model or other samples than this run's (see `SAME`).
         """
         found: list = [None]
         if dist.get_rank() == 0:
@@ -153,7 +172,11 @@ class Checkpoints:
         return run["step"]
 
     def find(self) -> tuple[Path, dict] | None:
-        """Return the latest whole checkpoint and its description; say what is wrong with others."""
+        """Return (folder, description) of the latest undamaged checkpoint; None if there is none.
+
+        The description is what `describe` returned when it was saved. Prints what is wrong with
+        each later one.
+        """
         found = checkpoints(self.folder)
         for number, folder in enumerate(found, 1):
             wrong = damage(folder)
@@ -165,9 +188,10 @@ class Checkpoints:
 
 
 def in_thread(call: Callable[[], None]) -> Future:
-    """Make a call in a thread that doesn't keep a process from ending; return its future.
+    """Call a function in a daemon thread; return a future of its result.
 
-    A process that has failed would wait for the thread of an executor, and that for a dead rank.
+    Such a thread doesn't keep the process from ending. A failed process would wait for an
+    executor's thread, and that for a rank that is dead.
     """
     made = Future()
 
@@ -182,9 +206,10 @@ def in_thread(call: Callable[[], None]) -> Future:
 
 
 def what_failed(error: CheckpointException) -> str:
-    """Name the ranks of each failure, as "ranks 0, 1: OSError: [Errno 28] No space left on device".
+    """Return failures with their ranks: "ranks 0, 1: OSError: [Errno 28] No space left on device".
 
-    PyTorch's writer of files reports a full disk as an error of its own, which came of another.
+    Several failures are joined by semicolons. PyTorch's file writer reports a full disk as an error
+    of its own, so the chain of errors is followed back to an OSError, or to its beginning.
     """
     ranks: dict[str, list[str]] = {}
     for rank, (found, _) in sorted(error.failures.items()):
@@ -198,14 +223,23 @@ def what_failed(error: CheckpointException) -> str:
 
 
 def describe(trainer: Trainer, step: int) -> dict:
-    """Return all that isn't a tensor. Random numbers and the place in the data follow from it."""
+    """Return what a checkpoint holds besides tensors.
+
+    {"step", "config": {setting: value}, "counters": {key: value} of the optimizer, "scaler": (loss
+    scale, steps since it changed) or None}. Random numbers and the position in the data follow from
+    seed and step.
+    """
     scaler = trainer.scaler and (trainer.scaler.factor, trainer.scaler.good_steps)
     config = dataclasses.asdict(trainer.config)
     return {"step": step, "config": config, "counters": counters(trainer), "scaler": scaler}
 
 
 def publish(writing: Path, folder: Path, run: dict) -> None:
-    """Add description and checksums to a folder of files, and make it a checkpoint by a rename."""
+    """Make a folder of files a checkpoint: add the description and checksums, then rename it.
+
+    writing: the folder that has the files of all ranks. folder: its new name; a damaged checkpoint
+    of that name is deleted. run: the description, as `describe` returns it.
+    """
     write_durably(writing / RUN, json.dumps(run, indent=1))
     sums = {path.name: checksum(path) for path in sorted(writing.iterdir())}
     write_durably(writing / CHECKSUMS, json.dumps(sums, indent=1))
@@ -217,7 +251,10 @@ def publish(writing: Path, folder: Path, run: dict) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint: by one rename it is none, whatever is still deleted when a rank dies."""
+    """Delete a checkpoint; a rank that dies meanwhile leaves nothing that looks like one.
+
+    The folder is renamed first, and by that alone is no checkpoint any more.
+    """
     leaving = folder.with_name(folder.name + LEAVING)
     shutil.rmtree(leaving, ignore_errors=True)
     os.rename(folder, leaving)
@@ -225,6 +262,7 @@ def remove(folder: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
+    """Write a text file, and wait until it is on the disk."""
     with open(path, "w") as file:
         file.write(text)
         file.flush()
@@ -232,7 +270,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names durable: a rename may otherwise be lost with the power."""
+    """Write a folder's names to the disk: a power failure may otherwise undo a rename."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -242,18 +280,19 @@ def sync_folder(folder: Path) -> None:
 
 
 def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """List the published checkpoints, the latest first."""
+    """List the folders of the published checkpoints, damaged ones included, the latest first."""
     found = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def damage(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint's files; None if every bit is as it was written."""
+    """Say what is wrong with a checkpoint's files; return None if all match their checksums."""
     try:
         sums = dict(json.loads((folder / CHECKSUMS).read_text()))
     except (OSError, ValueError, TypeError):
@@ -272,7 +311,11 @@ def damage(folder: Path) -> str | None:
 
 
 def problems_of_the_folder(config: TrainConfig) -> list[str]:
-    """Say why a training can't use its folder: no writing there, or another model in it."""
+    """List, as sentences, why a training can't use its folder; empty if it can, or needs none.
+
+    Either the folder can't be written to, or its latest undamaged checkpoint is another model's.
+    Creates the folder if it doesn't exist.
+    """
     folder = Path(config.folder)
     if not config.folder:
         return []
@@ -295,7 +338,10 @@ def problems_of_the_folder(config: TrainConfig) -> list[str]:
 
 
 def misfit(config: TrainConfig, saved: dict, folder: Path) -> str | None:
-    """Say how a checkpoint's model or samples differ from this run's; None if they don't."""
+    """Say which setting of `SAME` differs between a checkpoint and this run; None if none does.
+
+    saved: {setting: value} of the checkpoint. folder: the checkpoint's, for the sentence.
+    """
     for name in SAME:
         mine = getattr(config, name)
         if saved.get(name) != mine:

@@ -28,7 +28,7 @@ SAME += "top_k", "batch", "seed", "text"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training: model, batch, mesh, optimizer, checkpoints. `problems` says what can't work."""
+    """The settings of one training; `problems` says which can't work together."""
 
     # The model: ddpkit.models.GPT on bytes.
     layers: int = 4
@@ -36,7 +36,7 @@ class TrainConfig:
     heads: int = 4
     length: int = 64  # tokens in a sequence
     dropout: float = 0.0
-    experts: int = 0  # in place of each MLP; 0: a plain MLP
+    experts: int = 0  # how many replace each MLP; 0: a plain MLP
     top_k: int = 2  # experts that a token visits
     # A step: `batch` sequences over all ranks, in micro-batches.
     batch: int = 16
@@ -48,30 +48,31 @@ class TrainConfig:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    sharding: str = "ddp"  # of what the data axis holds alike
+    sharding: str = "ddp"  # among data ranks: of nothing, optimizer state, or all
     schedule: str = "1f1b"  # of the pipeline
     attention: str = "zigzag"  # across the context axis
     share_experts: bool = True  # deal them out to the data axis; False: each rank has all
     # Precision and memory.
-    dtype: str = "float32"  # to compute in; parameters are float32
-    recompute: bool = False  # keep each block's input alone, and call it again in backward
+    dtype: str = "float32"  # of activations; parameters are float32
+    recompute: bool = False  # keep only each block's input; compute the block again in backward
     # The optimizer.
     optimizer: str = "adamw"
     lr: float = 3e-3
     warmup: int = 10  # steps until the rate is `lr`
-    decay_to: float = 0.1  # of `lr`, along a cosine, in the last step
+    decay_to: float = 0.1  # the last rate, as a part of `lr`, along a cosine
     weight_decay: float = 0.1  # of matrices
-    clip: float = 1.0  # largest length of the gradient; 0: as long as it is
+    clip: float = 1.0  # the gradient's largest norm; 0: no limit
     seed: int = 0
     exact: bool = False  # train the exact twin: small integers, equal to the last bit on every mesh
     # Checkpoints and logs.
     folder: str = ""  # empty: nothing is saved
     save_every: int = 0  # steps; 0: only after the last one
     keep: int = 3  # checkpoints; older ones are deleted
-    log_every: int = 10  # steps a printed line; 0: none
+    log_every: int = 10  # steps from one printed line to the next; 0: none
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks, the product of the mesh's axes."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
@@ -81,9 +82,11 @@ class TrainConfig:
 
 
 def problems(config: TrainConfig, world_size: int | None = None) -> list[str]:
-    """Say all that can't work, a sentence each with what could; before a rank starts.
+    """List what can't work, a sentence each, with what could; empty if all is well.
 
-    world_size: of a world that runs already, as torchrun's.
+    Meant to be called before a rank starts. Values that make no sense by themselves are reported
+    first, and alone. world_size: the number of ranks if they run already, as under torchrun; None
+    if not.
     """
     found = []
     c = config
@@ -117,6 +120,7 @@ def problems(config: TrainConfig, world_size: int | None = None) -> list[str]:
 
 
 def fitting_data(c: TrainConfig, world_size: int) -> str:
+    """Suggest, in words, settings of the mesh that need `world_size` ranks."""
     rest = c.tensor * c.pipeline * c.context
     if world_size % rest == 0:
         return f"data = {world_size // rest}"
@@ -124,6 +128,7 @@ def fitting_data(c: TrainConfig, world_size: int) -> str:
 
 
 def problems_of_the_model(c: TrainConfig) -> list[str]:
+    """List, as sentences, what can't work in the settings of the model; empty if all can."""
     found = []
     if c.width % c.heads:
         found.append(f"width {c.width} can't be shared by {c.heads} heads: make it a multiple.")
@@ -146,6 +151,7 @@ def problems_of_the_model(c: TrainConfig) -> list[str]:
 
 
 def problems_of_the_mesh(c: TrainConfig) -> list[str]:
+    """List, as sentences, what can't work together on a mesh of ranks; empty if all can."""
     found = []
     if c.batch < c.data * c.micro_batches:
         few = f"a batch of {c.batch} sequences leaves some of {c.data} data ranks × "
@@ -195,8 +201,9 @@ def problems_of_the_mesh(c: TrainConfig) -> list[str]:
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
-    """Read `[file.toml] --name value ...`: flags win over the file, the file over the defaults.
+    """Return the config that a command line gives, `[file.toml] --name value ...`.
 
+    Flags override the file, and the file overrides the defaults.
     SystemExit with a sentence: an unknown name, or a value of another type.
     """
     parser = argparse.ArgumentParser(
@@ -220,7 +227,11 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 
 def read_toml(path: str) -> dict:
-    """Read a config's values. SystemExit: no file, no TOML, a name or type that doesn't fit."""
+    """Return the settings in a TOML file, {name: value}; a float may be written as a whole number.
+
+    SystemExit with a sentence: the file can't be read, isn't TOML, or has an unknown name or a
+    value of another type.
+    """
     try:
         values = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -1,8 +1,8 @@
-"""The sequences of a step: a function of the seed and the step, on any mesh.
+"""The sequences that each step trains on: a function of the seed and the step, on any mesh.
 
-Epoch follows epoch without a seam: sample number s, counted from the first step on, is the
-(s mod N)-th of a random order of epoch s // N. So every batch is full, every sequence comes once an
-epoch, and the step's number is all there is to save.
+Epochs follow one another without a gap: sample number s, counted from the first step on, is the (s
+mod N)-th in the random order of epoch s // N. So every batch is full, every sequence comes once an
+epoch, and a checkpoint needs no more than the step's number.
 """
 
 from functools import lru_cache
@@ -15,7 +15,11 @@ from ..tools.text import encode, epoch_order, text
 
 
 class Sequences:
-    """A text cut into N sequences of `length` tokens, each with one more for the last target."""
+    """A text cut into N sequences of `length` tokens, each with one more for the last target.
+
+    tokens: the whole text, 1-D, uint8. seed: of the random order of each epoch. ValueError: the
+    text is too short for one sequence.
+    """
 
     def __init__(self, tokens: Tensor, length: int, seed: int):
         self.tokens = tokens
@@ -27,7 +31,7 @@ class Sequences:
             raise ValueError(f"{short}, got {len(tokens)}: bring more, or choose a smaller length")
 
     def of_step(self, step: int, batch: int) -> list[int]:
-        """List the sequences of a step, `batch` of them, in order."""
+        """Return the numbers of the `batch` sequences that a step trains on, in order."""
         first = step * batch
         found = []
         for sample in range(first, first + batch):
@@ -36,7 +40,7 @@ class Sequences:
         return found
 
     def rows(self, numbers: list[int]) -> Tensor:
-        """Return these sequences: (sequences, length + 1), int64."""
+        """Return the tokens of the sequences with these numbers: (sequences, length + 1), int64."""
         starts = torch.tensor(numbers, dtype=torch.int64).view(-1, 1) * self.length
         return self.tokens[starts + torch.arange(self.length + 1)].long()
 
@@ -45,17 +49,18 @@ order = lru_cache(maxsize=4)(epoch_order)  # a step asks once for each of its sa
 
 
 def read(path: str) -> Tensor:
-    """Return the bytes of a file, or of Python's manual: 1-D, uint8."""
+    """Return the bytes of a file, 1-D, uint8; those of Python's manual if `path` is empty."""
     if not path:
         return encode(text())
     return torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
 
 
 def ledger(used: dict[int, list[int]], number: int) -> list[str]:
-    """Say what is wrong with the samples that steps 0, 1, ... have used; nothing, if all is right.
+    """List, as sentences, what is wrong with the samples that steps 0, 1, ... have used.
 
-    used: {step: its sequences, of all ranks}. number: of sequences in an epoch. Every epoch that is
-    over must have each sequence once, the one under way none twice.
+    Empty if no step is missing and no epoch has a sequence twice: then every finished epoch has
+    each sequence once. used: {step: numbers of its sequences, of all ranks}. number: of sequences
+    in an epoch.
     """
     found = [f"step {step} is missing" for step in range(len(used)) if step not in used]
     samples = [sample for step in sorted(used) for sample in used[step]]

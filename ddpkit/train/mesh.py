@@ -8,9 +8,12 @@ from .config import AXES, TrainConfig
 
 
 class Mesh:
-    """groups: {axis: the ranks along it}, and "replicas": those along data and context together.
+    """The ranks as a grid, and this rank's process group along each axis.
 
-    Ranks along the last axis, tensor, are neighbours: they talk most.
+    groups: {axis: the group of the ranks that differ from this one along it alone}, for each of
+    `AXES`; and "replicas", the ranks along data and context together, which hold the same weights.
+    device: "cuda" or "cpu". Ranks along the last axis, tensor, are neighbours, since they send
+    most.
     """
 
     def __init__(self, config: TrainConfig, device: str):
@@ -28,5 +31,5 @@ class Mesh:
             self.groups["replicas"] = flat["replicas"].get_group()
 
     def rank(self, axis: str) -> int:
-        """Return this rank's place along an axis."""
+        """Return this rank's position along an axis, from 0."""
         return dist.get_rank(self.groups[axis])

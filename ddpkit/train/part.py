@@ -1,7 +1,7 @@
-"""This rank's part of a GPT: some of its layers, and of each of these its share among tensor ranks.
+"""This rank's part of a GPT: the layers of one pipeline stage, each cut among the tensor ranks.
 
-Layer 0 is the embedding, layers 1 to L are the blocks, layer L+1 is norm and head. Parameters have
-the names that they have in the whole GPT, wherever they are.
+Layer 0 is the embedding, layers 1 to L are the blocks, layer L+1 is norm and head. Parameters keep
+the names that they have in the whole GPT, on whichever rank they are.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ ATTENTION = {
 
 
 def make_gpt(config: TrainConfig) -> GPT:
-    """Make the whole model, alike on every rank."""
+    """Make the whole model from the config's seed: the same on every rank."""
     torch.manual_seed(config.seed)
     gpt = GPT(256, config.length, config.width, config.heads, config.layers, config.dropout)
     if config.experts:
@@ -48,7 +48,7 @@ def make_gpt(config: TrainConfig) -> GPT:
 
 
 def layers_of(config: TrainConfig, gpt: GPT, stage: int) -> range:
-    """Return the numbers of the layers of a stage, such that stages cost alike."""
+    """Return the numbers of the layers in a pipeline stage; stages are cut to cost alike."""
     ends = [0]
     for layers in cut_layers(gpt_layers(gpt), config.pipeline):
         ends.append(ends[-1] + len(layers))
@@ -56,9 +56,10 @@ def layers_of(config: TrainConfig, gpt: GPT, stage: int) -> range:
 
 
 def share(config: TrainConfig, mesh: Mesh, tokens: Tensor, padding: int = 0) -> Tensor:
-    """Return this context rank's tokens of whole sequences: (n, length) to (n, this rank's).
+    """Return this context rank's tokens of whole sequences: (n, length) to (n, tokens a rank).
 
-    Where two chunks a rank don't divide the length, the end is filled with `padding`.
+    They are those that the config's attention expects here: two chunks in zigzag, or one range.
+    Where two chunks a rank don't divide the length, the end is filled with `padding` first.
     """
     deal = zigzag if config.attention in ("zigzag", "gathered") else contiguous
     chunks = deal(config.context)
@@ -67,10 +68,12 @@ def share(config: TrainConfig, mesh: Mesh, tokens: Tensor, padding: int = 0) -> 
 
 
 class Part(nn.Module):
-    """Compute this rank's layers: tokens or the layer before in, logits or the next layer's out.
+    """The layers that this rank computes: its pipeline stage, cut among the tensor ranks.
 
-    step, sample: what the random numbers of dropout follow from, with the seed and the layer: they
-    are then alike on tensor ranks, and on any mesh that cuts the batch alike.
+    gpt: the whole model, whose layers are taken. step, sample: set before each forward; dropout's
+    random numbers follow from them, the seed and the layer. So they are the same on tensor ranks,
+    and on any mesh that cuts the batch alike. places: the positions of this rank's tokens in the
+    sequence.
     """
 
     def __init__(self, config: TrainConfig, gpt: GPT, mesh: Mesh):
@@ -102,7 +105,7 @@ class Part(nn.Module):
                 block.forward = partial(checkpoint, block.forward)
 
     def deal_out(self, gpt: GPT, group: ProcessGroup) -> None:
-        """Replace layers by this rank's parts of them."""
+        """Replace the layers by this tensor rank's parts of them, in place."""
         self.tensor = group
         if self.first:
             self.tokens = VocabParallelEmbedding(gpt.tokens, group)
@@ -114,7 +117,7 @@ class Part(nn.Module):
             self.head.weight = self.tokens.weight
 
     def share_sequence(self, mesh: Mesh) -> None:
-        """Attend across the context ranks, whose keys and values aren't here."""
+        """Make the blocks attend across the context ranks, which have the other keys and values."""
         attention = partial(ATTENTION[self.config.attention], group=mesh.groups["context"])
         for block in self.blocks.values():
             block.attention = attention
@@ -122,9 +125,12 @@ class Part(nn.Module):
         self.places = share(self.config, mesh, self.places[None], self.config.length - 1)[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: tokens (n, length), int64, in the first stage; (n, length, width) in others."""
+        """Compute the stage: return activations (n, length, width), or logits in the last stage.
+
+        x: tokens (n, length), int64, in the first stage; (n, length, width) in others.
+        """
         c = self.config
-        half = c.dtype != "float32" and c.sharding != "fsdp"  # FSDP converts by itself
+        half = c.dtype != "float32" and c.sharding != "fsdp"  # FSDP does its own casting
         dtype = getattr(torch, c.dtype) if half else torch.bfloat16
         with torch.autocast(x.device.type, dtype, enabled=half):
             if self.first:
@@ -138,13 +144,17 @@ class Part(nn.Module):
         return x
 
     def draw(self, layer: int) -> None:
-        """Let the random numbers of a layer begin where seed, step, sample and layer say."""
+        """Seed torch's generator from seed, step, sample and layer, for dropout if there is any."""
         if self.config.dropout and self.training:
             numbers = self.config.seed, self.step, self.sample, layer
             torch.manual_seed(hash(numbers) % 2**63)
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Compute each target's cross-entropy in nats; NO_TARGET's is 0. (n, length) and so out."""
+        """Return each target's cross-entropy in nats, (n, length); 0 where it is NO_TARGET.
+
+        logits: (n, length, this rank's part of the vocabulary). targets: (n, length), int64. With
+        the exact twin it is `twin.squares` instead.
+        """
         known = targets != NO_TARGET
         targets = targets.where(known, 0)
         if self.config.exact:
@@ -157,7 +167,7 @@ class Part(nn.Module):
         return losses.where(known, 0)
 
     def start(self) -> int:
-        """Return the first token of the vocabulary whose logits are here."""
+        """Return the first token of the vocabulary whose logits this rank computes."""
         if self.tensor is None:
             return 0
         _, hands = self.head.split["weight"]

@@ -1,8 +1,9 @@
-"""The places of this rank's numbers in the whole tensors: boxes that a checkpoint puts together.
+"""The positions of this rank's elements in whole tensors, as boxes for a checkpoint.
 
-A rank may hold rows of a part of a tensor: tensor parallelism cuts by heads, FSDP by rows, ZeRO
-anywhere in a flat bucket. Each is a range of the flattened part, and a range is a few boxes.
-PyTorch writes boxes, and reads whichever boxes of any other mesh overlap with its own.
+A rank may hold only some elements of a tensor: tensor parallelism cuts by heads, FSDP by rows, ZeRO
+anywhere in a flat bucket. In each case they are an index range of a flattened part of the tensor,
+and such a range is a few boxes: blocks without gaps. PyTorch writes boxes; to read, it takes those
+of the saved boxes, of any mesh, that overlap with the wanted ones.
 """
 
 import math
@@ -18,13 +19,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, and a view of the values there
-Split = tuple[int, int, Tensor]  # the dimension dealt out, its length, the rows of it that are here
+Split = tuple[int, int, Tensor]  # the dimension that is cut, its whole length, the rows here
 
 
 class Pieces(torch.Tensor):
-    """Stands for a whole tensor of `shape`, of which this rank has `boxes`; has no memory itself.
+    """A stand-in for a whole tensor of `shape`, of which this rank has only the `boxes`.
 
-    It tells `torch.distributed.checkpoint` what to write and where to read to, as a DTensor does.
+    It has no memory, and no operation works on it. It tells `torch.distributed.checkpoint` what to
+    write and where to read to, as a DTensor does.
     """
 
     @staticmethod
@@ -41,13 +43,14 @@ class Pieces(torch.Tensor):
         return f"<Pieces of {tuple(self.shape)}: {len(self.boxes)} boxes>"
 
     def staged(self) -> "Pieces":
-        """Copy the values to CPU memory: a step that follows can't change what is being saved."""
+        """Return a copy on the CPU, so that the next step can't change what is being saved."""
         boxes = [(offsets, view.detach().to("cpu", copy=True)) for offsets, view in self.boxes]
         return Pieces(tuple(self.shape), self.dtype, boxes)
 
     # What torch.distributed.checkpoint calls
 
     def __create_write_items__(self, name: str, _) -> list[WriteItem]:
+        """List what this rank writes: an item for each box."""
         items = []
         for offsets, view in self.boxes:
             where = ChunkStorageMetadata(torch.Size(offsets), view.shape)
@@ -58,9 +61,11 @@ class Pieces(torch.Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """List offsets and sizes of this rank's boxes, into which a checkpoint is read."""
         return [ChunkStorageMetadata(torch.Size(at), view.shape) for at, view in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the values of the box with the index's offset, a view that may be written into."""
         for offsets, view in self.boxes:
             if torch.Size(offsets) == index.offset:
                 return view.detach()
@@ -68,10 +73,11 @@ class Pieces(torch.Tensor):
 
 
 def pieces(part: tuple[int, ...], values: Tensor, first: int, split: Split | None) -> Pieces:
-    """Describe `values`, the numbers from `first` on of a flattened tensor of shape `part`.
+    """Return `Pieces` that say where in a whole tensor these `values` belong.
 
-    part: this rank's part of the whole, dealt out along a dimension by `split`; or the whole.
-    values: 1-D; the boxes are views of it.
+    part: the shape of this rank's part of the tensor, or of the whole. split: how the part was cut
+    from the whole; None if it is the whole. values: 1-D, the elements from index `first` on of the
+    flattened part. The boxes are views of it.
     """
     part = part or (1,)  # a scalar is one row
     whole = list(part)
@@ -97,14 +103,18 @@ def pieces(part: tuple[int, ...], values: Tensor, first: int, split: Split | Non
 
 
 def consecutive(rows: Tensor) -> list[tuple[int, int, int]]:
-    """Cut sorted row numbers into runs: (place here, place in the whole, length)."""
+    """Cut sorted row numbers into runs of consecutive ones.
+
+    rows: this rank's rows, as numbered in the whole tensor. Returns for each run (index of its
+    first row among `rows`, number of that row in the whole tensor, length).
+    """
     numbers = rows.tolist()
     breaks = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
     return [(a, numbers[a], b - a) for a, b in pairwise([0, *breaks, len(numbers)])]
 
 
 def flat_place(shape: tuple[int, ...], starts: tuple[int, ...]) -> int:
-    """Return the place in the flattened tensor of the element at `starts`."""
+    """Return the index, in the flattened tensor, of the element at `starts`, one index an axis."""
     place = 0
     for length, start in zip(shape, starts, strict=True):
         place = place * length + start
@@ -112,9 +122,11 @@ def flat_place(shape: tuple[int, ...], starts: tuple[int, ...]) -> int:
 
 
 def range_boxes(shape: tuple[int, ...], first: int, end: int) -> list[tuple[tuple, tuple]]:
-    """Cut a range of a flattened tensor into boxes, each (starts, sizes), each without gaps in it.
+    """Cut an index range of a flattened tensor into boxes, each without gaps in memory.
 
-    They are, in order: the end of a row, whole rows, the beginning of a row; and so within rows.
+    shape: the tensor's. The range begins with element `first`, and ends before `end`. Returns
+    (starts, sizes) of each box. They are, in order: the end of a row, whole rows, the beginning of
+    a row; and within a row likewise.
     """
     if first >= end:
         return []
@@ -132,7 +144,10 @@ def range_boxes(shape: tuple[int, ...], first: int, end: int) -> list[tuple[tupl
 
 
 def in_row(shape: tuple[int, ...], number: int, first: int, end: int) -> list[tuple[tuple, tuple]]:
-    """Cut a range that lies within row `number` into boxes."""
+    """Cut an index range that lies within row `number` of a tensor into boxes (starts, sizes).
+
+    first, end: indices in the whole flattened tensor, as for `range_boxes`.
+    """
     before = number * math.prod(shape[1:])
     inside = range_boxes(shape[1:], first - before, end - before)
     return [((number, *starts), (1, *sizes)) for starts, sizes in inside]

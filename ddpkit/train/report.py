@@ -1,4 +1,4 @@
-"""The cost of a step: tokens a second, the share of the machine's arithmetic, waits; a figure."""
+"""Report a training's speed: tokens a second, share of the machine's FLOP/s, waits; loss curve."""
 
 import time
 from pathlib import Path
@@ -10,15 +10,15 @@ from ..tools.units import duration
 from .config import TrainConfig
 from .trainer import Trainer
 
-MEASURED_S = 0.1  # spent on products, to know what this machine can
+MEASURED_S = 0.1  # seconds of matrix products, to measure the machine
 
 
 class Progress:
-    """Rates of a training: {"tokens_per_s", "mfu"} from the seconds of a step.
+    """The speed of a training: tokens a second and MFU, from the seconds that a step took.
 
     MFU, model FLOP utilisation: tokens/s · (6Ψ + 12 · layers · width · length) over what the ranks
-    reach in products of the model's own shape, all at the same time. Chowdhery et al. 2022 (PaLM),
-    appendix B.
+    reach in products of the model's own shape, all at the same time. Making a `Progress` measures
+    that, on every rank, for `MEASURED_S` seconds. Chowdhery et al. 2022 (PaLM), appendix B.
     """
 
     def __init__(self, trainer: Trainer):
@@ -28,12 +28,13 @@ class Progress:
         self.peak = measure_products(c, trainer.device)
 
     def rates(self, seconds: float) -> dict[str, float]:
+        """Return {"tokens_per_s", "mfu"} of a step that took `seconds`, all ranks together."""
         a_second = self.tokens / seconds
         return {"tokens_per_s": a_second, "mfu": a_second * self.flops_a_token / self.peak}
 
 
 def flops_a_token(c: TrainConfig) -> float:
-    """Count forward's and backward's FLOPs for a token: 6 a weight, and attention's scores."""
+    """Return the FLOPs of forward and backward for a token: 6 a weight, and attention's scores."""
     weights = c.layers * 12 * c.width**2 + 256 * c.width
     if c.experts:
         weights += c.layers * (c.top_k - 1) * 8 * c.width**2
@@ -41,7 +42,10 @@ def flops_a_token(c: TrainConfig) -> float:
 
 
 def measure_products(c: TrainConfig, device: torch.device) -> float:
-    """Return the FLOP/s of all ranks together, in products as the model's MLPs make them."""
+    """Return the FLOP/s that all ranks together reach, in matrix products as in the model's MLPs.
+
+    Every rank must call. It takes `MEASURED_S` seconds.
+    """
     rows = max(1, c.batch * c.length // (c.replicas * c.micro_batches))
     x = torch.randn(rows, c.width, device=device)
     weight = torch.randn(c.width, 4 * c.width, device=device)
@@ -62,7 +66,10 @@ def measure_products(c: TrainConfig, device: torch.device) -> float:
 
 
 def progress_line(c: TrainConfig, step: dict) -> str:
-    """Write a step as a line: step, loss, tokens a second, MFU, exposed communication."""
+    """Return a step's line for printing: step, loss, tokens a second, MFU, time, share of waits.
+
+    step: an entry of the log that `train` returns.
+    """
     loss = f"{step['loss']:.0f}" if c.exact else f"{step['loss']:.3f}"
     line = (
         f"step {step['step'] + 1:>{len(str(c.steps))}} of {c.steps}  loss {loss}  "
@@ -75,7 +82,10 @@ def progress_line(c: TrainConfig, step: dict) -> str:
 
 
 def draw_curve(steps: list[dict], path: str | Path) -> None:
-    """Write the loss by step as a picture. Without matplotlib nothing: the log has the numbers."""
+    """Save a picture of the loss by step; without matplotlib do nothing: the log has the numbers.
+
+    steps: entries of the log, as `read_log` returns them. path: of the picture.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

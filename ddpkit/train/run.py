@@ -20,25 +20,29 @@ from .report import Progress, progress_line
 from .state import whole_parameters
 from .trainer import Trainer
 
-LEAVING_S = 5.0  # ranks whose launcher was killed are given to end
+LEAVING_S = 5.0  # seconds for the ranks of a killed run to end
 
 
 def train(
     config: TrainConfig, before_step: Callable[[int], None] = lambda number: None
 ) -> tuple[Trainer, list[dict]]:
-    """Train on the ranks that are there; return the trainer, and the log of its steps by this rank.
+    """Train on the ranks that run already; return (trainer, log of this rank's steps).
 
-    With a folder it goes on from the latest whole checkpoint. Under `launch`, under torchrun, or
-    with a world of one rank. A failed save is said, and training goes on. FolderError: another run
-    trains in the folder.
+    Every rank calls it: under `launch`, under torchrun, or alone in a world of one rank. If the
+    folder has checkpoints, training resumes from the latest undamaged one. A save that fails is
+    reported in print, and training goes on.
+    The log has for each step {"step", "loss", "norm", "lr", "seconds", "tokens_per_s", "mfu"}, and
+    under `launch`, which records communication, "exposed": the seconds spent waiting for it.
 
     before_step: called on every rank with each step's number, from 0, before the step.
+    FolderError: another run trains in the folder, or its checkpoint is another model's.
     """
     with alone_in(config.folder):
         return train_alone(config, before_step)
 
 
 def train_alone(config: TrainConfig, before_step: Callable) -> tuple[Trainer, list[dict]]:
+    """Train as `train` does, once no other run can write into the folder."""
     trainer = Trainer(config)
     log = Log(config)
     first = 0
@@ -74,7 +78,8 @@ def train_alone(config: TrainConfig, before_step: Callable) -> tuple[Trainer, li
 def alone_in(folder: str) -> Iterator[None]:
     """Hold a lock on the folder: each of two trainings would delete what the other writes.
 
-    The lock is rank 0's, and goes with it, however it dies. FolderError on every rank: it is taken.
+    Rank 0 holds the lock, which ends with its process, however that dies. There is none for an
+    empty `folder`, and none on Windows. FolderError, on every rank: another run holds it.
     """
     handle, taken = None, [False]
     if folder and dist.get_rank() == 0 and os.name == "posix":
@@ -94,7 +99,12 @@ def alone_in(folder: str) -> Iterator[None]:
 
 
 def lock(folder: str) -> int:
-    """Return a handle that has the folder's lock. BlockingIOError: another process keeps it."""
+    """Lock the folder, which is created if needed; return a handle that holds the lock while open.
+
+    Waits up to `LEAVING_S` for another process to let go: the ranks of a killed run take a moment
+    to end. A file system without locks gives a handle without one.
+    BlockingIOError: another process still holds the lock.
+    """
     import fcntl
 
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -114,13 +124,13 @@ def lock(folder: str) -> int:
 
 
 def due(config: TrainConfig, steps: int) -> bool:
-    """Tell whether to save after this many steps."""
+    """Return whether to save after this many steps: every `save_every`, and after the last."""
     every = config.save_every
     return steps == config.steps or (every > 0 and steps % every == 0)
 
 
 def attempt(save: Callable, log: "Log") -> None:
-    """Call `save`; a disk that is full costs a checkpoint, not the training."""
+    """Call `save`, and print a SaveError: a full disk costs a checkpoint, not the training."""
     try:
         save()
     except SaveError as error:
@@ -128,7 +138,10 @@ def attempt(save: Callable, log: "Log") -> None:
 
 
 def samples(trainer: Trainer) -> list[int]:
-    """Gather the sequences that the step used, from all data ranks: each once."""
+    """Return the numbers of all sequences of the last step, gathered from the data ranks.
+
+    Every rank must call.
+    """
     used: list = [None] * trainer.config.data
     dist.all_gather_object(used, trainer.used, group=trainer.mesh.groups["data"])
     return [sample for rank in used for sample in rank]
@@ -136,7 +149,10 @@ def samples(trainer: Trainer) -> list[int]:
 
 @contextmanager
 def exposed() -> Iterator[list[float]]:
-    """Collect the seconds of each wait of this rank inside, where its calls are recorded."""
+    """Yield a list, filled at the end with the seconds of each wait for communication inside.
+
+    It is this rank's waits only; the list stays empty where communication isn't recorded.
+    """
     waits: list[float] = []
     records = recorder().records if recorder() else []
     before = len(records)
@@ -147,15 +163,18 @@ def exposed() -> Iterator[list[float]]:
 
 
 def say(text: str, log: "Log") -> None:
+    """Print a text on rank 0, unless it is empty."""
     if text and log.rank == 0:
         print(text, flush=True)
 
 
 class Log:
-    """A line of JSON for each step, written by rank 0 into the folder, if there is one.
+    """The file `log.jsonl` in the folder, a line of JSON for each step; rank 0 writes it.
 
-    After a resume, steps that come again stand again: of two lines the later one counts. Lines that
-    a full disk doesn't take wait for the next step's turn; `error` says why.
+    Without a folder nothing is written. Steps that are taken again after a resume are written
+    again: of two lines for one step the later counts. Lines that can't be written, as on a full
+    disk, are kept and tried again with the next step; `error` says why, and is None once all are
+    written.
     """
 
     def __init__(self, config: TrainConfig):
@@ -168,6 +187,7 @@ class Log:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: dict) -> None:
+        """Append a step, as a dict, on rank 0; do nothing on other ranks."""
         if not self.path or self.rank != 0:
             return
         self.waiting.append(json.dumps(step) + "\n")
@@ -185,14 +205,18 @@ class Log:
 
 
 def end_line(path: Path) -> None:
-    """End a line that a killed rank left half-written; `read_log` leaves it out."""
+    """Append a newline if a killed rank left the last line half-written, for `read_log` to skip."""
     if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
         with open(path, "a") as file:
             file.write("\n")
 
 
 def read_log(folder: str | Path) -> list[dict]:
-    """Read the steps of a log in order, each as it was last taken."""
+    """Return the steps of a log in order, each as it was last taken; skip half-written lines.
+
+    A step is a dict as in the log that `train` returns, with "samples": its sequences, of all
+    ranks.
+    """
     steps = {}
     for line in (Path(folder) / "log.jsonl").read_text(errors="replace").splitlines():
         try:
@@ -204,15 +228,18 @@ def read_log(folder: str | Path) -> list[dict]:
 
 
 def audit_samples(folder: str | Path, number: int) -> list[str]:
-    """Say what is wrong with the samples of a training's log: see `data.ledger`."""
+    """List, as sentences, what is wrong with the samples in a training's log; empty if nothing is.
+
+    number: of sequences in an epoch. Every finished epoch must have each sequence once.
+    """
     return data.ledger({step["step"]: step["samples"] for step in read_log(folder)}, number)
 
 
 @torch.no_grad()
 def sample_text(trainer: Trainer, prompt: str = "The ", count: int = 300) -> str:
-    """Continue `prompt` by `count` bytes, drawn as the model finds them likely. On every rank.
+    """Continue `prompt` by `count` bytes drawn from the model's predictions; return the whole text.
 
-    The whole model is put together for it, on whatever mesh it was trained.
+    Every rank must call: on whatever mesh it was trained, each puts the whole model together first.
     """
     c = trainer.config
     gpt = make_gpt(c)

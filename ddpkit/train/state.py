@@ -1,6 +1,7 @@
-"""All that a training is, by name: parameters, buffers and optimizer state as whole tensors.
+"""The state of a training by name: parameters, buffers and optimizer state as whole tensors.
 
-Names are the whole model's, on any mesh; each tensor is a `Pieces` of what this rank has of it.
+Names are those in the whole model, on any mesh; each tensor is a `Pieces`, which says what this
+rank has of it.
 """
 
 from collections.abc import Iterator
@@ -15,14 +16,15 @@ from ..tensor_parallel.split import splits
 from .pieces import Pieces, Split, pieces
 from .trainer import Trainer
 
-TIED = {"head.weight": "tokens.weight"}  # one weight: of two names the model's first
+TIED = {"head.weight": "tokens.weight"}  # {second name of a weight: the first, which is saved}
 
 
 def state_of(trainer: Trainer) -> dict[str, Pieces]:
-    """{name: what this rank has of the tensor}, views into which a checkpoint can be read.
+    """Return {name: `Pieces` of the tensor}, with views into which a checkpoint can be read.
 
-    "parameters.blocks.0.out.weight", "buffers...", "optimizer.exp_avg.blocks.0.out.weight". The
-    optimizer must have its state: see `make_state`.
+    Names are "parameters.blocks.0.out.weight", "buffers...",
+    "optimizer.exp_avg.blocks.0.out.weight" and so on. The optimizer's state must exist: see
+    `make_state`.
     """
     found = {}
     layout = Layout(trainer)
@@ -37,9 +39,12 @@ def state_of(trainer: Trainer) -> dict[str, Pieces]:
 
 
 class Layout:
-    """The places of this rank's parameters in the whole ones.
+    """The positions of this rank's parameters in the whole model's.
 
-    names: {name in the whole model: the parameter, a shard of it in FSDP}.
+    names: {name in the whole model: this rank's parameter, with FSDP its shard}. shapes: by name,
+    of this rank's part before FSDP shards it. splits: by name, how tensor parallelism cut it. rows:
+    by name, with FSDP, the first row of the shard.
+    Making one drops FSDP's whole weights, so that the modules have the shards.
     """
 
     def __init__(self, trainer: Trainer):
@@ -66,17 +71,22 @@ class Layout:
                 self.splits[name] = dim, sum(map(len, hands)), mine
 
     def first(self, name: str) -> int:
-        """Return the place of a shard's first number in the flattened parameter."""
+        """Return the index of a shard's first element in the flattened parameter; 0 if whole."""
         if name not in self.rows:
             return 0
         return self.rows[name] * torch.Size(self.shapes[name][1:]).numel()
 
     def pieces(self, name: str, values: Tensor, first: int) -> Pieces:
+        """Return `values`, a parameter's elements from index `first` on, as `Pieces`."""
         return pieces(self.shapes[name], values, first, self.splits.get(name))
 
 
 def kept(trainer: Trainer, layout: Layout) -> Iterator[tuple[str, str, Tensor, int]]:
-    """Yield (name, key, values, place of the first) of what the optimizer keeps, 1-D views."""
+    """Yield (name, key, values, first) of each tensor that the optimizer keeps for a parameter.
+
+    name: the parameter's. key: the optimizer's, as "exp_avg". values: a 1-D view, of this rank's
+    elements. first: the index of the first one in the flattened parameter.
+    """
     optimizer = trainer.optimizer
     by_parameter = {parameter: name for name, parameter in layout.names.items()}
     if not isinstance(optimizer, ZeroOptimizer):
@@ -103,11 +113,15 @@ def kept(trainer: Trainer, layout: Layout) -> Iterator[tuple[str, str, Tensor, i
 
 
 def is_moment(key: str, value: object, parameter: Tensor) -> bool:
-    """Tell a tensor with a number for each of the parameter's from a counter of steps."""
+    """Return whether an optimizer's value has an element for each of the parameter's.
+
+    A counter of steps hasn't, even for a parameter of one element.
+    """
     return isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
 
 
 def inner_optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
+    """List the optimizers that hold the state: with ZeRO one for each bucket, otherwise the one."""
     optimizer = trainer.optimizer
     if isinstance(optimizer, ZeroOptimizer):
         return [bucket.optimizer for bucket in optimizer.buckets]
@@ -116,9 +130,10 @@ def inner_optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
 
 @torch.no_grad()
 def make_state(trainer: Trainer) -> None:
-    """Make the optimizer's state as its first step would, and change nothing.
+    """Create the optimizer's state, as its first step would, and change no parameter.
 
-    What a checkpoint is read into must be there: PyTorch fills no more than it finds.
+    PyTorch reads a checkpoint only into tensors that exist. So a step is taken with gradients of
+    zero, the parameters are put back, and the state is filled with zeros.
     """
     for optimizer in inner_optimizers(trainer):
         shown = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -135,7 +150,7 @@ def make_state(trainer: Trainer) -> None:
 
 
 def counters(trainer: Trainer) -> dict[str, float]:
-    """{key: value} of what the optimizer keeps once for all parameters, as AdamW's steps."""
+    """Return {key: value} of what the optimizer keeps once for all parameters: AdamW's "step"."""
     found = {}
     for optimizer in inner_optimizers(trainer):
         for parameter, state in optimizer.state.items():
@@ -147,7 +162,7 @@ def counters(trainer: Trainer) -> dict[str, float]:
 
 @torch.no_grad()
 def set_counters(trainer: Trainer, values: dict[str, float]) -> None:
-    """Set what `counters` returned, in all parameters' state."""
+    """Set counters, {key: value} as `counters` returns them, in the state of every parameter."""
     for optimizer in inner_optimizers(trainer):
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -156,14 +171,15 @@ def set_counters(trainer: Trainer, values: dict[str, float]) -> None:
 
 
 def whole_parameters(trainer: Trainer) -> dict[str, Tensor]:
-    """Put all parameters together, by the whole model's names, on the CPU of every rank."""
+    """Return {name in the whole model: whole parameter, on the CPU}; every rank must call."""
     whole = whole_state(trainer, "parameters.")
     return {name.removeprefix("parameters."): value for name, value in whole.items()}
 
 
 def whole_state(trainer: Trainer, prefix: str = "") -> dict[str, Tensor]:
-    """Put together what `state_of` names, if the names begin with `prefix`, on every rank.
+    """Return {name: whole tensor, on the CPU} of the state whose names begin with `prefix`.
 
+    Names are those of `state_of`. Every rank must call, and gets all of them.
     Cost per rank: an all_gather_object of its part, and the memory of the whole.
     """
     mine = {}

@@ -32,15 +32,15 @@ OPTIMIZERS = {
 
 
 def own_device() -> torch.device:
-    """Return the current GPU where the ranks talk over NCCL, alone or beside Gloo; else the CPU."""
+    """Return the current GPU if NCCL is among the ranks' backends, otherwise the CPU."""
     return torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
 
 
 class Trainer:
-    """This rank of a training: its part of the model, its optimizer, its sequences.
+    """This rank's share of a training: its part of the model, its optimizer, its sequences.
 
-    `step(n)` takes step n, which depends on the parameters, the optimizer's state and n alone:
-    saved and loaded, they go on where they were. Made and called on every rank.
+    Make it and call it on every rank. `step(n)` takes step n, which depends on the parameters, the
+    optimizer's state and n alone: a training that loads these goes on as if it had never stopped.
     """
 
     make_mesh = Mesh
@@ -61,7 +61,10 @@ class Trainer:
         self.used: list[int] = []  # the sequences of this rank in the last step
 
     def count_copies(self) -> dict[nn.Parameter, int]:
-        """{parameter: how many ranks hold it alike}, data and context ranks not counted."""
+        """Return {parameter: the number of tensor and pipeline ranks that hold it alike}.
+
+        Data and context ranks aren't counted.
+        """
         c = self.config
         copies = dict.fromkeys(self.part.parameters(), 1)
         if c.tensor > 1:
@@ -71,16 +74,19 @@ class Trainer:
         return copies
 
     def tied(self) -> nn.Parameter | None:
-        """Return the weight that embedding and head share, if it is here."""
+        """Return the weight that embedding and head share; None if this stage has neither."""
         if self.part.first:
             return self.part.tokens.weight
         return self.part.head.weight if self.part.last else None
 
     def wrap(self) -> None:
-        """Join what the replicas hold alike: whole in DDP, in shards in FSDP."""
+        """Wrap this rank's part for training with its replicas: whole in DDP, in shards in FSDP.
+
+        Sets `model` and `synced`. ZeRO needs no wrapper: its optimizer averages the gradients.
+        """
         c, replicas = self.config, self.mesh.groups["replicas"]
         self.model: nn.Module = self.part
-        self.synced = contextlib.nullcontext  # what leaves the sending to the last micro-batch
+        self.synced = contextlib.nullcontext  # around all micro-batches but the last
         if c.experts and c.share_experts:
             experts.share_experts(self.part, self.mesh.groups["data"], self.mesh.groups["data"])
             self.copies = dict.fromkeys(self.part.parameters(), 1)
@@ -95,7 +101,7 @@ class Trainer:
             self.synced = self.model.no_sync
 
     def groups_of_parameters(self) -> list[dict]:
-        """Return the optimizer's groups, with weight decay for matrices only."""
+        """Return the optimizer's parameter groups, with weight decay for matrices only."""
         c = self.config
         # A bucket of ZeRO has one group's parameters: they must be on equally many ranks.
         groups: dict[tuple, list] = {}
@@ -112,6 +118,7 @@ class Trainer:
         return dealt
 
     def make_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer; with ZeRO, one that shards its state among the replicas."""
         c = self.config
         kind, options = OPTIMIZERS[c.optimizer]
         dealt = self.groups_of_parameters()
@@ -124,6 +131,7 @@ class Trainer:
         return kind(dealt, lr=c.lr, **options)
 
     def make_pipeline(self) -> Pipeline:
+        """Return the pipeline of which this rank has one stage."""
         c = self.config
         rows = c.batch // (c.data * c.micro_batches)
         dtype = torch.float64 if c.exact else torch.float32
@@ -139,7 +147,10 @@ class Trainer:
     # A step
 
     def step(self, number: int) -> dict[str, float]:
-        """Take step `number`, from 0; return {"loss", "norm", "lr"}, the same on every rank."""
+        """Take step `number`, from 0; return {"loss", "norm", "lr"}, the same on every rank.
+
+        The loss is the batch's mean, and the norm the gradient's before clipping.
+        """
         c = self.config
         rate = learning_rate(number, c.steps, c.warmup, c.lr, c.decay_to * c.lr)
         if c.exact:
@@ -162,7 +173,10 @@ class Trainer:
         return {"loss": loss, "norm": norm, "lr": rate}
 
     def backward(self, number: int) -> float:
-        """Compute gradients of the batch; return its mean loss, over all ranks."""
+        """Compute the gradients of a step's batch; return its mean loss over all ranks.
+
+        Gradients may only be used after `average`, which finishes sending them.
+        """
         c = self.config
         batch = self.sequences.of_step(number, c.batch)
         shares = torch.tensor(batch).tensor_split(c.data)
@@ -184,13 +198,17 @@ class Trainer:
         return loss.item() / c.replicas
 
     def begin(self, number: int) -> None:
-        """Note what the random numbers of this step follow from."""
+        """Set what the random numbers of this step follow from: its number and samples."""
         self.part.step = number
         split = torch.tensor(self.used).tensor_split(self.config.micro_batches)
         self.first_samples = [int(part[0]) for part in split]
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward of each micro-batch; gradients travel in the last backward."""
+        """Run forward and backward of each micro-batch; return the sum of their losses, detached.
+
+        inputs, targets: of this rank's sequences, (n, length). Gradients are sent only during the
+        last backward.
+        """
         m = self.config.micro_batches
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = zip(inputs.tensor_split(m), targets.tensor_split(m), strict=True)
@@ -203,22 +221,26 @@ class Trainer:
         return total
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return this rank's part of the mean over the batch's targets, times the replicas.
+        """Return this rank's part of the batch's mean loss, times the number of replicas.
 
-        Its gradients, averaged over the replicas, are those of the mean, however uneven the parts.
-        The twin's loss is a sum: its integers aren't divided.
+        Averaged over the replicas, its gradients are those of the mean, however uneven the parts
+        are. The exact twin's loss is a sum: its integers can't be divided.
         """
         c = self.config
         counted = 1 if c.exact else c.batch * c.length
         return self.part.losses(logits, targets).sum() * (c.replicas / counted)
 
     def pipelined_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Undo the pipeline's division by the micro-batches: parts of a mean are added up."""
+        """Return a micro-batch's loss times the number of micro-batches, scaled for float16.
+
+        This undoes the pipeline's division by that number: `loss` already gives parts of a mean,
+        which are to be added up.
+        """
         loss = self.loss(logits, targets) * self.config.micro_batches
         return self.scaler.scale(loss) if self.scaler else loss
 
     def average(self) -> None:
-        """Make gradients the means over the replicas, and sum those of a weight in two stages."""
+        """Make gradients the means over the replicas; sum those of a weight on two stages."""
         c = self.config
         if self.pipeline is not None:
             self.pipeline.synchronize()
@@ -231,12 +253,12 @@ class Trainer:
             self.model.synchronize()
 
     def clip(self) -> float:
-        """Make the whole model's gradient no longer than `clip`; return the length it had."""
+        """Scale the whole gradient to a norm of at most `clip`; return the norm that it had."""
         limit = self.config.clip or math.inf
         return float(clip_grad_norm(self.shares(), limit))
 
     def shares(self) -> dict[nn.Parameter, int]:
-        """{parameter or shard: the number of ranks, of all, that hold its gradient alike}."""
+        """Return {parameter or shard: the number of ranks that hold its gradient alike}."""
         c = self.config
         if c.experts and c.share_experts:
             return experts.count_copies(self.part)
@@ -248,7 +270,7 @@ class Trainer:
 
 
 class Stage(PipelineStage):
-    """A stage whose part knows which micro-batch it computes, for its random numbers."""
+    """A pipeline stage that tells its part which micro-batch it computes, for dropout's numbers."""
 
     trainer: Trainer
 

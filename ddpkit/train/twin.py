@@ -1,8 +1,9 @@
 """The exact twin of a training: small integers in float64, equal to the last bit on any mesh.
 
-`ddpkit.audit.exact` makes parameters integers, and GELU ReLU. Here norms become limits and softmax
-becomes limited scores, so that numbers stay small; the loss is a sum of squares; and the optimizer
-moves each parameter by 1, so that integers stay integers for as many steps as one likes.
+`ddpkit.audit.exact` replaces parameters by integers and GELU by ReLU. Here norms are replaced by
+limits (Hardtanh) and softmax by limited scores, so that values stay small; the loss is a sum of
+squares; and the optimizer moves each parameter by 1, so that integers stay integers for any number
+of steps.
 """
 
 import torch
@@ -20,7 +21,7 @@ LARGEST = 2.0**52  # float64 has every integer up to here, and twice as far
 
 
 def make_exact(gpt: GPT, seed: int) -> None:
-    """Turn a GPT into its exact twin, in place."""
+    """Turn a GPT into its exact twin, in place; seed: of its integer parameters."""
     for path in exact(gpt, seed):
         gpt.set_submodule(path, nn.Hardtanh(-LIMIT, LIMIT))
     for block in gpt.blocks:
@@ -28,15 +29,20 @@ def make_exact(gpt: GPT, seed: int) -> None:
 
 
 def limited_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Weigh values by scores between ±LIMIT, as they are. q, k, v: (..., N, D)."""
+    """Return the sum of values weighted by their scores, limited to ±LIMIT, without a softmax.
+
+    q, k, v, and the result: (..., N, D).
+    """
     scores = (q @ k.transpose(-1, -2)).clamp(-LIMIT, LIMIT)
     return (scores.tril() if causal else scores) @ v
 
 
 def squares(logits: Tensor, targets: Tensor, start: int, group: ProcessGroup | None) -> Tensor:
-    """Sum (logit - 1 for the target, - 0 for others)² over the vocabulary, across tensor ranks.
+    """Return the twin's loss for each target: the squared error over the whole vocabulary.
 
-    logits: (n, length, this rank's tokens, from `start` on). Returns (n, length).
+    A logit should be 1 for the target and 0 for any other token. logits: (n, length, this rank's
+    tokens, from token `start` on). targets: (n, length). Returns (n, length), summed over the
+    tensor ranks of `group`; None: the vocabulary isn't split.
     """
     mine, local = among(targets, start, logits.shape[-1])
     wanted = torch.zeros_like(logits).scatter_(-1, local.unsqueeze(-1), 1.0)
@@ -46,7 +52,11 @@ def squares(logits: Tensor, targets: Tensor, start: int, group: ProcessGroup | N
 
 
 class Sign(Optimizer):
-    """Move each parameter by `lr` against the sign of all its gradients' sum. Integers stay so."""
+    """An optimizer that moves parameters by `lr` against the sign of all their gradients' sum.
+
+    Integers stay integers. OverflowError, from `step`: a sum passed `LARGEST`, where float64 would
+    begin to round.
+    """
 
     def __init__(self, params, lr: float = 1.0):
         super().__init__(params, {"lr": lr})

@@ -7,8 +7,8 @@ rank keeps the moments of one shard, 1/W of the parameters, and updates only tha
     loss.backward()         # reduce-scatter: each rank gets the mean gradient of its shard
     optimizer.step()        # it updates the shard; all-gather: every rank gets all parameters
 
-These are the two halves of an all-reduce: the wire carries as much as without ZeRO. `plan` says
-who owns what, and has a step by hand; `optimizer` serves any model. Stage 3 is in `ddpkit.fsdp`;
+These are the two halves of an all-reduce: as many bytes are sent as without ZeRO. `plan` says which
+rank owns what, and has a step by hand; `optimizer` serves any model. Stage 3 is in `ddpkit.fsdp`;
 half precision, clipping and checkpoints are in `ddpkit.fast.zero`.
 
 PyTorch's ZeroRedundancyOptimizer deals out whole parameters. Rajbhandari et al. 2020. Notebook 07.

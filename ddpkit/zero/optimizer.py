@@ -19,7 +19,11 @@ from ..tools.views import views
 
 
 class Bucket:
-    """Parameters that are sent together, as views of `flat`, and their gradients; W shards each."""
+    """Parameters that are sent together, as views of `flat`; their gradients, views of `gradients`.
+
+    Both are 1-D, and padded so that W divides their length. shard: this rank's 1/W of `flat`, which
+    the optimizer updates. ready: the parameters whose gradients have been copied in.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None):
         self.parameters = parameters
@@ -40,7 +44,7 @@ class Bucket:
         return self.parameters[0].new_zeros(self.numel)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """View each parameter's part of `flat` in the parameter's shape."""
+        """Return the part of `flat` of each parameter, a view in the parameter's shape."""
         return views(flat, self.parameters)
 
     def mean(self) -> Tensor:  # of the gradients, for `shard`, after the reduce-scatter
@@ -101,11 +105,15 @@ class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
         return Bucket(parameters, self.group)
 
     def options(self, bucket: Bucket) -> dict:  # at present: a scheduler may change them
+        """Return the options of a bucket's parameters, with its shard as the only parameter."""
         place = self.places[bucket.parameters[0]]
         return self.param_groups[place] | {"params": [bucket.shard]}
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
-        """Send the gradient, in backward, or leave it where the next micro-batch adds to it."""
+        """Send a gradient as soon as backward has it; inside `no_sync` keep it, to be added to.
+
+        RuntimeError: backward ran twice without `step`, `zero_grad` or `no_sync`.
+        """
         bucket = self.bucket_of[parameter]
         if parameter in bucket.ready:
             raise RuntimeError("backward ran twice: step() or zero_grad() first, or use no_sync()")
@@ -130,7 +138,10 @@ class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
             self.works.append(work)
 
     def synchronize(self) -> None:
-        """Wait until every `shard.grad` is the mean over the ranks; `step` calls this itself."""
+        """Wait until every `shard.grad` is the mean over the ranks; `step` calls this itself.
+
+        ValueError: a parameter has no gradient.
+        """
         late = [p for p, bucket in self.bucket_of.items() if p not in bucket.ready]
         without = [str(tuple(parameter.shape)) for parameter in late if parameter.grad is None]
         if without:
@@ -144,7 +155,10 @@ class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Phase 2: update this rank's shards, and start to all-gather them. Phase 3: wait."""
+        """Update this rank's shards, and gather all parameters; return what `closure` returns.
+
+        Phase 2: update, and start to all-gather the shards. Phase 3: wait. Gradients are dropped.
+        """
         with torch.enable_grad():
             loss = closure() if closure else None
         self.synchronize()

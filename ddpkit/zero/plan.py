@@ -1,4 +1,4 @@
-"""ZeRO-1 in two functions: who owns which part of the parameters, and a step by hand."""
+"""ZeRO stage 1 in two functions: which rank owns which part of the parameters, a step by hand."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,8 @@ from ..ring import ring_all_gather, ring_reduce_scatter
 def shard_plan(numels: list[int], world_size: int) -> list[list[tuple[int, int, int]]]:
     """Plan which rank owns what, with parameters end to end and cut into W shards of equal length.
 
-    numels: of parameters 0, 1, ... Returns a list for each rank, of (parameter, start, stop).
+    numels: of parameters 0, 1, ... Returns a list for each rank, of (parameter, start, stop): its
+    elements from index start up to stop belong to the rank's shard.
     """
     length = -(-sum(numels) // world_size)  # rounded up: after the last parameter comes padding
     shards = [[] for _ in range(world_size)]
