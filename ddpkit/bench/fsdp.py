@@ -42,13 +42,13 @@ def whole(replica: Replica) -> Tensor:
     return torch.cat([part.detach().flatten() for part in parts])
 
 
-def fully_sharded(module: nn.Module, group: ProcessGroup) -> nn.Module:
-    """Wrap the units that `FSDP` has by default, and the rest."""
+def fully_sharded(module: nn.Module, group: ProcessGroup, units: Iterable[str] = ()) -> nn.Module:
+    """Wrap these submodules and the rest with `fully_shard`; by default those that `FSDP` takes."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh.from_group(group, "cpu")
-    for name in list(plan_units(module))[1:]:
+    for name in units or list(plan_units(module))[1:]:
         fully_shard(module.get_submodule(name), mesh=mesh)
     return fully_shard(module, mesh=mesh)
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..train import TrainConfig, Trainer
 from ..train.mesh import Mesh
 from ..train.trainer import OPTIMIZERS
+from .fsdp import fully_sharded
 from .interleave import WARM_UP, Contest, race
 from .results import AGAIN, SPEED, Goal, Results, report, results_of
 from .zero import torchs_zero
@@ -36,7 +37,8 @@ class PyTorchs(Trainer):
     def wrap(self) -> None:
         group = self.mesh.groups["replicas"]
         if self.config.sharding == "fsdp":
-            self.model = fully_sharded(self.part, group)
+            units = [f"blocks.{name}" for name in self.part.blocks]
+            self.model = fully_sharded(self.part, group, units)
             self.copies = dict.fromkeys(self.part.parameters(), 1)  # they are new ones
         else:
             options = {"process_group": group, "gradient_as_bucket_view": True}
@@ -60,17 +62,7 @@ class PyTorchs(Trainer):
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def fully_sharded(part: nn.Module, group: ProcessGroup) -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for block in part.blocks.values():
-        fully_shard(block, mesh=mesh)
-    return fully_shard(part, mesh=mesh)
-
-
-class Steps:
+class Training:
     """A training whose next step is taken by a call. losses: of all steps so far."""
 
     def __init__(self, kind: type[Trainer], config: TrainConfig, plain: ProcessGroup):
@@ -94,16 +86,16 @@ def contest(config: TrainConfig, plain: ProcessGroup) -> Contest:
     """Race PyTorch's way to share out a training, and ours; RuntimeError: other losses."""
     theirs, ours = TORCHS[config.sharding], OURS[config.sharding]
     kinds = {theirs: PyTorchs, ours: Trainer, theirs + AGAIN: PyTorchs}
-    steps = {name: Steps(kind, config, plain) for name, kind in kinds.items()}
+    races = {name: Training(kind, config, plain) for name, kind in kinds.items()}
 
     def found() -> None:
-        right = steps[theirs].losses
-        for name, step in steps.items():
-            off = max(abs(a - b) for a, b in zip(step.losses, right, strict=True))
+        right = races[theirs].losses
+        for name, training in races.items():
+            off = max(abs(a - b) for a, b in zip(training.losses, right, strict=True))
             if not off < 1e-3:
                 raise RuntimeError(f"a loss of {name} is off by {off:.1e}: no time means anything")
 
-    return Contest(steps, found=found)
+    return Contest(races, found=found)
 
 
 def measure(config: TrainConfig = MODEL, rounds: int = ROUNDS) -> Results:
