@@ -37,7 +37,7 @@ def budget(run: Run, needs: Mapping[str, int], steps: int = 1) -> list[str]:
 
 
 def unchanged(run: Run, other: Run) -> bool:
-    """Tell whether two runs send the same: then a flag that differs between them does nothing."""
+    """Return whether two runs send the same: then a flag that differs between them does nothing."""
     ranks = range(len(run.wire))
     return len(run.wire) == len(other.wire) and all(
         traffic(run, rank) == traffic(other, rank) for rank in ranks

@@ -165,7 +165,7 @@ def of_the_update(ours: Step, theirs: list[Step]) -> list[str]:
 
 
 def moves(step: Step) -> bool:
-    """Tell whether a step has a gradient that isn't 0."""
+    """Return whether a step has a gradient that isn't 0."""
     return any(gradient is not None and gradient.any() for gradient in step.gradients.values())
 
 

@@ -167,7 +167,7 @@ def explain_log(log: Log) -> str:
 
 
 def _only_followed(log: Log, rank: int, how: Failure | int) -> bool:
-    """Tell whether a rank fell only because of another.
+    """Return whether a rank fell only because of another.
 
     Such a rank lost its connection, was ended by torchrun's SIGTERM, or by NCCL's watchdog.
 

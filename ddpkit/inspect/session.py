@@ -345,7 +345,7 @@ class Session:
             return 0
 
     def _dead(self, rank: int) -> bool:
-        """Tell whether a rank of this machine died before its script's end, as /proc shows.
+        """Return whether a rank of this machine died before its script's end, as /proc shows.
 
         An exit code that is found is kept in `_codes`. Return False wherever the system isn't
         Linux.
@@ -397,7 +397,7 @@ class Session:
     # The report
 
     def _report_is_out(self) -> bool:
-        """Tell whether any rank has printed a report that ends all ranks."""
+        """Return whether any rank has printed a report that ends all ranks."""
         if (self.folder / "report").exists() or not self.folder.exists():
             return True
         return not self.alone and self.store is not None and self.store.check(["ddpkit/report"])
@@ -559,12 +559,12 @@ class Session:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _has_left(self, rank: int) -> bool:
-        """Tell whether a rank of this machine came and left; a late one still needs the board."""
+        """Return whether a rank of this machine came and left; a late one still needs the board."""
         came = (self.folder / f"pid.{rank}").exists()
         return came and (not self._pid(rank) or self._dead(rank))
 
     def _all_have_ended(self) -> bool:
-        """Tell whether the scripts of all ranks have ended.
+        """Return whether the scripts of all ranks have ended.
 
         On several machines only rank 0 sees all: it writes the end to the store, where the others
         read it.

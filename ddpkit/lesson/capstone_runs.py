@@ -48,7 +48,7 @@ def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str,
 
 
 def same(one: tuple, other: tuple) -> bool:
-    """Tell whether two trainings have the same losses and parameters, to the last bit.
+    """Return whether two trainings have the same losses and parameters, to the last bit.
 
     one, other: (losses, {parameter's name: tensor}) of each. Only the parameters that `one` names
         are compared.

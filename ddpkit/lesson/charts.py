@@ -405,7 +405,7 @@ def byte_bars(
 ) -> Picture:
     """Draw bytes of memory as stacked bars: a bar for each row, a segment for each kind of memory.
 
-    A bar's total is written behind it, and a dashed line marks the memory of a GPU, `GPU_BYTES`.
+    A bar's total is written at its right end. A dashed line marks one GPU's memory, `GPU_BYTES`.
 
     rows: {label of the bar: {kind of memory: bytes}}, with the kinds of `ddpkit.memory.KINDS`.
     title: the heading of the chart and of its alt text.

@@ -16,11 +16,11 @@ CELL, GAP, NODE_HEIGHT = 40, 6, 96
 
 
 def is_round(frames: list[Frame], world_size: int) -> bool:
-    """Tell whether a run can be drawn as a ring, its ranks on a circle.
+    """Return whether a run can be drawn as a ring, its ranks on a circle.
 
     It can if 3 to 8 ranks send messages hop by hop, a hop being those that travel at the same time.
     In each hop every rank must send one message to its right neighbour, rank + 1, from the first of
-    its buffers. And in the end no rank's first buffer may hold more elements than there are ranks.
+    its buffers. And at the end no rank's first buffer may hold more elements than there are ranks.
 
     frames: what `film.hop_by_hop` returns: a frame for each hop, then one for the end. Any other
         list of frames gives False.

@@ -308,7 +308,7 @@ def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
     shares: {name of the training: for each step, the share of each expert}. The shares of a step
         add up to 1, and the number of steps is a multiple of `EVERY`, over which means are drawn.
 
-    An expert's index is written on its band if the share is over 6 % in the end. Colours repeat
+    An expert's index is written on its band if the share is over 6 % at the end. Colours repeat
     after 8 experts. The alt text says how far the fullest expert is above its fair share in the
     end.
     """

@@ -53,9 +53,11 @@ def before_after(pairs: Iterable, title: str) -> Picture:
 class Change:
     """A drawing of what a collective call did: each rank's numbers, an arrow, its numbers after it.
 
-    by_rank: {rank: (numbers before, numbers after, owners of the numbers after)}. Numbers are a
-        list, or None for nothing. An owner is a rank, a frozenset of ranks for a sum, or None if it
-        is unknown.
+    by_rank: the argument, {rank: (numbers before, numbers after, owners of the numbers after)}.
+        Numbers are a list, or None for nothing. The owner of a number is the rank that contributed
+        it, a frozenset of ranks for a sum over them, or None if that is unknown.
+
+    Computed from it:
     cell, per_line: the width of a cell in pixels, and the most cells in a line before and after,
         the same for all ranks, so that rows are aligned.
     width: of the drawing, in pixels. middles: the x of the middle of its left and right sides.

@@ -47,15 +47,18 @@ def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
 
 @dataclass
 class Frame:
-    """One picture of a film: an event of the run, and every rank's numbers just after it.
+    """One picture of an animation: an event of the run, and every rank's elements just after it.
 
-    memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is its number
-        in the records, or the name of the collective that returned it.
-    flying: (from, to) of each message that is on its way.
-    status: {rank: what is wrong with it, in words}, as far as known by then.
+    The owner of an element is the rank that contributed it: an int, a frozenset of ranks if it is a
+    sum over several, or None if that is unknown. A hop is all messages that travel side by side.
+
+    memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is its index
+        in the run's records, or the name of the collective that returned it.
+    flying: (sender, receiver) of each message in flight.
+    status: {rank: what is wrong with it, in words}, as known at that point.
     wrong: the events so far that went wrong.
     marked: {rank: (buffer, range of indices)}, the elements that the event's message moves.
-    owners: the owner of each number in the event's message.
+    owners: the owner of each element of the event's message.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
     holdings: for each rank, its `Holdings` at the end; only in the last frame of `film`.
     """
@@ -189,7 +192,7 @@ class Holdings:
 
 
 def _changed(now, then) -> bool:
-    """Tell whether a number changed; one NaN counts as equal to another."""
+    """Return whether a number changed; one NaN counts as equal to another."""
     return now != then and not (now != now and then != then)  # one NaN is like another
 
 
@@ -283,7 +286,7 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 
 
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
-    """Return each rank's buffers in the end, as {buffer: [(value, owner) of each element]}.
+    """Return each rank's buffers at the end, as {buffer: [(value, owner) of each element]}.
 
     If a rank returned as many numbers as its first buffer holds, they replace that buffer's. The
     last sum of a reduce-scatter, for example, is in no message.

@@ -71,7 +71,7 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
 def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
     """Draw a dashed line for each mark, with its text above, moved right where texts would overlap.
 
-    marks: (index of an operation, text), in order. longest: the operations on the x axis.
+    marks: (index of an operation, text), in order. longest: the number of operations on the x axis.
     """
     letter, free = longest / 80, 0.0
     for entry, text in marks:

@@ -136,7 +136,7 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
 
 
 def _complete(records: dict[int, Record]) -> bool:
-    """Tell whether a collective took place: all ranks of the group made the same call.
+    """Return whether a collective took place: all ranks of the group made the same call.
 
     records: {rank: its record of the call}.
     """
@@ -145,7 +145,7 @@ def _complete(records: dict[int, Record]) -> bool:
 
 
 def _alike(records: dict[int, Record]) -> bool:
-    """Tell whether ranks made the same call. records: {rank: its record}."""
+    """Return whether ranks made the same call. records: {rank: its record}."""
     return len({record.fingerprint for record in records.values()}) == 1
 
 

@@ -124,7 +124,7 @@ class Record:
 
     @property
     def on_stream(self) -> bool:
-        """Tell whether the call is on a GPU's stream and may still be waiting or running there.
+        """Return whether the call is on a GPU's stream and may still be waiting or running there.
 
         Such a call gets its times only once it has finished; on the CPU `started` is set at once.
         """

@@ -54,7 +54,7 @@ class CheckedGroup(WireGroup):
         return CheckedWork(super()._collective(op, method, args, sent, arriving), check)
 
     def _reads(self, op: str, opts) -> bool:
-        """Tell whether this rank sends the contents of the tensor that takes the result.
+        """Return whether this rank sends the contents of the tensor that takes the result.
 
         In an all_reduce or reduce every rank does, in a broadcast only its root.
 
@@ -142,7 +142,7 @@ class CheckedWork(Work):
 
 
 def _on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether there are tensors, and none of them is on a GPU."""
+    """Return whether there are tensors, and none of them is on a GPU."""
     return bool(tensors) and not any(tensor.is_cuda for tensor in tensors)
 
 

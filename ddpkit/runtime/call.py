@@ -160,7 +160,7 @@ class _Counter(io.RawIOBase):
 
 
 def _pickled_bytes(value) -> int:
-    """Return how many bytes `value` has pickled, without storing them.
+    """Return the size of `value` pickled, in bytes, without keeping the pickle.
 
     If it can't be pickled, this is what was written before the error.
     """

@@ -142,9 +142,9 @@ def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
 
 
 def lost_peer(how: Fall | None) -> bool:
-    """Tell whether a rank failed only because its connection to another rank broke.
+    """Return whether a rank failed only because its connection to another rank broke.
 
-    how: its `Failure`; for an exit code, or None if it didn't fail, the answer is False.
+    how: its `Failure`, its exit code, or None if it didn't fail. For the last two: False.
     """
     if not isinstance(how, Failure):
         return False
@@ -152,7 +152,7 @@ def lost_peer(how: Fall | None) -> bool:
 
 
 def _same(one: Fall, other: Fall) -> bool:
-    """Tell whether two ranks failed alike, apart from rank numbers and addresses in the message.
+    """Return whether two ranks failed alike, apart from rank numbers and addresses in the message.
 
     Class and frames must be equal. Two exit codes never count as alike.
     """

@@ -289,7 +289,7 @@ def _initialise_under_torchrun(link, check_buffers):
 
 
 def _each_has_a_gpu(store: dist.Store, world_size: int) -> bool:
-    """Tell whether every machine has a GPU for each of its ranks; all ranks get the same answer.
+    """Return whether every machine has a GPU for each of its ranks; all ranks get the same answer.
 
     store: torch.distributed's key-value store, through which the ranks exchange their answers. This
         waits until all have done so.

@@ -103,7 +103,7 @@ class LiveWorld:
             raise
 
     def _in_step(self, watch: Watch) -> bool:
-        """Tell whether the ranks can run another cell together.
+        """Return whether the ranks can run another cell together.
 
         They can if all are alive, are idle, and have made the same calls. They can't while one has
         yet to answer: the next cell would take that answer for its own.

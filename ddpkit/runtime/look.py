@@ -70,7 +70,7 @@ class Look:
         self._put_hopeless_waits_first()
 
     def is_still(self) -> bool:
-        """Tell whether no rank has written to the board since `events` were counted.
+        """Return whether no rank has written to the board since `events` were counted.
 
         If one has, this look may mix what was true before with what is true now.
         """
@@ -200,7 +200,7 @@ class Look:
         return [record for record in open_calls if group_of(record) == group_of(call)]
 
     def _is_behind(self, call: Record, rank: int) -> bool:
-        """Tell whether `call` is queued on the GPU of `rank` behind an open call of its group."""
+        """Return whether `call` is queued on the GPU of `rank` behind an open call of its group."""
         line = self._line(call, rank)
         behind = line[len(_front(line)) :]
         return _channel_and_seq(call) in map(_channel_and_seq, behind)
@@ -235,7 +235,7 @@ class Look:
         return never
 
     def _is_gone(self, rank: int, call: Record) -> bool:
-        """Tell whether `rank` has ended or destroyed its group, so that it never makes `call`."""
+        """Return whether `rank` has ended or destroyed its group, so that it never makes `call`."""
         s = self.now[rank]
         return s.state in ("returned", "idle") or group_of(call) in s.destroyed
 
@@ -262,7 +262,7 @@ class Look:
         return sorted(stuck + [s.rank for s in on_stream if not self._may_go_on(s, free)])
 
     def _may_go_on(self, s: Situation, free: set[int]) -> bool:
-        """Tell whether the wait `s` can end, if the ranks in `free` still make all their calls."""
+        """Return whether the wait `s` can end if the ranks in `free` still make all calls."""
         if self.gone(s):
             return False
         if s.call.channel.endswith("?"):  # from any rank: one that comes is enough
@@ -338,7 +338,7 @@ class Look:
         return min(different, key=_first_issue, default=None)
 
     def in_step(self) -> bool:
-        """Tell whether all ranks are idle and have made the same calls, so that they can go on."""
+        """Return whether all ranks are idle and have made the same calls: they can go on."""
         if any(s.state != "idle" for s in self.now):
             return False
         return not any(self.missing(r, rank) for rank in self.ranks for r in self.records[rank])

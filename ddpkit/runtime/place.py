@@ -40,19 +40,19 @@ _WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
 
 @cache
 def is_library(file: str) -> bool:
-    """Tell whether `file` belongs to torch, ddpkit or Python."""
+    """Return whether `file` belongs to torch, ddpkit or Python."""
     return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
 
 
 @cache
 def is_pythons(file: str) -> bool:
-    """Tell whether `file` belongs to Python; packages installed inside its folder don't count."""
+    """Return whether `file` belongs to Python; packages installed inside its folder don't count."""
     return file.startswith(_PYTHONS_OWN) and not is_installed(file)
 
 
 @cache
 def is_installed(file: str) -> bool:
-    """Tell whether `file` belongs to an installed package, rather than to the user's code."""
+    """Return whether `file` belongs to an installed package, rather than to the user's code."""
     return file.startswith(_INSTALLED_FOLDERS)
 
 
@@ -115,7 +115,7 @@ def innermost(frame: types.FrameType | None, skipped: Callable) -> types.FrameTy
 
 
 def _is_library_or_installed(file: str) -> bool:
-    """Tell whether `file` isn't the user's code."""
+    """Return whether `file` isn't the user's code."""
     return is_library(file) or is_installed(file)
 
 

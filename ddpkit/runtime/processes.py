@@ -78,7 +78,7 @@ class Rank:
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a debugger or a signal such as SIGSTOP has suspended the process.
+        """Return whether a debugger or a signal such as SIGSTOP has suspended the process.
 
         It reads /proc, and returns False on systems without it.
         """
@@ -357,7 +357,7 @@ def warm_up():
 
 
 def is_starting() -> bool:
-    """Tell whether this process is just starting a rank or the fork server.
+    """Return whether this process is just starting a rank or the fork server.
 
     The first rank takes seconds, since it waits until the server has imported torch. A progress
     display asks this, in order to say so.

@@ -416,9 +416,11 @@ class Recorder:
 
 
 class _Caller:
-    """A thread's hold on one of the board's waiting marks; `place` is the index of the mark.
+    """A thread's reservation of one of the board's "waiting" slots; `place` is the slot's index.
 
-    It is kept in the thread's locals. These are deleted when the thread ends, which frees the mark.
+    While the thread is blocked in a collective call, its slot names that call, for the report of a
+    hang. The object is in thread-local storage: when the thread ends, it is deleted and the slot is
+    free again.
     """
 
     def __init__(self, recorder: Recorder):
@@ -433,7 +435,7 @@ class _Caller:
 
 
 def _idles(frame: types.FrameType | None) -> bool:
-    """Tell whether a thread idles in a pool: its stack holds only code of Python's own library.
+    """Return whether a thread idles in a pool: its stack holds only code of Python's own library.
 
     frame: the thread's innermost frame; None, if the thread is gone, counts as idle.
     """

@@ -96,7 +96,7 @@ def _how_to_agree(records: list[Record]) -> str:
 
 
 def _far_apart(sizes: set[int]) -> bool:
-    """Tell whether the largest of the sizes, in bytes, is more than twice the smallest.
+    """Return whether the largest of the sizes, in bytes, is more than twice the smallest.
 
     A last batch that is smaller on one rank would explain a smaller difference.
     """
@@ -135,7 +135,7 @@ def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
 
 
 def ends_by_itself(look: Look, stuck: list[int]) -> bool:
-    """Tell whether a wait of a rank in `stuck` will soon end by a timeout of the script's own.
+    """Return whether a wait of a rank in `stuck` will soon end by a timeout of the script's own.
 
     Soon is within `PATIENCE_S`. The script may catch the error and go on, so ddpkit doesn't end its
     ranks.

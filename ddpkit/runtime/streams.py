@@ -82,7 +82,7 @@ class Cuda:
         return event, (begun + time.perf_counter()) / 2
 
     def capturing(self) -> bool:
-        """Tell whether the current stream is being captured into a CUDA graph.
+        """Return whether the current stream is being captured into a CUDA graph.
 
         An event that is recorded there then can't be queried.
         """
@@ -197,7 +197,7 @@ class Streams:
         arriving: Sequence[Tensor],
         asynchronous: bool = True,
     ) -> StreamWork | None:
-        """Record a call of NCCL, make it by `call()` between two events, and return its handle.
+        """Record an NCCL call, make it by `call()` between two events, and return its handle.
 
         record: the record of the collective call, send or receive; it isn't issued yet.
         call: makes the call, and returns NCCL's handle, or None for a message of a batch.
@@ -280,7 +280,7 @@ class Streams:
         self._pending.append((records, events, kept))
 
     def wait(self, work: StreamWork):
-        """Make the current CUDA stream wait for a call of NCCL, without blocking the program.
+        """Make the current CUDA stream wait for an NCCL call, without blocking the program.
 
         The first wait for a call gets an event, which shows when the stream began to wait. With
         keep_values the result is read here, which does block.

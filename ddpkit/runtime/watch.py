@@ -202,7 +202,7 @@ class Watch:
         self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
 
     def _waits_unseen(self, rank: int) -> bool:
-        """Tell whether a rank seems to wait inside C++ code, which leaves no mark on the board.
+        """Return whether a rank seems to wait inside C++ code, which leaves no mark on the board.
 
         It does if it has an open collective call and uses no CPU. A rank that waits for its GPU
         does use CPU, so there it depends on the GPU. If that has come to an open call the rank
@@ -215,7 +215,7 @@ class Watch:
         return bool(opened) and self._sleeps(rank)
 
     def _sleeps(self, rank: int) -> bool:
-        """Tell whether a rank's process uses no CPU for 0.1 s, during which this blocks.
+        """Return whether a rank's process uses no CPU for 0.1 s, during which this blocks.
 
         False also where there is no /proc to ask.
         """
@@ -225,7 +225,7 @@ class Watch:
         return before is not None and after == before
 
     def _other_threads_idle(self, rank: int) -> bool:
-        """Tell whether all threads of a rank but the main one idle in a pool, or are ddpkit's own.
+        """Return whether all threads of a rank but the main one are idle in a pool, or ddpkit's.
 
         It asks the rank for its stacks by a signal; False if it doesn't answer.
         """
@@ -412,7 +412,7 @@ def _write(text: str):
 
 
 def _connects(rank: processes.Rank) -> bool:
-    """Tell whether a rank has loaded its function and is now connecting with the others.
+    """Return whether a rank has loaded its function and is now connecting with the others.
 
     It asks for the rank's stack, which interrupts the rank by a signal for a moment.
     """

@@ -102,7 +102,7 @@ class Search:
         self.found: dict[Plan, Prediction] = {}
 
     def fits(self, plan: Plan) -> bool:
-        """Tell whether the plan's fullest rank has enough memory."""
+        """Return whether the plan's fullest rank has enough memory."""
         return self.rooms[plan].total <= self.machine.memory_bytes
 
     def at_least(self, plan: Plan) -> float:
