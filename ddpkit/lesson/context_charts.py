@@ -272,8 +272,9 @@ def crossing(
 ) -> Picture:
     """Draw the bytes that a rank sends in forward against the number of heads of keys and values.
 
-    Lines follow the formula of `sent_for_a_key`, points are what the records of a run say. A dashed
-    line marks the number of heads for which ring and all-to-all send equally much.
+    Lines follow the formula of `sent_for_a_key`, dotted where an all-to-all can't run; points are
+    what the records of a run say. A dashed line marks the number of heads for which ring and
+    all-to-all send equally much.
 
     measured: {"ring": {heads of keys and values: bytes}, "all-to-all": the same}.
     heads: the number of heads of queries.
@@ -286,7 +287,10 @@ def crossing(
     for scheme, (fill, marker) in LOOKS.items():
         counts = range(1, heads + 1)
         line = [unit * sent_for_a_key(scheme, heads, kv, world_size) for kv in counts]
-        axes.plot(counts, line, color=fill, lw=3, label=f"{scheme}: formula")
+        # Fewer heads of keys and values than ranks: an all-to-all can't deal them out.
+        first = world_size - 1 if scheme == "all-to-all" else 0
+        axes.plot(counts[: first + 1], line[: first + 1], color=fill, lw=3, ls=":")
+        axes.plot(counts[first:], line[first:], color=fill, lw=3, label=f"{scheme}: formula")
         found = measured[scheme]
         style = {"color": fill, "mec": "black", "ms": 12, "lw": 0, "label": f"{scheme}: the wire"}
         axes.plot(list(found), list(found.values()), marker, **style)

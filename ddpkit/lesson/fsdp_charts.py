@@ -73,7 +73,7 @@ def unit_peaks(peaks: Mapping[int, int], kept: int, unit_bytes: Mapping[int, int
     axes.set(ylabel="bytes", ylim=(0, 1.12 * max(*bounds, *peaks.values())))
     page.with_units(axes.yaxis, "B")
     marks = [patch("shards, their gradients", colour(0)), patch("whole for a moment", colour(1))]
-    legend(figure, [*marks, stroke("and three units, the rule", lw=3)])
+    legend(figure, [*marks, stroke("at most: three units more", lw=3)])
     said = [f"{count(n, 'layer')} a unit: {size(peak)}" for n, peak in peaks.items()]
     return Picture(figure, f"{title}: {', '.join(said)}.")
 
