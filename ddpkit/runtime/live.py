@@ -61,14 +61,14 @@ class LiveWorld:
 
     def run(
         self, source: str, on: list[int], traced: bool = False
-    ) -> tuple[dict[int, str], list[list[Record]]]:
+    ) -> tuple[dict[int, str | None], list[list[Record]]]:
         """Run a cell on the ranks `on`, print what they print, and return (values, records).
 
         source: the text of the cell.
         on: the ranks that run it.
         traced: whether to return the records of the collective calls and messages that it makes.
-        Return ({rank: repr of its last expression, or None}, for each rank of the world its
-        records: a list of `Record`s, empty unless `traced`).
+        values maps each rank in `on` to the repr of the cell's last expression, None if it has
+            none; records has for each rank of the world a list of `Record`s, empty unless `traced`.
 
         After an exception the world stays open if all ranks are idle again and have made the same
         calls. Otherwise it is closed, and the error's message says so.

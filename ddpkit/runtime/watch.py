@@ -239,10 +239,10 @@ class Watch:
         return True
 
     def _emulated_s(self) -> float:
-        """Return the seconds for which the emulated link may still delay the ranks' open calls.
+        """Return an upper bound, in seconds, on how long the emulated link may delay open calls.
 
-        For that long, no progress is no hang. The times of all open calls are added up. 0 without a
-        link.
+        It is the sum of the whole delays of every rank's open calls. Until then, a lack of progress
+        doesn't count as a hang. Returns 0 without a link.
         """
         link = self.ranks[0].assignment.link
         if link is None:

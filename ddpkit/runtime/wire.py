@@ -52,8 +52,8 @@ class WireWork(Work):
     record: the call's record.
     recorder: the rank's recorder, which notes waits and the call's end.
     arriving: the tensors that the call fills.
-    until_done: on an emulated link, or for a receive from any rank, called with the real handle's
-        wait in place of that wait; it returns when the call is done.
+    until_done: a function that is called as `until_done(inner.wait)` instead of `inner.wait()`, and
+        blocks until the call is done; for an emulated link, or a receive from any rank.
     delivered: on an emulated link, the future of a collective, complete when the link would have
         delivered it.
     """
