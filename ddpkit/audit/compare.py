@@ -126,8 +126,9 @@ def compare(
 
     if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel]):
         report.causes.append(
-            "the runs don't begin alike: other seeds (--seed), nobody broadcasts, or one loads "
-            "what another has saved (--apart)"
+            "the runs don't begin alike: other seeds (--seed), ranks that draw only their own "
+            "layers (--ranks-parameters), nobody broadcasts, or one loads what another has saved "
+            "(--apart)"
         )
         return report
     for step in range(steps):
@@ -230,12 +231,12 @@ def judge(
             of_mean, left, _ = ratio(mean, x, tolerance, floor)
             own = of_mean is not None and of_mean != 0 and not alike(list(values.values()))
             factor, error = (of_mean, left) if own else (None, error)
-        key = (tuple(wrong), None if factor is None else round(factor, 3), own)
-        if key not in found:
-            found[key] = Difference(
-                step, what, [], tuple(wrong), everywhere, factor, error, own, there
-            )
-        found[key].names.append(name)
+        on = () if everywhere else tuple(wrong)  # stages of a pipeline have other holders
+        key = (on, None if factor is None else round(factor, 3), own)
+        first = Difference(step, what, [], (), everywhere, factor, error, own, there)
+        entry = found.setdefault(key, first)
+        entry.names.append(name)
+        entry.ranks = tuple(sorted({*entry.ranks, *wrong}))
     return list(found.values())
 
 
@@ -288,8 +289,23 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
     micro_batches = max(len(step.losses) for step in theirs) or 1
     causes = []
     for difference in found:
-        causes += suggestions(difference, ranks, micro_batches, len(ours.losses) or 1)
+        late = micro_batches > 1 and last_is_shared(difference.names, theirs)
+        if difference.own and late:
+            causes.append(
+                f"the last of {micro_batches} micro-batches is averaged, the others aren't: what a "
+                "hook gets is one backward's gradient, not the sum in .grad"
+            )
+        else:
+            causes += suggestions(difference, ranks, micro_batches, len(ours.losses) or 1)
     return list(dict.fromkeys(causes))
+
+
+def last_is_shared(names: list[str], theirs: list[Step]) -> bool:
+    """Tell whether the last backward added a gradient of the same length on all ranks."""
+    there = [name for name in names if any(step.last.get(name) for step in theirs)]
+    first = theirs[0].last
+    pairs = [(step.last.get(name, 0.0), first.get(name, 0.0)) for name in there for step in theirs]
+    return bool(pairs) and all(near(got, due) for got, due in pairs)
 
 
 def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) -> list[str]:
