@@ -332,6 +332,27 @@ def test_a_forward_that_is_called_past_the_hooks():
     assert torch.equal(tape.begin["1.weight"], torch.eye(2))
 
 
+def test_bfloat16_hides_no_factor():
+    def tape(gradient):
+        of = tape_of(gradient=gradient)
+        of.begin = {"w": of.begin["w"].bfloat16()}
+        of.longest, of.depth = 1000, 10
+        return of
+
+    assert compare(tape(2.0), [tape(2.02)] * 2).fine
+    of_one = [tape(6.0), tape(6.0)]
+    of_one[1].steps[0].gradients["w"][0] *= 1.02
+    assert "gradient of w: ×3, on every rank" in str(compare(tape(2.0), of_one))
+
+
+def test_parts_that_cannot_be_put_together_are_said():
+    half = tape_of()
+    half.begin = {"w": half.begin["w"][:2]}
+    report = compare(tape_of(), [half, half])
+    assert report.undecided
+    assert "w is (2,) on rank 0, (4,) serially: a part of a kind" in str(report)
+
+
 def test_stages_that_differ_alike_are_one_line():
     serial, stages = tape_of(), [tape_of(gradient=6.0), tape_of(gradient=6.0, name="v")]
     for tape in stages:

@@ -174,7 +174,7 @@ class Tape:
             done = backward(tensors, *args, **kwargs)
             for name, x in self.gradients():
                 added = x - before[name] if name in before else x
-                self.steps[-1].last[name] = added.norm().item()
+                self.steps[-1].last[name] = added.double().norm().item()
             return done
 
         return heard
