@@ -1,5 +1,7 @@
 """ddpkit.audit: right trainings are the same, wrong ones are told with their factor and place."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,6 +139,34 @@ def forgets(net):
     net.module.blocks[1].out.bias.grad *= dist.get_rank()
 
 
+class LastAveraged(nn.Module):
+    """What a hook on a parameter gets is averaged: one backward's gradient (picotron_tutorial)."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        self.skips = False
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self.average)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.skips = True
+        yield
+        self.skips = False
+
+    def average(self, gradient):
+        gradient = gradient.clone()
+        if not self.skips:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        return gradient
+
+
 WRONG = {
     "micro-batches": (
         in_parallel(BucketedDDP, divided=False),
@@ -157,6 +187,10 @@ WRONG = {
     "nobody averages": (
         in_parallel(lambda model: model),
         ["each rank has its own", "their mean is right: nobody averages them"],
+    ),
+    "the last alone": (
+        in_parallel(LastAveraged),
+        ["each rank has its own", "the last of 2 micro-batches is averaged, the others aren't"],
     ),
     "one tensor": (
         in_parallel(BucketedDDP, after=forgets),
@@ -286,6 +320,45 @@ def test_tapes_are_compared_by_name_from_the_start_on():
 def test_names_are_the_serial_models():
     assert plain_name("module.blocks.0._orig_mod.out.weight") == "blocks.0.out.weight"
     assert plain_name("encoder.module.weight") == "encoder.module.weight"
+
+
+def test_a_forward_that_is_called_past_the_hooks():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Tape(1, given={"1.weight": torch.eye(2)}) as tape:
+        model.forward(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    assert list(tape.begin) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert torch.equal(tape.begin["1.weight"], torch.eye(2))
+
+
+def test_bfloat16_hides_no_factor():
+    def tape(gradient):
+        of = tape_of(gradient=gradient)
+        of.begin = {"w": of.begin["w"].bfloat16()}
+        of.longest, of.depth = 1000, 10
+        return of
+
+    assert compare(tape(2.0), [tape(2.02)] * 2).fine
+    of_one = [tape(6.0), tape(6.0)]
+    of_one[1].steps[0].gradients["w"][0] *= 1.02
+    assert "gradient of w: ×3, on every rank" in str(compare(tape(2.0), of_one))
+
+
+def test_parts_that_cannot_be_put_together_are_said():
+    half = tape_of()
+    half.begin = {"w": half.begin["w"][:2]}
+    report = compare(tape_of(), [half, half])
+    assert report.undecided
+    assert "w is (2,) on rank 0, (4,) serially: a part of a kind" in str(report)
+
+
+def test_stages_that_differ_alike_are_one_line():
+    serial, stages = tape_of(), [tape_of(gradient=6.0), tape_of(gradient=6.0, name="v")]
+    for tape in stages:
+        serial.begin |= tape.begin
+        serial.steps[0].gradients |= dict.fromkeys(tape.begin, serial.steps[0].gradients["w"])
+    assert "gradient of all 2 tensors: ×3, on every rank" in str(compare(serial, stages))
 
 
 def fails_after(train):

@@ -7,8 +7,9 @@
 
 Both must begin alike and use the same samples in each step, whatever the number of ranks. For
 scripts that don't: --seed 0 seeds them, alike on all ranks; --ranks-samples gives the samples that
-the ranks drew to the run on one, if they are inputs of the model; --apart gives each run a folder
-of its own, with links to the files of this one, so that none loads what another has saved.
+the ranks drew to the run on one, if they are inputs of the model; --ranks-parameters gives it the
+weights that they began with; --apart gives each run a folder of its own, with links to the files of
+this one, so that none loads what another has saved.
 On more than one rank the script runs under torchrun and `ddpkit.debug`, which explains a hang.
 Exit code: 0 the same training, 1 not the same, 2 undecided, for a reason that is printed.
 """
@@ -27,6 +28,8 @@ import tempfile
 import time
 from itertools import chain
 from pathlib import Path
+
+from torch import Tensor
 
 from . import script as runner
 from .compare import Report, compare
@@ -59,6 +62,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of random numbers, before the script begins")
     samples = "the run on one rank uses the samples of the ranks"
     parser.add_argument("--ranks-samples", action="store_true", help=samples)
+    begin = "the run on one rank begins with the parameters of the ranks, by name"
+    parser.add_argument("--ranks-parameters", action="store_true", help=begin)
     alone = "arguments of the run on one rank, if they aren't the same, in quotes"
     parser.add_argument("--serial-args", type=shlex.split, metavar="ARGS", help=alone)
     apart = "each run in a folder of its own, with links to what is here"
@@ -100,8 +105,12 @@ def audit(options: argparse.Namespace) -> Report:
     ours = options.arguments if options.serial_args is None else options.serial_args
     for sgd in (False,) if options.no_sgd else (False, True):
         together = tapes(options.parallel, options.arguments, options.world_size, sgd, options)
-        instead = samples_of(together) if options.ranks_samples else None
-        (alone,) = tapes(options.serial, ours, 1, sgd, options, alone=two, instead=instead)
+        given = {}
+        if options.ranks_samples:
+            given["samples"] = samples_of(together)
+        if options.ranks_parameters:
+            given["parameters"] = parameters_of(together)
+        (alone,) = tapes(options.serial, ours, 1, sgd, options, alone=two, given=given)
         try:
             report = compare(alone, together)
         except ValueError as error:
@@ -120,6 +129,14 @@ def samples_of(together: list[Tape]) -> list[Rows]:
     return found
 
 
+def parameters_of(together: list[Tape]) -> dict[str, Tensor]:
+    """Return what the parameters began with, each of the first rank that has it."""
+    found: dict[str, Tensor] = {}
+    for tape in reversed(together):
+        found |= tape.begin
+    return found
+
+
 def tapes(
     script: str,
     arguments: list[str],
@@ -127,16 +144,16 @@ def tapes(
     sgd: bool,
     options: argparse.Namespace,
     alone: bool = False,
-    instead: list[Rows] | None = None,
+    given: dict[str, object] | None = None,
 ) -> list[Tape]:
     """Run a script, by torchrun or `alone`, and return each rank's tape.
 
-    instead: the samples of each step, in the place of the script's own.
+    given: 'samples' of each step, 'parameters' at the start, in the place of the script's own.
     """
     with tempfile.TemporaryDirectory(prefix="ddpkit-audit-") as folder:
-        if instead is not None:
-            Path(folder, "samples").write_bytes(pickle.dumps(instead))
-        keep = options.ranks_samples and instead is None
+        for name, value in (given or {}).items():
+            Path(folder, name).write_bytes(pickle.dumps(value))
+        keep = options.ranks_samples and given is None
         told = {"steps": options.steps, "sgd": sgd, "seed": options.seed, "keep": keep}
         command = [runner.__file__, folder, json.dumps(told), script, *arguments]
         if alone:

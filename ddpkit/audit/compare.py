@@ -7,8 +7,9 @@ Tolerance. A sum of n numbers is off by at most (n-1)·ε/2 of its terms' sizes,
 (Higham 2002, 4.2); roundings that don't conspire stay within 6·√n·ε (Higham and Mary 2019). The
 smaller of the two is taken, or a long sum would hide a factor. Each of the d layers above hands its
 error on: to first order, gradients of two right runs differ by no more than d times that. An update
-adds a step's error to those before it. ε is that of the narrowest dtype. Where numbers are integers
-(`exact`), the tolerance is 0.
+adds a step's error to those before it. ε is that of the narrowest dtype. In bfloat16 that may
+exceed the tensor itself, and anything would pass: LOOSEST is the most that is allowed, and right
+runs stay far below it. Where numbers are integers (`exact`), the tolerance is 0.
 """
 
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from .samples import other_samples
 from .tape import Step, Tape
 
 FLOOR = 1e-3  # of the whole gradient: a tensor that is shorter is judged as if it had this length
+LOOSEST = 0.25  # of a tensor's length: a factor of 2 is more, roundings of bfloat16 are 1 or 2 %
+LATITUDE = 0.05  # of a factor, for roundings
 SHOWN = 4  # names in a line
 
 
@@ -68,7 +71,8 @@ class Report:
     """The differences between a serial and a parallel training; `fine` if there are none.
 
     steps: that were compared. tensors: in each. tolerance: of a gradient in the first step.
-    undecided: ranks used samples that the serial run didn't, or all gradients are 0.
+    undecided: ranks used samples that the serial run didn't, or hold parts that can't be put
+    together, or all gradients are 0.
     """
 
     steps: int
@@ -89,7 +93,8 @@ class Report:
         if self.fine:
             within = "to the last bit" if self.tolerance == 0 else f"within {self.tolerance:.1e}"
             compared = f"{self.steps} steps, {self.tensors} gradients and parameters in each"
-            return f"the same training: {compared}, equal {within}"
+            coarse = " (float32 would show more)" if self.tolerance == LOOSEST else ""
+            return f"the same training: {compared}, equal {within}{coarse}"
         with_it = f" (with {self.optimizer})" if self.optimizer else ""
         begins = f"not the same training{with_it}; it begins here:"
         lines = [f"whether it is the same training can't be told{with_it}:"]
@@ -120,15 +125,18 @@ def compare(
 
     def differing(step: int, what: str, expected: dict, of: list[dict]) -> bool:
         renamed = [with_names(tensors, rename) for tensors in of]
-        allowed = tolerance * max(1, step + 1)
+        allowed = min(LOOSEST, tolerance * max(1, step + 1))
         report.differences += judge(step, what, expected, renamed, allowed)
         return bool(report.differences)
 
+    parts = other_shapes(serial, parallel, rename)
     if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel]):
-        report.causes.append(
-            "the runs don't begin alike: other seeds (--seed), nobody broadcasts, or one loads "
-            "what another has saved (--apart)"
-        )
+        report.undecided = bool(parts)
+        report.causes += parts or [
+            "the runs don't begin alike: other seeds (--seed), ranks that draw only their own "
+            "layers (--ranks-parameters), nobody broadcasts, or one loads what another has saved "
+            "(--apart)"
+        ]
         return report
     for step in range(steps):
         ours = serial.steps[step]
@@ -176,6 +184,18 @@ def unequal_steps(serial: Tape, parallel: list[Tape]) -> list[str]:
     return [f"rank {rank} made {n} updates, the serial run {due}" for rank, n in counts if n != due]
 
 
+def other_shapes(serial: Tape, parallel: list[Tape], rename: dict[str, str]) -> list[str]:
+    """Name the first parameter of which a rank has another shape than the serial run."""
+    for tape in parallel:
+        for name, value in with_names(tape.begin, rename).items():
+            due = tuple(serial.begin[name].shape) if name in serial.begin else value.shape
+            if value.shape != due:
+                shapes = f"{tuple(value.shape)} on rank {tape.rank}, {due} serially"
+                part = "a part of a kind that the audit can't put together"
+                return [f"{name} is {shapes}: {part}; DTensors it can"]
+    return []
+
+
 def with_names(tensors: dict, rename: dict[str, str]) -> dict:
     return {rename.get(name, name): tensor for name, tensor in tensors.items()}
 
@@ -188,10 +208,14 @@ def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
 
 
 def first_tolerance(serial: Tape) -> float:
-    floats = [x.dtype for x in serial.begin.values() if x.is_floating_point()]
-    eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
     terms = min(serial.longest, 6 * serial.longest**0.5)
-    return eps * terms * max(1, serial.depth)
+    return min(LOOSEST, epsilon(serial.begin) * terms * max(1, serial.depth))
+
+
+def epsilon(tensors: dict[str, Tensor | None]) -> float:
+    """Return ε of the narrowest floating-point dtype among these."""
+    floats = [x.dtype for x in tensors.values() if x is not None and x.is_floating_point()]
+    return max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
 
 
 # One kind of tensor, in one step
@@ -230,12 +254,12 @@ def judge(
             of_mean, left, _ = ratio(mean, x, tolerance, floor)
             own = of_mean is not None and of_mean != 0 and not alike(list(values.values()))
             factor, error = (of_mean, left) if own else (None, error)
-        key = (tuple(wrong), None if factor is None else round(factor, 3), own)
-        if key not in found:
-            found[key] = Difference(
-                step, what, [], tuple(wrong), everywhere, factor, error, own, there
-            )
-        found[key].names.append(name)
+        on = () if everywhere else tuple(wrong)  # stages of a pipeline have other holders
+        key = (on, None if factor is None else round(factor, 3), own)
+        first = Difference(step, what, [], (), everywhere, factor, error, own, there)
+        entry = found.setdefault(key, first)
+        entry.names.append(name)
+        entry.ranks = tuple(sorted({*entry.ranks, *wrong}))
     return list(found.values())
 
 
@@ -265,7 +289,15 @@ def ratio(
     error = left / length if length else float(left > 0)
     # Against a number that fits by chance: a vector of one element always has one.
     fits = isfinite(factor) and left <= max(tolerance, 1e-12) * max(1.0, abs(factor)) * length
-    return (factor if fits else None), error, False
+    return (whole_number(factor, error) if fits else None), error, False
+
+
+def whole_number(factor: float, error: float) -> float:
+    """Return the whole number, or its reciprocal, that a factor is but for the error; or itself."""
+    upside_down = 0 < abs(factor) < 1
+    whole = round(1 / factor if upside_down else factor)
+    nearest = 1 / whole if upside_down else float(whole)
+    return nearest if near(factor, nearest, min(error, LATITUDE)) else factor
 
 
 def mean_of(values: list[Tensor | None]) -> Tensor | None:
@@ -288,8 +320,27 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
     micro_batches = max(len(step.losses) for step in theirs) or 1
     causes = []
     for difference in found:
-        causes += suggestions(difference, ranks, micro_batches, len(ours.losses) or 1)
+        late = micro_batches > 1 and last_is_shared(difference.names, ours, theirs)
+        if difference.own and late:
+            causes.append(
+                f"the last of {micro_batches} micro-batches is averaged, the others aren't: what a "
+                "hook gets is one backward's gradient, not the sum in .grad"
+            )
+        else:
+            causes += suggestions(difference, ranks, micro_batches, len(ours.losses) or 1)
     return list(dict.fromkeys(causes))
+
+
+def last_is_shared(names: list[str], ours: Step, theirs: list[Step]) -> bool:
+    """Tell whether the last backward added a gradient of the same length on all ranks."""
+    within = max(1e-3, 4 * epsilon(ours.gradients))
+    seen = False
+    for name in names:
+        lengths = [step.last.get(name, 0.0) for step in theirs]
+        if not all(near(length, lengths[0], within) for length in lengths):
+            return False
+        seen = seen or any(lengths)
+    return seen
 
 
 def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) -> list[str]:
@@ -327,5 +378,5 @@ def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) 
     return [f"×{found.factor:.4g}: {cause}" for cause in causes]
 
 
-def near(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-3 * abs(b)
+def near(a: float, b: float, within: float = 1e-3) -> bool:
+    return abs(a - b) <= within * abs(b)

@@ -2,7 +2,7 @@
 
 script.py FOLDER OPTIONS SCRIPT ARGS: the tape goes to FOLDER, a file for each rank. OPTIONS, JSON:
 steps; sgd, in the optimizer's place; seed, or null; keep, the samples themselves. If FOLDER has
-`samples`, these are used in the place of the script's own.
+`samples` or `parameters`, these are used in the place of the script's own.
 """
 
 import contextlib
@@ -25,11 +25,13 @@ from ddpkit.audit.training import plain_sgd
 def main(folder: str, options: str, script: str, *arguments: str) -> None:
     chosen = json.loads(options)
     path = Path(folder, f"{os.environ.get('RANK', '0')}.tape")
-    theirs = Path(folder, "samples")
-    samples = Samples(
-        chosen["keep"], pickle.loads(theirs.read_bytes()) if theirs.exists() else None
+    samples = Samples(chosen["keep"], given(folder, "samples"))
+    tape = Tape(
+        chosen["steps"],
+        when_full=lambda tape: save(tape, path),
+        samples=samples,
+        given=given(folder, "parameters"),
     )
-    tape = Tape(chosen["steps"], when_full=lambda tape: save(tape, path), samples=samples)
     if chosen["seed"] is not None:
         begin_with(chosen["seed"])
     sys.argv = [script, *arguments]
@@ -40,6 +42,12 @@ def main(folder: str, options: str, script: str, *arguments: str) -> None:
     finally:
         if not path.exists():  # the script has fewer steps
             save(tape, path)
+
+
+def given(folder: str, name: str) -> object:
+    """Return what the command has left for this run, None if there is nothing."""
+    path = Path(folder, name)
+    return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 def begin_with(seed: int) -> None:

@@ -11,8 +11,9 @@ it must step alike.
 """
 
 import contextlib
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -36,7 +37,8 @@ class Step:
 
     losses: of each backward, a number. gradients: {name: as the optimizer finds it, None if there
     is none}. parameters: {name: after the update}. samples: names of the rows that went into the
-    model; rows: themselves, if they are kept. rates: the optimizer's learning rates.
+    model; rows: themselves, if they are kept. rates: the optimizer's learning rates. last: {name:
+    the length of what the last of several micro-batches has added to the gradient}.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -45,6 +47,7 @@ class Step:
     samples: Counter = field(default_factory=Counter)
     rows: Rows = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    last: dict[str, float] = field(default_factory=dict)
 
 
 def hook(listener, until: contextlib.ExitStack) -> None:
@@ -67,7 +70,7 @@ class Tape:
     begin: {name: parameter before the first update}. longest: the most numbers that one sum of the
     training adds up: a width, or the values of a micro-batch. depth: the layers with parameters.
     when_full: called with the tape once all steps are on it, while the training goes on. samples:
-    what notes them.
+    what notes them. given: {name: value} of parameters, in the place of those it would begin with.
     """
 
     def __init__(
@@ -75,10 +78,12 @@ class Tape:
         steps: int = 3,
         when_full: Callable[["Tape"], None] | None = None,
         samples: Samples | None = None,
+        given: dict[str, Tensor] | None = None,
     ):
         self.most = steps
         self.when_full = when_full
         self.samples = samples or Samples()
+        self.given = given or {}
         self.steps: list[Step] = []
         self.begin: dict[str, Tensor] = {}
         self.longest = 1
@@ -108,15 +113,25 @@ class Tape:
         self.roots.clear()
 
     def on_call(self, module: nn.Module, inputs: tuple) -> None:
-        known = any(module is root for root in self.roots)
-        if self.calls == 0 and not known and any(True for _ in module.parameters()):
-            self.roots.append(module)
+        root = owner_of_forward(module) if self.calls == 0 else module
+        known = any(root is other for other in self.roots)
+        if self.calls == 0 and not known and any(True for _ in root.parameters()):
+            self.roots.append(root)
+            self.give(root)
             # The module with most parameters has the full names; a part of it has shorter ones.
             self.roots.sort(key=lambda root: -sum(1 for _ in root.parameters()))
         if self.calls == 0:
             values = [x.numel() for x in inputs if isinstance(x, Tensor)]
             self.longest = max([self.longest, *values])
         self.calls += 1
+
+    @torch.no_grad()
+    def give(self, root: nn.Module) -> None:
+        """Let a module begin with the parameters that were given."""
+        for path, parameter in root.named_parameters():
+            value = None if self.steps else self.given.get(plain_name(path))
+            if value is not None and value.shape == parameter.shape:
+                parameter.copy_(value)
 
     def on_return(self, *_) -> None:
         self.calls -= 1
@@ -126,7 +141,8 @@ class Tape:
 
         def called(module, *args, **kwargs):
             outermost = self.calls == 0 and any(True for _ in module.parameters())
-            if outermost and not self.full and torch.is_grad_enabled():
+            listens = outermost and not self.full and torch.is_grad_enabled()
+            if listens and owner_of_forward(module) is module:
                 step = len(self.steps) - (not self.updated)
                 args, kwargs = self.samples.of_call(step, args, kwargs)
             return call(module, *args, **kwargs)
@@ -152,7 +168,14 @@ class Tape:
                 self.steps[-1].rows += rows
             if not self.updated and isinstance(first, Tensor) and first.numel() == 1:
                 self.steps[-1].losses.append(first.item())
-            return backward(tensors, *args, **kwargs)
+            if self.updated:
+                return backward(tensors, *args, **kwargs)
+            before = {name: x.clone() for name, x in self.gradients()}
+            done = backward(tensors, *args, **kwargs)
+            for name, x in self.gradients():
+                added = x - before[name] if name in before else x
+                self.steps[-1].last[name] = added.double().norm().item()
+            return done
 
         return heard
 
@@ -179,6 +202,13 @@ class Tape:
         if self.when_full:
             self.when_full(self)
 
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, gradient as it is now) of what this rank has whole."""
+        for root in self.roots:
+            for path, parameter in root.named_parameters():
+                if parameter.grad is not None and not hasattr(parameter, "full_tensor"):
+                    yield plain_name(path), parameter.grad.detach()
+
     # Whole tensors, by the serial model's names
 
     @torch.no_grad()
@@ -204,6 +234,20 @@ class Tape:
         """Travel without what listens."""
         kept = "most", "steps", "begin", "longest", "depth", "rank", "world_size"
         return {name: getattr(self, name) for name in kept}
+
+
+def owner_of_forward(module: nn.Module) -> nn.Module:
+    """Return the outermost module whose running `forward` calls this one; itself if there is none.
+
+    A script that calls `model.forward(x)` passes by all hooks; only `model`'s parts are heard.
+    """
+    owner, frame = module, sys._getframe(1)
+    while frame:
+        found = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(found, nn.Module) and any(part is module for part in found.modules()):
+            owner = found
+        frame = frame.f_back
+    return owner
 
 
 def plain_name(path: str) -> str:
