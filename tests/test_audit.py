@@ -420,13 +420,15 @@ def test_the_first_nan_is_named():
     with torch.no_grad():
         model[0].weight.fill_(-1.0)
         model[0].bias.zero_()
-    told = r"rank 0: the output of 1 \(Root\), call 1 has NaN; its inputs are finite, at most 2"
+    told = (
+        r"rank 0: the output of module 1 \(Root\), call 1 has NaN; its inputs are finite, at most 2"
+    )
     with pytest.raises(NotFinite, match=told), finite(model):
         model(torch.ones(1, 2))
     assert model(torch.ones(1, 2)).isnan().all()  # nothing listens any more
     with torch.no_grad():
         model[0].weight.zero_()
-    with pytest.raises(NotFinite, match="gradient that 1"), finite(model):
+    with pytest.raises(NotFinite, match="gradient that module 1"), finite(model):
         model(torch.ones(1, 2)).sum().backward()
 
 

@@ -295,7 +295,7 @@ BAD = [
     ({"sharding": "zero4"}, "sharding = 'zero4': choose one of ddp, zero1, fsdp."),
     ({"lr": 0.0}, "lr = 0.0: give a number above 0."),
     ({"width": 30}, "width 30 can't be shared by 4 heads: make it a multiple."),
-    ({"tensor": 3}, "4 heads can't be dealt to 3 tensor ranks: choose heads that are a multiple."),
+    ({"tensor": 3}, "4 heads can't be dealt to 3 tensor ranks: choose a multiple of 3 heads."),
     ({"pipeline": 5, "micro_batches": 5}, "2 blocks, embedding and head can't make 5 stages"),
     ({"data": 5, "micro_batches": 3}, "leaves some of 5 data ranks × 3 micro-batches without any"),
     ({"pipeline": 2, "micro_batches": 5}, "equally long: choose 15."),
@@ -418,7 +418,7 @@ def test_the_command_trains_resumes_and_leaves_a_log_a_curve_and_a_sample(tmp_pa
     # Resumed under torchrun, on another mesh.
     second = command("--tensor=2", f"--folder={folder}", "--decay-to=1", "--warmup=0", torchrun=2)
     assert second.returncode == 0, second.stderr
-    assert "resumed after step 3" in second.stdout
+    assert "resumed after 3 steps: step 3 is next" in second.stdout
     steps = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(6))
     assert ledger({step["step"]: step["samples"] for step in steps}, 10**4) == []

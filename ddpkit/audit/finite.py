@@ -24,7 +24,8 @@ def finite(module: nn.Module) -> Iterator[None]:
     handles = []
 
     def watch(path: str, part: nn.Module) -> None:
-        name = f"{path or 'the model'} ({type(part).__name__})"
+        name = f"module {path}" if path else "the model"
+        name += f" ({type(part).__name__})"
 
         def on_output(_, inputs, output):
             calls[path] = calls.get(path, 0) + 1

@@ -69,7 +69,9 @@ def complaints(total: Counter, by_rank: list[Counter], expected: int) -> list[st
         found.append(f"{missing} of {expected} samples were used by no rank")
     often = Counter(times for times in total.values() if times > 1)
     for times, number in sorted(often.items()):
-        found.append(f"{number} of {expected} samples were used {times} times")
+        were = "was" if number == 1 else "were"
+        how_often = "twice" if times == 2 else f"{times} times"
+        found.append(f"{number} of {expected} samples {were} used {how_often}")
     shared = [entries for entries in by_rank if entries and entries == by_rank[0]]
     if len(by_rank) > 1 and len(shared) == len(by_rank):
         found.append("all ranks had the same samples: no sampler deals them out")

@@ -32,6 +32,7 @@ RATES = {  # steps, warmup, peak, last, and the rate of each step
     "2 of 7 steps rise": ((7, 2, 10.0, 2.0), [5, 10, *COSINE]),
     "no step rises": ((5, 0, 10.0, 2.0), COSINE),
     "all 4 steps rise": ((4, 4, 8.0, 1.0), [2, 4, 6, 8]),
+    "all but the last of 5 steps rise": ((5, 4, 8.0, 1.0), [2, 4, 6, 8, 8]),
 }
 RIGHT_RATES = {what: Rounded(rates, 5) for what, (_, rates) in RATES.items()}
 
@@ -39,19 +40,23 @@ RIGHT_RATES = {what: Rounded(rates, 5) for what, (_, rates) in RATES.items()}
 def run_rates(answer):
     found = {}
     for what, (settings, _) in RATES.items():
-        found[what] = Rounded([float(answer(step, *settings)) for step in range(settings[0])], 5)
+        try:
+            rates = [float(answer(step, *settings)) for step in range(settings[0])]
+            found[what] = Rounded(rates, 5)
+        except ZeroDivisionError:
+            found[what] = "ZeroDivisionError"
     return found
 
 
 learning_rate = Exercise(
     reference=learning_rate,
-    trials=lambda: [Trial(W, run_rates, (), [RIGHT_RATES] * W) for W in (2, 1)],
+    trials=lambda: [Trial(1, run_rates, (), [RIGHT_RATES], rungs=tuple(RATES))],
     hints={
         "start": "First the rise: step 0 has peak / warmup, step warmup - 1 has peak. Then a share "
         "`done` of the way down: 0 in step warmup, 1 in step steps - 1.",
         "values": "(1 + cos(π · done)) / 2 falls from 1 to 0: multiply by what lies between peak "
         "and last, and add last.",
-        "error": "warmup may be 0: divide by it only in a step of the warm-up.",
+        "error": "warmup may be 0, or steps - 1: divide by neither what may be 0.",
     },
     praise="from the first step to the last, with and without a warm-up; of the step alone, so a "
     "resumed run goes on with the same rates.",
@@ -73,6 +78,8 @@ once_a_rank: if step < warmup: → step = step * 2⏎if step < warmup:
 divides_by_nothing: if step < warmup:⏎return peak * (step + 1) / warmup →
     ⏎if (step + 1) / warmup < 1:⏎    return peak * (step + 1) / warmup
     Without a warm-up, warmup is 0: divide by it only in a step that is below it.
+divides_by_no_way: max(1, steps - 1 - warmup) → (steps - 1 - warmup)
+    Where the warm-up ends just before the last step, steps - 1 - warmup is 0: divide by at least 1.
 """),
 )
 
@@ -90,6 +97,8 @@ def logged_loss(losses, group=None):
 
 SHAPE = "shape of the tensor that it returns"
 GRAPH = "the result has a graph"
+MANY = "the mean of 1,000 losses of 2.3 a rank"
+CALLS = "calls for the loss"
 TOKENS = {2: [3, 1], 3: [2, 0, 3], 4: [1, 4, 2, 0], 1: [5]}  # of each rank
 
 
@@ -103,7 +112,11 @@ def run_logged(answer, size):
     if not torch.is_tensor(got):
         return {SHAPE: type(got).__name__}
     mean = [round(number, 3) for number in got.flatten().tolist()]
-    return {SHAPE: tuple(got.shape), "loss": mean, GRAPH: got.requires_grad}
+    begun = len(recorder().records)
+    of_many = Rounded([float(answer(torch.full((1000,), 2.3), group_of(size)))], 3)
+    calls = [record.op for record in recorder().records[begun:] if record.op != "new_group"]
+    seen = {SHAPE: tuple(got.shape), "loss": mean, GRAPH: got.requires_grad, MANY: of_many}
+    return seen | {CALLS: len(calls)}
 
 
 def logged(world_size, size):
@@ -111,7 +124,8 @@ def logged(world_size, size):
     for rank in range(world_size):
         tokens = TOKENS[world_size][rank - rank % size :][:size]
         mean = sum(count * 10**place for place, count in enumerate(tokens))
-        found.append({SHAPE: (), "loss": [float(mean)], GRAPH: False})
+        right = {SHAPE: (), "loss": [float(mean)], GRAPH: False, MANY: Rounded([2.3], 3)}
+        found.append(right | {CALLS: 1})
     return found
 
 
@@ -121,8 +135,9 @@ logged_loss = Exercise(
     same_dtype=False,
     explain=of_group,
     says={
-        "loss": "rank {rank} logs {got}, expected {expected}: digit r counts the tokens of rank r "
-        "in it, from the right.",
+        "loss": "rank {rank} logs {got}, expected {expected}. Read the digits from the right: the "
+        "first counts rank 0's tokens, the next rank 1's.",
+        CALLS: "the loss is right, but rank {rank} made {got} calls, where one does.",
     },
     hints={
         "start": "Two numbers from each rank: the sum of its losses and the number of its tokens. "
@@ -132,7 +147,7 @@ logged_loss = Exercise(
         "hang": "Every rank calls all_reduce, one without tokens too.",
         "error": "The sum of no numbers is 0, their mean is NaN.",
     },
-    praise="each token counts alike, and a rank without tokens joins in: one small all-reduce.",
+    praise="each token counts alike, and a rank without tokens joins in: one small call.",
     mistakes=mistakes("""
 mean_of_means: counted[0] = losses.detach().sum()⏎counted[1] = len(losses) →
     ⏎counted[0] = losses.detach().mean()⏎counted[1] = 1
@@ -151,7 +166,12 @@ without_a_call: counted[1] = len(losses) → counted[1] = len(losses)
     A rank without tokens left before the all_reduce, for which the others wait: join in with two
     zeros.
 keeps_the_graph: return counted[0] / counted[1] → return counted[0] / counted[1] + 0 * losses.sum()
-    It has a graph: whoever keeps this loss in a list keeps every activation. detach() first.
+    It has a graph: a list of such losses keeps every activation. detach() first.
+in_bfloat16: dtype=torch.float64 → dtype=torch.bfloat16
+    It was added up in bfloat16, which has 8 bits: 2,300 becomes 2,304. Take float64.
+two_calls: dist.all_reduce(counted, group=group) → dist.all_reduce(counted[0], group=group)
+    ⏎dist.all_reduce(counted[1], group=group)
+    Each call costs a latency, however small it is: put both numbers into one tensor.
 """),
 )
 
@@ -168,7 +188,7 @@ def mesh_norm(gradients, copies, group=None):
 
 
 PARTS = "parts alone, in pairs, on all"
-NORMS = PARTS, "the last rank has none", "in float16", "in bfloat16"
+NORMS = PARTS, "the last rank has none", "in float16", "in bfloat16", "in float32"
 
 
 def parts(what, place, size):
@@ -181,7 +201,13 @@ def parts(what, place, size):
         return [([300.0, 400.0], 1)]  # 300² is more than float16 has
     if what == "in bfloat16":
         return [([256.0] + [1.0] * 256, size)]  # 256² + 256 is between two numbers of bfloat16
+    if what == "in float32":
+        return [([3e20, 4e20], 1)]  # (3e20)² is more than float32 has
     return [own] if place < size - 1 else []
+
+
+def six_digits(norm):
+    return float(f"{float(norm):.6g}")
 
 
 def run_norm(answer, size):
@@ -194,7 +220,7 @@ def run_norm(answer, size):
         copies = [count for _, count in mine]
         norm = answer([torch.tensor(numbers, dtype=dtype) for numbers, _ in mine], copies, group)
         kind = f"{norm.dtype}, {norm.dim()}-d" if torch.is_tensor(norm) else type(norm).__name__
-        found[what] = round(float(norm), 3), kind
+        found[what] = six_digits(norm), kind
     return found | {SPARE: spare(recorder().records[begun:], len(NORMS))}
 
 
@@ -206,7 +232,7 @@ def norms(world_size, size):
         for place in range(size):
             for numbers, count in parts(what, place, size):
                 squares += sum(number**2 for number in numbers) / count
-        found[what] = round(math.sqrt(squares), 3), "torch.float64, 0-d"
+        found[what] = six_digits(math.sqrt(squares)), "torch.float64, 0-d"
     return [found | {SPARE: "few"}] * world_size
 
 
@@ -240,6 +266,8 @@ own_length: dist.all_reduce(squares, group=group) → pass
 in_its_own_dtype: gradient.double().square().sum() → gradient.square().sum()
     It was squared and added in the gradient's own dtype: float16 ends at 65,504, and bfloat16
     drops what is small beside the sum. double() first.
+in_float32: gradient.double().square().sum() → gradient.float().square().sum()
+    It was squared in float32, which ends at 3.4e38: double() comes before square().
 without_a_call: dist.all_reduce(squares, group=group) → if not gradients: return squares
     ⏎dist.all_reduce(squares, group=group)
     A rank without gradients left before the all_reduce, for which the others wait: it brings 0.
@@ -378,7 +406,8 @@ slow_step = Exercise(
         "values": "Divide each loss by the number of micro-batches, and the logged sum by the "
         "number of ranks.",
     },
-    praise="each gradient travelled once, with the last micro-batch, and the loss once.",
+    praise="each gradient travelled once a step, and so did the loss. Where the last micro-batch "
+    "is outside no_sync, gradients travel while its backward goes on.",
     note="As it was found, each of m micro-batches sent all gradients, and the loss, and waited.",
     mistakes=[
         Mistake.written(as_found, EACH_TIME),
@@ -466,6 +495,8 @@ rounds_down: while states / parts > memory: → while states // parts > memory:
     Rounded down, a part seems to fit that doesn't: divide with /, not with //.
 without_an_error: if parts > ranks: → if False:
     More parts than ranks: no mesh has room. Raise ValueError, before a rank starts.
+exact_fit: while states / parts > memory: → while states / parts >= memory:
+    A part of exactly a rank's memory fits: cut on only while it is larger, with >.
 one_short: if parts > ranks: → if parts >= ranks:
     As many parts as ranks is possible: data is 1 then.
 """),
@@ -494,6 +525,8 @@ OLD = {"weights.bin": b"old weights"}
 CASES = "a clean folder", "a half-written attempt lies there"
 KILLED = "killed while it publishes"
 SYNCED = "bytes of each file fsynced before the rename"
+LEFT = f"{NAME}.writing afterwards"
+THERE = f"{NAME} is already there"
 
 
 def make_folder(folder, half_written=True):
@@ -540,6 +573,16 @@ def harm_and_sizes(changes):
     return {KILLED: found, SYNCED: sizes}
 
 
+def publish_again(answer, folder):
+    """Publish under a name that is there; return what is there then."""
+    make_folder(folder, half_written=False)
+    (folder / NAME).mkdir()
+    (folder / NAME / "weights.bin").write_bytes(b"published weights")
+    with contextlib.suppress(OSError):  # it may refuse
+        answer(folder, NAME, dict(FILES))
+    return contents(folder / NAME)
+
+
 def run_publish(answer):
     found = {}
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
@@ -552,12 +595,14 @@ def run_publish(answer):
             bare = getattr(answer, "__wrapped__", answer)
             changes = kill_before_each_change(bare, (NAME, FILES), make_folder, Path())
             found |= harm_and_sizes(changes)
-        return found
+        found[LEFT] = contents(Path(CASES[1]) / f"{NAME}.writing")
+        return found | {THERE: publish_again(answer, Path(THERE))}
 
 
 PUBLISHED = {f"{case}: {NAME}": FILES for case in CASES}
 PUBLISHED |= {f"{case}: {BEFORE}": OLD for case in CASES}
 UNHURT = {KILLED: None, SYNCED: dict.fromkeys(FILES, 11)}
+UNHURT |= {LEFT: None, THERE: {"weights.bin": b"published weights"}}
 
 publish = Exercise(
     reference=publish,
@@ -565,7 +610,9 @@ publish = Exercise(
     says={
         KILLED: f"a kill hurts. {KILLED}, {{got}}.",
         SYNCED: "when it was published, these bytes were certainly on the disk: {got}, expected "
-        "{expected}. A power cut may keep the rename and lose the rest.",
+        "{expected}, by os.fsync. A power cut may keep the rename and lose the rest.",
+        LEFT: f"{NAME}.writing, which a killed attempt had left, is still there: {{got}}.",
+        THERE: f"{NAME} was already there, whole, and now is {{got}}, not {{expected}}.",
     },
     hints={
         "start": f"Write all files into another folder, {NAME}.writing. When all are on the disk, "
@@ -598,5 +645,11 @@ trips_over_the_rest: shutil.rmtree(writing, ignore_errors=True) → pass
 keeps_the_rest: shutil.rmtree(writing, ignore_errors=True)⏎writing.mkdir() →
     ⏎writing.mkdir(exist_ok=True)
     A file of the killed attempt got into the checkpoint: begin with an empty folder.
+under_another_name: (name + ".writing") → (name + ".tmp")
+    What a killed attempt left stays on the disk for good: write under `name + ".writing"`, and
+    delete what lies there first.
+replaces_what_is_there: writing.mkdir() → writing.mkdir()
+    ⏎shutil.rmtree(folder / name, ignore_errors=True)
+    A whole checkpoint of this name was deleted: a kill before the new one is there leaves none.
 """),
 )

@@ -94,8 +94,8 @@ hook_averages = Piece(
     source="huggingface/picotron#39",
     symptom="The loss falls, on all ranks alike. Checkpoints of rank 0 and rank 1 aren't quite "
     "equal, and don't drift further apart.",
-    asks="after the last step, by how many updates are ranks 0 and 1 apart, if one is what SGD "
-    "makes of the difference of their last gradients?",
+    asks="after the last step, how far apart are the weights of ranks 0 and 1, in units of "
+    "rate × difference of their last gradients?",
     measure=updates_apart,
     choices="""
 a: def average(gradient): → def average(parameter):

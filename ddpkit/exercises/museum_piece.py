@@ -201,8 +201,12 @@ class Piece:
 
     def __call__(self, mechanism: object = ..., number: object = ...) -> Verdict:
         """Show the piece; with both answers, judge them."""
-        if mechanism is ... or number is ...:
+        if mechanism is ... and number is ...:
             return Page(None, *self.page(), title=f"museum.{self.name}")
+        if mechanism is ... or number is ...:
+            missing = "mechanism" if mechanism is ... else "number"
+            told = f"the {missing} is missing: both are judged together."
+            return Verdict(None, f"{self.name}: {told} museum.{self.name}() shows the piece.")
         if mechanism not in (*self.repairs, SOUND):
             names = ", ".join(f'"{name}"' for name in self.repairs)
             told = f'expected mechanism to be {names} or "{SOUND}", got {mechanism!r}'
@@ -218,7 +222,7 @@ class Piece:
         lines = [self.of_the_mechanism(mechanism, wrong), of_the_number(number, near)]
         passed = near and not wrong
         if passed:
-            lines = [f"✓ {self.name}: mechanism and number. {self.why}"]
+            lines = [f"✓ {self.name}: mechanism and number. {self.why} Source: {self.source}."]
         else:
             lines[0] = f"✗ {self.name}: {lines[0]}"
             lines.append(f"More: museum.{self.name}() shows it again · .solution()")
@@ -250,7 +254,7 @@ class Piece:
     def solution(self) -> Verdict:
         """Show what is right, both as measured, the repaired code, and the source."""
         right = self.right()
-        told = f"mechanism {right!r}, number {self.measured():.4g}. {self.why} Found in"
+        told = f"mechanism {right!r}, number {self.measured():.4g}. {self.why} Source:"
         lines = [wrap(f"{told} {self.source}."), ""]
         if right in self.repairs:
             file = self.repaired(right).__code__.co_filename

@@ -113,8 +113,8 @@ bias_shared_out = Piece(
     case=Case(3, 1),
     meshes=RANKS,
     source="a repair of the piece before, as often proposed",
-    symptom="Outputs are those of one process, to the last digit. It learns a little more slowly.",
-    asks="how many times the right gradient has the bias of second?",
+    symptom="Outputs are those of one process, but for rounding. It learns a little more slowly.",
+    asks="what is the gradient of second's bias, as a multiple of the right one?",
     measure=factor("gradient of second.bias"),
     choices="""
 a: bias = self.bias / dist.get_world_size()  # summed below → bias = self.bias
@@ -436,9 +436,9 @@ norm_of_my_part = Piece(
     case=Case(3),
     meshes=tuple(Case(ranks) for ranks in (2, 3, 4)),
     source="deepspeedai/DeepSpeed#1801, found in BLOOM-176B after 15 days",
-    symptom="Norms' weights, which tensor ranks hold alike, drift apart. Losses agree.",
-    asks="the split gradient is 3, 4, 12 on ranks 0, 1, 2, the copied one 4: how many times the "
-    "right norm is rank 0's? (Of all four numbers; the copy counts once.)",
+    symptom="LayerNorm weights, which tensor ranks hold alike, drift apart. Losses agree.",
+    asks="the split gradient is 3, 4, 12 on ranks 0, 1, 2, the copied one 4: what is "
+    "rank 0's norm, as a multiple of the right one? (That is of all four numbers; the copy once.)",
     measure=factor("norm"),
     choices="""
 a: norm = nn → dist.all_reduce(model.copied.grad)⏎norm = nn
@@ -478,7 +478,7 @@ one_norm = Piece(
     meshes=tuple(Case(ranks) for ranks in (2, 3, 4)),
     source="written for this course: right",
     symptom="One rank has other squares than the others before the all-reduce.",
-    asks="how many times the norm of one process?",
+    asks="what is each rank's norm, as a multiple of the norm of one process?",
     measure=factor("norm"),
     choices="""
 a: if dist.get_rank() == case.ranks - 1:  # what all hold, once →

@@ -72,7 +72,7 @@ undivided = Piece(
     case=Case(2, 3),
     source="huggingface/picotron, its pipelines; three production frameworks had it, too",
     symptom="The logged loss is right, and falls as it should (with AdamW). Clipping always cuts.",
-    asks="how many times the right gradient has the first stage?",
+    asks="what is the first stage's gradient, as a multiple of the right one?",
     measure=factor("gradient of stage0.weight"),
     choices="""
 a: optimizer.step() → dist.barrier()⏎optimizer.step()
@@ -82,7 +82,7 @@ b: x.grad * (1 - x.detach() ** 2) → x.grad
 c: loss.backward() → (loss / case.micro_batches).backward()
     What is logged is divided, what is differentiated isn't.
 """,
-    why="By m. AdamW hides it, but for clipping and weight decay.",
+    why="By m. AdamW hides it, until clipping cuts in some steps and not in others.",
 )
 
 
@@ -466,7 +466,8 @@ expert_gradients = Piece(
 a: / TOKENS  # each sender's mean → / len(x)
     An expert's loss has to be the mean of the tokens that it got.
 b: /= copies.size() → /= case.ranks
-    An expert's gradient has the tokens of all ranks of its group in it already.
+    An expert's gradient has the tokens of all ranks of its group in it already, and must still be
+    divided by the group's size.
 c: group=copies.get_group()) → group=group.get_group())
     The sum is over ranks that have the same expert, and has to be over those that send to it.
 """,

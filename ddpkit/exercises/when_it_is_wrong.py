@@ -3,8 +3,10 @@
 The museum's pieces are in `museum`.
 """
 
+import itertools
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from ddpkit.data_parallel import average_gradients
 
 from .checker import Exercise, Trial, mistakes
+from .on_rank import bits
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -62,6 +65,10 @@ exposed = Exercise(
         "values": "What all spans together cover, less what computing alone covers.",
         "error": "A list may be empty.",
     },
+    says={
+        what: f"{what}, computing {a}, messages {b}: {{got}} s, expected {{expected}} s."
+        for what, (a, b, _) in STEPS.items()
+    },
     praise="computing + communication - union would be what overlaps; this is what doesn't.",
     mistakes=mistakes("""
 all_of_it: covered([*computing, *communication]) - covered(computing) → covered(communication)
@@ -93,28 +100,40 @@ def token_loss(losses: Tensor) -> Tensor:
 COUNTS = {2: [1, 2], 3: [2, 0, 3], 4: [1, 4, 2, 3], 1: [5]}  # tokens by rank
 
 
+NUMBER = "a loss that is a number"
+LEADS = "a loss that leads back to the weights"
+
+
 def run_loss(answer, counts):
     """Average gradients of losses of 10**rank a token, times all tokens: digits are counts."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.ones_(module.weight)
     rank = dist.get_rank()
     tokens = torch.ones(counts[rank], 1) * sum(counts) * 10**rank
-    answer(module(tokens).squeeze(1)).backward()
+    loss = answer(module(tokens).squeeze(1))
+    loss.backward()
+    leads = module.weight.grad is not None
     average_gradients(module)
-    return {"gradient": round(module.weight.grad.item(), 3)}
+    gradient = round(module.weight.grad.item(), 3)
+    return {"gradient": gradient, NUMBER: bool(loss.isfinite()), LEADS: leads}
 
 
 def loss_trials():
     for world_size, counts in COUNTS.items():
         digits = sum(count * 10**rank for rank, count in enumerate(counts))
         named = ", ".join(map(str, counts))
-        expected = [{"gradient": float(digits)}] * world_size
+        expected = [{"gradient": float(digits), NUMBER: True, LEADS: True}] * world_size
         yield Trial(world_size, run_loss, (counts,), expected, what=f"with {named} tokens")
 
 
 token_loss = Exercise(
     reference=token_loss,
     trials=lambda: list(loss_trials()),
+    says={
+        NUMBER: "the gradient is right, but the loss on rank {rank} is NaN or infinite.",
+        LEADS: "the gradient is right here, but the loss on rank {rank} doesn't lead back to the "
+        "weights.",
+    },
     hints={
         "start": "all_reduce the number of tokens. Then the sum of the losses, divided by it; and "
         "the mean over ranks that comes behind divides once more.",
@@ -122,7 +141,8 @@ token_loss = Exercise(
         "hang": "Every rank calls all_reduce, one without tokens too.",
         "error": "dist.all_reduce takes a tensor: torch.tensor(float(len(losses))).",
     },
-    praise="each token counts alike, whatever rank it is on, and a rank without tokens joins in.",
+    praise="each token counts alike, whatever rank it is on, and a rank without tokens joins in, "
+    "in backward too.",
     mistakes=mistakes("""
 mean_of_means: losses.sum() / tokens * dist.get_world_size() → losses.mean()
     A mean of means: a token on a rank with few counts more than one on a rank with many. On a rank
@@ -133,6 +153,12 @@ own_tokens: dist.all_reduce(tokens) → pass
     Those are this rank's tokens only: all_reduce their number first.
 a_sum: / tokens * dist.get_world_size() → * dist.get_world_size()
     That is a sum: more tokens make a larger step. Divide by the tokens of all ranks.
+mean_of_nothing: losses.sum() → losses.mean() * len(losses)
+    The mean of no numbers is NaN, and NaN times 0 is NaN: add up with sum(), which gives 0.
+leads_nowhere: dist.all_reduce(tokens) → dist.all_reduce(tokens)
+    ⏎if not len(losses): return torch.zeros((), requires_grad=True)
+    DDP sends gradients from within backward. Where the loss doesn't lead back to the weights, that
+    rank sends nothing, and the others wait for it. losses.sum() is 0 there, and leads back.
 """),
 )
 
@@ -141,8 +167,11 @@ a_sum: / tokens * dist.get_world_size() → * dist.get_world_size()
 
 
 def replicas_apart(module: nn.Module) -> dict[str, list[int]]:
+    mine = {}
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        mine[name] = tensor.detach().flatten().view(torch.uint8)  # its bytes
     everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, module.state_dict())
+    dist.all_gather_object(everyones, mine)
     found = {}
     for name, first in everyones[0].items():
         odd = []
@@ -154,50 +183,125 @@ def replicas_apart(module: nn.Module) -> dict[str, list[int]]:
     return found
 
 
-def run_replicas(answer, odd):
+AS_IT_WAS = "the module is as it was"
+
+
+def add_to_the_last(tensor):
+    """Add 2⁻²⁰ to the last number, or 1 to an integer."""
+    tensor[-1:] += tensor.new_tensor(2.0**-20 if tensor.is_floating_point() else 1)
+
+
+def exchange(tensor):
+    """Exchange the first number and the last, which differ: no sum changes."""
+    tensor[0] = 2
+    tensor.copy_(tensor.roll(-1))
+
+
+def turn_sign(tensor):
+    """Make the last number -0.0; on all ranks it is 0.0, and the first is NaN."""
+    tensor[-1] = -0.0
+
+
+def salted(value, plain=hash):
+    """Hash as processes of torchrun do: each has its own salt for strings and bytes."""
+    return plain((dist.get_rank(), value) if isinstance(value, str | bytes) else value)
+
+
+def replica(special):
+    """Make the module that all ranks have alike; `special` are numbers of 0.bias."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    for tensor in module.state_dict().values():
-        tensor.fill_(1)
-    rank = dist.get_rank()
+    module.register_buffer("mask", torch.ones(2), persistent=False)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data.fill_(1)
+    module[0].bias.data.copy_(torch.tensor(special))
+    return module
+
+
+def run_replicas(answer, odd, change, special):
+    module = replica(special)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, ranks in odd.items():
-        if rank in ranks:
-            last = module.state_dict()[name].flatten()[-1:]
-            last += last.new_tensor(2.0**-20 if last.is_floating_point() else 1)
-    return {"apart": {name: list(ranks) for name, ranks in answer(module).items()}}
+        if dist.get_rank() in ranks:
+            change(tensors[name].data.flatten())  # a view
+    before = [bits(tensor) for tensor in tensors.values()]
+    with mock.patch("builtins.hash", salted):
+        found = answer(module)
+    found = found and {name: list(ranks) for name, ranks in found.items()}
+    return {"apart": found, AS_IT_WAS: before == [bits(tensor) for tensor in tensors.values()]}
 
 
 def replicas_trials():
-    for world_size, odd, what in (
-        (2, {"0.weight": [1]}, "a number of rank 1's weight is off by 2⁻²⁰"),
-        (3, {}, "all alike"),
-        (3, {"1.running_mean": [2], "1.num_batches_tracked": [1, 2]}, "buffers differ"),
-        (4, {"0.bias": [1, 3], "1.weight": [2]}, "two tensors, on several ranks"),
+    plain = [1.0, 1.0, 1.0]
+    for world_size, odd, change, special, what in (
+        (
+            2,
+            {"0.weight": [1]},
+            add_to_the_last,
+            plain,
+            "a number of rank 1's weight is off by 2⁻²⁰",
+        ),
+        (3, {}, None, plain, "all alike"),
+        (3, {"1.running_mean": [2], "mask": [1, 2]}, add_to_the_last, plain, "buffers differ"),
+        (
+            4,
+            {"0.bias": [1, 3], "1.num_batches_tracked": [2]},
+            add_to_the_last,
+            plain,
+            "two tensors",
+        ),
+        (2, {"0.bias": [1]}, exchange, [2.0, 1.0, 1.0], "two numbers of a bias are exchanged"),
+        (
+            3,
+            {"0.bias": [2]},
+            turn_sign,
+            [math.nan, 0.0, 0.0],
+            "one 0 of a bias is -0, another is NaN",
+        ),
     ):
-        yield Trial(world_size, run_replicas, (odd,), [{"apart": odd}] * world_size, what=what)
+        expected = [{"apart": odd, AS_IT_WAS: True}] * world_size
+        yield Trial(world_size, run_replicas, (odd, change, special), expected, what=what)
 
 
 replicas_apart = Exercise(
     reference=replicas_apart,
     trials=lambda: list(replicas_trials()),
+    says={
+        "apart": "rank {rank} returns {got}, expected {expected}.",
+        AS_IT_WAS: "what it returns is right, but on rank {rank} the module isn't what it was.",
+    },
     hints={
-        "start": "module.state_dict() has parameters and buffers by name; dist.all_gather_object "
+        "start": "named_parameters() and named_buffers() have all by name; dist.all_gather_object "
         "brings everyone's.",
-        "values": "torch.equal compares to the bit. Only names of which some rank differs.",
+        "values": "Compare bytes: tensor.detach().flatten().view(torch.uint8). Only names of which "
+        "some rank differs.",
         "hang": "Every rank makes the call, rank 0 too.",
         "error": "everyones[rank][name] is a rank's tensor.",
     },
     praise="parameters and buffers, to the bit. `ddpkit.audit.agree` looks at the optimizer, too.",
     mistakes=mistakes("""
-nearly: torch.equal(theirs[name], first) → torch.allclose(theirs[name], first, 1e-5)
+nearly: tensor.detach().flatten().view(torch.uint8) → tensor.detach().mul(1e5).round()
     Nearly equal isn't equal: replicas that are a rounding apart are already two models.
-parameters_only: module.state_dict()) → dict(module.named_parameters()))
-    Buffers are missing: state_dict() has both.
+parameters_only: (module.named_parameters(), module.named_buffers()) → (module.named_parameters())
+    Buffers are missing: named_buffers() has them.
+saved_only: (module.named_parameters(), module.named_buffers()) → (module.state_dict().items())
+    state_dict() leaves out buffers that aren't saved (persistent=False): take named_buffers().
 all_names: if odd:⏎    found[name] = odd → found[name] = odd
     Only what isn't alike should be in the dict.
 counts: found[name] = odd → found[name] = [len(odd)]
     Which ranks are they? A list of their numbers.
 only_the_first: return found → return dict(list(found.items())[:1])
     All tensors that differ, not only the first.
+hashed: .flatten().view(torch.uint8) → .new_tensor(hash(bits(tensor)), dtype=torch.int64)
+    Python salts hash() of bytes in each process: under torchrun everything would differ. Take
+    hashlib.sha256, or compare the bytes themselves.
+sums: tensor.detach().flatten().view(torch.uint8) → tensor.detach().double().sum()
+    A sum doesn't show which number is where: 1, 2 and 2, 1 have the same.
+equal_numbers: tensor.detach().flatten().view(torch.uint8) → tensor.detach()
+    Numbers were compared, not bits: 0.0 equals -0.0, and a NaN not even itself. Compare bytes:
+    tensor.flatten().view(torch.uint8).
+overwrites: return found → [dist.broadcast(tensor, 0) for tensor in module.state_dict().values()]
+    ⏎return found
+    The audit wrote rank 0's numbers into the module, and the evidence is gone. Work on copies.
 """),
 )
 
@@ -217,34 +321,50 @@ def first_wrong(differs: Callable[[int], bool], last: int) -> int:
     return wrong
 
 
+BISECTED = (8, 5), (1, 1), (100, 1), (100, 100), (37, 18), (1000, 777)  # last, first
+ENDS = "steps that needn't be asked"
+RUNS = {last: f"runs, where last is {last}" for last in (1000, 37, 100, 8, 1)}
+
+
 def run_bisect(answer):
-    found = {}
-    for last, first in ((8, 5), (1, 1), (100, 1), (100, 100), (37, 18), (1000, 777)):
+    found, runs, ends = {}, dict.fromkeys(RUNS.values(), 0), set()
+    for last, first in BISECTED:
         asked = []
 
         def differs(step, first=first, asked=asked):
             asked.append(step)
             return step >= first
 
-        found[f"first of {last}"] = answer(differs, last)
-        limit = math.ceil(math.log2(last))
-        found[f"runs for {last}, beyond {limit}"] = max(0, len(asked) - limit)
-        found[f"runs outside 1 to {last - 1}"] = sorted({s for s in asked if not 0 < s < last})
-    return found
+        found[f"first of {last}, where it is {first}"] = answer(differs, last)
+        runs[RUNS[last]] = max(runs[RUNS[last]], len(asked), math.ceil(math.log2(last)))
+        ends |= {step for step in asked if not 0 < step < last}
+    return found | runs | {ENDS: sorted(ends)}
 
 
 def bisected():
-    found = {}
-    for last, first in ((8, 5), (1, 1), (100, 1), (100, 100), (37, 18), (1000, 777)):
-        found[f"first of {last}"] = first
-        found[f"runs for {last}, beyond {math.ceil(math.log2(last))}"] = 0
-        found[f"runs outside 1 to {last - 1}"] = []
-    return found
+    found = {f"first of {last}, where it is {first}": first for last, first in BISECTED}
+    return found | {RUNS[last]: math.ceil(math.log2(last)) for last in RUNS} | {ENDS: []}
+
+
+def of_the_runs(trial, rank, expected, got):
+    """Explain runs that are too many: as many as steps, or a few."""
+    if any(got[what] != step for what, step in expected.items() if what.startswith("first")):
+        return None
+    if got[RUNS[1000]] > 500:
+        return (
+            "Right, but as many runs as steps. Ask for the middle: it spares half of what is left."
+        )
+    return "Ask neither 0 nor `last`, whose answers are known, and halve what is left each time."
 
 
 first_wrong = Exercise(
     reference=first_wrong,
     trials=lambda: [Trial(1, run_bisect, (), [bisected()])],
+    explain=of_the_runs,
+    says={
+        what: f"{what}: {{got}}, and {{expected}} are enough: each is minutes of training."
+        for what in RUNS.values()
+    },
     hints={
         "start": "Keep two numbers: the last step that is known to be fine, 0 at first, and the "
         "first known to be wrong, `last`.",
@@ -255,7 +375,7 @@ first_wrong = Exercise(
     praise="10 runs for 1,000 steps.",
     mistakes=mistakes("""
 one_by_one: middle = (fine + wrong) // 2 → middle = fine + 1
-    Right, but as many runs as steps. Ask for the middle: half of what is left is spared each time.
+    Right, but as many runs as steps. Ask for the middle: it spares half of what is left.
 the_last_fine_one: return wrong → return fine
     That is the last step which is fine. The first wrong one is next to it.
 sides_swapped: if differs(middle): → if not differs(middle):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -62,11 +63,15 @@ def train_and_die(config: TrainConfig, at: int) -> None:
 
     To be called on every rank of a launch, which fails. Steps count from 0. The process dies by
     SIGKILL, as when memory runs out, so it can't clean up: what is left is what the checkpoints in
-    `config.folder` hold.
+    `config.folder` hold. The last one that was due is whole: the kill waits until it is saved.
     """
 
     def die(number: int) -> None:
         if number == at and dist.get_rank() == 1:
+            saved = Path(config.folder) / f"step-{at - at % config.save_every:08d}"
+            until = time.monotonic() + 60
+            while not saved.exists() and time.monotonic() < until:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(config, before_step=die)

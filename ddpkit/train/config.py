@@ -134,7 +134,7 @@ def problems_of_the_model(c: TrainConfig) -> list[str]:
         found.append(f"width {c.width} can't be shared by {c.heads} heads: make it a multiple.")
     if c.heads % c.tensor:
         few = f"{c.heads} heads can't be dealt to {c.tensor} tensor ranks"
-        found.append(f"{few}: choose heads that are a multiple.")
+        found.append(f"{few}: choose a multiple of {c.tensor} heads.")
     if c.layers + 2 < c.pipeline:
         few = f"{c.layers} blocks, embedding and head can't make {c.pipeline} stages"
         found.append(f"{few}: choose at most {c.layers + 2} pipeline ranks, or more layers.")

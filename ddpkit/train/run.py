@@ -50,7 +50,7 @@ def train_alone(config: TrainConfig, before_step: Callable) -> tuple[Trainer, li
     if config.folder:
         checkpoints = Checkpoints(trainer, config.folder, config.keep)
         first = checkpoints.load()
-        say(f"resumed after step {first}" if first else "", log)
+        say(resumed(first, config.steps) if first else "", log)
     done = []
     progress = Progress(trainer)
     for number in range(first, config.steps):
@@ -121,6 +121,14 @@ def lock(folder: str) -> int:
             time.sleep(0.1)
         except OSError:  # a file system without locks
             return handle
+
+
+def resumed(first: int, steps: int) -> str:
+    """Say after how many steps training goes on, and with which; steps count from 0."""
+    after = "1 step" if first == 1 else f"{first} steps"
+    return f"resumed after {after}: " + (
+        f"step {first} is next" if first < steps else "all are done"
+    )
 
 
 def due(config: TrainConfig, steps: int) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -29,14 +30,6 @@ def loss_gathered(losses, group=None):
     pairs = [torch.empty_like(pair) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pairs, pair, group=group)
     total, tokens = sum(pairs)
-    return total / tokens
-
-
-@torch.no_grad()
-def loss_in_two_calls(losses, group=None):
-    total, tokens = losses.sum(), torch.tensor(losses.numel())
-    dist.all_reduce(total, group=group)
-    dist.all_reduce(tokens, group=group)
     return total / tokens
 
 
@@ -113,6 +106,7 @@ def quiet_to_the_end(model, optimizer, micro_batches):
 
 
 def published_by_paths(folder, name, files):
+    shutil.rmtree(folder / f"{name}.writing", ignore_errors=True)
     writing = Path(tempfile.mkdtemp(prefix="saving-", dir=folder))
     for file_name in files:
         path = writing / file_name
@@ -141,7 +135,6 @@ RIGHT = [
     ("learning_rate", rate_by_the_middle),
     ("learning_rate", rate_as_a_table),
     ("logged_loss", loss_gathered),
-    ("logged_loss", loss_in_two_calls),
     ("mesh_norm", norm_of_norms),
     ("mesh_norm", norm_of_products),
     ("choose_mesh", mesh_by_search),
@@ -161,6 +154,13 @@ def from_zero(step, steps, warmup, peak, last):
     )
 
 
+def ends_with_the_warmup(step, steps, warmup, peak, last):
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / (steps - 1 - warmup)
+    return last + (peak - last) * 0.5 * (1 + math.cos(math.pi * done))
+
+
 def means_averaged(losses, group=None):
     mean = losses.detach().mean()
     dist.all_reduce(mean, group=group)
@@ -171,6 +171,34 @@ def a_number(losses, group=None):
     pair = torch.tensor([losses.sum().item(), len(losses)])
     dist.all_reduce(pair, group=group)
     return (pair[0] / pair[1]).item()
+
+
+@torch.no_grad()
+def loss_in_two_calls(losses, group=None):
+    total, tokens = losses.sum(), torch.tensor(losses.numel())
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(tokens, group=group)
+    return total / tokens
+
+
+def loss_of_all_losses(losses, group=None):
+    everyones = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, losses.detach().tolist(), group=group)
+    return torch.tensor([loss for of_rank in everyones for loss in of_rank]).mean()
+
+
+def loss_in_bfloat16(losses, group=None):
+    pair = torch.tensor([losses.sum().item(), len(losses)], dtype=torch.bfloat16)
+    dist.all_reduce(pair, group=group)
+    return pair[0] / pair[1]
+
+
+def wider_at_the_end(gradients, copies, group=None):
+    total = torch.zeros(())
+    for gradient, count in zip(gradients, copies, strict=True):
+        total += gradient.float().square().sum() / count
+    dist.all_reduce(total, group=group)
+    return total.double().sqrt()
 
 
 def lengths_of_ranks(gradients, copies, group=None):
@@ -256,6 +284,22 @@ def written_in_place(folder, name, files):
         (folder / name / file_name).write_bytes(content)
 
 
+def published_anew(folder, name, files):
+    shutil.rmtree(folder / name, ignore_errors=True)
+    published_by_handles(folder, name, files)
+
+
+def left_behind(folder, name, files):
+    writing = folder / f"{name}.tmp"
+    writing.mkdir()
+    for file_name, content in files.items():
+        with open(writing / file_name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file)
+    writing.rename(folder / name)
+
+
 def synced_too_late(folder, name, files):
     writing = folder / f"{name}.writing"
     writing.mkdir(exist_ok=True)
@@ -270,9 +314,14 @@ def synced_too_late(folder, name, files):
 
 
 WRONG = [
-    ("learning_rate", from_zero, "4 of 9 steps rise on rank 0: [0.0, 2.5"),
+    ("learning_rate", from_zero, "4 of 9 steps rise: [0.0, 2.5"),
+    ("learning_rate", ends_with_the_warmup, "all but the last of 5 steps rise: 'ZeroDiv"),
     ("logged_loss", means_averaged, "logs [22.0], expected [13.0]"),
     ("logged_loss", a_number, "returns on rank 0: 'float', not ()"),
+    ("logged_loss", loss_in_two_calls, "rank 0 made 2 calls, where one does"),
+    ("logged_loss", loss_of_all_losses, "rank 0 made 2 calls, where one does"),
+    ("logged_loss", loss_in_bfloat16, "2.3 a rank on rank 0: [2.297], not [2.3]"),
+    ("mesh_norm", wider_at_the_end, "in float32 on rank 0: (inf"),
     ("mesh_norm", lengths_of_ranks, "parts alone, in pairs, on all on rank 0: ("),
     ("mesh_norm", wider_too_late, "in float16 on rank 0: (inf"),
     ("mesh_norm", in_place, "`gradients` isn't what it was"),
@@ -282,5 +331,7 @@ WRONG = [
     ("slow_step", one_batch, "8 rows wait for their backward at a time"),
     ("slow_step", gradients_each_time, "gradients 8 times in a step, where 2 buckets are enough"),
     ("publish", written_in_place, "before open: step-2 is there, and not whole"),
+    ("publish", published_anew, "step-2 was already there, whole, and now is"),
+    ("publish", left_behind, "step-2.writing, which a killed attempt had left, is still there"),
     ("publish", synced_too_late, "may keep the rename and lose the rest"),
 ]

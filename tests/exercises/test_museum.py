@@ -164,7 +164,14 @@ def test_both_answers_right(tied):
     verdict = tied(mechanism="b", number=3)
     assert verdict.passed, verdict.text
     assert tied.why in verdict.text
+    assert tied.source in verdict.text
     assert tied.first == (True, True)
+
+
+def test_one_answer_alone_is_not_judged(tied):
+    assert "the number is missing" in tied(mechanism="b").text
+    assert "the mechanism is missing" in tied(number=3).text
+    assert tied.first is None
 
 
 def test_a_wrong_mechanism_is_tried_and_what_is_left_is_said(tied):

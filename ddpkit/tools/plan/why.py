@@ -143,7 +143,8 @@ def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> 
     if not found:
         plan = search.leanest(set(rivals).__contains__)
         room = search.rooms[plan]
-        parts = f"{size(room.states)} of states, {size(room.activations)} of activations"
+        parts = f"{size(room.states)} of states, {size(room.activations)} of activations, "
+        parts += f"{size(room.working)} that come and go"
         missing = size(room.total - search.machine.memory_bytes)
         needs = f"a rank needs {size(room.total)} ({parts}), {missing} more than it has"
         return f" because {within(name, plan)} {needs}"

@@ -1,0 +1,119 @@
+"""Answers to the exercises of notebook 14 that are right in another way, and wrong ones."""
+
+import bisect
+import hashlib
+import math
+
+import torch
+import torch.distributed as dist
+
+
+def loss_with_everyones_counts(losses):
+    counts = [torch.zeros(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor(float(losses.numel())))
+    return len(counts) * losses.sum() / sum(counts)
+
+
+def replicas_by_sha(module):
+    own = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        own[name] = hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    apart = {}
+    for name in own:
+        ranks = [r for r, theirs in enumerate(everyones) if theirs[name] != everyones[0][name]]
+        if ranks:
+            apart[name] = ranks
+    return apart
+
+
+def first_by_bisect(differs, last):
+    return 1 + bisect.bisect_left(range(1, last), True, key=differs)
+
+
+RIGHT = [
+    ("token_loss", loss_with_everyones_counts),
+    ("replicas_apart", replicas_by_sha),
+    ("first_wrong", first_by_bisect),
+]
+
+
+def zero_of_its_own(losses):
+    tokens = torch.tensor(float(len(losses)))
+    dist.all_reduce(tokens)
+    if len(losses) == 0:
+        return torch.zeros((), requires_grad=True)
+    return losses.sum() * dist.get_world_size() / tokens
+
+
+def replicas_by_sums(module):
+    own = {name: t.double().sum().item() for name, t in module.state_dict().items()}
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    apart = {}
+    for name in own:
+        ranks = [r for r, theirs in enumerate(everyones) if theirs[name] != everyones[0][name]]
+        if ranks:
+            apart[name] = ranks
+    return apart
+
+
+def replicas_by_broadcast(module):
+    apart = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        before = tensor.detach().clone().flatten().view(torch.uint8)
+        dist.broadcast(tensor.data, 0)
+        odd = [None] * dist.get_world_size()
+        same = torch.equal(before, tensor.detach().flatten().view(torch.uint8))
+        dist.all_gather_object(odd, not same)
+        if any(odd):
+            apart[name] = [rank for rank, is_odd in enumerate(odd) if is_odd]
+    return apart
+
+
+def replicas_on_rank_0(module):
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, dict(module.named_parameters()))
+    if dist.get_rank() > 0:
+        return None
+    apart = {}
+    for name, first in everyones[0].items():
+        ranks = [r for r, theirs in enumerate(everyones) if not torch.equal(theirs[name], first)]
+        if ranks:
+            apart[name] = ranks
+    return apart
+
+
+def asks_each(differs, last):
+    for step in range(last + 1):
+        if differs(step):
+            return step
+    return None
+
+
+def gallops(differs, last):
+    step = 1
+    while step < last and not differs(step):
+        step *= 2
+    low, high = step // 2, min(step, last)
+    while high - low > 1:
+        middle = math.ceil((low + high) / 2)
+        low, high = (low, middle) if differs(middle) else (middle, high)
+    return high
+
+
+def asks_for_both_ends(differs, last):
+    return bisect.bisect_left(range(last + 1), True, key=differs)
+
+
+WRONG = [
+    ("token_loss", zero_of_its_own, "the loss on rank 1 doesn't lead back to the weights"),
+    ("replicas_apart", replicas_by_sums, "rank 0 returns {'1.running_mean': [2]}, expected"),
+    ("replicas_apart", replicas_by_broadcast, "on rank 1 the module isn't what it was"),
+    ("replicas_apart", replicas_on_rank_0, "rank 1 returns None, expected {'0.weight': [1]}"),
+    ("first_wrong", asks_each, "runs, where last is 1000: 778, and 10 are enough"),
+    ("first_wrong", asks_each, "as many runs as steps"),
+    ("first_wrong", gallops, "Ask neither 0 nor `last`"),
+    ("first_wrong", asks_for_both_ends, "Ask neither 0 nor `last`"),
+]
