@@ -1,6 +1,6 @@
 """Checks of the reader's answers: `check.broadcast(broadcast)`. A file a topic, a checker each."""
 
-from .beat import beat_block, beat_lean_step, beat_schedule, beat_server
+from .beat import beat_block, beat_lean_step, beat_plan, beat_schedule, beat_server
 from .break_it import wait_in_a_circle
 from .bucketed_ddp import Bucket, BucketedDDP, FlatDDP, OverlapDDP, no_sync, one_wire, plan_buckets
 from .capstone import choose_mesh, learning_rate, logged_loss, mesh_norm, publish, slow_step

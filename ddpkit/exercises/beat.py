@@ -88,6 +88,10 @@ _EXCHANGE = NumberToBeat("Φ through the busiest rank", "hops", par=3, bound=3)
 _STEP = NumberToBeat("bytes a rank and step", "of loss", par=192)
 _TICKS = NumberToBeat("ticks", "held", par=33, bound=28)
 _BLOCK = NumberToBeat("bytes a step", "of loss", par=51_429)
+_PLANS = {  # by the most MB at the peak
+    most: NumberToBeat("thirds of a block's forward", "MB at most", par=par)
+    for most, par in ((34.4, 21), (50.0, 8))
+}
 
 
 def bytes_of(records: list) -> int:
@@ -126,23 +130,57 @@ def beat_schedule(schedule: list[list[str]], stages: int, micro_batches: int, mo
     return _TICKS.judge(ticks, held, refused)
 
 
-def beat_block(run: Run, steps: int, model: nn.Module, plain: nn.Module) -> Verdict:
-    """Judge notebook 11's block: each rank returned its last loss, and what must stay alike.
+def beat_plan(thirds: int, peak: int, most: float) -> Verdict:
+    """Judge notebook 06's plan: thirds of a forward computed again, with the peak below `most` MB.
 
+    peak: in bytes. most: one of `_PLANS`.
+    """
+    megabytes = round(peak / 1e6, 1)
+    refused = f"its peak is above {most:g} MB." if megabytes > most else None
+    return _PLANS[most].judge(thirds, megabytes, refused)
+
+
+def beat_block(run: Run, alone: Run, model: nn.Module, plain: nn.Module) -> Verdict:
+    """Judge notebook 11's block: a rank returned (losses and lengths by step, {name: copy}).
+
+    The copies are the parameters that all ranks hold alike. alone: the same program on one rank.
     model: with the reader's blocks, serial; plain: with the library's, as many parameters.
     """
-    world_size = len(run.wire)
+    world_size, steps = len(run.wire), len(run[0][0])
     sent = max(bytes_moved(records, world_size) for records in run.wire) / steps
-    refused = None
-    if any(loss >= 1 for loss, _ in run):
+    last = max(float(seen[-1, 0]) for seen, _ in run)
+    if not last < 1:
         refused = "the loss isn't below 1."
-    elif any((alike != run[0][1]).any() for _, alike in run):
-        refused = "ranks went apart."
     elif sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in plain.parameters()):
         refused = "the model lost parameters: attention and MLP must both be there."
     elif _unused(model):
         refused = f"{_unused(model)} takes no part: attention and MLP must both be used."
-    return _BLOCK.judge(sent, round(max(loss for loss, _ in run), 3), refused)
+    else:
+        refused = _apart(run) or _unlike_one(run, alone)
+    return _BLOCK.judge(sent, round(last, 3), refused)
+
+
+def _apart(run: Run) -> str | None:
+    """Name a parameter of which the ranks' copies differ."""
+    for name, copied in run[0][1].items():
+        if any((copies[name] != copied).any() for _, copies in run):
+            return (
+                f"ranks went apart: their copies of {name} differ. Where a whole x goes to the "
+                "parts on several ranks, f has to add up its gradients."
+            )
+    return None
+
+
+def _unlike_one(run: Run, alone: Run) -> str | None:
+    """Compare the first step with that of one rank, which has all of the same blocks."""
+    several, one = run[0][0][0].tolist(), alone[0][0][0].tolist()
+    if all(math.isclose(*pair, rel_tol=0.01) for pair in zip(several, one, strict=True)):
+        return None
+    first, right = ("a loss of {:.3f}, a gradient {:.3f} long".format(*x) for x in (several, one))
+    return (
+        f"step 1 has {first}; of one rank with the same blocks it is {right}. Is a bias inside g, "
+        "and so in the sum once for each rank? Is f there, once for each whole x?"
+    )
 
 
 def _unused(model: nn.Module) -> str | None:

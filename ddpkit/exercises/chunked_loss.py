@@ -7,7 +7,7 @@ from torch import nn
 from ddpkit.checkpointing import checkpoint
 from ddpkit.memory import watch
 
-from .checker import Exercise, Rounded, Trial, mistakes
+from .checker import Exercise, Rounded, Trial, first_difference, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -69,16 +69,20 @@ def _trials():
         yield Trial(1, _run, (tokens, rows), [right], what=f"{tokens} tokens, {rows} at a time")
 
 
-KEEPS = (
-    "All logits were in memory at a time. Cut x and targets with split(rows), and let each part's "
-    "loss go through checkpoint, which keeps its inputs only: backward computes its logits again."
-)
+def _read_numbers(_trial, _rank, right, seen):
+    if first_difference(right, seen) == TOLD:
+        return "Take `rows` rows of x at a time. And what keeps a part's logits until backward?"
+    return None
+
+
 chunked_cross_entropy = Exercise(
     reference=chunked_cross_entropy,
     trials=_trials,
     says={
-        TOLD: f"loss and gradients are right, but {{got}} numbers were in memory at a time. {KEEPS}"
+        TOLD: "loss and gradients are right, but {got} numbers were in memory at a time: logits of "
+        "too many tokens, in forward or until backward."
     },
+    explain=_read_numbers,
     hints={
         "start": "x.split(rows) and targets.split(rows) are parts that belong together. The mean "
         "over all tokens is the sum of the parts' sums, divided once.",

@@ -23,7 +23,7 @@ from ddpkit.checkpointing import (
 from ddpkit.memory import ByteDropout, MaterialisedAttention, measure_saved
 from ddpkit.models import Block
 
-from .checker import Exercise, Trial, mistakes
+from .checker import Exercise, Mistake, Trial, first_difference, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -151,6 +151,8 @@ one_head: length**2 * heads → length**2
 # Checkpoint: a torch.autograd.Function
 
 COPIES = "aten::clone", "aten::copy_", "aten::_to_copy"
+CALLS = "calls of fn in forward and in backward"
+SAVED, ATTRIBUTES = "bytes kept by autograd", "bytes kept as attributes of ctx"
 COPIED = "copies made where an alias, which takes no memory, would do"
 
 
@@ -199,16 +201,16 @@ def _run_checkpoint(answer, functions):
     y.backward(torch.full_like(y, 10.0))
     tensors = {"y": y, "the gradient of x": x.grad, "the gradient of weight": weight.grad}
     seen = {what: None if tensor is None else tensor.tolist() for what, tensor in tensors.items()}
-    seen["calls of fn in forward and in backward"] = [in_forward, len(calls) - in_forward]
+    seen[CALLS] = [in_forward, len(calls) - in_forward]
     seen["the next random number"] = int(torch.randint(1000, (1,)))
     # Once more: hooks give backward other tensors, to which a forgotten detach does no harm.
     contexts.clear()
     with _Seen() as really:
         saved = measure_saved(forward)
     attributes = {id(tensor): tensor for tensor in tree_leaves(contexts) if torch.is_tensor(tensor)}
-    for how, kept in {"by autograd": saved, "as attributes of ctx": attributes.values()}.items():
+    for how, kept in {SAVED: saved, ATTRIBUTES: attributes.values()}.items():
         kept = [x.nbytes for x in kept if x.dtype != torch.uint8]  # uint8: generators' states
-        seen[f"bytes kept {how}"] = sum(kept)
+        seen[how] = sum(kept)
     return seen | {COPIED: really.copies}
 
 
@@ -219,24 +221,57 @@ def _checkpoint_trials():
         yield Trial(1, _run_checkpoint, (functions,), [right], what=what)
 
 
+def _read_checkpoint(_trial, _rank, right, seen):
+    """Explain what was kept in the wrong place, not called again, or not differentiated."""
+    what = first_difference(right, seen)
+    if what == "the gradient of weight" and seen[what] is None:
+        return (
+            "x has its gradient, the weights inside fn have none: torch.autograd.grad(output, "
+            "inputs) gives those of the inputs alone. output.backward(gradient) gives all."
+        )
+    if what == CALLS and seen[CALLS][1] == 0:
+        return (
+            "fn wasn't called in backward, so all that forward computed had to wait for it. Keep "
+            "the inputs only, and call fn again."
+        )
+    if what == SAVED and seen[SAVED] < right[SAVED] and seen[ATTRIBUTES]:
+        return (
+            "The inputs are kept as an attribute. Use ctx.save_for_backward(*inputs), which "
+            "autograd knows of: it frees them after backward, and notices if one was changed."
+        )
+    return None
+
+
+class CheckpointForgetsEnableGrad(checkpointing.Checkpoint):
+    @staticmethod
+    def backward(ctx, gradient):
+        _, *inputs = ctx.saved_tensors
+        ctx.fn(*[x.detach().requires_grad_(x.requires_grad) for x in inputs]).backward(gradient)
+
+
 Checkpoint = Exercise(
     reference=checkpointing.Checkpoint,
     helpers=(random_numbers_from, random_state, set_random_state),
     trials=_checkpoint_trials,
+    explain=_read_checkpoint,
     hints={
         "start": "Forward: ctx.fn = fn, ctx.save_for_backward(*inputs), and return fn(*inputs). No "
         "graph is recorded there.",
         "values": "Backward: copies of the inputs, x.detach().requires_grad_(x.requires_grad), and "
         "fn on them inside torch.enable_grad(). Then output.backward(gradient), and each copy has "
         "its .grad.",
-        "error": "Forward: ctx.state = torch.get_rng_state(). Backward: "
+        "error": "Call fn inside torch.enable_grad(), and return None for fn, then a gradient for "
+        "each input. Random numbers? Forward: ctx.state = torch.get_rng_state(). Backward: "
         "torch.set_rng_state(ctx.state) before fn, inside torch.random.fork_rng(devices=[]), which "
         "puts everything back afterwards.",
     },
     praise="the same gradients to the last bit, random numbers included, and nothing is kept but "
     "the inputs. fn is called a second time for it.",
     note="With a GPU's random numbers and autocast. ddpkit.checkpointing.checkpoint calls it.",
-    mistakes=mistakes("""
+    mistakes=[
+        *mistakes("""
+all_require_gradients: requires_grad_(x.requires_grad) → requires_grad_()
+    An input of whole numbers can't require a gradient: requires_grad_(x.requires_grad).
 forgets_the_random_state: , random_numbers_from(state) →
     The second call drew other numbers: torch.set_rng_state() to what it was in forward.
 leaves_the_random_state: set_random_state(before) → pass
@@ -254,6 +289,11 @@ records_in_forward: return fn(*inputs) → with torch.enable_grad(): ctx.output 
 keeps_the_result: return fn(*inputs) → ctx.out = fn(*inputs)⏎return ctx.out
     Forward keeps 16 bytes more than the inputs. Keep nothing else, no result either.
 """),
+        Mistake.written(
+            CheckpointForgetsEnableGrad,
+            "In backward no graph is recorded: call fn inside torch.enable_grad().",
+        ),
+    ],
 )
 
 
@@ -316,9 +356,20 @@ def _products_trials():
     yield Trial(1, _run_products, (), [right])
 
 
+def _read_products(_trial, _rank, right, seen):
+    what = "sizes of what is kept"
+    if len(seen[what]) > len(right[what]):
+        return (
+            "More was kept than the results of the two products with weights. bmm is attention's, "
+            "and is computed again like all others: is_product(operation) is false for it."
+        )
+    return None
+
+
 Products = Exercise(
     reference=checkpointing.Products,
     trials=_products_trials,
+    explain=_read_products,
     hints={
         "start": "Four cases: is it a product, and is it the first time or again? In three of them "
         "call operation(*args, **(kwargs or {})) and return what it gives.",
@@ -347,6 +398,9 @@ without_kwargs: result = operation(*args, **(kwargs or {})) → result = operati
 # checkpoint_sequential(functions, segments, x)
 
 CUTS = {(6, 3): [2, 2, 2], (7, 3): [3, 2, 2], (5, 1): [5], (4, 4): [1, 1, 1, 1], (8, 3): [3, 3, 2]}
+
+
+LENGTHS = "lengths of the segments, the longest first"
 
 
 class _Layer(nn.Module):
@@ -379,7 +433,7 @@ def _run_sequential(answer, layers, segments):
     gradients = [None if gradient is None else gradient.item() for gradient in gradients]
     return {
         "calls in forward": in_forward,
-        "lengths of the segments": sorted(lengths, reverse=True),
+        LENGTHS: sorted(lengths, reverse=True),
         "the last layer is computed again": layers - 1 in calls,
         "the result, and the gradients": [y.item(), *gradients],
     }
@@ -388,15 +442,25 @@ def _run_sequential(answer, layers, segments):
 def _sequential_trials():
     for (layers, segments), lengths in CUTS.items():
         plain = _run_sequential(lambda chain, _, x: chain(x), layers, segments)
-        right = plain | {"lengths of the segments": lengths}
+        right = plain | {LENGTHS: lengths}
         what = f"{layers} layers, segments={segments}"
         yield Trial(1, _run_sequential, (layers, segments), [right], what=what)
+
+
+def _read_segments(_trial, _rank, right, seen):
+    if first_difference(right, seen) != LENGTHS or len(seen[LENGTHS]) != len(right[LENGTHS]):
+        return None
+    return (
+        "So many segments, but one is longer than another by more than one, so more of it is alive "
+        "at a time. Segment number i begins at len(functions) * i // segments."
+    )
 
 
 checkpoint_sequential = Exercise(
     reference=checkpointing.checkpoint_sequential,
     helpers=(cut,),
     trials=_sequential_trials,
+    explain=_read_segments,
     hints={
         "start": "Where does segment number i begin? At len(functions) * i // segments.",
         "values": "For all segments but the last: x = checkpoint(functions[start:stop], x). A part "

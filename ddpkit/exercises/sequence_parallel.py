@@ -125,6 +125,11 @@ ScatterTokens = Exercise(
     },
     praise="a reduce-scatter forward, an all-gather backward: together they are g, and no more.",
     mistakes=mistakes("""
+zeros_elsewhere: return gather_tokens(gradient, ctx.group), None →
+    ⏎whole, place = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+    ⏎return torch.cat([gradient * (at == place) for at in range(whole)], 1), None
+    x has gradients at this rank's tokens alone, and zeros at others. But its summands of all tokens
+    went into sums, of which the other ranks have the gradients: gather them.
 sums_nothing: return scatter_tokens(x, group) →
     ⏎return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].clone()
     Those are this rank's summands of its tokens: the other ranks' are missing.

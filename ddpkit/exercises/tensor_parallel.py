@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ddpkit import tensor_parallel as library
 from ddpkit.runtime.recorder import recorder
 
-from .checker import Exercise, Rounded, Trial, mistakes
+from .checker import Exercise, Rounded, Trial, first_difference, mistakes
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
@@ -65,6 +65,17 @@ def whole(tensor: torch.Tensor | None) -> Rounded | None:
 
 # CopyToRanks and SumOverRanks: f and g
 
+BESIDE = "gradient of x, where x is added to out,"
+
+
+def _read_pair(trial: Trial, rank: int, right: dict, seen: dict) -> str | None:
+    if first_difference(right, seen) == BESIDE:
+        return (
+            "Right alone, but here x also goes past it, and the way past needs the same gradient. "
+            "Did backward change the one it was given? Work on gradient.clone()."
+        )
+    return of_group(trial)
+
 
 def _run_pair(answer, gradient_of_all, size):
     rank, group = dist.get_rank(), group_of(size)
@@ -83,7 +94,7 @@ def _run_pair(answer, gradient_of_all, size):
     seen["bytes of its call"] = sum(record.bytes for record in recorder().records[begun:])
     x.grad = None
     (answer.apply(x, group) + x).backward(gradient)
-    return seen | {"gradient of x, where x is added to out,": whole(x.grad)}
+    return seen | {BESIDE: whole(x.grad)}
 
 
 def _pair(world_size: int, size: int, sums_forward: bool) -> list[dict]:
@@ -103,7 +114,7 @@ def _pair(world_size: int, size: int, sums_forward: bool) -> list[dict]:
                 "calls in backward": {} if sums_forward else called,
                 "dtype of out": "torch.float32",
                 "bytes of its call": 8,
-                "gradient of x, where x is added to out,": [
+                BESIDE: [
                     3 * (passed + beside),
                     4 * (passed + beside),
                 ],
@@ -117,7 +128,7 @@ CopyToRanks = Exercise(
     trials=lambda: in_groups(
         _run_pair, _pair, "rank r's x is [1, 2]·10ʳ, its gradient [3, 4]·10ʳ", False
     ),
-    explain=of_group,
+    explain=_read_pair,
     hints={
         "start": "forward passes x on. backward is given this rank's gradient, and returns the "
         "sum of all ranks' and None, for the group.",
@@ -151,7 +162,7 @@ SumOverRanks = Exercise(
     trials=lambda: in_groups(
         _run_pair, _pair, "rank r's x is [1, 2]·10ʳ; all have the gradient [3, 4]", True
     ),
-    explain=of_group,
+    explain=_read_pair,
     hints={
         "start": "The mirror of f: forward returns the sum of all ranks' x, backward passes the "
         "gradient on.",

@@ -11,7 +11,7 @@ from ddpkit.models import Block, torch_attention
 from ddpkit.runtime.recorder import recorder
 from ddpkit.tensor_parallel import sequence as sequence_parallel
 
-from .checker import Exercise, Rounded, Trial, mistakes
+from .checker import Exercise, Mistake, Rounded, Trial, mistakes
 from .score import SPARE, spare
 from .tensor_parallel import autograd_must_know, calls, group_of, in_groups, of_group, whole
 
@@ -155,7 +155,9 @@ vocabulary_cross_entropy = Exercise(
     trials=lambda: in_groups(_run_loss, _losses, "5, 3, 6, 4 tokens of the vocabulary by rank"),
     says={
         SHAPE: "the result on rank {rank} has the shape {got}, not {expected}. One loss for each "
-        "target: no mean, no sum."
+        "target: no mean, no sum.",
+        NUMBERS: "losses and gradients are right, but rank {rank} gave away {got} numbers for each "
+        "target, where 3 are enough. Sum what a rank has by itself, and only then over ranks.",
     },
     explain=of_group,
     hints={
@@ -169,6 +171,12 @@ vocabulary_cross_entropy = Exercise(
     },
     praise="three numbers a target, however many tokens a vocabulary has.",
     mistakes=mistakes("""
+maximum_on_each_rank: of_local.where(mine, 0) → (of_local + largest).where(mine, 0) - largest
+    Each rank subtracted the maximum from its summand, so it goes off W times. Subtract it from the
+    target's logit alone, or once from the sum.
+starts_at_its_rank: among(targets, start, → among(targets, dist.get_rank(group) * logits.shape[-1],
+    Ranks have different numbers of tokens here, so a rank's first isn't token rank · n. It is
+    `start`.
 its_own_maximum: dist.all_reduce(largest, dist.ReduceOp.MAX, group) → pass
     Each rank subtracted its own maximum, so their powers don't fit together. One maximum for all:
     dist.all_reduce(largest, dist.ReduceOp.MAX).
@@ -177,6 +185,8 @@ no_maximum: logits.detach().amax(-1) → torch.zeros_like(logits[..., 0])
 one_maximum: logits.detach().amax(-1) → logits.detach().amax().expand(len(logits)).clone()
     That is one maximum for all targets. Each has its own logits, and its own maximum: .amax(-1),
     or a row far below the others has no powers left.
+keeps_the_graph: logits.detach().amax(-1) → logits.amax(-1)
+    The maximum is only subtracted, and cancels: a constant. Take it from logits.detach().
 its_own_powers: SumOverRanks.apply(both, group) → both[0], SumOverRanks.apply(own, group)
     Each rank divides by the powers of its own tokens, as if there were no others: sum them over
     the ranks.
@@ -315,6 +325,10 @@ def _clipped(world_size: int, size: int) -> list[dict]:
     return [right | {SPARE: "few"} for right in seen]
 
 
+def by_pytorch(copies, max_norm, group=None):
+    return nn.utils.clip_grad_norm_(copies, max_norm)
+
+
 clip_grad_norm = Exercise(
     reference=tensor_parallel.clip_grad_norm,
     trials=lambda: in_groups(_run_clip, _clipped, "[3, -4]·(r+1) is split, [12, 0, 5] alike"),
@@ -329,7 +343,16 @@ clip_grad_norm = Exercise(
         "error": "A parameter that wasn't used has no gradient: leave it out.",
     },
     praise="one length on all ranks, each number of the model in it once.",
-    mistakes=mistakes("""
+    mistakes=[
+        Mistake.written(
+            by_pytorch,
+            "PyTorch's takes the length of what this rank has. Sum the squares over the ranks "
+            "first, and what all hold alike once: else each rank has another factor.",
+        ),
+        *mistakes("""
+divides_before_it_squares: .square().sum() / count → .div(count).square().sum()
+    What n ranks hold alike has its squares divided by n²: the gradient was divided before it was
+    squared. Square first, then divide by n.
 counts_copies: .square().sum() / count → .square().sum()
     What all ranks hold alike is in it W times: the gradient seems longer than it is, and is cut too
     short. Divide its squares by the number of copies.
@@ -347,4 +370,5 @@ returns_the_new_length: return norm → return norm.clamp(max=max_norm)
 in_new_tensors: gradient *= → gradient = gradient *
     The gradients are as before. Write into them in place: gradient *= factor.
 """),
+    ],
 )

@@ -71,7 +71,8 @@ MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
     "arg0: torch._C._distributed_c10d.ReduceOp": "After the tensor comes the operation, such as a "
     "sum, and then the group: write group=group.",
     "autograd kernel was not registered": "dist.all_reduce is unknown to autograd, so backward "
-    "may do anything. SumOverRanks.apply(x, group) is the same sum, and backward knows it.",
+    "may do anything. Give it x.detach() of a constant, such as a maximum that is subtracted. "
+    "SumOverRanks.apply(x, group) is the same sum, and backward knows it.",
     "does not require grad and does not have a grad_fn": "No graph leads to this tensor. Was it "
     "detached, or computed under no_grad, or in a backward, where torch.enable_grad() is needed?",
     "must be Tensor, not tensor": "A tile in a kernel is no PyTorch tensor: only Triton's "

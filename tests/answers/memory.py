@@ -141,11 +141,75 @@ def block_bytes_with_a_little_more(batch, length, width, heads):
     return memory.block_bytes(batch, length, width, heads) + 24 * batch * length
 
 
+class CheckpointInAttributes(CheckpointByAutogradGrad):
+    @staticmethod
+    def forward(ctx, fn, *inputs):
+        ctx.fn, ctx.state, ctx.inputs = fn, torch.get_rng_state(), inputs
+        return fn(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.inputs]
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(ctx.state)
+            ctx.fn(*inputs).backward(gradient)
+        return None, *(x.grad for x in inputs)
+
+
+class CheckpointOfInputsAlone(CheckpointByAutogradGrad):
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.fn(*inputs)
+        return None, *torch.autograd.grad(output, inputs, gradient)
+
+
+class CheckpointKeepsTheGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, fn, *inputs):
+        ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        with torch.enable_grad():
+            ctx.output = fn(*ctx.inputs)
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.output.backward(gradient)
+        return None, *(x.grad for x in ctx.inputs)
+
+
+class ProductsOfAttentionToo(TorchDispatchMode):
+    def __init__(self, kept=None):
+        super().__init__()
+        self.kept, self.again = list(kept or ()), kept is not None
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        product = is_product(operation) or "bmm" in str(operation)
+        if product and self.again:
+            return self.kept.pop(0).detach()
+        result = operation(*args, **(kwargs or {}))
+        self.kept += [result] * product
+        return result
+
+
+def sequential_with_a_long_last_one(functions, segments, x):
+    length = len(functions) // segments
+    for start in range(0, length * (segments - 1), length):
+        x = checkpoint(functions[start : start + length], x)
+    return functions[length * (segments - 1) :](x)
+
+
 COPIED = "an alias, which takes no memory, would do"
 WRONG = [
     ("alive", alive_that_empties_its_list, "`lives` isn't what it was"),
     ("Products", ProductsInCopies, COPIED),
     ("Checkpoint", CheckpointInCopies, COPIED),
+    ("Checkpoint", CheckpointInAttributes, "Use ctx.save_for_backward(*inputs), which"),
+    ("Checkpoint", CheckpointOfInputsAlone, "the weights inside fn have none"),
+    ("Checkpoint", CheckpointKeepsTheGraph, "fn wasn't called in backward"),
+    ("Products", ProductsOfAttentionToo, "bmm is attention's"),
+    ("checkpoint_sequential", sequential_with_a_long_last_one, "longer than another by more"),
     ("block_bytes", block_bytes_one_percent_off, "Yours is 33.7sbd + 4.96bs²H"),
     ("block_bytes", block_bytes_with_a_little_more, "how many sbd, and how many bs²H?"),
 ]

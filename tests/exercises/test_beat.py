@@ -1,5 +1,7 @@
 """Numbers to beat: counted, refused where torch did the work, and remembered."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,18 +85,40 @@ def test_a_try_is_kept_while_no_other_is_as_good_in_both():
     assert "your best" not in number.judge(1, 1, "it is no schedule.").text
 
 
-def _learned(sends):
+def _learned(alike, loss=0.5, length=2.0):
     x = torch.ones(8)
     dist.all_reduce(x)
-    return 0.5, torch.ones(2) * (1 if sends else dist.get_rank())
+    copy = torch.ones(2) * (1 if alike else dist.get_rank())
+    return torch.tensor([[loss, length]]), {"norm.weight": copy}
+
+
+def _block(*args, world_size=2):
+    return launch(_learned, *args, world_size=world_size, backend="gloo")
 
 
 def test_a_block_keeps_its_parameters():
     plain, lean = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-    run = launch(_learned, True, world_size=2, backend="gloo")
-    assert beat.beat_block(run, 1, plain, plain).text.endswith("your best 32 (0.5 of loss)")
-    assert "lost parameters" in beat.beat_block(run, 1, lean, plain).text
+    run, alone = _block(True), _block(True, world_size=1)
+    assert beat.beat_block(run, alone, plain, plain).text.endswith("your best 32 (0.5 of loss)")
+    assert "lost parameters" in beat.beat_block(run, alone, lean, plain).text
     (plain.weight.sum() * 2).backward()
-    assert "bias takes no part" in beat.beat_block(run, 1, plain, plain).text
-    run = launch(_learned, False, world_size=2, backend="gloo")
-    assert "ranks went apart" in beat.beat_block(run, 1, lean, lean).text
+    assert "bias takes no part" in beat.beat_block(run, alone, plain, plain).text
+
+
+def test_a_block_computes_what_one_rank_would():
+    block, alone = nn.Linear(4, 4), _block(True, world_size=1)
+    apart = beat.beat_block(_block(False), alone, block, block)
+    assert apart.passed is False
+    assert "ranks went apart: their copies of norm.weight differ" in apart.text
+    twice = beat.beat_block(_block(True, 0.5, 1.8), alone, block, block)  # as a bias inside g
+    assert twice.passed is False
+    assert "a gradient 1.800 long; of one rank with the same blocks it is a loss" in twice.text
+    assert "isn't below 1" in beat.beat_block(_block(True, math.nan), alone, block, block).text
+
+
+def test_a_plan_is_judged_by_what_it_computes_again():
+    assert "✓ yours 21 thirds of a block's forward, 34.3 MB at most · par 21" in (
+        beat.beat_plan(21, 34_310_000, 34.4).text
+    )
+    assert beat.beat_plan(24, 34_310_000, 34.4).passed is None
+    assert "its peak is above 50 MB" in beat.beat_plan(7, 50_800_000, 50.0).text
