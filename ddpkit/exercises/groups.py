@@ -45,8 +45,8 @@ _numbers = itertools.count()  # of the calls of this process
 def _compared() -> Iterator[None]:
     """Raise _Differ, while inside, where ranks' n-th calls of new_group differ.
 
-    Else it is a matter of luck who finds whom. The ranks' lists go through torch's store, which
-    leaves no calls on the wire.
+    Otherwise luck decides which ranks find each other. The ranks' lists go through torch's store,
+    which leaves no calls on the wire.
     """
     make, store = dist.new_group, distributed_c10d._get_default_store()
 

@@ -341,7 +341,7 @@ class Look:
         """Return groups that ranks made under one number, though their members differ.
 
         It is {members: the ranks that made it so}, of the first such number, or {}. Ranks look for
-        each other under a group's number, so those of two groups may find each other, or nobody.
+        each other under a group's number, so those of two groups may find each other, or none.
         """
         made: dict[tuple[str, int], dict[tuple[int, ...], list[int]]] = {}
         for rank in self.ranks:
