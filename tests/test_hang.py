@@ -17,6 +17,7 @@ from test_board import call
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import HangError, RankError, launch
+from ddpkit.lesson.replay import replay
 from ddpkit.runtime import columns, watch
 from ddpkit.runtime import report as words
 from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, SLOTS, Board, unfitting
@@ -121,6 +122,40 @@ def test_trap_17_deadlocks(name, says, advice):
     assert re.match(f"deadlock: (each waits for another: )?{says}", text)
     assert text.splitlines()[-1].startswith(advice)
     assert name != "tags_differ" or "send(100000 float32, dst=1, tag=3)" in text
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_groups_that_only_their_members_make_are_named(stages):
+    """Who finds whom is a matter of luck; the reason isn't."""
+
+    def pairs():
+        dist.new_group(list(range(dist.get_rank() % stages, 2 * stages, stages)))
+        time.sleep(60)  # for those that found each other
+
+    with pytest.raises(HangError) as caught:
+        launch(pairs, world_size=2 * stages, hang_after=1, timeout=4)
+    advice = str(caught.value).splitlines()[-1]
+    assert advice.startswith("Each rank counts its groups, and under one number ranks 0 and ")
+    assert f"ranks 1 and {stages + 1} make [1, {stages + 1}]" in advice
+    assert advice.endswith(
+        "Every rank must make every group, in one order, also those it isn't in."
+    )
+    replay(caught.value)
+
+
+def test_groups_made_under_one_number_are_replayed_one_by_one():
+    """They have a channel in common, and are no call of all these ranks."""
+    groups = [(0, 2), (1, 3), (0, 2), (1, 3)]
+    said = {"op": "new_group", "channel": "new 1#1", "fingerprint": "", "group": "group"}
+    wire = []
+    for ranks in groups:
+        ended = {"waited": 1.0, "done": 2.0 if 0 in ranks else None}
+        wire.append([call(ranks=ranks, detail=str(list(ranks)), **said, **ended)])
+    texts = [event.text for event in replay(SimpleNamespace(wire=wire))]
+    assert texts == [
+        "ranks 0 and 2 form a group",
+        "ranks 1 and 3 wait in vain in new_group([1, 3])",
+    ]
 
 
 def test_trap_17_ddp_with_one_rank_doing_fewer_steps():

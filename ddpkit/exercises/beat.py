@@ -54,7 +54,7 @@ class NumberToBeat:
 
     def judge(self, number: float, beside: float, refused: str | None) -> Verdict:
         """Write number, par, bound and the best tries so far; what is refused doesn't count."""
-        told = [f"yours {number:g} {self.unit}, {beside:g} {self.company}"]
+        told = [f"yours {number:g} {self.unit}, {self._beside(beside)}"]
         if self.par is not None:
             told.append(f"par {self.par:g}")
         if self.bound is not None:
@@ -62,10 +62,14 @@ class NumberToBeat:
         if refused:
             return Verdict(False, f"✗ {' · '.join(told)}. It doesn't count: {refused}")
         self.keep(number, beside)
-        best = ", ".join(f"{least:g} ({other:g} {self.company})" for least, other in self.kept)
+        best = ", ".join(f"{least:g} ({self._beside(other)})" for least, other in self.kept)
         told.append(f"your best {best}")
         beaten = self.par is not None and number <= self.par
         return Tried(beaten or None, f"{'✓ ' if beaten else ''}{' · '.join(told)}", self)
+
+    def _beside(self, number: float) -> str:
+        one = number == 1 and self.company == "hops"
+        return f"{number:g} {'hop' if one else self.company}"
 
     def keep(self, number: float, beside: float) -> None:
         """Add a try, and drop from `kept` those that another is as good as in both numbers."""

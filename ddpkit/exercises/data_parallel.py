@@ -387,6 +387,9 @@ rows_of_this_rank_only: dist.all_reduce(all_rows) → pass
     Weight each: its rows over all rows, which an all_reduce adds up.
 of_means: rows / all_rows.item() → 1 / dist.get_world_size()
     A mean of means: ranks count alike, whatever rows they have. Right only if all have as many.
+as_for_a_mean_over_ranks: rows / all_rows.item() → dist.get_world_size() * rows / all_rows.item()
+    Exactly W times too large: a factor W is for whoever divides by W later. Here nobody does, the
+    all_reduce only adds.
 forgets_to_divide: rows / all_rows.item() → rows
     It is weighted with rows, and never divided. Divide by the rows of all ranks.
 always_divides: 1 if reduction == "sum" else rows / all_rows.item() → 1 / dist.get_world_size()
@@ -422,7 +425,11 @@ def _run_naive(answer, steps, unused):
         skips = unused and step == steps and rank == 1
         optimizer.zero_grad()
         model(world_size * 10**rank, LAYERS[1:4] if skips else LAYERS).backward()
+        begun = len(recorder().records)
         model.synchronize()
+        if step == 1:  # where no gradient is a WEIGHT; a buffer has two numbers at most
+            sent = [record.values or [] for record in recorder().records[begun:]]
+            again = any(WEIGHT in values and len(values) > 2 for values in sent)
         left = left_in(module)
         optimizer.step()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -430,7 +437,7 @@ def _run_naive(answer, steps, unused):
     sent, buffers = recorder().records[before:], list(module.buffers())
     spare = steps * 4 * (1 + len(list(module.parameters())))
     too_many = excess(sent, steps * (trained + buffers), spare)["bytes too many"]
-    return found | left | {"bytes too many": too_many}
+    return found | left | {"weights again": again, "bytes too many": too_many}
 
 
 def _naive_trials():
@@ -441,7 +448,8 @@ def _naive_trials():
             left_out = unused and name not in LAYERS[1:4]
             grads[f"{name}.grad"] = (mean - 10 * left_out) * factor
             weights[name] = WEIGHT - (steps - 1) * LR * mean * factor
-        expected = start | ideal(mean) | grads | weights | {"bytes too many": 0}
+        wire = {"weights again": False, "bytes too many": 0}
+        expected = start | ideal(mean) | grads | weights | wire
         what = f"step {steps}" + ", in which rank 1 leaves a layer out" * unused
         yield Trial(world_size, _run_naive, (steps, unused), [expected] * world_size, what=what)
 
@@ -460,11 +468,14 @@ NaiveDDP = Exercise(
         "values": "All ranks begin as rank 0 does, and .grad becomes the mean, in place.",
         "hang": "All ranks make the same calls, whatever they used of the model.",
     },
-    praise="replicas that begin apart are equal from the start, and follow one mean.",
+    praise="replicas that begin apart are equal from the start, and follow one mean. (Ours sends "
+    "more bytes: before the first broadcast, ranks compare the names and shapes they have.)",
     says={
         "trained": "after wrapping, trained parameters on rank {rank} are {got}, not {expected}.",
         "frozen": "after wrapping, a frozen parameter on rank {rank} is {got}, not {expected}.",
         "buffers": "after wrapping, the buffers on rank {rank} are {got}, not {expected}.",
+        "weights again": "the values are right, but synchronize on rank {rank} sent "
+        "parameters again: replicas that start equal and follow one mean stay equal.",
         **TRAFFIC,
     },
     explain=read_mean,

@@ -1,7 +1,15 @@
 """Checker of notebook 10's groups: dist.new_group is a call of all ranks, in one order."""
 
+import contextlib
+import itertools
+from collections.abc import Iterator
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ddpkit.tools.units import name_ranks
 
 from .checker import Exercise, Mistake, Trial, mistakes
 
@@ -22,16 +30,68 @@ def as_found(stages):
     return dist.new_group(list(range(rank % stages, world_size, stages)))
 
 
+ALIKE = {"calls": "alike"}
+
+
+class _Differ(Exception):
+    """Ranks make different groups in the same call."""
+
+
+PATIENCE = timedelta(seconds=3)  # with ranks that may make fewer groups
+_numbers = itertools.count()  # of the calls of this process
+
+
+@contextlib.contextmanager
+def _compared() -> Iterator[None]:
+    """Raise _Differ, while inside, where ranks' n-th calls of new_group differ.
+
+    Otherwise luck decides which ranks find each other. The ranks' lists go through torch's store,
+    which leaves no calls on the wire.
+    """
+    make, store = dist.new_group, distributed_c10d._get_default_store()
+
+    def new_group(ranks=None, *args, use_local_synchronization=False, **options):
+        if not use_local_synchronization:
+            number, everybody = next(_numbers), range(dist.get_world_size())
+            mine = sorted(everybody if ranks is None else ranks)
+            keys = [f"groups {number} of {rank}" for rank in everybody]
+            store.set(keys[dist.get_rank()], str(mine))
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait(keys, PATIENCE)
+                _compare([store.get(key).decode() for key in keys])
+        options["use_local_synchronization"] = use_local_synchronization
+        return make(ranks, *args, **options)
+
+    dist.new_group = new_group
+    try:
+        yield
+    finally:
+        dist.new_group = make
+
+
+def _compare(lists: list[str]) -> None:
+    ranks_by_list: dict[str, list[int]] = {}
+    for rank, made in enumerate(lists):
+        ranks_by_list.setdefault(made, []).append(rank)
+    if len(ranks_by_list) > 1:
+        pairs = ranks_by_list.items()
+        raise _Differ(", ".join(f"{name_ranks(who)} for {made}" for made, who in pairs))
+
+
 def _run(answer, stages):
-    group = answer(stages)
+    try:
+        with _compared():
+            group = answer(stages)
+    except _Differ as differ:
+        return {"calls": str(differ)}
     try:
         ranks = dist.get_process_group_ranks(group)
     except (AttributeError, KeyError, TypeError, ValueError):
-        return {"members": f"{group!r}, which is no group that this rank is in"}
+        return ALIKE | {"members": f"{group!r}, which is no group that this rank is in"}
     numbers = torch.tensor([10 ** dist.get_rank()])
     dist.all_reduce(numbers, group=group)  # the group must also work
     dist.barrier()
-    return {"members": ranks, "sum": numbers.item()}
+    return ALIKE | {"members": ranks, "sum": numbers.item()}
 
 
 def _trials():
@@ -39,8 +99,10 @@ def _trials():
         expected = []
         for rank in range(world_size):
             ranks = list(range(rank % stages, world_size, stages))
-            expected.append({"members": ranks, "sum": sum(10**member for member in ranks)})
-        yield Trial(world_size, _run, (stages,), expected, what=f"{stages} stages")
+            right = {"members": ranks, "sum": sum(10**member for member in ranks)}
+            expected.append(ALIKE | right)
+        what = "1 stage" if stages == 1 else f"{stages} stages"
+        yield Trial(world_size, _run, (stages,), expected, what=what)
 
 
 RULE = (
@@ -61,6 +123,7 @@ my_group = Exercise(
     praise="on meshes from 4 × 1 to 2 × 3: every rank made all groups, and kept its own.",
     note="In PyTorch: init_device_mesh, which makes them all.",
     says={
+        "calls": "in one and the same call of new_group, ranks ask for different groups: {got}.",
         "members": "rank {rank}'s group has {got}, expected ranks {expected}: rank r has stage "
         "r % stages.",
         "sum": "an all_reduce in rank {rank}'s group gave {got}, expected {expected}: each digit "

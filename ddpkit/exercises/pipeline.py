@@ -189,6 +189,9 @@ one_more_ahead: ahead = stages - 1 - stage → ahead = stages - stage
     every stage holds a micro-batch more than it has to: mend the count, not the plan.
 all_ahead: ahead = stages - 1 - stage → ahead = micro_batches
     It would run: with all forwards ahead it is GPipe, which holds all micro-batches.
+kept_in_range: forward += 1 → forward = min(max(forward, 0) + 1, micro_batches - 1)
+    No number is too large any more, but the last stage does its last forward twice and its first,
+    F0, never. At which number does it begin?
 no_turns: while remaining > 0: → while remaining > 0 and stage < stages - 1:
     Now the last stage does no forward at all.
 """),

@@ -58,17 +58,19 @@ def _run_forwards(answer, order):
     for i, x in enumerate(inputs if rank == 0 else []):
         x.fill_(10**i)
     actions = [f"{rank}F{i}" for i in order]
-    held = answer(_Triple(), actions, inputs, lambda y, i: len(order) * (i + 1) * y.sum())
+    module = _Triple()
+    held = answer(module, actions, inputs, lambda y, i: len(order) * (i + 1) * y.sum())
     seen = {"returned": type(held).__name__}
     if not isinstance(held, dict):
         return seen
     seen |= {"micro-batches": list(held), "x": {}, "y": {}, "requires": {}, "slope": {}}
     for i, (x, y) in held.items():
         seen["x"][i], seen["y"][i] = x.item(), y.item()
-        seen["requires"][i] = x.requires_grad
-        alive = y.requires_grad and x.requires_grad
-        slope = torch.autograd.grad(y, x, allow_unused=True)[0] if alive else None
-        seen["slope"][i] = None if slope is None else slope.item()
+        seen["requires"][i] = rank == 0 or x.requires_grad  # rank 0 sends no gradient back
+        to, unit = (module.weight, module.weight.item() / 10**i) if rank == 0 else (x, 1)
+        alive = y.requires_grad and to.requires_grad
+        slope = torch.autograd.grad(y, to, allow_unused=True)[0] if alive else None
+        seen["slope"][i] = None if slope is None else slope.item() * unit
     sent = sum(record.bytes for record in recorder().records if record.op == "send")
     return seen | {"sent": sent}
 
@@ -115,7 +117,7 @@ run_forwards = Exercise(
         "y": "y on rank {rank} is {got}, expected {expected}.",
         "requires": "x and y are right; but that x requires a gradient is on rank {rank} {got}.",
         "slope": "x and y are right; but dy/dx on rank {rank} is {got}, expected {expected}: "
-        "backward will need the way from y to x.",
+        "backward will need the way from y to x, and to the weights.",
         "sent": "all is right, but rank {rank} sent {got} bytes, expected {expected}: each y once, "
         "to the next rank.",
     },

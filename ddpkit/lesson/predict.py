@@ -14,6 +14,7 @@ failed checks.
 from collections.abc import Sequence
 from functools import cached_property
 
+from ..tools.units import count
 from .card import WIDEST, answer_card, marked, score_card
 from .page import BLUE
 from .widgets import WRAPPED, Live, asking
@@ -143,7 +144,7 @@ class Predictions:
         said = f"{sum(judged)} of {len(judged)} predictions right"
         said += f", {left} not entered." if left else "."
         if not judged:
-            said = f"{left} predictions, none entered."
+            said = f"{count(left, 'prediction')}, none entered."
         looks = ["surprise" if right is False else right for right in verdicts]
         return Answer(said, score_card(said, looks))
 

@@ -47,11 +47,15 @@ class Event:
 
 
 def key(record: Record) -> tuple:
-    """Return (channel, index on the channel), which a message's two ends have in common.
+    """Return (channel, index on the channel, ...), which a message's two ends have in common.
 
-    So have all ranks of a collective. A channel is a group or one direction between two ranks.
+    So have all ranks of a collective, with their group's ranks as a third: two groups that were
+    made under one number have the same channel. A channel is a group or one direction between two
+    ranks.
     """
-    return record.channel, record.seq
+    if record.op in MESSAGES:
+        return record.channel, record.seq
+    return record.channel, record.seq, record.ranks
 
 
 def replay(run) -> list[Event]:
@@ -141,6 +145,8 @@ def _complete(records: dict[int, Record]) -> bool:
     records: {rank: its record of the call}.
     """
     first = next(iter(records.values()))
+    if first.op == "new_group" and any(record.done is None for record in records.values()):
+        return False
     return len(records) == len(first.ranks) and _alike(records)
 
 
@@ -282,6 +288,7 @@ def _different_calls(records: dict[int, Record]) -> Event:
 def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
     """Return the event of a collective that some members of its group never called.
 
+    It may also be a new group whose members all came, and never found each other.
     records: {rank: its record}, of those that did. ever: "for ever" or "in vain".
     """
     first, ranks = next(iter(records.values())), sorted(records)
@@ -289,8 +296,9 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
     wait = "waits" if len(ranks) == 1 else "wait"
     never = "never calls it" if len(absent) == 1 else "never call it"
     status = dict.fromkeys(absent, "never calls it") | dict.fromkeys(ranks, f"waits here {ever}")
-    text = f"{name_ranks(ranks)} {wait} {ever} in {first.call} for {name_ranks(absent)}"
-    return Event("stuck", f"{text}, which {never}", records, status=status)
+    text = f"{name_ranks(ranks)} {wait} {ever} in {first.call}"
+    text += f" for {name_ranks(absent)}, which {never}" if absent else ""
+    return Event("stuck", text, records, status=status)
 
 
 def _not_received(rank: int, record: Record, sent: Record | None, ever: str, failed: bool):

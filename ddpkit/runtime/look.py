@@ -337,6 +337,20 @@ class Look:
                 different.append(by_rank)
         return min(different, key=_first_issue, default=None)
 
+    def crossed_groups(self) -> dict[tuple[int, ...], list[int]]:
+        """Return groups that ranks made under one number, though their members differ.
+
+        It is {members: the ranks that made it so}, of the first such number, or {}. Ranks look for
+        each other under a group's number, so those of two groups may find each other, or none.
+        """
+        made: dict[tuple[str, int], dict[tuple[int, ...], list[int]]] = {}
+        for rank in self.ranks:
+            for record in self.records[rank]:
+                if record.op == "new_group":
+                    groups = made.setdefault(_channel_and_seq(record), {})
+                    groups.setdefault(record.ranks, []).append(rank)
+        return next((groups for groups in made.values() if len(groups) > 1), {})
+
     def in_step(self) -> bool:
         """Return whether all ranks are idle and have made the same calls: they can go on."""
         if any(s.state != "idle" for s in self.now):

@@ -334,6 +334,19 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     )
 
 
+def crossed(look: Look) -> str | None:
+    """Return sentences on groups with other members that ranks made under one number, or None."""
+    groups = look.crossed_groups()
+    if not groups:
+        return None
+    said = []
+    for members, ranks in groups.items():
+        verb = "makes" if len(ranks) == 1 else "make"
+        said.append(f"{name_ranks(ranks)} {verb} {list(members)}")
+    counted = f"Each rank counts its groups, and under one number {', '.join(said)}"
+    return f"{counted}. Every rank must make every group, in one order, also those it isn't in."
+
+
 def let_go(look: Look) -> str | None:
     """Return a sentence on an open message whose handle was deleted, and its line, or None.
 

@@ -18,7 +18,7 @@ from .look import INSIDE, ON_STREAM, Look
 from .machine import FreeMemory
 from .output import Output, label, shorten
 from .place import is_installed, is_library, is_pythons
-from .report import ends_by_itself, explain_deadlock, explain_mismatch, let_go, report
+from .report import crossed, ends_by_itself, explain_deadlock, explain_mismatch, let_go, report
 
 TICK_S = 0.05  # seconds between two reads of the board while no rank replies
 CERTAIN_S = 0.5  # seconds without progress; then a deadlock that the board proves is reported
@@ -117,7 +117,8 @@ class Watch:
             if self.timeout is not None and now - begun > self.timeout:
                 headline = f"no result after {self.timeout:g} s."
                 advice = "Above is where every rank was: a loop without end, or a short timeout?"
-                self.fail(HangError, self._report(headline, advice, Look(self.board)))
+                look = Look(self.board)
+                self.fail(HangError, self._report(headline, crossed(look) or advice, look))
 
     def check_all_live(self):
         """Raise RankError if a rank's process has ended; called before ranks are sent more work."""
@@ -262,6 +263,7 @@ class Watch:
         look: the state of all ranks; None: as the board shows it now.
         """
         look = look or Look(self.board)
+        advice = crossed(look) or advice
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:

@@ -235,8 +235,16 @@ class SendsTheStateDict(NaiveDDPWhole):
             dist.broadcast(tensor, src=0)
 
 
+class SendsTheWeightsInEachStep(NaiveDDPWhole):
+    def synchronize(self):
+        average_gradients_by_avg(self.module)
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+
 WRONG = [
     ("NaiveDDP", SendsTheStateDict, "the buffers on rank 1"),
+    ("NaiveDDP", SendsTheWeightsInEachStep, "synchronize on rank 0 sent parameters"),
     ("average_gradients", gathers_everything, "bytes more than an all_reduce of each"),
     ("average_gradients", sends_the_frozen_too, "made 1 calls more than there are trained"),
     ("average_gradients", counts_ranks_each_time, "bytes more than an all_reduce of each"),

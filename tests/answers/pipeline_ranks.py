@@ -22,6 +22,22 @@ def run_forwards_by_send(module, actions, inputs, loss):
     return held
 
 
+def run_forwards_without_a_gradient_on_rank_0(module, actions, inputs, loss):
+    """Rank 0's inputs could be whole numbers, which can't require one."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    held = {}
+    for action in actions:
+        i = pipeline.parse(action)[2]
+        if rank > 0:
+            dist.recv(inputs[i], rank - 1)
+            inputs[i].requires_grad_()
+        y = module(inputs[i])
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        held[i] = inputs[i], y if rank < last else loss(y, i) / len(inputs)
+    return held
+
+
 def run_stage_posts_its_receives(module, actions, inputs, loss):
     """Every receive begun at the start, in the order in which they are needed."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -77,6 +93,7 @@ def finish_step_by_messages(parameters, tied, ends):
 
 RIGHT = [
     ("run_forwards", run_forwards_by_send),
+    ("run_forwards", run_forwards_without_a_gradient_on_rank_0),
     ("run_stage", run_stage_posts_its_receives),
     ("accumulate", accumulate_by_sums),
     ("finish_step", finish_step_by_messages),

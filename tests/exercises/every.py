@@ -3,6 +3,8 @@
 import importlib.util
 import re
 
+from ddpkit.lesson.replay import replay
+
 
 def test_reference_passes(exercise):
     verdict = exercise(exercise.reference)
@@ -45,6 +47,8 @@ def test_mistake_hears_its_sentence(exercise, mistake):
     assert verdict.passed is False, f"{mistake.name} passed"
     assert mistake.says in verdict.text
     assert "NameError" not in verdict.text  # else what it replaces has changed its names
+    if exercise._outcome is not None:
+        replay(exercise._outcome)  # it can be played, whatever went wrong
 
 
 def test_other_right_answers_pass(exercise, right):
