@@ -332,7 +332,7 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
 
 
 def last_is_shared(names: list[str], ours: Step, theirs: list[Step]) -> bool:
-    """Tell whether the last backward added a gradient of the same length on all ranks."""
+    """Return whether the last backward added a gradient of the same length on all ranks."""
     within = max(1e-3, 4 * epsilon(ours.gradients))
     seen = False
     for name in names:

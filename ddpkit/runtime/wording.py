@@ -64,7 +64,7 @@ class Member:
         raise ValueError(f"{me}, which is itself: {remedy}")
 
     def _why_not(self, number: int) -> str:
-        """Return a sentence on the usual cause of a rank that is negative, or else too large."""
+        """Return a sentence on the usual cause of a rank that is negative or too large."""
         if number < 0:
             ring, made = "In a ring, take % world_size.", "Is it made for fewer ranks?"
             return f"{ring} {made} Then say how many: launch(..., world_size=2)."
