@@ -55,7 +55,7 @@ def run_kernel(connection_file: str, cwd: str, env: dict[str, str]) -> None:
     processes._server = lambda: server
     # Neither measurements nor pictures are compared; those that are stored are drawn all the same.
     race = interleave.race
-    interleave.race = lambda make, rounds, *options: race(make, 2, *options)
+    interleave.race = lambda make, rounds, *options, **named: race(make, 2, *options, **named)
     page.Picture.svg, widgets.inline = b"", lambda picture: ""
     sys.argv = ["ipykernel_launcher", "-f", connection_file]
     IPKernelApp.launch_instance()
