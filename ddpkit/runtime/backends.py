@@ -65,7 +65,7 @@ def start_on(
     except NoGpu as error:
         if backend == "nccl":
             raise
-        return start(on_cpu(f"{error}"))
+        return start(choose_gloo(f"{error}"))
 
 
 def choose_backend(backend: str, world_size: int, link: Link | None = None) -> Choice:
@@ -78,9 +78,9 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
     ValueError: `backend` is "nccl", and PyTorch can use no GPU; use "auto".
     """
     if backend == "gloo":
-        return on_cpu("as asked")
+        return choose_gloo("as asked")
     if link is not None:
-        return on_cpu(f"the emulated link ({link}) works on its wire")
+        return choose_gloo(f"the emulated link ({link}) works on its wire")
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     version = nccl_version() if gpus else ()
     nccl = f"nccl {'.'.join(map(str, version))}"
@@ -96,10 +96,10 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
     if backend == "nccl":
         expected = f"backend='nccl' expected a GPU, got {reason}"
         raise ValueError(f"{expected}: use backend='auto'")
-    return on_cpu(reason)
+    return choose_gloo(reason)
 
 
-def on_cpu(reason: str) -> Choice:
+def choose_gloo(reason: str) -> Choice:
     """Return the `Choice` of Gloo, for ranks that run on the CPU and see no GPU.
 
     reason: why it was chosen, such as "as asked"; it ends the line for the user.

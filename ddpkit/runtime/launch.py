@@ -58,6 +58,7 @@ def launch(
         it neither here nor in another rank.
     world_size: 4 by default; under torchrun, the number of ranks that torchrun started.
     backend: "gloo", "nccl" or "auto": NCCL where every rank can have a GPU, otherwise Gloo on CPU.
+        Ranks on Gloo see no GPU.
     link: an emulated wire between the ranks, slower than the real one (Gloo only).
     timeout: seconds after which the ranks are ended and a HangError says where they were.
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.

@@ -53,7 +53,8 @@ class Checkpoints:
 
     trainer: whose state is saved and loaded.
     Make it on every rank. Rank 0 then deletes what a run that died while it saved has left. `save`,
-    `wait` and `load` must also be called by every rank, after the same step.
+    `wait` and `load` must also be called by every rank, after the same step. Call `wait` at the
+    end: the thread that writes doesn't keep a process alive.
     """
 
     def __init__(self, trainer: Trainer, folder: str | Path, keep: int = 3):

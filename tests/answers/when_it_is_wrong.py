@@ -14,18 +14,23 @@ def loss_with_everyones_counts(losses):
     return len(counts) * losses.sum() / sum(counts)
 
 
+def apart(own):
+    """{name: the ranks whose value isn't rank 0's}, of what each rank has made of its tensors."""
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    found = {}
+    for name in own:
+        ranks = [r for r, theirs in enumerate(everyones) if theirs[name] != everyones[0][name]]
+        if ranks:
+            found[name] = ranks
+    return found
+
+
 def replicas_by_sha(module):
     own = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         own[name] = hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    apart = {}
-    for name in own:
-        ranks = [r for r, theirs in enumerate(everyones) if theirs[name] != everyones[0][name]]
-        if ranks:
-            apart[name] = ranks
-    return apart
+    return apart(own)
 
 
 def first_by_bisect(differs, last):
@@ -49,14 +54,7 @@ def zero_of_its_own(losses):
 
 def replicas_by_sums(module):
     own = {name: t.double().sum().item() for name, t in module.state_dict().items()}
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    apart = {}
-    for name in own:
-        ranks = [r for r, theirs in enumerate(everyones) if theirs[name] != everyones[0][name]]
-        if ranks:
-            apart[name] = ranks
-    return apart
+    return apart(own)
 
 
 def replicas_by_broadcast(module):
