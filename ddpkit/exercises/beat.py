@@ -22,7 +22,7 @@ class Tried(Verdict):
     """A verdict on a try; in a browser all tries are drawn below it, from the second on."""
 
     def __init__(self, passed: bool | None, said: str, number: "NumberToBeat"):
-        super().__init__(passed, said)
+        super().__init__(passed, said, title="" if passed else "A try")
         self.number = number
         self.tries = list(number.tries)
 
