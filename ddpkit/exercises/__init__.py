@@ -1,6 +1,13 @@
 """Checks of the reader's answers: `check.broadcast(broadcast)`. A file a topic, a checker each."""
 
-from .beat import beat_block, beat_lean_step, beat_plan, beat_schedule, beat_server
+from .beat import (
+    beat_block,
+    beat_lean_step,
+    beat_plan,
+    beat_schedule,
+    beat_server,
+    beat_ten_schedules,
+)
 from .break_it import wait_in_a_circle
 from .bucketed_ddp import Bucket, BucketedDDP, FlatDDP, OverlapDDP, no_sync, one_wire, plan_buckets
 from .capstone import choose_mesh, learning_rate, logged_loss, mesh_norm, publish, slow_step
@@ -55,5 +62,5 @@ from .tensor_parallel_model import (
     sum_copies,
     vocabulary_cross_entropy,
 )
-from .when_it_is_wrong import exposed, first_wrong, replicas_apart, token_loss
+from .when_it_is_wrong import exposed, first_wrong, out_of_sight, replicas_apart, token_loss
 from .zero import GatherUseFree, clip_grad_norm_, model_states, shard_plan, zero_step

@@ -5,7 +5,7 @@ good in both.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -92,6 +92,18 @@ _EXCHANGE = NumberToBeat("Φ through the busiest rank", "hops", par=3, bound=3)
 _STEP = NumberToBeat("bytes a rank and step", "of loss", par=192)
 _TICKS = NumberToBeat("ticks", "held", par=33, bound=28)
 _BLOCK = NumberToBeat("bytes a step", "of loss", par=51_429)
+_TEN = {  # (stages, micro-batches, the most held): ticks of a list that does whatever is ready
+    (2, 4, 1): 20,
+    (2, 4, 2): 13,
+    (3, 6, 2): 25,
+    (4, 8, 2): 41,
+    (4, 8, 3): 33,
+    (4, 8, 4): 29,
+    (4, 16, 3): 59,
+    (6, 12, 4): 51,
+    (8, 8, 5): 43,
+    (8, 16, 6): 65,
+}
 _PLANS = {  # by the most MB at the peak
     most: NumberToBeat("thirds of a block's forward", "MB at most", par=par)
     for most, par in ((34.4, 21), (50.0, 8))
@@ -123,6 +135,11 @@ def beat_lean_step(run: Run, steps: int) -> Verdict:
 
 def beat_schedule(schedule: list[list[str]], stages: int, micro_batches: int, most: int) -> Verdict:
     """Judge notebook 10's schedule: all of it, in ticks, with `most` micro-batches held."""
+    return _TICKS.judge(*_ticks(schedule, stages, micro_batches, most))
+
+
+def _ticks(schedule, stages: int, micro_batches: int, most: int) -> tuple[float, int, str | None]:
+    """Return a schedule's ticks, the micro-batches held, and why it is refused, if it is."""
     held, refused = max(dry_run.held(schedule).values()), None
     everything = dry_run.all_actions(schedules.gpipe(stages, micro_batches))
     forwards = {action for action in everything if "F" in action}
@@ -130,8 +147,37 @@ def beat_schedule(schedule: list[list[str]], stages: int, micro_batches: int, mo
         refused = "some forwards are missing."
     elif held > most:
         refused = f"it holds more than {most}."
-    ticks = max(end for _, end in dry_run.simulate(schedule).values())
-    return _TICKS.judge(ticks, held, refused)
+    return max(end for _, end in dry_run.simulate(schedule).values()), held, refused
+
+
+def beat_ten_schedules(make: Callable[[int, int, int], list[list[str]]]) -> Verdict:
+    """Judge notebook 10's page of schedules: make(stages, micro_batches, most held) for ten."""
+    page = ["make(stages, micro_batches, most): ticks"]
+    reached = 0
+    for setting, par in _TEN.items():
+        try:
+            ticks, _, refused = _ticks(make(*setting), *setting)
+        except ValueError as error:
+            ticks, refused = math.inf, f"{error}."
+        counts = not refused and ticks <= par
+        yours = f"✗ {refused}" if refused else f"{'✓ ' if counts else ''}yours {ticks:g}"
+        page.append(f"{setting}: {yours} · par {par} · nobody below {fewest_ticks(*setting)}")
+        reached += counts
+    page.append(f"{reached} of {len(_TEN)} reach par.")
+    return Verdict(reached == len(_TEN) or None, *page, title="Ten schedules")
+
+
+def fewest_ticks(stages: int, micro_batches: int, most: int) -> int:
+    """Return a number of ticks that no schedule gets below, for whichever of three reasons.
+
+    The last stage begins p - 1 ticks late. Stage 0 has done `most` forwards when its first gradient
+    comes, 2p - 1 ticks after its beginning. And it holds a micro-batch for 2p + 1 ticks.
+    """
+    busy = 3 * micro_batches
+    late = stages - 1 + busy
+    waits = 2 * stages - 1 + busy - most
+    holds = math.ceil(micro_batches * (2 * stages + 1) / most)
+    return max(late, waits, holds)
 
 
 def beat_plan(thirds: int, peak: int, most: float) -> Verdict:

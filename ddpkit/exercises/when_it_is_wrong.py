@@ -1,8 +1,9 @@
-"""Checkers of notebook 14: exposed, token_loss, replicas_apart, first_wrong.
+"""Checkers of notebook 14: exposed, token_loss, out_of_sight, replicas_apart, first_wrong.
 
 The museum's pieces are in `museum`.
 """
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from ddpkit.data_parallel import average_gradients
 
@@ -159,6 +161,79 @@ leads_nowhere: dist.all_reduce(tokens) → dist.all_reduce(tokens)
     ⏎if not len(losses): return torch.zeros((), requires_grad=True)
     DDP sends gradients from within backward. Where the loss doesn't lead back to the weights, that
     rank sends nothing, and the others wait for it. losses.sum() is 0 there, and leads back.
+"""),
+)
+
+
+# out_of_sight(gradient)
+
+
+def out_of_sight(gradient: Tensor) -> Tensor:
+    factor = torch.ones_like(gradient)
+    factor[0] = 1000.0
+    return gradient * factor
+
+
+APART = "AdamW's weights after 20 steps"
+TURNED = "each gradient"
+
+
+def run_out_of_sight(answer):
+    """Train a right and a wrong copy by AdamW; compare their weights, and the gradients' angles."""
+    torch.manual_seed(0)
+    right, x, y = nn.Linear(8, 8).double(), torch.randn(16, 8).double(), torch.randn(16, 8).double()
+    start = parameters_to_vector(right.parameters()).detach()
+    wrong = copy.deepcopy(right)
+    angles, weights = [], []
+    for module in (right, wrong):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (module(x) - y).square().mean().backward()
+            if module is wrong:
+                for p in module.parameters():
+                    true = p.grad
+                    p.grad = answer(true.clone())
+                    cosine = torch.cosine_similarity(true.flatten(), p.grad.flatten(), dim=0)
+                    angles.append(math.degrees(math.acos(min(1.0, float(cosine)))))
+            optimizer.step()
+        weights.append(parameters_to_vector(module.parameters()).detach())
+    apart = float((weights[1] - weights[0]).norm() / (weights[0] - start).norm())
+    return {
+        APART: WITHIN if apart < 0.01 else f"{apart:.0%} of their way",
+        TURNED: OFF if min(angles) > 45 else f"{min(angles):.0f}° off the right one",
+    }
+
+
+WITHIN, OFF = "within 1 % of their way", "more than 45° off the right one"
+
+out_of_sight = Exercise(
+    reference=out_of_sight,
+    trials=lambda: [Trial(1, run_out_of_sight, (), [{APART: WITHIN, TURNED: OFF}])],
+    hints={
+        "start": "AdamW divides each *number* of a gradient by that number's own size. So a factor "
+        "cancels, number by number.",
+        "values": "Some numbers times 1000, and the others as they are, changes the direction. The "
+        "factors must be the same in every step.",
+    },
+    says={
+        APART: "AdamW's weights ended {got} apart, expected {expected}: it sees this one.",
+        TURNED: "a gradient points {got}, expected {expected}.",
+    },
+    praise="SGD would go another way altogether, and AdamW's curve looks right.",
+    note="In the wild it is a layer's factor: experts e times too large, copies that are summed.",
+    mistakes=mistakes("""
+one_factor: factor[0] = 1000.0 → factor *= 1000.0
+    One factor for all leaves the direction as it is: SGD only takes longer steps. AdamW hides more
+    than that: it divides number by number.
+by_chance: factor[0] = 1000.0 → factor.log_normal_(0, 4)
+    Factors that change from step to step don't cancel: AdamW divides by a mean of many steps.
+turned_round: 1000.0 → -1000.0
+    AdamW divides by a size, and a size has no sign.
+nothing_left: torch.ones_like(gradient) → torch.full_like(gradient, 1e-12)
+    Numbers as small as AdamW's ε = 1e-8 aren't divided by their size, but by ε.
+too_little: 1000.0 → 2.0
+    That turns it a little. Make the factors more unequal.
 """),
 )
 
