@@ -10,6 +10,9 @@ import twin
 from ddpkit import launch
 from ddpkit.runtime.errors import LaunchError
 
+# A test with `part` leaves out much where that is "some": `make test-all` runs "all" of it.
+some_or_all = pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.slow)])
+
 
 def on_ranks(*world_sizes: int, over=lambda function: function, **options):
     """Run the decorated test in each rank of worlds of these sizes, in one launch a size.
