@@ -16,6 +16,7 @@ from outside import FREEZE_S, run_script
 from ddpkit import launch
 from ddpkit.tools.rate import learning_rate
 from ddpkit.train import TrainConfig, Trainer, problems
+from ddpkit.train import __main__ as train_command
 from ddpkit.train.checkpoint import Checkpoints
 from ddpkit.train.config import AXES, CHOICES, parse
 from ddpkit.train.data import Sequences, ledger
@@ -97,6 +98,14 @@ def alone(config: TrainConfig) -> TrainConfig:
     )
 
 
+def trained_alone(made: list[TrainConfig]) -> list[tuple]:
+    """The outcomes of each on one rank; meshes that differ in nothing else have one between them."""
+    twins = [alone(config) for config in made]
+    different = [twin for at, twin in enumerate(twins) if twin not in twins[:at]]
+    (found,) = launch(outcomes, different, world_size=1, backend="gloo")
+    return [found[different.index(twin)] for twin in twins]
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("world_size", "backend"),
@@ -112,8 +121,7 @@ def test_every_mesh_trains_as_one_process(world_size, backend, optimizer):
     bound = {"sgd": STEPS * ROUNDING, "adamw": 0.02}[optimizer]
     rate = {"sgd": 0.1, "adamw": 0.003}[optimizer]
     made = configs(MESHES[world_size], optimizer=optimizer, lr=rate)
-    twins = [alone(config) for config in made]
-    (serial,) = launch(outcomes, twins, world_size=1, backend="gloo")
+    serial = trained_alone(made)
     ranks = list(launch(outcomes, made, world_size=world_size, backend=backend))
     for case, config in enumerate(made):
         steps, _, right = serial[case]
@@ -139,7 +147,7 @@ EXACT = {"optimizer": "sign", "exact": True, "clip": 0.0, "width": 16, "length":
 def test_the_exact_twin_is_equal_to_the_last_bit(world_size):
     meshes = [mesh for mesh in MESHES[world_size] if "context" not in mesh]
     made = configs(meshes, **EXACT)
-    (serial,) = launch(outcomes, [alone(config) for config in made], world_size=1)
+    serial = trained_alone(made)
     for found in launch(outcomes, made, world_size=world_size):
         for case, mesh in enumerate(meshes):
             right, wrong = serial[case], found[case]
@@ -256,18 +264,20 @@ def load_everywhere(meshes: list[dict], tmp_path, **options) -> int:
 
 
 def test_any_mesh_loads_what_another_has_saved(tmp_path):
-    assert load_everywhere([SAVED_ON[at] for at in (0, 1, 4, 7)], tmp_path) == 16
+    assert load_everywhere([SAVED_ON[at] for at in (1, 4, 7)], tmp_path) == 9
 
 
 def test_experts_are_loaded_by_whichever_rank_has_them(tmp_path):
     """Twelve experts, of which 10 doesn't come before 2; the router's bias is a buffer."""
-    meshes = [{}, {"data": 2}, {"data": 3}, {"data": 2, "share_experts": False}]
-    assert load_everywhere(meshes, tmp_path, experts=12, layers=2, batch=6) == 16
+    meshes = [{"data": 2}, {"data": 3}]
+    assert load_everywhere(meshes, tmp_path, experts=12, layers=2, batch=6) == 4
 
 
 @pytest.mark.slow
 def test_all_pairs_of_meshes(tmp_path):
-    assert load_everywhere(SAVED_ON, tmp_path) == 121
+    assert load_everywhere(SAVED_ON, tmp_path / "all") == 121
+    meshes = [{}, {"data": 2}, {"data": 3}, {"data": 2, "share_experts": False}]
+    assert load_everywhere(meshes, tmp_path, experts=12, layers=2, batch=6) == 16
 
 
 def test_a_state_has_every_tensor_of_the_model_and_its_optimizer():
@@ -430,16 +440,15 @@ def test_the_command_trains_resumes_and_leaves_a_log_a_curve_and_a_sample(tmp_pa
     ]
 
 
-def test_a_bad_config_starts_no_rank(tmp_path):
+def test_a_bad_config_starts_no_rank(tmp_path, capsys):
     found = command("--tensor=3", "--pipeline=2")
     assert found.returncode == 2
     assert "4 heads can't be dealt to 3 tensor ranks" in found.stderr
     assert found.stdout == ""
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    found = command(f"--text={short}")
-    assert found.returncode == 2
-    assert "expected a text of more than 16 bytes, got 9" in found.stderr
+    assert train_command.main([f"--text={short}", "--length=16"]) == 2
+    assert "expected a text of more than 16 bytes, got 9" in capsys.readouterr().err
 
 
 def test_under_torchrun_ranks_with_a_gpu_each_train_on_it(monkeypatch):
