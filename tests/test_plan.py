@@ -212,6 +212,7 @@ ETHERNET = CostModel(50e-6, 0.117e9)
 H100S = Machine(8, 80e9, 400e12, NVLINK)
 
 
+@cache
 def best(shape, on):
     return Search(shape, on).best()[0].plan
 

@@ -99,7 +99,7 @@ def alone(config: TrainConfig) -> TrainConfig:
 
 
 def trained_alone(made: list[TrainConfig]) -> list[tuple]:
-    """The outcomes of each on one rank; meshes that differ in nothing else have one between them."""
+    """The outcomes of each on one rank; those that differ in their meshes alone share one."""
     twins = [alone(config) for config in made]
     different = [twin for at, twin in enumerate(twins) if twin not in twins[:at]]
     (found,) = launch(outcomes, different, world_size=1, backend="gloo")

@@ -161,23 +161,12 @@ def beat_ten_schedules(make: Callable[[int, int, int], list[list[str]]]) -> Verd
             ticks, refused = math.inf, f"{error}."
         counts = not refused and ticks <= par
         yours = f"✗ {refused}" if refused else f"{'✓ ' if counts else ''}yours {ticks:g}"
-        page.append(f"{setting}: {yours} · par {par} · nobody below {fewest_ticks(*setting)}")
+        page.append(
+            f"{setting}: {yours} · par {par} · nobody below {schedules.fewest_ticks(*setting)}"
+        )
         reached += counts
     page.append(f"{reached} of {len(_TEN)} reach par.")
     return Verdict(reached == len(_TEN) or None, *page, title="Ten schedules")
-
-
-def fewest_ticks(stages: int, micro_batches: int, most: int) -> int:
-    """Return a number of ticks that no schedule gets below, for whichever of three reasons.
-
-    The last stage begins p - 1 ticks late. Stage 0 has done `most` forwards when its first gradient
-    comes, 2p - 1 ticks after its beginning. And it holds a micro-batch for 2p + 1 ticks.
-    """
-    busy = 3 * micro_batches
-    late = stages - 1 + busy
-    waits = 2 * stages - 1 + busy - most
-    holds = math.ceil(micro_batches * (2 * stages + 1) / most)
-    return max(late, waits, holds)
 
 
 def beat_plan(thirds: int, peak: int, most: float) -> Verdict:

@@ -19,6 +19,7 @@ has these as ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleIn
 in `torch.distributed.pipelining`. Notebook 10.
 """
 
+import math
 import re
 from itertools import pairwise
 
@@ -127,3 +128,19 @@ def parse(action: str) -> tuple[int, str, int]:
         raise ValueError(f"expected an action to be {form}, got {str(action)!r}")
     stage, kind, micro_batch = found.groups()
     return int(stage), kind, int(micro_batch)
+
+
+def fewest_ticks(stages: int, micro_batches: int, most: int) -> int:
+    """Return a number of ticks that no schedule gets below, a tick each for F, I and W.
+
+    most: the micro-batches that a stage may hold at a time. There are three reasons to wait; the
+    number is that of the longest. Notebook 10.
+    """
+    busy = 3 * micro_batches
+    # The last stage begins p - 1 ticks late.
+    late = stages - 1 + busy
+    # Stage 0 has done `most` forwards when its first gradient comes, at tick 2p - 1.
+    waits = 2 * stages - 1 + busy - most
+    # It holds a micro-batch from its forward until its weight part, for 2p + 1 ticks.
+    holds = math.ceil(micro_batches * (2 * stages + 1) / most)
+    return max(late, waits, holds)

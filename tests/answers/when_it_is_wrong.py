@@ -37,7 +37,12 @@ def first_by_bisect(differs, last):
     return 1 + bisect.bisect_left(range(1, last), True, key=differs)
 
 
+def by_powers_of_ten(gradient):
+    return gradient * (10.0 ** (torch.arange(gradient.numel()) % 5)).view_as(gradient)
+
+
 RIGHT = [
+    ("out_of_sight", by_powers_of_ten),
     ("token_loss", loss_with_everyones_counts),
     ("replicas_apart", replicas_by_sha),
     ("first_wrong", first_by_bisect),
@@ -105,7 +110,18 @@ def asks_for_both_ends(differs, last):
     return bisect.bisect_left(range(last + 1), True, key=differs)
 
 
+def signs(gradient):
+    return gradient.sign()
+
+
+def in_the_caller_s(gradient):
+    gradient[0] *= 1000
+    return gradient
+
+
 WRONG = [
+    ("out_of_sight", signs, "AdamW's weights ended"),
+    ("out_of_sight", in_the_caller_s, "`gradient` isn't what it was before the call"),
     ("token_loss", zero_of_its_own, "the loss on rank 1 doesn't lead back to the weights"),
     ("replicas_apart", replicas_by_sums, "rank 0 returns {'1.running_mean': [2]}, expected"),
     ("replicas_apart", replicas_by_broadcast, "on rank 1 the module isn't what it was"),

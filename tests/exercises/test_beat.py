@@ -1,6 +1,8 @@
 """Numbers to beat: counted, refused where torch did the work, and remembered."""
 
 import math
+import re
+from itertools import permutations
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,8 @@ from torch import nn
 
 from ddpkit import launch
 from ddpkit.exercises import beat
-from ddpkit.pipeline import one_f_one_b, zero_bubble
+from ddpkit.pipeline import dry_run, one_f_one_b, zero_bubble
+from ddpkit.pipeline.schedules import fewest_ticks
 from ddpkit.ring import ring_all_reduce
 
 
@@ -122,3 +125,66 @@ def test_a_plan_is_judged_by_what_it_computes_again():
     )
     assert beat.beat_plan(24, 34_310_000, 34.4).passed is None
     assert "its peak is above 50 MB" in beat.beat_plan(7, 50_800_000, 50.0).text
+
+
+def whatever_is_ready(stages, micro_batches, most):
+    """A greedy list: at each tick a rank does an input part, or a forward, or a weight part."""
+    schedule = [[] for _ in range(stages)]
+    done = [dict.fromkeys("FIW", 0) for _ in range(stages)]  # by stage, how many of each kind
+    while sum(map(len, schedule)) < 3 * stages * micro_batches:
+        before = [dict(counts) for counts in done]
+        for stage, mine in enumerate(before):
+            sent = before[stage - 1]["F"] if stage else micro_batches
+            returned = before[stage + 1]["I"] if stage < stages - 1 else micro_batches
+            may = {
+                "I": min(mine["F"], returned),
+                "F": min(sent, mine["W"] + most),
+                "W": mine["I"],
+            }
+            for kind, limit in may.items():
+                if mine[kind] < limit:
+                    schedule[stage].append(f"{stage}{kind}{mine[kind]}")
+                    done[stage][kind] += 1
+                    break
+    return schedule
+
+
+def test_par_of_ten_schedules_is_a_greedy_lists_and_no_bound_is_above_it():
+    page = beat.beat_ten_schedules(whatever_is_ready)
+    assert page.passed
+    assert "10 of 10 reach par" in page.text
+    for number in re.findall(r"yours (\d+) · par (\d+) · nobody below (\d+)", page.text):
+        yours, par, bound = map(int, number)
+        assert yours == par >= bound
+    assert len(re.findall("✓ yours", page.text)) == 10
+    assert "(4, 8, 3): ✓ yours 33 · par 33 · nobody below 28" in page.text
+
+
+def test_a_page_goes_on_after_a_schedule_that_is_refused():
+    page = beat.beat_ten_schedules(lambda stages, micro_batches, most: one_f_one_b(stages, 4))
+    assert page.passed is None
+    assert "(2, 4, 1): ✗ it holds more than 1." in page.text
+    assert "(4, 8, 4): ✗ some forwards are missing." in page.text
+    hangs = beat.beat_ten_schedules(lambda stages, micro_batches, most: [["0B0", "0F0"]])
+    assert hangs.text.count("✗ this would hang") == 10
+
+
+def test_no_schedule_is_below_the_bound():
+    """All orders of two stages and two micro-batches, and what zero_bubble and 1F1B do."""
+    forward, back = ("0F0", "0F1"), ("0I0", "0W0", "0I1", "0W1")
+    found = set()
+    for mine in permutations((*forward, *back)):
+        theirs = ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]
+        try:
+            when = dry_run.simulate([list(mine), theirs])
+        except ValueError:
+            continue
+        most = max(dry_run.held([list(mine), theirs]).values())
+        found.add((most, max(end for _, end in when.values())))
+    for most in (1, 2):
+        least = min(ticks for holds, ticks in found if holds == most)
+        assert fewest_ticks(2, 2, most) <= least
+    for make in (zero_bubble, one_f_one_b):
+        plan = make(4, 8)
+        ticks = max(end for _, end in dry_run.simulate(plan).values())
+        assert fewest_ticks(4, 8, max(dry_run.held(plan).values())) <= ticks
