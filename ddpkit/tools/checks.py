@@ -54,10 +54,10 @@ def check_same(
     ranks = dist.get_process_group_ranks(group)
     device = distributed_c10d._get_object_coll_device(group)
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
-    hashes = torch.zeros(len(ranks), dtype=torch.int64, device=device)
-    here = torch.tensor([int.from_bytes(digest)], device=device)
-    dist.all_gather_into_tensor(hashes, here, group=group)
-    if (hashes == hashes[0]).all():
+    here = torch.tensor(int.from_bytes(digest), device=device)
+    hashes = [torch.empty_like(here) for _ in ranks]
+    dist.all_gather(hashes, here, group=group)
+    if all(one == here for one in hashes):
         return
     everyones: list = [None] * len(ranks)
     dist.all_gather_object(everyones, mine, group=group)
