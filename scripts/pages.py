@@ -16,7 +16,9 @@ import nbformat
 import refresh
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
+from pygments import highlight
 from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
 from ddpkit.lesson.card import card
 
@@ -118,6 +120,19 @@ def pictures(notebook: NotebookNode) -> None:
                 data["text/html"] = f'<img width="{width}" alt="{alt}" src="{source}">'
 
 
+def fold(notebook: NotebookNode) -> None:
+    """Put the code that JupyterLab keeps folded, a notebook's imports, behind a click."""
+    shown = []
+    for cell in notebook.cells:
+        if cell.metadata.get("jupyter", {}).get("source_hidden"):
+            code = highlight(cell.source, PythonLexer(), HtmlFormatter())
+            folded = f"<details><summary>Imports</summary>{code}</details>"
+            shown.append(nbformat.v4.new_markdown_cell(folded))
+            cell.metadata["transient"] = {"remove_source": True}
+        shown.append(cell)
+    notebook.cells = shown
+
+
 def page(notebook: NotebookNode, frames: dict[str, list[tuple[str, str]]]) -> str:
     """Convert the notebook to HTML; links to other notebooks lead to their pages."""
     title = re.search("# (.*)", notebook.cells[0].source)[1]
@@ -127,6 +142,7 @@ def page(notebook: NotebookNode, frames: dict[str, list[tuple[str, str]]]) -> st
     cards(notebook)
     put_players(notebook, frames)
     pictures(notebook)
+    fold(notebook)
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True)
     exporter.exclude_output_prompt = True
     body, _ = exporter.from_notebook_node(notebook)

@@ -28,6 +28,9 @@ def test_a_page_needs_nothing_but_a_browser(tmp_path):
         nbformat.v4.new_markdown_cell(
             r"$$\begin{aligned} a &= b^2 \\ &= c \end{aligned}$$ and $x_i$"
         ),
+        nbformat.v4.new_code_cell(
+            "import os\nimport ddpkit", metadata={"jupyter": {"source_hidden": True}}
+        ),
         nbformat.v4.new_code_cell("player(run)", outputs=[picture]),
         nbformat.v4.new_code_cell("check.ring(ring)", outputs=[said]),
     ]
@@ -45,6 +48,9 @@ def test_a_page_needs_nothing_but_a_browser(tmp_path):
     assert 'alt="1."' in page
     assert "They live in JupyterLab" in page
     assert "overflow-x: auto" in page
+    folded = re.search("<details><summary>Imports</summary>(.*?)</details>", page, re.DOTALL)[1]
+    assert re.sub("<[^>]*>", "", folded).split() == ["import", "os", "import", "ddpkit"]
+    assert len(re.findall(r">ddpkit</span>", page)) == 1
     assert not re.search(r'(src|href)="https?:', page)
     index = (tmp_path / "site" / "index.html").read_text()
     assert '<a href="00_first.html"><img alt="" src="data:image/png;base64,iVBORw0K">' in index
