@@ -37,8 +37,12 @@ from .recorder import Recorder
 from .report import explain_timeout, waited_s
 from .wire import register_wire
 
-# Modules that backward(gradient) and a first optimizer import, in half a second or two.
-SLOW_IMPORTS = "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
+# Modules that backward(gradient), a first optimizer and FSDP import, each in half a second or two.
+SLOW_IMPORTS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+)
 MAKE_ROOM = "Make room there, or name another folder in TMPDIR and restart"
 
 
