@@ -18,7 +18,8 @@ pytest_plugins = ["nbval.plugin"] if importlib.util.find_spec("nbval") else []
 # do; for gradients that go into backward, a third of a second; for an optimizer, 1.5 s; for torch's
 # ZeroRedundancyOptimizer, another third.
 IN_TESTS = ["pytest", "matplotlib.figure", "ddpkit.exercises", "ddpkit.lesson.player"]
-IN_TESTS += ["torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.optim"]
+IN_TESTS += ["torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.tensor"]
+IN_TESTS += ["torch.distributed.optim"]
 IN_KERNELS = ["ipykernel.kernelapp", "ipywidgets", "matplotlib.backends.backend_svg"]
 
 

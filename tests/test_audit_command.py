@@ -161,6 +161,7 @@ def drawing(tmp_path, monkeypatch):
 OPTIONS = "--world-size", "2", "--serial-args", "right 4"
 
 
+@pytest.mark.slow
 def test_a_script_that_draws_by_rank_with_the_ranks_samples(drawing, tmp_path, capsys):
     more = "--seed", "0", "--apart", "--ranks-samples", "--steps", "2", "--no-sgd"
     assert command.main([drawing, *OPTIONS, *more, "--", "right", "2"]) == 0

@@ -17,7 +17,9 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 x = torch.full((4,), float(rank))
 dist.barrier()
 """
-WAYS = pytest.mark.parametrize("way", ["torchrun", "launch"])
+BOTH_WAYS = pytest.mark.parametrize("way", ["torchrun", "launch"])
+# The report is the same; most of the time goes into a start under torchrun.
+WAYS = pytest.mark.parametrize("way", [pytest.param("torchrun", marks=pytest.mark.slow), "launch"])
 
 
 def told(way, folder, text, world_size=2, **options) -> str:
@@ -96,7 +98,7 @@ GUILTY = {
 }
 
 
-@WAYS
+@BOTH_WAYS
 @pytest.mark.parametrize("case", GUILTY)
 def test_only_the_guilty_call_is_marked_and_its_groups_calls_stand_beside_it(way, case, tmp_path):
     world_size, text, headline, table, row, by_whom, advice = GUILTY[case]

@@ -35,7 +35,13 @@ def check(case: stuck_scripts.Case, said: str):
         assert re.match("rank 0 raised RuntimeError: .*(Timed|timed|failed to pass)", report)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Late for a call as who sleeps is: by what, only the line tells.
+ALIKE = "waits for a queue", "waits for a lock", "waits for a DataLoader's worker"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in CASES]
+)
 def test_what_does_not_go_on_is_told_with_its_line(name, tmp_path):
     """As under torchrun, but for its seconds."""
     case = CASES[name]
