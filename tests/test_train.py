@@ -274,8 +274,13 @@ def test_experts_are_loaded_by_whichever_rank_has_them(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # two minutes on a quiet machine
 def test_all_pairs_of_meshes(tmp_path):
-    assert load_everywhere(SAVED_ON, tmp_path / "all") == 121
+    assert load_everywhere(SAVED_ON, tmp_path) == 121
+
+
+@pytest.mark.slow
+def test_all_pairs_of_meshes_with_experts(tmp_path):
     meshes = [{}, {"data": 2}, {"data": 3}, {"data": 2, "share_experts": False}]
     assert load_everywhere(meshes, tmp_path, experts=12, layers=2, batch=6) == 16
 
