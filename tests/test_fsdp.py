@@ -78,7 +78,7 @@ def test_the_exact_twin(check, world_size, part):
     """Five steps in every setting, in integers of float64: not one bit may differ.
 
     Each rank begins with weights of its own. All settings on 2 ranks; on 3, with `fast`, those of 1
-    and 2 micro-batches; on 4, some. Checkpoints take turns. In part, each on one number of ranks.
+    and 2 micro-batches; on 4, some. Checkpoints take turns. In part, each on 2 ranks, or on 1 and 3.
     """
     torch.use_deterministic_algorithms(True)
     wrapper = fast.FSDP if world_size == 3 else FSDP
@@ -86,7 +86,7 @@ def test_the_exact_twin(check, world_size, part):
     for place, setting in enumerate(all_settings()):
         if (world_size == 3 and setting[1] == 3) or (world_size == 4 and place % 5 != 0):
             continue  # more ranks than cores are slow
-        if part == "some" and world_size < 4 and place % 3 != world_size - 1:
+        if part == "some" and world_size < 4 and (place % 3 == 0) == (world_size == 2):
             continue
         reshard, micro_batches, quiet = setting
         name, how = list(CHECKPOINTS.items())[(place + world_size) % 4]
@@ -303,7 +303,7 @@ def fully_sharded(own, tokens, reshard, halves):
 @on_ranks(2, 3, 4)
 def test_calls_are_fully_shards(check, world_size, part):
     """Number, order, dtypes and bytes of the calls in a second step; no padding differs."""
-    for number in range(world_size % 3 * 2, 8, 3) if part == "some" else range(8):
+    for number in range(world_size % 3, 8, 3) if part == "some" else range(8):
         own, tokens, odd = number // 4, number // 2 % 2, number % 2
         reshard = (None, True, False)[(number + world_size) % 3]
         halves = (torch.bfloat16, torch.float32) if odd else (None, None)
