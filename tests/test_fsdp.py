@@ -78,7 +78,7 @@ def test_the_exact_twin(check, world_size, part):
     """Five steps in every setting, in integers of float64: not one bit may differ.
 
     Each rank begins with weights of its own. All settings on 2 ranks; on 3, with `fast`, those of 1
-    and 2 micro-batches; on 4, some. Checkpoints take turns. In part, each on 2 ranks, or on 1 and 3.
+    and 2 micro-batches; on 4, some. Checkpoints take turns. In part, each on 2 ranks or on 1 and 3.
     """
     torch.use_deterministic_algorithms(True)
     wrapper = fast.FSDP if world_size == 3 else FSDP

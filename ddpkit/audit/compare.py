@@ -1,7 +1,8 @@
 """Two trainings beside each other: where do they part, on which ranks, and by which factor?
 
 A factor names its cause: W is a sum where a mean is due, m a loss that wasn't divided by the number
-of micro-batches. So the report says the ratio where it is one number, and else that there is none.
+of micro-batches. So the report says the ratio where it is one number. Where it isn't, `shares`
+looks for a factor of each rank's micro-batches.
 
 Tolerance. A sum of n numbers is off by at most (n-1)·ε/2 of its terms' sizes, whatever the order
 (Higham 2002, 4.2); roundings that don't conspire stay within 6·√n·ε (Higham and Mary 2019). The
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .samples import other_samples
+from .shares import shares
 from .tape import Step, Tape
 
 FLOOR = 1e-3  # of the whole gradient: a tensor that is shorter is judged as if it had this length
@@ -326,6 +328,12 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
                 f"the last of {micro_batches} micro-batches is averaged, the others aren't: what a "
                 "hook gets is one backward's gradient, not the sum in .grad"
             )
+        elif (
+            difference.all
+            and difference.factor is None
+            and (said := shares(difference.names, ours, theirs))
+        ):
+            causes.append(said)
         else:
             causes += suggestions(difference, ranks, micro_batches, len(ours.losses) or 1)
     return list(dict.fromkeys(causes))

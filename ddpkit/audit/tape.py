@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -28,6 +29,7 @@ from ..fsdp import FSDP
 from .samples import Rows, Samples
 from .whole import parts_of_optimizer, whole_tensor
 
+SOME = 64  # elements of a gradient are enough to tell in which proportions parts were added
 WRAPPERS = "module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
 
 
@@ -38,7 +40,8 @@ class Step:
     losses: of each backward, a number. gradients: {name: as the optimizer finds it, None if there
     is none}. parameters: {name: after the update}. samples: names of the rows that went into the
     model; rows: themselves, if they are kept. rates: the optimizer's learning rates. last: {name:
-    the length of what the last of several micro-batches has added to the gradient}.
+    the length of what the last of several micro-batches has added to the gradient}. parts: for each
+    backward {name: some elements of this rank's own gradient, before anybody averages it}.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -48,6 +51,7 @@ class Step:
     rows: Rows = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     last: dict[str, float] = field(default_factory=dict)
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def hook(listener, until: contextlib.ExitStack) -> None:
@@ -171,13 +175,36 @@ class Tape:
             if self.updated:
                 return backward(tensors, *args, **kwargs)
             before = {name: x.clone() for name, x in self.gradients()}
-            done = backward(tensors, *args, **kwargs)
+            with self.own_gradients() as part:
+                done = backward(tensors, *args, **kwargs)
+            self.steps[-1].parts.append(part)
             for name, x in self.gradients():
                 added = x - before[name] if name in before else x
                 self.steps[-1].last[name] = added.double().norm().item()
             return done
 
         return heard
+
+    @contextlib.contextmanager
+    def own_gradients(self) -> Iterator[dict[str, Tensor]]:
+        """Listen during a backward; yield {name: some elements of the gradient}, to be filled.
+
+        A tensor's hook is called before its gradient is added to `.grad`, and so before wrappers
+        send it. Shards and DTensors are left out.
+        """
+        part: dict[str, Tensor] = {}
+        handles = []
+        for root in self.roots:
+            for path, parameter in root.named_parameters():
+                name = plain_name(path)
+                if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
+                    note = partial(part.__setitem__, name)
+                    handles.append(parameter.register_hook(lambda g, note=note: note(some_of(g))))
+        try:
+            yield part
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def on_step(self, optimizer: Optimizer, *_) -> None:
         self.stepping += 1
@@ -234,6 +261,13 @@ class Tape:
         """Travel without what listens."""
         kept = "most", "steps", "begin", "longest", "depth", "rank", "world_size"
         return {name: getattr(self, name) for name in kept}
+
+
+def some_of(x: Tensor) -> Tensor:
+    """Return at most 2 * SOME elements of a tensor, evenly apart: a copy in float64, on the CPU."""
+    flat = x.detach().flatten()
+    # A copy even of float64: a gradient becomes `.grad`, which is averaged in place.
+    return flat[:: max(1, len(flat) // SOME)].to("cpu", torch.float64, copy=True)
 
 
 def owner_of_forward(module: nn.Module) -> nn.Module:

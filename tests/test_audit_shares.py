@@ -1,0 +1,136 @@
+"""ddpkit.audit.shares: sums of known gradients, whose weights must come back."""
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit import launch
+from ddpkit.audit import same_training
+from ddpkit.audit.shares import shares
+from ddpkit.audit.tape import SOME, Step, Tape, some_of
+from ddpkit.data_parallel import average_gradients
+
+SHAPES = {"weight": (9, 30), "bias": (7,)}
+
+
+def gradients(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def added(weights):
+    """{name: sum of weight · gradient} of a list of weights, one a backward."""
+    found = [gradients(seed) for seed in range(len(weights))]
+    return {
+        name: sum(w * one[name] for w, one in zip(weights, found, strict=True)) for name in SHAPES
+    }
+
+
+def told(counts, due, number=1, extra=0.0, names=tuple(SHAPES)):
+    """What is said of ranks of `number` micro-batches that count so, where `due` are right."""
+    steps = []
+    for first in range(0, len(counts), number):
+        parts = [
+            {name: some_of(x) for name, x in gradients(seed).items()}
+            for seed in range(first, first + number)
+        ]
+        steps.append(Step(gradients=added(counts), parts=parts))
+    serial = Step(gradients={name: x + extra for name, x in added(due).items()})
+    return shares(list(names), serial, steps)
+
+
+def test_ranks_that_count_unequally_are_told_with_their_factors():
+    said = told([1 / 3, 1 / 3, 1 / 3], [1 / 6, 1 / 3, 1 / 2])
+    assert said == "ranks don't count alike: ×2 for rank 0; ×1 for rank 1; ×0.667 for rank 2"
+
+
+def test_micro_batches_are_told_once_where_ranks_are_alike():
+    said = told([1 / 8, 1 / 4, 1 / 2] * 2, [1 / 6] * 6, number=3)
+    wanted = "×0.75 for micro-batch 0; ×1.5 for micro-batch 1; ×3 for micro-batch 2"
+    assert said == f"micro-batches don't count alike: {wanted}"
+
+
+def test_a_lost_micro_batch_counts_nothing():
+    said = told([0.25, 0.25, 0.25, 0.0], [0.25] * 4, number=2)
+    assert "×0 for micro-batch 1 of rank 1" in said
+    assert "×1 for micro-batch 0, micro-batch 1 of rank 0" in said
+
+
+@pytest.mark.parametrize(("which", "says"), [(0, "theirs isn't"), (1, "a missing term")])
+def test_what_is_no_sum_of_what_ranks_found_is_said(which, says):
+    steps = [
+        Step(gradients=added([0.5, 0.5]), parts=[{n: some_of(x) for n, x in gradients(r).items()}])
+        for r in range(2)
+    ]
+    serial = Step(gradients=added([0.25, 0.75]))
+    other = steps[0] if which == 0 else serial
+    other.gradients = gradients(99)
+    assert says in shares(list(SHAPES), serial, steps)
+
+
+def test_nothing_is_said_where_nothing_can_be_told():
+    assert told([0.5, 0.5], [0.25, 0.25]) == ""  # one factor: said elsewhere
+    assert told([1.0], [0.5]) == ""  # one part
+    assert told([0.5, 0.5], [0.25, 0.75], names=["unknown"]) == ""
+    alike = [{name: some_of(x) for name, x in gradients(0).items()}] * 2
+    steps = [Step(gradients=added([0.5, 0.5]), parts=[part]) for part in alike]
+    assert shares(list(SHAPES), Step(gradients=added([0.25, 0.75])), steps) == ""
+    both_wrong = [Step(gradients=gradients(98), parts=step.parts) for step in steps]
+    assert shares(list(SHAPES), Step(gradients=gradients(99)), both_wrong) == ""
+
+
+def test_elements_are_a_copy_evenly_apart():
+    x = torch.arange(10 * SOME, dtype=torch.float64)
+    some = some_of(x)
+    x.zero_()
+    assert some.tolist() == [float(10 * place) for place in range(SOME)]
+    assert SOME <= len(some_of(torch.ones(2 * SOME - 1))) < 2 * SOME
+    assert some_of(torch.ones(())).tolist() == [1.0]
+
+
+def mean_over_own_tokens(rank, world_size, right):
+    """Ranks have 2, 4, 6 rows; the wrong one takes each rank's mean, and the mean of means."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(12, 6), torch.randn(12, 3)
+    rows = [slice(0, 2), slice(2, 6), slice(6, 12)]
+    mine = rows[rank] if world_size > 1 else slice(None)
+    loss = (model(x[mine]) - y[mine]).square().mean()
+    weight = len(x[mine]) / 12 * world_size if right else 1.0
+    (weight * loss).backward()
+    if world_size > 1:
+        average_gradients(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_training_whose_ranks_have_unequal_numbers(right):
+    def parallel():
+        mean_over_own_tokens(torch.distributed.get_rank(), 3, right)
+
+    report = same_training(lambda: mean_over_own_tokens(0, 1, True), parallel, world_size=3)
+    assert report.fine == right, report
+    if not right:
+        assert "×2 for rank 0; ×1 for rank 1; ×0.667 for rank 2" in str(report)
+
+
+def test_the_tape_hears_a_gradient_before_it_is_averaged_and_leaves_no_hook():
+    def on_rank():
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        handle = model.weight.register_post_accumulate_grad_hook(
+            lambda p: torch.distributed.all_reduce(p.grad)
+        )
+        with Tape() as tape:
+            rank = torch.distributed.get_rank()
+            model(torch.full((1, 2), 10.0**rank)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
+        handle.remove()
+        (step,) = tape.steps
+        hooks = model.weight._backward_hooks or {}
+        return step.parts[0]["weight"].tolist(), step.gradients["weight"].tolist(), len(hooks)
+
+    assert list(launch(on_rank, world_size=2)) == [
+        ([1.0, 1.0], [[11.0, 11.0]], 0),
+        ([10.0, 10.0], [[11.0, 11.0]], 0),
+    ]
