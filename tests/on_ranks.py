@@ -10,7 +10,7 @@ import twin
 from ddpkit import launch
 from ddpkit.runtime.errors import LaunchError
 
-# A test with `part` leaves out much where that is "some": `make test-all` runs "all" of it.
+# A test that takes `part` checks a selection for "some"; `make test-all` also runs "all".
 some_or_all = pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.slow)])
 
 

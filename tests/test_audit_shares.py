@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ddpkit import launch
 from ddpkit.audit import same_training
@@ -26,17 +27,20 @@ def added(weights):
     }
 
 
-def told(counts, due, number=1, extra=0.0, names=tuple(SHAPES)):
-    """What is said of ranks of `number` micro-batches that count so, where `due` are right."""
+def steps_of(counts, number=1):
+    """The step of each rank, with `number` micro-batches; `counts` are the weights of all."""
     steps = []
     for first in range(0, len(counts), number):
-        parts = [
-            {name: some_of(x) for name, x in gradients(seed).items()}
-            for seed in range(first, first + number)
-        ]
+        parts = []
+        for seed in range(first, first + number):
+            parts.append({name: some_of(x) for name, x in gradients(seed).items()})
         steps.append(Step(gradients=added(counts), parts=parts))
-    serial = Step(gradients={name: x + extra for name, x in added(due).items()})
-    return shares(list(names), serial, steps)
+    return steps
+
+
+def told(counts, due, number=1, names=tuple(SHAPES)):
+    """What is said of ranks of `number` micro-batches that count so, where `due` are right."""
+    return shares(list(names), Step(gradients=added(due)), steps_of(counts, number))
 
 
 def test_ranks_that_count_unequally_are_told_with_their_factors():
@@ -56,27 +60,46 @@ def test_a_lost_micro_batch_counts_nothing():
     assert "×1 for micro-batch 0, micro-batch 1 of rank 0" in said
 
 
-@pytest.mark.parametrize(("which", "says"), [(0, "theirs isn't"), (1, "a missing term")])
+def test_a_micro_batch_that_is_not_in_the_serial_run():
+    assert "not in the serial run for rank 1" in told([0.5, 0.5], [1.0, 0.0])
+
+
+@pytest.mark.parametrize(("which", "says"), [("ranks", "theirs isn't"), ("serial", "missing term")])
 def test_what_is_no_sum_of_what_ranks_found_is_said(which, says):
-    steps = [
-        Step(gradients=added([0.5, 0.5]), parts=[{n: some_of(x) for n, x in gradients(r).items()}])
-        for r in range(2)
-    ]
-    serial = Step(gradients=added([0.25, 0.75]))
-    other = steps[0] if which == 0 else serial
-    other.gradients = gradients(99)
+    steps, serial = steps_of([0.5, 0.5]), Step(gradients=added([0.25, 0.75]))
+    for step in steps if which == "ranks" else [serial]:
+        step.gradients = gradients(99)
     assert says in shares(list(SHAPES), serial, steps)
+
+
+def test_nothing_is_said_of_roundings():
+    """As bfloat16's: too much for a sum of float32, too little for another term."""
+    steps, serial = steps_of([0.5, 0.5]), Step(gradients=added([0.25, 0.75]))
+    for name, x in gradients(99).items():
+        serial.gradients[name] += 0.02 * x
+    assert shares(list(SHAPES), serial, steps) == ""
+
+
+def test_nothing_is_said_where_ranks_have_gradients_of_their_own():
+    steps = steps_of([0.5, 0.5])
+    steps[1].gradients = added([0.1, 0.9])
+    assert shares(list(SHAPES), Step(gradients=added([0.25, 0.75])), steps) == ""
 
 
 def test_nothing_is_said_where_nothing_can_be_told():
     assert told([0.5, 0.5], [0.25, 0.25]) == ""  # one factor: said elsewhere
     assert told([1.0], [0.5]) == ""  # one part
     assert told([0.5, 0.5], [0.25, 0.75], names=["unknown"]) == ""
-    alike = [{name: some_of(x) for name, x in gradients(0).items()}] * 2
-    steps = [Step(gradients=added([0.5, 0.5]), parts=[part]) for part in alike]
-    assert shares(list(SHAPES), Step(gradients=added([0.25, 0.75])), steps) == ""
-    both_wrong = [Step(gradients=gradients(98), parts=step.parts) for step in steps]
+    two_alike = steps_of([0.0, 0.5, 0.5])  # only the sum of their weights is known
+    two_alike[0].parts = two_alike[1].parts
+    assert shares(list(SHAPES), Step(gradients=added([0.0, 0.25, 0.75])), two_alike) == ""
+    both_wrong = steps_of([0.5, 0.5])
+    for step in both_wrong:
+        step.gradients = gradients(98)
     assert shares(list(SHAPES), Step(gradients=gradients(99)), both_wrong) == ""
+    lost = steps_of([0.5, 0.5])
+    lost[0].gradients["bias"] = None
+    assert shares(list(SHAPES), Step(gradients=added([0.25, 0.75])), lost) == ""
 
 
 def test_elements_are_a_copy_evenly_apart():
@@ -88,10 +111,17 @@ def test_elements_are_a_copy_evenly_apart():
     assert some_of(torch.ones(())).tolist() == [1.0]
 
 
-def mean_over_own_tokens(rank, world_size, right):
+class Recomputed(nn.Sequential):
+    """Its block's backward is one of its own, inside that of the loss."""
+
+    def forward(self, x):
+        return self[1](checkpoint(self[0], x.requires_grad_(), use_reentrant=True))
+
+
+def mean_over_own_tokens(rank, world_size, right, kind=nn.Sequential):
     """Ranks have 2, 4, 6 rows; the wrong one takes each rank's mean, and the mean of means."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = kind(nn.Sequential(nn.Linear(6, 5), nn.Tanh()), nn.Linear(5, 3))
     x, y = torch.randn(12, 6), torch.randn(12, 3)
     rows = [slice(0, 2), slice(2, 6), slice(6, 12)]
     mine = rows[rank] if world_size > 1 else slice(None)
@@ -103,12 +133,16 @@ def mean_over_own_tokens(rank, world_size, right):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.parametrize("kind", [nn.Sequential, Recomputed])
 @pytest.mark.parametrize("right", [True, False])
-def test_a_training_whose_ranks_have_unequal_numbers(right):
-    def parallel():
-        mean_over_own_tokens(torch.distributed.get_rank(), 3, right)
+def test_a_training_whose_ranks_have_unequal_numbers(right, kind):
+    def serial():
+        mean_over_own_tokens(0, 1, True, kind)
 
-    report = same_training(lambda: mean_over_own_tokens(0, 1, True), parallel, world_size=3)
+    def parallel():
+        mean_over_own_tokens(torch.distributed.get_rank(), 3, right, kind)
+
+    report = same_training(serial, parallel, world_size=3)
     assert report.fine == right, report
     if not right:
         assert "×2 for rank 0; ×1 for rank 1; ×0.667 for rank 2" in str(report)

@@ -18,7 +18,7 @@ x = torch.full((4,), float(rank))
 dist.barrier()
 """
 BOTH_WAYS = pytest.mark.parametrize("way", ["torchrun", "launch"])
-# The report is the same; most of the time goes into a start under torchrun.
+# Both ways give the same report, and a start under torchrun takes most of the time.
 WAYS = pytest.mark.parametrize("way", [pytest.param("torchrun", marks=pytest.mark.slow), "launch"])
 
 

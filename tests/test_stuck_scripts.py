@@ -35,7 +35,7 @@ def check(case: stuck_scripts.Case, said: str):
         assert re.match("rank 0 raised RuntimeError: .*(Timed|timed|failed to pass)", report)
 
 
-# Late for a call as who sleeps is: by what, only the line tells.
+# Each makes rank 1 late for a call, as sleeping does; only the line in the report differs.
 ALIKE = "waits for a queue", "waits for a lock", "waits for a DataLoader's worker"
 
 

@@ -1,10 +1,12 @@
-"""Find the weights with which micro-batches were added up, where no one factor explains a result.
+"""Find the weight with which each micro-batch was added, where no one factor explains a gradient.
 
 The parallel gradient and the serial one are sums of what the ranks' backwards found, each with a
-weight. With a few elements of every backward's gradient (`Step.parts`) the weights are the solution
-of a small system of linear equations, and where a weight isn't the serial one their quotient is the
+weight. A few elements of every backward's gradient (`Step.parts`) make a small system of linear
+equations, whose solution is the weights. Where a weight isn't the serial one, their quotient is the
 factor of that micro-batch: ×2 for a rank with half of the tokens, whose mean counts like any other.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -12,75 +14,100 @@ from torch import Tensor
 from .tape import Step, some_of
 
 TOLD_APART = 1e-4  # least singular value, of the largest: below, two gradients are one
-LEFT = 1e-3  # of a result's length, by roundings
+LEFT = 1e-3  # of a result's length: a sum leaves no more, by the roundings of float32
+NO_SUM = 0.1  # of a result's length: more than the roundings of bfloat16 leave
 DIGITS = 3
 
 
 def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
-    """Say how much each micro-batch counts in these tensors, beside the serial run; "" if unknown.
+    """Return a sentence on how much each micro-batch counts, beside the serial run.
 
-    ours: the serial step. theirs: those of all ranks; their gradients are alike.
+    Returns "" if the ranks' gradients are partial, differ from each other, or are nearly linearly
+    dependent, so that no weights can be found.
+
+    names: the tensors whose gradients differ from the serial ones. ours: the serial step.
+    theirs: the same step on each rank.
     """
     places: list[tuple[int, int]] = []
     parts: list[dict[str, Tensor]] = []
     for rank, step in enumerate(theirs):
         places += [(rank, number) for number in range(len(step.parts))]
         parts += step.parts
-    known = set(names).intersection(*parts)
-    in_order = [name for name in names if name in known]
-    results = [of.get(name) for of in (theirs[0].gradients, ours.gradients) for name in in_order]
-    if len(parts) < 2 or not known or any(x is None for x in results):
+    in_all = set(names).intersection(*parts)
+    known = [name for name in names if name in in_all]
+    if len(parts) < 2 or not known:
         return ""
-    columns = torch.stack([joined(part, in_order) for part in parts], 1)
-    got, due = torch.cat([some_of(x) for x in results]).chunk(2)
-    if len(got) != len(columns) or len(columns) < 2 * len(parts):
+    due, *results = (elements(step.gradients, known) for step in (ours, *theirs))
+    if due is None or results[0] is None or not all(same(results[0], other) for other in results):
+        return ""
+    columns = torch.stack([torch.cat([*map(part.get, known)]) for part in parts], 1)
+    if not len(columns) == len(due) == len(results[0]) >= 2 * len(parts):
         return ""
     sizes = torch.linalg.svdvals(columns)
     if sizes[-1] <= TOLD_APART * sizes[0]:
         return ""
-    weights, serially = weights_of(columns, got), weights_of(columns, due)
-    if weights is None and serially is None:
-        return ""
-    if weights is None:
+    weights, left = solve(columns, results[0])
+    serially, left_serially = solve(columns, due)
+    if max(left, left_serially) <= LEFT:
+        return in_words(dict(zip(places, quotients(weights, serially), strict=True)))
+    if left > NO_SUM and left_serially <= LEFT:
         return (
             "the serial gradient is a sum of what the ranks' backwards found, theirs isn't: "
             "something stale, or added or lost on the way"
         )
-    if serially is None or not serially.all():
+    if left <= LEFT and left_serially > NO_SUM:
         return (
             "the ranks added up what their backwards found, but the serial gradient is no sum of "
             "these: other samples, targets or masks, or a missing term"
         )
-    return in_words(dict(zip(places, (weights / serially).tolist(), strict=True)))
+    return ""
 
 
-def joined(part: dict[str, Tensor], names: list[str]) -> Tensor:
-    return torch.cat([part[name] for name in names])
+def elements(gradients: dict[str, Tensor | None], names: list[str]) -> Tensor | None:
+    """Return some elements of these gradients, end to end; None if one is missing."""
+    found = [gradients.get(name) for name in names]
+    return None if any(x is None for x in found) else torch.cat([*map(some_of, found)])
 
 
-def weights_of(columns: Tensor, result: Tensor) -> Tensor | None:
-    """Solve columns · weights = result; None if no weights do."""
-    weights = torch.linalg.lstsq(columns, result[:, None]).solution[:, 0]
-    if (columns @ weights - result).norm() > LEFT * result.norm():
-        return None
-    return torch.where(weights.abs() < LEFT * weights.abs().max(), 0.0, weights)
+def same(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and torch.equal(a, b)
+
+
+def solve(columns: Tensor, result: Tensor) -> tuple[Tensor, float]:
+    """Solve columns · weights = result; return the weights and what is left, as a share of result.
+
+    Weights that are zero but for roundings are zero.
+    """
+    # torch 2.13's default driver is wrong about columns that depend on each other.
+    weights = torch.linalg.lstsq(columns, result[:, None], driver="gelsd").solution[:, 0]
+    length = result.norm().item()
+    left = (columns @ weights - result).norm().item() / length if length else math.inf
+    return torch.where(weights.abs() <= LEFT * weights.abs().max(), 0.0, weights), left
+
+
+def quotients(weights: Tensor, serially: Tensor) -> list[float]:
+    """Return weights / serially; 0 / 0 is 1, and what isn't in the serial run is infinite."""
+    found = weights / serially
+    return torch.where((weights == 0) & (serially == 0), 1.0, found).tolist()
 
 
 def in_words(factors: dict[tuple[int, int], float]) -> str:
     """Tell {(rank, micro-batch): factor}, by ranks or micro-batches alone where that says all."""
     ranks = {rank for rank, _ in factors}
-    numbers = {number for _, number in factors}
+    several = any(number for _, number in factors)
+    shown = {}
+    for place, factor in factors.items():
+        shown[place] = f"×{factor:.{DIGITS}g}" if math.isfinite(factor) else "not in the serial run"
     told: dict[str, list[str]] = {}
-    shown = {place: f"×{factor:.{DIGITS}g}" for place, factor in factors.items()}
-    for rank, number in factors:
-        same_on_all = len({shown.get((other, number)) for other in ranks}) == 1
-        where = f"micro-batch {number}" if same_on_all and len(numbers) > 1 else f"rank {rank}"
-        if len(numbers) > 1 and not same_on_all:
-            where = f"micro-batch {number} of rank {rank}"
-        listed = told.setdefault(shown[rank, number], [])
-        if where not in listed:
-            listed.append(where)
+    for (rank, number), factor in shown.items():
+        where = f"rank {rank}"
+        if several:
+            on_all = {shown.get((other, number)) for other in ranks} == {factor}
+            where = f"micro-batch {number}" if on_all else f"micro-batch {number} of rank {rank}"
+        told.setdefault(factor, []).append(where)
     if len(told) == 1:
         return ""
-    one_by_one = "; ".join(f"{factor} for {', '.join(of)}" for factor, of in told.items())
-    return f"{'micro-batches' if len(numbers) > 1 else 'ranks'} don't count alike: {one_by_one}"
+    lines = []
+    for factor, places in told.items():
+        lines.append(f"{factor} for {', '.join(dict.fromkeys(places))}")
+    return f"{'micro-batches' if several else 'ranks'} don't count alike: {'; '.join(lines)}"

@@ -41,7 +41,7 @@ class Step:
     is none}. parameters: {name: after the update}. samples: names of the rows that went into the
     model; rows: themselves, if they are kept. rates: the optimizer's learning rates. last: {name:
     the length of what the last of several micro-batches has added to the gradient}. parts: for each
-    backward {name: some elements of this rank's own gradient, before anybody averages it}.
+    of the losses {name: some elements of this rank's own gradient, before it is averaged}.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -170,14 +170,16 @@ class Tape:
                 names, rows = self.samples.take()
                 self.steps[-1].samples += names
                 self.steps[-1].rows += rows
-            if not self.updated and isinstance(first, Tensor) and first.numel() == 1:
+            of_a_loss = isinstance(first, Tensor) and first.numel() == 1
+            if not self.updated and of_a_loss:
                 self.steps[-1].losses.append(first.item())
             if self.updated:
                 return backward(tensors, *args, **kwargs)
             before = {name: x.clone() for name, x in self.gradients()}
             with self.own_gradients() as part:
                 done = backward(tensors, *args, **kwargs)
-            self.steps[-1].parts.append(part)
+            if of_a_loss:  # not of a reentrant checkpoint's block, which has a backward of its own
+                self.steps[-1].parts.append(part)
             for name, x in self.gradients():
                 added = x - before[name] if name in before else x
                 self.steps[-1].last[name] = added.double().norm().item()
@@ -187,13 +189,14 @@ class Tape:
 
     @contextlib.contextmanager
     def own_gradients(self) -> Iterator[dict[str, Tensor]]:
-        """Listen during a backward; yield {name: some elements of the gradient}, to be filled.
+        """Record this rank's own gradients during a backward.
 
-        A tensor's hook is called before its gradient is added to `.grad`, and so before wrappers
-        send it. Shards and DTensors are left out.
+        Yields a dict, {name: some elements}, which fills as gradients are computed. DTensors, and
+        the shards of `ddpkit.fsdp`, are left out.
         """
         part: dict[str, Tensor] = {}
         handles = []
+        # A tensor's hook gets a gradient before it is added to `.grad`, so before wrappers send it.
         for root in self.roots:
             for path, parameter in root.named_parameters():
                 name = plain_name(path)
@@ -264,7 +267,7 @@ class Tape:
 
 
 def some_of(x: Tensor) -> Tensor:
-    """Return at most 2 * SOME elements of a tensor, evenly apart: a copy in float64, on the CPU."""
+    """Return fewer than 2 * SOME evenly spaced elements, or all, as a float64 copy on the CPU."""
     flat = x.detach().flatten()
     # A copy even of float64: a gradient becomes `.grad`, which is averaged in place.
     return flat[:: max(1, len(flat) // SOME)].to("cpu", torch.float64, copy=True)

@@ -220,7 +220,7 @@ out_of_sight = Exercise(
         APART: "AdamW's weights ended {got} apart, expected {expected}: it sees this one.",
         TURNED: "a gradient points {got}, expected {expected}.",
     },
-    praise="SGD would go another way altogether, and AdamW's curve looks right.",
+    praise="AdamW's weights don't show it. A step of SGD would point where the gradient points.",
     note="In the wild it is a layer's factor: experts e times too large, copies that are summed.",
     mistakes=mistakes("""
 one_factor: factor[0] = 1000.0 → factor *= 1000.0

@@ -131,15 +131,15 @@ def parse(action: str) -> tuple[int, str, int]:
 
 
 def fewest_ticks(stages: int, micro_batches: int, most: int) -> int:
-    """Return a number of ticks that no schedule gets below, a tick each for F, I and W.
+    """Return a lower bound on the ticks of every schedule, where F, I and W take one each.
 
-    most: the micro-batches that a stage may hold at a time. There are three reasons to wait; the
-    number is that of the longest. Notebook 10.
+    It is the largest of three bounds. most: the micro-batches that a stage may hold at a time.
+    Notebook 10.
     """
     busy = 3 * micro_batches
     # The last stage begins p - 1 ticks late.
     late = stages - 1 + busy
-    # Stage 0 has done `most` forwards when its first gradient comes, at tick 2p - 1.
+    # Stage 0 has done at most `most` forwards when its first gradient comes, at tick 2p - 1.
     waits = 2 * stages - 1 + busy - most
     # It holds a micro-batch from its forward until its weight part, for 2p + 1 ticks.
     holds = math.ceil(micro_batches * (2 * stages + 1) / most)
