@@ -1,4 +1,4 @@
-# make lab | test | test-all | kernels | test-torch | bench | gpu | site | refresh | lock.  The first run installs everything into .venv, later ones start at once.
+# make lab | test | test-more | test-all | kernels | test-torch | bench | gpu | site | refresh | lock.  The first run installs everything into .venv, later ones start at once.
 # Linux without a GPU: `make lab TORCH_INDEX=https://download.pytorch.org/whl/cpu` leaves out 3 GB of CUDA packages.
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -12,17 +12,21 @@ BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 # Every launch starts fresh ranks: without .pyc files each would compile what it imports.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: lab test test-all kernels test-torch bench gpu site refresh lock
+.PHONY: lab test test-more test-all kernels test-torch bench gpu site refresh lock
 
 lab: .venv/ready
 	$(BIN)/python scripts/working_copy.py
 	$(BIN)/python -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/my_notebooks/00_start_here.ipynb $(ROOT_FLAG)
 
-test: WHICH := -m "not slow"
+test: WHICH := -m "not slow and not wide"
 test test-all: .venv/ready
 	$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check .
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(WHICH)
 	$(if $(WHICH),,$(BIN)/python scripts/kernels.py all -m numeric)
+
+# What `make test` leaves out for its length, and the numeric tests again, with another processor's kernels.
+test-more: .venv/ready
+	$(BIN)/python scripts/kernels.py turn -m "(numeric or wide) and not slow"
 
 # Numeric tests with the kernels of another processor: PICK=haswell, zen, oldest, skylake, turn or all.
 kernels: PICK := turn

@@ -79,6 +79,10 @@ OF_THE_TEXT = r"\d\.\d(?= bits per byte)", r"(?<=off by )0\.\d+"
 OF_THE_TEXT += r"(?<=norm )\d\.\d{4}", r"(?<=by counting: )\d\.\d\d"
 OF_THE_TEXT += r"(?<=by counting pairs: )\d\.\d\d", r"(?<=Loss after training\? )\d\.\d"
 
+# Files that start a browser, many processes or measurements. Elsewhere single tests are marked.
+WIDE = ["test_audit_museum", "test_audit_mutants", "test_browser", "test_gpu_tool", "test_live"]
+WIDE += ["test_logs", "test_nccl"]
+
 # No worker shall end long after the others.
 LONG = ["test_stuck_scripts", "test_foreign", "test_browser", "test_debug", "test_training"]
 LONG += ["test_processes", "test_launch", "test_train", "test_train_survival"]
@@ -96,6 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_numeric(item):
             item.add_marker("numeric")
+        if item.path.stem in WIDE or item.path.stem.startswith("test_bench_"):
+            item.add_marker("wide")
     forks = processes.start_method() == "forkserver" and "not slow" in config.option.markexpr
     if forks and config.pluginmanager.hasplugin("nbval.plugin"):
         from tests import forked_kernel

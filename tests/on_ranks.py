@@ -10,8 +10,8 @@ import twin
 from ddpkit import launch
 from ddpkit.runtime.errors import LaunchError
 
-# A test that takes `part` checks a selection for "some"; `make test-all` also runs "all".
-some_or_all = pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.slow)])
+# A test that takes `part` checks a selection for "some"; "all" is too long for `make test`.
+some_or_all = pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.wide)])
 
 
 def on_ranks(*world_sizes: int, over=lambda function: function, **options):

@@ -106,6 +106,7 @@ def script(tmp_path):
     return str(path)
 
 
+@pytest.mark.wide
 def test_two_scripts_are_the_same_training(script, tmp_path, capsys):
     alone = tmp_path / "alone.py"
     alone.write_text(ALONE)
@@ -116,6 +117,7 @@ def test_two_scripts_are_the_same_training(script, tmp_path, capsys):
     assert told.err == ""
 
 
+@pytest.mark.wide
 def test_a_factor_is_told_in_a_script(script, tmp_path, capsys):
     alone = tmp_path / "alone.py"
     alone.write_text(ALONE)
@@ -185,6 +187,7 @@ def test_what_a_script_that_draws_needs(drawing, capsys, options, loop, code, sa
     assert says in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_bad_input_is_told_in_a_sentence(tmp_path, capsys):
     assert command.main([str(tmp_path / "none.py")]) == 2
     assert "none.py: there is no such file" in capsys.readouterr().err

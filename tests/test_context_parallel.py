@@ -334,6 +334,7 @@ def like_one_process(check, name, data, wrapper=BucketedDDP):
         check.same_on_all(ours, name)
 
 
+@pytest.mark.wide
 @some_or_all
 @on_ranks(1, 2, 3, 4)
 def test_a_gpt_trains_as_in_one_process(check, world_size, part):

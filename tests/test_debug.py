@@ -349,6 +349,7 @@ def start(folder, *arguments, **environ):
     return subprocess.Popen(command, env=os.environ | own | environ, **pipes)
 
 
+@pytest.mark.wide
 def test_a_right_script_says_what_it_says_without_us(tmp_path):
     (tmp_path / "train.py").write_text(BEGIN + RIGHT)
     process = start(
@@ -381,6 +382,7 @@ time.sleep(0.5)
 """
 
 
+@pytest.mark.wide
 def test_the_watcher_is_not_cut_off_in_the_middle_of_cpp_code(tmp_path):
     """Python would unwind its stack, and C++ abort: a right script would end by SIGABRT."""
     (tmp_path / "train.py").write_text(AT_WORK)
@@ -486,6 +488,7 @@ def test_what_can_not_be_started(arguments, says, monkeypatch):
         main(arguments)
 
 
+@pytest.mark.wide
 def test_a_rank_that_comes_after_the_others_have_left_finds_the_board(tmp_path):
     """A script that ends at once, and a rank whose imports take longer than the other's run."""
     script = tmp_path / "short.py"

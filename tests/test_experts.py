@@ -434,6 +434,7 @@ def on_ranks_of(ranks, make, max_norm):
     return whole_state(model, group), torch.stack(norms)
 
 
+@pytest.mark.wide
 @some_or_all
 @on_ranks(1, 2, 3, 4, 6)
 def test_a_gpt_trains_as_in_one_process(check, world_size, part):

@@ -105,6 +105,7 @@ def named(ranks: str) -> set[int]:
     return set(range(numbers[0], numbers[1] + 1) if " to " in ranks else numbers)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_pytorchs_analyser_names_the_ranks_and_the_kind_that_our_reports_name(reports, name):
     report, folder = reports[name]
@@ -495,6 +496,7 @@ def test_a_file_of_something_else_is_named(tmp_path):
         explain(read_dumps(tmp_path))
 
 
+@pytest.mark.wide
 def test_who_reads_only_the_first_lines_sees_no_traceback(tmp_path):
     write(tmp_path, {0: GOOD})
     command = [sys.executable, "-m", "ddpkit.explain", str(tmp_path)]

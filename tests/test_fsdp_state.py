@@ -114,6 +114,7 @@ def save_alone(folder, whole):
             save(folder, model, patience_s=1.0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("whole", [False, True], ids=["save", "full_parameters"])
 def test_a_rank_that_saves_alone_is_refused(tmp_path, whole):
     says = "rank 0 called (save|full_parameters), and not all ranks did.*on every rank"
@@ -249,6 +250,7 @@ def test_ranks_that_use_different_parameters(which):
         launch(use_in_order, [(0, 1, 2)], own, world_size=2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("which", OWN_ORDERS)
 def test_ranks_that_use_different_parameters_in_the_third_step(which):
     """Blocks are alike, so that one rank's weights would serve the other's."""

@@ -124,7 +124,7 @@ def test_trap_17_deadlocks(name, says, advice):
     assert name != "tags_differ" or "send(100000 float32, dst=1, tag=3)" in text
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.wide)])
 def test_groups_that_only_their_members_make_are_named(stages):
     """Who finds whom is a matter of luck; the reason isn't."""
 
@@ -334,6 +334,7 @@ def test_a_matched_call_that_never_ends_falls_under_hang_after():
     assert text.endswith("it doesn't finish. A larger hang_after gives it more time.")
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the C library's sleep")
 def test_trap_18_the_timeout_shows_where_every_rank_is():
     """Also of a rank that holds the interpreter's lock in C."""

@@ -14,6 +14,7 @@ def test_every_subject_is_one_idea():
     assert house.too_long() == []
 
 
+@pytest.mark.wide
 def test_what_is_read_does_not_get_worse():
     """On its way to LIMITS: put a better figure into HELD."""
     assert house.worse(house.figures()) == []
@@ -35,6 +36,7 @@ def test_nothing_replaces_another_class_s_methods():
     assert house.replaced_methods() == []
 
 
+@pytest.mark.wide
 def test_no_algorithm_is_spelled_twice():
     assert house.spelled_twice() == []
 

@@ -737,6 +737,7 @@ if __name__ == "__main__":
 SHOWN = "this file runs\nrank 0: 2.0\nrank 1: 2.0\n"
 
 
+@pytest.mark.wide
 def test_trap_3_and_9_a_plain_script_without_a_main_guard_and_the_users_own_pools(tmp_path):
     pools = "[2, 4]\nthis file runs\n[2, 4]\nrank 0: 1.0\n"  # a spawned pool runs it: its own way
     assert run_script(tmp_path, SCRIPT + POOLS) == SHOWN + pools
@@ -746,6 +747,7 @@ def test_trap_8_a_plain_script_where_ranks_are_spawned(tmp_path):
     assert run_script(tmp_path, SCRIPT, DDPKIT_START_METHOD="spawn") == SHOWN
 
 
+@pytest.mark.wide
 def test_trap_9_an_ipython_terminal(tmp_path):
     """And ranks that stay end when it does."""
     pytest.importorskip("IPython", reason="Jupyter isn't installed")

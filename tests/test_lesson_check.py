@@ -86,6 +86,7 @@ def test_what_cant_be_run_is_said(tmp_path, capsys):
     assert "none.ipynb couldn't be run: FileNotFoundError" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_the_command_s_old_name_goes_on_working():
     command = [sys.executable, "-m", "ddpkit.lesson.check", "none.ipynb"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

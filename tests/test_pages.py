@@ -96,6 +96,7 @@ def chromium():
         browser.close()
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 @pytest.mark.parametrize("scripts", [True, False])
 @pytest.mark.parametrize("scheme", ["light", "dark"])

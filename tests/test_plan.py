@@ -61,7 +61,7 @@ TRIED = {
         Plan(pipeline=4, micro_batches=8),
     ],
 }
-EVERY = [plan for tried in TRIED.values() for plan in tried]
+EVERY = [*TRIED[2], *(pytest.param(plan, marks=pytest.mark.wide) for plan in TRIED[4])]
 
 
 @cache
@@ -217,6 +217,7 @@ def best(shape, on):
     return Search(shape, on).best()[0].plan
 
 
+@pytest.mark.wide
 def test_clear_cut_cases():
     # A wire that keeps up with computing: data alone. A slow one: a pipeline, which sends least.
     assert best(SMALL, machine(4, CostModel(1e-6, 1e9))).data == 4
@@ -271,6 +272,7 @@ def test_every_choice_has_its_reason():
     assert " of it hidden behind computing." in text
 
 
+@pytest.mark.wide
 def test_the_reason_changes_with_the_number_that_decides():
     roomy = replace(H100S, memory_bytes=640e9)
     assert "2 micro-batches because" in sentences(LARGE, H100S)
@@ -287,6 +289,7 @@ def test_the_reason_changes_with_the_number_that_decides():
     assert "ZeRO-1 because with DDP a step takes as long and needs 1.61 MB more" in slow_to_begin
 
 
+@pytest.mark.wide
 def test_the_error_is_said():
     assert f"Times were off by {why.EMULATED_ERROR:.0%} on an emulated" in sentences(LARGE, H100S)
     fitted = sentences(LARGE, replace(H100S, error=0.12))
@@ -367,6 +370,7 @@ def test_the_command(capsys):
         assert says in str(stopped.value) + capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_the_command_by_its_name():
     asked = [sys.executable, "-m", "ddpkit.tools.plan", "--help"]
     done = subprocess.run(asked, capture_output=True, text=True, check=True)

@@ -205,6 +205,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.wide
 def test_trap_5_and_6_odd_host_name_little_shared_memory_read_only_directory_8_ranks(tmp_path):
     mounts = "mount -t tmpfs -o size=64m tmpfs /dev/shm && mount -t tmpfs -o ro tmpfs work"
     (tmp_path / "work").mkdir()
@@ -345,6 +346,7 @@ def test_interrupts_are_deferred_not_lost():
     assert reached
 
 
+@pytest.mark.wide
 @linux
 def test_trap_21_the_notebook_dies_while_the_server_starts(tmp_path):
     with Script(tmp_path, PREAMBLE + 'print("begin", flush=True)\nlaunch(total)') as script:
@@ -367,6 +369,7 @@ def import_slowly() -> tuple[int, bool]:
     return os.getppid(), was_there
 
 
+@pytest.mark.wide
 @forks
 def test_a_server_that_died_is_replaced_and_so_is_one_that_knows_too_little(monkeypatch):
     """A rank that makes an optimizer imports for a second: later ranks shall begin with that."""

@@ -96,12 +96,14 @@ def over_nccl():
     return launch(on_nccl(run_all), world_size=WORLD, timeout=120)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ON_NCCL)
 def test_results_over_nccl_are_those_of_plain_gloo(run, over_nccl, name):
     for (_, _, plain, _), (found, _) in zip(run, over_nccl, strict=True):
         assert found[name] == plain[name]
 
 
+@pytest.mark.wide
 def test_every_group_connects_once_over_nccl(over_nccl):
     for _, communicators in over_nccl:
         assert len(communicators) > 10

@@ -17,9 +17,8 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 x = torch.full((4,), float(rank))
 dist.barrier()
 """
-BOTH_WAYS = pytest.mark.parametrize("way", ["torchrun", "launch"])
 # Both ways give the same report, and a start under torchrun takes most of the time.
-WAYS = pytest.mark.parametrize("way", [pytest.param("torchrun", marks=pytest.mark.slow), "launch"])
+WAYS = pytest.mark.parametrize("way", [pytest.param("torchrun", marks=pytest.mark.wide), "launch"])
 
 
 def told(way, folder, text, world_size=2, **options) -> str:
@@ -98,7 +97,7 @@ GUILTY = {
 }
 
 
-@BOTH_WAYS
+@WAYS
 @pytest.mark.parametrize("case", GUILTY)
 def test_only_the_guilty_call_is_marked_and_its_groups_calls_stand_beside_it(way, case, tmp_path):
     world_size, text, headline, table, row, by_whom, advice = GUILTY[case]

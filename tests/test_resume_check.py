@@ -159,6 +159,7 @@ def check(folder, capsys, text, *options, start=("python",), code=0) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_right_script_is_exact_after_an_update_and_in_a_save(here, capsys):
     said = check(here, capsys, SCRIPT)
     assert said == (
@@ -175,7 +176,10 @@ def test_a_right_script_is_exact_after_an_update_and_in_a_save(here, capsys):
 
 @pytest.mark.parametrize(
     "what",
-    [pytest.param(what, marks=[pytest.mark.slow] * (what != "moments")) for what in WRONG],
+    [
+        pytest.param(what, marks=pytest.mark.wide if what == "moments" else pytest.mark.slow)
+        for what in WRONG
+    ],
 )
 def test_what_is_lost_is_named(what, here, capsys):
     *changes, cause, also = WRONG[what]
@@ -260,6 +264,7 @@ def test_a_training_that_is_no_two_times_the_same_cannot_be_judged(here, capsys)
     assert "two runs differ before any kill, in the samples of update 1" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_the_command_is_there():
     words = [sys.executable, "-m", "ddpkit.resume_check", "--help"]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout

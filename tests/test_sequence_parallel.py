@@ -1,5 +1,6 @@
 """ddpkit.tensor_parallel.sequence: the GPT split among ranks trains as the serial one does."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import training_cases
@@ -149,6 +150,7 @@ def as_ranks_draw(serial):
     return serial
 
 
+@pytest.mark.wide
 @on_ranks(2, 4)
 def test_bf16(check):
     """As far from float64 as the serial model in bf16, times √(2W-1); and one rounding.
@@ -191,6 +193,7 @@ def trained(model, optimizer):
 # A mesh
 
 
+@pytest.mark.wide
 @on_ranks(4)
 def test_two_shares_of_the_data_times_two_parts_of_the_model(check):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))

@@ -35,12 +35,12 @@ def check(case: stuck_scripts.Case, said: str):
         assert re.match("rank 0 raised RuntimeError: .*(Timed|timed|failed to pass)", report)
 
 
-# Each makes rank 1 late for a call, as sleeping does; only the line in the report differs.
-ALIKE = "waits for a queue", "waits for a lock", "waits for a DataLoader's worker"
+# One of each kind, for `make test`.
+QUICK = "sleeps", "a timeout of wait()", "polls a handle", "destroys its group"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in CASES]
+    "name", [pytest.param(n, marks=[pytest.mark.wide] * (n not in QUICK)) for n in CASES]
 )
 def test_what_does_not_go_on_is_told_with_its_line(name, tmp_path):
     """As under torchrun, but for its seconds."""
@@ -85,6 +85,7 @@ def stuck_scripts_rank() -> int:
     return dist.get_rank()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_under_launch(name, tmp_path):
     case = CASES[name]
@@ -132,6 +133,7 @@ def test_a_rank_that_is_waited_for_for_long_is_named_once_and_nothing_ends(tmp_p
 HANGS = BEGIN + "if rank == 1: print('here', flush=True), time.sleep(100)\ndist.all_reduce(x)\n"
 
 
+@pytest.mark.wide
 def test_sigterm_is_answered_and_still_ends_the_rank(tmp_path):
     """Also by a rank that is blocked in C++; a child of a rank dies of it as ever."""
     fork = "worker = os.fork()\nif worker == 0: time.sleep(100)\n"

@@ -106,7 +106,7 @@ def trained_alone(made: list[TrainConfig]) -> list[tuple]:
     return [found[different.index(twin)] for twin in twins]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
     ("world_size", "backend"),
     [
@@ -143,7 +143,10 @@ def test_every_mesh_trains_as_one_process(world_size, backend, optimizer):
 EXACT = {"optimizer": "sign", "exact": True, "clip": 0.0, "width": 16, "length": 8}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size",
+    [2, 3, pytest.param(4, marks=pytest.mark.wide), pytest.param(8, marks=pytest.mark.slow)],
+)
 def test_the_exact_twin_is_equal_to_the_last_bit(world_size):
     meshes = [mesh for mesh in MESHES[world_size] if "context" not in mesh]
     made = configs(meshes, **EXACT)
@@ -263,10 +266,12 @@ def load_everywhere(meshes: list[dict], tmp_path, **options) -> int:
     return pairs
 
 
+@pytest.mark.wide
 def test_any_mesh_loads_what_another_has_saved(tmp_path):
     assert load_everywhere([SAVED_ON[at] for at in (0, 1, 4, 7)], tmp_path) == 16
 
 
+@pytest.mark.wide
 def test_experts_are_loaded_by_whichever_rank_has_them(tmp_path):
     """Twelve experts, of which 10 doesn't come before 2; the router's bias is a buffer."""
     meshes = [{}, {"data": 2}, {"data": 3}, {"data": 2, "share_experts": False}]
@@ -326,6 +331,7 @@ def test_what_cannot_be_trained_is_said(values, says):
     assert says in "\n".join(problems(TrainConfig(**(TINY | values))))
 
 
+@pytest.mark.wide
 def test_every_combination_of_settings_is_allowed_or_has_a_sentence():
     """None is let through that the trainer doesn't know: it is built and steps, or it is said."""
     allowed = []
@@ -418,6 +424,7 @@ def command(*flags: str, torchrun: int = 0, cwd=None) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.wide
 def test_the_command_trains_resumes_and_leaves_a_log_a_curve_and_a_sample(tmp_path):
     folder = tmp_path / "run"
     first = command("--data=2", f"--folder={folder}", "--steps=3", "--decay-to=1", "--warmup=0")

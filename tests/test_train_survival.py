@@ -107,6 +107,7 @@ def trained(config: TrainConfig, meddle=None) -> tuple[str, str, list[str]]:
     return digest(trainer), said.getvalue(), files
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("rank", "name"), [(0, ".distcp"), (1, ".distcp"), (0, ".metadata"), (0, "run.json")]
 )
@@ -229,6 +230,7 @@ def resume_from_damaged(config: TrainConfig) -> list[tuple]:
     return found
 
 
+@pytest.mark.wide
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(config):
     right = launch(trained, config(folder=""), world_size=2)
     ranks = launch(resume_from_damaged, config(), world_size=2)

@@ -8,6 +8,7 @@ import pytest
 from ddpkit.exercises import checker
 from ddpkit.exercises.checker import Exercise
 
+QUICK = 2  # mistakes of an exercise, the commonest; the others are `wide`
 checker.PATIENCE_S = 120.0  # a busy machine is slow, not hung
 
 
@@ -29,8 +30,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "mistake" in metafunc.fixturenames:
         pairs = []
         for name, exercise in exercises.items():
-            for wrong in exercise.mistakes:
-                pairs.append(pytest.param(exercise, wrong, id=f"{name}-{wrong.name}"))
+            for place, wrong in enumerate(exercise.mistakes):
+                marks = [pytest.mark.wide] * (place >= QUICK)
+                pairs.append(pytest.param(exercise, wrong, marks=marks, id=f"{name}-{wrong.name}"))
         metafunc.parametrize(("exercise", "mistake"), pairs)
     elif "wrong" in metafunc.fixturenames:
         others = []

@@ -3,6 +3,8 @@
 import importlib.util
 import re
 
+import pytest
+
 from ddpkit.lesson.replay import replay
 
 
@@ -51,11 +53,13 @@ def test_mistake_hears_its_sentence(exercise, mistake):
         replay(exercise._outcome)  # it can be played, whatever went wrong
 
 
+@pytest.mark.wide
 def test_other_right_answers_pass(exercise, right):
     verdict = exercise(right)
     assert verdict.passed, verdict.text
 
 
+@pytest.mark.wide
 def test_wrong_answers_with_right_values_are_refused(exercise, wrong, says):
     verdict = exercise(wrong)
     assert verdict.passed is False, f"{wrong.__name__} passed"
