@@ -19,10 +19,12 @@ HEIGHT = 560  # pixels of a chart
 SMALL, NORMAL, LARGE = 14, 16, 18  # points
 DIGIT = 12.2  # width in pixels of a digit of SMALL text
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart, and a ninth
+# of Tol's, for a server with eight workers.
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, RED, YELLOW, BLACK = "#56B4E9", "#D55E00", "#F0E442", "#000000"
-RANK_COLOURS = [BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, BLACK]
+WINE = "#882255"
+RANK_COLOURS = [BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, BLACK, WINE]
 MIXED = "#DDDDDD"  # data of several ranks
 EMPTY, PALE, FAINT, GREY = "#FFFFFF", "#F4F4F4", "#AAAAAA", "#666666"
 WRONG = "#C8102E"
@@ -36,7 +38,7 @@ WHITE = {"fc": "white", "ec": "none", "pad": 3}  # behind text that lies on a ch
 def colour(rank: int | frozenset[int] | None) -> str:
     """Return the colour, "#RRGGBB", in which the data of a rank is drawn.
 
-    rank: a rank. From rank 8 on colours repeat, so labels must tell ranks apart. A frozenset of
+    rank: a rank. From rank 9 on colours repeat, so labels must tell ranks apart. A frozenset of
         ranks, whose numbers were added up, gives white, on which `Canvas.cells` draws stripes.
         None, data of several ranks or of an unknown one, gives grey.
     """
@@ -63,7 +65,7 @@ def dark(fill) -> str:
 
 def ink(fill: str) -> str:
     """Return "black" or "white", whichever is easier to read on `fill`, a colour of this module."""
-    return "white" if fill in (BLUE, BLACK, WRONG) else "black"
+    return "white" if fill in (BLUE, BLACK, WINE, WRONG) else "black"
 
 
 class Picture:
