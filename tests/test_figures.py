@@ -243,4 +243,4 @@ def test_before_after_of_long_floats_fits_the_page():
 def test_worlds():
     one = "1 rank is 1 process with its own memory; it computes on the CPU."
     assert repr(figures.worlds(1)) == one
-    check_picture(figures.worlds(8), *page.RANK_COLOURS)
+    check_picture(figures.worlds(9), *page.RANK_COLOURS)
