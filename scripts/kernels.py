@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+OWN = "its own"  # where a processor can run no pick
 ROOT = Path(__file__).resolve().parents[1]
 PICKS = {
     "haswell": "OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2",
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"kernels: {pick} is left out: {lacking(pick)}", flush=True)
     picks = [pick for pick in wanted if not lacking(pick)]
     if options.pick == "turn":
-        picks = [in_turn(picks)] if picks else ["its own"]
+        picks = [in_turn(picks)] if picks else [OWN]
     failed = []
     for pick in picks:
         print(f"kernels: {pick}", PICKS.get(pick, ""), flush=True)
@@ -74,7 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
         if subprocess.run(command, env=os.environ | environment(pick), check=False).returncode:
             failed.append(pick)
     if failed:
-        print(f"kernels: failed under {', '.join(failed)}. Again: make kernels PICK={failed[0]}")
+        again = "turn" if failed == [OWN] else failed[0]
+        print(f"kernels: failed under {', '.join(failed)}. Again: make kernels PICK={again}")
     return int(bool(failed))
 
 

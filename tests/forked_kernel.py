@@ -57,7 +57,7 @@ def run_kernel(connection_file: str, cwd: str, env: dict[str, str]) -> None:
     server = forkserver._forkserver  # that this process came from: its ranks do, too
     server.ensure_running = resource_tracker.ensure_running
     processes._server = lambda: server
-    # Neither measurements nor pictures are compared: few rounds will do, and no pictures.
+    # Neither measurements nor pictures are compared: few rounds, and only pictures that are stored.
     race, interleave.WARM_UP = interleave.race, 0
     interleave.race = lambda make, rounds, *options, **named: race(make, 1, *options, **named)
     transformed = InteractiveShell.transform_cell

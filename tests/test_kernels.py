@@ -33,7 +33,7 @@ def test_left_out_is_not_failed_and_what_fails_is_named(monkeypatch, capsys):
     ran = []
 
     def run(command, env, check):
-        ran.append(env["OPENBLAS_CORETYPE"])
+        ran.append(env.get("OPENBLAS_CORETYPE"))
         return subprocess.CompletedProcess(command, int(ran[-1] == "Prescott"))
 
     monkeypatch.setattr(kernels, "lacking", lambda pick: "too old" * (pick == "skylake"))
@@ -45,6 +45,18 @@ def test_left_out_is_not_failed_and_what_fails_is_named(monkeypatch, capsys):
     assert said.endswith("failed under oldest. Again: make kernels PICK=oldest\n")
     assert kernels.main(["skylake"]) == 0
     assert len(ran) == 3
+
+
+def test_where_no_pick_can_run_the_processors_own_kernels_do(monkeypatch, capsys):
+    def run(command, env, check):
+        assert "OPENBLAS_CORETYPE" not in env
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    monkeypatch.setattr(kernels, "lacking", lambda pick: "another kind")
+    monkeypatch.setattr(kernels.subprocess, "run", run)
+    assert kernels.main(["turn"]) == 1
+    assert capsys.readouterr().out.endswith("under its own. Again: make kernels PICK=turn\n")
 
 
 def test_the_last_commit_decides_whose_turn_it_is(monkeypatch):
