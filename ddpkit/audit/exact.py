@@ -45,8 +45,8 @@ def exact(model: nn.Module, seed: int = 0) -> list[str]:
 def exact_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Sum 12 · (outputs - targets)² / 2 over each row; return the mean over the rows.
 
-    outputs, targets: (rows, ...), integers in float64. Exact if 12 · rows' sums divide by the rows:
-    take 1, 2, 3, 4, 6 or 12 rows a rank and micro-batch.
+    outputs, targets: (rows, ...), integers in float64. The mean is exact if 12 is a multiple of
+    the number of rows: take 1, 2, 3, 4, 6 or 12 rows a rank and micro-batch.
     """
     squares = (outputs - targets).square() * (SCALE / 2)
     return squares.sum() / len(outputs)

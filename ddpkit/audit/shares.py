@@ -92,7 +92,10 @@ def quotients(weights: Tensor, serially: Tensor) -> list[float]:
 
 
 def in_words(factors: dict[tuple[int, int], float]) -> str:
-    """Tell {(rank, micro-batch): factor}, by ranks or micro-batches alone where that says all."""
+    """Return a sentence on unequal factors, {(rank, micro-batch): factor}; "" if all are equal.
+
+    It names ranks or micro-batches alone where that is enough to tell them apart.
+    """
     ranks = {rank for rank, _ in factors}
     several = any(number for _, number in factors)
     shown = {}

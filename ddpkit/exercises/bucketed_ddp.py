@@ -101,7 +101,7 @@ def _train(answer, cap_bytes, between, by_rank):
 
 
 def _of_a_ring(steps: int) -> list[int]:
-    """Return the bytes of one message, if each step sent it round a ring of chunks; else those."""
+    """Return [bytes of the flat gradient] if a ring carried it; else the bytes of each send."""
     sends = [record.bytes for record in recorder().records if record.op == "send"]
     world_size, (nbytes,) = dist.get_world_size(), AFTER_BACKWARD[1]
     hops = 2 * (world_size - 1)

@@ -34,7 +34,7 @@ def bytes_moved(records: Iterable[Record], world_size: int) -> int:
 def excess(
     records: Iterable[Record], tensors: Sequence[Tensor], spare_bytes: int = 0, flags: bool = False
 ) -> dict[str, int]:
-    """Count what a rank sent beyond an all-reduce of each tensor: {"bytes too many", "calls ..."}.
+    """Count the bytes and calls that a rank made beyond one all-reduce per tensor.
 
     A ring of messages in chunks sends as much. spare_bytes: for numbers that ranks must agree on,
     also all-reduced; flags: one more call, in which each tensor has a 0 or a 1.
@@ -66,7 +66,7 @@ def spare(records: Iterable[Record], times: int) -> str | int:
 
 
 def counts(run: Run) -> dict[str, int]:
-    """{"bytes", "calls", "hops": all ranks' together, but hops, which follow one another}."""
+    """Return the "bytes" and "calls" of all ranks, and the "hops" if they sent messages alone."""
     world_size = len(run.wire)
     made = [r for records in run.wire for r in records if r.op not in ("recv", "new_group")]
     found = {"bytes": bytes_moved(made, world_size), "calls": len(made)}
@@ -76,7 +76,7 @@ def counts(run: Run) -> dict[str, int]:
 
 
 def code_lines(thing: Callable) -> int | None:
-    """Count the lines of its code, as Python writes it; None if there is no source."""
+    """Count a function's or class's lines without docstrings; None if its source isn't known."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(thing))))
     except (OSError, TypeError, SyntaxError):
@@ -88,7 +88,7 @@ def code_lines(thing: Callable) -> int | None:
 
 
 def score(yours: dict[str, int], ours: dict[str, int], best: dict[str, int]) -> str:
-    """Write the counts side by side: yours, ours, and the fewest known."""
+    """Return the counts side by side as text: yours, ours, and the fewest known."""
     told = []
     for what, count in yours.items():
         numbers = [f"yours {count:,}"]

@@ -666,15 +666,16 @@ def tries(
     par: float | None = None,
     bound: float | None = None,
 ) -> Picture:
-    """Draw tries at two numbers, less of which is better; return the picture.
+    """Draw the tries at an exercise that is scored by two numbers, both better when smaller.
 
-    made: (number, company) of each try, in their order; one that another is as good as in both is
-    hollow. labels: the two units. par: the library's own number, a dashed line. bound: a number
-    below which no try can get, the edge of a grey area.
+    made: the two numbers (x, y) of each try, in the order in which they were made. A try that
+        another one matches or beats in both numbers is hollow.
+    labels: the names of x and y, with their units.
+    par: the library's own x, a dashed line. bound: the edge of a grey area; no x can be smaller.
     """
     figure, (axes,) = chart("Your tries", 330)
-    numbers, company = zip(*made, strict=True)
-    axes.plot(numbers, company, color=page.FAINT, lw=1.5, zorder=2)
+    xs, ys = zip(*made, strict=True)
+    axes.plot(xs, ys, color=page.FAINT, lw=1.5, zorder=2)
     for number, (x, y) in enumerate(made, 1):
         beaten = any(a <= x and b <= y and (a, b) != (x, y) for a, b in made)
         style = {"color": page.BLUE, "mfc": "white" if beaten else page.BLUE}

@@ -314,10 +314,10 @@ class Streams:
             return [record for records, *_ in left for record in records]
 
     def _look_whether_reached(self, records: list[Record], events: dict):
-        """Set `reached` in the records of a late call, if the GPU has come to it.
+        """Set `reached` in the records of a late call once the GPU has come to it.
 
-        A call is late if it is open for more than `LATE_S` seconds. If the GPU hasn't come to it,
-        it still computes what is queued in front.
+        A call is late if it has been open for more than `LATE_S` seconds. Until the GPU comes to
+        it, the GPU is still busy with work that was queued before the call.
         records: the record of the call, or those of a batch.
         events: {field of the records: the CUDA event that gives its time}.
         """
