@@ -13,7 +13,7 @@ from ddpkit.inspect.explain import main
 from ddpkit.inspect.logs import explain_log, find_logs, read_log
 
 SCRIPT = """\
-import os, signal, sys
+import os, signal, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ if how == "early" and os.environ["RANK"] == "1":
     raise RuntimeError("no such file: tokens.bin")
 dist.init_process_group("gloo", timeout=timedelta(seconds=9 if how == "early" else 99))
 if dist.get_rank() == 1:
+    time.sleep(1)  # rank 0 may still be joining
     if how == "raise":
         raise ValueError("the batch is empty")
     if how == "kill":
@@ -31,10 +32,10 @@ if dist.get_rank() == 1:
         os._exit(0)
 dist.all_reduce(torch.ones(2))
 """
-CALL = "train.py:17: dist.all_reduce(torch.ones(2))"
+CALL = "train.py:18: dist.all_reduce(torch.ones(2))"
 FOLLOWED = f"The others fell because of it: Rank 0 lost its connection to another rank, {CALL}"
 TOLD = {
-    "raise": 'rank 1 raised ValueError: the batch is empty train.py:12: raise ValueError("the '
+    "raise": 'rank 1 raised ValueError: the batch is empty train.py:13: raise ValueError("the '
     f'batch is empty") {FOLLOWED}',
     "kill": "rank 1 was killed by SIGKILL. Something outside killed it; most often the machine had "
     f"no memory left. {FOLLOWED}",
@@ -76,6 +77,24 @@ def test_the_first_to_fall_is_named_and_those_that_followed(how, logs):
     ended = "Rank 0 was ended by torchrun, by SIGTERM, because of rank 1."
     lost = f"Rank 0 lost its connection to another rank, {CALL}"
     assert explain(logs[how]) in (TOLD[how], TOLD[how].replace(lost, ended))
+
+
+JOINING = """\
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    dist.init_process_group("gloo")
+RuntimeError: Gloo connectFullMesh failed with [pair.cc:553] Connection closed by peer [127.0.0.1]:9
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 3)
+"""
+
+
+def test_a_rank_that_lost_another_while_it_joined_only_followed(tmp_path):
+    """torch puts no rank before its lines; it is the only one that left with 1."""
+    (tmp_path / "log.txt").write_text(JOINING)
+    said = explain(tmp_path / "log.txt")
+    assert said.startswith("no rank in this log fell by itself.")
+    assert "lost its connection to another rank, train.py:9: dist.init_process_group" in said
 
 
 def test_a_folder_of_logs_is_read_as_one(logs, tmp_path):

@@ -145,6 +145,9 @@ def _tracebacks(lines: list[tuple[int, str]], source: dict) -> Iterator[Failure]
 def explain_log(log: Log) -> str:
     """Return a text: which rank fell first, how and on which line, what became of the others."""
     fallen = {**log.codes, **log.failures}
+    nameless = [rank for rank, how in fallen.items() if how == 1]
+    if len(nameless) == len(log.unnamed) == 1:  # it was joining: its lines have no rank in front
+        fallen[nameless[0]] = log.unnamed[0]
     own = {rank: how for rank, how in fallen.items() if not _only_followed(log, rank, how)}
     meeting = explain_rendezvous(log.text)
     raised = [how.message for how in own.values() if isinstance(how, Failure)]
