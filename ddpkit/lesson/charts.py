@@ -470,10 +470,10 @@ def zero_grid(world_size: int) -> Picture:
 
 
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw how many numbers several ways to compute one result read and write, a bar for each.
+    """Draw a bar for each way to compute a result: how many numbers it reads and writes.
 
     counts: {name of the way: (numbers read from memory, numbers written to it)}, in multiples of N,
-        the length of a row. A bar shows both, with their sum behind it.
+        the length of a row. A bar stacks the two; their sum is written at its end.
 
     Notebook 08.
     """
@@ -619,7 +619,7 @@ def takeovers(
 def _fastest(
     model: cost.CostModel, algorithms: Sequence[str], world_size: int, nbytes: float
 ) -> str:
-    """Return the name of the algorithm for which the model predicts the least time."""
+    """Return the algorithm that the model predicts to be fastest. nbytes: of a rank's tensor."""
     return min(algorithms, key=lambda algorithm: model.seconds(algorithm, nbytes, world_size))
 
 

@@ -91,13 +91,14 @@ SCHEMES = {
 
 
 def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8) -> None:
-    """Run attention on this rank, forward and backward with a barrier in between.
+    """Run causal attention over a sequence that the ranks share, forward and then backward.
 
-    Launch it on every rank; `sent` then counts the bytes of both passes in the run. Each rank has 8
-    tokens, and each head 16 numbers for a token. Attention is causal.
+    Launch it on every rank, and hand the run to `sent`, which counts the bytes of each pass: it
+    tells the passes apart by the barrier between them. Each rank has 8 tokens, and each head 16
+    numbers for a token.
 
-    scheme: a key of `SCHEMES`.
-    heads, kv_heads: the numbers of heads of queries, and of keys and values.
+    scheme: a key of `SCHEMES`. dtype: of queries, keys and values.
+    heads: the number of query heads. kv_heads: the number of key heads, and of value heads.
     """
     q = torch.ones(1, heads, 8, 16, dtype=dtype, requires_grad=True)
     k, v = torch.ones(2, 1, kv_heads, 8, 16, dtype=dtype, requires_grad=True)

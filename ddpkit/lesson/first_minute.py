@@ -62,12 +62,12 @@ def written_by_a_reader(source: str) -> Callable[[], None]:
 class FourRanks(Live):
     """A widget that launches four ranks, which add up round a ring, and shows their messages.
 
-    Making it launches the ranks. Their messages are animated once, and two buttons launch ranks
+    Creating one launches the ranks. Their messages are animated once, and two buttons launch ranks
     that fail.
 
     player: the widget that animates the messages, with a slider over the hops.
-    report: the widget with the HTML below the buttons, which exists once `box` does: the code of
-        the broken function, and the error that `launch` raised.
+    report: the HTML widget below the buttons, with the code of the broken function and the error
+        that `launch` raised. The method `box` creates it.
     """
 
     def __init__(self):
@@ -95,7 +95,7 @@ class FourRanks(Live):
     def break_it(self, label: str) -> None:
         """Launch a broken function; show its code, then the error and each rank's last calls.
 
-        label: of the button that was clicked, a key of `BREAKS`.
+        label: the label of the clicked button, a key of `BREAKS`.
         """
         from .lanes import lanes
 

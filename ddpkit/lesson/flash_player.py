@@ -124,7 +124,7 @@ def describe(tile: Tile) -> str:
 
 
 def _named(one: str, several: str, span: range) -> str:
-    """Return a range in words: "key 3" or "keys 2 to 3"."""
+    """Return a range in words: range(3, 4) gives "key 3", range(2, 4) gives "keys 2 to 3"."""
     return f"{one} {span.start}" if len(span) == 1 else f"{several} {span.start} to {span.stop - 1}"
 
 

@@ -15,10 +15,10 @@ from ..runtime.recorder import recorder
 class Layers(nn.Module):
     """A model of linear layers that all have the same width, grouped into blocks.
 
-    layers: how many there are in all. group: how many are in a block; the last may have fewer.
-    width: the numbers of input and output of each layer.
-    sleeps: the seconds that each block sleeps in forward, and twice that in backward, to stand in
-        for computing.
+    layers: the number of layers. group: how many of them make a block; the last may have fewer.
+    width: the number of input features, and of output features, of each layer.
+    sleeps: the seconds that every block sleeps in forward, to stand in for computing; in backward
+        it sleeps twice as long.
     """
 
     def __init__(self, layers: int = 8, group: int = 1, width: int = 64, sleeps: float = 0.0):

@@ -254,7 +254,7 @@ def log_y(axes, label: str, unit: str) -> None:
 
 
 def by_tokens(axes, lengths: Sequence[int]) -> None:
-    """Make the x axis logarithmic, with a tick at each of `lengths`, and name it.
+    """Make the x axis logarithmic, with a tick at each of `lengths`, and label it.
 
     lengths: lengths of sequences, in tokens.
     """

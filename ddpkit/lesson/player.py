@@ -179,9 +179,9 @@ class Stage:
         return self.top(rank) + self.tall / 2
 
     def way(self, src: int, dst: int) -> float:
-        """Return the x, in pixels, of the arrow from rank `src` to rank `dst`.
+        """Return the x, in pixels, of the vertical arrow from rank `src` to rank `dst`.
 
-        No two arrows whose ranges of rows overlap have the same x.
+        Every pair of ranks has one. Ranks are rows; arrows that share a row differ in x.
         """
         far = max(1, abs(dst - src))
         place = far * (far - 1) + 2 * (min(src, dst) % far) + (dst < src)
@@ -190,7 +190,7 @@ class Stage:
 
 
 def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
-    """Return {buffer of a rank: how many numbers it holds at most}, in order of appearance."""
+    """Return {buffer of a rank: the most numbers it ever holds}, in order of appearance."""
     lengths: dict[object, int] = {}
     for frame in frames:
         for which, cells in frame.memory[rank].items():

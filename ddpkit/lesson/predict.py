@@ -137,7 +137,7 @@ class Predictions:
         return self.made[question]
 
     def score(self) -> str:
-        """Return a card that says how many of the predictions that were entered are right."""
+        """Return text, in a notebook a card: how many of the predictions made are right."""
         verdicts = [prediction.right for prediction in self.made.values()]
         judged = [right for right in verdicts if right is not None]
         left = len(self.made) - len(judged)

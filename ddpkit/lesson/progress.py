@@ -43,7 +43,7 @@ class Progress:
     def end(self, _result=None) -> None:
         """Stop the thread and remove the line, at the end of a cell.
 
-        _result: what IPython hands over; it isn't used.
+        _result: the argument that IPython passes; unused.
         """
         self.done.set()
         if self.thread:

@@ -178,7 +178,7 @@ def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Eve
 
 
 def _met(records: dict[int, Record]) -> Event:
-    """Return the event of a collective that took place. records: {rank: its record}."""
+    """Return the event of a completed collective. records: {rank: its record}, of all members."""
     ranks = sorted(records)
     first, who = records[ranks[0]], name_ranks(ranks)
     if first.op == "new_group":

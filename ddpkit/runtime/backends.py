@@ -130,8 +130,8 @@ def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
 def nccl_version() -> tuple[int, ...]:
     """Return the version of the NCCL library that torch has loaded, as (2, 30, 7); () without NCCL.
 
-    The library is asked, because the version that torch was built with may differ; that one is
-    returned only if there is no library to ask.
+    It asks the library itself, since the version that torch was built with may differ, and falls
+    back on that version only if there is no library to ask.
     """
     try:
         number = ctypes.c_int()

@@ -270,11 +270,11 @@ class Board:
         self._words[rank * _PAGE + _THREADS] = threads
 
     def set_place(self, rank: int, place: tuple | None):
-        """Note the line of the user's code that the main thread of `rank` has come to.
+        """Note on the board which line of the user's code the main thread of `rank` has reached.
 
         place: (file, line, function, via), where via is the line of an installed framework that
-            this line called, as "file:line:function", or "". Nothing is written if the note has no
-            room for it.
+            this line called, as "file:line:function", or ""; None if no line is known. If it is too
+            long for its room on the board, the earlier note stays.
         """
         self._set_note(rank, _PLACE, place)
 

@@ -279,15 +279,15 @@ def what_became_of(
     how: Fall | None = None,
     place: Callable[[int], tuple | None] | None = None,
 ) -> str:
-    """Return what a report says of a rank that isn't to blame: '  Rank 3 had returned.'
+    """Return what a report says about a rank that isn't to blame: '  Rank 3 had returned.'
 
-    It says how the rank failed on its own account. If it didn't, it says whether the rank had
+    It says how the rank failed by itself. If it didn't, it says whether the rank had
     returned, in which call it was, or on which line it was computing, when the launch ended it.
     look: the state of all ranks at that time.
     how: the rank's own `Failure` or exit code, or None. A rank that only lost its connection,
         because another rank failed, counts as one that didn't fail.
     place(rank): the line at which a living rank computes, as (file, line, function), or None.
-        Without this function, the line that the rank itself noted last is taken.
+        If it is None, the line that the rank itself noted last is used.
     """
     if how is not None and not lost_peer(how):
         frames = getattr(how, "frames", None)

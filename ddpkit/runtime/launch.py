@@ -153,7 +153,8 @@ def _check_arguments(fn, world_size, backend, link):
 def _check_call(fn, args, kwargs):
     """Raise TypeError if `fn` can't take these arguments, as far as its signature is known.
 
-    The message guesses what was meant, such as world_size=4 where nprocs=4 was written.
+    Keywords that `launch` doesn't know go to `fn`, so the message guesses what was meant, such as
+    world_size=4 where nprocs=4 was written.
     """
     try:
         signature = inspect.signature(fn)

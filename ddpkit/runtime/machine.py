@@ -82,7 +82,10 @@ class FreeMemory:
         self.look()
 
     def look(self) -> None:
-        """Take a sample of the free memory, unless the last one is less than `EVERY_S` old."""
+        """Sample how much of the machine's memory is free, at most once in `EVERY_S` seconds.
+
+        The last eight samples are kept, for `shortage`.
+        """
         now = time.monotonic()
         if now - self._looked > EVERY_S:
             self._looked = now

@@ -150,7 +150,7 @@ def ends_by_itself(look: Look, stuck: list[int]) -> bool:
 def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) for a wait that timed out after `seconds`.
 
-    They are about a deadlock if the ranks are in one; otherwise they name the ranks that are late.
+    Both describe the deadlock if the ranks are in one; otherwise they name the late ranks.
     """
     if stuck := look.deadlocked() or look.polled_in_vain():
         return explain_deadlock(look, stuck)

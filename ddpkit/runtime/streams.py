@@ -46,7 +46,7 @@ class Cuda:
         self._behind: dict[str, torch.cuda.Stream] = {}
 
     def mark(self) -> torch.cuda.Event:
-        """Return a new event on the current stream, behind all work that is queued there so far."""
+        """Return a new event on the current stream, after all the work queued there so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -314,12 +314,13 @@ class Streams:
             return [record for records, *_ in left for record in records]
 
     def _look_whether_reached(self, records: list[Record], events: dict):
-        """Set `reached` in the records of a late call once the GPU has come to it.
+        """Set `reached` to True in the records of a late call once the GPU has reached the call.
 
-        A call is late if it has been open for more than `LATE_S` seconds. Until the GPU comes to
-        it, the GPU is still busy with work that was queued before the call.
-        records: the record of the call, or those of a batch.
-        events: {field of the records: the CUDA event that gives its time}.
+        A call is late if it has been open for more than `LATE_S` seconds. As long as `reached` is
+        False then, the GPU is still busy with work that was queued before the call.
+        records: the record of the call, or those of a batch of sends and receives.
+        events: {time field of the records: the CUDA event that gives that time}; the event of
+            "started" shows whether the GPU has reached the call.
         """
         is_late = time.perf_counter() - records[0].issued > LATE_S
         if is_late and not records[0].reached and "started" in events and events["started"].query():

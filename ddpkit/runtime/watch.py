@@ -281,8 +281,9 @@ class Watch:
     def place(self, rank: int) -> tuple[str, int, str] | None:
         """Return (file, line, function): where a rank's main thread is now in the user's code.
 
-        The rank is asked by a signal. If no frame is the user's, it is the innermost one of an
-        installed package; None if there is none either, or the rank doesn't answer.
+        It sends the rank a signal, and waits half a second at most. If no frame is the user's, the
+        innermost frame of an installed package is returned; None if there is none either, or if the
+        rank doesn't answer.
         """
         stack = self.ranks[rank].ask_stack()
         outside_torch = [frame for frame in stack if not is_library(frame[0])]

@@ -286,8 +286,9 @@ class WireGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks=False):
         """Record a monitored barrier and block in it; on a timeout, Gloo raises RuntimeError.
 
-        The error names ranks that didn't come: the first, or all with `wait_all_ranks`.
-        timeout: torch's default means the group's own timeout.
+        The error names the first rank that didn't arrive, or all of them with `wait_all_ranks`.
+        timeout: how long to wait. 30 minutes, which torch passes where the user gives none, stands
+            for the group's own timeout.
         """
         record = self._record(wording.collective, "barrier", (), (), None, None, None)
         if timeout == c10d.default_pg_timeout:

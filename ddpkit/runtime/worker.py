@@ -244,8 +244,9 @@ def wait_to_be_ended():
 def capture_output(path: Path):
     """Redirect the output of this process to the file `path`.
 
-    It redirects descriptors 1 and 2, so that output of C++ and of children is included, and opens
-    sys.stdout and sys.stderr anew. Unlike a pipe, a file can't fill up and block the rank.
+    It redirects descriptors 1 and 2, so that the output of C++ code and of child processes is
+    included, and reopens sys.stdout and sys.stderr. Output is appended. Unlike a pipe, a file can't
+    fill up and block the rank.
     """
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
