@@ -435,12 +435,9 @@ def on_ranks_of(ranks, make, max_norm):
 
 
 @pytest.mark.wide
-@some_or_all
 @on_ranks(1, 2, 3, 4, 6)
-def test_a_gpt_trains_as_in_one_process(check, world_size, part):
-    both = [SGD, ADAMW]
-    some = {1: both, 2: [SGD], 3: both, 4: [SGD]}
-    for make in both if part == "all" else some.get(world_size, []):
+def test_a_gpt_trains_as_in_one_process(check, world_size):
+    for make in (SGD, ADAMW):
         right, norms = one_process(make, world_size, max_norm=0.5)
         for ranks in MESHES[world_size]:
             ours, our_norms = on_ranks_of(ranks, make, max_norm=0.5)

@@ -78,7 +78,7 @@ def test_the_exact_twin(check, world_size, part):
     """Five steps in every setting, in integers of float64: not one bit may differ.
 
     Each rank begins with weights of its own. All settings on 2 ranks; on 3, with `fast`, those of 1
-    and 2 micro-batches; on 4, some. Checkpoints take turns. In part, each on one world.
+    and 2 micro-batches; on 4, some. Checkpoints take turns. In part, a third of these on 1, 2, 3.
     """
     torch.use_deterministic_algorithms(True)
     wrapper = fast.FSDP if world_size == 3 else FSDP
@@ -86,7 +86,7 @@ def test_the_exact_twin(check, world_size, part):
     for place, setting in enumerate(all_settings()):
         if (world_size == 3 and setting[1] == 3) or (world_size == 4 and place % 5 != 0):
             continue  # more ranks than cores are slow
-        if part == "some" and place % 3 != world_size - 1:
+        if part == "some" and world_size < 4 and place % 3 != world_size - 1:
             continue
         reshard, micro_batches, quiet = setting
         name, how = list(CHECKPOINTS.items())[(place + world_size) % 4]

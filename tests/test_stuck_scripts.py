@@ -36,7 +36,8 @@ def check(case: stuck_scripts.Case, said: str):
 
 
 # One of each kind, for `make test`.
-QUICK = "sleeps", "a timeout of wait()", "polls a handle", "destroys its group"
+QUICK = "sleeps", "a timeout of wait()", "after a thread's call", "polls a handle"
+QUICK += "destroys its group", "leaves by os._exit(0)"
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ DIGITS = 3
 def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
     """Return a sentence on how much each micro-batch counts, beside the serial run.
 
-    Returns "" if the ranks' gradients are partial, differ from each other, or are nearly linearly
-    dependent, so that no weights can be found.
+    Returns "" if no weights can be found: gradients are partial or differ between ranks, those of
+    two micro-batches are nearly linearly dependent, or the difference may be one of roundings.
 
     names: the tensors whose gradients differ from the serial ones. ours: the serial step.
     theirs: the same step on each rank.

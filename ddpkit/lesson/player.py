@@ -181,7 +181,7 @@ class Stage:
     def way(self, src: int, dst: int) -> float:
         """Return the x, in pixels, of the vertical arrow from rank `src` to rank `dst`.
 
-        Every pair of ranks has one. Ranks are rows; arrows that share a row differ in x.
+        Ranks are rows. Arrows that cross the same gap between two rows differ in x.
         """
         far = max(1, abs(dst - src))
         place = far * (far - 1) + 2 * (min(src, dst) % far) + (dst < src)
