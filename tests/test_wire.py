@@ -1,7 +1,6 @@
 """The wire: it sees all that PyTorch says, writes it down right, and changes nothing."""
 
 import os
-import threading
 import time
 from datetime import timedelta
 
@@ -37,10 +36,12 @@ def test_every_call_is_bit_identical_to_plain_gloo(tmp_path, world_size, link):
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has batch threads")
 def test_under_a_link_gloos_readers_wait_their_turn():
     def policies() -> set[int]:
-        """How Linux schedules the threads that Python didn't start."""
-        ours = {str(thread.native_id) for thread in threading.enumerate()}
-        others = set(os.listdir("/proc/self/task")) - ours
-        return {os.sched_getscheduler(int(thread)) for thread in others}
+        """How Linux schedules the threads that come with a new group."""
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # in tests all are batch
+        before = set(os.listdir("/proc/self/task"))
+        dist.new_group()
+        new = set(os.listdir("/proc/self/task")) - before
+        return {os.sched_getscheduler(int(thread)) for thread in new}
 
     assert list(launch(policies, world_size=2)) == [{os.SCHED_OTHER}] * 2
     for found in launch(policies, world_size=2, link=Link(1e-5, 1e9)):
