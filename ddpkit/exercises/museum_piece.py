@@ -9,7 +9,6 @@ number is measured: the code runs beside the one process. Nothing is judged by w
 """
 
 import dataclasses
-import itertools
 import linecache
 import textwrap
 from collections.abc import Callable, Mapping
@@ -85,6 +84,11 @@ def differing(got: Seen, right: Seen) -> list[str]:
     return sorted(found, key=lambda name: not name.startswith("gradient"))  # the cause first
 
 
+def differs_on_a_rank(train: Train, serial: Train, cases: list[Case]) -> list[bool]:
+    """Return, for each case, whether this rank's run isn't as on one process."""
+    return [bool(differing(got, right)) for got, right in run_on_a_rank(train, serial, cases)]
+
+
 def factor_of(got: Tensor, right: Tensor) -> float:
     """Return the number that comes nearest to got / right."""
     a = got.double()
@@ -158,14 +162,12 @@ class Piece:
             return self.code
         return self.repairs[mechanism].applied_to(self.code)
 
-    def run(self, mechanism: str = SOUND, case: Case | None = None, seeds: int = 1) -> list[list]:
-        """Run the code, repaired or not, on all ranks: for each rank and seed (got, right)."""
-        case = case or self.case
+    def run(self, mechanism: str, case: Case, seeds: int = 1, on_a_rank=run_on_a_rank) -> list:
+        """Run the code, repaired or not, on all ranks; return `on_a_rank`'s result of each."""
         cases = [case.with_seed(case.seed + more) for more in range(seeds)]
-        train = self.repaired(mechanism)
         run = launch(
-            run_on_a_rank,
-            train,
+            on_a_rank,
+            self.repaired(mechanism),
             self.serial,
             cases,
             world_size=case.ranks,
@@ -174,14 +176,13 @@ class Piece:
         )
         return list(run)
 
-    def wrong_with(self, mechanism: str = SOUND, case: Case | None = None, seeds: int = 1) -> str:
+    def wrong_with(self, mechanism: str = SOUND) -> str:
         """Say how the code, so repaired, differs from the one process; "" if it doesn't."""
         try:
-            found = self.run(mechanism, case, seeds)
+            found = self.run(mechanism, self.case)
         except LaunchError as error:
             return str(error).partition("\n")[0].rstrip(".")
-        for seed, rank in itertools.product(range(seeds), range(len(found))):
-            got, right = found[rank][seed]
+        for rank, ((got, right),) in enumerate(found):
             names = differing(got, right)
             if names:
                 times = factor_of(got[names[0]], right[names[0]])
@@ -194,9 +195,9 @@ class Piece:
         """Find the choice that makes it the run on one process."""
         return next(name for name in (SOUND, *self.repairs) if not self.wrong_with(name))
 
-    def measured(self, case: Case | None = None) -> float:
+    def measured(self) -> float:
         """Measure what the piece asks for."""
-        found = self.run(SOUND, case)
+        found = self.run(SOUND, self.case)
         return self.measure([seeds[0][0] for seeds in found], [seeds[0][1] for seeds in found])
 
     def __call__(self, mechanism: object = ..., number: object = ...) -> Verdict:
