@@ -104,6 +104,11 @@ _TEN = {  # (stages, micro-batches, the most held): ticks of a list that does wh
     (8, 8, 5): 43,
     (8, 16, 6): 65,
 }
+_WHO = "If several actions are ready: who waits for your F, for your I, for your W?"
+_AFTER = (
+    "Who waits? For I the rank before, for F the one after, for W nobody, unless `most` are held: "
+    "so I before F before W."
+)
 _PLANS = {  # by the most MB at the peak
     most: NumberToBeat("thirds of a block's forward", "MB at most", par=par)
     for most, par in ((34.4, 21), (50.0, 8))
@@ -135,37 +140,50 @@ def beat_lean_step(run: Run, steps: int) -> Verdict:
 
 def beat_schedule(schedule: list[list[str]], stages: int, micro_batches: int, most: int) -> Verdict:
     """Judge notebook 10's schedule: all of it, in ticks, with `most` micro-batches held."""
-    return _TICKS.judge(*_ticks(schedule, stages, micro_batches, most))
+    ticks, held, refused = _ticks(schedule, stages, micro_batches, most)
+    if ticks == math.inf:
+        return Verdict(False, f"✗ beat_schedule: {refused}")
+    return _TICKS.judge(ticks, held, refused)
 
 
 def _ticks(schedule, stages: int, micro_batches: int, most: int) -> tuple[float, int, str | None]:
-    """Return a schedule's ticks, the micro-batches held, and why it is refused, if it is."""
-    held, refused = max(dry_run.held(schedule).values()), None
+    """Return a schedule's ticks (infinite: it would hang), what it holds, and why it is refused."""
+    if not isinstance(schedule, list):
+        return math.inf, 0, f"expected a list of lists of actions, got {schedule!r}."
+    try:
+        ticks = max(end for _, end in dry_run.simulate(schedule).values())
+    except ValueError as error:
+        return math.inf, 0, f"{error}."
+    refused = None
+    by_stage = dry_run.held(schedule)
+    fullest = max(by_stage, key=by_stage.get)
     everything = dry_run.all_actions(schedules.gpipe(stages, micro_batches))
     forwards = {action for action in everything if "F" in action}
     if not forwards <= set(dry_run.all_actions(schedule)):
         refused = "some forwards are missing."
-    elif held > most:
-        refused = f"it holds more than {most}."
-    return max(end for _, end in dry_run.simulate(schedule).values()), held, refused
+    elif by_stage[fullest] > most:
+        refused = f"stage {fullest} holds {by_stage[fullest]} at a time, allowed {most}."
+    return ticks, by_stage[fullest], refused
 
 
 def beat_ten_schedules(make: Callable[[int, int, int], list[list[str]]]) -> Verdict:
     """Judge notebook 10's page of schedules: make(stages, micro_batches, most held) for ten."""
-    page = ["make(stages, micro_batches, most): ticks"]
-    reached = 0
+    if not callable(make):
+        told = f"expected the function itself, my_schedule, got {type(make).__name__}."
+        return Verdict(False, f"✗ beat_ten_schedules: {told}")
+    page = ["my_schedule(stages, micro_batches, most): ticks"]
+    reached, reasons = 0, []
     for setting, par in _TEN.items():
-        try:
-            ticks, _, refused = _ticks(make(*setting), *setting)
-        except ValueError as error:
-            ticks, refused = math.inf, f"{error}."
+        ticks, _, refused = _ticks(make(*setting), *setting)
         counts = not refused and ticks <= par
-        yours = f"✗ {refused}" if refused else f"{'✓ ' if counts else ''}yours {ticks:g}"
-        page.append(
-            f"{setting}: {yours} · par {par} · nobody below {schedules.fewest_ticks(*setting)}"
-        )
+        yours = f"{'✓ ' if counts else ''}yours {ticks:g}{', below par' * (ticks < par)}"
+        if refused:
+            yours = "✗ as above" if refused in reasons else f"✗ {refused.rstrip('.')}"
+            reasons.append(refused)
+        bound = schedules.fewest_ticks(*setting)
+        page.append(f"{setting}: {yours} · par {par} · nobody below {bound}")
         reached += counts
-    page.append(f"{reached} of {len(_TEN)} reach par.")
+    page.append(f"{reached} of {len(_TEN)} reach par. {_AFTER if reached == len(_TEN) else _WHO}")
     return Verdict(reached == len(_TEN) or None, *page, title="Ten schedules")
 
 

@@ -645,9 +645,6 @@ trips_over_the_rest: shutil.rmtree(writing, ignore_errors=True) → pass
 keeps_the_rest: shutil.rmtree(writing, ignore_errors=True)⏎writing.mkdir() →
     ⏎writing.mkdir(exist_ok=True)
     A file of the killed attempt got into the checkpoint: begin with an empty folder.
-under_another_name: (name + ".writing") → (name + ".tmp")
-    What a killed attempt left stays on the disk for good: write under `name + ".writing"`, and
-    delete what lies there first.
 replaces_what_is_there: writing.mkdir() → writing.mkdir()
     ⏎shutil.rmtree(folder / name, ignore_errors=True)
     A whole checkpoint of this name was deleted: a kill before the new one is there leaves none.

@@ -253,8 +253,6 @@ every_hop_is_the_first: deal, rank, hop, causal) → deal, rank, 0, causal)
     `gradients`.
 no_mask: deal, rank, hop, causal) → deal, rank, hop, False)
     The mask is missing: what no query saw in forward gets no gradient.
-average: return dq, coming → return dq, coming / len(deal)
-    Other ranks' queries are part of the same loss: their summands add up, nothing is averaged.
 of_the_world: pass_on(total, group) → pass_on(total)
     The sum went round all ranks. Here only those of the group share the sequence: pass it on in
     `group`.

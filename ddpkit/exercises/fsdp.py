@@ -115,13 +115,8 @@ in_float32: shard.new_zeros(rows, *shard.shape[1:]) → torch.zeros(rows, *shard
     The result has another dtype than the shard: shard.new_zeros keeps it.
 of_its_own: dist.all_gather(parts, padded, group=group) → parts = [padded] * world_size
     Every rank repeated its own shard. Nothing was sent.
-backwards: torch.cat(parts) → torch.cat(parts[::-1])
-    Rank 0 has the first rows.
 stacked: torch.cat(parts)[:length] → torch.stack(parts)[:length]
     torch.stack makes a new axis, one a rank: torch.cat lays rows below rows.
-by_adding: dist.all_gather(parts, padded, group=group) → dist.all_gather(parts, padded)
-    ⏎dist.all_reduce(padded.clone())
-    One all-gather is enough.
 """),
 )
 
@@ -325,8 +320,6 @@ forgets_what_is_kept: whole = set(kept) → whole = set()
     A unit whose weights are still whole needn't be gathered.
 drops_nothing: whole.discard(order[place]) → pass
     A unit that is used twice was dropped after its first backward: it must be gathered again.
-from_the_front: in reversed(range(len(order))) → in range(len(order))
-    Backward goes through the units from the last to the first.
 reduces_at_the_end: calls.append(f"RS {order[place]}")⏎return calls → pass
     ⏎return calls + [f"RS {unit}" for unit in reversed(order)]
     A unit's gradients are reduced when backward leaves it, not after all: until then they would
@@ -414,9 +407,6 @@ never_late: if late and number < len(gradients) - 1: → if False:
     With `late` one reduction is enough.
 overwrites: part if shard.grad is None else shard.grad + part → part
     shard.grad was overwritten: add to what is there, as backward does.
-own_rows: part = reduce_rows(pending) → rows = -(-len(pending) // dist.get_world_size())
-    ⏎part = pending[dist.get_rank() * rows :][:rows]
-    Each rank added its own gradient: reduce_rows takes the mean over ranks.
 """),
 )
 
@@ -530,11 +520,6 @@ lengthens: .clamp(max=1) →
     A short gradient was made longer.
 in_new_tensors: gradient *= (max_norm → gradient = gradient * (max_norm
     Write into the gradients, in place.
-lengths_added_up: squared += copy.double().square().sum() →
-    ⏎squared = (squared.sqrt() + copy.double().norm()) ** 2
-    Lengths don't add up, squares do: 3 and 4 make 5.
-each_by_its_own: max_norm / (norm + 1e-6) → max_norm / (gradient.norm() + 1e-6)
-    One factor for all: by its own length each would turn the gradient.
 """),
     ],
 )

@@ -41,8 +41,15 @@ def by_powers_of_ten(gradient):
     return gradient * (10.0 ** (torch.arange(gradient.numel()) % 5)).view_as(gradient)
 
 
+def every_other_number(gradient):
+    factors = torch.ones(gradient.numel(), dtype=gradient.dtype)
+    factors[::2] = 1000
+    return gradient * factors.view_as(gradient)
+
+
 RIGHT = [
     ("out_of_sight", by_powers_of_ten),
+    ("out_of_sight", every_other_number),
     ("token_loss", loss_with_everyones_counts),
     ("replicas_apart", replicas_by_sha),
     ("first_wrong", first_by_bisect),
@@ -114,6 +121,10 @@ def signs(gradient):
     return gradient.sign()
 
 
+def the_other_way(gradient):
+    return -gradient
+
+
 def in_the_caller_s(gradient):
     gradient[0] *= 1000
     return gradient
@@ -121,6 +132,7 @@ def in_the_caller_s(gradient):
 
 WRONG = [
     ("out_of_sight", signs, "AdamW's weights ended"),
+    ("out_of_sight", the_other_way, "AdamW's weights ended '218% of their way' apart"),
     ("out_of_sight", in_the_caller_s, "`gradient` isn't what it was before the call"),
     ("token_loss", zero_of_its_own, "the loss on rank 1 doesn't lead back to the weights"),
     ("replicas_apart", replicas_by_sums, "rank 0 returns {'1.running_mean': [2]}, expected"),
