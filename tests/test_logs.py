@@ -97,6 +97,34 @@ def test_a_rank_that_lost_another_while_it_joined_only_followed(tmp_path):
     assert "lost its connection to another rank, train.py:9: dist.init_process_group" in said
 
 
+KILLED_AND_RESTARTED = """
+[rank2]: Traceback (most recent call last):
+[rank2]:   File "train.py", line 29, in <module>
+[rank2]:     work.wait()
+[rank2]: RuntimeError: [pair.cc:537] Read error [10.77.0.2]:9621: Connection reset by peer.
+E1126 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 9369) of binary: python
+W1126 dynamic_rendezvous.py:1298] The node '10.77.0.2_9362_0' has failed to shutdown the \
+rendezvous 'job' due to an error of type RendezvousConnectionError.
+"""
+
+
+@pytest.mark.parametrize("more", ["", "RendezvousConnectionError: it couldn't restart\n"])
+def test_machines_that_lose_each_other_in_the_end_killed_nobody(more, tmp_path):
+    """The other machine's torchrun, which has the store, may end first, or go for good."""
+    (tmp_path / "log.txt").write_text(KILLED_AND_RESTARTED.replace("\\\n", "") + more)
+    assert explain(tmp_path / "log.txt").startswith("rank 1 of this machine was killed by SIGKILL")
+
+
+def test_a_machine_to_which_no_other_comes(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--rdzv-backend=c10d"]
+    torchrun.append(f"--rdzv-endpoint=127.0.0.1:{21_000 + os.getpid() % 10_000}")
+    command = [*torchrun, "--rdzv-conf=join_timeout=2", "train.py"]
+    done = subprocess.run(command, capture_output=True, timeout=FREEZE_S)
+    (tmp_path / "log.txt").write_bytes(done.stderr)
+    said = explain(tmp_path / "log.txt")
+    assert said.startswith("rendezvous: torchrun didn't find its other machines (Timeout).")
+
+
 def test_a_folder_of_logs_is_read_as_one(logs, tmp_path):
     """The ranks' own files have the tracebacks, the terminal's has the exit codes."""
     assert explain(logs["each"]) == TOLD["raise"]

@@ -150,8 +150,7 @@ def explain_log(log: Log) -> str:
         fallen[nameless[0]] = log.unnamed[0]
     own = {rank: how for rank, how in fallen.items() if not _only_followed(log, rank, how)}
     meeting = explain_rendezvous(log.text)
-    raised = [how.message for how in own.values() if isinstance(how, Failure)]
-    if meeting and all(map(explain_rendezvous, raised)):
+    if meeting and not _restarted(log) and all(map(_did_not_meet, own.values())):
         return meeting
     if own:
         culprit, alike = first_to_fall(own)
@@ -177,6 +176,18 @@ def _only_followed(log: Log, rank: int, how: Failure | int) -> bool:
     how: its last traceback or its exit code.
     """
     return lost_peer(how) or how == BY_TORCHRUN or rank in log.waited
+
+
+def _restarted(log: Log) -> list[tuple[str, int]]:
+    """Return (number on this machine, exit code) of the ranks after which torchrun began again."""
+    killed = [(rank, int(code)) for code, rank in RESTARTED.findall(log.text)]
+    others = [(rank, code) for rank, code in killed if code != BY_TORCHRUN]
+    return [] if log.codes else others  # a run that went on is summed up nowhere
+
+
+def _did_not_meet(how: Failure | int) -> bool:
+    """Return whether a rank may have fallen because the ranks didn't find each other."""
+    return bool(explain_rendezvous(how.message)) if isinstance(how, Failure) else how == 1
 
 
 def _how_it_fell(log: Log, rank: int, how: Failure | int) -> Iterator[str]:
@@ -215,10 +226,7 @@ def _no_culprit(log: Log, fallen: dict) -> Iterator[str]:
 
     fallen: {rank: its last traceback or its exit code}.
     """
-    killed = [(int(code), rank) for code, rank in RESTARTED.findall(log.text)]
-    killed = [(code, rank) for code, rank in killed if code != BY_TORCHRUN]
-    if killed and not log.codes:  # torchrun started its ranks again, and then sums up nothing
-        code, rank = killed[0]
+    for rank, code in _restarted(log)[:1]:
         yield how_it_fell(f"{rank} of this machine", code)
         return
     if log.waited:

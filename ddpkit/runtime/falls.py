@@ -44,7 +44,7 @@ RENDEZVOUS = [  # (pattern of an error, what happened, what to check)
         "Is rank 0 started, is MASTER_ADDR its address, and does no firewall block the port?",
     ),
     (
-        r"Rendezvous(Timeout|Connection)Error",
+        r"(?<!error of type )Rendezvous(Timeout|Connection)Error",  # not: the other ended first
         "torchrun didn't find its other machines ({}).",
         "Does it run on all --nnodes machines, with one --rdzv-id and one --rdzv-endpoint?",
     ),
