@@ -47,11 +47,11 @@ class Event:
 
 
 def key(record: Record) -> tuple:
-    """Return (channel, index on the channel, ...), which a message's two ends have in common.
+    """Return what the records of one message, or of one collective, have in common: a tuple.
 
-    So have all ranks of a collective, with their group's ranks as a third: two groups that were
-    made under one number have the same channel. A channel is a group or one direction between two
-    ranks.
+    For a message it is (channel, index on the channel), where the channel is one direction between
+    two ranks. For a collective it is (channel, index, ranks): the channel is the number of a group,
+    and two groups may have the same number, so their ranks tell them apart.
     """
     if record.op in MESSAGES:
         return record.channel, record.seq
@@ -270,7 +270,7 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
 
 
 def _different_calls(records: dict[int, Record]) -> Event:
-    """Return the event of ranks that made different calls at the same position of a channel.
+    """Return an event for a player: ranks of one group disagree, and make different calls.
 
     records: {rank: its record}.
     """

@@ -186,7 +186,7 @@ def _check_call(fn, args, kwargs):
 def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Record]]:
     """Return (what a rank returned, its records), from the file that the rank wrote.
 
-    watch: raises the error, to which it adds the output and records of all ranks.
+    watch: adds the output and records of all ranks to the error, and raises it.
     RankError: the file can't be unpickled in this process.
     """
     try:

@@ -182,8 +182,8 @@ class Watch:
     def _look_at_start(self, seconds: float):
         """Raise HangError if the ranks still can't connect, `START_S` seconds after their start.
 
-        All of them must still be starting, and for the last half of that time all must have been
-        inside the connecting, since loading the function and its arguments may take any time.
+        That is, if all are still starting, and for the last half of that time all have been trying
+        to connect. What comes before, loading the function and its arguments, may take any time.
         seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)

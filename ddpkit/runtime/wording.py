@@ -23,7 +23,7 @@ once = lru_cache(4096)
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, which is quick
 class Member:
-    """A rank as a member of a group: what the descriptions of its calls need to know."""
+    """A rank as a member of a group: what is needed to describe its calls in words."""
 
     name: str  # of the group, on the board: "0#1"
     label: str  # of the group, for people: "world", "group [0, 2]"
