@@ -11,6 +11,7 @@ from outside import FREEZE_S
 
 from ddpkit.inspect.explain import main
 from ddpkit.inspect.logs import explain_log, find_logs, read_log
+from ddpkit.runtime.falls import explain_rendezvous
 
 SCRIPT = """\
 import os, signal, sys, time
@@ -111,8 +112,16 @@ rendezvous 'job' due to an error of type RendezvousConnectionError.
 @pytest.mark.parametrize("more", ["", "RendezvousConnectionError: it couldn't restart\n"])
 def test_machines_that_lose_each_other_in_the_end_killed_nobody(more, tmp_path):
     """The other machine's torchrun, which has the store, may end first, or go for good."""
-    (tmp_path / "log.txt").write_text(KILLED_AND_RESTARTED.replace("\\\n", "") + more)
+    assert explain_rendezvous(KILLED_AND_RESTARTED) is None
+    (tmp_path / "log.txt").write_text(KILLED_AND_RESTARTED + more)
     assert explain(tmp_path / "log.txt").startswith("rank 1 of this machine was killed by SIGKILL")
+
+
+def test_a_killed_rank_is_named_though_machines_lost_each_other_after_it(tmp_path):
+    summary = "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 9369)\n"
+    lost = "RendezvousConnectionError: The connection to the C10d store has failed.\n"
+    (tmp_path / "log.txt").write_text(f"ChildFailedError\n{summary}{lost}")
+    assert explain(tmp_path / "log.txt").startswith("rank 1 was killed by SIGKILL")
 
 
 def test_a_machine_to_which_no_other_comes(tmp_path):

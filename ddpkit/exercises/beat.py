@@ -147,7 +147,7 @@ def beat_schedule(schedule: list[list[str]], stages: int, micro_batches: int, mo
 
 
 def _ticks(schedule, stages: int, micro_batches: int, most: int) -> tuple[float, int, str | None]:
-    """Return a schedule's ticks (infinite: it would hang), what it holds, and why it is refused."""
+    """Return a schedule's ticks (infinite: it has none), what it holds, and why it is refused."""
     if not isinstance(schedule, list):
         return math.inf, 0, f"expected a list of lists of actions, got {schedule!r}."
     try:
@@ -172,14 +172,14 @@ def beat_ten_schedules(make: Callable[[int, int, int], list[list[str]]]) -> Verd
         told = f"expected the function itself, my_schedule, got {type(make).__name__}."
         return Verdict(False, f"✗ beat_ten_schedules: {told}")
     page = ["my_schedule(stages, micro_batches, most): ticks"]
-    reached, reasons = 0, []
+    reached, reasons = 0, {}
     for setting, par in _TEN.items():
         ticks, _, refused = _ticks(make(*setting), *setting)
         counts = not refused and ticks <= par
         yours = f"{'✓ ' if counts else ''}yours {ticks:g}{', below par' * (ticks < par)}"
         if refused:
-            yours = "✗ as above" if refused in reasons else f"✗ {refused.rstrip('.')}"
-            reasons.append(refused)
+            first = reasons.setdefault(refused, setting)
+            yours = f"✗ {refused.rstrip('.') if first == setting else f'as for {first}'}"
         bound = schedules.fewest_ticks(*setting)
         page.append(f"{setting}: {yours} · par {par} · nobody below {bound}")
         reached += counts

@@ -167,7 +167,7 @@ def test_a_page_goes_on_after_a_schedule_that_is_refused():
     assert "(3, 6, 2): ✗ some forwards are missing · par" in page.text
     hangs = beat.beat_ten_schedules(lambda stages, micro_batches, most: [["0B0", "0F0"]])
     assert hangs.text.count("✗ this would hang") == 1
-    assert hangs.text.count("✗ as above") == 9
+    assert hangs.text.count("✗ as for (2, 4, 1)") == 9
     assert "who waits for your F" in hangs.text
 
 
@@ -176,6 +176,7 @@ def test_what_is_no_schedule_is_refused_in_words():
     assert said.passed is False
     assert "this would hang" in said.text
     assert "expected a list of lists of actions, got None" in beat.beat_schedule(None, 4, 8, 3).text
+    assert "got nothing of stage 0" in beat.beat_schedule([[], []], 2, 4, 3).text
     assert "got None" in beat.beat_ten_schedules(lambda *setting: None).text
     said = beat.beat_ten_schedules(one_f_one_b(4, 8))
     assert "expected the function itself, my_schedule, got list" in said.text
