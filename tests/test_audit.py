@@ -198,7 +198,7 @@ WRONG = {
     ),
     "an update": (
         in_parallel(BucketedDDP, lr=2e-3),
-        ["step 0, parameter of", "learning rate 0.002 on rank 0, 0.001 serially (×2)"],
+        ["step 0, update of", "learning rate 0.002 on rank 0, 0.001 serially (×2)"],
     ),
 }
 
@@ -226,7 +226,8 @@ def test_sgd_shows_the_factor_that_adamw_hides():
     report = same_training(serial, train, world_size=2, steps=1)
     assert not report.fine
     assert "with SGD in the optimizer's place" in str(report)
-    assert "parameter of" in str(report)
+    assert "step 0, update of tokens.weight" in str(report)
+    assert ": ×4, on every rank" in str(report)
 
 
 class Scaled:
@@ -315,6 +316,151 @@ def test_tapes_are_compared_by_name_from_the_start_on():
     assert compare(tape_of(), [tape_of(name="v")], rename={"v": "w"}).fine
     assert "no optimizer stepped" in str(compare(Tape(1), [Tape(1)]))
     assert not compare(Tape(1), [Tape(1)]).fine
+
+
+def with_gradient(gradient: torch.Tensor, **more) -> Tape:
+    tape = tape_of()
+    tape.begin = {"w": torch.ones_like(gradient)}
+    tape.steps = [Step([1.0], {"w": gradient}, {"w": tape.begin["w"] - gradient}, **more)]
+    return tape
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def changed(x: torch.Tensor, where, by) -> torch.Tensor:
+    x = x.clone()
+    x[where] = by(x[where])
+    return x
+
+
+PARTS = {
+    "one row": (changed(random(5, 3), 4, lambda row: 2 * row), "row 4 of 5: ×2"),
+    "rows": (changed(random(9, 3), slice(1, 4), lambda row: 0 * row), "rows 1 to 3 of 9: ×0"),
+    "many rows": (
+        changed(random(12, 3), slice(None, None, 2), lambda row: row.flip(1)),
+        "rows 0, 2, 4, 6 and 2 more of 12: no one factor",
+    ),
+    "columns": (
+        changed(random(3, 5), (slice(None), [1, 3]), lambda x: -x),
+        "columns 1, 3 of 5: ×-1",
+    ),
+    "numbers": (changed(random(6), 5, lambda x: x / 2), "row 5 of 6: ×0.5"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_rows_or_columns_that_differ_are_named_where_others_agree(name):
+    wrong, told = PARTS[name]
+    report = compare(with_gradient(random(*wrong.shape)), [with_gradient(wrong)] * 2)
+    assert f"step 0, gradient of w: {told}, on every rank" in str(report)
+
+
+def test_rows_without_a_gradient_are_named_where_no_row_agrees():
+    wrong = changed(random(6, 2).flip(1), [0, 5], lambda row: 0 * row)
+    told = str(compare(with_gradient(random(6, 2)), [with_gradient(wrong)] * 2))
+    assert "rows 0, 5 of 6: ×0, no one factor for the others" in told
+
+
+def test_rows_that_no_token_uses_tell_nothing():
+    unused = changed(random(6, 2), [2, 3, 4], lambda row: 0 * row)
+    wrong = changed(unused, [0, 1, 5], lambda row: row.flip(1))
+    told = str(compare(with_gradient(unused), [with_gradient(wrong)] * 2))
+    assert "gradient of w: no one factor, on every rank" in told
+
+
+def test_of_an_update_the_factor_is_told_however_short_it_is():
+    """Parameters differ by 1 in 10⁶, updates by a factor of 3."""
+    right, wrong = with_gradient(random(8)), with_gradient(random(8))
+    right.steps[0].parameters = {"w": right.begin["w"] - 1e-6 * random(8)}
+    wrong.steps[0].parameters = {"w": right.begin["w"] - 3e-6 * random(8)}
+    told = str(compare(right, [wrong, wrong]))
+    assert "step 0, update of w: ×3, on every rank" in told
+    assert "gradients agree: look at the update" in told
+    wrong.steps[0].parameters = right.begin
+    told = str(compare(right, [wrong, wrong]))
+    assert "step 0, update of w: ×0, on every rank" in told
+    assert "nothing moves: the optimizer holds other tensors" in told
+    assert "update of w: ×0, on rank 1 only" in str(compare(right, [right, wrong]))
+
+
+@pytest.mark.parametrize(
+    ("factor", "told"),
+    [
+        (2.0**-16, "2^-16: a loss's scale, put in or taken out only"),
+        (2.0**12, "2^12: a loss's scale"),
+        (0.7, "one for all tensors: a norm (clipping), or a loss's scale"),
+        (3.0, "3 ranks: summed over them where the mean is due"),
+    ],
+)
+def test_a_factor_suggests_its_cause(factor, told):
+    def of(times):
+        tape = with_gradient(times * random(4))
+        tape.begin["v"] = tape.begin["w"]
+        tape.steps[0].gradients["v"] = times * random(4).flip(0)
+        tape.steps[0].parameters["v"] = tape.begin["v"]
+        return tape
+
+    assert told in str(compare(of(1.0), [of(factor)] * 3))
+
+
+def test_ranks_with_a_scale_of_their_own_are_told():
+    def of(rank, times):
+        tape = with_gradient(times * random(4))
+        tape.rank = rank
+        for name in ("v", f"part{rank}"):
+            tape.begin[name] = tape.begin["w"]
+            tape.steps[0].gradients[name] = times * random(4).flip(0)
+            tape.steps[0].parameters[name] = tape.begin[name]
+        return tape
+
+    alone = of(0, 1.0)
+    for whole in (alone.begin, alone.steps[0].gradients, alone.steps[0].parameters):
+        whole["part1"] = whole["part0"]
+    told = str(compare(alone, [of(0, 0.5), of(1, 0.25)]))
+    assert "factor of its own (a norm, a scale): ×0.5 on rank 0; ×0.25 on rank 1" in told
+    assert "of its own" not in str(compare(alone, [of(0, 0.5), of(1, 1.0)]))
+
+
+class Shifted(nn.Module):
+    """Adds something to what its layer returns, where more than one rank is at work."""
+
+    def __init__(self, added):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.added = added if dist.get_world_size() > 1 else lambda out, bias: 0
+
+    def forward(self, x):
+        out = self.layer(x)
+        return out + self.added(out, self.layer.bias)
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        (
+            lambda out, bias: 0.5 * out.detach(),
+            "that of 0 (Shifted): the output of 0.layer is in it 1.5",
+        ),
+        (
+            lambda out, bias: out.detach().square(),
+            "the first output that differs is that of 0 (Shifted)\n",
+        ),
+        (lambda out, bias: 0 * bias, ""),
+    ],
+)
+def test_the_first_output_that_differs_is_named(added, told):
+    def train():
+        torch.manual_seed(0)
+        net = nn.Sequential(Shifted(added), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(random(8, 4).float()).square().sum().backward()
+        optimizer.step()
+
+    report = same_training(train, train, world_size=2, steps=1)
+    assert report.fine == (not told)
+    assert told in f"{report}\n"
 
 
 def test_names_are_the_serial_models():
@@ -425,11 +571,16 @@ def test_the_first_nan_is_named():
     )
     with pytest.raises(NotFinite, match=told), finite(model):
         model(torch.ones(1, 2))
+    with pytest.raises(NotFinite, match=r"output of a module \(Root\), call 1 has NaN"), finite():
+        model(torch.ones(1, 2))
     assert model(torch.ones(1, 2)).isnan().all()  # nothing listens any more
     with torch.no_grad():
         model[0].weight.zero_()
-    with pytest.raises(NotFinite, match="gradient that module 1"), finite(model):
+    with finite(model[0]), finite(model[2]), finite(nn.Sequential()):  # no warning of torch's either
         model(torch.ones(1, 2)).sum().backward()
+    for watched in (finite(model), finite()):
+        with pytest.raises(NotFinite, match=r"the gradient that .*Root"), watched:
+            model(torch.ones(1, 2)).sum().backward()
 
 
 @on_ranks(3)

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpkit import launch
 from ddpkit.audit import same_training
-from ddpkit.audit.shares import shares
+from ddpkit.audit.shares import kept, shares
 from ddpkit.audit.tape import SOME, Step, Tape, some_of
 from ddpkit.data_parallel import average_gradients
 
@@ -100,6 +100,32 @@ def test_nothing_is_said_where_nothing_can_be_told():
     lost = steps_of([0.5, 0.5])
     lost[0].gradients["bias"] = None
     assert shares(list(SHAPES), Step(gradients=added([0.25, 0.75])), lost) == ""
+
+
+def kept_of(*counts):
+    """What is said of two ranks of two micro-batches; `counts`: the weights of all, by rank."""
+    steps = steps_of(counts[0], number=2)
+    for step, of_rank in zip(steps, counts, strict=True):
+        step.gradients = added(of_rank)
+    return kept(list(SHAPES), steps)
+
+
+def test_micro_batches_that_stay_on_their_rank_are_told():
+    half = "rank 0's gradient has 3 of the step's 4"
+    said = kept_of([0.5, 1.0, 0.5, 0.0], [0.5, 0.0, 0.5, 1.0])
+    assert said == f"micro-batch 0 is averaged; micro-batch 1 stays on its rank: {half}"
+    said = kept_of([0.0, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 0.5])
+    assert said.startswith("micro-batch 0 is lost; micro-batch 1 stays on its rank: rank 0's ")
+
+
+def test_nothing_is_said_where_all_micro_batches_are_treated_alike_or_strangely():
+    assert kept_of([0.5] * 4, [0.5] * 4) == ""
+    assert kept_of([1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]) == ""  # said elsewhere
+    assert kept_of([0.5, 0.3, 0.5, 0.0], [0.5, 0.3, 0.5, 1.0]) == ""
+    steps = steps_of([0.5] * 4, number=2)
+    steps[1].gradients = gradients(99)  # no sum of what the backwards found
+    assert kept(list(SHAPES), steps) == ""
+    assert kept(["unknown"], steps) == ""
 
 
 def test_elements_are_a_copy_evenly_apart():

@@ -4,6 +4,7 @@
     print(report)       # nothing differs, or: step 0, gradient of blocks.1.out.bias, ×3.000 on ...
 
     agree(model, optimizer)     # do replicas hold the same bits? which tensor, which rank
+    same_state(saved, loaded)   # is what was saved also what is loaded, or what is live?
     with finite(model): ...     # the first NaN or inf: module, step, rank
     Ledger(loader)              # was every sample used once, on all ranks together?
     budget(run, {"all_reduce": 2})  # calls that a step makes, and those it needs
@@ -19,6 +20,7 @@ from .compare import Report, compare
 from .exact import exact, exact_loss
 from .finite import NotFinite, finite
 from .ledger import Ledger
+from .state import same_state
 from .tape import Tape
 from .training import same_training
 from .typed import types
@@ -34,6 +36,7 @@ __all__ = [
     "exact",
     "exact_loss",
     "finite",
+    "same_state",
     "same_training",
     "types",
     "unchanged",

@@ -1,11 +1,13 @@
 """The first NaN or inf of a training: in which module, forward or backward, on which rank."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 
 class NotFinite(RuntimeError):
@@ -13,40 +15,54 @@ class NotFinite(RuntimeError):
 
 
 @contextlib.contextmanager
-def finite(module: nn.Module) -> Iterator[None]:
+def finite(module: nn.Module | None = None) -> Iterator[None]:
     """Raise NotFinite at the first module whose output, or input's gradient, isn't finite.
 
     The sentence says which module, in which of its calls, from which inputs, on which rank. Only
-    while inside. Cost: every module's result is read once more; on a GPU, a wait for each.
+    while inside. Without `module` all modules that are called are looked at, and named by their
+    types. Cost: every module's result is read once more; on a GPU, a wait for each.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    calls: dict[str, int] = {}
+    calls: dict[nn.Module, int] = {}
+    paths = {part: path for path, part in module.named_modules()} if module is not None else {}
+
+    def told(part: nn.Module) -> str:
+        kind = type(part).__name__
+        if part not in paths:
+            return f"a module ({kind})"
+        return f"module {paths[part]} ({kind})" if paths[part] else f"the model ({kind})"
+
+    def on_output(part, inputs, output):
+        if is_leaf(part):
+            calls[part] = calls.get(part, 0) + 1
+            where = f"rank {rank}: the output of {told(part)}, call {calls[part]}"
+            complain(where, tensors(output), tensors(inputs), "its inputs are")
+
+    def on_gradient(part, to_inputs, of_outputs):
+        if is_leaf(part):
+            where = f"rank {rank}: the gradient that {told(part)} hands back"
+            complain(where, tensors(to_inputs), tensors(of_outputs), "the one that came to it is")
+
     handles = []
-
-    def watch(path: str, part: nn.Module) -> None:
-        name = f"module {path}" if path else "the model"
-        name += f" ({type(part).__name__})"
-
-        def on_output(_, inputs, output):
-            calls[path] = calls.get(path, 0) + 1
-            told = f"rank {rank}: the output of {name}, call {calls[path]}"
-            complain(told, tensors(output), tensors(inputs), "its inputs are")
-
-        def on_gradient(_, to_inputs, of_outputs):
-            told = f"rank {rank}: the gradient that {name} hands back"
-            complain(told, tensors(to_inputs), tensors(of_outputs), "the one that came to it is")
-
+    for part in filter(is_leaf, paths):
         handles.append(part.register_forward_hook(on_output))
         handles.append(part.register_full_backward_hook(on_gradient))
-
-    for path, part in module.named_modules():
-        if not any(True for _ in part.children()):  # leaves: the innermost is the cause
-            watch(path, part)
+    if module is None:
+        handles.append(modules.register_module_forward_hook(on_output))
+        handles.append(modules.register_module_full_backward_hook(on_gradient))
     try:
-        yield
+        with warnings.catch_warnings():
+            # Of layers whose inputs want no gradient; they hand none back that could be looked at.
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def is_leaf(part: nn.Module) -> bool:
+    """Return whether a module has no parts: the innermost is the cause."""
+    return not any(True for _ in part.children())
 
 
 def complain(told: str, results: list[Tensor], causes: list[Tensor], verb: str) -> None:

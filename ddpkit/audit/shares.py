@@ -28,23 +28,13 @@ def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
     names: the tensors whose gradients differ from the serial ones. ours: the serial step.
     theirs: the same step on each rank.
     """
-    places: list[tuple[int, int]] = []
-    parts: list[dict[str, Tensor]] = []
-    for rank, step in enumerate(theirs):
-        places += [(rank, number) for number in range(len(step.parts))]
-        parts += step.parts
-    in_all = set(names).intersection(*parts)
-    known = [name for name in names if name in in_all]
-    if len(parts) < 2 or not known:
+    places, columns, known = backwards(names, theirs)
+    if columns is None:
         return ""
     due, *results = (elements(step.gradients, known) for step in (ours, *theirs))
-    if due is None or results[0] is None or not all(same(results[0], other) for other in results):
+    if due is None or results[0] is None or len(due) != len(columns):
         return ""
-    columns = torch.stack([torch.cat([*map(part.get, known)]) for part in parts], 1)
-    if not len(columns) == len(due) == len(results[0]) >= 2 * len(parts):
-        return ""
-    sizes = torch.linalg.svdvals(columns)
-    if sizes[-1] <= TOLD_APART * sizes[0]:
+    if not all(same(results[0], other) for other in results):
         return ""
     weights, left = solve(columns, results[0])
     serially, left_serially = solve(columns, due)
@@ -61,6 +51,75 @@ def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
             "these: other samples, targets or masks, or a missing term"
         )
     return ""
+
+
+def kept(names: list[str], theirs: list[Step]) -> str:
+    """Return a sentence on which micro-batches are averaged over ranks and which stay on their own.
+
+    Returns "" if all are treated alike, or no weights can be found, as in `shares`.
+    """
+    places, columns, known = backwards(names, theirs)
+    if columns is None:
+        return ""
+    results = [elements(step.gradients, known) for step in theirs]
+    if any(x is None or len(x) != len(columns) for x in results):
+        return ""
+    weights, left = zip(*(solve(columns, result) for result in results), strict=True)
+    if max(left) > LEFT:
+        return ""
+    by_rank = torch.stack(weights)  # row: whose gradient; column: whose backward
+    told: dict[str, list[str]] = {}
+    for number in sorted({number for _, number in places}):
+        of_it = [column for column, (_, other) in enumerate(places) if other == number]
+        told.setdefault(fate(by_rank[:, of_it]), []).append(str(number))
+    if len(told) == 1 or "" in told:
+        return ""
+    lines = []
+    for verbs, numbers in told.items():
+        one, several = verbs.split("/")
+        which = f"micro-batches {', '.join(numbers)} {several}"
+        lines.append(which if len(numbers) > 1 else f"micro-batch {numbers[0]} {one}")
+    there = int(by_rank[0].count_nonzero())
+    return f"{'; '.join(lines)}: rank 0's gradient has {there} of the step's {len(places)}"
+
+
+def fate(weights: Tensor) -> str:
+    """Say what became of a micro-batch, as "verb of one/verb of several"; "" if nothing usual.
+
+    weights: a row for each rank's gradient, a column for each rank's backward.
+    """
+    ranks, backwards_of_it = weights.shape
+    if not weights.any():
+        return "is lost/are lost"
+    if (weights - weights[0, 0]).abs().max() <= LEFT * weights[0, 0].abs():
+        return "is averaged/are averaged"
+    own = weights.diagonal()
+    stays = ranks == backwards_of_it and own.all() and weights.count_nonzero() == ranks
+    return "stays on its rank/stay on their rank" if stays else ""
+
+
+def backwards(
+    names: list[str], theirs: list[Step]
+) -> tuple[list[tuple[int, int]], Tensor | None, list[str]]:
+    """([(rank, micro-batch)], a column of what each one's backward has found, tensors they have).
+
+    The columns are None if they can't be told apart.
+    """
+    places: list[tuple[int, int]] = []
+    parts: list[dict[str, Tensor]] = []
+    for rank, step in enumerate(theirs):
+        places += [(rank, number) for number in range(len(step.parts))]
+        parts += step.parts
+    in_all = set(names).intersection(*parts)
+    known = [name for name in names if name in in_all]
+    if len(parts) < 2 or not known:
+        return places, None, known
+    found = [torch.cat([*map(part.get, known)]) for part in parts]
+    if len({len(x) for x in found}) > 1 or len(found[0]) < 2 * len(parts):
+        return places, None, known
+    columns = torch.stack(found, 1)
+    sizes = torch.linalg.svdvals(columns)
+    return places, columns if sizes[-1] > TOLD_APART * sizes[0] else None, known
 
 
 def elements(gradients: dict[str, Tensor | None], names: list[str]) -> Tensor | None:

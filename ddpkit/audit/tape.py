@@ -68,11 +68,22 @@ def hook(listener, until: contextlib.ExitStack) -> None:
         until.callback(handle.remove)
 
 
+@dataclass
+class Output:
+    """What a module returned: its type's name, the tensor's shape, and some of its elements."""
+
+    kind: str
+    shape: torch.Size
+    some: Tensor
+
+
 class Tape:
     """Record the first `steps` updates of the training inside, on this rank.
 
     begin: {name: parameter before the first update}. longest: the most numbers that one sum of the
     training adds up: a width, or the values of a micro-batch. depth: the layers with parameters.
+    inputs: some elements of each tensor that the model is first called with, outputs: {name: of its
+    modules} in that call, in the order in which they return.
     when_full: called with the tape once all steps are on it, while the training goes on. samples:
     what notes them. given: {name: value} of parameters, in the place of those it would begin with.
     """
@@ -90,6 +101,8 @@ class Tape:
         self.given = given or {}
         self.steps: list[Step] = []
         self.begin: dict[str, Tensor] = {}
+        self.inputs: list[Tensor] = []
+        self.outputs: dict[str, Output] = {}
         self.longest = 1
         self.depth = 0
         self.rank = 0
@@ -99,6 +112,7 @@ class Tape:
 
     def __enter__(self) -> "Tape":
         self.roots: list[nn.Module] = []  # outermost modules, as they are called
+        self.names: dict[nn.Module, str] = {}  # of modules whose outputs are noted: in one call
         self.calls = 0  # modules that are being called, one inside the other
         self.stepping = 0  # optimizers that are stepping, likewise
         self.updated = True  # since the last backward
@@ -125,8 +139,12 @@ class Tape:
             # The module with most parameters has the full names; a part of it has shorter ones.
             self.roots.sort(key=lambda root: -sum(1 for _ in root.parameters()))
         if self.calls == 0:
-            values = [x.numel() for x in inputs if isinstance(x, Tensor)]
-            self.longest = max([self.longest, *values])
+            found = [x for x in inputs if isinstance(x, Tensor)]
+            self.longest = max([self.longest, *(x.numel() for x in found)])
+            first = len(self.roots) == 1 and not self.inputs and not self.steps
+            if first and root is module and torch.is_grad_enabled():
+                self.inputs = [some_of(x) for x in found]
+                self.names = {part: plain_name(path) for path, part in root.named_modules()}
         self.calls += 1
 
     @torch.no_grad()
@@ -137,8 +155,14 @@ class Tape:
             if value is not None and value.shape == parameter.shape:
                 parameter.copy_(value)
 
-    def on_return(self, *_) -> None:
+    def on_return(self, module: nn.Module, inputs: tuple, output: object) -> None:
         self.calls -= 1
+        name = self.names.get(module)
+        if name is not None and isinstance(output, Tensor) and output.is_floating_point():
+            noted = Output(type(module).__name__, output.shape, some_of(output))
+            self.outputs.setdefault(name, noted)
+        if self.calls == 0:
+            self.names = {}
 
     def calling(self, call: Callable) -> Callable:
         """Return `Module.__call__` that first notes the samples, of outermost modules."""
@@ -263,6 +287,7 @@ class Tape:
     def __getstate__(self) -> dict:
         """Travel without what listens."""
         kept = "most", "steps", "begin", "longest", "depth", "rank", "world_size"
+        kept += "inputs", "outputs"
         return {name: getattr(self, name) for name in kept}
 
 

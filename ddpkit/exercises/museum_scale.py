@@ -14,6 +14,7 @@ from .museum_case import (
     RANKS,
     RATE,
     Case,
+    all_rows,
     joined,
     mlp,
     my_batches,
@@ -298,8 +299,11 @@ def rate_of_each_rank(case):
     model = mlp(case)
     optimizer = sgd(model)
     warm_up = LinearLR(optimizer, 1 / 12, total_iters=24)
+    x, y = all_rows(case)  # the same on all ranks: nothing to average
     rates = []
     for _ in range(12):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
         optimizer.step()
         for _ in range(case.ranks):  # as many batches were used
             warm_up.step()
@@ -308,8 +312,15 @@ def rate_of_each_rank(case):
 
 
 def serial_rates(case):
+    model = mlp(case)
     slope = (1 - 1 / 12) / 24
-    return {"rates": [RATE * (1 / 12 + slope * step) for step in range(1, 13)]}
+    rates = [RATE * (1 / 12 + slope * step) for step in range(13)]
+    x, y = all_rows(case)
+    for rate in rates[:-1]:
+        model.zero_grad()
+        mse_loss(model(x), y).backward()
+        torch.optim.SGD(model.parameters(), rate).step()
+    return {"rates": rates[1:]}
 
 
 rate_of_each_rank = Piece(
@@ -342,17 +353,29 @@ def half_weights(case):
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    one = torch.ones_like(model.weight)
     for _ in range(256):
         optimizer.zero_grad()
-        loss = -model.weight.sum()  # up, by 1/4096 a step
+        loss = -model(one).sum()  # the weight goes up, by 1/4096 a step
         loss.backward()
         optimizer.step()
     return {"weight": model.weight.float()}
 
 
+def serial_weights(case):
+    """Train the weight in float32, which holds each multiple of 1/4096."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    for _ in range(256):
+        model.zero_grad()
+        (-model(torch.ones(1, 1)).sum()).backward()
+        torch.optim.SGD(model.parameters(), 2.0**-12).step()
+    return {"weight": model.weight}
+
+
 half_weights = Piece(
     code=half_weights,
-    serial=lambda case: {"weight": torch.full((1, 1), 1 + 256 / 4096)},
+    serial=serial_weights,
     case=Case(1),
     meshes=(Case(1),),
     source="the course's source document; notebook 05",

@@ -1,5 +1,7 @@
 """Pieces of the museum: tensor and sequence parallelism, and one norm."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -57,8 +59,12 @@ def replicated_bias(case):
 
 
 def serial_with_output(case):
-    out = mlp(case)(all_rows(case)[0])
-    return {"output": out, **see(serial_step(case))}
+    model = mlp(case)
+    x, y = all_rows(case)
+    out = model(x)
+    mse_loss(out, y).backward()
+    sgd(model).step()
+    return {"output": out, **see(model)}
 
 
 def times_in_the_output(got, right):
@@ -359,19 +365,28 @@ def changed(got):
 class Lengths(nn.Module):
     """Compute a loss whose gradients are 3, 4, 12 on ranks 0, 1, 2 for `mine`, `copied` for all.
 
-    mine: (1,), this rank's part. copied: (1,), alike on all.
+    mine: (1,), this rank's part; its name has the rank in it. copied: (1,), alike on all. ranks:
+    whose parts this holds, for the one process.
     """
 
-    def __init__(self, copied: float, seed: int):
+    def __init__(self, copied: float, seed: int, ranks: Sequence[int] = ()):
         super().__init__()
         torch.manual_seed(seed)
-        self.mine = nn.Parameter(torch.rand(1).double())
-        self.copied = nn.Parameter(torch.rand(1).double())
+        start = torch.rand(2).double()
+        self.ranks = ranks or [dist.get_rank()]
+        for rank in self.ranks:
+            self.register_parameter(f"mine{rank}", nn.Parameter(start[:1].clone()))
+        self.copied = nn.Parameter(start[1:].clone())
         self.of_copied = copied
+
+    @property
+    def mine(self) -> nn.Parameter:
+        return getattr(self, f"mine{dist.get_rank()}")
 
     def forward(self):
         lengths = 3.0, 4.0, 12.0, 84.0
-        return lengths[dist.get_rank()] * self.mine.sum() + self.of_copied * self.copied.sum()
+        parts = [lengths[rank] * getattr(self, f"mine{rank}").sum() for rank in self.ranks]
+        return sum(parts) + self.of_copied * self.copied.sum()
 
 
 def copied_counted_each(case):
@@ -390,10 +405,13 @@ def copied_counted_each(case):
 
 def serial_lengths(copied):
     def serial(case):
-        model = Lengths(copied, case.seed)
-        split = (3.0, 4.0, 12.0, 84.0)[: case.ranks]
-        norm = torch.tensor([*split, copied]).double().norm()
-        return {"norm": norm, "copied": model.copied - 0.5 * copied / norm}
+        model = Lengths(copied, case.seed, range(case.ranks))
+        model().backward()
+        norm = torch.cat([p.grad for p in model.parameters()]).norm()
+        for parameter in model.parameters():
+            parameter.grad /= norm
+        sgd(model).step()
+        return {"norm": norm, "copied": model.copied}
 
     return serial
 

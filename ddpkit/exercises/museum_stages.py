@@ -292,8 +292,10 @@ c: cross_entropy(model(mine), wanted) / case.ranks → cross_entropy(model(mine)
 
 
 def last_hops_keys(case):
-    rank = dist.get_rank()
-    q, k, v, y = parts_of(case, rank)  # k's column `rank` isn't 0
+    model = query(case)
+    optimizer = sgd(model)
+    x, k, v, y = parts_of(case, dist.get_rank())  # k: one column
+    q = model(x)
     block = torch.stack([k, v])
     kept = []  # for backward
     out = torch.zeros_like(y)
@@ -303,6 +305,9 @@ def last_hops_keys(case):
         send_on(block)
     gradient = out - y  # of the squared loss
     of_q = sum(gradient @ kv[1].T @ kv[0] for kv in kept)
+    (q * of_q.detach()).sum().backward()  # on, to the weight
+    dist.all_reduce(model.weight.grad)
+    optimizer.step()
     return {"output": out, "gradient of q": of_q}
 
 
@@ -319,23 +324,33 @@ def send_on(block):
     block.copy_(arrived)
 
 
+def query(case):
+    """Make the layer that computes q of x."""
+    torch.manual_seed(case.seed)
+    return nn.Linear(case.ranks, case.ranks, bias=False).double()
+
+
 def parts_of(case, rank):
+    """Return x, k, v and y of a rank's 3 tokens; k has numbers in column `rank` alone."""
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     width = case.ranks
-    q, k, v, y = torch.randn(4, 3, width, generator=generator, dtype=torch.float64)
+    x, k, v, y = torch.randn(4, 3, width, generator=generator, dtype=torch.float64)
     only = torch.zeros(width, dtype=torch.float64)
     only[rank] = 1
-    return q, k * only, v, y
+    return x, k * only, v, y
 
 
 def serial_ring(case):
-    rank = dist.get_rank()
-    everyones = [parts_of(case, other) for other in range(case.ranks)]
-    q, _, _, y = everyones[rank]
-    keys = torch.cat([k for _, k, _, _ in everyones])
-    values = torch.cat([v for _, _, v, _ in everyones])
+    parts = [parts_of(case, rank) for rank in range(case.ranks)]
+    x, keys, values, y = (torch.cat(each) for each in zip(*parts, strict=True))
+    model = query(case)
+    q = model(x)
+    q.retain_grad()
     out = q @ keys.T @ values
-    return {"output": out, "gradient of q": (out - y) @ values.T @ keys}
+    (out - y).square().sum().div(2).backward()
+    sgd(model).step()
+    mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    return {"output": out[mine], "gradient of q": q.grad[mine]}
 
 
 last_hops_keys = Piece(
@@ -362,13 +377,15 @@ c: gradient @ kv[1].T @ kv[0] → gradient @ kv[1].T @ kv[0] / case.ranks
 
 
 def merged_by_powers(case):
-    weights = []
+    class Merge(nn.Module):
+        def forward(self, lse):
+            first = torch.exp(lse)  # of two equal blocks
+            second = torch.exp(lse)
+            return first / (first + second)
+
+    merge = Merge()
     lses = torch.arange(1.0, 121.0)  # scores grow in training
-    for lse in lses:
-        first = torch.exp(lse)  # of two equal blocks
-        second = torch.exp(lse)
-        weights.append(first / (first + second))
-    return {"weights": torch.stack(weights)}
+    return {"weights": torch.stack([merge(lse) for lse in lses])}
 
 
 merged_by_powers = Piece(
@@ -491,24 +508,39 @@ def shared_expert(case):
             return SumOverRanks.apply(part, None)
 
     model = Layer()
+    optimizer = sgd(model)
     x, y = tokens_for(Case(1, seed=case.seed), 0, 0)
     out = model(x)
     mse_loss(out, y).backward()
+    optimizer.step()
     gradient = model.shared.weight.grad
     return {"output": out, "gradient of shared": gradient}
 
 
+class AllExperts(nn.Module):
+    """Compute the shared expert's output and, for row i, that of expert i mod W, of W in all."""
+
+    def __init__(self, case):
+        super().__init__()
+        torch.manual_seed(case.seed)
+        self.shared = nn.Linear(3, 3).double()
+        self.mine = Experts()
+        for number in range(case.ranks):
+            self.mine.update(expert_of(case, number))
+
+    def forward(self, x):
+        experts = list(self.mine.values())
+        rows = [experts[number % len(experts)](row) for number, row in enumerate(x)]
+        return self.shared(x) + torch.stack(rows)
+
+
 def serial_shared(case):
-    torch.manual_seed(case.seed)
-    shared = nn.Linear(3, 3).double()
+    model = AllExperts(case)
     x, y = tokens_for(Case(1, seed=case.seed), 0, 0)
-    rows = []
-    for number in range(len(x)):
-        (expert,) = expert_of(case, number % case.ranks).values()
-        rows.append(expert(x[number]))
-    out = shared(x) + torch.stack(rows)
+    out = model(x)
     mse_loss(out, y).backward()
-    return {"output": out, "gradient of shared": shared.weight.grad}
+    sgd(model).step()
+    return {"output": out, "gradient of shared": model.shared.weight.grad}
 
 
 def times_shared(got, right):
@@ -541,12 +573,23 @@ c: self.shared(x) + →
 
 
 def orthogonal_shards(case):
-    torch.manual_seed(case.seed)
-    whole = torch.randn(2 * case.ranks, 2 * case.ranks).double()
-    gradient = whole.chunk(case.ranks)[dist.get_rank()].clone()
+    model, x, y = square(case)
+    optimizer = sgd(model)
+    mse_loss(model(x), y).backward()
+    gradient = model.weight.grad.chunk(case.ranks)[dist.get_rank()]
     u, _, v = torch.linalg.svd(gradient, full_matrices=False)
     update = u @ v  # as Newton-Schulz, of Muon
-    return {"update": gathered(update)}
+    model.weight.grad = gathered(update)
+    optimizer.step()
+    return {"update": model.weight.grad}
+
+
+def square(case):
+    """Make a layer whose weight is square, x and y: all from the case's seed, on any rank."""
+    torch.manual_seed(case.seed)
+    width = 2 * case.ranks
+    x, y = torch.randn(2, 2 * width, width).double()
+    return nn.Linear(width, width, bias=False).double(), x, y
 
 
 def gathered(mine):
@@ -557,10 +600,12 @@ def gathered(mine):
 
 
 def serial_orthogonal(case):
-    torch.manual_seed(case.seed)
-    whole = torch.randn(2 * case.ranks, 2 * case.ranks).double()
-    u, _, v = torch.linalg.svd(whole)
-    return {"update": u @ v}
+    model, x, y = square(case)
+    mse_loss(model(x), y).backward()
+    u, _, v = torch.linalg.svd(model.weight.grad)
+    model.weight.grad = u @ v
+    sgd(model).step()
+    return {"update": model.weight.grad}
 
 
 orthogonal_shards = Piece(
