@@ -576,7 +576,11 @@ def test_the_first_nan_is_named():
     assert model(torch.ones(1, 2)).isnan().all()  # nothing listens any more
     with torch.no_grad():
         model[0].weight.zero_()
-    with finite(model[0]), finite(model[2]), finite(nn.Sequential()):  # no warning of torch's either
+    with (
+        finite(model[0]),
+        finite(model[2]),
+        finite(nn.Sequential()),
+    ):  # no warning of torch's either
         model(torch.ones(1, 2)).sum().backward()
     for watched in (finite(model), finite()):
         with pytest.raises(NotFinite, match=r"the gradient that .*Root"), watched:

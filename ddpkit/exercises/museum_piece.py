@@ -8,6 +8,7 @@ repaired is, on all ranks, the run on one process; "sound" is right if the code 
 number is measured: the code runs beside the one process. Nothing is judged by what is written here.
 """
 
+import contextlib
 import dataclasses
 import linecache
 import textwrap
@@ -16,9 +17,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
+from ddpkit.audit import Tape, compare
+from ddpkit.audit.tape import Step
 from ddpkit.runtime.errors import LaunchError
 from ddpkit.runtime.launch import launch
 from ddpkit.tensor_parallel.split import join, splits
@@ -33,6 +37,7 @@ PATIENCE_S = 120.0  # no choice hangs, so it is for machines that are busy
 # Of a tensor's length, in float64: sums of some hundred numbers are off by 1e-13 at most, and no
 # bug of the museum is as small as 1e-6.
 TOLERANCE = 1e-10
+STEPS = 2  # that the audit compares: some bugs begin with the second
 CLOSE = 0.01  # of the number that is asked for
 SOUND = "sound"
 Seen = Mapping[str, Tensor]  # of a run, on one rank
@@ -58,17 +63,18 @@ def see(trained: Trained) -> dict[str, Tensor]:
     return found
 
 
+def on_meshes(cases: list[Case]) -> list[Case]:
+    """Give cases, all of one mesh, that mesh of this run's ranks."""
+    if cases[0].inner == 1:
+        return cases
+    shape = cases[0].ranks // cases[0].inner, cases[0].inner
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "inner"))
+    return [dataclasses.replace(case, mesh=mesh) for case in cases]
+
+
 def run_on_a_rank(train: Train, serial: Train, cases: list[Case]) -> list[tuple]:
     """Return (what a run has, what is right) for each case; all cases are of one mesh."""
-    mesh = None
-    if cases[0].inner > 1:
-        shape = cases[0].ranks // cases[0].inner, cases[0].inner
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "inner"))
-    found = []
-    for case in cases:
-        got = see(train(dataclasses.replace(case, mesh=mesh)))
-        found.append((got, see(serial(case))))
-    return found
+    return [(see(train(case)), see(serial(case))) for case in on_meshes(cases)]
 
 
 def same(got: Tensor, right: Tensor) -> bool:
@@ -84,9 +90,45 @@ def differing(got: Seen, right: Seen) -> list[str]:
     return sorted(found, key=lambda name: not name.startswith("gradient"))  # the cause first
 
 
-def differs_on_a_rank(train: Train, serial: Train, cases: list[Case]) -> list[bool]:
-    """Return, for each case, whether this rank's run isn't as on one process."""
-    return [bool(differing(got, right)) for got, right in run_on_a_rank(train, serial, cases)]
+def judged_on_a_rank(train: Train, serial: Train, cases: list[Case]) -> list[tuple]:
+    """(whether this rank's run isn't as on one process, what the audit says), for each case.
+
+    The audit, on rank 0, compares the tapes of all ranks: True, False, or None if nothing trains.
+    """
+    found = []
+    for case in on_meshes(cases):
+        with Tape(STEPS) as mine:
+            got = see(train(case))
+        alone = Tape(STEPS)  # all ranks compute it, one listens
+        with alone if dist.get_rank() == 0 else contextlib.nullcontext():
+            right = see(serial(case))
+        found.append((bool(differing(got, right)), differs_by_audit(alone, mine)))
+    return found
+
+
+def differs_by_audit(alone: Tape, mine: Tape) -> bool | None:
+    """Compare tapes on rank 0: whether it isn't the same training, None if it is none."""
+    tapes = [None] * dist.get_world_size()
+    sent = only_numbers(mine, lambda x: x.double().numpy())  # pickled ten times as fast as tensors
+    dist.gather_object(sent, tapes if dist.get_rank() == 0 else None)
+    gradients = [x for step in alone.steps for x in step.gradients.values() if x is not None]
+    if dist.get_rank() or not gradients:
+        return None
+    return not compare(alone, [only_numbers(tape, torch.from_numpy) for tape in tapes]).fine
+
+
+def only_numbers(tape: Tape, convert: Callable) -> Tape:
+    """Return a tape of what decides, converted, without what only explains."""
+
+    def all_of(tensors: dict) -> dict:
+        return {name: None if x is None else convert(x) for name, x in tensors.items()}
+
+    found = Tape(tape.most)
+    found.rank, found.begin = tape.rank, all_of(tape.begin)
+    for step in tape.steps:
+        gradients, parameters = all_of(step.gradients), all_of(step.parameters)
+        found.steps.append(Step(step.losses, gradients, parameters, rates=step.rates))
+    return found
 
 
 def factor_of(got: Tensor, right: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import Counter
 
 import pytest
 
@@ -131,10 +132,14 @@ def test_the_number_is_what_one_finds_by_hand(tried):
 @pytest.mark.slow
 def test_all_meshes_tell_right_from_wrong(piece):
     """Two seeds here; the command takes as many as it is told."""
-    found = museum.judge(piece, seeds=2, meshes=12)
-    assert found["detected"] == found["wrong"]
-    assert found["false alarms"] == 0
-    assert found["right"] == 2 * len(piece.meshes)
+    found = museum.judge(piece, range(2), meshes=12)
+    assert found["right", "runs"] == 2 * len(piece.meshes)
+    assert found["right", "seen"] == found["right", "by the audit"] == 0
+    assert found["wrong", "seen"] == found["wrong", "runs"]
+    assert found["wrong", "by the audit"] == found["wrong", "audited"]
+    if RIGHT[piece.name] != SOUND:
+        assert found["wrong", "runs"] == found["right", "runs"]
+        assert found["wrong", "audited"] in (found["wrong", "runs"], 0)
 
 
 # What a reader is told: a wrong piece, and a sound one
@@ -242,20 +247,37 @@ def test_the_score_counts_first_answers():
 
 
 def test_the_command_runs_what_it_is_told(capsys):
-    names = ["sorted_as_words", "dealt_by_turns"]
-    assert museum.main([*names, "--seeds", "2", "--meshes", "2"]) == 0
+    names = ["shared_expert", "sorted_as_words", "dealt_by_turns"]
+    assert museum.main([*names, "--seeds", "2", "--first", "5", "--meshes", "2"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told[1:3]] == names
-    # Runs of wrong code, detected, missed; runs of sound code, false alarms
-    assert told[1].split()[1:6] == ["4", "4", "0", "4", "0"]
-    assert told[2].split()[1:6] == ["0", "0", "0", "4", "0"]
-    assert told[3].split() == ["2", "pieces", "4", "4", "0", "8", "0"]
+    # Wrong code: runs, seen; audited, by the audit. Right code: the same.
+    assert told[2].split()[:-1] == ["shared_expert", *"44444040"]
+    assert told[3].split()[:-1] == ["sorted_as_words", *"44004000"]  # nothing trains there
+    assert told[4].split()[:-1] == ["dealt_by_turns", *"00004000"]
+    assert told[5].split() == ["3", "pieces", "8", "8", "4", "4", "12", "0", "4", "0"]
+    assert museum.main(["shared_expert", "--seeds", "1", "--meshes", "1", "--right-only"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[1:-1] == [*"00001010"]
 
 
-def test_the_command_fails_where_a_wrong_piece_passes(monkeypatch, capsys):
-    monkeypatch.setattr(museum, "caught", lambda *args: 0)
-    assert museum.main(["sorted_as_words", "--seeds", "2", "--meshes", "2"]) == 1
-    assert capsys.readouterr().out.splitlines()[1].split()[1:6] == ["4", "0", "4", "4", "0"]
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"seen": 0, "audited": 1, "by the audit": 1},
+        {"seen": 2, "audited": 1, "by the audit": 0},
+    ],
+)
+def test_the_command_fails_where_a_wrong_piece_passes(monkeypatch, capsys, counts):
+    def caught(piece, mechanism, case, seeds):
+        return Counter(counts if mechanism == SOUND else {"audited": 1})
+
+    monkeypatch.setattr(museum, "caught", caught)
+    assert museum.main(["sorted_as_words", "--seeds", "2", "--meshes", "1"]) == 1
+
+
+def test_the_command_fails_at_a_false_alarm(monkeypatch, capsys):
+    for alarm in ("seen", "by the audit"):
+        monkeypatch.setattr(museum, "caught", lambda *args, what=alarm: Counter({what: 1}))
+        assert museum.main(["one_norm", "--seeds", "1", "--meshes", "1"]) == 1
 
 
 def test_the_command_refuses_an_unknown_piece(capsys):
