@@ -16,10 +16,11 @@ For scripts, unchanged: `python -m ddpkit.audit SERIAL.py PARALLEL.py --world-si
 
 from .agree import agree
 from .budget import budget, unchanged
-from .compare import Report, compare
+from .compare import compare
 from .exact import exact, exact_loss
 from .finite import NotFinite, finite
 from .ledger import Ledger
+from .report import Report
 from .state import same_state
 from .tape import Tape
 from .training import same_training

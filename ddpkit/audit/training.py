@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..runtime.launch import launch
-from .compare import Report, compare
+from .compare import compare
+from .report import Report
 from .tape import Tape
 
 ADAPTIVE = "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop"

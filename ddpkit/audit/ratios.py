@@ -1,0 +1,121 @@
+"""Is a tensor a multiple of another, and of which factor? If it isn't: which of its rows differ?"""
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+LOOSEST = 0.25  # of a tensor's length: a factor of 2 is more, roundings of bfloat16 are 1 or 2 %
+LATITUDE = 0.05  # of a factor, for roundings
+SHOWN = 4  # rows in a line
+
+
+def ratio(
+    value: Tensor | None, expected: Tensor | None, tolerance: float, floor: float
+) -> tuple[float | None, float, bool]:
+    """(factor, error, whether they are the same): value ≈ factor · expected, up to the tolerance.
+
+    factor: None if no number fits. A gradient that is missing counts as zeros.
+    """
+    if value is None or expected is None:
+        present = value if expected is None else expected
+        empty = present is None or not present.any()
+        return (1.0 if empty else 0.0 if value is None else None), 0.0, empty
+    if value.shape != expected.shape:
+        return None, float("inf"), False
+    a = value.double()
+    b = expected.double()
+    if tolerance == 0 and torch.equal(a, b):
+        return 1.0, 0.0, True
+    length = max(b.norm().item(), floor)
+    if (a - b).norm().item() <= tolerance * length:
+        return 1.0, 0.0, True
+    squared = b.square().sum().item()
+    factor = (a * b).sum().item() / squared if squared else 0.0
+    left = (a - factor * b).norm().item()
+    error = left / length if length else float(left > 0)
+    # Against a number that fits by chance: a vector of one element always has one.
+    fits = isfinite(factor) and left <= max(tolerance, 1e-12) * max(1.0, abs(factor)) * length
+    return (whole_number(factor, error) if fits else None), error, False
+
+
+def whole_number(factor: float, error: float) -> float:
+    """Return the whole number, or its reciprocal, that a factor is but for the error; or itself."""
+    upside_down = 0 < abs(factor) < 1
+    whole = round(1 / factor if upside_down else factor)
+    nearest = 1 / whole if upside_down else float(whole)
+    return nearest if near(factor, nearest, min(error, LATITUDE)) else factor
+
+
+def near(a: float, b: float, within: float = 1e-3) -> bool:
+    return abs(a - b) <= within * abs(b)
+
+
+def added(
+    before: Tensor, expected: Tensor, values: dict[int, Tensor], tolerance: float
+) -> tuple[float, Tensor, dict[int, Tensor]]:
+    """(the tolerance of an update, the serial one, {rank: its own}), in float64."""
+    start = before.double()
+    update = expected.double() - start
+    length = update.norm().item()
+    # An update is off by as much as the parameter is, and is much shorter.
+    within = tolerance * max(1.0, start.norm().item() / length) if length else tolerance
+    return min(LOOSEST, within), update, {r: v.double() - start for r, v in values.items()}
+
+
+def part_that_differs(
+    value: Tensor | None, expected: Tensor | None, tolerance: float, floor: float
+) -> str:
+    """Say which rows, or columns, differ where others agree, and by which factor.
+
+    If all differ, those of which nothing arrived. "" if there are no such rows or columns. Rows
+    that are 0 in both tell nothing: an embedding's, of tokens that weren't there.
+    """
+    if value is None or expected is None or value.shape != expected.shape:
+        return ""
+    for axis, name in enumerate(("row", "column")[: value.dim()]):
+        a = value.double().movedim(axis, 0).reshape(value.shape[axis], -1)
+        b = expected.double().movedim(axis, 0).reshape(value.shape[axis], -1)
+        usual = max(b.norm().item(), floor) / max(1, len(b)) ** 0.5
+        differ = ~((a - b).norm(dim=1) <= tolerance * b.norm(dim=1).clamp(min=usual))
+        tells = a.any(1) | b.any(1)
+        some_right = (tells & ~differ).any()
+        gone = differ & ~a.any(1)
+        if some_right and differ.any():
+            factor, _, _ = ratio(a[differ], b[differ], tolerance, floor)
+            ratios = "no one factor" if factor is None else f"×{factor:.4g}"
+            return f"{numbered(name, differ)}: {ratios}"
+        if gone.any() and not gone[tells].all():
+            return f"{numbered(name, gone)}: ×0, no one factor for the others"
+    return ""
+
+
+def numbered(name: str, which: Tensor) -> str:
+    """Say where `which` is true: 'row 3 of 8', 'rows 2 to 7 of 8', 'rows 0, 2, 4, 6 and 1 more'."""
+    places = which.nonzero().flatten().tolist()
+    first, last = places[0], places[-1]
+    of = f"of {len(which)}"
+    if len(places) == 1:
+        return f"{name} {first} {of}"
+    if len(places) > 2 and last - first == len(places) - 1:
+        return f"{name}s {first} to {last} {of}"
+    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+    return f"{name}s {', '.join(map(str, places[:SHOWN]))}{more} {of}"
+
+
+def mean_of(values: list[Tensor | None]) -> Tensor | None:
+    present = [value.double() for value in values if value is not None]
+    return sum(present) / len(values) if present else None
+
+
+def alike(values: list[Tensor | None]) -> bool:
+    first = values[0]
+    if any(value is None for value in values):
+        return all(value is None for value in values)
+    return all(torch.equal(first, value) for value in values[1:])
+
+
+def epsilon(tensors: dict[str, Tensor | None]) -> float:
+    """Return ε of the narrowest floating-point dtype among these."""
+    floats = [x.dtype for x in tensors.values() if x is not None and x.is_floating_point()]
+    return max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
