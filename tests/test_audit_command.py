@@ -128,6 +128,18 @@ def test_a_factor_is_told_in_a_script(script, tmp_path, capsys):
     assert "3 ranks: summed over them where the mean is due" in told
 
 
+@pytest.mark.wide
+def test_a_script_that_fails_before_its_first_step_has_failed_also_with_stop(tmp_path, capsys):
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise OSError('no such device')\n")
+    options = "--world-size", "2", "--no-sgd", "--stop"
+    assert command.main([str(broken), *options]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "broken.py failed on 2 ranks, exit code 1" in told.err
+    assert "no such device" in told.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "code", "says"),

@@ -32,7 +32,8 @@ from pathlib import Path
 from torch import Tensor
 
 from . import script as runner
-from .compare import Report, compare
+from .compare import compare
+from .report import Report
 from .samples import Rows
 from .tape import Tape
 
@@ -190,15 +191,22 @@ def linked(folder: Path) -> Path:
 
 
 def wait(process, folder: str, ranks: int, options: argparse.Namespace) -> bool:
-    """Wait for the script's end, for its tapes (--stop) or for the timeout; True: it has ended."""
+    """Wait for the script's end, for full tapes (--stop) or for the timeout; True: it has ended."""
     until = time.monotonic() + options.timeout
     while time.monotonic() < until:
         if process.poll() is not None:
             return True
-        if options.stop and len(list(Path(folder).glob("*.tape"))) == ranks:
+        if options.stop and all_full(list(Path(folder).glob("*.tape")), ranks, options.steps):
             return False
         time.sleep(LOOK_S)
     return False
+
+
+def all_full(found: list[Path], ranks: int, steps: int) -> bool:
+    """Return whether each rank's tape has all steps; a script that fails leaves what it has."""
+    if len(found) < ranks:
+        return False
+    return all(len(pickle.loads(path.read_bytes()).steps) == steps for path in found)
 
 
 def end(process) -> None:

@@ -103,7 +103,7 @@ def backwards(
 ) -> tuple[list[tuple[int, int]], Tensor | None, list[str]]:
     """([(rank, micro-batch)], a column of what each one's backward has found, tensors they have).
 
-    The columns are None if they can't be told apart.
+    Returns None for the columns if two of them are nearly alike.
     """
     places: list[tuple[int, int]] = []
     parts: list[dict[str, Tensor]] = []

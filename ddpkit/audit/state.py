@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from .compare import part_that_differs, ratio
+from .ratios import part_that_differs, ratio
 
 MISSING = object()
 
@@ -35,11 +35,11 @@ def same_state(before: object, after: object) -> list[str]:
 
 
 def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (path, value) of all that isn't a dict or a list itself; of empty ones, too."""
+    """Yield (path, value) of all values inside dicts and lists."""
     if hasattr(state, "state_dict"):
         state = state.state_dict()
     inside = dict(enumerate(state)) if isinstance(state, list | tuple) else state
-    if not isinstance(inside, Mapping) or not inside:
+    if not isinstance(inside, Mapping):
         yield path, state
         return
     for key, value in inside.items():

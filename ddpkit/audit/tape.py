@@ -70,7 +70,7 @@ def hook(listener, until: contextlib.ExitStack) -> None:
 
 @dataclass
 class Output:
-    """What a module returned: its type's name, the tensor's shape, and some of its elements."""
+    """A module's result: its type's name, the tensor's shape, and some of its elements."""
 
     kind: str
     shape: torch.Size

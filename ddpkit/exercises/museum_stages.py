@@ -342,7 +342,7 @@ def parts_of(case, rank):
 
 def serial_ring(case):
     parts = [parts_of(case, rank) for rank in range(case.ranks)]
-    x, keys, values, y = (torch.cat(each) for each in zip(*parts, strict=True))
+    x, keys, values, y = map(torch.cat, zip(*parts, strict=True))
     model = query(case)
     q = model(x)
     q.retain_grad()
