@@ -363,6 +363,37 @@ def test_rows_without_a_gradient_are_named_where_no_row_agrees():
     assert "rows 0, 5 of 6: ×0, no one factor for the others" in told
 
 
+def test_rows_that_agree_by_chance_are_not_named():
+    right = random(40).float()
+    by_chance = changed(right, slice(1, None), lambda x: x + 1)  # one of 40
+    told = str(compare(with_gradient(right), [with_gradient(by_chance)] * 2))
+    assert "gradient of w: no one factor, on every rank" in told
+    short = changed(random(4, 3).float(), [1, 2], lambda x: 1e-9 * x)
+    wrong = changed(short, [0, 3], lambda x: x.roll(1, 1))  # rows 1 and 2 are too short to tell
+    told = str(compare(with_gradient(short), [with_gradient(wrong)] * 2))
+    assert "gradient of w: no one factor, on every rank" in told
+
+
+def test_nan_is_named_and_whose_it_is():
+    nan = changed(random(4, 3), 2, lambda row: row * torch.nan)
+    told = str(compare(with_gradient(random(4, 3)), [with_gradient(nan)] * 2))
+    assert "gradient of w: 3 of 12 numbers are NaN or inf, on every rank" in told
+    told = str(compare(with_gradient(nan), [with_gradient(random(4, 3))] * 2))
+    assert "3 of 12 numbers are NaN or inf in the serial run, on every rank" in told
+
+
+def test_a_long_report_is_cut():
+    def of(factors):
+        tape = with_gradient(random(4))
+        tape.begin = {f"w{n}": random(4) * factor for n, factor in enumerate(factors, 1)}
+        return tape
+
+    told = str(compare(of([1.0] * 12), [of(range(2, 14))] * 2)).splitlines()
+    assert "parameter of w8: ×9, on every rank" in told[8]
+    assert told[9] == "  and 4 more tensors, each differing otherwise"
+    assert "don't begin alike" in told[10]
+
+
 def test_rows_that_no_token_uses_tell_nothing():
     unused = changed(random(6, 2), [2, 3, 4], lambda row: 0 * row)
     wrong = changed(unused, [0, 1, 5], lambda row: row.flip(1))
@@ -522,6 +553,16 @@ def test_a_tape_leaves_nothing_behind():
     model = new_model()
     model(batch(0)[0]).sum().backward()
     assert len(tape.steps) == 2
+
+
+@on_ranks(2)
+def test_parameters_that_are_given_also_go_into_shards(check, rank):
+    model = sharded(new_model())
+    wanted = {name: torch.full(p.shape, 0.5) for name, p in model.named_parameters()}
+    with Tape(1, given=wanted):
+        model(batch(0)[0]).sum().backward()
+    found = {name: p.full_tensor() for name, p in model.named_parameters()}
+    check.same([name for name in wanted if not torch.equal(found[name], wanted[name])], [])
 
 
 # Agreement, numbers, samples, calls

@@ -69,8 +69,9 @@ def test_a_state_dict_that_is_not_copied_follows_what_is_live():
         (
             torch.tensor([1.0, torch.nan]),
             torch.tensor([2.0, torch.nan]),
-            "no one factor, 1 of 2 numbers differ",
+            "×2",
         ),
+        (torch.ones(2), torch.tensor([1.0, torch.nan]), "1 of 2 numbers are NaN or inf"),
         (torch.tensor(2.0), torch.tensor(1.0), "×0.5"),
         (torch.zeros(2), torch.ones(2), "no one factor, 2 of 2 numbers differ"),
     ],

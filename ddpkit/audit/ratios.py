@@ -8,6 +8,7 @@ from torch import Tensor
 LOOSEST = 0.25  # of a tensor's length: a factor of 2 is more, roundings of bfloat16 are 1 or 2 %
 LATITUDE = 0.05  # of a factor, for roundings
 SHOWN = 4  # rows in a line
+LONG, CHANCE = 0.3, 0.1  # of the usual row; of all rows
 
 
 def ratio(
@@ -66,20 +67,25 @@ def added(
 def part_that_differs(
     value: Tensor | None, expected: Tensor | None, tolerance: float, floor: float
 ) -> str:
-    """Say which rows, or columns, differ where others agree, and by which factor.
+    """Say which rows, or columns, differ where others agree, and by which factor; or of NaN.
 
     If all differ, those of which nothing arrived. "" if there are no such rows or columns. Rows
     that are 0 in both tell nothing: an embedding's, of tokens that weren't there.
     """
     if value is None or expected is None or value.shape != expected.shape:
         return ""
+    for x, whose in ((value, ""), (expected, " in the serial run")):
+        if not x.isfinite().all():
+            return f"{int((~x.isfinite()).sum())} of {x.numel()} numbers are NaN or inf{whose}"
     for axis, name in enumerate(("row", "column")[: value.dim()]):
         a = value.double().movedim(axis, 0).reshape(value.shape[axis], -1)
         b = expected.double().movedim(axis, 0).reshape(value.shape[axis], -1)
         usual = max(b.norm().item(), floor) / max(1, len(b)) ** 0.5
         differ = ~((a - b).norm(dim=1) <= tolerance * b.norm(dim=1).clamp(min=usual))
         tells = a.any(1) | b.any(1)
-        some_right = (tells & ~differ).any()
+        # A short row may agree by chance, within a tolerance; and so may one of many.
+        long = tells & (b.norm(dim=1) >= LONG * usual) if tolerance else tells
+        some_right = (long & ~differ).sum() > (CHANCE * tells.sum() if tolerance else 0)
         gone = differ & ~a.any(1)
         if some_right and differ.any():
             factor, _, _ = ratio(a[differ], b[differ], tolerance, floor)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from .ratios import LOOSEST, near
 
 SHOWN = 4  # names in a line
+LINES = 8  # of differences
 
 
 @dataclass
@@ -81,5 +82,7 @@ class Report:
         begins = f"not the same training{with_it}; it begins here:"
         lines = [f"whether it is the same training can't be told{with_it}:"]
         lines = lines if self.undecided else [begins]
-        lines += [f"  {difference}" for difference in self.differences]
+        lines += [f"  {difference}" for difference in self.differences[:LINES]]
+        more = sum(len(difference.names) for difference in self.differences[LINES:])
+        lines += [f"  and {more} more tensors, each differing otherwise"] if more else []
         return "\n".join(lines + [f"  {cause}" for cause in self.causes])

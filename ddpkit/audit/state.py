@@ -56,7 +56,9 @@ def difference(was: object, now: object) -> str:
     was, now = was.detach().cpu(), now.detach().cpu()
     if (now.dtype, now.shape) != (was.dtype, was.shape):
         return f"{now.dtype} {tuple(now.shape)}, was {was.dtype} {tuple(was.shape)}"
-    differ = (now != was) & ~(now.isnan() & was.isnan())
+    both = now.isnan() & was.isnan()
+    was, now = was.masked_fill(both, 0), now.masked_fill(both, 0)  # a NaN that stays is no change
+    differ = now != was
     if not differ.any():
         return ""
     factor, _, _ = ratio(now, was, 0.0, 0.0)

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
@@ -153,6 +154,8 @@ class Tape:
         for path, parameter in root.named_parameters():
             value = None if self.steps else self.given.get(plain_name(path))
             if value is not None and value.shape == parameter.shape:
+                if isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
                 parameter.copy_(value)
 
     def on_return(self, module: nn.Module, inputs: tuple, output: object) -> None:
