@@ -363,6 +363,37 @@ def test_rows_without_a_gradient_are_named_where_no_row_agrees():
     assert "rows 0, 5 of 6: ×0, no one factor for the others" in told
 
 
+def test_an_update_that_cancels_its_parameter_may_be_off_by_what_the_parameter_was():
+    """Found by the museum's command: a weight that an update makes 100 times shorter."""
+    right, other = with_gradient(random(8)), with_gradient(random(8))
+    for tape, off in ((right, 0.0), (other, 1e-16)):
+        tape.begin = {"w": random(8)}
+        tape.steps[0].parameters = {"w": random(8) * 1e-3 + off}
+    assert compare(right, [other, other]).fine
+    other.steps[0].parameters["w"] += 1e-12
+    assert not compare(right, [other, other]).fine
+    exactly = compare(right, [with_gradient(random(8))] * 2, to_the_bit=True)
+    assert not exactly.fine
+
+
+@pytest.mark.parametrize("call", ["a list", "by name", "in a dict"])
+def test_samples_count_for_the_tolerance_however_they_are_given(call):
+    class Listening(nn.Linear):
+        def forward(self, x):
+            x = x["x"] if isinstance(x, dict) else x[0] if isinstance(x, list) else x
+            return super().forward(x)
+
+    net = Listening(3, 2)
+    x = torch.ones(50, 3)
+    with Tape(1) as tape:
+        if call == "by name":
+            net(x=x).sum().backward()
+        else:
+            net([x] if call == "a list" else {"x": x}).sum().backward()
+    assert tape.longest == x.numel()
+    assert [len(some) for some in tape.inputs] == [75]  # every second of 150
+
+
 def test_rows_that_agree_by_chance_are_not_named():
     right = random(40).float()
     by_chance = changed(right, slice(1, None), lambda x: x + 1)  # one of 40

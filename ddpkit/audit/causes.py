@@ -84,6 +84,7 @@ def scales_of_ranks(ours: Step, theirs: list[Step]) -> str:
 
 
 def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) -> list[str]:
+    """Suggest causes of a difference from its factor; serial: micro-batches of the serial run."""
     if found.own and found.factor is not None and near(found.factor, 1):
         return ["each rank kept its own gradient, and their mean is right: nobody averages them"]
     if found.own and found.factor is not None and near(found.factor, 1 / ranks):

@@ -150,8 +150,11 @@ def judge(
             continue
         values = {rank: of[rank][name] for rank in holders}
         wrong = {}
+        least = floor
+        if before and name in before:  # what it is updated from may be longer than what it becomes
+            least = max(floor, before[name].double().norm().item()) if tolerance else 0.0
         for rank, value in values.items():
-            factor, error, same = ratio(value, x, tolerance, floor)
+            factor, error, same = ratio(value, x, tolerance, least)
             if not same:
                 wrong[rank] = factor, error
         if not wrong:

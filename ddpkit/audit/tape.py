@@ -13,9 +13,10 @@ it must step alike.
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from unittest.mock import patch
 
 import torch
@@ -113,6 +114,7 @@ class Tape:
 
     def __enter__(self) -> "Tape":
         self.roots: list[nn.Module] = []  # outermost modules, as they are called
+        self.arriving: list[Tensor] = []  # what an outermost module is being called with
         self.names: dict[nn.Module, str] = {}  # of modules whose outputs are noted: in one call
         self.calls = 0  # modules that are being called, one inside the other
         self.stepping = 0  # optimizers that are stepping, likewise
@@ -140,11 +142,9 @@ class Tape:
             # The module with most parameters has the full names; a part of it has shorter ones.
             self.roots.sort(key=lambda root: -sum(1 for _ in root.parameters()))
         if self.calls == 0:
-            found = [x for x in inputs if isinstance(x, Tensor)]
-            self.longest = max([self.longest, *(x.numel() for x in found)])
             first = len(self.roots) == 1 and not self.inputs and not self.steps
             if first and root is module and torch.is_grad_enabled():
-                self.inputs = [some_of(x) for x in found]
+                self.inputs = [some_of(x) for x in self.arriving]
                 self.names = {part: plain_name(path) for path, part in root.named_modules()}
         self.calls += 1
 
@@ -172,6 +172,9 @@ class Tape:
 
         def called(module, *args, **kwargs):
             outermost = self.calls == 0 and any(True for _ in module.parameters())
+            if outermost:
+                self.arriving = tensors_in((args, kwargs))
+                self.longest = max([self.longest, *(x.numel() for x in self.arriving)])
             listens = outermost and not self.full and torch.is_grad_enabled()
             if listens and owner_of_forward(module) is module:
                 step = len(self.steps) - (not self.updated)
@@ -292,6 +295,17 @@ class Tape:
         kept = "most", "steps", "begin", "longest", "depth", "rank", "world_size"
         kept += "inputs", "outputs"
         return {name: getattr(self, name) for name in kept}
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """List the tensors inside dicts, lists and tuples."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [*chain.from_iterable(map(tensors_in, values))]
 
 
 def some_of(x: Tensor) -> Tensor:
