@@ -30,7 +30,7 @@ MAY_IMPORT = {  # beyond torch, the standard library and its own kind
     "fast": {"subjects", "tools", "triton"},
     "runtime": {"tools", "inspect", "cloudpickle", "IPython"},
     "inspect": {"runtime", "tools"},
-    "exercises": BELOW | {"lesson", "nbclient", "nbformat", "triton"},
+    "exercises": BELOW | {"audit", "lesson", "nbclient", "nbformat", "triton"},
     "lesson": BELOW | {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"},
     "lesson.check": {"exercises", "runtime"},  # their name in notebooks
     "bench": BELOW | {"audit", "lesson", "numpy"},
