@@ -51,16 +51,16 @@ def before_after(pairs: Iterable, title: str) -> Picture:
 
 
 class Change:
-    """A drawing of what a collective call did: each rank's numbers, an arrow, its numbers after it.
+    """A drawing of what a collective call did: each rank's numbers before, an arrow, those after.
 
     by_rank: the argument, {rank: (numbers before, numbers after, owners of the numbers after)}.
-        Numbers are a list, or None for nothing. The owner of a number is the rank that contributed
-        it, a frozenset of ranks for a sum over them, or None if that is unknown.
+        Numbers are a list, or None if there are none. A number's owner is the rank that
+        contributed it, a frozenset of ranks for a sum over them, or None if that is unknown.
 
-    Computed from it:
+    Attributes computed from `by_rank`:
     cell, per_line: the width of a cell in pixels, and the most cells in a line before and after,
         the same for all ranks, so that rows are aligned.
-    width: of the drawing, in pixels. middles: the x of the middle of its left and right sides.
+    width: the drawing's, in pixels. middles: the x of the centres of its halves, before and after.
     """
 
     ARROW = 84

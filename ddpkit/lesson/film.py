@@ -119,14 +119,14 @@ class Holdings:
         self.change(which, contents, hidden)
 
     def change(self, which: object, contents: list, hidden: Container[int] = ()) -> None:
-        """Put `contents` into buffer `which`, and find the owners of the numbers that changed.
+        """Put `contents` into buffer `which`, and find the owners of each number that changed.
 
-        If a changed number is the sum of what was there and of what has arrived in other buffers,
-        it belongs to all their owners. Otherwise it is this rank's own if the rank has received
-        nothing yet, and of unknown owner if it has.
+        A number's owners are the ranks that contributed it. If it is its old value plus numbers
+        that have arrived in other buffers, it belongs to the owners of all of these. Otherwise it
+        is this rank's own if the rank has received nothing yet, and of unknown owner if it has.
 
         contents: all numbers of the buffer, as many as it had.
-        hidden: indices of elements that a message is being written into; they are left as they are.
+        hidden: indices that a message is still being written into; these are not updated.
         """
         known = self.buffers[which]
         pairs = enumerate(zip(contents, known, strict=True))

@@ -270,9 +270,9 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
 
 
 def _different_calls(records: dict[int, Record]) -> Event:
-    """Return an event for a player: ranks of one group disagree, and make different calls.
+    """Return the event that tells a player that ranks of one group made different calls.
 
-    records: {rank: its record}.
+    records: {rank: the record of the call in which it differs}.
     """
     alike: dict[str, list[int]] = {}
     for rank in sorted(records):

@@ -262,7 +262,7 @@ class Slider:
     say: Callable[[Any], str] = str
 
     def widget(self):
-        """Return a new ipywidgets slider, or buttons, with the initial value."""
+        """Return a new ipywidgets slider, or buttons for a few choices, at the initial value."""
         import ipywidgets
 
         options = [(self.say(value), value) for value in self.values]

@@ -315,10 +315,10 @@ class Board:
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
     def waiting(self, rank: int) -> list[int]:
-        """Return the calls in which threads of `rank` wait, or have just waited.
+        """Return the index of the call that each waiting thread of `rank` is waiting in.
 
-        Each is an index among all calls of `rank`, as `record` takes it. There is one for each
-        thread.
+        Indices count all calls of `rank`, and can be passed to `record`. A thread may have stopped
+        waiting by the time this returns.
         """
         marks = (self._get(rank, _WAITING + caller) for caller in range(CALLERS))
         return [mark - 1 for mark in marks if mark]

@@ -647,7 +647,7 @@ def _listen_on(interface: str):
 
 
 def _threads() -> set[str]:
-    """Return the ids of this process's threads, also C++'s; none if there is no SCHED_BATCH."""
+    """Return the ids of all this process's threads, C++ ones included; empty except on Linux."""
     return set(os.listdir("/proc/self/task")) if hasattr(os, "SCHED_BATCH") else set()
 
 
