@@ -421,7 +421,7 @@ def test_a_long_report_is_cut():
 
     told = str(compare(of([1.0] * 12), [of(range(2, 14))] * 2)).splitlines()
     assert "parameter of w8: ×9, on every rank" in told[8]
-    assert told[9] == "  and 4 more tensors, each differing otherwise"
+    assert told[9] == "  and 4 more tensors, which differ in other ways"
     assert "don't begin alike" in told[10]
 
 

@@ -63,7 +63,7 @@ def last_is_shared(names: list[str], ours: Step, theirs: list[Step]) -> bool:
 
 
 def scales_of_ranks(ours: Step, theirs: list[Step]) -> str:
-    """Say by which factor each rank's gradients, all alike, are off; "" if it isn't that."""
+    """Name the factor by which each rank scales all its gradients; "" if ranks don't differ so."""
     factors = []
     for step in theirs:
         held = {name: x for name, x in step.gradients.items() if x is not None and x.any()}
@@ -160,7 +160,7 @@ def other_output(serial: Tape, tape: Tape, name: str, tolerance: float) -> bool:
 
 
 def added_too_often(difference: Tensor, name: str, serial: Tape) -> str:
-    """Say which summand of a module's output is in it how often; "" if it isn't that."""
+    """Name the summand that a module's output has too often, and how often; "" if there is none."""
     shape = serial.outputs[name].shape
     bias = serial.begin.get(f"{name}.bias")
     summands = {}

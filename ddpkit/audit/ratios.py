@@ -14,7 +14,7 @@ LONG, CHANCE = 0.3, 0.1  # of the usual row; of all rows
 def ratio(
     value: Tensor | None, expected: Tensor | None, tolerance: float, floor: float
 ) -> tuple[float | None, float, bool]:
-    """(factor, error, whether they are the same): value ≈ factor · expected, up to the tolerance.
+    """Return (factor, error, whether they are the same): value ≈ factor · expected.
 
     factor: None if no number fits. A gradient that is missing counts as zeros.
     """
@@ -55,7 +55,7 @@ def near(a: float, b: float, within: float = 1e-3) -> bool:
 def added(
     before: Tensor, expected: Tensor, values: dict[int, Tensor], tolerance: float
 ) -> tuple[float, Tensor, dict[int, Tensor]]:
-    """(the tolerance of an update, the serial one, {rank: its own}), in float64."""
+    """Return (tolerance of the update, the serial update, {rank: its update}), in float64."""
     start = before.double()
     update = expected.double() - start
     length = update.norm().item()
@@ -67,10 +67,10 @@ def added(
 def part_that_differs(
     value: Tensor | None, expected: Tensor | None, tolerance: float, floor: float
 ) -> str:
-    """Say which rows, or columns, differ where others agree, and by which factor; or of NaN.
+    """Name the rows, or columns, that differ while others agree, and their factor; or count NaNs.
 
-    If all differ, those of which nothing arrived. "" if there are no such rows or columns. Rows
-    that are 0 in both tell nothing: an embedding's, of tokens that weren't there.
+    If all differ, name those that are 0. Returns "" if there are no such rows or columns. Rows that
+    are 0 in both tell nothing: an embedding's, of tokens that weren't in the batch.
     """
     if value is None or expected is None or value.shape != expected.shape:
         return ""

@@ -84,5 +84,5 @@ class Report:
         lines = lines if self.undecided else [begins]
         lines += [f"  {difference}" for difference in self.differences[:LINES]]
         more = sum(len(difference.names) for difference in self.differences[LINES:])
-        lines += [f"  and {more} more tensors, each differing otherwise"] if more else []
+        lines += [f"  and {more} more tensors, which differ in other ways"] if more else []
         return "\n".join(lines + [f"  {cause}" for cause in self.causes])

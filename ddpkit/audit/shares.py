@@ -54,7 +54,7 @@ def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
 
 
 def kept(names: list[str], theirs: list[Step]) -> str:
-    """Return a sentence on which micro-batches are averaged over ranks and which stay on their own.
+    """Return a sentence on which micro-batches are averaged and which stay on their own rank.
 
     Returns "" if all are treated alike, or no weights can be found, as in `shares`.
     """
@@ -101,9 +101,10 @@ def fate(weights: Tensor) -> str:
 def backwards(
     names: list[str], theirs: list[Step]
 ) -> tuple[list[tuple[int, int]], Tensor | None, list[str]]:
-    """([(rank, micro-batch)], a column of what each one's backward has found, tensors they have).
+    """Return (places, columns, names): what each backward of each rank found, side by side.
 
-    Returns None for the columns if two of them are nearly alike.
+    places: (rank, micro-batch) of each column; names: the tensors in them. columns is None if
+    they can't be distinguished, or there are too few.
     """
     places: list[tuple[int, int]] = []
     parts: list[dict[str, Tensor]] = []

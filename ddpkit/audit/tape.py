@@ -13,10 +13,9 @@ it must step alike.
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from unittest.mock import patch
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
+from torch.utils._pytree import tree_leaves
 
 from ..fsdp import FSDP
 from .samples import Rows, Samples
@@ -146,6 +146,7 @@ class Tape:
             if first and root is module and torch.is_grad_enabled():
                 self.inputs = [some_of(x) for x in self.arriving]
                 self.names = {part: plain_name(path) for path, part in root.named_modules()}
+            self.arriving = []  # or the tape would keep a batch
         self.calls += 1
 
     @torch.no_grad()
@@ -173,7 +174,7 @@ class Tape:
         def called(module, *args, **kwargs):
             outermost = self.calls == 0 and any(True for _ in module.parameters())
             if outermost:
-                self.arriving = tensors_in((args, kwargs))
+                self.arriving = list(filter(torch.is_tensor, tree_leaves((args, kwargs))))
                 self.longest = max([self.longest, *(x.numel() for x in self.arriving)])
             listens = outermost and not self.full and torch.is_grad_enabled()
             if listens and owner_of_forward(module) is module:
@@ -295,17 +296,6 @@ class Tape:
         kept = "most", "steps", "begin", "longest", "depth", "rank", "world_size"
         kept += "inputs", "outputs"
         return {name: getattr(self, name) for name in kept}
-
-
-def tensors_in(values: object) -> list[Tensor]:
-    """List the tensors inside dicts, lists and tuples."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [*chain.from_iterable(map(tensors_in, values))]
 
 
 def some_of(x: Tensor) -> Tensor:

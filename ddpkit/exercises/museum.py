@@ -10,7 +10,7 @@ is named once it is answered. For the curious, all pieces on all their meshes:
     python -m ddpkit.exercises.museum --seeds 1000  # hours; --seeds 3 takes some minutes
 
 Each run is judged twice: by the piece's own comparison of numbers, and, where something trains, by
-the audit, which knows of the run what its tapes have.
+the audit, by the tapes of all ranks.
 """
 
 import argparse
@@ -29,6 +29,8 @@ from .museum_stages import *  # noqa: F403
 from .museum_state import *  # noqa: F403
 
 BATCH = 500  # seeds in one launch
+HEADINGS = "wrong", "", "", "", "right", "", "", "", ""
+SHOULD_BE = ("runs", "seen"), ("audited", "by the audit")  # of wrong code: equal counts
 
 
 def pieces() -> dict[str, Piece]:
@@ -89,10 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
     missed = [all_of_them["wrong", what] - all_of_them["wrong", by] for what, by in SHOULD_BE]
     alarms = [all_of_them["right", by] for _, by in SHOULD_BE]
     return int(any(missed) or any(alarms))
-
-
-HEADINGS = "wrong", "", "", "", "right", "", "", "", ""
-SHOULD_BE = ("runs", "seen"), ("audited", "by the audit")
 
 
 def row(name: str, *cells: object) -> str:

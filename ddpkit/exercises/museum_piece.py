@@ -91,9 +91,9 @@ def differing(got: Seen, right: Seen) -> list[str]:
 
 
 def judged_on_a_rank(train: Train, serial: Train, cases: list[Case]) -> list[tuple]:
-    """(whether this rank's run isn't as on one process, what the audit says), for each case.
+    """Return, for each case, (whether this rank's numbers aren't one process's, audit's verdict).
 
-    The audit, on rank 0, compares the tapes of all ranks: True, False, or None if nothing trains.
+    The verdict is rank 0's, from the tapes of all ranks; see `differs_by_audit`.
     """
     found = []
     for case in on_meshes(cases):
@@ -107,9 +107,9 @@ def judged_on_a_rank(train: Train, serial: Train, cases: list[Case]) -> list[tup
 
 
 def differs_by_audit(alone: Tape, mine: Tape) -> bool | None:
-    """Compare tapes on rank 0: whether it isn't the same training, None if it is none."""
+    """Return whether the audit finds a difference; None on other ranks, and if nothing trains."""
     tapes = [None] * dist.get_world_size()
-    sent = only_numbers(mine, lambda x: x.double().numpy())  # pickled ten times as fast as tensors
+    sent = only_numbers(mine, lambda x: x.double().numpy())  # pickled 8 times as fast as tensors
     dist.gather_object(sent, tapes if dist.get_rank() == 0 else None)
     gradients = [x for step in alone.steps for x in step.gradients.values() if x is not None]
     if dist.get_rank() or not gradients:
@@ -118,7 +118,7 @@ def differs_by_audit(alone: Tape, mine: Tape) -> bool | None:
 
 
 def only_numbers(tape: Tape, convert: Callable) -> Tape:
-    """Return a tape of what decides, converted, without what only explains."""
+    """Return a tape with only what the verdict needs, its tensors converted."""
 
     def all_of(tensors: dict) -> dict:
         return {name: None if x is None else convert(x) for name, x in tensors.items()}
