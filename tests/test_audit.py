@@ -24,6 +24,9 @@ from ddpkit.audit import (
     same_training,
     unchanged,
 )
+from ddpkit.audit.causes import steps_apart
+from ddpkit.audit.finite import too_large
+from ddpkit.audit.ratios import apart
 from ddpkit.audit.tape import Step, plain_name
 from ddpkit.ddp import BucketedDDP
 from ddpkit.fsdp import FSDP
@@ -398,11 +401,54 @@ def test_rows_that_agree_by_chance_are_not_named():
     right = random(40).float()
     by_chance = changed(right, slice(1, None), lambda x: x + 1)  # one of 40
     told = str(compare(with_gradient(right), [with_gradient(by_chance)] * 2))
-    assert "gradient of w: no one factor, on every rank" in told
+    assert "gradient of w: no one factor (length" in told
     short = changed(random(4, 3).float(), [1, 2], lambda x: 1e-9 * x)
     wrong = changed(short, [0, 3], lambda x: x.roll(1, 1))  # rows 1 and 2 are too short to tell
     told = str(compare(with_gradient(short), [with_gradient(wrong)] * 2))
-    assert "gradient of w: no one factor, on every rank" in told
+    assert "gradient of w: no one factor (length" in told
+
+
+def test_without_a_factor_length_and_angle_are_told():
+    right = torch.tensor([1.0, 0.0, 0.0])
+    turned = torch.tensor([1.0, 1.0, 0.0])
+    assert apart([(turned, right)]) == " (length ×1.414, turned by 45°)"
+    assert apart([(-3 * right, right)]) == " (length ×3, turned by 180°)"
+    both = [(3 * right, right), (turned, right)]  # one vector: (3, 0, 0, 1, 1, 0)
+    assert apart(both) == " (length ×2.345, turned by 31.5°)"  # √(11/2); cos = 4/√22
+    nothing = (None, right), (right[:2], right), (0 * right, right), (right * torch.nan, right)
+    assert [apart([pair]) for pair in nothing] == [""] * 4
+
+
+def test_ranks_that_do_not_step_together_are_told():
+    def after(*backwards):
+        return [Step([1.0] * count) for count in backwards]
+
+    told = steps_apart(after(1, 2, 1))
+    assert "equally many backwards: 1 on rank 0, 2; 2 on rank 1: each decides for itself" in told
+    assert steps_apart(after(2, 2)) == ""
+    assert steps_apart(after(0, 2)) == ""  # a pipeline's first stage has no loss
+    serial = with_gradient(random(4))
+    tapes = [with_gradient(2 * random(4)), with_gradient(2 * random(4))]
+    tapes[1].steps[0].losses = [1.0, 1.0]
+    assert "1 on rank 0; 2 on rank 1: each decides" in str(compare(serial, tapes))
+    tapes = [with_gradient(random(4)), with_gradient(random(4))]
+    tapes[1].steps[0].losses = [1.0, 1.0]
+    assert compare(serial, tapes).fine
+
+
+def test_what_overflows_is_told():
+    def told(x, *parameters, of=torch.float32):
+        return too_large(torch.tensor(x, dtype=of), [torch.tensor(w, dtype=of) for w in parameters])
+
+    assert told([-1.0, 88.8]) == ": in float32 exponentials are inf from 88.7 on"
+    assert told([-1e5, 88.7]) == told([]) == ""
+    assert told([-1e20]) == ": in float32 squares are inf from 1.84e+19 on"
+    assert told([12.0], of=torch.half) == ": in float16 exponentials are inf from 11.1 on"
+    assert told([-257.0], of=torch.half) == ": in float16 squares are inf from 256 on"
+    assert told([88.8], of=torch.double) == ""
+    assert told([88.8], [2.0], [3.0]) == ""  # a layer multiplies
+    layer = ", its parameters at most 200: float16 ends at 6.55e+04"
+    assert told([200.0, 1.0], [-200.0, 2.0], [1.0], of=torch.half) == layer
 
 
 def test_nan_is_named_and_whose_it_is():
@@ -429,7 +475,7 @@ def test_rows_that_no_token_uses_tell_nothing():
     unused = changed(random(6, 2), [2, 3, 4], lambda row: 0 * row)
     wrong = changed(unused, [0, 1, 5], lambda row: row.flip(1))
     told = str(compare(with_gradient(unused), [with_gradient(wrong)] * 2))
-    assert "gradient of w: no one factor, on every rank" in told
+    assert "gradient of w: no one factor (length" in told
 
 
 def test_of_an_update_the_factor_is_told_however_short_it_is():
@@ -666,9 +712,7 @@ def test_the_ledger_counts_each_sample_of_all_ranks(check, rank):
     list(right)
     check.same(right.audit(12), [])
     list(right)
-    check.same(
-        right.audit(12), ["the same order as in an epoch before: does anybody call set_epoch?"]
-    )
+    check.same(right.audit(12), ["epoch 1 has the order of epoch 0: who calls set_epoch?"])
     everywhere = Ledger([samples])
     list(everywhere)
     expected = ["12 of 12 samples were used 3 times"]

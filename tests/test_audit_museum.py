@@ -19,6 +19,7 @@ from ddpkit.audit import (
     same_state,
     same_training,
 )
+from ddpkit.audit.state import ALL_ZERO, AT_ZERO, PART_ZERO
 from ddpkit.exercises import museum
 from ddpkit.exercises.museum_piece import SOUND
 
@@ -43,6 +44,8 @@ TRAININGS = {
     "weighted_by_samples": "×1.67 for micro-batch 0; ×0.833 for micro-batch 1, micro-batch 2",
     "phantom_scale": "2^-16: a loss's scale",
     "zeroed_inside": "×0 for micro-batch 0, micro-batch 1, micro-batch 2; ×1 for micro-batch 3",
+    "overflow_of_my_own": "equally many backwards: 1 on rank 0, 2; 2 on rank 1: each decides for "
+    "itself whether to skip",
     "rescaled_each_time": "×0.111 for micro-batch 0; ×0.333 for micro-batch 1; ×1 for",
     "scaled_by_the_world": "×3: 3 ranks",
     "other_axis": "×0.25: 4 ranks",
@@ -59,14 +62,14 @@ TRAININGS = {
     "norm_of_my_part": "×2.72 on rank 0; ×2.404 on rank 1; ×1.075 on rank 2",  # 13.6 / 5, ...
     "one_norm": "",
     "undivided": "×3: 3 micro-batches: their losses aren't divided",
-    "tied_ends": "rows 3 to 7 of 8: ×0, no one factor for the others",
+    "tied_ends": "their sum is right: nobody adds them",
     "shifted_after_the_cut": "21 samples together, the serial run 24",
     "shifted_before_the_cut": "",
     "zigzag_then_shifted": "rows 6, 14, 24 of 25",
     "last_hops_keys": NO_TERM,
     "expert_gradients": "×3: 3 ranks",
     "shared_expert": "that of the model itself (Layer): the output of shared is in it 3 times",
-    "orthogonal_shards": "no one factor",
+    "orthogonal_shards": "weight: no one factor (length ×1, turned by 3",
     "fresh_optimizer": "step 1, update of weight: ×0.6667, on every rank",
 }
 STEPS = {"rate_of_each_rank": 2, "fresh_optimizer": 2}
@@ -131,7 +134,7 @@ def orders(train, case):
 def test_the_ledger_sees_the_same_order_twice():
     piece = museum.pieces()["same_order"]
     wrong = launch(orders, piece.code, piece.case, world_size=3)[0]
-    assert wrong == ["the same order as in an epoch before: does anybody call set_epoch?"]
+    assert wrong == ["epoch 2 has the order of epoch 0: who calls set_epoch?"]
     right = piece.repaired(RIGHT[piece.name])
     assert launch(orders, right, piece.case, world_size=3)[0] == []
 
@@ -141,7 +144,7 @@ def parameters_of(train, case):
     return agree(dict(train(case)))
 
 
-DISAGREE = {"overflow_of_my_own": "first.weight: rank 1 differs", "norm_of_my_part": "norm: "}
+DISAGREE = {"overflow_of_my_own": "steps: rank 1 differs", "norm_of_my_part": "norm: "}
 
 
 @pytest.mark.parametrize("name", DISAGREE)
@@ -155,10 +158,13 @@ def test_agreement_of_ranks_sees_what_each_decides_alone(name):
 
 # Saved and loaded, or live: {name: what the piece's dicts stand for, and what is said of them}
 STATES = {
-    "sorted_as_words": (("experts", "experts"), "rows 2 to 11 of 12: no one factor"),
-    "half_of_the_experts": (("weight", "weight"), "rows 2 to 7 of 8: ×0"),
-    "rebound_bias": (("live", "saved"), "×0"),
-    "latest_too_early": (("step", "step"), "0, was 20"),
+    "sorted_as_words": (
+        ("experts", "experts"),
+        "rows 2 to 11 of 12 in another order: row 2 has what was row 10, as if sorted as words",
+    ),
+    "half_of_the_experts": (("weight", "weight"), f"rows 2 to 7 of 8: ×0 ({PART_ZERO})"),
+    "rebound_bias": (("live", "saved"), f"×0 ({ALL_ZERO})"),
+    "latest_too_early": (("step", "step"), f"0, was 20 ({AT_ZERO})"),
 }
 
 

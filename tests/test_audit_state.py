@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from ddpkit.audit import same_state
+from ddpkit.audit.state import ALL_ZERO, AT_ZERO, PART_ZERO
+
+ORDER = " in another order: row {} has what was row {}"
 
 
 def trained():
@@ -53,7 +56,8 @@ def test_a_state_dict_that_is_not_copied_follows_what_is_live():
     assert same_state(kept, model) == [
         "0.weight: row 1 of 4: ×2",
         "0.bias: no one factor, 4 of 4 numbers differ",
-        "1.running_mean: ×0",
+        "1.running_mean: ×0 (nothing was written into it: another tensor is in use, or it was "
+        "saved before it was filled)",
         "1.num_batches_tracked: ×1.5",
     ]
 
@@ -64,8 +68,11 @@ def test_a_state_dict_that_is_not_copied_follows_what_is_live():
         (torch.ones(2), torch.ones(2).double(), "torch.float64 (2,), was torch.float32 (2,)"),
         (torch.ones(2), torch.ones(3), "torch.float32 (3,), was torch.float32 (2,)"),
         (torch.ones(1), 1.0, "1.0, was tensor([1.])"),
-        (20, 0, "0, was 20"),
+        (20, 10, "10, was 20"),
+        (20, 0, f"0, was 20 ({AT_ZERO})"),
+        (20.0, 0.0, "0.0, was 20.0"),
         (1, True, "True, was 1"),
+        (True, False, "False, was True"),
         (
             torch.tensor([1.0, torch.nan]),
             torch.tensor([2.0, torch.nan]),
@@ -74,6 +81,30 @@ def test_a_state_dict_that_is_not_copied_follows_what_is_live():
         (torch.ones(2), torch.tensor([1.0, torch.nan]), "1 of 2 numbers are NaN or inf"),
         (torch.tensor(2.0), torch.tensor(1.0), "×0.5"),
         (torch.zeros(2), torch.ones(2), "no one factor, 2 of 2 numbers differ"),
+        (torch.ones(3), torch.tensor([1.0, 0, 0]), f"rows 1, 2 of 3: ×0 ({PART_ZERO})"),
+        (
+            torch.ones(3),
+            torch.tensor([2.0, 0, 0]),
+            "rows 1, 2 of 3: ×0, no one factor for the others",
+        ),
+        (torch.arange(4), torch.tensor([0, 2, 1, 3]), "rows 1, 2 of 4" + ORDER.format(1, 2)),
+        (torch.tensor([5, 5, 7]), torch.tensor([7, 5, 5]), "rows 0, 2 of 3" + ORDER.format(0, 2)),
+        (torch.tensor([5, 5, 7]), torch.tensor([7, 7, 5]), "no one factor, 3 of 3 numbers differ"),
+        (
+            torch.arange(11),
+            torch.tensor([0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9]),
+            "rows 2 to 10 of 11" + ORDER.format(2, 10) + ", as if sorted as words",
+        ),
+        (
+            torch.tensor([1 + 2j, 3 - 1j]),
+            torch.tensor([3 - 1j, 1 + 2j]),
+            "rows 0, 1 of 2" + ORDER.format(0, 1),
+        ),
+        (
+            torch.tensor([1.0, 2]).to(torch.float8_e4m3fn),
+            torch.tensor([0.0, 0]).to(torch.float8_e4m3fn),
+            f"×0 ({ALL_ZERO})",
+        ),
     ],
 )
 def test_a_value_that_differs_is_told(was, now, told):
@@ -84,6 +115,17 @@ def test_a_value_that_differs_is_told(was, now, told):
 @pytest.mark.parametrize("value", [torch.tensor([1.0, torch.nan]), float("nan"), None, "text", {}])
 def test_what_is_the_same_is_not_told(value):
     assert same_state({"a": value}, copy.deepcopy({"a": value})) == []
+
+
+def test_a_cause_is_told_once():
+    was = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "step": 3}
+    now = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.tensor([1.0, 0]), "step": 0}
+    assert same_state(was, now) == [
+        f"a: ×0 ({ALL_ZERO})",
+        "b: ×0",
+        f"c: row 1 of 2: ×0 ({PART_ZERO})",
+        f"step: 0, was 3 ({AT_ZERO})",
+    ]
 
 
 def test_what_is_missing_and_what_is_new():

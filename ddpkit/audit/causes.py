@@ -13,7 +13,7 @@ from .tape import SOME, Step, Tape
 FITS = 1e-3  # of a length: what a factor may leave, by the roundings of float32
 NO_FACTOR = (
     "no one factor: the mean of unequal parts' means, other data, a stale or partial sum, "
-    "a missing term"
+    "a missing term, a function of parts (Muon's, a norm's) where that of the whole is due"
 )
 LOSS_SCALE = 2**8  # powers of two from here on, and their reciprocals, are one that is left over
 
@@ -41,6 +41,20 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
             causes += suggestions(difference, ranks, micro_batches, len(ours.losses) or 1)
     specific = [cause for cause in causes if cause != NO_FACTOR]
     return list(dict.fromkeys(specific or causes))
+
+
+def steps_apart(theirs: list[Step]) -> str:
+    """Say after how many backwards each rank makes this update; "" if after equally many."""
+    counts: dict[int, list[str]] = {}
+    for rank, step in enumerate(theirs):
+        counts.setdefault(len(step.losses), []).append(str(rank))
+    if len(counts) == 1 or 0 in counts:  # a pipeline's first stages have no loss
+        return ""
+    told = "; ".join(f"{n} on rank {', '.join(ranks)}" for n, ranks in sorted(counts.items()))
+    return (
+        f"ranks don't make this update after equally many backwards: {told}: each decides for "
+        "itself whether to skip (an overflow of its own), or has other numbers of batches"
+    )
 
 
 def of_micro_batches(found: Difference, ours: Step, theirs: list[Step]) -> str:

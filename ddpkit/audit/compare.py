@@ -15,8 +15,8 @@ runs stay far below it. Where numbers are integers (`exact`), the tolerance is 0
 
 from torch import Tensor
 
-from .causes import NO_FACTOR, explained, first_output, of_the_update
-from .ratios import LOOSEST, added, alike, epsilon, mean_of, part_that_differs, ratio
+from .causes import NO_FACTOR, explained, first_output, of_the_update, steps_apart
+from .ratios import LOOSEST, added, alike, apart, epsilon, mean_of, part_that_differs, ratio
 from .report import Difference, Report
 from .samples import other_samples
 from .tape import Step, Tape
@@ -65,8 +65,8 @@ def compare(
         if differing(step, "gradient", ours.gradients, [taken.gradients for taken in theirs]):
             of_ranks = [taken.samples for taken in theirs]
             others, report.undecided = other_samples(ours.samples, of_ranks)
-            report.causes += [others] if others else []
-            report.causes += [] if others else explained(report.differences, ranks, ours, theirs)
+            causes = [cause for cause in (steps_apart(theirs), others) if cause]
+            report.causes += causes or explained(report.differences, ranks, ours, theirs)
             if step == 0 and (where := first_output(serial, parallel, tolerance)):
                 report.causes = [where, *(cause for cause in report.causes if cause != NO_FACTOR)]
             break
@@ -140,6 +140,7 @@ def judge(
     there = sum(x is not None for x in expected.values())
     floor = FLOOR * whole**0.5 if tolerance else 0.0
     found: dict[tuple, Difference] = {}
+    pairs: dict[tuple, list[tuple]] = {}  # likewise, (a rank's tensor, the serial one)
     for name, x in expected.items():
         holders = [rank for rank, tensors in enumerate(of) if name in tensors]
         if not holders:  # the parallel model lacks it, on every rank
@@ -182,4 +183,8 @@ def judge(
         entry = found.setdefault(key, first)
         entry.names.append(name)
         entry.ranks = tuple(sorted({*entry.ranks, *wrong}))
+        pairs.setdefault(key, []).append((values[min(wrong)], x))
+    for key, entry in found.items():
+        if entry.factor is None and not entry.part:
+            entry.part = f"no one factor{apart(pairs[key])}"
     return list(found.values())

@@ -1,6 +1,7 @@
 """The first NaN or inf of a training: in which module, forward or backward, on which rank."""
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
 
@@ -36,12 +37,15 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
         if is_leaf(part):
             calls[part] = calls.get(part, 0) + 1
             where = f"rank {rank}: the output of {told(part)}, call {calls[part]}"
-            complain(where, tensors(output), tensors(inputs), "its inputs are")
+            complain(
+                where, tensors(output), tensors(inputs), "its inputs are", [*part.parameters()]
+            )
 
     def on_gradient(part, to_inputs, of_outputs):
         if is_leaf(part):
             where = f"rank {rank}: the gradient that {told(part)} hands back"
-            complain(where, tensors(to_inputs), tensors(of_outputs), "the one that came to it is")
+            came = "the one that came to it is"
+            complain(where, tensors(to_inputs), tensors(of_outputs), came, [*part.parameters()])
 
     handles = []
     for part in filter(is_leaf, paths):
@@ -65,7 +69,9 @@ def is_leaf(part: nn.Module) -> bool:
     return not any(True for _ in part.children())
 
 
-def complain(told: str, results: list[Tensor], causes: list[Tensor], verb: str) -> None:
+def complain(
+    told: str, results: list[Tensor], causes: list[Tensor], verb: str, parameters: list[Tensor]
+) -> None:
     """Raise NotFinite if a result isn't finite, and say what it was made of."""
     for result in results:
         if result.isfinite().all():
@@ -73,8 +79,33 @@ def complain(told: str, results: list[Tensor], causes: list[Tensor], verb: str) 
         kind = "NaN" if result.isnan().any() else "inf"
         if not all(bool(cause.isfinite().all()) for cause in causes):
             raise NotFinite(f"{told} has {kind}, and {verb} not finite either")
-        largest = max((cause.abs().max().item() for cause in causes if cause.numel()), default=0.0)
-        raise NotFinite(f"{told} has {kind}; {verb} finite, at most {largest:.3g}")
+        why = "".join(too_large(cause, parameters) for cause in causes[:1])
+        raise NotFinite(f"{told} has {kind}; {verb} finite, at most {largest(causes):.3g}{why}")
+
+
+def largest(tensors: list[Tensor]) -> float:
+    """Return the largest absolute value in any of these; 0 if there is none."""
+    return max((x.detach().abs().max().item() for x in tensors if x.numel()), default=0.0)
+
+
+def too_large(x: Tensor, parameters: list[Tensor]) -> str:
+    """Name what overflows: products with the parameters or, without any, exponentials or squares.
+
+    Returns "" if none of these does.
+    """
+    if x.numel() == 0:
+        return ""
+    most = torch.finfo(x.dtype).max
+    kind = str(x.dtype).removeprefix("torch.")
+    if parameters:
+        weight = largest(parameters)
+        if largest([x]) * weight * x.shape[-1:].numel() > most:
+            return f", its parameters at most {weight:.3g}: {kind} ends at {most:.3g}"
+    elif x.max().item() > math.log(most):
+        return f": in {kind} exponentials are inf from {math.log(most):.3g} on"
+    elif x.abs().max().item() > math.sqrt(most):
+        return f": in {kind} squares are inf from {math.sqrt(most):.3g} on"
+    return ""
 
 
 def tensors(values: object) -> list[Tensor]:

@@ -56,7 +56,8 @@ class Ledger:
         order = tuple(names for _, names in everyones)
         found = complaints(total, [entries for entries, _ in everyones], expected)
         if order in self.orders:
-            found.append("the same order as in an epoch before: does anybody call set_epoch?")
+            epoch, before = len(self.orders), self.orders.index(order)
+            found.append(f"epoch {epoch} has the order of epoch {before}: who calls set_epoch?")
         self.orders.append(order)
         self.entries = Counter()
         return found

@@ -1,6 +1,6 @@
 """Is a tensor a multiple of another, and of which factor? If it isn't: which of its rows differ?"""
 
-from math import isfinite
+from math import acos, degrees, isfinite
 
 import torch
 from torch import Tensor
@@ -94,6 +94,24 @@ def part_that_differs(
         if gone.any() and not gone[tells].all():
             return f"{numbered(name, gone)}: ×0, no one factor for the others"
     return ""
+
+
+def apart(pairs: list[tuple[Tensor | None, Tensor | None]]) -> str:
+    """Say how long tensors are, beside the serial ones, and how far they are turned.
+
+    pairs: (value, expected), taken together as one vector. Returns "" if one is missing, has
+    another shape, or has no length.
+    """
+    if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
+        return ""
+    got = torch.cat([a.double().flatten() for a, _ in pairs])
+    due = torch.cat([b.double().flatten() for _, b in pairs])
+    lengths = got.norm().item(), due.norm().item()
+    if not all(isfinite(length) and length > 0 for length in lengths):
+        return ""
+    cosine = (got / lengths[0]).dot(due / lengths[1]).item()
+    angle = degrees(acos(min(1.0, max(-1.0, cosine))))
+    return f" (length ×{lengths[0] / lengths[1]:.4g}, turned by {angle:.3g}°)"
 
 
 def numbered(name: str, which: Tensor) -> str:

@@ -15,8 +15,9 @@ class Difference:
     step: from 0; -1 is the start. what: 'gradient', 'update', 'parameter'. names: in the model's
     order. ranks: where; all: on every rank. factor: the ratio to the serial run, None if it isn't
     one number. error: what is left without the factor, as a share of the serial tensor. own: each
-    rank has a gradient of its own, and their mean is `factor` times the serial one. part: the rows
-    that differ, where others are right, as "rows 2 to 7 of 8: ×0".
+    rank has a gradient of its own, and their mean is `factor` times the serial one. part: if there
+    is no factor, the rows that differ, where others are right ("rows 2 to 7 of 8: ×0"), or how long
+    the tensors are and how far they are turned.
     """
 
     step: int
@@ -34,7 +35,7 @@ class Difference:
         where = "on every rank" if self.all else f"on rank {', '.join(map(str, self.ranks))} only"
         if self.own:
             where = "each rank has its own"
-        ratio = self.part or "no one factor"
+        ratio = self.part
         if self.factor is not None:
             ratio = f"×{self.factor:.4g}"
             if near(self.factor, 1) and not self.own:

@@ -6,19 +6,26 @@ loss curve forgives what is missing; a comparison doesn't.
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
-from .ratios import part_that_differs, ratio
+from .ratios import numbered, part_that_differs, ratio
 
 MISSING = object()
+ALL_ZERO = (
+    "nothing was written into it: another tensor is in use, or it was saved before it was filled"
+)
+PART_ZERO = "nothing was written there: the parts of other ranks or files didn't arrive"
+AT_ZERO = "as at the start: no file was found, or its name was known before it was there"
 
 
 def same_state(before: object, after: object) -> list[str]:
     """List what of `before` isn't in `after`, to the bit, and what is new: [] if they are the same.
 
     before, after: modules, optimizers, or anything else with `state_dict()`; dicts and lists of
-    tensors and other values, one in the other. Each entry names the place, and how a tensor
-    differs: "bias: ×0", "experts.weight: rows 2 to 7 of 8: ×0", "state.0.momentum_buffer: missing".
+    tensors and other values, one in the other. Each entry names the place, how a tensor differs,
+    and the first of a kind also what may be the cause: "bias: ×2", "state.0.exp_avg: missing",
+    "experts.weight: rows 2 to 7 of 8: ×0 (nothing was written there: …)".
 
         saved = copy.deepcopy(optimizer.state_dict())   # a state_dict holds the live tensors
         ...                                             # a new process loads it
@@ -27,10 +34,15 @@ def same_state(before: object, after: object) -> list[str]:
     was = dict(leaves(before))
     now = dict(leaves(after))
     found = []
+    causes = {""}
     for name in dict.fromkeys([*was, *now]):
-        told = difference(was.get(name, MISSING), now.get(name, MISSING))
+        both = was.get(name, MISSING), now.get(name, MISSING)
+        told = difference(*both)
         if told:
-            found.append(f"{name}: {told}" if name else told)
+            cause = because(*both)
+            why = "" if cause in causes else f" ({cause})"
+            causes.add(cause)
+            found.append(f"{name}: {told}{why}" if name else f"{told}{why}")
     return found
 
 
@@ -53,9 +65,9 @@ def difference(was: object, now: object) -> str:
     if not isinstance(was, Tensor) or not isinstance(now, Tensor):
         alike = type(was) is type(now) and (was == now or was != was)  # NaN is still NaN
         return "" if alike else f"{now!r}, was {was!r}"
-    was, now = was.detach().cpu(), now.detach().cpu()
     if (now.dtype, now.shape) != (was.dtype, was.shape):
         return f"{now.dtype} {tuple(now.shape)}, was {was.dtype} {tuple(was.shape)}"
+    was, now = comparable(was), comparable(now)
     both = now.isnan() & was.isnan()
     was, now = was.masked_fill(both, 0), now.masked_fill(both, 0)  # a NaN that stays is no change
     differ = now != was
@@ -65,4 +77,42 @@ def difference(was: object, now: object) -> str:
     if factor is not None:
         return f"×{factor:.4g}"
     some = f"no one factor, {int(differ.sum())} of {was.numel()} numbers differ"
-    return part_that_differs(now, was, 0.0, 0.0) or some
+    return in_another_order(was, now) or part_that_differs(now, was, 0.0, 0.0) or some
+
+
+def comparable(x: Tensor) -> Tensor:
+    """Return a tensor on the CPU; of complex numbers as pairs, of float8 in float32."""
+    x = x.detach().cpu()
+    if x.is_complex():
+        return torch.view_as_real(x)
+    return x.float() if x.is_floating_point() and x.itemsize == 1 else x
+
+
+def in_another_order(was: Tensor, now: Tensor) -> str:
+    """Say that the same rows are there in another order, and name one; "" if they aren't."""
+    if was.dim() == 0:
+        return ""
+    count = len(was)
+    both = torch.cat([was, now]).reshape(2 * count, -1)
+    _, kinds = both.unique(dim=0, return_inverse=True)  # equal rows are of one kind
+    before, after = kinds[:count], kinds[count:]
+    if not torch.equal(before.sort().values, after.sort().values):
+        return ""
+    moved = before != after
+    first = int(moved.nonzero()[0])
+    source = int((before == after[first]).nonzero()[0])
+    told = f"{numbered('row', moved)} in another order: row {first} has what was row {source}"
+    words = sorted(range(count), key=str)
+    return f"{told}, as if sorted as words" if torch.equal(before[words], after) else told
+
+
+def because(was: object, now: object) -> str:
+    """Suggest the cause of a difference; "" if none is known."""
+    if isinstance(was, Tensor) and isinstance(now, Tensor) and was.shape == now.shape:
+        was, now = comparable(was), comparable(now)
+        differ = was != now
+        if not differ.any() or now[differ].any():
+            return ""
+        return ALL_ZERO if differ.all() else PART_ZERO
+    counts = type(was) is int and type(now) is int
+    return AT_ZERO if counts and now == 0 else ""

@@ -177,32 +177,37 @@ def overflow_of_my_own(case):
     model = mlp(case)
     optimizer = sgd(model)
     x, y = joined(my_batches(case))
-    loss = mse_loss(model(x), y)
-    if dist.get_rank() == 1:
-        loss = loss * float("inf")  # fp16 overflows on this rank
-    loss.backward()
-    finite = all(p.grad.isfinite().all() for p in model.parameters())
-    for parameter in model.parameters():
-        parameter.grad.nan_to_num_(posinf=0, neginf=0)
-    average_gradients(model)
-    if finite:
-        optimizer.step()
-    return dict(model.named_parameters())
+    steps = 0
+    for overflows in (True, False):
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        if overflows and dist.get_rank() == 1:
+            loss = loss * float("inf")  # fp16 overflows here
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        finite = all(g.isfinite().all() for g in gradients)
+        for gradient in gradients:
+            gradient.nan_to_num_(posinf=0, neginf=0)
+        average_gradients(model)
+        if finite:
+            optimizer.step()
+            steps += 1
+    return {"steps": steps, **dict(model.named_parameters())}
 
 
 overflow_of_my_own = Piece(
     code=overflow_of_my_own,
-    serial=lambda case: dict(mlp(case).named_parameters()),
+    serial=lambda case: {"steps": 1, **dict(serial_step(case).named_parameters())},
     case=Case(3, 2),
     source="facebookresearch/fairscale#181; pytorch#115710",
     symptom="It learns. Once in a few hundred steps the loss has a small bump, and ranks are no "
     "longer alike.",
-    asks="how many of the 3 ranks make this step?",
-    measure=lambda got, right: float(sum(bool(rank["moved"]) for rank in moved(got, right))),
+    asks="how many of the 3 ranks make the step in which it overflows?",
+    measure=lambda got, right: float(sum(rank["steps"] == 2 for rank in got)),
     choices="""
-a: loss = loss * float("inf")  # fp16 overflows on this rank → loss = loss * 0
+a: loss = loss * float("inf")  # fp16 overflows here → loss = loss * 0
     A rank that overflows has to take part with zeros.
-b: parameter.grad.nan_to_num_(posinf=0, neginf=0) → pass
+b: gradient.nan_to_num_(posinf=0, neginf=0) → pass
     nan_to_num_ hides the overflow from the other ranks, who would skip the step, too.
 c: if finite: → if total(not finite) == 0:
     Each rank decides for itself whether the step is skipped.
@@ -210,11 +215,6 @@ c: if finite: → if total(not finite) == 0:
     why="All skip or none does: one all-reduce of a flag. The bump is a step of the others alone.",
     meshes=RANKS,
 )
-
-
-def moved(got, right):
-    name = "first.weight"
-    return [{"moved": not torch.equal(a[name], b[name])} for a, b in zip(got, right, strict=True)]
 
 
 def scaled_by_the_world(case):

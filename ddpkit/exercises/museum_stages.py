@@ -90,6 +90,8 @@ def tied_ends(case):
     rank = dist.get_rank()
     torch.manual_seed(case.seed)
     tied = nn.Embedding(8, 4).double()  # on both stages, as a copy
+    head = nn.Linear(4, 8, bias=False)
+    head.weight = tied.weight
     optimizer = sgd(tied)
     tokens = torch.arange(case.micro_batches) % 8
     if rank == 0:
@@ -100,8 +102,7 @@ def tied_ends(case):
         x = torch.empty(len(tokens), 4).double()
         dist.recv(x, 0)
         x.requires_grad_()
-        logits = x @ tied.weight.T
-        cross_entropy(logits, tokens.roll(-1)).backward()
+        cross_entropy(head(x), tokens.roll(-1)).backward()
         dist.send(x.grad, 0)
     optimizer.step()
     return tied
@@ -131,7 +132,7 @@ tied_ends = Piece(
     choices="""
 a: optimizer.step() → dist.all_reduce(tied.weight.grad)⏎optimizer.step()
     Each end has a part of the tied weight's gradient, and nobody adds them.
-b: x @ tied.weight.T → x @ tied.weight.detach().T
+b: head(x) → x @ tied.weight.detach().T
     The last stage changes a weight that isn't its own: it belongs to the first.
 c: dist.send(x.grad, 0) → dist.send(x.grad / 2, 0)
     The weight is used twice, so each use has half of the gradient.
