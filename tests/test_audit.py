@@ -491,6 +491,12 @@ def test_of_an_update_the_factor_is_told_however_short_it_is():
     assert "step 0, update of w: ×0, on every rank" in told
     assert "nothing moves: the optimizer holds other tensors" in told
     assert "update of w: ×0, on rank 1 only" in str(compare(right, [right, wrong]))
+    for tape in (right, wrong):  # the same once more, after a step in which they agree
+        tape.steps.insert(0, Step([1.0], tape.steps[0].gradients, tape.begin))
+    wrong.steps[1].parameters = {"w": right.begin["w"] - 3e-6 * random(8)}
+    told = str(compare(right, [wrong, wrong]))
+    assert "step 1, update of w: ×3" in told
+    assert "so did the update before: look at what the optimizer keeps" in told
 
 
 @pytest.mark.parametrize(
@@ -569,6 +575,29 @@ def test_the_first_output_that_differs_is_named(added, told):
     report = same_training(train, train, world_size=2, steps=1)
     assert report.fine == (not told)
     assert told in f"{report}\n"
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(self.layer(x))
+
+
+def test_the_first_call_of_the_first_batch_is_on_the_tape_and_no_batch_is_kept():
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4)
+    first = model.layer(x).detach().double().flatten()
+    with Tape(2) as tape:
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            assert tape.arriving == []
+    assert torch.equal(tape.outputs["layer"].some, first)
+    assert list(tape.outputs) == ["layer", ""]  # as they return
 
 
 def test_names_are_the_serial_models():
