@@ -474,8 +474,17 @@ def test_a_long_report_is_cut():
 def test_rows_that_no_token_uses_tell_nothing():
     unused = changed(random(6, 2), [2, 3, 4], lambda row: 0 * row)
     wrong = changed(unused, [0, 1, 5], lambda row: row.flip(1))
-    told = str(compare(with_gradient(unused), [with_gradient(wrong)] * 2))
-    assert "gradient of w: no one factor (length" in told
+    for to_the_bit in (False, True):
+        tapes = with_gradient(unused), [with_gradient(wrong)] * 2
+        told = str(compare(*tapes, to_the_bit=to_the_bit))
+        assert "gradient of w: no one factor (length" in told
+
+
+def test_a_short_update_is_judged_by_its_own_length():
+    right, wrong = with_gradient(random(8).float()), with_gradient(random(8).float())
+    right.steps[0].parameters = {"w": right.begin["w"] - 1e-5 * random(8).float()}
+    wrong.steps[0].parameters = {"w": right.begin["w"] - 3e-5 * random(8).float()}
+    assert "step 0, update of w: ×3, on every rank" in str(compare(right, [wrong, wrong]))
 
 
 def test_of_an_update_the_factor_is_told_however_short_it_is():
