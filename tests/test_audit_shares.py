@@ -128,6 +128,18 @@ def test_nothing_is_said_where_all_micro_batches_are_treated_alike_or_strangely(
     assert kept(["unknown"], steps) == ""
 
 
+def test_nothing_is_said_of_micro_batches_where_another_term_is_in_the_gradient():
+    steps = steps_of([0.5, 1.0, 0.5, 0.0], number=2)
+    steps[1].gradients = added([0.5, 0.0, 0.5, 1.0])
+    assert kept(["weight"], steps).startswith("micro-batch 0 is averaged; micro-batch 1 stays")
+    backwards = [part["weight"] for step in steps for part in step.parts]
+    ones = torch.ones(len(backwards[0]), dtype=torch.float64)
+    across = torch.linalg.qr(torch.stack([*backwards, ones], 1))[0][:, -1]
+    looked_at = steps[1].gradients["weight"].flatten()[::4]  # a view, as `some_of` takes it
+    looked_at += 0.1 * across.float()
+    assert kept(["weight"], steps) == ""
+
+
 def test_elements_are_a_copy_evenly_apart():
     x = torch.arange(10 * SOME, dtype=torch.float64)
     some = some_of(x)
