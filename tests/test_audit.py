@@ -415,8 +415,16 @@ def test_without_a_factor_length_and_angle_are_told():
     assert apart([(-3 * right, right)]) == " (length ×3, turned by 180°)"
     both = [(3 * right, right), (turned, right)]  # one vector: (3, 0, 0, 1, 1, 0)
     assert apart(both) == " (length ×2.345, turned by 31.5°)"  # √(11/2); cos = 4/√22
-    nothing = (None, right), (right[:2], right), (0 * right, right), (right * torch.nan, right)
-    assert [apart([pair]) for pair in nothing] == [""] * 4
+    nothing = [(x, right) for x in (None, right[:2], 0 * right, right * torch.nan, 1e200 * right)]
+    nothing[-1][0][1] = torch.inf
+    assert [apart([pair]) for pair in nothing] == [""] * 5
+
+    ours, theirs = with_gradient(torch.ones(2)), with_gradient(torch.tensor([2.0, 3.0]))
+    for tape, other in (ours, torch.ones(2)), (theirs, torch.tensor([5.0, 2.0])):
+        tape.begin["v"] = tape.steps[0].parameters["v"] = torch.ones(2)
+        tape.steps[0].gradients["v"] = other
+    told = str(compare(ours, [theirs] * 2))
+    assert "all 2 tensors: no one factor (length ×3.24, turned by 22.2°)" in told  # √42 / 2
 
 
 def test_ranks_that_do_not_step_together_are_told():
