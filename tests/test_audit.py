@@ -759,6 +759,11 @@ def test_the_ledger_counts_each_sample_of_all_ranks(check, rank):
     check.same(right.audit(12), [])
     list(right)
     check.same(right.audit(12), ["epoch 1 has the order of epoch 0: who calls set_epoch?"])
+    right.loader = right.loader[::-1]
+    list(right)
+    check.same(right.audit(12), [])
+    list(right)
+    check.same(right.audit(12), ["epoch 3 has the order of epoch 2: who calls set_epoch?"])
     everywhere = Ledger([samples])
     list(everywhere)
     expected = ["12 of 12 samples were used 3 times"]
