@@ -248,8 +248,9 @@ def write_after(axes, x: float, y: float, text: str, **style) -> None:
 def log_y(axes, label: str, unit: str) -> None:
     """Make the y axis logarithmic, with a grid, and with several ticks even if its range is short.
 
-    label: the axis's name. unit: "s" or "B", written with the ticks' numbers. Draw the data first:
-    its range decides where ticks are.
+    Draw the data before, because its range decides where the ticks are.
+
+    label: the axis's name. unit: "s" or "B", written with the ticks' numbers.
     """
     axes.set_yscale("log")
     axes.minorticks_off()
