@@ -58,7 +58,8 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
 
     curves: {name: {length in tokens: value}}; only the first `len(page.MARKERS)` are drawn.
     unit: "B" if the values are bytes, "s" if they are seconds.
-    ceiling: {length: value} of a dashed line, named "matrix products alone"; None for no line.
+    ceiling: {length in tokens: value} of a dashed line, which the legend calls "matrix products
+        alone"; None for no line.
     """
     figure, (axes,) = chart(title)
     looks = zip(page.RANK_COLOURS, page.MARKERS, strict=False)
@@ -75,15 +76,13 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
 
 
 def merge_tree(row: Sequence[float]) -> Picture:
-    """Draw how the softmax statistics of a row's numbers are merged in pairs until one is left.
+    """Draw how the softmax statistics of a row's numbers are merged, two at a time, into one.
 
-    A box shows a pair (m, ℓ): m is the largest of the numbers x that the box stands for, and ℓ the
-    sum of e^(x − m) over them. The top line has a box for each number, the bottom line one box for
-    the whole row. The alt text lists the pairs of every line.
+    A box shows a pair (m, ℓ), where m is the largest of the numbers x that the box stands for, and
+    ℓ the sum of e^(x − m) over them. The top line has a box for each number, the bottom line one
+    box for the whole row. The alt text lists the pairs of every line. Used in notebook 08.
 
     row: 2 to 8 numbers, -inf for one that is masked.
-
-    Notebook 08.
     """
     values = torch.tensor(row).view(-1, 1)
     level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]
@@ -115,13 +114,13 @@ def merge_tree(row: Sequence[float]) -> Picture:
 
 
 def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
-    """Draw a hierarchy of memories as stacked boxes, the first one on top.
+    """Draw a hierarchy of memories, such as a GPU's SRAM and HBM, as stacked boxes.
+
+    The first memory is on top. Boxes become wider by equal steps, whatever the capacities. The alt
+    text states capacities and bandwidths. Used in notebook 09.
 
     levels: {name: (capacity in bytes, bandwidth in bytes per second, text that says what is kept
-        there)}, from the fastest memory to the slowest. Boxes become wider from level to level by
-        equal steps, not in proportion to the capacity.
-
-    The alt text states capacities and bandwidths. Notebook 09.
+        there)}, from the fastest memory to the slowest.
     """
     canvas, said = Canvas(page.WIDEST, 110 * len(levels) + 20), []
     for at, (name, (nbytes, speed, holds)) in enumerate(levels.items()):
