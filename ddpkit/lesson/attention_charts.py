@@ -21,11 +21,11 @@ def bytes_by_length(peaks: Curves, title: str) -> Picture:
 
     Both axes are logarithmic: a slope of 1 means linear growth, 2 quadratic growth.
 
-    peaks: {name of the curve: {sequence length in tokens: most bytes at a time}}; only the first
-        `len(page.MARKERS)` curves are drawn.
+    peaks: {name of the curve: {sequence length in tokens: most bytes alive at the same time}}; only
+        the first 5 curves, as many as `page.MARKERS`, are drawn.
     title: the heading of the chart and of its alt text.
 
-    The bytes don't depend on the machine, so the alt text states them. Notebook 09.
+    The bytes don't depend on the machine, so the alt text states them. Used in notebook 09.
     """
     figure = _by_length(peaks, title, "B")
     said = [f"{title}."]
@@ -38,14 +38,14 @@ def bytes_by_length(peaks: Curves, title: str) -> Picture:
 def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) -> Picture:
     """Draw measured time against sequence length, both axes logarithmic.
 
-    seconds: {name of the curve: {sequence length in tokens: seconds}}; only the first
-        `len(page.MARKERS)` curves are drawn.
+    seconds: {name of the curve: {sequence length in tokens: seconds}}; only the first 5 curves, as
+        many as `page.MARKERS`, are drawn.
     ceiling: {sequence length in tokens: seconds of the matrix products alone, at the machine's full
         speed}, drawn as a dashed line that no curve can get below.
     title: the heading of the chart and of its alt text.
 
     The seconds differ between machines, so the alt text names curves and lengths, but states no
-    time. Notebook 09.
+    time. Used in notebook 09.
     """
     figure = _by_length(seconds, title, "s", ceiling)
     lengths = ", ".join(f"{length:,}" for length in ceiling)
@@ -145,10 +145,10 @@ def roofline(roofs: Mapping[str, tuple[float, float]], programs: Sequence[tuple]
     logarithmic.
 
     roofs: {machine: (peak in operations per second, memory bandwidth in bytes per second)}, at most
-        `len(page.MARKERS)` machines.
+        5 machines, as many as `page.MARKERS`.
     programs: (name, machine, operations per byte) of each; the machine is a key of `roofs`.
 
-    Speeds may have been measured, so the alt text states intensities, but no speed. Notebook 09.
+    The alt text states intensities but no speeds, as they may be measured. Used in notebook 09.
     """
     figure, (axes,) = chart("What is possible, by operations for each byte of memory")
     looks = dict(zip(roofs, zip(page.RANK_COLOURS, page.MARKERS, strict=False), strict=False))

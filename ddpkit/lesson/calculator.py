@@ -113,8 +113,8 @@ def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
 
     They are those of parameters, gradients and optimizer state, in mixed precision with AdamW;
     activations aren't counted. The chart has a bar for each stage, with that of `stage`
-    highlighted. The caption says for `stage` what a rank keeps, whether it fits on a GPU of
-    `charts.GPU_BYTES` bytes, and how many bytes the rank sends in a step.
+    highlighted. The caption says for `stage` what a rank keeps, whether that fits on a GPU with 80
+    GB, and how many bytes the rank sends in a step.
 
     model: a key of `MODELS`, such as "7.5B". world_size: the number of ranks.
     stage: the stage that the caption is about, from 0 to 3.

@@ -53,8 +53,8 @@ def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str,
 def same(one: tuple, other: tuple) -> bool:
     """Return whether two trainings have the same losses and parameters, to the last bit.
 
-    one, other: (losses, {parameter's name: tensor}) of each. Only the parameters that `one` names
-        are compared.
+    one, other: (losses, {parameter's name: tensor}) of each training, as `twin_of` returns them.
+        Only the parameters that `one` names are compared.
     """
     equal = [torch.equal(one[1][name], other[1][name]) for name in one[1]]
     return one[0] == other[0] and all(equal)

@@ -35,11 +35,9 @@ def median_time(results) -> Picture:
     There is a group of bars for each tensor size, and in it a bar for each backend (a way to do the
     call, such as "gloo" or "ring") with each number of processes. A black mark on a bar is its
     ceiling: the time that merely moving the same bytes took. Bars whose ceiling wasn't measured
-    have no mark.
+    have no mark. Used in notebook 02.
 
     results: the measurements, a `ddpkit.bench.results.Results`.
-
-    Used in notebook 02.
     """
     return _grouped_bars(results, lambda _, seconds: 1e3 * seconds, "Median time", "ms", "log")
 
@@ -52,11 +50,9 @@ def bandwidth(results) -> Picture:
     each tensor size, and in it a bar for each backend (a way to do the call, such as "gloo" or
     "ring") with each number of processes. A black mark on a bar is its ceiling: the bandwidth if
     the call took only the time of moving the same bytes. Bars whose ceiling wasn't measured have no
-    mark.
+    mark. Used in notebook 02.
 
     results: the measurements, a `ddpkit.bench.results.Results`.
-
-    Used in notebook 02.
     """
 
     def gigabytes_per_second(result, seconds: float) -> float:
@@ -220,7 +216,7 @@ def _stacked_bars(axes, rows: Mapping[str, Mapping[str, float]], colours: Mappin
 
     A bar is stacked from segments, and the axis has room on the right for a number after each bar.
 
-    rows: {label of the bar: {segment: length}}; a segment that a row hasn't got has length 0.
+    axes: matplotlib's chart. rows: {label of the bar: {segment: length}}; missing segments are 0.
     colours: {segment: matplotlib colour}, in the order from left to right. Segments that aren't in
         it are left out.
     """
@@ -412,7 +408,7 @@ def byte_bars(
 ) -> Picture:
     """Draw bytes of memory as stacked bars: a bar for each row, a segment for each kind of memory.
 
-    A bar's total is written at its right end. A dashed line marks one GPU's memory, `GPU_BYTES`.
+    A bar's total is written at its right end. A dashed line marks a GPU's memory of 80 GB.
 
     rows: {label of the bar: {kind of memory: bytes}}, with the kinds of `ddpkit.memory.KINDS`.
     title: the heading of the chart and of its alt text.
@@ -480,10 +476,10 @@ def zero_grid(world_size: int) -> Picture:
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
     """Draw how many numbers several ways to compute a result read and write, a bar for each way.
 
-    counts: {name of the way: (numbers read from memory, numbers written to it)}, in multiples of N,
-        the length of a row. A bar stacks the two; their sum is written at its end.
+    A bar stacks the two, and their sum is written at its end. Used in notebook 08.
 
-    Used in notebook 08.
+    counts: {name of the way: (numbers read from memory, numbers written to it)}, in multiples of N,
+        the length of a row.
     """
     figure, (axes,) = chart("Numbers moved", 150 + 58 * len(counts))
     colours = {"read": page.BLUE, "written": (page.BLUE, page.PALER)}

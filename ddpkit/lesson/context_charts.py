@@ -97,7 +97,8 @@ def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8
     tells the passes apart by the barrier between them. Each rank has 8 tokens, for each of which a
     head has 16 numbers.
 
-    scheme: a key of `SCHEMES`. dtype: of queries, keys and values.
+    scheme: "ring", "zigzag", "all-gather" or "all-to-all", a key of `SCHEMES`.
+    dtype: the dtype of queries, keys and values.
     heads: the number of query heads. kv_heads: the number of key heads, and of value heads.
     """
     q = torch.ones(1, heads, 8, 16, dtype=dtype, requires_grad=True)
@@ -114,7 +115,7 @@ def sent(run) -> tuple[int, int, int]:
     calls. With W ranks, an all-gather sends its part W − 1 times; of any other collective's bytes,
     the W − 1 of W parts for other ranks are counted. Receives and the barrier aren't counted.
 
-    run: what `launch` returned.
+    run: what `launch` returned. ValueError: rank 0 didn't make exactly one barrier call.
     """
     others = len(run.wire) - 1
     times = {"send": 1, "all_gather": others}  # of the bytes in a record
@@ -182,7 +183,7 @@ def describe(by_deal: Mapping[str, list[list[Seen]]], hop: int) -> str:
     A block on the diagonal counts as a half.
 
     by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of
-        keys, is it on the diagonal)}.
+        keys, whether it is on the diagonal)}.
     """
     said = []
     for name, ranks in by_deal.items():
@@ -207,7 +208,7 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
     frame. Blocks of later hops are white, and those that no rank computes grey.
 
     by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of
-        keys, is it on the diagonal)}.
+        keys, whether it is on the diagonal)}.
     text: the picture's alt text.
     """
     ranks = len(next(iter(by_deal.values())))
@@ -236,8 +237,8 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
 def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: int) -> None:
     """Draw the blocks of one deal into its matrix, whose left edge is at `left` pixels.
 
-    seen_by: for each rank, its list of blocks (hop, chunk of queries, chunk of keys, is it on the
-        diagonal).
+    seen_by: for each rank, its list of blocks (hop, chunk of queries, chunk of keys, whether it is
+        on the diagonal).
     """
     found = [(block, rank) for rank, seen in enumerate(seen_by) for block in seen]
     # The blocks of this hop are drawn last, so that no other block covers their frames.
@@ -257,8 +258,8 @@ def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: in
 def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> float:
     """Return what a rank sends in the forward pass, in units of one head's keys on that rank.
 
-    One head's keys are (tokens of the rank) × (numbers of a head); multiplied by their bytes, the
-    result is the bytes that the rank sends.
+    One head's keys are (tokens of the rank) × (numbers of a head). The bytes that the rank sends
+    are the result times the bytes of these.
 
     scheme: "ring" for ring attention; anything else is the all-to-all of heads for tokens.
     heads, kv_heads: the number of query heads, and of key heads (of value heads as well).
@@ -308,14 +309,14 @@ EVERY = 8  # steps over which a mean is taken
 
 
 def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
-    """Draw which share of the tokens choose each expert, over time, a panel for each training.
+    """Draw each expert's share of the tokens' choices over time, a panel for each training.
 
     An expert's index is written on its band if the share is over 6 % at the end. Colours repeat
     after 8 experts. The alt text says how many times its fair share the fullest expert has at the
     end.
 
     shares: {name of the training: for each step, the share of each expert}. The shares of a step
-        add up to 1. The number of steps is a multiple of `EVERY`; means over as many are drawn.
+        add up to 1. The number of steps is a multiple of `EVERY` (8); means over as many are drawn.
     """
     figure, panels = chart("Share of all choices, by expert", 420, columns=len(shares), sharey=True)
     said = []

@@ -22,13 +22,11 @@ def before_after(pairs: Iterable, title: str) -> Picture:
     """Draw what each rank holds before and after a collective call, a row for each rank.
 
     A number has the colour of the rank that it came from, found by its value; it is grey if it
-    comes from several ranks, as a sum does, or if several had it.
+    comes from several ranks, as a sum does, or if several had it. Used in notebook 01.
 
-    pairs: for each rank, (before, after), for instance a run whose function returned that pair.
-        Each is a tensor or list of any length, or None if the rank has nothing yet.
+    pairs: for each rank, (before, after), for example what `launch` returned if the function
+        returned that pair. Each is a tensor or list of any length, or None for nothing.
     title: the heading of the picture and of its alt text, which states all numbers.
-
-    Notebook 01.
     """
     before, after = zip(*((flat(first), flat(then)) for first, then in pairs), strict=True)
     owners = find_owners(before, after)
@@ -133,7 +131,7 @@ def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
     The words are like "ranks 0 and 2", or "every rank" if all have the same text. Groups are in the
     order of their lowest ranks.
 
-    texts: one for each rank, in order.
+    texts: the text of each rank, in the order of ranks.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
@@ -211,9 +209,9 @@ def traffic(run_or_runs) -> Picture:
 
 
 def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
-    """Return two texts about a run: the bytes sent in all, and the rank that moved most bytes.
+    """Return two texts about a run: the bytes sent in all, and which ranks moved most bytes.
 
-    sent, received: bytes by rank.
+    sent, received: for each rank, the bytes that it sent, and the bytes that it received.
     """
     both = [out + into for out, into in zip(sent, received, strict=True)]
     if not any(both):
@@ -439,7 +437,7 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
 
 
 def worlds(world_size: int) -> Picture:
-    """Draw 1 to 8 ranks on this machine: a process with its own memory for each, above the CPU."""
+    """Draw `world_size` ranks, 1 to 8, on one machine: processes with their memory, above a CPU."""
     width, ground = 970, 266  # the same for every world
     step = min(230, (width - 50) / world_size)
     canvas = Canvas(width, ground + 120)

@@ -30,10 +30,11 @@ Cells = list[tuple[float | None, Owner]]
 def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
     """Return the ranks whose numbers are added up in `total`, if it is the sum of `cells`.
 
-    Return None if it isn't, or if a value or an owner is unknown. Sums may differ by rounding, 1e-6
-    of their size.
+    Return None if it isn't, or if a value or an owner is unknown. A relative difference of 1e-6 is
+    allowed, because of rounding.
 
-    cells: (value, owner) of each number, where an owner is a rank or a frozenset of ranks.
+    cells: (value, owner) of each number; the owner is the rank that it came from, a frozenset of
+        ranks if it is a sum over them, or None if unknown.
     """
     values, ranks = [value for value, _ in cells], set()
     if None in values or not math.isclose(sum(values), total, rel_tol=1e-6):
@@ -176,8 +177,9 @@ class Holdings:
     def share(self, record: Record, after: list | None, owners: list) -> None:
         """Put the result of a collective call into this rank's buffer.
 
-        The operations in `IN_PLACE` change the buffer that the record's `memory` names. Any other
-        result, or one without `memory`, becomes a buffer whose key is the operation's name.
+        An all_reduce, broadcast or reduce (`IN_PLACE`) changes the buffer that its record's
+        `memory` names. Any other result, or one without `memory`, becomes a buffer whose key is the
+        operation's name.
 
         record: the record of this rank's call.
         after: the numbers that the call gave the rank. If it is None or empty, nothing happens.

@@ -68,7 +68,7 @@ class FourRanks(Live):
 
     player: the widget that animates the messages, with a slider over the hops.
     report: the HTML widget below the buttons, with the code of the broken function and the error
-        that `launch` raised. The method `box` creates it.
+        that `launch` raised. It exists once `box` has been used.
     """
 
     def __init__(self):
@@ -79,10 +79,7 @@ class FourRanks(Live):
 
     @cached_property
     def box(self):
-        """Return the ipywidgets box with the animation, the buttons and the report.
-
-        It is created on first use, which also sets `report`.
-        """
+        """Return the ipywidgets box with the animation, the buttons and the report, made once."""
         import ipywidgets
 
         self.report = ipywidgets.HTML()

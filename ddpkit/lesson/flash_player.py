@@ -89,7 +89,7 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
     A step shows one tile, of 2 queries and 2 keys, and the state of each row after it, which is its
     maximum, correction and sum so far, and its log-sum-exp at the end.
 
-    scores: a matrix of shape (queries, keys), from 1 × 1 up to `LARGEST` × `LARGEST`, all finite.
+    scores: a matrix of shape (queries, keys), from 1 × 1 to 8 × 8 (`LARGEST`), all finite.
     causal: mask the scores of keys that come after their query.
     ValueError: `scores` has another shape, is larger, or contains infinities or NaN.
     """

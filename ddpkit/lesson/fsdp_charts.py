@@ -15,12 +15,10 @@ def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
     """Draw the rows of some parameters in the colours of the ranks that keep them, and the padding.
 
     Each rank keeps an equal number of rows, rounded up; where rows run out, dashed boxes are
-    padding. The alt text says how many rows of each parameter each rank has.
+    padding. The alt text says how many rows of each parameter each rank has. Used in notebook 12.
 
     lengths: {name of the parameter: number of its rows, which is the length of its first axis}.
     world_size: the number of ranks.
-
-    Used in notebook 12.
     """
     longest = max(-(-length // world_size) * world_size for length in lengths.values())
     wide, tall = min(44, 760 / longest), 40

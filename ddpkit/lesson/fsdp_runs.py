@@ -49,7 +49,10 @@ class Sleeps(nn.Module):
 
 
 class Sleep(torch.autograd.Function):
-    """An autograd function that changes nothing, but sleeps; in backward twice as long."""
+    """An autograd function that returns its input, but sleeps; in backward twice as long.
+
+    Call `Sleep.apply(x, seconds)`, where `seconds` is how long it sleeps in forward.
+    """
 
     @staticmethod
     def forward(ctx, x, seconds):
@@ -89,7 +92,7 @@ def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | No
     model has no such method. Gradients add up in the model's `.grad`; nothing is returned.
 
     quiet: arguments of `model.no_sync`, inside which all micro-batches but the last run, so that
-        they don't send. None: all run outside of it.
+        they don't send. None: `no_sync` isn't used.
     """
     for left in reversed(range(number)):
         if left and quiet:

@@ -17,8 +17,8 @@ def lanes(error: LaunchError) -> Picture:
     """Draw the last calls of each rank of a failed launch, in the order in which it made them.
 
     A filled circle is a call that was completed, an open circle a call that wasn't. If a rank made
-    more than `MOST` calls, its first ones are left out, and the same number of every other rank's.
-    The alt text gives each rank's number of calls, and the call in which it is still waiting.
+    more than `MOST` (14) calls, its first calls are left out, and the same number of every other
+    rank's. The alt text gives each rank's number of calls, and the call in which it is waiting.
 
     error: what `launch` raised; its `wire` has the records of each rank's calls.
     ValueError: no rank made a call, so there is nothing to draw.

@@ -236,8 +236,9 @@ def memory_calculator() -> Calculator:
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
     """Return (caption, bar chart) of a GPT's memory at the peak of a training step.
 
-    There is a bar for each way of `WAYS` to keep activations for backward; the caption says which
-    ways fit on a GPU of `GPU_BYTES` bytes. `memory_calculator` calls this with its sliders.
+    There is a bar for each way to keep activations for backward, which are those of
+    `training_bytes`; the caption says which ways fit on a GPU with 80 GB. `memory_calculator` calls
+    this with its sliders.
 
     width, head_width: how many numbers a token has, in all and in each attention head.
     layers: the number of transformer blocks.
@@ -285,7 +286,7 @@ def training_bytes(
 
     width: how many numbers a token has. heads, layers: how many attention heads and blocks.
     batch, length: the sequences in a batch, and the tokens in a sequence.
-    precision: a key of `PRECISIONS`. attention: "materialised" or "flash".
+    precision: a key of `PRECISIONS`, such as "mixed". attention: "materialised" or "flash".
     dropout: whether the model has dropout, whose masks are then kept.
 
     The peak is where backward begins or, with checkpoints, where a block has been computed again.

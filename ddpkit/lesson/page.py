@@ -282,7 +282,8 @@ class Canvas:
 
     What is drawn later covers what was drawn before. `picture` returns the result.
 
-    width, height: in pixels.
+    width, height: the size of the page, in pixels.
+    gid: None, or what `moving` returned, to make shapes move that are drawn while it is set.
     """
 
     def __init__(self, width: float, height: float):

@@ -36,6 +36,7 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
     until: leave out the actions that begin at this tick or later, and draw a line there.
     ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
         default F=1, B=2, I=1, W=1.
+    ValueError: the schedule is wrong, or would hang.
     """
     rows = _planned(schedule, ticks)
     whole = max(end for row in rows for _, end in row.values())
@@ -59,7 +60,10 @@ def draw_run(spans: Sequence[Timed]) -> Picture:
 def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
     """Return the idle share of all ranks' time in a simulated run: 0.25 is a quarter of it.
 
-    schedule, ticks: as for `draw`.
+    schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
+    ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
+        default F=1, B=2, I=1, W=1.
+    ValueError: the schedule is wrong, or would hang.
     """
     return _idle(_planned(schedule, ticks))
 
@@ -161,7 +165,10 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     It shows what each rank does, and how many micro-batches' activations it holds. Used in
     notebook 10.
 
-    schedule, ticks: as for `draw`.
+    schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
+    ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
+        default F=1, B=2, I=1, W=1.
+    ValueError: the schedule is wrong, or would hang.
     """
     when = dry_run.simulate(schedule, **ticks)
     whole = int(max(end for _, end in when.values()))
@@ -208,7 +215,7 @@ def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
 
 
 def _holds(action: str) -> int:
-    """Return by how much an action changes the number of micro-batches that its rank holds."""
+    """Return how an action such as "1F0" changes the number of micro-batches held: 1, -1 or 0."""
     return {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]]
 
 
@@ -247,7 +254,8 @@ def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
     """Return (caption, picture) of a schedule, for one setting of `pipeline_calculator`'s sliders.
 
     stages: the number of ranks, each with one pipeline stage or, if "interleaved", with two.
-    micro_batches: their number in a step. schedule: a key of SCHEDULES, such as "1F1B".
+    micro_batches: the number of micro-batches in a step.
+    schedule: "GPipe", "1F1B", "interleaved" or "zero bubble", a key of SCHEDULES.
     """
     made = SCHEDULES[schedule](stages, micro_batches)
     thin = {"F": 0.5, "B": 1.0} if schedule == "interleaved" else {}  # two stages a rank

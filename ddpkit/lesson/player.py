@@ -25,8 +25,8 @@ WIDTH = 1040
 def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
     """Return a widget that replays the messages and collective calls of `run` step by step.
 
-    It begins at the first step that goes wrong, if there is one. It shows MOST_FRAMES steps at
-    most, which are those that go wrong and the first of the others.
+    It begins at the first step that goes wrong, if there is one. It shows at most MOST_FRAMES (120)
+    steps, which are those that go wrong and the first of the others.
 
     run: the Run that `launch(..., keep_values=True)` returned, or the HangError or RankError that
         such a launch raised.
@@ -134,8 +134,8 @@ class Stage:
     cell, per_line: the width of a number's box, and how many boxes fit in a line.
     changes: for each frame of a collective call, the drawing of all ranks' numbers before and after
         it; None for other frames.
-    spots: for each rank, {buffer: (pixels from the left edge of its numbers, pixels from the top of
-        its row, how many of its numbers are shown)}.
+    spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}, where x counts from
+        `LEFT` and y from `PAD` below the top of the rank's row.
     tall, pitch: the height of a row, and the distance from one row to the next. title, said: the
         height of the title, and of the words below a row that say what is wrong with its rank.
     All of these are in pixels.
@@ -166,8 +166,8 @@ class Stage:
     def _place(self, lengths: dict[object, int], room: float) -> dict[object, tuple]:
         """Place a rank's buffers in its row, side by side if they fit, otherwise in further lines.
 
-        Return {buffer: (pixels from the left, pixels from the top, how many of its numbers are
-        shown)}. Buffers that don't fit are missing.
+        Return {buffer: (x, y, how many of its numbers are shown)}, as in `spots`. Buffers that
+        don't fit are missing.
 
         lengths: {buffer: how many numbers it holds}. room: the row's height, in pixels.
         """

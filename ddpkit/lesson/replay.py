@@ -18,7 +18,7 @@ RECEIVE, SEND, ENTER, LEAVE = range(4)  # the order of events within a round
 
 @dataclass
 class Event:
-    """One step of a replayed run: a message leaves or arrives, ranks meet in a collective, ...
+    """One step of a replayed run, such as a message that leaves, or a collective call of all ranks.
 
     kind: "send" or "receive" of one message; "hop", several messages at the same time; "meet", a
         collective call of all its ranks; "differ", ranks made different calls; "stuck", a rank

@@ -114,7 +114,7 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
     A bar is what a number x adds to the sum, eˣ⁻ᵐ, where m is the maximum so far. A dashed bar is
     what it added before the maximum grew.
 
-    row: 1 to MOST_NUMBERS numbers; -inf stands for a masked number.
+    row: 1 to MOST_NUMBERS (8) numbers; -inf stands for a masked number.
     ValueError: the row is empty or has more numbers, or one of them is +inf or NaN.
     """
     row = [float(x) for x in row]

@@ -310,7 +310,7 @@ class Calculator(Live):
         return self._function(**{name: widget.value for name, widget in self.widgets.items()})
 
     def reset(self, *_) -> None:
-        """Set every slider back to its initial value; any argument, as of a button, is ignored."""
+        """Set every slider back to its initial value; arguments, such as a button, are ignored."""
         for name, value in self._first.items():
             self.widgets[name].value = value
 
